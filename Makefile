@@ -1,0 +1,100 @@
+# Two commands: `make demo` shows what trakdask does, `make test` checks it. Both make .venv first.
+
+PYTHON ?= python3
+JOBS ?= 2
+HYPOTHESIS_PROFILE ?= dev
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PEERS := $(VENV)/.installed-peers
+# Twice quiet: pip's notes about its own settings drown its errors.
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+BENCHMARKS := $(filter-out tests/benchmarks/test_%,$(wildcard tests/benchmarks/[a-z]*.py))
+
+# One thread per BLAS or OpenMP pool: tests and workers are already as many as the cores.
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+export MPLBACKEND := Agg
+export HYPOTHESIS_PROFILE
+
+heading = @printf '\n== %s\n' '$(1)'
+
+.NOTPARALLEL:
+.PHONY: help install demo test benchmarks lint format types imports wheel notebooks unit clean
+
+help:
+	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
+	@echo 'make test        everything below that checks something'
+	@echo 'make lint | types | imports | wheel | notebooks | unit'
+	@echo 'make format      let ruff mend what it can'
+	@echo 'make benchmarks  compare with traker and dattri'
+	@echo 'make clean       remove what the other targets made, except .venv'
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	@$(PY) -m trakdask.demo
+
+# Cheap checks first; the unit tests last, so that their summary closes the output.
+test: lint types imports wheel notebooks unit
+
+lint: $(INSTALLED)
+	$(call heading,style: ruff)
+	@$(PY) -m ruff check --quiet .
+	@$(PY) -m ruff format --check --quiet .
+	@echo clean
+
+format: $(INSTALLED)
+	@$(PY) -m ruff check --fix --quiet .
+	@$(PY) -m ruff format .
+
+types: $(INSTALLED)
+	$(call heading,types: mypy)
+	@$(PY) -m mypy
+
+imports: $(INSTALLED)
+	$(call heading,import rooms: import-linter)
+	@$(VENV)/bin/lint-imports --no-logo
+
+wheel: $(INSTALLED)
+	$(call heading,wheel: build$(comma) install beside the environment$(comma) read every kernel file)
+	@$(PY) -m pytest --quiet tests/test_packaging.py
+
+notebooks: $(INSTALLED)
+ifneq ($(NOTEBOOKS),)
+	$(call heading,notebooks: nbmake)
+	@CI=1 $(PY) -m pytest --quiet --nbmake --nbmake-timeout=280 $(NOTEBOOKS)
+endif
+
+unit: $(INSTALLED)
+	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)
+	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile --ignore=tests/test_packaging.py
+
+benchmarks: $(PEERS)
+	@set -e; for script in $(BENCHMARKS); do printf '\n== %s\n' "$$script"; $(PY) "$$script"; done
+
+clean:
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find trakdask tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --------------------------------------------------------------------------------- the environment
+
+comma := ,
+
+# hatchling first, by the same pins: the isolated build pip would make otherwise follows none.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call heading,environment: $(VENV) (minutes$(comma) the first time))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); trakdask needs Python 3.11 or newer;" \
+			"try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,demo]'
+	@touch $@
+
+$(PEERS): $(INSTALLED)
+	@$(PIP_INSTALL) --editable '.[dev,demo,peers]'
+	@touch $@

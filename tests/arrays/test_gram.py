@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from dask.utils import key_split
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trakdask.arrays import gram as module
+from trakdask.arrays.gram import gram
+from trakdask.testing import raise_if_dask_computes
+
+
+def oracle(x: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """Σ_z h(z) φ(z) φ(z)ᵀ of each checkpoint, in float64."""
+    x, h = x.astype(np.float64), h.astype(np.float64)
+    return np.einsum("sc,spc,sqc->pqc", h, x, x)
+
+
+def gaussian(n: int, p: int, c: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((n, p, c)).astype(dtype)
+
+
+def lazy(x: np.ndarray, rows: int | tuple[int, ...] = 16) -> da.Array:
+    return da.from_array(x, chunks=(rows, *(-1, 1)[: x.ndim - 2], 1))
+
+
+@st.composite
+def integer_features(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Small integers as float32, whose sums are exact, and a chunking of the samples."""
+    rows = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=12)))
+    p, c = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    x = rng.integers(-4, 5, (sum(rows), p, c)).astype(np.float32)
+    return x, rng.integers(0, 4, (sum(rows), c)).astype(np.float32), rows
+
+
+@given(integer_features(), st.integers(2, 9))
+def test_gram__exact_for_any_chunks_and_fan_in(
+    features: tuple[np.ndarray, np.ndarray, tuple[int, ...]], split_every: int
+) -> None:
+    x, h, rows = features
+    feature = lazy(x, rows)
+    plain = gram(feature, split_every=split_every).compute(scheduler="sync")
+    np.testing.assert_array_equal(plain, oracle(x, np.ones_like(h)))
+    weighted = gram(feature, lazy(h, 7), split_every=split_every).compute(scheduler="sync")
+    np.testing.assert_array_equal(weighted, oracle(x, h))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [("float16", 1e-6), ("float32", 1e-6), ("float64", 1e-6)]
+)
+def test_gram__float_inputs(dtype: str, rtol: float) -> None:
+    x = gaussian(3000, 8, 2, dtype)
+    h = np.random.default_rng(1).random((3000, 2))
+    expected = oracle(x, h)
+    found = gram(lazy(x, 100), lazy(h, 100)).compute()
+    assert found.dtype == np.float64
+    assert np.abs(found - expected).max() < rtol * np.abs(expected).max()
+    np.testing.assert_array_equal(found, found.transpose(1, 0, 2))
+
+
+def test_gram__slabs_of_a_long_block() -> None:
+    x = np.random.default_rng(0).integers(-4, 5, (5000, 3, 1)).astype(np.float32)
+    np.testing.assert_array_equal(gram(lazy(x, 5000)).compute(), oracle(x, np.ones((5000, 1))))
+
+
+def test_gram__lazy_with_one_chunk_per_checkpoint() -> None:
+    with raise_if_dask_computes():
+        result = gram(lazy(gaussian(100, 4, 3)), da.ones((100, 3), chunks=(10, 3)))
+    assert result.shape == (4, 4, 3)
+    assert result.chunks == ((4,), (4,), (1, 1, 1))
+    assert result.dtype == result._meta.dtype == np.float64
+
+
+def test_gram__same_name_for_the_same_inputs() -> None:
+    x, h = gaussian(100, 4, 3), np.ones((100, 3))
+    assert gram(lazy(x), lazy(h)).name == gram(lazy(x), lazy(h)).name
+    names = {gram(lazy(x)).name, gram(lazy(x), lazy(h)).name, gram(lazy(x), dtype="f4").name}
+    assert len(names) == 3
+
+
+def test_gram__same_bits_on_sync_and_threads() -> None:
+    result = gram(lazy(gaussian(2000, 16, 2)), split_every=3)
+    sync, threads = (result.compute(scheduler=s) for s in ("sync", "threads"))
+    assert sync.tobytes() == threads.tobytes()
+
+
+@pytest.mark.slow
+def test_gram__same_bits_on_processes(process_client: object) -> None:
+    result = gram(lazy(gaussian(2000, 16, 2)), da.ones((2000, 2), chunks=(100, 1)))
+    assert result.compute().tobytes() == result.compute(scheduler="sync").tobytes()
+
+
+def test_gram__one_partial_per_group_of_8_p_rows() -> None:
+    result = gram(lazy(gaussian(1000, 4, 2), 10))
+    tasks = dask.optimize(result)[0].__dask_graph__()
+    assert sum("rechunk-merge" in key_split(key) for key in tasks) == 2 * (1000 // 40)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 100))
+def test_groups__consecutive_and_long_enough(sizes: list[int], least: int) -> None:
+    groups = module._groups(tuple(sizes), least)
+    assert sum(groups) == sum(sizes)
+    assert set(np.cumsum(groups)) <= set(np.cumsum(sizes))
+    assert len(groups) == 1 or min(groups) >= least
+    assert max(groups) < 2 * least + max(sizes)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_gram__non_finite_feature_poisons_its_checkpoint_only(value: float) -> None:
+    x = gaussian(100, 4, 2)
+    x[50, :, 1] = value
+    for weights in (None, da.ones((100, 2), chunks=(10, 1))):
+        result = gram(lazy(x), weights).compute()
+        assert np.isfinite(result[:, :, 0]).all()
+        assert not np.isfinite(result[:, :, 1]).any()
+
+
+def test_gram__float32_sums_above_8192() -> None:
+    with raise_if_dask_computes():
+        wide = gram(da.zeros((10, 8193, 1), chunks=(10, -1, 1), dtype="f4"))
+        named = gram(lazy(gaussian(100, 4, 2)), dtype=np.float32)
+    assert wide.dtype == np.float32
+    assert named.compute().dtype == np.float32
+
+
+def test_gram__inputs_are_not_changed() -> None:
+    x = gaussian(64, 3, 1)
+    feature = lazy(x.copy()).persist(scheduler="sync")
+    gram(feature, da.full((64, 1), 2.0, chunks=(16, 1))).compute()
+    np.testing.assert_array_equal(feature.compute(), x)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        (
+            (10, 2, 1),
+            r"feature has 2 chunks along 'proj_dim' \(2, 2\); gram needs one. Use ds.chunk",
+        ),
+        ((10, 4, 2), r"feature has chunks \(2, 1\) along 'checkpoint'; gram needs chunks of 1"),
+    ],
+)
+def test_gram__refuses_chunks(chunks: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gram(da.ones((20, 4, 3), chunks=chunks, dtype="f4"))
+
+
+def test_gram__refuses_other_arrays() -> None:
+    x = gaussian(20, 4, 2)
+    with pytest.raises(TypeError, match=r"feature is a ndarray; gram needs a dask array"):
+        gram(x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"three axes"):
+        gram(lazy(x)[:, :, 0])
+    with pytest.raises(TypeError, match=r"feature has dtype int64; gram needs a float"):
+        gram(lazy(x.astype(int)))
+    with pytest.raises(ValueError, match=r"unknown chunk sizes along 'sample'"):
+        gram(lazy(x)[lazy(x)[:, 0, 0] > 0])
+    with pytest.raises(ValueError, match=r"0 samples"):
+        gram(lazy(x)[:0])
+
+
+def test_gram__refuses_options() -> None:
+    feature = lazy(gaussian(20, 4, 2))
+    with pytest.raises(ValueError, match=r"split_every is 1; a reduction tree needs at least 2"):
+        gram(feature, split_every=1)
+    with pytest.raises(ValueError, match=r"weights has shape \(20, 1\); feature needs .*\(20, 2\)"):
+        gram(feature, da.ones((20, 1)))
+    with pytest.raises(TypeError, match=r"weights is a ndarray; a dask array"):
+        gram(feature, np.ones((20, 2)))  # type: ignore[arg-type]

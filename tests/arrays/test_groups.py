@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trakdask.arrays.groups import group_sum
+from trakdask.arrays.score import score
+from trakdask.testing import raise_if_dask_computes
+
+
+def oracle(x: np.ndarray, g: np.ndarray, codes: np.ndarray, n_groups: int) -> np.ndarray:
+    """Add up sample after sample, in float64."""
+    out = np.zeros((n_groups, *x.shape[1:]))
+    for z, group in enumerate(codes):
+        if group >= 0:
+            out[group] += g[z].astype(np.float64).mean() * x[z].astype(np.float64)
+    return out
+
+
+def lazy(x: np.ndarray, rows: int | tuple[int, ...] = 10) -> da.Array:
+    return da.from_array(x, chunks=(rows, *(-1, 1)[: x.ndim - 2], 1))
+
+
+def arrays(n: int = 95, c: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((n, 6, c), dtype=np.float32)
+    return x, rng.random((n, c), dtype=np.float32), rng.integers(-1, 4, n)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12).map(tuple),
+    st.integers(1, 5),
+    st.integers(2, 5),
+    st.integers(0, 2**32),
+)
+def test_group_sum__exact_for_any_chunks(
+    rows: tuple[int, ...], n_groups: int, split_every: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    n = sum(rows)
+    x = rng.integers(-4, 5, (n, 3, 2)).astype(np.float32)
+    g = rng.integers(0, 9, (n, 2)).astype(np.float32)
+    codes = rng.integers(-1, n_groups, n)
+    for weight, dense in ((lazy(g, 4), g), (None, np.ones_like(g))):
+        found = group_sum(lazy(x, rows), weight, codes, n_groups, split_every=split_every)
+        np.testing.assert_array_equal(
+            found.compute(scheduler="sync"), oracle(x, dense, codes, n_groups)
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_group_sum__float_inputs(dtype: str) -> None:
+    x, g, codes = arrays()
+    x, g = x.astype(dtype), g.astype(dtype)
+    found = group_sum(lazy(x), lazy(g), codes, 4).compute()
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, oracle(x, g, codes, 4), atol=1e-5)
+
+
+def test_group_sum__times_targets_is_the_sum_of_scores() -> None:
+    x, g, codes = arrays()
+    w = lazy(np.random.default_rng(1).standard_normal((5, 6, 2), dtype=np.float32))
+    scores = score(lazy(x), w, lazy(g)).compute()
+    expected = np.stack([scores[codes == group].sum(axis=0) for group in range(4)])
+    found = score(group_sum(lazy(x), lazy(g), codes, 4), w, None).compute()
+    np.testing.assert_allclose(found, expected, atol=3e-5)
+
+
+def test_group_sum__lazy_in_one_chunk_per_checkpoint() -> None:
+    x, g, codes = arrays()
+    with raise_if_dask_computes():
+        result = group_sum(lazy(x), lazy(g), codes, 4)
+    assert result.chunks == ((4,), (6,), (1, 1))
+    assert result.dtype == result._meta.dtype == np.float32
+    assert result.name == group_sum(lazy(x), lazy(g), codes, 4).name
+    assert result.name != group_sum(lazy(x), lazy(g), codes[::-1], 4).name
+
+
+def test_group_sum__nan_stays_in_its_group() -> None:
+    x, g, codes = arrays()
+    codes[:3] = [1, -1, 2]
+    x[0, 2, 0] = np.nan
+    x[1] = np.nan
+    found = group_sum(lazy(x), lazy(g), codes, 4).compute()
+    assert np.argwhere(np.isnan(found)).tolist() == [[1, 2, 0]]
+
+
+def test_group_sum__blocks_without_a_group_are_not_read() -> None:
+    x, g, codes = arrays(90)
+    read = []
+
+    def block(block_id: tuple[int, ...]) -> np.ndarray:
+        read.append(block_id[0])
+        return x[10 * block_id[0] : 10 * block_id[0] + 10, :, block_id[2], None]
+
+    chunks = ((10,) * 9, (6,), (1, 1))
+    feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+    codes[:20] = codes[30:] = -1
+    codes[25] = 0
+    found = group_sum(feature, lazy(g), codes, 4).compute(scheduler="sync")
+    np.testing.assert_allclose(found, oracle(x, g, codes, 4), atol=1e-5)
+    assert set(read) == {2}
+    nothing = group_sum(feature, lazy(g), np.full(90, -1), 4)
+    assert nothing.chunks == ((4,), (6,), (1, 1))
+    assert not nothing.compute().any()
+
+
+def test_group_sum__same_bits_on_sync_and_threads() -> None:
+    x, g, codes = arrays()
+    result = group_sum(lazy(x), lazy(g), codes, 4, split_every=2)
+    sync, threads = (result.compute(scheduler=s) for s in ("sync", "threads"))
+    assert sync.tobytes() == threads.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("codes", "n_groups", "error", "message"),
+    [
+        (np.zeros(94, int), 4, ValueError, r"codes have shape \(94,\); feature needs .*\(95,\)"),
+        (np.zeros(95), 4, TypeError, r"codes have dtype float64; integers are needed"),
+        (np.full(95, 4), 4, ValueError, r"codes lie in \[4, 4\]; \[-1, 3\] is needed"),
+        (np.full(95, -2), 4, ValueError, r"codes lie in \[-2, -2\]"),
+        (np.zeros(95, int), 0, ValueError, r"n_groups is 0; at least 1 is needed"),
+    ],
+)
+def test_group_sum__refuses_codes(
+    codes: np.ndarray, n_groups: int, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        group_sum(lazy(arrays()[0]), None, codes, n_groups)
+
+
+def test_group_sum__refuses_split_every() -> None:
+    x, _, codes = arrays()
+    with pytest.raises(ValueError, match=r"split_every is 1"):
+        group_sum(lazy(x), None, codes, 4, split_every=1)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from dask.utils import key_split
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trakdask.arrays.score import score
+from trakdask.testing import raise_if_dask_computes
+
+
+def oracle(x: np.ndarray, w: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """φ_c(z)·w_c(t) times the mean of g over checkpoints, per checkpoint, in float64."""
+    x, w, g = (a.astype(np.float64) for a in (x, w, g))
+    return np.einsum("spc,tpc->stc", x, w) * g.mean(axis=1)[:, None, None]
+
+
+def arrays(n: int = 60, m: int = 14, p: int = 8, c: int = 3) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    shapes = ((n, p, c), (m, p, c))
+    return *(rng.standard_normal(s, dtype=np.float32) for s in shapes), rng.random((n, c), "f4")
+
+
+def lazy(x: np.ndarray, rows: int | tuple[int, ...] = 10) -> da.Array:
+    return da.from_array(x, chunks=(rows, *(-1, 1)[: x.ndim - 2], 1))
+
+
+_chunkings = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
+
+
+@given(_chunkings, _chunkings, st.sampled_from([1, 2, 4]), st.integers(0, 2**32))
+def test_score__exact_for_any_chunks(
+    rows: tuple[int, ...], targets: tuple[int, ...], c: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-4, 5, (sum(rows), 5, c)).astype(np.float32)
+    w = rng.integers(-4, 5, (sum(targets), 5, c)).astype(np.float32)
+    g = rng.integers(0, 9, (sum(rows), c)).astype(np.float32)
+    expected = oracle(x, w, g)
+    lazies = lazy(x, rows), lazy(w, targets), lazy(g, 4)
+    np.testing.assert_array_equal(score(*lazies).compute(scheduler="sync"), expected.mean(axis=2))
+    np.testing.assert_array_equal(score(*lazies, average=False).compute(scheduler="sync"), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_score__float_inputs(dtype: str) -> None:
+    x, w, g = (a.astype(dtype) for a in arrays())
+    found = score(lazy(x), lazy(w), lazy(g)).compute()
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2), atol=3e-6)
+
+
+def test_score__without_loss_weight() -> None:
+    x, w, g = arrays()
+    expected = oracle(x, w, np.ones_like(g))
+    np.testing.assert_allclose(
+        score(lazy(x), lazy(w), None).compute(), expected.mean(axis=2), atol=3e-6
+    )
+    apart = score(lazy(x), lazy(w), None, average=False)
+    np.testing.assert_allclose(apart.compute(), expected, atol=1e-5)
+
+
+def test_score__lazy_in_the_chunks_of_its_inputs() -> None:
+    x, w, g = arrays()
+    with raise_if_dask_computes():
+        averaged = score(lazy(x), lazy(w, 5), lazy(g, 7))
+        apart = score(lazy(x), lazy(w, 5), lazy(g, 7), average=False)
+    assert averaged.chunks == ((10,) * 6, (5, 5, 4))
+    assert apart.chunks == ((10,) * 6, (5, 5, 4), (1, 1, 1))
+    assert averaged.dtype == averaged._meta.dtype == np.float32
+    assert averaged.name == score(lazy(x), lazy(w, 5), lazy(g, 7)).name != apart.name
+
+
+def test_score__one_task_per_tile() -> None:
+    x, w, g = arrays()
+    graph = dask.optimize(score(lazy(x), lazy(w, 5), lazy(g)))[0].__dask_graph__()
+    assert sum(key_split(key) == "score" for key in graph) == 6 * 3
+
+
+def test_score__a_selection_reads_only_its_blocks() -> None:
+    x, w, g = arrays()
+    read = []
+
+    def block(block_id: tuple[int, ...]) -> np.ndarray:
+        read.append(block_id)
+        return x[10 * block_id[0] : 10 * block_id[0] + 10, :, block_id[2], None]
+
+    chunks = ((10,) * 6, (8,), (1, 1, 1))
+    feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+    found = score(feature, lazy(w, 5), lazy(g))[22:25].compute(scheduler="sync")
+    np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2)[22:25], atol=3e-6)
+    assert {b[0] for b in read} == {2}
+
+
+def test_score__nan_stays_in_its_sample() -> None:
+    x, w, g = arrays()
+    x[3, 2, 1] = g[7, 0] = np.nan
+    for average in (True, False):
+        found = score(lazy(x), lazy(w), lazy(g), average=average).compute()
+        bad = np.isnan(found).any(axis=tuple(range(1, found.ndim)))
+        assert np.flatnonzero(bad).tolist() == [3, 7]
+
+
+def test_score__same_bits_on_sync_and_threads() -> None:
+    x, w, g = arrays()
+    tiles = score(lazy(x), lazy(w, 5), lazy(g))
+    sync, threads = (tiles.compute(scheduler=s) for s in ("sync", "threads"))
+    assert sync.tobytes() == threads.tobytes()
+
+
+def test_score__refuses_arrays_that_do_not_meet() -> None:
+    x, w, g = arrays()
+    with pytest.raises(ValueError, match=r"\(8, 3\); solved has \(8, 2\). Featurize both"):
+        score(lazy(x), lazy(w)[:, :, :2], lazy(g))
+    with pytest.raises(ValueError, match=r"loss_weight has shape \(59, 3\); feature needs"):
+        score(lazy(x), lazy(w), lazy(g)[1:])
+    with pytest.raises(ValueError, match=r"solved has 2 chunks along 'proj_dim' \(4, 4\); score"):
+        score(lazy(x), lazy(w).rechunk((5, 4, 1)), lazy(g))

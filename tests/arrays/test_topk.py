@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import functools
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from dask.callbacks import Callback
+from dask.utils import key_split
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trakdask.arrays.score import score as make_score
+from trakdask.arrays.topk import top_k
+from trakdask.testing import raise_if_dask_computes
+
+
+def oracle(
+    s: np.ndarray, k: int, largest: bool = True, mask: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a stable sort of the rankable samples, target by target."""
+    values = np.full((s.shape[1], k), np.nan, np.float32)
+    positions = np.full((s.shape[1], k), -1)
+    allowed = ~np.isnan(s) & (True if mask is None else mask.reshape(len(s), -1))
+    for t in range(s.shape[1]):
+        rows = np.flatnonzero(allowed[:, t])
+        key = -s[rows, t] if largest else s[rows, t]
+        best = rows[np.argsort(key, kind="stable")][:k]
+        values[t, : len(best)], positions[t, : len(best)] = s[best, t], best
+    return values, positions
+
+
+def check(s: np.ndarray, lazy: da.Array, k: int, largest: bool = True, mask: object = None) -> None:
+    n, m = s.shape
+    dense = mask(0, n, 0, m) if callable(mask) else mask
+    found = dask.compute(*top_k(lazy, k, largest=largest, mask=mask), scheduler="sync")  # type: ignore[arg-type]
+    for got, want in zip(found, oracle(s, k, largest, dense), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def every(step: int, start: int, stop: int, target_start: int, target_stop: int) -> np.ndarray:
+    """Allow the samples whose position plus the target's is a multiple of ``step``."""
+    return np.add.outer(np.arange(start, stop), np.arange(target_start, target_stop)) % step == 0
+
+
+_chunkings = st.lists(st.integers(1, 7), min_size=1, max_size=12).map(tuple)
+_values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1, -1, 2, 3e38, -3e38, 1e-45, -1e-45], "f4")
+
+
+@given(
+    _chunkings,
+    _chunkings,
+    st.booleans(),
+    st.integers(0, 2**32),
+    st.sampled_from([None, "1d", "2d"]),
+)
+def test_top_k__stable_sort(
+    rows: tuple[int, ...], targets: tuple[int, ...], largest: bool, seed: int, kind: str | None
+) -> None:
+    rng = np.random.default_rng(seed)
+    n, m = sum(rows), sum(targets)
+    s = rng.choice(_values, (n, m))
+    mask = {"1d": rng.random(n) < 0.4, "2d": functools.partial(every, 3)}.get(kind or "")
+    check(s, da.from_array(s, chunks=(rows, targets)), int(rng.integers(1, n + 1)), largest, mask)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_top_k__gaussian_many_blocks(largest: bool) -> None:
+    s = np.random.default_rng(0).standard_normal((1000, 9), dtype=np.float32)
+    lazy = da.from_array(s, chunks=(10, 4))
+    check(s, lazy, 25, largest)
+    check(s, lazy, 25, largest, s[:, 0] > 0)
+    check(s, lazy, 1000, largest, functools.partial(every, 7))
+
+
+def test_top_k__constant_scores_rank_by_position() -> None:
+    values, positions = dask.compute(*top_k(da.zeros((100, 2), chunks=(7, 1), dtype="f4"), 30))
+    assert (positions == np.arange(30)).all()
+    assert not np.signbit(values).any()
+
+
+def test_top_k__float64_scores_rank_as_float32() -> None:
+    s = np.array([[1.0], [1.0 + 1e-12]])
+    _, positions = top_k(da.from_array(s, chunks=(1, 1)), 2)
+    assert positions.compute().tolist() == [[0, 1]]
+
+
+def test_top_k__lazy_with_known_chunks() -> None:
+    lazy = da.ones((50, 9), chunks=(10, 4), dtype="f4")
+    with raise_if_dask_computes():
+        values, positions = top_k(lazy, 20, mask=np.arange(50) % 2 == 0)
+    assert values.chunks == positions.chunks == ((4, 4, 1), (20,))
+    assert (values.dtype, positions.dtype) == (np.float32, np.int64)
+    assert (values._meta.dtype, positions._meta.dtype) == (np.float32, np.int64)
+
+
+def test_top_k__names_tell_options_apart() -> None:
+    lazy = da.ones((50, 9), chunks=(10, 4), dtype="f4")
+    mask = np.arange(50) % 2 == 0
+    options = [{}, {"largest": False}, {"mask": mask}, {"mask": ~mask}, {"k": 4}]
+    names = [[a.name for a in top_k(lazy, **{"k": 3, **o})] for o in options]
+    assert names == [[a.name for a in top_k(lazy, **{"k": 3, **o})] for o in options]
+    assert len({name for pair in names for name in pair}) == 2 * len(options)
+
+
+def counted_features(read: list[int]) -> da.Array:
+    """(60, 4, 2) in blocks of 10 samples that note when they are read."""
+
+    def block(block_id: tuple[int, ...]) -> np.ndarray:
+        read.append(block_id[0])
+        return np.random.default_rng(block_id).standard_normal((10, 4, 1), dtype=np.float32)
+
+    chunks = ((10,) * 6, (4,), (1, 1))
+    return da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+
+
+def solved() -> da.Array:
+    w = np.random.default_rng(7).standard_normal((9, 4, 2), dtype=np.float32)
+    return da.from_array(w, chunks=(9, 4, 1))
+
+
+def test_top_k__mask_without_a_sample_in_a_block_does_not_read_it() -> None:
+    read: list[int] = []
+    lazy = make_score(counted_features(read), solved(), None)
+    s = lazy.compute(scheduler="sync")
+    read.clear()
+    mask = np.zeros(60, bool)
+    mask[[23, 25, 49]] = True
+    check(s, lazy, 5, mask=mask)
+    assert sorted(set(read)) == [2, 4]
+    assert len(read) == 4
+
+
+def test_top_k__mask_that_selects_nothing_reads_nothing() -> None:
+    read: list[int] = []
+    lazy = make_score(counted_features(read), solved(), None)
+    values, positions = dask.compute(*top_k(lazy, 5, mask=np.zeros(60, bool)))
+    assert np.isnan(values).all()
+    assert (positions == -1).all()
+    assert values.shape == (9, 5)
+    assert not read
+
+
+def test_top_k__values_and_positions_share_one_pass() -> None:
+    read: list[int] = []
+    lazy = make_score(counted_features(read), solved(), None)
+    dask.compute(*top_k(lazy, 5), scheduler="sync")
+    assert len(read) == 12
+
+
+def product() -> da.Array:
+    x = np.random.default_rng(0).standard_normal((200, 4, 2), dtype=np.float32)
+    feature = da.from_array(x, chunks=(10, 4, 1))
+    return make_score(feature, solved().rechunk((3, 4, 1)), da.ones((200, 2), chunks=(10, 1)))
+
+
+@pytest.mark.parametrize(
+    "mask", [None, np.arange(200) % 2 == 0, np.arange(200) < 45, functools.partial(every, 2)]
+)
+def test_top_k__product_and_local_step_are_one_task(mask: object) -> None:
+    lazy = product()
+    (optimised, _) = dask.optimize(*top_k(lazy, 5, mask=mask))  # type: ignore[arg-type]
+    names = [key[0] for key in optimised.__dask_graph__() if isinstance(key, tuple)]
+    assert not any(name.startswith("score") for name in names)
+    n_blocks = 5 if isinstance(mask, np.ndarray) and mask.sum() == 45 else 20
+    assert [key_split(name) for name in names].count("top-k-merge") == n_blocks * 3
+
+
+@pytest.mark.parametrize("mask", [None, np.arange(200) < 150, functools.partial(every, 2)])
+def test_top_k__no_task_returns_a_tile(mask: object) -> None:
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal((n, 2, 2), dtype=np.float32) for n in (200, 60))
+    tiles = make_score(*(da.from_array(a, chunks=(100, 2, 1)) for a in (x, w)), None)
+    sizes = []
+    with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
+        dask.compute(*top_k(tiles, 5, mask=mask), scheduler="sync")  # type: ignore[arg-type]
+    assert max(sizes) < 100 * 60 * 4 / 2
+
+
+def test_top_k__same_bits_on_sync_and_threads() -> None:
+    pair = top_k(product(), 5, mask=functools.partial(every, 2))
+    found = [dask.compute(*pair, scheduler=s) for s in ("sync", "threads")]
+    for sync, threads in zip(*found, strict=True):
+        assert sync.tobytes() == threads.tobytes()
+
+
+@pytest.mark.slow
+def test_top_k__processes(process_client: object) -> None:
+    pair = top_k(product(), 5, mask=np.arange(200) % 3 == 0, largest=False)
+    for found, expected in zip(
+        dask.compute(*pair), dask.compute(*pair, scheduler="sync"), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("k", "error", "message"),
+    [
+        (0, ValueError, r"k is 0; 1 to 50 is needed, the number of samples. Use k=1"),
+        (51, ValueError, r"k is 51; 1 to 50 is needed, the number of samples. Use k=50"),
+        (2.0, TypeError, r"k is 2.0; an integer is needed"),
+        (True, TypeError, r"k is True; an integer is needed"),
+    ],
+)
+def test_top_k__refuses_k(k: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        top_k(da.ones((50, 9), chunks=(10, 4), dtype="f4"), k)
+
+
+def test_top_k__refuses_masks() -> None:
+    lazy = da.ones((50, 9), chunks=(10, 4), dtype="f4")
+    with pytest.raises(ValueError, match=r"mask has shape \(49,\); one entry per sample"):
+        top_k(lazy, 3, mask=np.ones(49, bool))
+    with pytest.raises(TypeError, match=r"mask has dtype int64; bool is needed"):
+        top_k(lazy, 3, mask=np.ones(50, int))
+    with pytest.raises(
+        ValueError, match=r"returned bool of shape \(\); bool of shape \(10, [14]\)"
+    ):
+        top_k(lazy, 3, mask=lambda *bounds: np.array(True))[0].compute(scheduler="sync")
+
+
+def test_top_k__refuses_scores() -> None:
+    with pytest.raises(TypeError, match=r"top_k needs a floating dask array"):
+        top_k(da.ones((5, 2, 2), chunks=5), 3)
+    with pytest.raises(NotImplementedError, match=r"positions are kept in 32 bits"):
+        top_k(da.ones((2**32, 1), chunks=(2**31, 1), dtype="f4"), 3)
+    lazy = da.ones((5, 2), chunks=5)
+    with pytest.raises(ValueError, match=r"unknown chunk sizes"):
+        top_k(lazy[lazy[:, 0] > 0], 3)

@@ -1,0 +1,349 @@
+"""What :mod:`compare_peers` measures: one job of one engine, run in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# torch, trakdask and the peers are imported inside functions: the process that directs the
+# measurements must stay small, because a child's peak RSS starts at its parent's.
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Job", "measure", "prepare"]
+
+N_HELD_OUT = 200
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement of one engine; ``damping`` is λ for gradients that nobody has scaled."""
+
+    engine: str
+    build: str
+    checkpoints: tuple[str, ...]
+    damping: float
+    proj_dim: int | None  # None: no projection
+    batch_size: int
+    n_train: int
+    n_target: int
+    seed: int = 0
+
+
+class Digits(NamedTuple):
+    images: Any
+    labels: Any
+    target_images: Any
+    target_labels: Any
+
+
+class Stopwatch:
+    """Seconds by name, added up over calls."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self(name):
+                return function(*args, **kwargs)
+
+        return timed
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def tiny_mlp() -> Any:
+    """64-32-10: small enough that every engine can solve without a projection."""
+    from torch import nn
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def builder(name: str) -> Callable[[], Any]:
+    from trakdask import examples
+
+    return tiny_mlp if name == "tiny_mlp" else getattr(examples, name)
+
+
+def load_digits(job: Job) -> Digits:
+    from trakdask.examples import digits_arrays
+
+    train, target = digits_arrays(N_HELD_OUT)
+    rows = slice(job.n_train), slice(job.n_target)
+    return Digits(*(array[rows[0]] for array in train), *(array[rows[1]] for array in target))
+
+
+def n_parameters(job: Job) -> int:
+    return sum(parameter.numel() for parameter in builder(job.build)().parameters())
+
+
+# --- engines: (job, digits, folder, stopwatch) -> scores (n_train, n_target) ----------------------
+
+
+def run_trakdask(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDArray[np.float32]:
+    import dask
+
+    import trakdask as td
+
+    projector = td.Identity() if job.proj_dim is None else td.Rademacher(job.proj_dim, job.seed)
+    model = td.Model(builder(job.build), list(job.checkpoints), task="image_classification")
+    options: dict[str, Any] = {"projector": projector, "batch_size": job.batch_size}
+
+    def samples(images: Any, labels: Any) -> Any:
+        chunks = max(job.batch_size, 512)
+        return td.from_arrays({"image": images}, coords={"label": labels}, chunks=chunks)
+
+    with dask.config.set(scheduler="sync"):
+        with watch("featurize"), _trakdask_parts(watch):
+            train = samples(digits.images, digits.labels)
+            features = td.save(td.featurize(train, model, **options), folder / "train.zarr")
+        with watch("targets"):
+            queries = samples(digits.target_images, digits.target_labels)
+            targets = td.save(td.featurize(queries, model, **options), folder / "targets.zarr")
+        with watch("finalize_score"):
+            scores = td.score(features, targets, damping=td.Absolute(job.damping)).values
+    return scores
+
+
+@contextmanager
+def _trakdask_parts(watch: Stopwatch) -> Iterator[None]:
+    """Time gradients and projection; the engine hands each gradient to the projection."""
+    from trakdask.models.gradients import ENGINES
+    from trakdask.projection import ProjectionStream
+
+    engine, add, result = ENGINES["vmap"], ProjectionStream.add, ProjectionStream.result
+    ENGINES["vmap"] = watch.wrap("engine", engine)
+    ProjectionStream.add = watch.wrap("add", add)  # type: ignore[method-assign]
+    ProjectionStream.result = watch.wrap("result", result)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ENGINES["vmap"] = engine
+        ProjectionStream.add, ProjectionStream.result = add, result  # type: ignore[method-assign]
+    seconds = watch.seconds
+    seconds["gradients"] = seconds["engine"] - seconds["add"]
+    seconds["projection"] = seconds["add"] + seconds["result"]
+
+
+def run_traker(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDArray[np.float32]:
+    from trak import TRAKer
+    from trak.projectors import NoOpProjector
+
+    traker = TRAKer(
+        model=builder(job.build)(),
+        task="image_classification",
+        train_set_size=len(digits.images),
+        save_dir=folder,
+        device="cpu",
+        projector=NoOpProjector(device="cpu") if job.proj_dim is None else None,
+        proj_dim=job.proj_dim or 0,
+        projector_seed=job.seed,
+        use_half_precision=False,
+        # traker divides by sqrt(number of parameters) and not by sqrt(proj_dim).
+        lambda_reg=job.damping * (job.proj_dim or 1) / n_parameters(job),
+        logging_level=logging.ERROR,
+    )
+    with watch("featurize"), _traker_parts(traker, watch):
+        for index, path in enumerate(job.checkpoints):
+            traker.load_checkpoint(_load(path), model_id=index)
+            for batch in _batches(digits.images, digits.labels, job.batch_size):
+                traker.featurize(batch, num_samples=len(batch[0]))
+    with watch("finalize_score"):
+        traker.finalize_features()
+    with watch("targets"):
+        for index, path in enumerate(job.checkpoints):
+            traker.start_scoring_checkpoint("targets", _load(path), index, job.n_target)
+            for batch in _batches(digits.target_images, digits.target_labels, job.batch_size):
+                traker.score(batch, num_samples=len(batch[0]))
+    with watch("finalize_score"):
+        return np.array(traker.finalize_scores("targets"))
+
+
+@contextmanager
+def _traker_parts(traker: Any, watch: Stopwatch) -> Iterator[None]:
+    """Time gradients and projection while the training samples are featurized."""
+    computer, projector = traker.gradient_computer, traker.projector
+    computer.compute_per_sample_grad = watch.wrap("gradients", computer.compute_per_sample_grad)
+    projector.project = watch.wrap("projection", projector.project)
+    try:
+        yield
+    finally:
+        del computer.compute_per_sample_grad, projector.project
+
+
+def run_dattri(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDArray[np.float32]:
+    import torch
+    from dattri.algorithm import trak
+    from dattri.task import AttributionTask
+
+    model = builder(job.build)()
+    margin, probability = _dattri_functions(model)
+    # Both gradients are those of the margin: dattri takes the training side's from the "loss".
+    task = AttributionTask(margin, model, [_load(path) for path in job.checkpoints])
+    kind = {"proj_type": "identity"} if job.proj_dim is None else {"proj_dim": job.proj_dim}
+    attributor = trak.TRAKAttributor(
+        task,
+        probability,
+        projector_kwargs={"proj_seed": job.seed, "device": "cpu", **kind},
+        regularization=job.damping / n_parameters(job),
+    )
+
+    class ClockedLoader(torch.utils.data.DataLoader[Any]):
+        """Tells when the last batch of a checkpoint was used up: dattri solves right after."""
+
+        exhausted = 0.0
+        used = 0.0
+
+        def __iter__(self) -> Any:
+            start = time.perf_counter()
+            yield from super().__iter__()
+            self.exhausted = time.perf_counter()
+            self.used += self.exhausted - start
+
+    def loader(images: Any, labels: Any) -> ClockedLoader:
+        tensors = torch.utils.data.TensorDataset(torch.tensor(images), torch.tensor(labels))
+        return ClockedLoader(tensors, batch_size=job.batch_size)
+
+    train, targets = loader(*digits[:2]), loader(*digits[2:])
+    start = time.perf_counter()
+    with _dattri_parts(trak, attributor, watch):
+        attributor.cache(train)
+    scores = attributor.attribute(targets)
+    total = time.perf_counter() - start
+    watch.seconds["featurize"] = train.used
+    watch.seconds["targets"] = targets.used
+    watch.seconds["finalize_score"] = total - train.used - targets.used
+    return np.asarray(scores)
+
+
+@contextmanager
+def _dattri_parts(trak: Any, attributor: Any, watch: Stopwatch) -> Iterator[None]:
+    """Time gradients and projection while the training samples are featurized."""
+    gradient, random_project = attributor.grad_loss_func, trak.random_project
+
+    def timed_project(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        with watch("projection"):
+            project = random_project(*args, **kwargs)
+        return watch.wrap("projection", project)
+
+    attributor.grad_loss_func = watch.wrap("gradients", gradient)
+    trak.random_project = timed_project
+    try:
+        yield
+    finally:
+        attributor.grad_loss_func, trak.random_project = gradient, random_project
+
+
+def _dattri_functions(model: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    import torch
+
+    def logits(params: Any, image: Any) -> Any:
+        return torch.func.functional_call(model, params, image.unsqueeze(0))[0]
+
+    def margin(params: Any, data: Any) -> Any:
+        image, label = data
+        out = logits(params, image)
+        is_label = torch.arange(out.shape[0]) == label
+        return out.masked_fill(~is_label, 0).sum() - out.masked_fill(
+            is_label, -torch.inf
+        ).logsumexp(0)
+
+    def probability(params: Any, data: Any) -> Any:
+        image, label = data
+        is_label = torch.arange(10) == label
+        return logits(params, image).softmax(0).masked_fill(~is_label, 0).sum()
+
+    return margin, probability
+
+
+def _batches(images: Any, labels: Any, batch_size: int) -> Iterator[list[Any]]:
+    import torch
+
+    for start in range(0, len(images), batch_size):
+        rows = slice(start, start + batch_size)
+        yield [torch.from_numpy(images[rows]), torch.from_numpy(labels[rows])]
+
+
+def _load(path: str) -> dict[str, Any]:
+    import torch
+
+    return dict(torch.load(path, weights_only=True))
+
+
+RUN = {"trakdask": run_trakdask, "traker": run_traker, "dattri": run_dattri}
+
+
+# --- the measured process -------------------------------------------------------------------------
+
+
+def measure(job: Job, scores_path: Path) -> dict[str, Any]:
+    """Run one job here, after a warm-up on a few samples, and keep its scores."""
+    import torch
+
+    torch.set_num_threads(1)
+    digits = load_digits(job)
+    with tempfile.TemporaryDirectory() as folder:
+        few = Digits(*(array[:8] for array in digits))
+        RUN[job.engine](replace(job, n_target=8), few, Path(folder), Stopwatch())
+    watch, cpu = Stopwatch(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder, watch("total"):
+        scores = RUN[job.engine](job, digits, Path(folder), watch)
+    np.save(scores_path, scores)
+    return {
+        "seconds": dict(watch.seconds),
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_rss_mb": _peak_mb(),
+    }
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**20 if sys.platform == "darwin" else 2**10
+    )
+
+
+def prepare(folder: Path, build: str, n_checkpoints: int) -> dict[str, Any]:
+    """Train the checkpoints, and choose λ by the closed form for the first one's gradients."""
+    import torch
+
+    from trakdask.examples import digits_arrays, digits_checkpoints
+
+    torch.set_num_threads(1)
+    paths = digits_checkpoints(folder, builder(build), n_checkpoints, n_target=N_HELD_OUT)
+    (images, labels), _ = digits_arrays(N_HELD_OUT)
+    few, n = slice(256), len(images)
+    gradients = _gradients(builder(build)(), _load(str(paths[0])), images[few], labels[few])
+    kernel = gradients @ gradients.T
+    squares = kernel.diagonal() ** 2
+    off_diagonal = (kernel.square().sum() - squares.sum()) / (len(kernel) * (len(kernel) - 1))
+    trace_of_square = n * squares.mean() + n * (n - 1) * off_diagonal
+    damping = 0.03 * trace_of_square / (n * kernel.diagonal().mean())
+    return {"checkpoints": [str(path) for path in paths], "damping": float(damping)}
+
+
+def _gradients(model: Any, state: dict[str, Any], images: Any, labels: Any) -> Any:
+    import torch
+
+    margin, _ = _dattri_functions(model)
+    per_sample = torch.func.vmap(torch.func.grad(margin), in_dims=(None, 0))
+    gradients = per_sample(state, (torch.from_numpy(images), torch.from_numpy(labels)))
+    return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).double()

@@ -1,0 +1,273 @@
+"""Compare trakdask with traker and dattri: same checkpoints, data, λ and proj_dim, one core.
+
+Every measurement runs in a process of its own, engines take turns, and each number printed is the
+median of this run. How to run it, and what the columns mean: README.md in this folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _peer_engines import Job, measure, prepare
+from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINES = ("trakdask", "traker", "dattri")
+INSTALL = "Type pip install -e '.[peers]'."
+ONE_THREAD = {
+    name: "1"
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+}
+
+
+def in_a_process(order: dict[str, Any], core: int | None) -> dict[str, Any]:
+    """Give an order to a fresh interpreter on one core, and return its answer."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        order = {**order, "core": core, "answer": str(answer)}
+        command = [sys.executable, __file__, "--order", json.dumps(order)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{order} failed:\n{done.stderr[-4000:]}")
+        result: dict[str, Any] = json.loads(answer.read_text())
+    return result
+
+
+def obey(order: dict[str, Any]) -> None:
+    """Do what :func:`in_a_process` ordered."""
+    if order["core"] is not None:
+        os.sched_setaffinity(0, {order["core"]})
+    if "job" in order:
+        answer = measure(Job(**order["job"]), Path(order["scores"]))
+    else:
+        answer = prepare(Path(order["folder"]), **order["prepare"])
+    Path(order["answer"]).write_text(json.dumps(answer))
+
+
+class Comparison:
+    """Runs jobs and remembers what they gave."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options = options
+        self.folder = folder
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self.core = max(cores) if cores else None
+        self.records: list[dict[str, Any]] = []
+
+    def prepare(self, build: str, n_checkpoints: int) -> Job:
+        wanted = {"build": build, "n_checkpoints": n_checkpoints}
+        made = in_a_process({"prepare": wanted, "folder": str(self.folder)}, self.core)
+        return Job(
+            engine="",
+            build=build,
+            checkpoints=tuple(made["checkpoints"]),
+            damping=made["damping"],
+            proj_dim=self.options.proj_dim,
+            batch_size=128,
+            n_train=self.options.n_train,
+            n_target=128,
+        )
+
+    def run(self, job: Job) -> NDArray[np.float64]:
+        scores = self.folder / "scores.npy"
+        record = in_a_process({"job": asdict(job), "scores": str(scores)}, self.core)
+        self.records.append({"job": asdict(job), **record})
+        what = f"{job.engine:9} {job.build} proj_dim={job.proj_dim} batch_size={job.batch_size}"
+        print(f"  {what}: {record['seconds']['total']:.1f} s", file=sys.stderr)
+        return np.asarray(np.load(scores), dtype=np.float64)
+
+    def speed(self, job: Job) -> list[dict[str, Any]]:
+        """Let the engines take turns, each time in another order."""
+        rounds: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+        engines = list(self.options.engines)
+        for repeat in range(self.options.repeats):
+            turn = repeat % len(engines)
+            for batch_size in self.options.batch_sizes:
+                for engine in engines[turn:] + engines[:turn]:
+                    self.run(replace(job, engine=engine, batch_size=batch_size))
+                    rounds[batch_size, engine].append(self.records[-1])
+        return [
+            summary(
+                batch_size, engine, rounds[batch_size, engine], rounds.get((batch_size, "traker"))
+            )
+            for batch_size in self.options.batch_sizes
+            for engine in engines
+        ]
+
+    def agreement(self, what: str, job: Job) -> list[dict[str, Any]]:
+        """Compare everyone's scores, and with a projection also another seed's, with traker's."""
+        reference = self.run(replace(job, engine="traker"))
+        others = [replace(job, engine=e) for e in self.options.engines if e != "traker"]
+        if job.proj_dim is not None:
+            others.append(replace(job, engine="traker", seed=1))
+        rows = []
+        for other in others:
+            scores = self.run(other)
+            correlations = spearman(scores, reference)
+            rows.append(
+                {
+                    "what": what,
+                    "engine": other.engine + (", other seed" if other.seed else ""),
+                    "mean_spearman": float(correlations.mean()),
+                    "min_spearman": float(correlations.min()),
+                    "difference": difference(scores, reference),
+                }
+            )
+        return rows
+
+
+def summary(
+    batch_size: int,
+    engine: str,
+    records: list[dict[str, Any]],
+    traker: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """Medians over the repeats of one engine at one batch size."""
+
+    def median(value: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(value(record) for record in records)
+
+    def rate(part: str) -> float:
+        return median(lambda r: r["job"]["n_train"] / r["seconds"][part])
+
+    seconds = [record["seconds"]["featurize"] for record in records]
+    paired = [theirs["seconds"]["featurize"] / s for theirs, s in zip(traker or [], seconds)]  # noqa: B905
+    return {
+        "batch_size": batch_size,
+        "engine": engine,
+        "featurize_per_s": rate("featurize"),
+        "times_traker": statistics.median(paired) if paired else None,
+        "gradients_per_s": rate("gradients"),
+        "projection_per_s": rate("projection"),
+        "finalize_score_s": median(lambda r: r["seconds"]["finalize_score"]),
+        "peak_rss_mb": median(lambda r: r["peak_rss_mb"]),
+        "spread": max(seconds) / min(seconds),
+    }
+
+
+def spearman(scores: NDArray[np.float64], reference: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rank correlation over the training samples, for each target."""
+    from scipy.stats import rankdata
+
+    ranks = [rankdata(x, axis=0) - (len(x) + 1) / 2 for x in (scores, reference)]
+    norms = [np.sqrt((r**2).sum(axis=0)) for r in ranks]
+    return np.asarray((ranks[0] * ranks[1]).sum(axis=0) / (norms[0] * norms[1]))
+
+
+def difference(scores: NDArray[np.float64], reference: NDArray[np.float64]) -> float:
+    """Relative Frobenius distance, once one common factor of the scores is taken out."""
+    factor = (scores * reference).sum() / (reference**2).sum()
+    return float(np.linalg.norm(scores - factor * reference) / np.linalg.norm(scores))
+
+
+def header(comparison: Comparison) -> dict[str, Any]:
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("traker", "dattri", "torch", "numpy", "dask", "xarray", "zarr")
+        if _installed(name)
+    }
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "threads": 1,
+        "pinned_to_core": comparison.core,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.5g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=140).print(table)
+
+
+def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    comparison = Comparison(options, folder)
+    facts = header(comparison)
+    print(json.dumps(facts, indent=1))
+    cnn = comparison.prepare("digits_cnn", 1)
+    speed = comparison.speed(cnn)
+    show(f"digits_cnn, p = {options.proj_dim}, {options.n_train} samples, 1 checkpoint", speed)
+    agreement = []
+    if "traker" in options.engines:
+        agreement += comparison.agreement("digits_cnn, own projection, 1 checkpoint", cnn)
+        exact = replace(comparison.prepare("tiny_mlp", 3), proj_dim=None)
+        one = replace(exact, checkpoints=exact.checkpoints[:1])
+        agreement += comparison.agreement("tiny_mlp, no projection, 1 checkpoint", one)
+        agreement += comparison.agreement("tiny_mlp, no projection, 3 checkpoints", exact)
+        show("Spearman of the scores with traker's, at equal λ", agreement)
+    return {"header": facts, "speed": speed, "agreement": agreement, "runs": comparison.records}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[32, 128, 512])
+    parser.add_argument("--n-train", type=int, default=1024, help="training samples, at most 1597")
+    parser.add_argument("--proj-dim", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one repeat of one small batch size")
+    parser.add_argument("--out", type=Path, help="write everything measured as JSON")
+    parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.batch_sizes, options.n_train, options.repeats = [64], 256, 1
+    needed = {"traker": "trak", "dattri": "dattri"}
+    for engine in options.engines:
+        if engine in needed and importlib.util.find_spec(needed[engine]) is None:
+            parser.error(f"{engine} is not installed, and --engines asks for it. {INSTALL}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    if options.order:
+        obey(options.order)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        result = compare(options, Path(folder))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

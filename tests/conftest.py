@@ -1,0 +1,74 @@
+"""What all tests share: hypothesis profiles, one thread, and two kinds of cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+from distributed import Client, LocalCluster
+from hypothesis import settings
+
+HERE = Path(__file__).parent
+
+# Scripts, run by `make benchmarks`: the doctest collector would import them.
+collect_ignore = [
+    str(script.relative_to(HERE))
+    for script in (HERE / "benchmarks").glob("*.py")
+    if not script.name.startswith("test_")
+]
+
+# No deadline: one slow moment of a shared machine is not a failure. `dev` and `ci` repeat the same
+# examples in each run, `nightly` looks for new ones.
+settings.register_profile("dev", max_examples=25, deadline=None, derandomize=True, database=None)
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, database=None)
+settings.register_profile("nightly", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+matplotlib.use("Agg")
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def thread_cluster() -> Iterator[LocalCluster]:
+    """Two workers inside this process."""
+    with local_cluster(processes=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def process_cluster() -> Iterator[LocalCluster]:
+    """Two worker processes: they find what cannot be pickled."""
+    with local_cluster(processes=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(thread_cluster: LocalCluster) -> Iterator[Client]:
+    """Make the in-process cluster the active one, for this test only."""
+    with Client(thread_cluster, set_as_default=False) as client, client.as_current():
+        yield client
+
+
+@pytest.fixture
+def process_client(process_cluster: LocalCluster) -> Iterator[Client]:
+    """Make the process cluster the active one, for this test only."""
+    with Client(process_cluster, set_as_default=False) as client, client.as_current():
+        yield client
+
+
+def local_cluster(*, processes: bool) -> LocalCluster:
+    return LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=processes, dashboard_address=":0"
+    )

@@ -1,0 +1,176 @@
+"""Checkpoints are read safely and known by their content."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trakdask.errors import CheckpointError
+from trakdask.models import checkpoints as room
+from trakdask.models.checkpoints import cached_state, digest_state, make_checkpoints
+
+
+def state(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return dict(torch.nn.Linear(4, 2).state_dict())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed in range(3):
+        torch.save(state(seed), tmp_path / f"c{seed}.pt")
+    return tmp_path
+
+
+def test_digest_state__depends_on_content_only() -> None:
+    reordered = dict(reversed(state().items()))
+    assert digest_state(state()) == digest_state(reordered)
+    assert digest_state(state()) != digest_state(state(1))
+    assert digest_state({"a": torch.zeros(2, 3)}) != digest_state({"a": torch.zeros(3, 2)})
+    assert digest_state({"a": torch.zeros(2)}) != digest_state({"b": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
+def test_digest_state__any_dtype(dtype: torch.dtype) -> None:
+    assert len(digest_state({"a": torch.ones((), dtype=dtype)})) == 64
+
+
+def test_make_checkpoints__same_content_in_three_formats(folder: Path) -> None:
+    save_file(state(), folder / "s.safetensors")
+    torch.save(state(), folder / "old.pt", _use_new_zipfile_serialization=False)
+    sources = [folder / "c0.pt", folder / "s.safetensors", folder / "old.pt", state()]
+    digests = {make_checkpoints([source])[0].digest for source in sources}
+    assert digests == {digest_state(state())}
+
+
+def test_make_checkpoints__names_and_ids(folder: Path) -> None:
+    made = make_checkpoints([folder / "c0.pt", folder / "c1.pt"])
+    assert [c.name for c in made] == ["c0", "c1"]
+    assert [c.id for c in made] == [int(c.digest[:8], 16) for c in made]
+    named = make_checkpoints({"early": folder / "c0.pt", "late": state(1)}, ids=[7, 8])
+    assert [(c.name, c.id) for c in named] == [("early", 7), ("late", 8)]
+    assert [c.name for c in make_checkpoints([state(0), state(1)])] == ["0", "1"]
+
+
+def test_make_checkpoints__none() -> None:
+    with pytest.raises(ValueError, match=r"empty; needed at least one.*checkpoints=\['model.pt'\]"):
+        make_checkpoints([])
+
+
+def test_make_checkpoints__one_state_dict_instead_of_a_list() -> None:
+    with pytest.raises(ValueError, match=r"checkpoints=\[state_dict\]"):
+        make_checkpoints(state())
+
+
+def test_make_checkpoints__twice_the_same() -> None:
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] hold the same weights"):
+        make_checkpoints({"a": state(), "b": state()})
+
+
+@pytest.mark.parametrize("ids", [[1, 1], [1], [-1, 2], [0, 2**32], [0.5, 1]])
+def test_make_checkpoints__bad_ids(folder: Path, ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="2 different integers"):
+        make_checkpoints([folder / "c0.pt", folder / "c1.pt"], ids=ids)
+
+
+def test_make_checkpoints__missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere.pt' does not exist; needed"):
+        make_checkpoints([tmp_path / "nowhere.pt"])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_make_checkpoints__truncated(folder: Path, share: float) -> None:
+    path = folder / "c0.pt"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(CheckpointError, match="truncated or damaged; needed a complete file"):
+        make_checkpoints([path])
+
+
+def test_make_checkpoints__empty_file(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(CheckpointError, match="needed"):
+        make_checkpoints([tmp_path / "empty.pt"])
+
+
+def test_make_checkpoints__truncated_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    save_file(state(), path)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        make_checkpoints([path])
+
+
+class _Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("form", ["zip", "pickle"])
+def test_make_checkpoints__pickled_code_is_refused_and_does_not_run(
+    tmp_path: Path, form: str
+) -> None:
+    trap, path = tmp_path / "it-ran", tmp_path / "evil.pt"
+    evil = {"weight": _Malicious(trap)}
+    if form == "zip":
+        torch.save(evil, path)
+    else:
+        path.write_bytes(pickle.dumps(evil, protocol=2))
+    with pytest.raises(CheckpointError, match=r"no code in the file can run.*model.state_dict\(\)"):
+        make_checkpoints([path])
+    assert not trap.exists()
+
+
+def test_make_checkpoints__wrapped_state_dict(tmp_path: Path) -> None:
+    torch.save({"state_dict": state(), "epoch": 3}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"torch.load\(.*\)\['state_dict'\]"):
+        make_checkpoints([tmp_path / "w.pt"])
+
+
+def test_cached_state__reads_once_per_process_and_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint,) = make_checkpoints([folder / "c2.pt"])
+    reads = []
+    read = room.read_state
+    monkeypatch.setattr(room, "read_state", lambda path: reads.append(path) or read(path))
+    room._states.clear()
+    threads = [threading.Thread(target=cached_state, args=(checkpoint,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reads) == 1
+
+
+def test_cached_state__keeps_the_last_two(folder: Path) -> None:
+    made = make_checkpoints(sorted(folder.glob("c*.pt")))
+    for checkpoint in made:
+        cached_state(checkpoint)
+    assert list(room._states) == [c.digest for c in made[1:]]
+
+
+def test_cached_state__file_changed_since(folder: Path) -> None:
+    (checkpoint,) = make_checkpoints([folder / "c0.pt"])
+    room._states.clear()
+    torch.save(state(9), folder / "c0.pt")
+    with pytest.raises(
+        CheckpointError, match=r"'c0' now has the content hash .* Make the td.Model"
+    ):
+        cached_state(checkpoint)
+
+
+def test_make_checkpoints__given_state_is_copied() -> None:
+    live = state()
+    (checkpoint,) = make_checkpoints([live])
+    live["weight"].add_(1)  # training goes on
+    assert digest_state(cached_state(checkpoint)) == checkpoint.digest

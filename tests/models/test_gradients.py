@@ -1,0 +1,224 @@
+"""Engines against a loop of ``backward()`` on a plain module; tasks against the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trakdask.models.gradients import ENGINES
+from trakdask.models.model import Model
+from trakdask.models.tasks import Batch, Forward, ImageClassification, TrakTask
+
+
+class Net(nn.Module):
+    """Convolution, normalisation with running statistics, a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.temperature = nn.Parameter(torch.tensor(1.3))
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).relu().flatten(1)) * self.temperature
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(seed)
+    module = Net().to(dtype)
+    module.norm.running_mean.normal_()
+    module.norm.running_var.uniform_(0.5, 2)
+    return module.eval()
+
+
+def batch(n: int = 5, dtype: torch.dtype = torch.float64) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(n, 1, 4, 4, generator=generator, dtype=dtype)
+    return Batch(image=image, label=torch.arange(n) % 4)
+
+
+def margin(logits: Tensor, label: int) -> Tensor:
+    """log p/(1-p), written as in the paper."""
+    p = logits.softmax(0)[label]
+    return (p / (1 - p)).log()
+
+
+def oracle(module: nn.Module, data: Batch) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+    gradients: dict[str, list[Tensor]] = {name: [] for name, _ in module.named_parameters()}
+    outputs = []
+    for image, label in zip(data["image"], data["label"], strict=True):
+        module.zero_grad()
+        output = margin(module(image[None])[0], int(label))
+        output.backward()
+        outputs.append(output.detach())
+        for name, parameter in module.named_parameters():
+            gradients[name].append(parameter.grad.flatten().clone())
+    return gradients, outputs
+
+
+def run(engine: str, model: Model, data: Batch) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    found: dict[str, Tensor] = {}
+    forward = model.forward(model.checkpoints[0])
+    output, q = ENGINES[engine](forward, model.task, data, tuple(model.shapes), found.__setitem__)
+    return found, output, q
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("n", [1, 5])
+def test_engine__equals_backward(engine: str, n: int) -> None:
+    data = batch(n)
+    found, output, q = run(engine, Model(net()), data)
+    gradients, outputs = oracle(net(), data)
+    assert list(found) == list(gradients)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, torch.stack(gradients[name]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(output, torch.stack(outputs).float())
+    p = net()(data["image"]).softmax(1)[torch.arange(n), data["label"]]
+    torch.testing.assert_close(q, (1 - p).float().detach())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine__selected_parameters_only(engine: str) -> None:
+    data = batch()
+    found, *_ = run(engine, Model(net(), parameters=["head.*", "temperature"]), data)
+    gradients, _ = oracle(net(), data)
+    assert list(found) == ["temperature", "head.weight", "head.bias"]
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, torch.stack(gradients[name]))
+
+
+class _Weighted(torch.autograd.Function):
+    """x * weight, which refuses to give the gradient of its weight."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def vmap(info, in_dims, x, weight):
+        return _Weighted.apply(x, weight), in_dims[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if ctx.needs_input_grad[1]:
+            raise AssertionError("the gradient of an unselected parameter was asked for")
+        return grad * ctx.saved_tensors[0], None
+
+
+class Guarded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.guarded = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_Weighted.apply(self.first(x), self.guarded))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine__never_differentiates_unselected_parameters(engine: str) -> None:
+    data = Batch(image=torch.randn(3, 4), label=torch.arange(3))
+    found, *_ = run(engine, Model(Guarded(), parameters="first.weight"), data)
+    assert found["first.weight"].shape == (3, 16)
+    with pytest.raises(AssertionError, match="unselected"):
+        run(engine, Model(Guarded(), parameters="guarded"), data)  # the guard works
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine__unused_parameter_has_zero_gradient(engine: str) -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+            self.idle = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    data = Batch(image=torch.randn(3, 4), label=torch.arange(3))
+    found, *_ = run(engine, Model(Unused()), data)
+    assert not found["idle"].any()
+
+
+class _BadShape:
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        return forward(batch["image"])
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return forward(batch["image"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engine__output_of_wrong_shape(engine: str) -> None:
+    expected = r"shape \(1, 4\) for a batch of 1; needed shape \(1,\)"
+    with pytest.raises(ValueError, match=expected):
+        run(engine, Model(net(), task=_BadShape()), batch())
+
+
+def test_image_classification__temperature_in_q_only() -> None:
+    data = batch()
+    module = net()
+    _, cold_output, cold = run("vmap", Model(module), data)
+    _, output, q = run("vmap", Model(module, task=ImageClassification(temperature=5.0)), data)
+    torch.testing.assert_close(output, cold_output, rtol=0, atol=0)
+    logits = module(data["image"])
+    p = (logits / 5).softmax(1)[torch.arange(5), data["label"]]
+    torch.testing.assert_close(q, (1 - p).float().detach())
+    assert not torch.allclose(q, cold)
+
+
+def test_image_classification__q_is_exact_for_confident_samples() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    data = Batch(image=torch.tensor([[40.0, 0.0]]), label=torch.tensor([0]))
+    _, _, q = run("loop", Model(Fixed()), data)
+    assert q[0].item() == pytest.approx(4.248e-18, rel=1e-3)  # 1 - softmax would be 0
+
+
+def test_image_classification__wrong_logits() -> None:
+    with pytest.raises(ValueError, match="needs logits"):
+        run("loop", Model(nn.Conv2d(1, 2, 1)), batch(dtype=torch.float32))
+
+
+def test_batch__missing_variable() -> None:
+    with pytest.raises(ValueError, match=r"\['image', 'label'\]; the task needs 'text'"):
+        batch()["text"]
+
+
+class TrakStyle:
+    """The margin in the form of the original package: one sample, explicit weights."""
+
+    def get_output(self, model, weights, buffers, image, label):
+        logits = torch.func.functional_call(model, (weights, buffers), (image.unsqueeze(0),))
+        correct = logits[torch.arange(1), label.unsqueeze(0)]
+        others = torch.where(torch.arange(4) == label, -torch.inf, logits[0])
+        return (correct - others.logsumexp(0)).sum()
+
+    def get_out_to_loss_grad(self, model, weights, buffers, batch):
+        image, label = batch
+        logits = torch.func.functional_call(model, (weights, buffers), (image,))
+        p = logits.softmax(1)[torch.arange(len(label)), label]
+        return (1 - p).clone().detach().unsqueeze(-1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_trak_task__equals_ours(engine: str) -> None:
+    model = Model(net(), task=TrakStyle())
+    assert isinstance(model.task, TrakTask)
+    ours, theirs = (run(engine, m, batch()) for m in (Model(net()), model))
+    for name in ours[0]:
+        torch.testing.assert_close(ours[0][name], theirs[0][name])
+    torch.testing.assert_close(ours[1:], theirs[1:])

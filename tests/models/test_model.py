@@ -1,0 +1,173 @@
+"""The model value: skeletons per thread, shapes that fit, parameters chosen by name."""
+
+from __future__ import annotations
+
+import threading
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trakdask.errors import CheckpointError
+from trakdask.models.model import Model
+from trakdask.models.parameters import select_parameters
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def state(seed: int = 0, build=mlp) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return build().state_dict()
+
+
+class Tied(nn.Module):
+    """Two names for one matrix, and a buffer that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4, bias=False)
+        self.b = nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+        self.register_buffer("shift", torch.full((4,), 2.0), persistent=False)
+        self.register_buffer("scale", torch.full((4,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * self.scale + self.shift
+
+
+def test_forward__equals_the_module() -> None:
+    model = Model(mlp, [state(0), state(1)])
+    x = torch.randn(5, 4)
+    for seed, checkpoint in enumerate(model.checkpoints):
+        module = mlp()
+        module.load_state_dict(state(seed))
+        torch.testing.assert_close(model.forward(checkpoint)(x), module(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("names", [["a.weight", "b.weight"], ["a.weight"], ["b.weight"]])
+def test_forward__tied_weights_and_buffers(names: list[str]) -> None:
+    whole = state(build=Tied)
+    partial = {n: t for n, t in whole.items() if n in [*names, "scale"]}  # safetensors drops twins
+    model = Model(Tied, [partial])
+    module = Tied()
+    module.load_state_dict(whole)
+    x = torch.randn(5, 4)
+    assert model.shapes == {"a.weight": (4, 4)}
+    torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x), rtol=0, atol=0)
+
+
+def test_forward__threads_do_not_share_a_skeleton() -> None:
+    """One shared skeleton gives wrong outputs silently: functional_call swaps its tensors."""
+    model = Model(mlp, [state(0), state(1)])
+    x = torch.randn(64, 4)
+    expected = [model.forward(c)(x) for c in model.checkpoints]
+    wrong = []
+
+    def work(i: int) -> None:
+        for _ in range(100):
+            if not torch.equal(model.forward(model.checkpoints[i])(x), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_model__built_from_a_module_or_a_name() -> None:
+    module = mlp()
+    x = torch.randn(5, 4)
+    model = Model(module)
+    torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
+    with pytest.raises(CheckpointError, match="tensors that the model lacks, the first is 'w'"):
+        Model("torch.nn:Identity", [{"w": torch.ones(1)}])
+
+
+def test_model__skeleton_holds_no_weights() -> None:
+    model = Model(mlp, [state()])
+    module = model.forward(model.checkpoints[0]).module
+    assert all(p.is_meta for p in module.parameters())
+    assert not module.training
+
+
+def test_model__pickles_small() -> None:
+    big = nn.Linear(1000, 1000)
+    model = Model(big)
+    pickled = cloudpickle.dumps(model)
+    assert len(pickled) < 10_000
+    again = cloudpickle.loads(pickled)
+    x = torch.randn(2, 1000)
+    torch.testing.assert_close(again.forward(again.checkpoints[0])(x), big(x))
+
+
+def test_model__other_architecture() -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"'0' has '0.weight' of shape \(9, 4\); the model needs '0.weight' of shape \(8, 4\)",
+    ):
+        Model(mlp, [{**state(), "0.weight": torch.zeros(9, 4)}])
+    missing = {n: t for n, t in state().items() if n != "2.bias"}
+    with pytest.raises(CheckpointError, match="no tensor '2.bias'"):
+        Model(mlp, [missing])
+
+
+def test_model__wrapped_names_give_advice() -> None:
+    with pytest.raises(CheckpointError, match=r"removeprefix\('module.'\)"):
+        Model(mlp, [{f"module.{n}": t for n, t in state().items()}])
+
+
+def test_model__bad_build() -> None:
+    with pytest.raises(TypeError, match="build is a int; needed"):
+        Model(3, [state()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="build returned a int; needed an nn.Module"):
+        Model(lambda: 3, [state()])  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match=r"no checkpoints given; needed at least one"):
+        Model(mlp)
+
+
+def test_model__no_checkpoint() -> None:
+    with pytest.raises(ValueError, match="checkpoints is empty"):
+        Model(mlp, [])
+
+
+def test_model__unknown_task() -> None:
+    with pytest.raises(ValueError, match=r"task is 'clasification'; needed one of \['image_class"):
+        Model(mlp, [state()], task="clasification")
+    with pytest.raises(TypeError, match="task is a int; needed a name"):
+        Model(mlp, [state()], task=3)
+
+
+def test_model__repr() -> None:
+    model = Model(mlp, [state(0), state(1)], parameters="2.*")
+    assert (
+        repr(model) == "<trakdask.Model: 2 checkpoints, ImageClassification, 27 of 67 parameters>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        ("2.*", ["2.weight", "2.bias"]),
+        (["2.bias", "0.bias"], ["0.bias", "2.bias"]),
+        ("*.weight", ["0.weight", "2.weight"]),
+        (lambda name, tensor: tensor.ndim == 1, ["0.bias", "2.bias"]),
+    ],
+)
+def test_select_parameters__order_is_the_modules(selection, expected: list[str]) -> None:
+    assert list(select_parameters(dict(mlp().named_parameters()), selection)) == expected
+
+
+def test_select_parameters__nothing() -> None:
+    own = dict(mlp().named_parameters())
+    with pytest.raises(ValueError, match=r"matches none of 4 parameters.*Near names: \['2.weight'"):
+        select_parameters(own, "2.wieght")
+    with pytest.raises(ValueError, match="selected none of 4"):
+        select_parameters(own, lambda name, tensor: False)
+    with pytest.raises(ValueError, match="selects nothing"):
+        select_parameters(own, [])

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trakdask.projection.philox import rademacher_bits
+from trakdask.projection.projectors import (
+    Identity,
+    ProjectionStream,
+    Projector,
+    Rademacher,
+    project,
+)
+from trakdask.projection.rows import RowMap
+
+SMALL = Rademacher(proj_dim=12, seed=3)
+
+
+def project_by_hand(projector: Rademacher, flat: Tensor, checkpoint: int) -> Tensor:
+    """Multiply the flat gradient with the whole matrix, in float64."""
+    bits = rademacher_bits(
+        0, flat.shape[1], 0, projector.proj_dim, seed=projector.seed, checkpoint=checkpoint
+    )
+    return flat.double() @ torch.from_numpy(1.0 - 2.0 * bits.T) * projector.proj_dim**-0.5
+
+
+def project_flat(projector: Projector, flat: Tensor, checkpoint: int = 4) -> Tensor:
+    rows = RowMap.from_shapes({"flat": flat.shape[1:]}, alignment=512)
+    return project(projector, {"flat": flat}, rows, checkpoint)
+
+
+def small_integers(n_samples: int, n_rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(n_rows)
+    return torch.randint(-63, 64, (n_samples, n_rows), generator=generator).float()
+
+
+def gaussian(n_samples: int, n_rows: int) -> Tensor:
+    return torch.randn(n_samples, n_rows, generator=torch.Generator().manual_seed(n_rows))
+
+
+@pytest.mark.parametrize(("n_samples", "n_rows"), [(1, 1), (3, 127), (2, 16385), (3, 40000)])
+@pytest.mark.parametrize("proj_dim", [1, 64, 77])
+def test_project__is_the_matrix_product(n_samples: int, n_rows: int, proj_dim: int) -> None:
+    projector = Rademacher(proj_dim=proj_dim, seed=2**64 - 1)
+    flat = small_integers(n_samples, n_rows)
+    found = project_flat(projector, flat, checkpoint=2**32 - 1)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, project_by_hand(projector, flat, 2**32 - 1).float())
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_project__split_into_aligned_tensors_is_invisible(data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(1, 78), min_size=1, max_size=5, unique=True))
+    edges = [0, *(512 * cut for cut in sorted(cuts)), 40000]
+    flat = gaussian(2, 40000)
+    gradients = {str(a): flat[:, a:b] for a, b in itertools.pairwise(edges)}
+    rows = RowMap.from_shapes({k: v.shape[1:] for k, v in gradients.items()}, alignment=512)
+    assert torch.equal(project(SMALL, gradients, rows, 4), project_flat(SMALL, flat))
+
+
+def test_project__padding_rows_are_zeros() -> None:
+    lengths = {"a": 300, "b": 16384 - 100, "c": 5, "d": 512, "e": 33000}
+    gradients = {name: gaussian(2, n) for name, n in lengths.items()}
+    rows = RowMap.from_shapes({name: (n,) for name, n in lengths.items()}, alignment=512)
+    flat = torch.zeros(2, rows.n_rows)
+    for name, gradient in gradients.items():
+        flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)] = gradient
+    assert torch.equal(project(SMALL, gradients, rows, 4), project_flat(SMALL, flat))
+
+
+@settings(max_examples=10, deadline=None)
+@given(cuts=st.lists(st.integers(1, 10), unique=True, max_size=4))
+def test_project__split_into_batches_is_invisible(cuts: list[int]) -> None:
+    flat = gaussian(11, 17000)
+    edges = [0, *sorted(cuts), 11]
+    parts = [project_flat(SMALL, flat[a:b]) for a, b in itertools.pairwise(edges)]
+    assert torch.equal(torch.cat(parts), project_flat(SMALL, flat))
+
+
+def test_project__smaller_proj_dim_is_a_prefix() -> None:
+    flat = gaussian(3, 17000)
+    features = {}
+    for proj_dim in (64, 256):  # powers of 4: the scale is exact
+        features[proj_dim] = project_flat(Rademacher(proj_dim, 3), flat) * proj_dim**0.5
+    assert torch.equal(features[64], features[256][:, :64])
+
+
+@pytest.mark.parametrize("other", [{"seed": 2**32}, {"seed": 1}, {"checkpoint": 1}])
+def test_project__seed_and_checkpoint_choose_the_matrix(other: dict[str, int]) -> None:
+    flat = gaussian(1, 1000)
+    addresses = [{"seed": 0, "checkpoint": 0}, {"seed": 0, "checkpoint": 0} | other]
+    first, second = (project_flat(Rademacher(256, a["seed"]), flat, a["checkpoint"])
+                     for a in addresses)  # fmt: skip
+    assert abs(torch.corrcoef(torch.cat([first, second]))[0, 1]) < 0.3
+
+
+def test_project__inner_products_are_kept_on_average() -> None:
+    flat = gaussian(40, 2000)
+    flat = flat / flat.norm(dim=1, keepdim=True)
+    features = project_flat(Rademacher(1024), flat)
+    error = (features @ features.T - flat @ flat.T)[torch.triu(torch.ones(40, 40), 1) == 1]
+    assert 0.025 < error.std() < 0.04  # theory: 1024**-0.5 = 0.031
+
+
+@pytest.mark.parametrize("projector", [SMALL, Identity()])
+@pytest.mark.parametrize("row", [0, 20000])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_project__sample_that_is_not_finite_is_nan(
+    projector: Projector, row: int, bad: float
+) -> None:
+    flat = gaussian(4, 20001)
+    clean = project_flat(projector, flat)
+    flat[2, row] = bad
+    found = project_flat(projector, flat)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-126, 2.0**115])
+def test_project__zero_subnormal_and_huge_gradients(scale: float) -> None:
+    # Sums of 1e38-sized gradients stay below the float32 maximum only for few rows.
+    flat = small_integers(3, 40) * scale
+    assert scale < 1 or flat.abs().max() > 1e36
+    projector = Rademacher(proj_dim=16)
+    stream = torch.zeros(3, 16, dtype=torch.float64)
+    projector.project_block(flat, 0, 0, stream)
+    assert torch.equal(stream, project_by_hand(projector, flat, 0) * 4)
+
+
+def test_project__largest_float32() -> None:
+    flat = torch.full((1, 1), torch.finfo(torch.float32).max)
+    out = torch.zeros(1, 1, dtype=torch.float64)
+    Rademacher(1, arithmetic="int8x3").project_block(flat, 0, 0, out)
+    assert abs(out.item()) == pytest.approx(flat.item(), rel=2.0**-22)
+
+
+def test_project_block__accumulates() -> None:
+    out = torch.ones(2, 12, dtype=torch.float64)
+    SMALL.project_block(torch.zeros(2, 5), 0, 0, out)
+    assert (out == 1).all()
+
+
+def test_identity__keeps_the_gradient() -> None:
+    gradients = {"a": gaussian(3, 20).view(3, 4, 5), "b": gaussian(3, 20000).double()}
+    rows = RowMap.from_shapes({"a": (4, 5), "b": (20000,)}, alignment=1)
+    found = project(Identity(), gradients, rows, 0)
+    expected = torch.cat([gradients["a"].flatten(1), gradients["b"].float()], dim=1)
+    assert torch.equal(found, expected)
+
+
+def test_stream__accepts_gradients_that_track_history_and_inference_mode() -> None:
+    flat = gaussian(2, 600)
+    expected = project_flat(SMALL, flat)
+    assert torch.equal(project_flat(SMALL, flat.clone().requires_grad_()), expected)
+    with torch.inference_mode():
+        assert torch.equal(project_flat(SMALL, flat.clone()), expected)
+    assert torch.equal(project_flat(SMALL, flat), expected)
+
+
+def test_stream__result_can_be_read_twice() -> None:
+    rows = RowMap.from_shapes({"a": (600,)}, alignment=512)
+    stream = ProjectionStream(SMALL, rows, 2, 0)
+    stream.add("a", gaussian(2, 600))
+    assert torch.equal(stream.result(), stream.result())
+
+
+def stream_of_two() -> ProjectionStream:
+    rows = RowMap.from_shapes({"a": (2, 3), "b": (4,)}, alignment=512)
+    return ProjectionStream(SMALL, rows, n_samples=2, checkpoint=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "gradient", "error", "message"),
+    [
+        ("b", torch.zeros(2, 4), ValueError, r"gradient 0 is named 'b'.*needs 'a'.*Add"),
+        ("a", torch.zeros(2, 5), ValueError, r"'a' has shape \(2, 5\).*\(2, 2, 3\).*Pass"),
+        ("a", torch.zeros(3, 6), ValueError, r"'a' has shape \(3, 6\)"),
+        ("a", torch.zeros(2, 6, dtype=torch.int32), TypeError, r"int32.*float dtype.*Use"),
+        ("a", torch.zeros(2, 6, device="meta"), ValueError, r"is on meta.*on cpu.*Use"),
+    ],
+)
+def test_add__refused(name: str, gradient: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stream_of_two().add(name, gradient)
+
+
+def test_add__after_the_last() -> None:
+    stream = stream_of_two()
+    stream.add("a", torch.zeros(2, 6))
+    with pytest.raises(ValueError, match=r"1 of 2 gradients.*stream\.add\('b', gradient\)"):
+        stream.result()
+    stream.add("b", torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"gradient 2 is named 'b'"):
+        stream.add("b", torch.zeros(2, 4))
+
+
+def test_project__other_names() -> None:
+    rows = RowMap.from_shapes({"a": (3,)}, alignment=512)
+    with pytest.raises(ValueError, match=r"disagree on \['b'\].*same names"):
+        project(SMALL, {"a": torch.zeros(1, 3), "b": torch.zeros(1, 3)}, rows, 0)
+
+
+def test_stream__row_map_of_another_alignment() -> None:
+    rows = RowMap.from_shapes({"a": (3,)}, alignment=1)
+    with pytest.raises(ValueError, match=r"aligned to 1 rows.*multiple of 512.*alignment=512"):
+        ProjectionStream(SMALL, rows, 1, 0)
+
+
+@pytest.mark.parametrize("checkpoint", [-1, 2**32])
+def test_stream__checkpoint_out_of_range(checkpoint: int) -> None:
+    rows = RowMap.from_shapes({"a": (3,)}, alignment=512)
+    with pytest.raises(ValueError, match=r"checkpoint is .*\[0, 2\*\*32\)"):
+        ProjectionStream(SMALL, rows, 1, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"proj_dim": 0}, ValueError, r"proj_dim is 0.*\[1, 2\*\*32\).*Use proj_dim=2048"),
+        ({"proj_dim": 64.0}, TypeError, r"proj_dim is 64\.0.*integer.*Use proj_dim=2048"),
+        ({"proj_dim": True}, TypeError, r"proj_dim is True"),
+        ({"seed": -1}, ValueError, r"seed is -1.*\[0, 2\*\*64\).*Use seed=0"),
+        ({"seed": 2**64}, ValueError, r"seed is 18446744073709551616"),
+        ({"arithmetic": "fp32"}, ValueError, r"'fp32'.*int8x1.*Use arithmetic=\"int8x2\""),
+    ],
+)
+def test_rademacher__refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Rademacher(**fields)
+
+
+@pytest.mark.parametrize("projector", [Rademacher(16, 2**64 - 1, "int8x3"), Identity()])
+def test_projector__is_a_value(projector: Projector) -> None:
+    assert isinstance(projector, Projector)
+    again = pickle.loads(pickle.dumps(projector))
+    assert again == projector
+    assert hash(again) == hash(projector)
+    spec = json.loads(json.dumps(projector.spec()))
+    assert spec == projector.spec()
+    assert {"kind", "row_alignment", "definition"} <= set(spec)
+
+
+def test_rademacher_spec__tells_every_field_apart() -> None:
+    projectors = [Rademacher(), Rademacher(3), Rademacher(seed=1), Rademacher(arithmetic="int8x1")]
+    assert len({json.dumps(projector.spec()) for projector in projectors}) == 4

@@ -1,0 +1,183 @@
+"""The oracle: the blocks of a lazy variable, put together, are the array that was given."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+import zarr
+from distributed import Client
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trakdask
+from trakdask.samples import from_arrays
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("something was computed")
+
+
+def x_of(n: int = 10, *shape: int) -> np.ndarray:
+    return np.arange(n * int(np.prod(shape)), dtype="f4").reshape(n, *shape)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 25), st.sampled_from(["f4", ">f8", "u1", "?", "c8"]))
+def test_from_arrays__values_whatever_the_chunks(n: int, chunks: int, dtype: str) -> None:
+    x = x_of(n, 3, 2).astype(dtype)
+    ds = from_arrays({"x": x, "y": x[:, 0, 0]}, chunks=chunks)
+    np.testing.assert_array_equal(ds.x.values, x)
+    np.testing.assert_array_equal(ds.y.values, x[:, 0, 0])
+    assert ds.x.dtype == x.dtype.newbyteorder("=")
+    assert ds.x.data.chunks == da.core.normalize_chunks((chunks, -1, -1), x.shape)
+    assert ds.y.data.chunks == ds.x.data.chunks[:1]
+    assert ds.x.data.blocks[-1].compute().flags.writeable
+
+
+@pytest.mark.parametrize("kind", ["numpy", "list", "torch", "dask", "zarr", "series", "memmap"])
+def test_from_arrays__kinds_of_arrays(kind: str, tmp_path: Path) -> None:
+    x = np.arange(7.0)
+    np.save(tmp_path / "x.npy", x)
+    array = {
+        "numpy": lambda: x,
+        "list": x.tolist,
+        "torch": lambda: torch.tensor(x, requires_grad=True),
+        "dask": lambda: da.from_array(x, chunks=2),
+        "zarr": lambda: zarr.create_array(tmp_path / "x.zarr", data=x, chunks=(2,)),
+        "series": lambda: pd.Series(x, index=x[::-1]),
+        "memmap": lambda: np.load(tmp_path / "x.npy", mmap_mode="r"),
+    }[kind]()
+    with dask.config.set(scheduler=refuse):
+        ds = from_arrays({"x": array}, chunks=3)
+    np.testing.assert_array_equal(ds.x.values, x)
+    assert ds.x.chunks == ((3, 3, 1),)
+
+
+def test_from_arrays__is_lazy_and_has_no_index() -> None:
+    with dask.config.set(scheduler=refuse):
+        ds = from_arrays({"x": x_of(10, 2)}, coords={"source": ["web"] * 10}, chunks=4)
+    assert isinstance(ds.x.data, da.Array)
+    assert isinstance(ds.source.data, np.ndarray)
+    assert not ds.xindexes
+    assert ds.isel(sample=ds.source == "web").sizes["sample"] == 10
+
+
+def test_from_arrays__coords_of_a_frame() -> None:
+    frame = pd.DataFrame({"label": [3, 1], "lang": pd.Categorical(["de", "en"])}, index=[9, 8])
+    ds = from_arrays({"x": x_of(2)}, coords=frame)
+    assert ds.label.values.tolist() == [3, 1]
+    assert ds.lang.values.tolist() == ["de", "en"]
+
+
+def test_from_arrays__200_mb_do_not_enter_the_graph() -> None:
+    x = np.zeros((50_000, 1000), "f4")
+    ds = from_arrays({"x": x}, coords={"label": np.arange(50_000)}, chunks=512)
+    assert len(cloudpickle.dumps(ds.x.data.__dask_graph__())) < 10_000
+    assert len(pickle.dumps(ds)) < 1_000_000
+    total = ds.x.sum(dim="sample")
+    assert len(cloudpickle.dumps(dict(total.data.__dask_graph__()))) < 1_000_000
+
+
+def test_from_arrays__source_is_the_content() -> None:
+    def source(x: Any, coords: Any = None, name: str = "x", chunks: int = 3) -> str:
+        return from_arrays({name: x}, coords=coords, chunks=chunks).attrs["source"]
+
+    x = x_of(6, 2)
+    first = source(x)
+    assert first == source(x.copy()) == source(torch.tensor(x)) == source(x, chunks=5)
+    assert first == source(x, {"lang": ["de"] * 6})  # no model reads strings
+    others = [
+        source(x + 1),
+        source(x.astype("f8")),
+        source(x, name="y"),
+        source(x, {"label": range(6)}),
+        source(x, {"label": range(1, 7)}),
+        source(da.from_array(x)),
+    ]
+    assert len({first, *others}) == 7
+
+
+NAMES = """
+import numpy as np
+from trakdask.samples import from_arrays
+ds = from_arrays({"x": np.arange(6.0)}, coords={"label": [0, 1] * 3}, chunks=4)
+print(ds.attrs["source"], ds.x.data.name)
+"""
+
+
+@pytest.mark.slow
+def test_from_arrays__source_and_names_are_the_same_in_other_processes() -> None:
+    ds = from_arrays({"x": np.arange(6.0)}, coords={"label": [0, 1] * 3}, chunks=4)
+    env = os.environ | {"PYTHONPATH": str(Path(trakdask.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, env=env)
+    assert done.stdout.split() == [ds.attrs["source"], ds.x.data.name], done.stderr
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 2.5, True, None])
+def test_from_arrays__chunks_not_positive(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=r"needed a positive integer.*Use chunks=512"):
+        from_arrays({"x": x_of()}, chunks=chunks)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "message"),
+    [
+        ({}, ValueError, "there are no arrays; needed at least one"),
+        ([1], TypeError, "arrays is a list; needed a mapping"),
+        (
+            {"x": x_of(3), "y": x_of(4)},
+            ValueError,
+            r"different numbers.*'x': 3, 'y': 4.*array\[:3\]",
+        ),
+        ({"x": x_of(0, 2)}, ValueError, "hold 0 samples"),
+        ({"x": np.float64(1)}, TypeError, "is a float64"),
+        ({"x": np.array(1.0)}, ValueError, "no dimensions.*atleast_1d"),
+        ({"x": ["a", "b"]}, TypeError, r"dtype <U1; needed numbers.*coords=\{'x'"),
+        ({"x": np.array([{}, 1])}, TypeError, "dtype object"),
+        ({"x": np.array(["2020"], "M8[Y]")}, TypeError, "datetime64"),
+        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, TypeError, r"bfloat16.*tensor.float\(\)"),
+        ({"sample": x_of()}, ValueError, "variable name 'sample' is reserved.*'sample_id'"),
+        ({"x": xr.DataArray([1.0])}, TypeError, "is a DataArray; needed a numpy, dask"),
+    ],
+)
+def test_from_arrays__refuses(arrays: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        from_arrays(arrays)
+
+
+def test_from_arrays__refuses_unknown_chunks() -> None:
+    x = da.arange(10, chunks=5)
+    with pytest.raises(ValueError, match=r"unknown size.*compute_chunk_sizes"):
+        from_arrays({"x": x[x > 3]})
+
+
+def test_from_arrays__refuses_coords() -> None:
+    with pytest.raises(ValueError, match=r"coord 'label' has shape \(2,\); needed \(10,\)"):
+        from_arrays({"x": x_of()}, coords={"label": [1, 2]})
+    with pytest.raises(ValueError, match="'x' is the name of a variable and of a coord"):
+        from_arrays({"x": x_of()}, coords={"x": x_of()})
+    with pytest.raises(ValueError, match="'target' is reserved"):
+        from_arrays({"x": x_of()}, coords={"target": x_of()})
+
+
+@pytest.mark.slow
+def test_from_arrays__read_by_worker_processes(process_client: Client, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).random((1000, 20))
+    stored = zarr.create_array(tmp_path / "x.zarr", data=x, chunks=(100, 20))
+    ds = from_arrays({"x": x, "stored": stored}, coords={"label": np.arange(1000)}, chunks=64)
+    computed = process_client.compute(ds).result()
+    np.testing.assert_array_equal(computed.x, x)
+    np.testing.assert_array_equal(computed.stored, x)

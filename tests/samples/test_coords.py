@@ -1,0 +1,133 @@
+"""The oracle: a coord holds the values that were given, after zarr and parquet too."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trakdask.samples import normalise_coord, normalise_coords
+
+STRING = np.dtypes.StringDType()
+DAYS = ["2020-01-01", "2021-02-03"]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 2], "int64"),
+        ([1.5, 2], "float64"),
+        ([True, False], "bool"),
+        (["web", "bücher"], STRING),
+        (np.array(["a", "bcd"]), STRING),
+        (np.array(["a", "bcd"], dtype=object), STRING),
+        (np.array(["a", "b"], dtype=np.dtypes.StringDType(na_object=None)), STRING),
+        (np.array([1, 2], ">i2"), "int16"),
+        (np.array([1, 2], "u1"), "uint8"),
+        (np.array(DAYS, "M8[D]"), "M8[ns]"),
+        (np.array([1.0, np.nan], dtype=object), "float64"),
+        (torch.tensor([1.0, 2.0], requires_grad=True), "float32"),
+        (pd.Series(["a", "b"], index=[7, 8]), STRING),
+        (pd.Series([1, 2], dtype="Int64"), "int64"),
+        (pd.Categorical(["b", "a"], categories=["a", "b", "c"]), STRING),
+        (pd.Series([3, 1], dtype="category"), "int64"),
+        (pd.Index([3, 1]), "int64"),
+        (pd.to_datetime(DAYS), "M8[ns]"),
+        ([datetime.date.fromisoformat(day) for day in DAYS], "M8[ns]"),
+        (xr.DataArray([4, 5]), "int64"),
+    ],
+)
+def test_normalise_coord__values_and_dtype(values: Any, dtype: Any) -> None:
+    coord = normalise_coord("c", values, 2)
+    assert coord.dtype == np.dtype(dtype)
+    expected = values.detach() if isinstance(values, torch.Tensor) else values
+    np.testing.assert_array_equal(coord, np.array(list(expected), dtype=coord.dtype))
+
+
+@pytest.mark.parametrize(
+    "values", [["a", "bü", ""], [1, 2, 3], [0.5, np.nan, 2], [True, False, True], None]
+)
+def test_normalise_coord__survives_zarr_and_parquet(values: Any, tmp_path: Path) -> None:
+    given_values = np.array([*DAYS, "1999-01-01"], "M8[s]") if values is None else values
+    coord = normalise_coord("c", given_values, 3)
+    ds = xr.Dataset({"x": ("sample", [1.0, 2.0, 3.0])}, coords={"c": ("sample", coord)})
+    ds.to_zarr(tmp_path / "a.zarr", consolidated=False, zarr_format=3)
+    opened = xr.open_zarr(tmp_path / "a.zarr", consolidated=False)
+    assert opened.c.dtype == coord.dtype
+    np.testing.assert_array_equal(opened.c.values, coord)
+    opened.to_zarr(tmp_path / "b.zarr", consolidated=False, zarr_format=3)
+    ds.to_dataframe().to_parquet(tmp_path / "a.parquet")
+    again = normalise_coord("c", pd.read_parquet(tmp_path / "a.parquet").c, 3)
+    assert again.dtype == coord.dtype
+    np.testing.assert_array_equal(again, coord)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.text(max_size=30), min_size=1, max_size=20), st.sampled_from(["list", "O", "U"]))
+def test_normalise_coord__any_strings(values: list[str], kind: str) -> None:
+    given_values: Any = values if kind == "list" else np.array(values, dtype=kind)
+    # numpy's fixed-width strings cannot hold trailing NULs: then that is what was given.
+    assert normalise_coord("c", given_values, len(values)).tolist() == list(given_values)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([1, 2, 3], ValueError, r"shape \(3,\); needed \(2,\)"),
+        (np.zeros((2, 2)), ValueError, r"shape \(2, 2\)"),
+        ("ab", TypeError, "is a str; needed one value per sample"),
+        (3, TypeError, "is a int; needed one value per sample"),
+        ([1, "a"], TypeError, r"holds \['int', 'str'\]"),
+        (["a", None], ValueError, "1 missing values, the first for sample 1.*fillna"),
+        ([None, 1], ValueError, "first for sample 0"),
+        (pd.Series(["a", None]), ValueError, "1 missing values"),
+        (pd.Series([1, None], dtype="Int64"), ValueError, "1 missing values"),
+        (pd.Categorical(["a", None]), ValueError, "1 missing values"),
+        (np.array(["a", None], np.dtypes.StringDType(na_object=None)), ValueError, "1 missing"),
+        (np.array([1, 2]) * 1j, TypeError, "complex128"),
+        (np.array([1, 2], "m8[s]"), TypeError, r"timedelta64\[s\]"),
+        (np.array([b"a", b"b"]), TypeError, "S1"),
+        (np.array(["3000-01-01", "2000-01-01"], "M8[D]"), ValueError, "3000-01-01; needed times"),
+        (pd.to_datetime(DAYS).tz_localize("Europe/Rome"), TypeError, "time zone Europe/Rome"),
+        (da.zeros(2), TypeError, r"is lazy \(Array\).*compute"),
+    ],
+)
+def test_normalise_coord__refuses(values: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        normalise_coord("c", values, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["sample", "target", "checkpoint", "proj_dim", "rank", "score", "target_label"]
+)
+def test_normalise_coords__reserved_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is reserved .* Rename it, to '"):
+        normalise_coords({name: [1]}, (), 1)
+
+
+def test_normalise_coords__frame_gives_its_columns() -> None:
+    frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}, index=[5, 6])
+    coords = normalise_coords(frame, (), 2)
+    assert {name: values.tolist() for name, values in coords.items()} == frame.to_dict("list")
+
+
+def test_normalise_coords__refuses_what_is_no_mapping_of_names() -> None:
+    with pytest.raises(TypeError, match="coords is a list; needed a mapping"):
+        normalise_coords([1, 2], (), 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the coord name 3 is a int; needed a str"):
+        normalise_coords({3: [1]}, (), 1)  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="several columns named"):
+        normalise_coords(pd.DataFrame([[1, 2]], columns=["a", "a"]), (), 1)
+    with pytest.raises(
+        ValueError, match=r"'x' is the name of a variable and of a coord.*coords only"
+    ):
+        normalise_coords({"x": [1]}, {"x": 0}, 1)

@@ -1,0 +1,274 @@
+"""The oracle: the items of the dataset, one after the other, stacked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+from distributed import Client
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from trakdask.samples import from_torch
+
+N = 23
+
+
+class Items(Dataset):
+    """Deterministic items of several kinds; counts what is read, and by how many at a time."""
+
+    def __init__(self, n: int = N, kind: str = "tuple") -> None:
+        self.n = n
+        self.kind = kind
+        self.big = np.zeros(10**6)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = torch.full((3, 2), float(index), requires_grad=True), index % 3
+        return {
+            "tuple": (image, label),
+            "list": [image.detach().numpy(), np.int64(label)],
+            "dict": {"label": label, "other": "text", "image": image},
+        }[self.kind]
+
+
+def stacked(n: int = N) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [Items(n)[index] for index in range(n)]
+    return np.stack([x.detach().numpy() for x, _ in pairs]), np.array([y for _, y in pairs])
+
+
+def make_items() -> Items:
+    return Items()
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("something was computed")
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+@pytest.mark.parametrize("chunks", [1, 5, 23, 99])
+def test_from_torch__values_whatever_the_chunks_and_items(kind: str, chunks: int) -> None:
+    with dask.config.set(scheduler=refuse):
+        ds = from_torch(
+            Items(kind=kind), names=("image", "label"), coords={"i": range(N)}, chunks=chunks
+        )
+    images, labels = stacked()
+    assert ds.image.chunks == da.core.normalize_chunks((chunks, -1, -1), images.shape)
+    np.testing.assert_array_equal(ds.image.values, images)
+    np.testing.assert_array_equal(ds.label.values, labels)
+    assert (ds.image.dtype, ds.label.dtype) == (np.float32, np.int64)
+    assert ds.i.values.tolist() == list(range(N))
+    assert not ds.xindexes
+
+
+def test_from_torch__python_numbers() -> None:
+    ds = from_torch([(1, 2.5, True)] * 3, names=("a", "b", "c"))
+    assert [ds[name].dtype.name for name in "abc"] == ["int64", "float32", "bool"]
+    assert ds.b.values.tolist() == [2.5] * 3
+
+
+def test_from_torch__single_tensors_and_left_out_fields() -> None:
+    x = torch.arange(8.0).reshape(4, 2)
+    np.testing.assert_array_equal(from_torch(x, names="x").x.values, x)
+    ds = from_torch([(torch.ones(2), "path", 3)] * 4, names=("x", None, "y"))
+    assert list(ds.data_vars) == ["x", "y"]
+
+
+@pytest.mark.parametrize("given", [make_items, lambda: Items(), "items_module:make_items"])
+def test_from_torch__callables(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    module = types.ModuleType("items_module")
+    module.make_items = make_items  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "items_module", module)
+    ds = from_torch(given, names=("image", "label"), chunks=7)
+    np.testing.assert_array_equal(ds.image.values, stacked()[0])
+
+
+def test_from_torch__dataset_is_never_in_the_graph() -> None:
+    ds = from_torch(Items(), names=("image", "label"), chunks=1)
+    graph = ds.image.data.__dask_graph__()
+    assert len(cloudpickle.dumps(graph)) < 20_000
+    subset = Subset(Items(n=50), [4, 2])
+    np.testing.assert_array_equal(
+        from_torch(subset, names=("image", "label")).image.values, stacked(50)[0][[4, 2]]
+    )
+
+
+class Counted(Items):
+    def __init__(self, n: int = N) -> None:
+        super().__init__(n)
+        self.reads: Counter[int] = Counter()
+        self.inside = 0
+        self.most = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.001)
+        self.reads[index] += 1
+        self.inside -= 1
+        return super().__getitem__(index)
+
+
+def consume(image: np.ndarray, label: np.ndarray) -> np.ndarray:
+    return image.sum(axis=(1, 2)) + label
+
+
+def test_from_torch__one_read_serves_all_variables_one_thread_at_a_time() -> None:
+    dataset = Counted()
+    ds = from_torch(dataset, names=("image", "label"), chunks=4)
+    assert dataset.reads == {0: 1}
+    dataset.reads.clear()
+    dask.compute(ds, scheduler="threads", num_workers=4)
+    assert dataset.reads == dict.fromkeys(range(N), 1)
+    dataset.reads.clear()
+    total = da.blockwise(
+        consume, "s", ds.image.data, "sij", ds.label.data, "s", concatenate=True, dtype="f4",
+        meta=np.empty(0, "f4"),
+    )  # fmt: skip
+    images, labels = stacked()
+    np.testing.assert_array_equal(
+        total.compute(scheduler="threads", num_workers=4), consume(images, labels)
+    )
+    assert dataset.reads == dict.fromkeys(range(N), 1)
+    assert dataset.most == 1
+
+
+def test_from_torch__selection_reads_its_blocks_only() -> None:
+    dataset = Counted()
+    ds = from_torch(dataset, names=("image", "label"), chunks=5)
+    ds.image.isel(sample=slice(5, 10)).compute()
+    assert set(dataset.reads) == {0, *range(5, 10)}
+
+
+def test_from_torch__source_is_the_content() -> None:
+    def source(dataset: Any, chunks: int = 4) -> str:
+        return from_torch(dataset, names=("x", "y"), chunks=chunks).attrs["source"]
+
+    x, y = torch.arange(6.0), torch.arange(6)
+    first = source(TensorDataset(x, y))
+    assert first == source(TensorDataset(x.clone(), y.clone()), chunks=2)
+    others = [
+        source(TensorDataset(x + 1, y)),
+        source(TensorDataset(x, y.int())),
+        source(lambda: TensorDataset(x, y)),
+    ]
+    assert len({first, *others}) == 4
+
+
+class Bad(Dataset):
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index != 5:
+            return torch.zeros(4), index
+        if isinstance(self.what, Exception):
+            raise self.what
+        return self.what
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ((torch.zeros(3), 1), ValueError, r"'x' of sample 5 has shape \(3,\); needed \(4,\)"),
+        ((torch.zeros(4), 1.5), ValueError, "'y' of sample 5 has dtype float32; needed int64"),
+        ((torch.zeros(4), "a"), ValueError, "'y' of sample 5 has dtype <U1; needed int64"),
+        (
+            (torch.zeros(4), [[1], [1, 2]]),
+            ValueError,
+            "'y' of sample 5 is a list that numpy",
+        ),
+        ((torch.zeros(4),), ValueError, "sample 5 has 1 fields; needed 2"),
+        (
+            {"x": torch.zeros(4), "z": 1},
+            ValueError,
+            r"has the keys \['x', 'z'\]; needed 'y'",
+        ),
+        (KeyError("gone"), RuntimeError, r"sample 5 could not be read: KeyError\('gone'\)"),
+    ],
+)
+def test_from_torch__bad_item_names_its_sample(
+    what: Any, error: type[Exception], message: str
+) -> None:
+    ds = from_torch(Bad(what), names=("x", "y"), chunks=3)
+    ds.isel(sample=slice(0, 3)).compute()
+    with pytest.raises(error, match=message):
+        ds.compute()
+
+
+def test_from_torch__shapes_override_item_0() -> None:
+    ds = from_torch(Bad((torch.zeros(3), 1)), names=("x", "y"), shapes={"x": (3,)})
+    assert ds.x.shape == (8, 3)
+    with pytest.raises(ValueError, match=r"sample 0 has shape \(4,\); needed \(3,\)"):
+        ds.compute()
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "names", "error", "message"),
+    [
+        (Stream(), "x", TypeError, "is a Stream; needed a map-style one"),
+        (iter([1]), "x", TypeError, "needed a map-style one"),
+        ([], "x", ValueError, "0 samples"),
+        ([("text",)], "x", TypeError, "'x' has dtype <U4; needed numbers"),
+        ([1], (), ValueError, "needed a name for at least one field"),
+        ([(1, 2)], ("x", "x"), ValueError, "each name once"),
+        ([(1, 2)], ("x", "sample"), ValueError, "'sample' is reserved"),
+        ([{"imagex": 1}], "image", ValueError, r"Did you mean one of \['imagex'\]"),
+    ],
+)
+def test_from_torch__refuses(
+    dataset: Any, names: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        from_torch(dataset, names=names)
+
+
+def test_from_torch__refuses_other_arguments() -> None:
+    with pytest.raises(ValueError, match=r"shapes has \['z'\]; needed some of \['x'\]"):
+        from_torch([1], names="x", shapes={"z": ()})
+    with pytest.raises(ValueError, match="chunks is 0"):
+        from_torch([1], names="x", chunks=0)
+    unpicklable = Items()
+    unpicklable.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"cannot be pickled.*Pass a zero-argument callable"):
+        from_torch(unpicklable, names=("image", "label"))
+
+
+@pytest.mark.slow
+def test_from_torch__read_by_worker_processes(process_client: Client, tmp_path: Path) -> None:
+    images, labels = stacked()
+    dataset = TensorDataset(torch.tensor(images), torch.tensor(labels))
+    ds = from_torch(dataset, names=("image", "label"), chunks=4)
+    computed = process_client.compute(ds).result()
+    np.testing.assert_array_equal(computed.image, images)
+    np.testing.assert_array_equal(computed.label, labels)
+
+    def build() -> TensorDataset:
+        return TensorDataset(torch.arange(9.0))
+
+    built = process_client.compute(from_torch(build, names="x", chunks=2)).result()
+    assert built.x.values.tolist() == list(range(9))
+    ragged = from_torch([(1,), (2,), ([3, 4],)], names="x", chunks=1)
+    with pytest.raises(ValueError, match="'x' of sample 2 has shape"):
+        process_client.compute(ragged).result()

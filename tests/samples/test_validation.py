@@ -1,0 +1,185 @@
+"""The oracle: the validated Dataset has the values of the given one, sample first."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+from trakdask.samples import from_arrays, from_torch, validate_samples
+
+
+def refuse(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("something was computed")
+
+
+def dataset(n: int = 10, chunks: Any = None) -> xr.Dataset:
+    x = np.arange(n * 6, dtype="f4").reshape(3, n, 2)
+    ds = xr.Dataset(
+        {"x": (("channel", "sample", "width"), x), "y": ("sample", np.arange(n))},
+        coords={"lang": ("sample", ["de", "en"] * (n // 2)), "channel": [1, 2, 3]},
+    )
+    return ds if chunks is None else ds.chunk(chunks).assign_coords(ds.coords)
+
+
+@pytest.mark.parametrize("chunks", [None, {"sample": 3}, {"sample": (2, 5, 3), "channel": 1}])
+@pytest.mark.parametrize("size", [None, 4, 100])
+def test_validate_samples__form_and_values(chunks: Any, size: int | None) -> None:
+    given = dataset(chunks=chunks)
+    with dask.config.set(scheduler=refuse):
+        ds = validate_samples(given, chunks=size)
+    first = size or {"sample": 3, "None": 512}.get("None" if chunks is None else "", 0)
+    first = first or (3 if chunks == {"sample": 3} else 5)
+    assert ds.x.dims == ("sample", "channel", "width")
+    assert ds.x.chunks == da.core.normalize_chunks((first, -1, -1), (10, 3, 2))
+    assert ds.y.chunks == ds.x.chunks[:1]
+    np.testing.assert_array_equal(ds.x.values, given.x.values.transpose(1, 0, 2))
+    np.testing.assert_array_equal(ds.y.values, given.y.values)
+    assert ds.lang.dtype == np.dtypes.StringDType()
+    assert set(ds.coords) == {"lang"}
+    assert not ds.xindexes
+
+
+@pytest.mark.parametrize("source", ["arrays", "torch", "dataset", "chunked"])
+def test_validate_samples__changes_nothing_twice(source: str) -> None:
+    ds = {
+        "arrays": lambda: from_arrays({"x": np.eye(5)}, coords={"label": range(5)}, chunks=2),
+        "torch": lambda: from_torch([(1, 2.0)] * 5, names=("x", "y"), chunks=2),
+        "dataset": lambda: validate_samples(dataset()),
+        "chunked": lambda: validate_samples(dataset(chunks={"sample": (2, 5, 3)})),
+    }[source]()
+    again = validate_samples(ds)
+    assert again.attrs == ds.attrs
+    assert {n: a.data.name for n, a in again.items()} == {n: a.data.name for n, a in ds.items()}
+    xr.testing.assert_identical(again.compute(), ds.compute())
+
+
+def test_validate_samples__in_memory_variables_do_not_enter_the_graph() -> None:
+    ds = xr.Dataset({"x": (("sample", "d"), np.zeros((1000, 1000)))})
+    valid = validate_samples(ds)
+    assert len(cloudpickle.dumps(valid.x.data.__dask_graph__())) < 10_000
+    assert len(pickle.dumps(valid)) < 100_000
+
+
+def test_validate_samples__source_follows_the_content() -> None:
+    ds = from_arrays({"x": np.arange(12.0)}, coords={"label": range(12)}, chunks=4)
+    sources = {
+        each.attrs["source"]
+        for each in map(
+            validate_samples,
+            [
+                ds,
+                ds.isel(sample=slice(0, 4)),
+                ds.isel(sample=slice(4, 8)),
+                ds.assign_coords(label=ds.label + 1),
+                ds.assign(x=ds.x + 1),
+            ],
+        )
+    }
+    assert len(sources) == 5
+    assert validate_samples(ds, chunks=4).attrs["source"] == ds.attrs["source"]
+    noted = ds.assign_coords(note=("sample", ["n"] * 12))
+    assert validate_samples(noted).attrs["source"] == ds.attrs["source"]
+
+
+def test_validate_samples__given_source_is_kept() -> None:
+    ds = from_arrays({"x": np.arange(12.0)}).assign_attrs(source="imagenet-v2")
+    assert validate_samples(ds).attrs["source"] == "imagenet-v2"
+    assert validate_samples(ds.isel(sample=[1, 2])).attrs["source"] == "imagenet-v2"
+
+
+def test_validate_samples__opened_zarr(tmp_path: Path) -> None:
+    ds = from_arrays(
+        {"x": np.arange(20.0).reshape(10, 2)}, coords={"lang": ["de", "en"] * 5}, chunks=5
+    )
+    ds.to_zarr(tmp_path / "s.zarr", consolidated=False)
+    opened = xr.open_zarr(tmp_path / "s.zarr", consolidated=False)
+    assert opened.lang.chunks is not None
+    valid = validate_samples(opened)
+    assert valid.x.data.name == opened.x.data.name
+    assert isinstance(valid.lang.data, np.ndarray)
+    assert valid.lang.values.tolist() == ds.lang.values.tolist()
+    np.testing.assert_array_equal(valid.x.values, ds.x.values)
+
+
+def test_validate_samples__file_opened_without_dask_stays_lazy(tmp_path: Path) -> None:
+    dataset().to_zarr(tmp_path / "s.zarr", consolidated=False, encoding={"lang": {"dtype": "O"}})
+    opened = xr.open_zarr(tmp_path / "s.zarr", chunks=None, consolidated=False)
+    valid = validate_samples(opened, chunks=4)
+    assert not opened.x.variable._in_memory
+    np.testing.assert_array_equal(valid.x.values, dataset().x.transpose("sample", ...).values)
+
+
+def test_validate_samples__sample_labels_become_sample_id() -> None:
+    ds = validate_samples(dataset().assign_coords(sample=[f"id-{i}" for i in range(10)]))
+    assert ds.sample_id.values.tolist() == [f"id-{i}" for i in range(10)]
+    assert not ds.xindexes
+    ds = validate_samples(dataset().set_xindex("lang"))
+    assert not ds.xindexes
+    assert "lang" in ds.coords
+
+
+def test_validate_samples__multi_index_gives_its_levels() -> None:
+    index = pd.MultiIndex.from_product([["a", "b"], range(5)], names=["letter", "number"])
+    coords = xr.Coordinates.from_pandas_multiindex(index, "sample")
+    ds = validate_samples(dataset().assign_coords(coords))
+    assert set(ds.coords) == {"lang", "letter", "number"}
+    assert ds.number.values.tolist() == [*range(5), *range(5)]
+    assert not ds.xindexes
+
+
+def test_validate_samples__large_lazy_coords_are_not_loaded() -> None:
+    n = 10**9
+    ds = xr.Dataset(
+        {"x": ("sample", da.zeros(n, chunks=10**8))},
+        coords={"c": ("sample", da.zeros(n, chunks=10**8))},
+    )
+    with (
+        dask.config.set(scheduler=refuse),
+        pytest.raises(ValueError, match=r"'c': 8000000000.*needed at most 1000000000"),
+    ):
+        validate_samples(ds)
+
+
+@pytest.mark.parametrize(
+    ("ds", "error", "message"),
+    [
+        ({"x": 1}, TypeError, "samples is a dict; needed an xarray.Dataset"),
+        (
+            xr.Dataset({"x": ("row", [1])}),
+            ValueError,
+            r"dimensions \['row'\].*rename\(row='sample'",
+        ),
+        (xr.Dataset(), ValueError, "dimensions"),
+        (xr.Dataset(coords={"c": ("sample", [1])}), ValueError, r"no variables.*reset_coords"),
+        (xr.Dataset({"x": ("sample", [])}), ValueError, "hold 0 samples"),
+        (xr.Dataset({"x": ("sample", ["a"])}), TypeError, "dtype <U1; needed numbers"),
+        (
+            xr.Dataset({"x": ("sample", [1]), "s": 3}),
+            ValueError,
+            r"'s' has the dimensions \(\).*drop_vars\('s'\)",
+        ),
+        (
+            xr.Dataset({"x": ("sample", [1])}, coords={"c": (("sample", "z"), [[1]])}),
+            ValueError,
+            r"coord 'c' has the dimensions.*reset_coords",
+        ),
+        (
+            xr.Dataset({"x": ("sample", [1])}, coords={"target": ("sample", [1])}),
+            ValueError,
+            "'target' is reserved",
+        ),
+        (xr.Dataset({"rank": ("sample", [1])}), ValueError, "variable name 'rank' is reserved"),
+    ],
+)
+def test_validate_samples__refuses(ds: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        validate_samples(ds)

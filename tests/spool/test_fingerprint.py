@@ -1,0 +1,123 @@
+"""The oracle: equal content, made anew in another process, has an equal fingerprint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import trakdask
+from trakdask.spool import fingerprint
+
+# As a script, so that its classes are by-value ones of `__main__`, as in a notebook.
+SCRIPT = """
+import numpy as np, torch
+from torch.utils.data import Dataset, TensorDataset
+from trakdask.spool import fingerprint
+
+scale = {scale}
+
+def helper(x):
+    return helper(x - 1) if x > 3 else x * scale
+
+class Mine(Dataset):
+    __slots__ = ("tensor",)
+    def __init__(self):
+        self.tensor = torch.arange(6.0).reshape(2, 3)
+    def __len__(self):
+        return len(self.tensor)
+    @property
+    def first(self):
+        return self.tensor[0]
+    def __getitem__(self, i):
+        return helper(self.tensor[i]) {edit}
+
+print(fingerprint(Mine()))
+print(fingerprint(lambda: [helper, "a" in {{"a", "b", "c"}}]))
+print(fingerprint(TensorDataset(torch.ones(4, 2), torch.arange(4))))
+print(fingerprint(torch.nn.Linear(2, 2).requires_grad_(False).__class__))
+print(fingerprint({{"x": np.arange(5), "y": [1, "two", None]}}))
+"""
+
+
+def run(tmp_path: Path, name: str, **values: object) -> list[str]:
+    path = tmp_path / name
+    path.write_text(SCRIPT.format(**values))
+    env = os.environ | {"PYTHONPATH": str(Path(trakdask.__file__).parents[1])}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.slow
+def test_fingerprint__equal_in_every_process_and_file(tmp_path: Path) -> None:
+    first = run(tmp_path, "one.py", scale=2, edit="")
+    assert first == run(tmp_path, "two.py", scale=2, edit="")
+    assert len(set(first)) == 5
+
+
+@pytest.mark.slow
+def test_fingerprint__code_and_globals_of_a_script_count(tmp_path: Path) -> None:
+    plain = run(tmp_path, "one.py", scale=2, edit="")
+    edited = run(tmp_path, "one.py", scale=2, edit="+ 1")
+    rescaled = run(tmp_path, "one.py", scale=3, edit="")
+    assert [a == b for a, b in zip(plain, edited, strict=True)] == [False, True, True, True, True]
+    assert [a == b for a, b in zip(plain, rescaled, strict=True)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_fingerprint__array_by_dtype_shape_and_values() -> None:
+    array = np.arange(12.0).reshape(3, 4)
+    same = [array.copy(), np.asfortranarray(array), np.repeat(array, 2, axis=1)[:, ::2]]
+    assert {fingerprint(each) for each in same} == {fingerprint(array)}
+    others = [array.astype("f4"), array.reshape(4, 3), array + 1, array.ravel()]
+    assert len({fingerprint(each) for each in [array, *others]}) == 5
+
+
+def test_fingerprint__read_only_array_is_as_a_writable_one() -> None:
+    array = np.arange(5)
+    locked = array.copy()
+    locked.flags.writeable = False
+    assert fingerprint([array]) == fingerprint([locked])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_fingerprint__tensor_by_dtype_shape_and_values(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[0, 1], [1, 1]]).to(dtype)
+    assert fingerprint(tensor) == fingerprint(tensor.clone().T.contiguous().T)
+    assert fingerprint(tensor) != fingerprint(tensor.reshape(4))
+    assert fingerprint(tensor) != fingerprint(1 - tensor.int())
+    assert fingerprint(tensor[0, 0]) != fingerprint(tensor[0, :1])
+
+
+def test_fingerprint__memory_map_by_its_file(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(100))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    first = fingerprint(mapped)
+    assert first == fingerprint(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    assert first != fingerprint(mapped[1:])
+    np.save(tmp_path / "x.npy", np.zeros(101))
+    assert first != fingerprint(np.load(tmp_path / "x.npy", mmap_mode="r"))
+
+
+def test_fingerprint__recursive_closure_ends() -> None:
+    def count(n: int) -> int:
+        return count(n - 1) if n else 0
+
+    assert len(fingerprint(count)) == 64
+
+
+def test_fingerprint__unpicklable() -> None:
+    with pytest.raises(TypeError, match=r"object cannot be pickled.*Pass a zero-argument callable"):
+        fingerprint(threading.Lock())

@@ -1,0 +1,202 @@
+"""Scores, damping and groups against dense float64 numpy, and refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+FEATURES = simulate_features(n_samples=50, proj_dim=6, n_checkpoints=3, chunks=16)
+TARGETS = simulate_features(n_samples=9, proj_dim=6, n_checkpoints=3, chunks=4, seed=1)
+
+
+def dense_scores(features: xr.Dataset, targets: xr.Dataset, damping, h=None) -> np.ndarray:
+    """One checkpoint after the other, with an explicit inverse."""
+    per_checkpoint = []
+    for c in range(features.sizes["checkpoint"]):
+        x = features.feature[..., c].values.astype("f8")
+        t = targets.feature[..., c].values.astype("f8")
+        k = (x if h is None else x * np.asarray(h)[:, None]).T @ x
+        per_checkpoint.append(x @ np.linalg.inv(k + damping(k) * np.eye(len(k))) @ t.T)
+    q = features.out_to_loss.values.astype("f8").mean(1)
+    return np.stack(per_checkpoint, -1) * q[:, None, None]
+
+
+def closed_form(k: np.ndarray, factor: float = 0.03) -> float:
+    return factor * np.trace(k @ k) / np.trace(k)
+
+
+@pytest.mark.parametrize(
+    ("damping", "rule"),
+    [
+        ("auto", closed_form),
+        (0.5, lambda k: closed_form(k, 0.5)),
+        (0, lambda k: 0.0),
+        (td.Absolute(2.5), lambda k: 2.5),
+    ],
+)
+def test_score__equals_dense_inverse(damping, rule) -> None:
+    expected = dense_scores(FEATURES, TARGETS, rule)
+    found = td.score(FEATURES, TARGETS, damping=damping)
+    np.testing.assert_allclose(found, expected.mean(-1), rtol=1e-3, atol=1e-5)
+    apart = td.score(FEATURES, TARGETS, damping=damping, average=False)
+    np.testing.assert_allclose(apart, expected, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(apart.mean("checkpoint"), found, rtol=1e-4, atol=1e-6)
+
+
+def test_score__labels_of_both_sides() -> None:
+    scores = td.score(FEATURES, TARGETS)
+    assert scores.dims == ("sample", "target")
+    assert scores.dtype == np.float32
+    assert set(scores.coords) == {"label", "target_label"}
+    assert scores.chunks == ((16, 16, 16, 2), (4, 4, 1))
+    assert scores.attrs["damping"] == "0.03 tr(K^2)/tr(K)"
+    assert "> 0" in scores.attrs["description"]
+    assert td.score(FEATURES, TARGETS, average=False).checkpoint.values.tolist() == [
+        "c0",
+        "c1",
+        "c2",
+    ]
+
+
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_score__weights(with_checkpoint: bool) -> None:
+    h = np.random.default_rng(0).random(50)
+    weights = xr.DataArray(h, dims="sample")
+    if with_checkpoint:
+        weights = weights.expand_dims(checkpoint=3)
+    found = td.score(FEATURES, TARGETS, weights=weights)
+    expected = dense_scores(FEATURES, TARGETS, closed_form, h).mean(-1)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_score__in_memory_and_lazy_are_equal() -> None:
+    lazy = td.score(FEATURES, TARGETS)
+    np.testing.assert_allclose(
+        td.score(FEATURES.compute(), TARGETS.compute()), lazy, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_score__chunked_coords_do_no_harm() -> None:
+    scores = td.score(FEATURES.chunk(sample=10), TARGETS.chunk(sample=3))
+    top = td.top_k(scores, 2, where=scores.label == 0)
+    np.testing.assert_array_equal(top.label, np.zeros((9, 2)))
+
+
+def test_score__selected_rows_under_the_gram_of_all() -> None:
+    whole = FEATURES.assign(gram=td.gram(FEATURES))
+    rows = [3, 17, 44]
+    found = td.score(whole.isel(sample=rows), TARGETS)
+    np.testing.assert_allclose(found, td.score(FEATURES, TARGETS)[rows], rtol=1e-4, atol=1e-6)
+
+
+def test_score__one_checkpoint_of_many() -> None:
+    found = td.score(FEATURES.isel(checkpoint=[1]), TARGETS.isel(checkpoint=[1]))
+    x = FEATURES.isel(checkpoint=[1])
+    expected = dense_scores(x, TARGETS.isel(checkpoint=[1]), closed_form).mean(-1)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_damping__is_free_of_gradient_scale() -> None:
+    scaled = FEATURES.assign(feature=FEATURES.feature * 1000)
+    ratio = td.damping(scaled) / td.damping(FEATURES)
+    np.testing.assert_allclose(ratio, 1e6, rtol=1e-4)
+    np.testing.assert_allclose(td.damping(FEATURES, td.Absolute(3)), [3, 3, 3])
+
+
+def test_gram__equals_einsum() -> None:
+    x = FEATURES.feature.values.astype("f8")
+    np.testing.assert_allclose(td.gram(FEATURES), np.einsum("npc,nqc->pqc", x, x), rtol=1e-5)
+
+
+def test_group_score__equals_groupby_of_the_scores() -> None:
+    found = td.group_score(FEATURES, TARGETS, by="label")
+    expected = td.score(FEATURES, TARGETS).compute().groupby("label").sum()
+    np.testing.assert_allclose(found, expected.transpose("label", "target"), rtol=1e-3, atol=1e-5)
+    assert found.dims == ("label", "target")
+    np.testing.assert_array_equal(found.label, [0, 1])
+
+
+def test_group_score__strings_and_missing_coord() -> None:
+    names = np.where(np.arange(50) < 20, "web", "book").astype(object)
+    found = td.group_score(FEATURES.assign_coords(source=("sample", names)), TARGETS, by="source")
+    scores = td.score(FEATURES, TARGETS)
+    np.testing.assert_allclose(
+        found.sel(source="web"), scores[:20].sum("sample"), rtol=1e-3, atol=1e-5
+    )
+    with pytest.raises(ValueError, match=r"have the coords \['label'\]; needed 'source'"):
+        td.group_score(FEATURES, TARGETS, by="source")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("projector", {"kind": "simulated", "proj_dim": 6, "seed": 9}),
+        ("checkpoints", {"c0": "c0", "c1": "c1", "c2": "other"}),
+        ("checkpoint_ids", {"c0": 5, "c1": 1, "c2": 2}),
+        ("parameters", {"weight": [2, 3]}),
+        ("task", "other"),
+    ],
+)
+def test_score__features_made_differently_refuse_to_meet(field: str, value: object) -> None:
+    with pytest.raises(td.StoreMismatchError, match=rf"differ in {field}.*found .*needed .*"):
+        td.score(FEATURES, TARGETS.assign_attrs({field: value}))
+
+
+def test_score__seed_of_the_projector_is_named() -> None:
+    a, b = ({"kind": "rademacher", "proj_dim": 6, "seed": seed} for seed in (0, 1))
+    with pytest.raises(td.StoreMismatchError, match=r"projector\['seed'\]: found 1, needed 0"):
+        td.score(FEATURES.assign_attrs(projector=a), TARGETS.assign_attrs(projector=b))
+
+
+def test_score__checkpoints_in_another_order_or_number() -> None:
+    with pytest.raises(td.StoreMismatchError, match=r"differ in checkpoint: found \['c1', 'c0'\]"):
+        td.score(FEATURES.isel(checkpoint=[0, 1]), TARGETS.isel(checkpoint=[1, 0]))
+    with pytest.raises(td.StoreMismatchError, match="differ in proj_dim: found 3, needed 6"):
+        td.score(FEATURES, TARGETS.isel(proj_dim=slice(3)))
+
+
+def test_score__proj_dim_split() -> None:
+    with pytest.raises(ValueError, match=r"2 chunks along 'proj_dim' \(3, 3\); needed one. Use ds"):
+        td.score(FEATURES.chunk(proj_dim=3), TARGETS)
+
+
+def test_score__missing_variable_or_other_type() -> None:
+    with pytest.raises(ValueError, match=r"needed 'feature'"):
+        td.score(FEATURES.drop_vars("feature"), TARGETS)
+    with pytest.raises(TypeError, match="features is a DataArray; needed an xarray.Dataset"):
+        td.score(FEATURES.feature, TARGETS)
+    with pytest.raises(ValueError, match="needed floating point"):
+        td.score(FEATURES.assign(feature=FEATURES.feature.astype(int)), TARGETS)
+    with pytest.raises(ValueError, match=r"Use ds.transpose\('sample', 'proj_dim', 'checkpoint'\)"):
+        td.score(FEATURES.transpose("checkpoint", ...), TARGETS)
+
+
+@pytest.mark.parametrize("damping", ["automatic", -1, True, np.nan, td.Absolute(-1), None])
+def test_score__bad_damping(damping: object) -> None:
+    with pytest.raises(ValueError, match="needed 'auto', a number >= 0"):
+        td.score(FEATURES, TARGETS, damping=damping)
+
+
+def test_score__bad_weights() -> None:
+    with pytest.raises(ValueError, match="needed a DataArray of"):
+        td.score(FEATURES, TARGETS, weights=xr.DataArray(np.ones(3), dims="sample"))
+    with pytest.raises(ValueError, match="weights are list"):
+        td.score(FEATURES, TARGETS, weights=[1.0] * 50)
+
+
+def test_score__singular_gram_names_the_checkpoint() -> None:
+    few = FEATURES.isel(sample=slice(3))
+    with pytest.raises(np.linalg.LinAlgError, match=r"checkpoint 'c\d' .*larger damping"):
+        td.score(few, TARGETS, damping=0).compute(scheduler="sync")
+
+
+def test_accessor__delegates() -> None:
+    scores = FEATURES.trak.score(TARGETS)
+    np.testing.assert_array_equal(scores, td.score(FEATURES, TARGETS))
+    np.testing.assert_array_equal(scores.trak.top_k(2).position, td.top_k(scores, 2).position)
+    np.testing.assert_array_equal(FEATURES.trak.gram(), td.gram(FEATURES))
+    np.testing.assert_array_equal(FEATURES.trak.damping(0.1), td.damping(FEATURES, 0.1))

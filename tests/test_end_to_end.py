@@ -1,0 +1,218 @@
+"""The whole chain against the formula, written in float64 numpy and a loop of ``backward()``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dask
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from distributed import Client
+from torch import Tensor, nn
+
+import trakdask as td
+from trakdask import examples
+from trakdask.projection import RowMap
+from trakdask.projection.philox import rademacher_bits
+
+N_TRAIN, N_TARGET = 120, 15
+
+
+def gradients_by_backward(
+    build, state: dict[str, Tensor], ds: xr.Dataset
+) -> tuple[np.ndarray, np.ndarray, dict[str, tuple[int, ...]]]:
+    """Flat gradients (n, parameters) of log p/(1-p), and 1 - p, sample by sample in float64."""
+    module = build().double().eval()
+    module.load_state_dict(state)
+    rows, q = [], []
+    for image, label in zip(ds.image.values, ds.label.values, strict=True):
+        module.zero_grad()
+        logits = module(torch.from_numpy(image[None]).double())[0]
+        log_p = logits.log_softmax(0)[label]
+        others = torch.cat([logits[:label], logits[label + 1 :]])
+        (logits[label] - others.logsumexp(0)).backward()
+        rows.append(torch.cat([p.grad.flatten() for p in module.parameters()]).numpy())
+        q.append(-np.expm1(log_p.item()))
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    return np.array(rows), np.array(q), shapes
+
+
+def matrix_of(projector: td.Rademacher, shapes: dict, checkpoint: int) -> np.ndarray:
+    """P (parameters, proj_dim) in float64, entry by entry from its definition."""
+    row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+    n_rows = -(-row_map.n_rows // 128) * 128
+    bits = rademacher_bits(
+        0, n_rows, 0, projector.proj_dim, seed=projector.seed, checkpoint=checkpoint
+    )
+    rows = [row_map.offset(n) + np.arange(row_map.size(n)) for n in shapes]
+    return (1.0 - 2.0 * bits.T[np.concatenate(rows)]) / np.sqrt(projector.proj_dim)
+
+
+def scores_by_formula(phi: list, target: list, q: list, factor: float = 0.03) -> np.ndarray:
+    """mean_c[φ_c(z) (K_c + λ_c I)⁻¹ φ_c(t)] · mean_c[Q_c(z)], with the identity
+    (ΦᵀΦ + λI)⁻¹ = (I - Φᵀ(ΦΦᵀ + λI)⁻¹Φ)/λ, so that no matrix is larger than n × n."""
+    total = 0.0
+    for x, t in zip(phi, target, strict=True):
+        kernel = x @ x.T
+        damping = factor * np.sum(kernel**2) / np.trace(kernel)
+        inner = x @ t.T
+        inside = np.linalg.solve(kernel + damping * np.eye(len(x)), inner)
+        total = total + (inner - kernel @ inside) / damping
+    return total / len(phi) * np.mean(q, axis=0)[:, None]
+
+
+def relative_error(found: xr.DataArray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found.values - expected) / np.linalg.norm(expected))
+
+
+@pytest.fixture(scope="module")
+def mlp_paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("mlp")
+    return examples.digits_checkpoints(folder, examples.digits_mlp, n_checkpoints=3, epochs=3)
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[xr.Dataset, xr.Dataset]:
+    train, targets = examples.digits(n_target=N_TARGET, chunks=50)
+    return train.isel(sample=slice(N_TRAIN)), targets
+
+
+@pytest.fixture(scope="module")
+def oracle(mlp_paths: list[Path], data: tuple[xr.Dataset, xr.Dataset]) -> list[tuple]:
+    states = [torch.load(path, weights_only=True) for path in mlp_paths]
+    return [
+        tuple(gradients_by_backward(examples.digits_mlp, state, ds) for ds in data)
+        for state in states
+    ]
+
+
+def scores_of(paths, data, projector, **options) -> xr.DataArray:
+    model = td.Model(examples.digits_mlp, paths)
+    features, targets = (td.featurize(ds, model, projector=projector, **options) for ds in data)
+    return td.score(features, targets)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_checkpoints", [1, 3])
+def test_score__identity_equals_the_formula(mlp_paths, data, oracle, n_checkpoints: int) -> None:
+    """All 17k parameters: a gram matrix of 17k × 17k per checkpoint."""
+    with dask.config.set(scheduler="sync"):  # two factorisations at once would take 10 GB
+        found = scores_of(mlp_paths[:n_checkpoints], data, td.Identity()).compute()
+    used = oracle[:n_checkpoints]
+    expected = scores_by_formula(
+        [train[0] for train, _ in used], [t[0] for _, t in used], [train[1] for train, _ in used]
+    )
+    assert relative_error(found, expected) <= 1e-4
+
+
+@pytest.mark.parametrize("n_checkpoints", [1, 3])
+def test_score__rademacher_equals_the_formula_with_the_same_matrix(
+    mlp_paths, data, oracle, n_checkpoints: int
+) -> None:
+    projector = td.Rademacher(proj_dim=256, seed=11)
+    paths = mlp_paths[:n_checkpoints]
+    found = scores_of(paths, data, projector).compute()
+    ids = [checkpoint.id for checkpoint in td.Model(examples.digits_mlp, paths).checkpoints]
+    used = oracle[:n_checkpoints]
+    matrices = [
+        matrix_of(projector, train[2], id) for (train, _), id in zip(used, ids, strict=True)
+    ]
+    expected = scores_by_formula(
+        [train[0] @ m for (train, _), m in zip(used, matrices, strict=True)],
+        [target[0] @ m for (_, target), m in zip(used, matrices, strict=True)],
+        [train[1] for train, _ in used],
+    )
+    assert relative_error(found, expected) <= 2e-3
+
+
+def test_featurize__output_and_q_equal_the_formula(mlp_paths, data, oracle) -> None:
+    features = td.featurize(data[0], td.Model(examples.digits_mlp, mlp_paths[:1]))
+    q = features.out_to_loss.values[:, 0]
+    np.testing.assert_allclose(q, oracle[0][0][1], rtol=1e-3, atol=1e-9)
+    np.testing.assert_allclose(
+        np.exp(-np.logaddexp(0, features.output.values[:, 0])), q, rtol=1e-3, atol=1e-9
+    )
+
+
+class Given(nn.Module):
+    """f(x) = w·x: the gradient of a sample is the sample itself, to the last bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(700))
+        self.v = nn.Parameter(torch.zeros(3, 100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, :700] * self.w).sum(1) + (x[:, 700:] * self.v.flatten()).sum(1)
+
+
+class Passed:
+    variables = ("x",)
+
+    def output(self, forward, batch):
+        return forward(batch["x"])
+
+    def out_to_loss(self, forward, batch):
+        return batch["x"][:, 0].abs()
+
+
+def given_features(chunks: int, projector, batch_size, gradients="vmap") -> xr.Dataset:
+    x = np.random.default_rng(3).standard_normal((90, 1000), dtype=np.float32)
+    samples = td.from_arrays({"x": x}, coords={"label": np.arange(90) % 3}, chunks=chunks)
+    state = Given().state_dict()
+    model = td.Model(Given, [state, {**state, "w": torch.ones(700)}], task=Passed())
+    return td.featurize(
+        samples, model, projector=projector, batch_size=batch_size, gradients=gradients
+    )
+
+
+@pytest.mark.parametrize("projector", [td.Identity(), td.Rademacher(proj_dim=77, seed=5)])
+def test_featurize__no_bit_depends_on_how_it_is_cut(projector) -> None:
+    names = ["feature", "output", "out_to_loss"]
+    with dask.config.set(scheduler="sync"):
+        reference = given_features(90, projector, 90)[names].compute()
+    cuts = [(7, 3, "sync"), (30, 64, "threads"), (1, 1, "threads"), (64, "auto", "processes")]
+    for chunks, batch_size, scheduler in cuts:
+        with dask.config.set(scheduler=scheduler, num_workers=2):
+            found = given_features(chunks, projector, batch_size)[names].compute()
+        np.testing.assert_array_equal(found.feature, reference.feature)
+        np.testing.assert_array_equal(found.out_to_loss, reference.out_to_loss)
+        np.testing.assert_allclose(found.output, reference.output, rtol=1e-5, atol=1e-6)
+    looped = given_features(45, projector, 10, gradients="loop")[names].compute()
+    np.testing.assert_array_equal(looped.feature, reference.feature)
+
+
+def test_featurize__no_bit_depends_on_the_cluster(process_client: Client) -> None:
+    projector = td.Rademacher(proj_dim=77, seed=5)
+    with dask.config.set(scheduler="sync"):
+        reference = given_features(90, projector, 90).feature.values
+    found = given_features(16, projector, 5).feature.compute()
+    np.testing.assert_array_equal(found, reference)
+
+
+def test_featurize__checkpoints_have_their_own_matrices() -> None:
+    features = given_features(90, td.Rademacher(proj_dim=64), 90).feature.values
+    assert abs(np.corrcoef(features[:, :, 0].ravel(), features[:, :, 1].ravel())[0, 1]) < 0.1
+
+
+def test_pipeline__same_scores_on_every_scheduler(
+    mlp_paths, data, process_client: Client, tmp_path: Path
+) -> None:
+    projector = td.Rademacher(proj_dim=128)
+
+    def run(chunks: int, batch_size: int, name: str) -> np.ndarray:
+        model = td.Model(examples.digits_mlp, mlp_paths[:2])
+        train, targets = (ds.chunk(sample=chunks) for ds in data)
+        features = td.featurize(train, model, projector=projector, batch_size=batch_size)
+        saved = td.save(features, tmp_path / name, progress=False)
+        target_features = td.featurize(targets, model, projector=projector)
+        return td.score(saved, target_features).compute().values
+
+    on_cluster = run(40, 16, "cluster.zarr")
+    scale = np.abs(on_cluster).max()
+    for scheduler, chunks, batch_size in [("sync", 120, 120), ("threads", 17, 5)]:
+        with dask.config.set(scheduler=scheduler):
+            found = run(chunks, batch_size, f"{scheduler}.zarr")
+        np.testing.assert_allclose(found, on_cluster, rtol=0, atol=1e-5 * scale)

@@ -1,0 +1,154 @@
+"""Oracle: scikit-learn's own array of digits, and a second training run."""
+
+from __future__ import annotations
+
+import builtins
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from sklearn.datasets import load_digits
+
+from trakdask.examples import (
+    classifier_accuracy,
+    digits,
+    digits_arrays,
+    digits_checkpoints,
+    digits_cnn,
+    digits_mlp,
+    train_classifier,
+)
+
+
+def oracle_images() -> np.ndarray:
+    return np.asarray(load_digits().images / 16, dtype=np.float32)
+
+
+def n_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_digits_arrays__partition_of_the_digits() -> None:
+    (images, labels), (target_images, target_labels) = digits_arrays(n_target=200, seed=3)
+    assert images.shape == (1597, 1, 8, 8)
+    assert target_images.shape == (200, 1, 8, 8)
+    assert images.dtype == target_images.dtype == np.float32
+    assert labels.dtype == target_labels.dtype == np.int64
+    everything = np.concatenate([images, target_images])[:, 0]
+    np.testing.assert_array_equal(
+        np.sort(everything.reshape(1797, -1), axis=0),
+        np.sort(oracle_images().reshape(1797, -1), axis=0),
+    )
+    assert everything.min() == 0
+    assert everything.max() == 1
+
+
+@pytest.mark.parametrize("n_target", [10, 57, 200, 1700])
+def test_digits_arrays__stratified(n_target: int) -> None:
+    _, (_, target_labels) = digits_arrays(n_target=n_target)
+    share = np.bincount(load_digits().target, minlength=10) * n_target / 1797
+    assert target_labels.size == n_target
+    assert np.abs(np.bincount(target_labels, minlength=10) - share).max() < 1
+
+
+def test_digits_arrays__seed_decides() -> None:
+    (_, first), _ = digits_arrays(seed=0)
+    (_, again), _ = digits_arrays(seed=0)
+    (_, other), _ = digits_arrays(seed=1)
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize("n_target", [0, -1, 1797])
+def test_digits_arrays__n_target_out_of_range(n_target: int) -> None:
+    with pytest.raises(ValueError, match=rf"n_target is {n_target}; needed 1 to 1796"):
+        digits_arrays(n_target=n_target)
+
+
+def test_digits_arrays__without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("sklearn"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r"trakdask\[demo\]"):
+        digits_arrays()
+
+
+def test_digits__labelled_and_lazy() -> None:
+    train, targets = digits(n_target=50, chunks=256)
+    (images, labels), (target_images, _) = digits_arrays(n_target=50)
+    for ds, expected in ((train, images), (targets, target_images)):
+        assert isinstance(ds, xr.Dataset)
+        assert ds["image"].chunks is not None
+        assert ds["image"].dims[0] == "sample"
+        np.testing.assert_array_equal(ds["image"].values, expected)
+        np.testing.assert_array_equal(
+            oracle_images()[ds["digit_id"].values], ds["image"].values[:, 0]
+        )
+    np.testing.assert_array_equal(train["label"].values, labels)
+
+
+def test_digits_mlp__parameters() -> None:
+    assert n_parameters(digits_mlp()) == 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
+
+
+def test_digits_cnn__parameters() -> None:
+    convolutions = 16 * 9 + 16 + 2 * 16 + 32 * 16 * 9 + 32 + 2 * 32
+    assert n_parameters(digits_cnn()) == convolutions + 512 * 140 + 140 + 140 * 10 + 10
+
+
+@pytest.mark.parametrize("build", [digits_mlp, digits_cnn])
+def test_train_classifier__deterministic(build: Any) -> None:
+    (images, labels), _ = digits_arrays()
+    before = torch.random.get_rng_state()
+    runs = [
+        train_classifier(build, images[:128], labels[:128], seed=seed, epochs=1)
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert any(not torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
+
+
+def test_digits_checkpoints__trains_once_and_well(tmp_path: Path) -> None:
+    start = time.process_time()
+    (path,) = digits_checkpoints(tmp_path / "models", n_checkpoints=1)
+    assert time.process_time() - start < 30
+    written = path.stat().st_mtime_ns
+    assert digits_checkpoints(tmp_path / "models", n_checkpoints=1) == [path]
+    assert path.stat().st_mtime_ns == written
+    _, (images, labels) = digits_arrays()
+    state = torch.load(path, weights_only=True)
+    assert classifier_accuracy(digits_cnn, state, images, labels) > 0.97
+
+
+def test_digits_checkpoints__settings_do_not_share_files(tmp_path: Path) -> None:
+    one = digits_checkpoints(tmp_path, digits_mlp, n_checkpoints=2, epochs=1)
+    two = digits_checkpoints(tmp_path, digits_mlp, n_checkpoints=1, epochs=2)
+    wider = digits_checkpoints(tmp_path, _wide, n_checkpoints=1, epochs=1)
+    assert len({*one, *two, *wider}) == 4
+    assert sorted(tmp_path.iterdir()) == sorted({*one, *two, *wider})
+
+
+def test_digits_checkpoints__interrupted_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        digits_checkpoints(tmp_path, digits_mlp, n_checkpoints=1, epochs=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _wide() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))

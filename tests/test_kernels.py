@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trakdask import kernels
+
+FOLDER = Path(__file__).resolve().parents[1] / "kernels"
+
+
+def oracle(folder: Path) -> dict[str, str]:
+    """Read every file below a folder, by its relative name."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in found}
+
+
+def read_all() -> dict[str, str]:
+    return {name: kernels.kernel_source(name) for name in kernels.kernel_files()}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand the loader in an empty package folder of its own."""
+    folder = tmp_path / "site-packages" / "trakdask"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(kernels, "files", lambda name: folder)
+    monkeypatch.setattr(kernels, "__file__", str(folder / "kernels.py"))
+    return folder
+
+
+def test_kernel_files__of_the_checkout() -> None:
+    assert read_all() == oracle(FOLDER) != {}
+
+
+def test_kernel_files__packaged_wins_over_checkout(package: Path) -> None:
+    (package / "_kernels" / "family").mkdir(parents=True)
+    (package / "_kernels" / "b.cu").write_text("// packaged")
+    (package / "_kernels" / "family" / "a.cuh").write_text("// nested")
+    (package / "_kernels" / ".hidden").write_text("")
+    (package.parent / "kernels").mkdir()
+    (package.parent / "kernels" / "b.cu").write_text("// beside")
+    (package.parent / "pyproject.toml").write_text("")
+    assert list(kernels.kernel_files()) == ["b.cu", "family/a.cuh"]
+    assert kernels.kernel_source("b.cu") == "// packaged"
+    assert kernels.kernel_source("family/a.cuh") == "// nested"
+
+
+def test_kernel_files__checkout_when_nothing_is_packaged(package: Path) -> None:
+    shutil.copytree(FOLDER, package.parent / "kernels")
+    (package.parent / "pyproject.toml").write_text("")
+    assert read_all() == oracle(FOLDER)
+
+
+def test_kernel_files__folder_of_another_distribution_is_not_ours(package: Path) -> None:
+    (package.parent / "kernels").mkdir()
+    (package.parent / "kernels" / "theirs.cu").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"no _kernels folder.*needed.*pip install"):
+        kernels.kernel_files()
+
+
+def test_kernel_source__unknown_name_lists_the_known() -> None:
+    with pytest.raises(FileNotFoundError, match=r"'sjlt\.gpu'.*README\.md.*kernel_files"):
+        kernels.kernel_source("sjlt.gpu")

@@ -1,0 +1,98 @@
+"""Nothing computes before save, compute or an export: every public function under a guard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+
+import trakdask as td
+from trakdask.testing import raise_if_dask_computes, simulate_features
+
+X = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
+LABEL = np.arange(12) % 3
+
+
+def model() -> td.Model:
+    torch.manual_seed(0)
+    return td.Model(torch.nn.Linear(4, 3))
+
+
+def assert_lazy(data: xr.Dataset | xr.DataArray) -> None:
+    ds = data if isinstance(data, xr.Dataset) else data.to_dataset(name="data")
+    for name, array in ds.data_vars.items():
+        assert isinstance(array.data, da.Array), f"{name} is not lazy"
+
+
+def from_arrays() -> xr.Dataset:
+    return td.from_arrays({"image": X}, coords={"label": LABEL}, chunks=5)
+
+
+def from_torch() -> xr.Dataset:
+    dataset = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(LABEL))
+    return td.from_torch(dataset, names=("image", "label"), chunks=5)
+
+
+FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)
+PUBLIC = {
+    "from_arrays": from_arrays,
+    "from_torch": from_torch,
+    "featurize": lambda: td.featurize(from_arrays(), model(), projector=td.Rademacher(64)),
+    "featurize_torch": lambda: td.featurize(from_torch(), model(), projector=td.Rademacher(64)),
+    "gram": lambda: td.gram(FEATURES),
+    "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
+    "damping": lambda: td.damping(FEATURES),
+    "score": lambda: td.score(FEATURES, TARGETS),
+    "score_ensemble": lambda: td.score(FEATURES, TARGETS, average=False),
+    "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
+    "top_k": lambda: td.top_k(td.score(FEATURES, TARGETS), 3),
+    "top_k_where": lambda: td.top_k(td.score(FEATURES, TARGETS), 3, where=FEATURES.label == 1),
+    "top_k_tile": lambda: td.top_k(
+        td.score(FEATURES, TARGETS), 3, where=lambda tile: tile.label == tile.target_label
+    ),
+    "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
+    "simulate_features": lambda: simulate_features(),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_function__computes_nothing(name: str) -> None:
+    with raise_if_dask_computes():
+        assert_lazy(PUBLIC[name]())
+
+
+def test_from_dataframe__parquet_computes_nothing(tmp_path: Path) -> None:
+    pd.DataFrame({"x": list(X), "y": LABEL}).to_parquet(tmp_path / "part.parquet")
+    with raise_if_dask_computes():
+        samples = td.from_dataframe(
+            str(tmp_path / "*.parquet"), variables={"image": "x"}, coords=["y"]
+        )
+        assert_lazy(samples)
+
+
+def test_open__computes_nothing_but_coords(tmp_path: Path) -> None:
+    td.save(FEATURES, tmp_path / "f.zarr", progress=False)
+    opened = td.open(tmp_path / "f.zarr")
+    assert_lazy(opened)
+    assert all(
+        isinstance(c.data, np.ndarray) or c.dtype.kind in "TU" for c in opened.coords.values()
+    )
+    assert "sample" not in opened.indexes
+
+
+def test_raise_if_dask_computes__raises() -> None:
+    with raise_if_dask_computes(), pytest.raises(AssertionError, match="needed a lazy result"):
+        FEATURES.feature.compute()
+
+
+def test_public_names__all_exist_and_match_the_stub() -> None:
+    for name in td.__all__:
+        assert getattr(td, name) is not None
+    assert callable(td.featurize)
+    assert callable(td.score)

@@ -1,0 +1,143 @@
+"""Rankings against a stable argsort, with every kind of mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+FEATURES = simulate_features(n_samples=50, proj_dim=6, chunks=16).assign_coords(
+    label=("sample", np.arange(50) % 3),
+    name=("sample", np.array([f"s{i}" for i in range(50)], dtype=object)),
+    day=("sample", np.arange(50).astype("datetime64[D]").astype("datetime64[ns]")),
+    size=("sample", np.linspace(0, 1, 50)),
+)
+TARGETS = simulate_features(n_samples=9, proj_dim=6, chunks=4, seed=1).assign_coords(
+    label=("sample", np.arange(9) % 3)
+)
+SCORES = td.score(FEATURES, TARGETS)
+DENSE = SCORES.values
+
+
+def argsorted(mask: np.ndarray, k: int, largest: bool = True) -> np.ndarray:
+    """Positions (target, k): score descending, then position; -1 beyond the mask."""
+    result = np.full((9, k), -1)
+    for t in range(9):
+        rows = np.flatnonzero(mask[:, t])
+        order = rows[np.argsort(-DENSE[rows, t] if largest else DENSE[rows, t], kind="stable")][:k]
+        result[t, : len(order)] = order
+    return result
+
+
+ALL = np.ones((50, 9), bool)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("k", [1, 7, 50])
+def test_top_k__equals_argsort(k: int, largest: bool) -> None:
+    top = td.top_k(SCORES, k, largest=largest)
+    expected = argsorted(ALL, k, largest)
+    np.testing.assert_array_equal(top.position, expected)
+    np.testing.assert_array_equal(top.score, np.take_along_axis(DENSE.T, expected, 1))
+    np.testing.assert_array_equal(top.label, FEATURES.label.values[expected])
+    np.testing.assert_array_equal(top.name, FEATURES.name.values[expected])
+    assert top.label.dtype == np.int64
+    np.testing.assert_array_equal(top.target_label, TARGETS.label)
+    assert top["rank"].values.tolist() == list(range(k))
+
+
+@pytest.mark.parametrize("form", ["DataArray", "array"])
+def test_top_k__mask_over_samples(form: str) -> None:
+    where = SCORES.label == 1
+    top = td.top_k(SCORES, 5, where=where if form == "DataArray" else where.values)
+    np.testing.assert_array_equal(top.position, argsorted(ALL & where.values[:, None], 5))
+
+
+@pytest.mark.parametrize("k", [4, 20])
+def test_top_k__mask_of_pairs(k: int) -> None:
+    """20 is more than the 16 or 17 samples of one class: the rest is missing."""
+    same = FEATURES.label.values[:, None] == TARGETS.label.values
+    forms = [
+        lambda tile: tile.label == tile.target_label,
+        SCORES.label == SCORES.target_label,
+        same,
+    ]
+    for where in forms:
+        top = td.top_k(SCORES, k, where=where).compute()
+        expected = argsorted(same, k)
+        np.testing.assert_array_equal(top.position, expected)
+        missing = expected < 0
+        assert np.isnan(top.score.values[missing]).all()
+        assert np.isnan(top.label.values[missing]).all()
+        assert np.isnat(top.day.values[missing]).all()
+        assert np.isnan(top["size"].values[missing]).all()
+        assert (top.name.values[missing] == "").all()
+        found = np.broadcast_to(top.target_label.values[:, None], missing.shape)
+        np.testing.assert_array_equal(top.label.values[~missing], found[~missing])
+
+
+def test_top_k__mask_over_targets() -> None:
+    top = td.top_k(SCORES, 3, where=SCORES.target_label == 0)
+    mask = ALL & (TARGETS.label.values == 0)
+    np.testing.assert_array_equal(top.position, argsorted(mask, 3))
+
+
+def test_top_k__of_computed_scores() -> None:
+    np.testing.assert_array_equal(td.top_k(SCORES.compute(), 3).position, argsorted(ALL, 3))
+
+
+def test_top_k__then_selected() -> None:
+    top = td.top_k(SCORES, 3).isel(target=[2, 5])
+    np.testing.assert_array_equal(top.position, argsorted(ALL, 3)[[2, 5]])
+
+
+def test_top_k__nan_scores_never_rank() -> None:
+    scores = SCORES.where(SCORES["size"] > 0.5)
+    top = td.top_k(scores, 3)
+    mask = ALL & (FEATURES["size"].values > 0.5)[:, None]
+    np.testing.assert_array_equal(top.position, argsorted(mask, 3))
+    with pytest.raises(ValueError, match="integer metadata cannot be missing"):
+        td.top_k(SCORES.where(SCORES["size"] > 2), 3).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("k", [0, -1, 51, 2.0, True, "3"])
+def test_top_k__bad_k(k: object) -> None:
+    with pytest.raises(ValueError, match="needed an integer from 1 to the 50 samples"):
+        td.top_k(SCORES, k)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        np.ones(49, bool),
+        np.ones(50, int),
+        np.ones((9, 50), bool),
+        xr.DataArray(np.ones(50, bool), dims="label"),
+        xr.DataArray(np.array(True)),
+    ],
+)
+def test_top_k__bad_mask(where: object) -> None:
+    with pytest.raises(ValueError, match=r"needed bool over the samples, \{'sample': 50\}"):
+        td.top_k(SCORES, 3, where=where)
+
+
+def test_top_k__mask_selects_too_few() -> None:
+    with pytest.raises(
+        ValueError, match=r"where selects 2 of 50 samples; needed at least k=3. Type k=2"
+    ):
+        td.top_k(SCORES, 3, where=np.arange(50) < 2)
+
+
+def test_top_k__function_that_returns_no_mask() -> None:
+    with pytest.raises(ValueError, match="needed a boolean DataArray"):
+        td.top_k(SCORES, 3, where=lambda tile: tile.label).compute(scheduler="sync")
+
+
+def test_top_k__of_something_else() -> None:
+    with pytest.raises(ValueError, match=r"scores.mean\('checkpoint'\)"):
+        td.top_k(td.score(FEATURES, TARGETS, average=False), 3)
+    with pytest.raises(ValueError, match="needed a DataArray"):
+        td.top_k(DENSE, 3)

@@ -1,0 +1,94 @@
+"""What holds for the repository as a whole: its top level, its commands, its pins, its imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TOP_LEVEL = {
+    *("trakdask", "kernels", "notebooks", "tests"),
+    *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "constraints.txt"),
+    *(".ci", ".github", ".gitignore"),
+}
+OPTIONAL = ("cupy", "fast_jl", "matplotlib", "sklearn", "bokeh", "trak", "dattri")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def pinned() -> dict[str, str]:
+    lines = (line.split("#")[0].strip() for line in read("constraints.txt").splitlines())
+    pairs = (line.split("==") for line in lines if line)
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def required(name: str, extras: frozenset[str], found: set[str]) -> set[str]:
+    """Walk the requirements of an installed distribution, as pip does."""
+    for line in requires(name) or ():
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            continue
+        known = canonicalize_name(requirement.name)
+        if known not in found or requirement.extras:
+            found.add(known)
+            required(known, frozenset(requirement.extras), found)
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_top_level__holds_only_the_agreed_names() -> None:
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= TOP_LEVEL
+
+
+def test_makefile__has_every_target_that_the_pages_name() -> None:
+    pages = read("README.md") + read(".github/CONTRIBUTING.md")
+    named = set(re.findall(r"(?:`|^)make ([a-z]+)\b", pages, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
+    assert {"demo", "test"} <= targets
+    assert named <= targets
+
+
+def test_ci_run__is_the_test_command() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^exec make test\b", script.read_text("utf-8"), flags=re.MULTILINE)
+
+
+def test_constraints__pin_exact_public_versions() -> None:
+    pins = pinned()
+    assert pins
+    bad = {k: v for k, v in pins.items() if not re.fullmatch(r"\d[0-9a-z.]*", v)}
+    assert bad == {}
+
+
+def test_constraints__pin_everything_the_two_commands_install() -> None:
+    missing = required("trakdask", frozenset({"dev", "demo"}), set()) - set(pinned())
+    assert missing == set()
+
+
+@pytest.mark.slow
+def test_import__leaves_optional_packages_alone() -> None:
+    probe = f"import sys, trakdask; print([m for m in {OPTIONAL} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -1,0 +1,325 @@
+"""Stores: complete or resumable, refused when they do not fit, readable by others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import dask
+import dask.array as da
+import duckdb
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+import zarr
+from distributed import Client
+from zarr.storage import LocalStore
+
+import trakdask as td
+from trakdask import storage
+from trakdask.testing import simulate_features
+
+FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+
+
+def save(features: xr.Dataset, path: Path, **options) -> xr.Dataset:
+    return td.save(features, path, progress=False, **options)
+
+
+def counted(features: xr.Dataset, limit: int | None = None) -> tuple[xr.Dataset, list[int]]:
+    """The same features; each block counts itself, and all beyond the limit fail."""
+    calls: list[int] = []
+
+    def count(block: np.ndarray) -> np.ndarray:
+        if block.size:
+            if limit is not None and len(calls) >= limit:
+                raise RuntimeError("out of budget")
+            calls.append(1)
+        return block
+
+    data = da.map_blocks(count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+    return features.assign(feature=(features.feature.dims, data)), calls
+
+
+def records(path: Path) -> list[Path]:
+    return sorted(path.glob("records/*/*/*.json"))
+
+
+def test_save__values_coords_and_attrs_survive(tmp_path: Path) -> None:
+    names = np.array([f"id-{i}" for i in range(40)], dtype=object)
+    days = pd.date_range("2026-01-01", periods=40).values
+    features = FEATURES.assign_coords(name=("sample", names), day=("sample", days))
+    opened = save(features, tmp_path / "f.zarr")
+    computed = features.compute()
+    for name in ("feature", "output", "out_to_loss"):
+        np.testing.assert_array_equal(opened[name], computed[name])
+        assert opened[name].dims == computed[name].dims
+        assert opened[name].chunks[0] == (16, 16, 8)
+    for name in ("label", "name", "day", "checkpoint"):
+        np.testing.assert_array_equal(opened[name].values, features[name].values)
+    assert {n: v for n, v in opened.attrs.items() if n != "layout"} == features.attrs
+    expected = np.einsum("npc,nqc->pqc", *[computed.feature.values.astype("f8")] * 2)
+    np.testing.assert_allclose(opened.gram, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_save__plain_zarr_that_xarray_reads_without_us(tmp_path: Path) -> None:
+    save(FEATURES, tmp_path / "f.zarr")
+    ds = xr.open_zarr(tmp_path / "f.zarr", consolidated=False)
+    np.testing.assert_array_equal(ds.feature, FEATURES.feature)
+    array = zarr.open_group(tmp_path / "f.zarr", mode="r")["feature"]
+    assert array.metadata.zarr_format == 3
+    assert array.chunks == (16, 8, 1)
+    assert array.compressors == ()
+    assert np.isnan(array.fill_value)
+
+
+def test_save__resumes_and_computes_only_what_is_missing(tmp_path: Path) -> None:
+    broken, first = counted(FEATURES, limit=2)
+    with (
+        dask.config.set(scheduler="sync"),
+        pytest.raises(RuntimeError, match="out of budget"),
+    ):
+        save(broken, tmp_path / "f.zarr")
+    assert len(records(tmp_path / "f.zarr")) == len(first) == 2
+    whole, second = counted(FEATURES)
+    opened = save(whole, tmp_path / "f.zarr")
+    assert len(second) == 4
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+    again, third = counted(FEATURES)
+    save(again, tmp_path / "f.zarr")
+    assert third == []
+
+
+def test_save__a_chunk_without_its_record_is_computed_again(tmp_path: Path) -> None:
+    """Presence of a chunk is no evidence: its task may have died between two arrays."""
+    save(FEATURES, tmp_path / "f.zarr")
+    records(tmp_path / "f.zarr")[0].unlink()
+    whole, calls = counted(FEATURES)
+    save(whole, tmp_path / "f.zarr")
+    assert len(calls) == 1
+
+
+def test_save__killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, time
+        import numpy as np, dask, dask.array as da, trakdask as td
+        from trakdask.testing import simulate_features
+        features = simulate_features(n_samples=400, proj_dim=8, chunks=16)
+        def slow(block):
+            time.sleep(0.05 if block.size else 0)
+            return block
+        data = da.map_blocks(slow, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+        features = features.assign(feature=(features.feature.dims, data))
+        with dask.config.set(scheduler="sync"):
+            td.save(features, sys.argv[1], progress=False)
+        """
+    )
+    path = tmp_path / "f.zarr"
+    process = subprocess.Popen([sys.executable, "-c", script, str(path)])
+    deadline = time.monotonic() + 60
+    while len(records(path)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(records(path))
+    assert 5 <= done < 50
+    features = simulate_features(n_samples=400, proj_dim=8, chunks=16)
+    whole, calls = counted(features)
+    opened = save(whole, path)
+    assert len(calls) == 50 - done
+    np.testing.assert_array_equal(opened.feature, features.feature)
+
+
+def test_save__runs_on_the_active_client(process_client: Client, tmp_path: Path) -> None:
+    def mark(block: np.ndarray) -> np.ndarray:
+        return np.full_like(block, os.getpid())
+
+    data = da.map_blocks(mark, FEATURES.out_to_loss.data, dtype="f4", meta=np.empty((0, 0), "f4"))
+    features = FEATURES.assign(out_to_loss=(("sample", "checkpoint"), data))
+    opened = save(features, tmp_path / "f.zarr")
+    workers = set(process_client.run(os.getpid).values())
+    assert set(opened.out_to_loss.values.astype(int).ravel().tolist()) <= workers
+
+
+def test_save__shows_a_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    td.save(FEATURES, tmp_path / "f.zarr")
+    assert "8/8" in capsys.readouterr().out  # 3 blocks and a gram matrix, 2 checkpoints
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("projector", {"kind": "simulated", "proj_dim": 8, "seed": 1}),
+        ("task", "other"),
+        ("source", "other data"),
+        ("checkpoints", {"c0": "c0", "c1": "changed"}),
+    ],
+)
+def test_save__other_spec_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    save(FEATURES, tmp_path / "f.zarr")
+    other = FEATURES.assign_attrs({field: value})
+    with pytest.raises(td.StoreMismatchError, match=rf"differ in {field}.*needed"):
+        save(other, tmp_path / "f.zarr")
+    np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, FEATURES.feature)
+
+
+def test_save__other_block_layout_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    save(FEATURES, tmp_path / "f.zarr")
+    other = simulate_features(n_samples=40, proj_dim=8, chunks=20).assign_attrs(FEATURES.attrs)
+    with pytest.raises(td.StoreMismatchError, match=r"layout\['block'\]: found 20, needed 16"):
+        save(other, tmp_path / "f.zarr")
+
+
+def test_save__unequal_blocks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sample chunks \(3, 37\).*needed equal ones"):
+        save(FEATURES.chunk(sample=(3, 37)), tmp_path / "f.zarr")
+
+
+def test_save__into_something_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is no feature store; needed a new path"):
+        save(FEATURES, tmp_path)
+    FEATURES.output.to_dataset().compute().drop_attrs().to_zarr(
+        tmp_path / "other.zarr", consolidated=False
+    )
+    with pytest.raises(FileExistsError, match="zarr store without features"):
+        save(FEATURES, tmp_path / "other.zarr")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_save__gram_asked_for_later(tmp_path: Path) -> None:
+    opened = save(FEATURES, tmp_path / "f.zarr", gram=False)
+    assert "gram" not in opened
+    with pytest.raises(td.StoreMismatchError, match="made with gram=False"):
+        save(FEATURES, tmp_path / "f.zarr")
+
+
+def test_save__killed_while_the_store_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "f.zarr"
+    save(FEATURES, path)
+    for file in sorted((path / "records").rglob("*"), reverse=True):
+        file.unlink() if file.is_file() else file.rmdir()
+    (path / "records").rmdir()
+    opened = save(FEATURES, path)
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+
+
+def test_open__missing_or_other(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no store"):
+        td.open(tmp_path / "nowhere.zarr")
+    xr.Dataset({"x": ("y", np.zeros(3))}).to_zarr(tmp_path / "x.zarr", consolidated=False)
+    with pytest.raises(FileNotFoundError, match="zarr store without features"):
+        td.open(tmp_path / "x.zarr")
+
+
+def test_open__incomplete(tmp_path: Path) -> None:
+    save(FEATURES, tmp_path / "f.zarr")
+    records(tmp_path / "f.zarr")[0].unlink()
+    with pytest.raises(td.IncompleteFeaturesError, match=r"has 7 of 8 blocks.*td.save\(features"):
+        td.open(tmp_path / "f.zarr")
+    assert td.open(tmp_path / "f.zarr", require_complete=False).sizes["sample"] == 40
+
+
+def test_records__say_what_they_are_of(tmp_path: Path) -> None:
+    save(FEATURES, tmp_path / "f.zarr")
+    contents = [json.loads(path.read_text()) for path in records(tmp_path / "f.zarr")]
+    assert len({content["spec"] for content in contents}) == 1
+    assert sorted(content["block"] for content in contents) == sorted([*"012", "gram"] * 2)
+
+
+class _Reads:
+    """Chunk files of ``feature`` that a store is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chunks: set[str] = set()
+        original = LocalStore.get
+
+        async def get(store, key, *args, **kwargs):
+            if "feature/c/" in key:
+                self.chunks.add(f"{Path(store.root).name}:{key}")
+            return await original(store, key, *args, **kwargs)
+
+        monkeypatch.setattr(LocalStore, "get", get)
+
+
+def test_query__reads_only_the_blocks_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Top 10 of 5 targets among the samples of one source: 2 of 20 blocks, 1 of 4 of targets."""
+    sources = np.where(np.arange(320) // 16 < 2, "web", "book").astype(object)
+    train = simulate_features(n_samples=320, proj_dim=8, chunks=16)
+    train = train.assign_coords(source=("sample", sources))
+    targets = simulate_features(n_samples=40, proj_dim=8, chunks=10, seed=1)
+    features = save(train, tmp_path / "train.zarr")
+    saved_targets = save(targets, tmp_path / "targets.zarr", gram=False)
+    reads = _Reads(monkeypatch)
+    scores = td.score(features, saved_targets)
+    top = td.top_k(scores.isel(target=slice(12, 17)), 10, where=scores.source == "web").compute()
+    assert set(top.source.values.ravel().tolist()) == {"web"}
+    by_store = [chunk.split(":")[0] for chunk in sorted(reads.chunks)]
+    counts = {name: len(list(group)) for name, group in itertools.groupby(sorted(by_store))}
+    assert counts == {"targets.zarr": 1 * 2, "train.zarr": 2 * 2}  # blocks × checkpoints
+
+
+def test_to_parquet__reread_by_pandas_and_duckdb(tmp_path: Path) -> None:
+    names = np.array([f"id-{i}" for i in range(40)], dtype=object)
+    features = FEATURES.assign_coords(name=("sample", names))
+    targets = simulate_features(n_samples=10, proj_dim=8, chunks=4, seed=1)
+    top = td.top_k(td.score(features, targets), 3)
+    td.to_parquet(top, tmp_path / "top.parquet")
+    frame = pd.read_parquet(tmp_path / "top.parquet").sort_values(["target", "rank"])
+    assert len(list((tmp_path / "top.parquet").glob("*.parquet"))) == 3  # one per target block
+    assert len(frame) == 30
+    computed = top.compute()
+    for name in ("score", "position", "label", "name"):
+        np.testing.assert_array_equal(frame[name], computed[name].values.ravel())
+    np.testing.assert_array_equal(frame["target_label"], np.repeat(computed.target_label, 3))
+    query = (
+        f"select count(*), max(rank) from '{tmp_path}/top.parquet/*.parquet' where name = 'id-3'"
+    )
+    ((count, _),) = duckdb.sql(query).fetchall()
+    assert count == (computed.name.values == "id-3").sum()
+
+
+def test_to_parquet__refuses_other_things(tmp_path: Path) -> None:
+    scores = td.score(FEATURES, FEATURES)
+    with pytest.raises(ValueError, match="needed the Dataset"):
+        td.to_parquet(scores, tmp_path / "s.parquet")
+    top = td.top_k(scores, 2)
+    td.to_parquet(top, tmp_path / "t.parquet")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        td.to_parquet(top, tmp_path / "t.parquet")
+    td.to_parquet(top, tmp_path / "t.parquet", overwrite=True)
+    assert len(pd.read_parquet(tmp_path / "t.parquet")) == 80
+
+
+def test_to_zarr__scores_and_rankings(tmp_path: Path) -> None:
+    scores = td.score(FEATURES, FEATURES.isel(sample=slice(5)))
+    td.to_zarr(scores, tmp_path / "s.zarr")
+    again = xr.open_zarr(tmp_path / "s.zarr", consolidated=False)
+    np.testing.assert_array_equal(again.score, scores)
+    assert again.score.attrs["formula"] == scores.attrs["formula"]
+    np.testing.assert_array_equal(again.target_label, scores.target_label)
+    top = td.top_k(scores, 2)
+    td.to_zarr(top, tmp_path / "t.zarr")
+    np.testing.assert_array_equal(
+        xr.open_zarr(tmp_path / "t.zarr", consolidated=False).position, top.position
+    )
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        td.to_zarr(top, tmp_path / "t.zarr")
+
+
+def test_layout__last_block_may_be_smaller() -> None:
+    assert storage._layout(FEATURES) == {"samples": 40, "block": 16}

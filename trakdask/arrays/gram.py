@@ -1,0 +1,151 @@
+"""The Gram matrix of the features, XᵀX, reduced by a tree."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+from dask.base import tokenize
+
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    add,
+    align_weights,
+    require_features,
+    require_split_every,
+    tree_sum,
+)
+
+__all__ = ["accumulation_dtype", "gram"]
+
+#: Above this proj_dim two float64 matrices no longer fit beside the features of a task.
+_FLOAT64_MAX_DIM = 8192
+#: A partial weighs p² whatever its rows: fewer rows than this times p, and partials cost more
+#: to move than the features they were made from.
+_ROWS_PER_DIM = 8
+
+
+def gram(
+    feature: da.Array,
+    weights: da.Array | None = None,
+    *,
+    dtype: npt.DTypeLike | None = None,
+    split_every: int = 8,
+) -> da.Array:
+    """Return the weighted Gram matrix of every checkpoint.
+
+    K_c = Σ_z h_c(z) φ_c(z) φ_c(z)ᵀ: TRAK's XᵀX when the weights are 1.
+
+    Parameters
+    ----------
+    feature
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1). Multiplied in float32.
+    weights
+        h, (sample, checkpoint), at least 0 (not checked); None for 1.
+    dtype
+        Of the sums and the result: float64 by default, float32 when p is above 8192.
+    split_every
+        Fan-in of the tree that adds the partials. Use 2 to 4 for p of 16384 and more.
+
+    Returns
+    -------
+    (proj_dim, proj_dim, checkpoint), exactly symmetric, lazy, chunks (p, p, 1).
+
+    Raises
+    ------
+    ValueError
+        If ``proj_dim`` is in several chunks, checkpoints share a chunk, or shapes differ.
+
+    Notes
+    -----
+    Cost: 2 n p² C flops (half without weights: BLAS sees the symmetry) and one pass over
+    ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block; all
+    rows where n < 8 p), one partial each. Peak per task: about 2 R p itemsize of ``feature`` while
+    a group is merged, then R p itemsize + (12 to 20) p² bytes; in the tree
+    (split_every + 1) p² itemsize.
+
+    Exactness: float32 products, sums in ``dtype``. The same bits on any scheduler for given
+    chunks and BLAS. A NaN or infinite feature makes its checkpoint's matrix non-finite.
+
+    References
+    ----------
+    Park et al. 2023, "TRAK: Attributing Model Behavior at Scale", section 3.
+
+    Examples
+    --------
+    >>> x = da.ones((6, 2, 1), chunks=(4, 2, 1), dtype="float32")
+    >>> gram(x).compute()[:, :, 0].tolist()
+    [[6.0, 6.0], [6.0, 6.0]]
+    """
+    require_features(feature, name="feature", caller="gram")
+    require_split_every(split_every)
+    n, p, _ = feature.shape
+    if n == 0:
+        raise ValueError("feature has 0 samples; gram needs at least one. Select some samples.")
+    sum_dtype = np.dtype(accumulation_dtype(p) if dtype is None else dtype)
+    groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
+    arrays: list[object] = [feature.rechunk({0: groups}, method="tasks"), "spc"]
+    if weights is not None:
+        h = align_weights(weights, feature, name="weights")
+        arrays += [h.rechunk({0: groups}, method="tasks"), "sc"]
+    parts = da.blockwise(
+        _partial,
+        "spqc",
+        *arrays,
+        new_axes={"q": p},
+        adjust_chunks={"s": (1,) * len(groups)},
+        align_arrays=False,
+        name="gram-products-" + tokenize(feature.name, weights, sum_dtype.str),
+        dtype=sum_dtype,
+        meta=np.empty((0,) * 4, sum_dtype),
+        sum_dtype=sum_dtype,
+    )
+    finish = add if weights is None else _add_symmetric
+    return tree_sum(parts, split_every=split_every, name="gram", finish=finish)
+
+
+def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
+    """Return the dtype in which partial Gram matrices are added: float64 up to p = 8192.
+
+    Examples
+    --------
+    >>> accumulation_dtype(2048)
+    dtype('float64')
+    """
+    return np.dtype(np.float64 if proj_dim <= _FLOAT64_MAX_DIM else np.float32)
+
+
+def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
+    """Return the sizes of runs of consecutive chunks, each of at least ``min_rows``, or all."""
+    groups = [0]
+    for size in sizes:
+        if groups[-1] >= min_rows:
+            groups.append(0)
+        groups[-1] += size
+    if len(groups) > 1 and groups[-1] < min_rows:
+        tail = groups.pop()
+        groups[-1] += tail
+    return tuple(groups)
+
+
+def _partial(x: Block, h: Block | None = None, *, sum_dtype: np.dtype[np.floating]) -> Block:
+    """Return (1, p, p, 1) of one group; rows in slabs so that casts and weighing stay small."""
+    rows, p, _ = x.shape
+    total = np.zeros((p, p), sum_dtype)
+    product = np.empty((p, p), np.float32)
+    slab = max(4 * p, 1024)
+    for start in range(0, rows, slab):
+        a = x[start : start + slab, :, 0].astype(np.float32, copy=False)
+        b = a if h is None else a * h[start : start + slab].astype(np.float32, copy=False)
+        total += np.matmul(a.T, b, out=product)
+    return total.reshape(1, p, p, 1)
+
+
+def _add_symmetric(blocks: Blocks, axis: object = None, keepdims: bool = False) -> Block:
+    """Add, and take out the asymmetry that rounding leaves in φᵀ(h∘φ)."""
+    total = add(blocks, keepdims=True)
+    matrix = total[0, :, :, 0]
+    symmetric = (matrix + matrix.T).reshape(total.shape)
+    symmetric *= 0.5
+    return symmetric if keepdims else symmetric[0]

@@ -1,0 +1,273 @@
+"""Damping, Cholesky factors and the solve for the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+from dask.base import tokenize
+from scipy.linalg import lapack
+
+from trakdask.arrays.blocks import Block, Blocks, flat, require_features
+
+__all__ = ["cholesky", "closed_form_damping", "solve"]
+
+_SQUARE_DIMS = ("proj_dim", "proj_dim_1", "checkpoint")
+_TARGET_DIMS = ("target", "proj_dim", "checkpoint")
+
+
+def closed_form_damping(gram: da.Array, factor: float = 0.03) -> da.Array:
+    """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
+
+    tr(K²)/tr(K) is the mean eigenvalue of K weighted by the eigenvalues themselves, so λ follows
+    the scale of the gradients and one factor serves all checkpoints.
+
+    Parameters
+    ----------
+    gram
+        (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
+    factor
+        At least 0.
+
+    Returns
+    -------
+    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; 0 where ``gram`` is all 0,
+    not finite where ``gram`` is not.
+
+    Raises
+    ------
+    ValueError
+        If ``gram`` is not square or not in one chunk per checkpoint, or ``factor`` is negative.
+
+    Notes
+    -----
+    Cost: one pass over ``gram`` in float64, 8 p bytes beside it.
+
+    Examples
+    --------
+    >>> k = da.ones((2, 2, 1), chunks=(2, 2, 1))
+    >>> closed_form_damping(k, factor=0.5).compute().tolist()
+    [1.0]
+    """
+    _require_square(gram, name="gram", caller="closed_form_damping")
+    if not (np.isfinite(factor) and factor >= 0):
+        raise ValueError(f"factor is {factor}; a number of at least 0 is needed. Use factor=0.03.")
+    damping: da.Array = da.map_blocks(
+        _closed_form,
+        gram,
+        float(factor),
+        drop_axis=(0, 1),
+        name="closed-form-damping-" + tokenize(gram.name, float(factor)),
+        dtype=np.float64,
+        meta=np.empty((0,), np.float64),
+    )
+    return damping
+
+
+def _closed_form(gram: Block, factor: float) -> Block:
+    return np.array([_closed_form_value(gram[:, :, 0], factor)])
+
+
+def _closed_form_value(gram: Block, factor: float) -> float:
+    trace = float(np.trace(gram, dtype=np.float64))
+    # By rows: a float64 copy of the whole matrix would double the task's memory.
+    square = sum(float(np.vdot(row, row)) for row in (r.astype(np.float64) for r in gram))
+    return factor * square / trace if trace else 0.0
+
+
+def cholesky(
+    gram: da.Array,
+    damping: da.Array | npt.ArrayLike,
+    labels: Sequence[Hashable],
+) -> da.Array:
+    """Return the lower Cholesky factors of K_c + λ_c I.
+
+    Parameters
+    ----------
+    gram
+        (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1); the lower triangle is read.
+    damping
+        λ, (checkpoint,) or one number for all, at least 0.
+    labels
+        The checkpoints' names, for errors.
+
+    Returns
+    -------
+    (proj_dim, proj_dim, checkpoint) float64, lazy, chunks (p, p, 1), zeros above the diagonal.
+
+    Raises
+    ------
+    ValueError
+        If shapes or chunks do not fit; at compute time if ``gram`` or λ is not finite.
+    numpy.linalg.LinAlgError
+        At compute time, if K_c + λ_c I is not positive definite: names the checkpoint.
+
+    Notes
+    -----
+    Cost: p³/3 flops, one task per checkpoint, 8 p² bytes beside ``gram``; the work is done in
+    place. No scaling: Cholesky's error does not depend on the scale of rows and columns, and
+    float64 holds the squares of any float32 gradient.
+
+    Examples
+    --------
+    >>> k = da.from_array(np.array([[3.0, 0.0], [0.0, 8.0]])[:, :, None], chunks=(2, 2, 1))
+    >>> cholesky(k, 1.0, ["c0"]).compute()[:, :, 0].tolist()
+    [[2.0, 0.0], [0.0, 3.0]]
+    """
+    _require_square(gram, name="gram", caller="cholesky")
+    n_checkpoint = gram.shape[2]
+    lam = _damping_array(damping, n_checkpoint)
+    if len(labels) != n_checkpoint:
+        raise ValueError(
+            f"labels has {len(labels)} entries; gram has {n_checkpoint} checkpoints. "
+            "Give one label per checkpoint."
+        )
+    texts = tuple(str(label) for label in labels)
+    factor: da.Array = da.map_blocks(
+        _factor,
+        gram,
+        lam[None, None, :],
+        labels=texts,
+        chunks=gram.chunks,
+        name="cholesky-" + tokenize(gram.name, lam.name, texts),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0), np.float64),
+    )
+    return factor
+
+
+def _damping_array(damping: da.Array | npt.ArrayLike, n_checkpoint: int) -> da.Array:
+    if isinstance(damping, da.Array):
+        lam: da.Array = damping
+    else:
+        values = np.asarray(damping, np.float64)
+        lam = da.from_array(np.full(n_checkpoint, values) if values.ndim == 0 else values, chunks=1)
+    if lam.shape != (n_checkpoint,):
+        raise ValueError(
+            f"damping has shape {lam.shape}; gram has {n_checkpoint} checkpoints. "
+            "Give one number, or one per checkpoint."
+        )
+    lam = lam.rechunk(1, method="tasks")
+    return lam
+
+
+def _factor(
+    gram: Block, damping: Block, *, labels: tuple[str, ...], block_id: tuple[int, ...]
+) -> Block:
+    """Return the (p, p, 1) factor of one checkpoint in Fortran order, as LAPACK wants it."""
+    label, lam = labels[block_id[2]], float(damping[0, 0, 0])
+    _require_finite(gram, lam, label)
+    system = gram[:, :, 0].astype(np.float64, order="F", copy=True)
+    system.ravel(order="K")[:: len(system) + 1] += lam
+    factor, info = lapack.dpotrf(system, lower=1, clean=1, overwrite_a=1)
+    if info != 0:
+        raise np.linalg.LinAlgError(_not_definite(gram[:, :, 0], lam, label))
+    return np.reshape(factor, gram.shape, order="F")
+
+
+def _require_finite(gram: Block, damping: float, label: str) -> None:
+    if not all(np.isfinite(row).all() for row in gram):
+        raise ValueError(
+            f"the Gram matrix of checkpoint {label!r} is not finite: its features contain NaN or "
+            "infinite values; a solve needs finite ones. Drop the samples that were recorded as "
+            "failed, e.g. ds.isel(sample=good)."
+        )
+    if not (np.isfinite(damping) and damping >= 0):
+        raise ValueError(
+            f"the damping of checkpoint {label!r} is {damping}; a finite number of at least 0 is "
+            "needed. Use damping='auto' or a positive number."
+        )
+
+
+def _not_definite(gram: Block, damping: float, label: str) -> str:
+    # K is a sum of squares, so its eigenvalues are >= 0 and ‖K + λI‖₁ / λ bounds the condition.
+    norm = max(float(np.abs(row).sum(dtype=np.float64)) for row in gram) + damping
+    condition = norm / damping if damping else np.inf
+    return (
+        f"K + λI of checkpoint {label!r} is not positive definite in float64: λ = {damping:.3g}, "
+        f"smallest diagonal of K = {float(np.diagonal(gram).min()):.3g}, condition up to "
+        f"{condition:.3g}; Cholesky needs about 1e+07 or less where K was summed from float32 "
+        "products. Use a larger damping: the closed form 0.03 * tr(K²) / tr(K) is "
+        f"{_closed_form_value(gram, 0.03):.3g} here."
+    )
+
+
+def solve(factor: da.Array, target: da.Array) -> da.Array:
+    """Return w_c(t) = (K_c + λ_c I)⁻¹ φ_c(t) for the targets.
+
+    Parameters
+    ----------
+    factor
+        Lower Cholesky factors, (proj_dim, proj_dim, checkpoint) float64, chunks (p, p, 1).
+    target
+        Features of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
+
+    Returns
+    -------
+    (target, proj_dim, checkpoint) float32, lazy, in the chunks of ``target``: a selection of
+    targets reads only their blocks.
+
+    Raises
+    ------
+    ValueError
+        If shapes or chunks do not fit.
+
+    Notes
+    -----
+    Cost: 2 p² flops per target and checkpoint, in float64; 16 p bytes per target beside the
+    inputs. A NaN in a target's feature makes that target NaN, and no other.
+
+    Examples
+    --------
+    >>> f = da.from_array(np.array([[2.0, 0.0], [0.0, 4.0]])[:, :, None], chunks=(2, 2, 1))
+    >>> t = da.ones((1, 2, 1), chunks=(1, 2, 1), dtype="float32")
+    >>> solve(f, t).compute()[:, :, 0].tolist()
+    [[0.25, 0.0625]]
+    """
+    _require_square(factor, name="factor", caller="solve")
+    require_features(target, name="target", caller="solve", dims=_TARGET_DIMS)
+    if target.shape[1:] != factor.shape[1:]:
+        raise ValueError(
+            f"target has (proj_dim, checkpoint) {target.shape[1:]}; factor has {factor.shape[1:]}."
+            " Featurize both with the same projector and checkpoints."
+        )
+    # concatenate=False hands over the factor itself; concatenating one block would copy p² numbers.
+    solved: da.Array = da.blockwise(
+        _solve_block,
+        "tpc",
+        target,
+        "tpc",
+        factor,
+        "pqc",
+        concatenate=False,
+        align_arrays=False,
+        name="solve-" + tokenize(factor.name, target.name),
+        dtype=np.float32,
+        meta=np.empty((0, 0, 0), np.float32),
+    )
+    return solved
+
+
+def _solve_block(target: Blocks, factor: Blocks) -> Block:
+    (phi,), (lower,) = flat(target), flat(factor)
+    right = phi[:, :, 0].astype(np.float64, order="C", copy=True).T
+    lower = lower[:, :, 0]
+    # LAPACK reads Fortran order: a factor that comes back from a store in C order is, without
+    # a copy, the upper factor of the same matrix.
+    is_upper = not lower.flags.f_contiguous
+    solution, _ = lapack.dpotrs(
+        lower.T if is_upper else lower, right, lower=0 if is_upper else 1, overwrite_b=1
+    )
+    solved: Block = solution.T.astype(np.float32).reshape(phi.shape)
+    return solved
+
+
+def _require_square(x: da.Array, *, name: str, caller: str) -> None:
+    require_features(x, name=name, caller=caller, dims=_SQUARE_DIMS)
+    if x.shape[0] != x.shape[1] or len(x.chunks[0]) != 1:
+        raise ValueError(
+            f"{name} has shape {x.shape} in chunks {x.chunks}; {caller} needs square matrices "
+            f"(p, p, checkpoint), one chunk each. Use {name}.rechunk((-1, -1, 1))."
+        )

@@ -1,0 +1,225 @@
+"""``make demo``: which training digits made a small CNN read other digits as it does."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import dask
+import numpy as np
+import torch
+import xarray as xr
+from distributed import Client, LocalCluster
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import trakdask as td
+from trakdask import examples
+
+__all__ = ["main"]
+
+OUTPUT = Path("demo-output")
+N_TARGETS = 200
+N_CHECKPOINTS = 3
+PROJ_DIM = 2048
+SHOWN = 5
+
+console = Console()
+
+
+def main() -> None:
+    """Train, attribute, query and export, on a local cluster of two processes."""
+    started = time.perf_counter()
+    OUTPUT.mkdir(exist_ok=True)
+    seconds: dict[str, float] = {}
+    console.rule("trakdask demo")
+    with _timed(seconds, "train (or load) 3 CNNs"):
+        paths = examples.digits_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
+    train, targets = examples.digits(n_target=N_TARGETS)
+    _print_accuracy(paths)
+    with _client() as client:
+        console.print(f"Dask dashboard: {client.dashboard_link}\n")
+        features, target_features = _featurize(paths, train, targets, seconds)
+        scores = td.score(features, target_features)
+        console.print("\n[bold]scores[/] are lazy; nothing of them exists yet:")
+        console.print(_summary(scores), "\n", markup=False)
+        ends = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
+        with _timed(seconds, f"rank all {N_TARGETS} targets, both ends"):
+            helpful, harmful = dask.compute(*ends)
+        shown = _interesting(helpful, harmful, target_features)
+        _print_rankings(helpful, harmful, shown, target_features)
+        _print_queries(scores, shown, seconds)
+        _print_groups(features, target_features, shown)
+        written = _export(scores, helpful, harmful, train, targets, shown, seconds)
+    _print_measured(seconds, written, time.perf_counter() - started)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[what] = time.perf_counter() - start
+
+
+@contextmanager
+def _client() -> Iterator[Client]:
+    with warnings.catch_warnings():
+        # The dashboard moves to a free port when its usual one is taken, and warns of it.
+        warnings.filterwarnings("ignore", message="Port .* is already in use")
+        cluster = LocalCluster(n_workers=2, threads_per_worker=1, processes=True)
+    with cluster, Client(cluster) as client:
+        yield client
+
+
+def _print_accuracy(paths: list[Path]) -> None:
+    _, (images, labels) = examples.digits_arrays(n_target=N_TARGETS)
+    states = [torch.load(path, weights_only=True) for path in paths]
+    accuracy = [
+        examples.classifier_accuracy(examples.digits_cnn, state, images, labels) for state in states
+    ]
+    console.print(
+        f"{len(paths)} CNNs, accuracy on {len(labels)} held-out digits: "
+        + ", ".join(f"{share:.1%}" for share in accuracy)
+    )
+
+
+def _featurize(
+    paths: list[Path], train: xr.Dataset, targets: xr.Dataset, seconds: dict[str, float]
+) -> tuple[xr.Dataset, xr.Dataset]:
+    model = td.Model(
+        examples.digits_cnn, checkpoints={f"seed {i}": path for i, path in enumerate(paths)}
+    )
+    projector = td.Rademacher(proj_dim=PROJ_DIM, seed=0)
+    console.print(f"{model}\n{projector}")
+    saved = []
+    for name, samples in (("train", train), ("targets", targets)):
+        store = OUTPUT / f"{name}.zarr"
+        shutil.rmtree(store, ignore_errors=True)  # measured anew each time; save would resume
+        features = td.featurize(samples, model, projector=projector)
+        with _timed(seconds, f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
+            saved.append(td.save(features, store, gram=name == "train"))
+    return saved[0], saved[1]
+
+
+def _summary(scores: xr.DataArray) -> str:
+    sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
+    return (
+        f"  {scores.name} ({sizes}) {scores.dtype}, {len(scores.chunks[0])} × "  # type: ignore[index]
+        f"{len(scores.chunks[1])} tiles\n"  # type: ignore[index]
+        f"  coords {', '.join(map(str, scores.coords))}\n"
+        f"  {scores.attrs['formula']}, damping {scores.attrs['damping']}"
+    )
+
+
+def _interesting(helpful: xr.Dataset, harmful: xr.Dataset, targets: xr.Dataset) -> list[int]:
+    """Targets on which the models agree least: there the training data have most to tell."""
+    margin = targets.output.mean("checkpoint").values
+    return [int(i) for i in np.argsort(margin)[:6]]
+
+
+def _print_rankings(
+    helpful: xr.Dataset, harmful: xr.Dataset, shown: list[int], targets: xr.Dataset
+) -> None:
+    unit = td.plots.power_of_ten(helpful.score[shown], harmful.score[shown])
+    table = Table(title=f"The {len(shown)} targets with the smallest margin; score in 1e{unit}")
+    for column in ("target", "digit", "margin f"):
+        table.add_column(column, justify="right")
+    table.add_column("most helpful: digit score", style="green", no_wrap=True)
+    table.add_column("most harmful: digit score", style="red", no_wrap=True)
+    for target in shown:
+        table.add_row(
+            str(target),
+            str(int(helpful.target_label[target])),
+            f"{float(targets.output[target].mean()):.2f}",
+            _ranked(helpful.isel(target=target), unit),
+            _ranked(harmful.isel(target=target), unit),
+        )
+    console.print(table)
+
+
+def _ranked(ranking: xr.Dataset, unit: int) -> Text:
+    pairs = zip(ranking.label.values, ranking.score.values / 10.0**unit, strict=True)
+    return Text("  ".join(f"{label:g} {score:+.1f}" for label, score in pairs))
+
+
+def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, float]) -> None:
+    """Ask by metadata: only training digits of the target's own class, or only of other classes."""
+    target = shown[0]
+    one = scores.isel(target=[target])
+    label = int(one.target_label[0])
+    queries = {
+        "label == target_label": lambda tile: tile.label == tile.target_label,
+        "label != target_label": lambda tile: tile.label != tile.target_label,
+        "digit_id < 500": scores.digit_id < 500,
+    }
+    lazy = {text: td.top_k(one, SHOWN, where=where) for text, where in queries.items()}
+    with _timed(seconds, f"{len(queries)} queries of one target"):
+        (found,) = dask.compute(lazy)  # together: they share the solve
+    unit = td.plots.power_of_ten(*(top.score for top in found.values()))
+    table = Table(title=f"Queries by metadata, target {target} (a {label}); score in 1e{unit}")
+    table.add_column("where")
+    table.add_column("top 5: digit score", no_wrap=True)
+    for text, top in found.items():
+        table.add_row(text, _ranked(top.isel(target=0), unit))
+    console.print(table)
+
+
+def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -> None:
+    groups = td.group_score(features, targets.isel(sample=shown), by="label").compute()
+    unit = td.plots.power_of_ten(groups)
+    title = f"Sum of scores by class of the training digits (group_score), in 1e{unit}"
+    table = Table(title=title)
+    table.add_column("target", justify="right", no_wrap=True)
+    for label in groups.label.values:
+        table.add_column(f"{label}s", justify="right", no_wrap=True)
+    for row, target in enumerate(shown):
+        name = f"{target} (a {int(groups.target_label[row])})"
+        values = groups.isel(target=row).values / 10.0**unit
+        table.add_row(name, *(f"{value:+.1f}" for value in values))
+    console.print(table)
+
+
+def _export(
+    scores: xr.DataArray,
+    helpful: xr.Dataset,
+    harmful: xr.Dataset,
+    train: xr.Dataset,
+    targets: xr.Dataset,
+    shown: list[int],
+    seconds: dict[str, float],
+) -> list[Path]:
+    parquet, zarr, png = (OUTPUT / name for name in ("top.parquet", "scores.zarr", "gallery.png"))
+    with _timed(seconds, "export parquet and zarr"):
+        td.to_parquet(td.top_k(scores, 100), parquet, overwrite=True)
+        td.to_zarr(scores, zarr, overwrite=True)
+    images, target_images = train.image.values, targets.image.values
+    figure = td.plots.gallery(helpful, harmful, images, target_images, targets=shown)
+    figure.savefig(png, dpi=160)
+    return [parquet, zarr, png]
+
+
+def _print_measured(seconds: dict[str, float], written: list[Path], total: float) -> None:
+    table = Table(title="Measured in this run")
+    table.add_column("step")
+    table.add_column("seconds", justify="right")
+    for what, spent in seconds.items():
+        table.add_row(what, f"{spent:.1f}")
+    table.add_row("everything", f"{total:.1f}")
+    console.print(table)
+    console.print("Written:")
+    for path in [OUTPUT / "train.zarr", OUTPUT / "targets.zarr", *written]:
+        console.print(f"  {path}  ({_size(path) / 1e6:.1f} MB)")
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The few exceptions that a caller would catch; everything else is a built-in type."""
+
+from __future__ import annotations
+
+__all__ = ["BlockError", "CheckpointError", "IncompleteFeaturesError", "StoreMismatchError"]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint file cannot be read safely, or does not fit the model."""
+
+
+class StoreMismatchError(ValueError):
+    """Two feature sets, or a feature set and a store, were made in different ways."""
+
+
+class IncompleteFeaturesError(ValueError):
+    """A store lacks blocks that were never completed."""
+
+
+class BlockError(RuntimeError):
+    """One (sample block, checkpoint) task failed; the message names samples and checkpoint.
+
+    It holds a single string so that it survives pickling between processes, whatever was raised
+    inside (an exception class that only a worker can import would not).
+    """

@@ -1,0 +1,333 @@
+"""Real data and models small enough for a laptop: scikit-learn's handwritten digits, in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import xarray as xr
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trakdask.samples import from_arrays
+
+__all__ = [
+    "classifier_accuracy",
+    "digits",
+    "digits_arrays",
+    "digits_checkpoints",
+    "digits_cnn",
+    "digits_mlp",
+    "train_classifier",
+]
+
+Images = NDArray[np.float32]
+Labels = NDArray[np.int64]
+
+
+def digits_arrays(
+    n_target: int = 200, seed: int = 0
+) -> tuple[tuple[Images, Labels], tuple[Images, Labels]]:
+    """Load the 1797 handwritten digits as arrays, split into training samples and targets.
+
+    Parameters
+    ----------
+    n_target
+        How many digits are kept out of training; each class gives its share.
+    seed
+        Of the one shuffle that also decides which digits become targets.
+
+    Returns
+    -------
+    ``((images, labels), (target_images, target_labels))``: images float32 (n, 1, 8, 8) in
+    [0, 1], labels int64 (n,) in 0..9.
+
+    Raises
+    ------
+    ImportError
+        If scikit-learn is not installed.
+    ValueError
+        If ``n_target`` leaves no training samples or no targets.
+
+    Examples
+    --------
+    >>> (images, labels), (target_images, target_labels) = digits_arrays(n_target=100)
+    >>> images.shape, target_images.shape
+    ((1697, 1, 8, 8), (100, 1, 8, 8))
+    """
+    images, labels = _load()
+    train, target = _split(labels, n_target, seed)
+    return (images[train], labels[train]), (images[target], labels[target])
+
+
+def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Dataset, xr.Dataset]:
+    """Load the digits of :func:`digits_arrays` as labelled samples and targets.
+
+    Parameters
+    ----------
+    n_target
+        How many digits are kept out of training.
+    seed
+        Of the shuffle.
+    chunks
+        Samples per block.
+
+    Returns
+    -------
+    Two Datasets with ``image`` (sample, 1, 8, 8) float32, lazy, and the coords ``label`` and
+    ``digit_id`` (the digit's position in scikit-learn's array).
+
+    Raises
+    ------
+    ImportError
+        If scikit-learn is not installed.
+    ValueError
+        If ``n_target`` leaves no training samples or no targets.
+    """
+    images, labels = _load()
+    train, target = (
+        from_arrays(
+            {"image": images[ids]},
+            coords={"label": labels[ids], "digit_id": ids},
+            chunks=chunks,
+        )
+        for ids in _split(labels, n_target, seed)
+    )
+    return train, target
+
+
+def digits_mlp() -> nn.Module:
+    """Build a perceptron for (B, 1, 8, 8) images, 64-128-64-10, 17k parameters, random weights."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def digits_cnn() -> nn.Module:
+    """Build a convolutional network for (B, 1, 8, 8) images, 78k parameters, random weights."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.GroupNorm(4, 16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.GroupNorm(8, 32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 140),
+        nn.ReLU(),
+        nn.Linear(140, 10),
+    )
+
+
+def train_classifier(
+    build: Callable[[], nn.Module],
+    images: Images,
+    labels: Labels,
+    *,
+    seed: int,
+    epochs: int = 12,
+    batch_size: int = 64,
+    lr: float = 3e-3,
+) -> dict[str, Tensor]:
+    """Train a classifier with Adam, a one-cycle learning rate and cross-entropy.
+
+    Parameters
+    ----------
+    build
+        Returns the untrained model; called once, after seeding.
+    images
+        Model inputs (n, ...), float32.
+    labels
+        Classes (n,), int64.
+    seed
+        Of the initial weights and of the order of the batches.
+    epochs
+        Passes over the samples.
+    batch_size
+        Samples per step; the last batch of an epoch may be smaller.
+    lr
+        Highest learning rate of the cycle.
+
+    Returns
+    -------
+    The trained state dict, float32 on the CPU.
+
+    Notes
+    -----
+    Runs on one thread, so equal settings give equal weights on one machine and torch version.
+    The global random state and the number of threads are as before afterwards.
+    """
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = build().train()
+            _fit(model, torch.from_numpy(images), torch.from_numpy(labels), epochs, batch_size, lr)
+    finally:
+        torch.set_num_threads(n_threads)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def classifier_accuracy(
+    build: Callable[[], nn.Module], state: dict[str, Tensor], images: Images, labels: Labels
+) -> float:
+    """Compute the share of images that a trained classifier labels correctly.
+
+    Parameters
+    ----------
+    build
+        Returns the model that ``state`` belongs to.
+    state
+        Its state dict.
+    images
+        Model inputs (n, ...), float32.
+    labels
+        Classes (n,), int64.
+
+    Returns
+    -------
+    A number in [0, 1].
+    """
+    model = build().eval()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        predicted = model(torch.from_numpy(images)).argmax(dim=1)
+    return float((predicted == torch.from_numpy(labels)).float().mean())
+
+
+def digits_checkpoints(
+    folder: str | os.PathLike[str],
+    build: Callable[[], nn.Module] = digits_cnn,
+    n_checkpoints: int = 3,
+    *,
+    n_target: int = 200,
+    seed: int = 0,
+    epochs: int = 12,
+    batch_size: int = 64,
+    lr: float = 3e-3,
+) -> list[Path]:
+    """Train what is missing of an ensemble on the digits and return its checkpoint files.
+
+    Parameters
+    ----------
+    folder
+        Where the files are kept; made if missing. Files of other settings are left alone.
+    build
+        Returns the untrained model.
+    n_checkpoints
+        Size of the ensemble: models trained with the seeds 0, 1, ...
+    n_target
+        How many digits are kept out of training.
+    seed
+        Of the split into training samples and targets.
+    epochs, batch_size, lr
+        As in :func:`train_classifier`.
+
+    Returns
+    -------
+    Paths of ``.pt`` files that hold state dicts, one per checkpoint.
+
+    Raises
+    ------
+    ImportError
+        If scikit-learn is not installed.
+
+    Notes
+    -----
+    The file names tell the settings and a digest of the architecture, and a file appears only
+    when it is complete: a second call with the same settings trains nothing.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = getattr(build, "__name__", type(build).__name__).strip("<>")
+    settings = f"{name}-{_architecture(build)}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
+    paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
+    (images, labels), _ = digits_arrays(n_target, seed)
+    for index, path in enumerate(paths):
+        if not path.exists():
+            state = train_classifier(
+                build, images, labels, seed=index, epochs=epochs, batch_size=batch_size, lr=lr
+            )
+            _save_atomically(state, path)
+    return paths
+
+
+def _load() -> tuple[Images, Labels]:
+    try:
+        # Optional dependency: only the examples need it.
+        from sklearn.datasets import load_digits
+    except ImportError as err:
+        raise ImportError(
+            "scikit-learn is not installed; needed for the digits that the examples use. "
+            "Type pip install 'trakdask[demo]'."
+        ) from err
+    bunch = load_digits()
+    images = (bunch.images / 16).astype(np.float32)[:, None]
+    return images, bunch.target.astype(np.int64)
+
+
+def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions of training samples and of targets, both in one shuffled order."""
+    if not 0 < n_target < labels.size:
+        raise ValueError(
+            f"n_target is {n_target}; needed 1 to {labels.size - 1}, so that both training "
+            f"samples and targets remain of {labels.size} digits. Try n_target=200."
+        )
+    order = np.random.default_rng(seed).permutation(labels.size)
+    shuffled = labels[order]
+    # Taking the lowest quantiles of every class takes the same share of each class.
+    quantile = np.empty(labels.size)
+    for label in np.unique(labels):
+        members = np.flatnonzero(shuffled == label)
+        quantile[members] = (np.arange(members.size) + 0.5) / members.size
+    is_target = np.zeros(labels.size, dtype=bool)
+    is_target[np.argsort(quantile, kind="stable")[:n_target]] = True
+    return order[~is_target], order[is_target]
+
+
+def _fit(
+    model: nn.Module, images: Tensor, labels: Tensor, epochs: int, batch_size: int, lr: float
+) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    steps = -(-len(images) // batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=lr, epochs=epochs, steps_per_epoch=steps
+    )
+    for _ in range(epochs):
+        order = torch.randperm(len(images))
+        for start in range(0, len(images), batch_size):
+            batch = order[start : start + batch_size]
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            torch.autograd.backward(loss)
+            optimizer.step()
+            schedule.step()
+
+
+def _architecture(build: Callable[[], nn.Module]) -> str:
+    with torch.random.fork_rng(devices=[]):
+        model = build()
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
+    return hashlib.sha256(f"{model}{shapes}".encode()).hexdigest()[:8]
+
+
+def _save_atomically(state: dict[str, Tensor], path: Path) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
+        partial = Path(file.name)
+    try:
+        torch.save(state, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,313 @@
+"""Samples and a model in, a lazy Dataset of projected per-sample gradients out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock, current_thread, main_thread
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import torch
+import xarray as xr
+
+from trakdask._version import __version__
+from trakdask.errors import BlockError
+from trakdask.models.checkpoints import Checkpoint
+from trakdask.models.gradients import ENGINES
+from trakdask.models.model import Model
+from trakdask.models.tasks import Batch
+from trakdask.projection import ProjectionStream, Projector, Rademacher, RowMap
+from trakdask.provenance import digest
+from trakdask.samples import normalise_coord, validate_samples
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+
+__all__ = ["featurize"]
+
+Gradients = Literal["auto", "vmap", "loop"]
+Block = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+_MICRO_BATCH_BYTES = 2**28
+_MICRO_BATCH_MOST = 512
+
+
+def featurize(
+    samples: xr.Dataset,
+    model: Model,
+    *,
+    projector: Projector | None = None,
+    gradients: Gradients = "auto",
+    batch_size: int | Literal["auto"] = "auto",
+) -> xr.Dataset:
+    """Compute the projected gradient of the model output for every sample and checkpoint.
+
+    φ_c(z) = p^-1/2 · P_cᵀ ∇_θ f(z; θ_c): the features of TRAK. The same call makes the features of
+    training samples and of targets.
+
+    Parameters
+    ----------
+    samples
+        Dataset with a ``sample`` dimension, from :func:`from_arrays`, :func:`from_torch`,
+        :func:`from_dataframe`, or any other: its variables are model inputs, its coords metadata (a
+        coord that the task names is an input too).
+    model
+        What is attributed.
+    projector
+        ``Rademacher(proj_dim=2048, seed=0)`` unless given.
+    gradients
+        Engine of the per-sample gradients: ``"vmap"`` (what ``"auto"`` takes) or ``"loop"``, one
+        backward pass per sample, for models that ``torch.func.vmap`` cannot run.
+    batch_size
+        Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB, and
+        at most 512 samples. No feature depends on it, given the same gradients.
+
+    Returns
+    -------
+    Lazy Dataset with the samples' coords, a ``checkpoint`` coord, and float32 variables
+
+    - ``feature`` (sample, proj_dim, checkpoint), chunks (sample block, proj_dim, 1);
+    - ``output`` (sample, checkpoint): f itself;
+    - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification.
+
+    Its ``attrs`` say how it was made.
+
+    Raises
+    ------
+    ValueError
+        If the samples lack a variable that the task needs, or an option does not make sense. When
+        computed, :class:`BlockError` names samples and checkpoint of whatever failed, and any
+        sample whose gradient is not finite.
+
+    Notes
+    -----
+    One task per (sample block × checkpoint) makes all three variables: compute them in one call, or
+    better with :func:`save`, which keeps what is done. Memory of a task: inputs and features of one
+    block, gradients of one micro-batch.
+
+    References
+    ----------
+    Park et al. 2023, "TRAK: Attributing Model Behavior at Scale", section 3.
+    """
+    if gradients not in ("auto", *ENGINES):
+        raise ValueError(f"gradients is {gradients!r}; needed one of {['auto', *ENGINES]}.")
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"model is a {type(model).__name__}; needed a td.Model. "
+            "Type td.Model(build, checkpoints=[...], task=...)."
+        )
+    samples = validate_samples(samples)
+    projector = Rademacher(proj_dim=2048, seed=0) if projector is None else projector
+    row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
+    engine = "vmap" if gradients == "auto" else gradients
+    inputs = _inputs(samples, model)
+    job = _Job(
+        model, projector, row_map, engine, _batch_size(batch_size, row_map.n_rows), tuple(inputs)
+    )
+    attrs = _attrs(job, samples)
+    arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs, job.batch_size))
+    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, _checkpoint_names(model))}
+    data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
+    return xr.Dataset(data, coords=coords, attrs=attrs)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a task needs besides its block of samples; small when pickled."""
+
+    model: Model
+    projector: Projector
+    row_map: RowMap
+    engine: str
+    batch_size: int
+    inputs: tuple[str, ...]
+
+
+def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
+    """Lazy arrays of the task's variables, looked up among variables, then coords."""
+    names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
+    if missing := [name for name in names if name not in samples]:
+        raise ValueError(
+            f"the samples have the variables {[str(name) for name in samples.variables]}; the task "
+            f"needs {missing[0]!r}. Name the variable so (samples.rename(...)), or give the task "
+            f"its "
+            "name, as in td.tasks.ImageClassification(image='pixels')."
+        )
+    chunks = samples.chunksizes[SAMPLE]
+    return {name: _lazy(samples[name], chunks) for name in names}
+
+
+def _lazy(array: xr.DataArray, chunks: tuple[int, ...]) -> da.Array:
+    is_lazy = isinstance(array.data, da.Array)
+    lazy: da.Array = array.data if is_lazy else da.from_array(array.values, chunks=(chunks,))
+    return lazy
+
+
+def _batch_size(batch_size: int | Literal["auto"], n_rows: int) -> int:
+    if batch_size == "auto":
+        return max(1, min(_MICRO_BATCH_MOST, _MICRO_BATCH_BYTES // (4 * n_rows)))
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size!r}; needed a positive integer, or 'auto'.")
+    return batch_size
+
+
+def _attrs(job: _Job, samples: xr.Dataset) -> dict[str, Any]:
+    return {
+        **job.model.spec(),
+        "projector": job.projector.spec(),
+        "source": samples.attrs["source"],
+        "gradients": job.engine,
+        "formula": "feature = p^-1/2 P^T grad f",
+        "trakdask_version": __version__,
+        "torch_version": str(torch.__version__),
+    }
+
+
+def _checkpoint_names(model: Model) -> np.ndarray:
+    names = [checkpoint.name for checkpoint in model.checkpoints]
+    return normalise_coord(CHECKPOINT, names, len(names))
+
+
+def _token(attrs: dict[str, Any], inputs: dict[str, da.Array], batch_size: int) -> str:
+    """Name of the graph's layers: whatever could change a block must be in it."""
+    arrays = {name: [array.name, [list(c) for c in array.chunks]] for name, array in inputs.items()}
+    return digest({"attrs": attrs, "arrays": arrays, "batch_size": batch_size})[:32]
+
+
+def _lazy_arrays(job: _Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
+    """Build the graph: 1 one bundle per (sample block × checkpoint), 2 one getter per variable."""
+    chunks = next(iter(inputs.values())).chunks[0]
+    checkpoints = len(job.model.checkpoints)
+    bundle = da.blockwise(
+        functools.partial(_featurize_block, job),
+        "sc",
+        da.from_array(np.arange(checkpoints), chunks=1, name=f"checkpoint-{token}"),
+        "c",
+        _positions(chunks, token),
+        "s",
+        *_indexed(inputs),
+        name=f"featurize-{token}",
+        dtype=object,
+        meta=np.empty((0, 0), dtype=object),
+        concatenate=True,
+        align_arrays=False,  # all chunks agree; aligning would warn about the outer product
+    )
+    width = job.projector.width(job.row_map.n_rows)
+    feature = da.blockwise(
+        _take, "spc", bundle, "sc", 0, None,
+        new_axes={"p": width}, name=f"feature-{token}",
+        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
+    )  # fmt: skip
+    output, out_to_loss = (
+        da.blockwise(
+            _take, "sc", bundle, "sc", item, None,
+            name=f"{name}-{token}", dtype=np.float32, meta=np.empty((0, 0), np.float32),
+        )
+        for item, name in ((1, "output"), (2, "out_to_loss"))
+    )  # fmt: skip
+    return {"feature": feature, "output": output, "out_to_loss": out_to_loss}
+
+
+def _indexed(inputs: dict[str, da.Array]) -> Iterator[Any]:
+    for name, array in inputs.items():
+        yield array
+        yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))
+
+
+def _positions(chunks: tuple[int, ...], token: str) -> da.Array:
+    """Position of every sample, made inside the tasks: errors must name the sample."""
+    bounds = np.concatenate([[0], np.cumsum(chunks)])
+    positions: da.Array = da.map_blocks(
+        functools.partial(_range_of_block, bounds),
+        chunks=(chunks,), name=f"position-{token}", dtype=np.int64, meta=np.empty(0, np.int64),
+    )  # fmt: skip
+    return positions
+
+
+def _range_of_block(bounds: np.ndarray, block_id: tuple[int, ...]) -> np.ndarray:
+    return np.arange(*bounds[block_id[0] : block_id[0] + 2])
+
+
+def _take(bundle: Block, item: int) -> np.ndarray:
+    return bundle[item]
+
+
+def _featurize_block(
+    job: _Job, index: np.ndarray, positions: np.ndarray, *arrays: np.ndarray
+) -> Block:
+    checkpoint = job.model.checkpoints[int(index[0])]
+    try:
+        with _few_torch_threads():
+            return _featurize_samples(job, checkpoint, positions, arrays)
+    except Exception as err:
+        raise BlockError(
+            f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r} failed: "
+            f"{type(err).__name__}: {err}"
+        ) from err
+
+
+def _featurize_samples(
+    job: _Job, checkpoint: Checkpoint, positions: np.ndarray, arrays: tuple[np.ndarray, ...]
+) -> Block:
+    n = len(positions)
+    feature = np.empty((n, job.projector.width(job.row_map.n_rows), 1), np.float32)
+    output, out_to_loss = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
+    forward = job.model.forward(checkpoint)
+    for start in range(0, n, job.batch_size):
+        part = slice(start, min(start + job.batch_size, n))
+        # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
+        batch = Batch(
+            {name: torch.tensor(a[part]) for name, a in zip(job.inputs, arrays, strict=True)}
+        )
+        stream = ProjectionStream(job.projector, job.row_map, part.stop - part.start, checkpoint.id)
+        f, q = ENGINES[job.engine](forward, job.model.task, batch, job.row_map.names, stream.add)
+        feature[part, :, 0] = stream.result().numpy()
+        output[part, 0], out_to_loss[part, 0] = f.numpy(), q.numpy()
+        _require_finite(positions[part], checkpoint, feature[part], output[part], out_to_loss[part])
+    return feature, output, out_to_loss
+
+
+def _require_finite(positions: np.ndarray, checkpoint: Checkpoint, *arrays: np.ndarray) -> None:
+    names = ("gradient", "output", "out_to_loss")
+    for name, array in zip(names, arrays, strict=True):
+        finite = np.isfinite(array).reshape(len(positions), -1).all(1)
+        if not finite.all():
+            bad = positions[~finite]
+            more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
+            raise ValueError(
+                f"sample {bad[0]}{more}: the {name} at checkpoint {checkpoint.name!r} is NaN or "
+                "infinite; needed finite numbers. Look at the sample with "
+                f"samples.isel(sample={bad[0]}), or leave it out."
+            )
+
+
+_threads_lock = Lock()
+_threads_inside = 0
+_threads_before = 0
+
+
+@contextmanager
+def _few_torch_threads() -> Iterator[None]:
+    """Give torch one thread while Dask's own threads run tasks side by side.
+
+    Distributed workers set this by environment; a task on the main thread has the machine for
+    itself.
+    """
+    global _threads_inside, _threads_before
+    if current_thread() is main_thread():
+        yield
+        return
+    with _threads_lock:
+        if _threads_inside == 0:
+            _threads_before = torch.get_num_threads()
+        _threads_inside += 1
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _threads_lock:
+            _threads_inside -= 1
+            if _threads_inside == 0:
+                torch.set_num_threads(_threads_before)

@@ -1,0 +1,89 @@
+"""Find the source of the CUDA kernels, in an installed wheel and in a checkout alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+__all__ = ["kernel_files", "kernel_source"]
+
+
+def kernel_files() -> dict[str, Traversable]:
+    """List the files of the kernel folder by name.
+
+    A wheel carries the folder inside the package (``trakdask/_kernels``); a checkout or an
+    editable install has it beside the package (``kernels``). The packaged one wins.
+
+    Returns
+    -------
+    Name (with ``/`` between folders) to file, sorted by name.
+
+    Raises
+    ------
+    FileNotFoundError
+        If neither folder exists.
+
+    Examples
+    --------
+    >>> from trakdask.kernels import kernel_files
+    >>> "README.md" in kernel_files()
+    True
+    """
+    return dict(sorted(_walk(_kernel_folder(), prefix="")))
+
+
+def kernel_source(name: str) -> str:
+    """Read one file of the kernel folder.
+
+    Parameters
+    ----------
+    name
+        A key of :func:`kernel_files`, such as ``"README.md"``.
+
+    Returns
+    -------
+    The file's text.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such kernel file; the message lists those there are.
+
+    Examples
+    --------
+    >>> from trakdask.kernels import kernel_source
+    >>> kernel_source("README.md").splitlines()[0]
+    '# kernels'
+    """
+    found = kernel_files()
+    if name not in found:
+        raise FileNotFoundError(
+            f"There is no kernel file {name!r}; needed one of {list(found)}. "
+            "Pass a name that trakdask.kernels.kernel_files() lists."
+        )
+    return found[name].read_text(encoding="utf-8")
+
+
+def _kernel_folder() -> Traversable:
+    packaged = files("trakdask") / "_kernels"
+    if packaged.is_dir():
+        return packaged
+    root = Path(__file__).resolve().parents[1]
+    # In site-packages a folder of this name would be another distribution's.
+    if (root / "pyproject.toml").is_file() and (root / "kernels").is_dir():
+        return root / "kernels"
+    raise FileNotFoundError(
+        f"trakdask at {packaged.parent if isinstance(packaged, Path) else packaged} has no "
+        "_kernels folder and no checkout around it; needed the kernel sources that every wheel "
+        "carries. Reinstall it: pip install --force-reinstall --no-deps trakdask"
+    )
+
+
+def _walk(folder: Traversable, *, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, prefix=f"{prefix}{entry.name}/")
+        elif not entry.name.startswith("."):
+            yield f"{prefix}{entry.name}", entry

@@ -1,0 +1,1 @@
+"""Torch models: checkpoints, tasks and per-sample gradients. Knows nothing of Dask or xarray."""

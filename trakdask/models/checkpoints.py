@@ -1,0 +1,250 @@
+"""Checkpoints: read safely, known by the hash of their tensors, cached once per process."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import pickle
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trakdask.errors import CheckpointError
+from trakdask.spool import Spooled
+
+__all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make_checkpoints"]
+
+State = dict[str, Tensor]
+CheckpointLike = str | Path | Mapping[str, Tensor]
+
+_STATES_KEPT = 2
+_states: collections.OrderedDict[str, State] = collections.OrderedDict()
+_states_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One set of weights, by place and content.
+
+    Parameters
+    ----------
+    name
+        Label on the ``checkpoint`` dimension.
+    source
+        Path of the file, or a spooled state dict.
+    digest
+        sha256 over names, dtypes, shapes and bytes of all tensors.
+    id
+        The number in [0, 2³²) that selects the projection matrix.
+    """
+
+    name: str
+    source: str | Spooled
+    digest: str
+    id: int
+
+
+def make_checkpoints(
+    checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
+    ids: Iterable[int] | None = None,
+    *,
+    check: Callable[[str, State], None] | None = None,
+) -> tuple[Checkpoint, ...]:
+    """Read and hash checkpoints given as a list or as a mapping from name to checkpoint.
+
+    Parameters
+    ----------
+    checkpoints
+        Paths (``.pt``, ``.safetensors``) or state dicts. In a list, a path is named by its stem and
+        a state dict by its position.
+    ids
+        Projection ids; the first 32 bits of each content hash unless given.
+    check
+        Called with name and tensors of each checkpoint while it is in memory.
+
+    Raises
+    ------
+    FileNotFoundError, CheckpointError, ValueError
+        Missing or unreadable files, no checkpoint at all, the same one twice, bad ids.
+    """
+    named = _named(checkpoints)
+    if not named:
+        raise ValueError(
+            "checkpoints is empty; needed at least one set of weights. "
+            "Type td.Model(build, checkpoints=['model.pt'], ...)."
+        )
+    opened = [(name, *_open(name, value, check)) for name, value in named.items()]
+    digests = [digest for _, _, digest in opened]
+    if twice := {digest for digest in digests if digests.count(digest) > 1}:
+        names = [name for name, _, digest in opened if digest in twice]
+        raise ValueError(
+            f"checkpoints {names} hold the same weights; needed different ones, since a copy "
+            "adds nothing to the mean. Drop the copies."
+        )
+    return tuple(
+        Checkpoint(name, source, digest, id)
+        for (name, source, digest), id in zip(opened, _ids(digests, ids), strict=True)
+    )
+
+
+def digest_state(state: Mapping[str, Tensor]) -> str:
+    """Hash names, dtypes, shapes and bytes of all tensors; cost: one pass over the bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def cached_state(checkpoint: Checkpoint) -> State:
+    """Return the tensors of a checkpoint, read once per process (the last two are kept).
+
+    The hash is verified at each read: a file that changed since the model was made would give
+    features of other weights under the old name.
+    """
+    with _states_lock:  # one reader; other threads wait for the same tensors
+        if checkpoint.digest not in _states:
+            _states[checkpoint.digest] = _read_verified(checkpoint)
+        _states.move_to_end(checkpoint.digest)
+        while len(_states) > _STATES_KEPT:
+            _states.popitem(last=False)
+        return _states[checkpoint.digest]
+
+
+def _read_verified(checkpoint: Checkpoint) -> State:
+    source = checkpoint.source
+    state = source.get() if isinstance(source, Spooled) else read_state(Path(source))
+    if (found := digest_state(state)) != checkpoint.digest:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name!r} now has the content hash {found[:12]}; needed "
+            f"{checkpoint.digest[:12]}, its content when the model was made. Make the td.Model "
+            f"again."
+        )
+    return dict(state)
+
+
+def read_state(path: Path) -> State:
+    """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    CheckpointError
+        If the file is damaged, holds pickled code, or holds something else than tensors by name.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"checkpoint {str(path)!r} does not exist; needed a .pt or .safetensors file that "
+            f"every "
+            "worker can read. Check the path, or pass the state dict itself."
+        )
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    return _require_state(content, path)
+
+
+def _read_safetensors(path: Path) -> object:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as err:
+        raise CheckpointError(_damaged(path, err)) from err
+
+
+def _read_torch(path: Path) -> object:
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and _starts_like_zip(path):  # the directory of a zip file is at its end
+        raise CheckpointError(_damaged(path, "its end is missing"))
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as err:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} holds something else than plain tensors; needed a state "
+            f"dict "
+            "that loads with weights_only=True, so that no code in the file can run. Save it again "
+            f"with torch.save(model.state_dict(), path). ({str(err).splitlines()[0]})"
+        ) from err
+    except (EOFError, RuntimeError, ValueError) as err:
+        raise CheckpointError(_damaged(path, err)) from err
+
+
+def _starts_like_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _damaged(path: Path, why: object) -> str:
+    return (
+        f"checkpoint {str(path)!r} ({path.stat().st_size} bytes) is truncated or damaged; needed a "
+        f"complete file. Save or copy it again. ({str(why).splitlines()[0] if str(why) else why!r})"
+    )
+
+
+def _require_state(content: object, where: object) -> State:
+    if isinstance(content, Mapping) and content:
+        if all(isinstance(value, Tensor) for value in content.values()):
+            return {str(name): tensor for name, tensor in content.items()}
+        keys = [key for key, value in content.items() if isinstance(value, Mapping)]
+        hint = f"torch.load({str(where)!r})[{keys[0]!r}]" if keys else "model.state_dict()"
+    else:
+        hint = "model.state_dict()"
+    found = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointError(
+        f"checkpoint {str(where)!r} holds {found}; needed a state dict (tensors by parameter "
+        f"name). "
+        f"Pass {hint} instead."
+    )
+
+
+def _named(
+    checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
+) -> dict[str, CheckpointLike]:
+    if isinstance(checkpoints, (str, Path)):
+        return _named([checkpoints])
+    if isinstance(checkpoints, Mapping):
+        if checkpoints and all(isinstance(value, Tensor) for value in checkpoints.values()):
+            raise ValueError(
+                f"checkpoints is one state dict (its first tensor is {next(iter(checkpoints))!r}); "
+                "needed a list of them. Type checkpoints=[state_dict]."
+            )
+        return {str(name): value for name, value in checkpoints.items()}
+    values = list(checkpoints)
+    stems = [Path(value).stem for value in values if isinstance(value, (str, Path))]
+    unique = len(stems) == len(values) == len(set(stems))
+    return dict(zip(stems if unique else map(str, range(len(values))), values, strict=True))
+
+
+def _open(
+    name: str, value: CheckpointLike, check: Callable[[str, State], None] | None
+) -> tuple[str | Spooled, str]:
+    path = Path(value).absolute() if isinstance(value, (str, Path)) else None
+    # Copied if given: the caller may go on training the module that these tensors belong to.
+    state = read_state(path) if path else _copied(_require_state(value, name))
+    if check is not None:
+        check(name, state)
+    digest = digest_state(state)
+    return (str(path) if path else Spooled(state, token=f"state-{digest}")), digest
+
+
+def _copied(state: State) -> State:
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
+    numbers = [int(digest[:8], 16) for digest in digests] if ids is None else list(ids)
+    valid = all(isinstance(n, int) and 0 <= n < 2**32 for n in numbers)
+    if len(numbers) != len(digests) or not valid or len(set(numbers)) != len(numbers):
+        raise ValueError(
+            f"checkpoint ids are {numbers}; needed {len(digests)} different integers in [0, "
+            f"2**32), "
+            "one per checkpoint: two checkpoints with one id would share a projection matrix."
+        )
+    return numbers

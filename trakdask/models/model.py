@@ -1,0 +1,240 @@
+"""The model as a value: how to build it, its checkpoints, its task, the parameters that count."""
+
+from __future__ import annotations
+
+import copy
+import pkgutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trakdask.errors import CheckpointError
+from trakdask.models.checkpoints import (
+    Checkpoint,
+    CheckpointLike,
+    cached_state,
+    make_checkpoints,
+)
+from trakdask.models.parameters import Selection, select_parameters
+from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
+from trakdask.spool import Spooled, fingerprint
+
+__all__ = ["Model"]
+
+Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
+
+_SKELETONS_KEPT = 2
+_local = threading.local()
+
+
+class Model:
+    """A model whose outputs are attributed: architecture, checkpoints, task, parameters.
+
+    Parameters
+    ----------
+    build
+        A zero-argument callable that returns the ``nn.Module``, the same as
+        ``"package.module:callable"``, or a module itself. It is called once per worker thread,
+        since threads that share a module corrupt each other's results silently.
+    checkpoints
+        List of, or mapping from name to, paths (``.pt`` read with ``weights_only=True``,
+        ``.safetensors``) or state dicts. May be left out if ``build`` is a module: then its own
+        weights are the one checkpoint.
+    task
+        ``"image_classification"``, a :class:`Task`, or an object with TRAK's ``get_output`` and
+        ``get_out_to_loss_grad``.
+    parameters
+        Which parameters gradients are taken of: ``None`` for all, a name, a glob (``"head.*"``),
+        several of them, or a predicate ``(name, parameter) -> bool``. Others are never
+        differentiated.
+    checkpoint_ids
+        Integers that select the projection matrices; by default the first 32 bits of each
+        checkpoint's content hash, so that features made apart can be joined.
+
+    Raises
+    ------
+    FileNotFoundError, CheckpointError
+        If a checkpoint is missing, damaged, holds code, or has other tensors than the model (the
+        first one is named).
+    TypeError, ValueError
+        If another argument does not make sense.
+
+    Notes
+    -----
+    Cost: builds the module once and reads every checkpoint once, to hash it. Nothing of torch
+    reaches a Dask graph: tasks carry paths and hashes, and load each checkpoint once per process.
+
+    Examples
+    --------
+    >>> import torch, trakdask as td
+    >>> model = td.Model(torch.nn.Linear(4, 2), task="image_classification", parameters="weight")
+    >>> model
+    <trakdask.Model: 1 checkpoint, ImageClassification, 8 of 10 parameters>
+    """
+
+    build: str | Callable[[], torch.nn.Module] | Spooled
+    checkpoints: tuple[Checkpoint, ...]
+    task: Task
+    shapes: dict[str, tuple[int, ...]]
+
+    def __init__(
+        self,
+        build: Build,
+        checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike] | None = None,
+        task: str | Task | object = "image_classification",
+        parameters: Selection = None,
+        *,
+        checkpoint_ids: Iterable[int] | None = None,
+    ) -> None:
+        if checkpoints is None:
+            checkpoints = [_own_state(build)]
+        self.task = resolve_task(task)
+        self.build = Spooled(build) if isinstance(build, torch.nn.Module) else build
+        self._token = _build_token(self.build)
+        module = self._skeleton()
+        own = dict(module.named_parameters())
+        names = select_parameters(own, parameters)
+        self.shapes = {name: tuple(own[name].shape) for name in names}
+        self._n_parameters = sum(tensor.numel() for tensor in own.values())
+        self.checkpoints = make_checkpoints(
+            checkpoints, checkpoint_ids, check=lambda name, state: _require_fit(module, state, name)
+        )
+
+    def forward(self, checkpoint: Checkpoint) -> Forward:
+        """Return the model at one checkpoint, on this thread's own skeleton."""
+        module = self._skeleton()
+        state = cached_state(checkpoint)
+        aliases = _aliases(module)
+        parameters = {n: _find(state, aliases[n]) for n, _ in module.named_parameters()}
+        buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
+        return Forward(module, parameters, buffers)
+
+    def spec(self) -> dict[str, Any]:
+        """Describe what determines the gradients, as plain JSON values."""
+        return {
+            "task": task_spec(self.task),
+            "checkpoints": {c.name: c.digest for c in self.checkpoints},
+            "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
+            "parameters": {name: list(shape) for name, shape in self.shapes.items()},
+        }
+
+    def _skeleton(self) -> torch.nn.Module:
+        kept: dict[str, torch.nn.Module] = _local.__dict__.setdefault("skeletons", {})
+        if self._token not in kept:
+            while len(kept) >= _SKELETONS_KEPT:
+                kept.pop(next(iter(kept)))
+            kept[self._token] = _build_skeleton(self.build)
+        return kept[self._token]
+
+    def __repr__(self) -> str:
+        n = len(self.checkpoints)
+        chosen = sum(torch.Size(shape).numel() for shape in self.shapes.values())
+        return (
+            f"<trakdask.Model: {n} checkpoint{'s' * (n != 1)}, "
+            f"{task_spec(self.task).split('(')[0]}, "
+            f"{chosen} of {self._n_parameters} parameters>"
+        )
+
+
+def _own_state(build: Build) -> Mapping[str, Tensor]:
+    if isinstance(build, torch.nn.Module):
+        return cast(Mapping[str, Tensor], build.state_dict())
+    raise ValueError(
+        "no checkpoints given; needed at least one unless build is a trained nn.Module. "
+        "Type td.Model(build, checkpoints=['model.pt'], ...)."
+    )
+
+
+def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
+    if isinstance(build, Spooled):
+        return build.token
+    if isinstance(build, str):
+        return build
+    if not callable(build):
+        raise TypeError(
+            f"build is a {type(build).__name__}; needed an nn.Module, a zero-argument callable "
+            f"that "
+            "returns one, or 'package.module:callable'."
+        )
+    return fingerprint(build)
+
+
+def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
+    if isinstance(build, Spooled):
+        module = copy.deepcopy(build.get())
+    else:
+        module = (pkgutil.resolve_name(build) if isinstance(build, str) else build)()
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"build returned a {type(module).__name__}; needed an nn.Module. Check the callable."
+        )
+    return _without_weights(module.eval())
+
+
+def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """Move what checkpoints bring to the meta device; tied tensors stay tied."""
+    saved = set(module.state_dict())
+    empty: dict[int, Tensor] = {}
+    for prefix, part in module.named_modules():
+        own = {**dict(part.named_parameters("", recurse=False, remove_duplicate=False))}
+        own |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
+        for name, tensor in own.items():
+            if (f"{prefix}.{name}" if prefix else name) not in saved:
+                continue  # a non-persistent buffer: no checkpoint holds it
+            if id(tensor) not in empty:
+                meta = tensor.detach().to("meta")
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                empty[id(tensor)] = (
+                    torch.nn.Parameter(meta, requires_grad=False) if is_parameter else meta
+                )
+            setattr(part, name, empty[id(tensor)])
+    return module
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter: files of tied weights may hold only one of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    return {group[0]: group for group in names.values()}
+
+
+def _find(state: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    return next(state[name] for name in names if name in state)
+
+
+def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
+    needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    optional = {n for group in _aliases(module).values() if set(group) & set(state) for n in group}
+    for name, shape in needed.items():
+        if name not in state:
+            if name in optional:
+                continue
+            found = f"no tensor {name!r} (but {list(state)[:3]}...)"
+        elif tuple(state[name].shape) != shape:
+            found = f"{name!r} of shape {tuple(state[name].shape)}"
+        else:
+            continue
+        raise CheckpointError(
+            f"checkpoint {checkpoint!r} has {found}; the model needs {name!r} of shape {shape}. "
+            + _advice(state)
+        )
+    if extra := [name for name in state if name not in needed]:
+        raise CheckpointError(
+            f"checkpoint {checkpoint!r} has {len(extra)} tensors that the model lacks, the first "
+            f"is "
+            f"{extra[0]!r}; needed the same architecture. " + _advice(state)
+        )
+
+
+def _advice(state: Mapping[str, Tensor]) -> str:
+    prefix = next((p for p in ("module.", "_orig_mod.") if all(n.startswith(p) for n in state)), "")
+    if prefix:
+        return (
+            f"All names begin with {prefix!r} (a wrapped model): pass "
+            f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}."
+        )
+    return "Pass the build function that this checkpoint was trained with."

@@ -1,0 +1,161 @@
+"""Pictures of results; each function takes labelled data and returns a matplotlib Figure."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from trakdask.variables import RANK, TARGET
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["gallery", "power_of_ten"]
+
+_GREEN, _RED, _BLUE = "#1a7f37", "#c62828", "#1565c0"
+
+
+def gallery(
+    helpful: xr.Dataset,
+    harmful: xr.Dataset,
+    images: np.ndarray | xr.DataArray,
+    target_images: np.ndarray | xr.DataArray,
+    *,
+    targets: list[int] | None = None,
+    label: str = "label",
+    n_shown: int = 5,
+) -> Figure:
+    """Draw targets, each with its most helpful and most harmful training images.
+
+    Parameters
+    ----------
+    helpful, harmful
+        Rankings (target, rank) of :func:`top_k`, with ``largest=True`` and ``largest=False``;
+        computed here for the drawn targets only.
+    images, target_images
+        Grey or RGB images by position, (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3).
+    targets
+        Positions of the targets to draw; the first six unless given.
+    label
+        Coord that is written above each image.
+    n_shown
+        Training images on each side.
+
+    Returns
+    -------
+    Figure with one row per target: the target, its most helpful, its most harmful training images.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else targets
+    n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
+    sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
+    unit = power_of_ten(*(side.score for side in sides))
+    widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
+    figure = _new_figure(0.92 * sum(widths), 1.28 * len(chosen) + 0.75)
+    axes = figure.subplots(
+        len(chosen), len(widths), squeeze=False, gridspec_kw={"width_ratios": widths}
+    )
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for row, target in enumerate(chosen):
+        _draw_target(axes[row, 0], target_images[target], sides[0].isel(target=row), label)
+        for side, (ranking, color) in enumerate(zip(sides, (_GREEN, _RED), strict=True)):
+            first = 2 + side * (n_shown + 1)
+            places = axes[row, first : first + n_shown]
+            _draw_side(places, ranking.isel(target=row), images, label, color, unit)
+    _head(figure, axes, n_shown, unit)
+    return figure
+
+
+def power_of_ten(*scores: xr.DataArray) -> int:
+    """Return the exponent e for which the largest of ``score / 10**e`` is between 1 and 10.
+
+    Examples
+    --------
+    >>> power_of_ten(xr.DataArray([-0.00034, 0.00011]))
+    -4
+    """
+    largest = max(float(np.nanmax(np.abs(array.values), initial=0.0)) for array in scores)
+    return math.floor(math.log10(largest)) if largest > 0 else 0
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    try:
+        import matplotlib.pyplot as plt  # optional dependency
+    except ImportError as err:
+        raise ImportError(
+            "matplotlib is not installed; plots need it. Type pip install 'trakdask[plots]'."
+        ) from err
+    figure = plt.figure(figsize=(width, height))
+    plt.close(figure)  # a notebook shows what a cell returns; left open, it would show it twice
+    return figure
+
+
+def _draw_target(
+    ax: Axes, image: np.ndarray | xr.DataArray, ranking: xr.Dataset, label: str
+) -> None:
+    name = f"target_{label}"
+    title = f"{label} {ranking[name].item()}" if name in ranking.coords else ""
+    _draw(ax, image, title, _BLUE)
+
+
+def _draw_side(
+    axes: np.ndarray,
+    ranking: xr.Dataset,
+    images: np.ndarray | xr.DataArray,
+    label: str,
+    color: str,
+    unit: int,
+) -> None:
+    for rank, ax in enumerate(axes):
+        one = ranking.isel(rank=rank)
+        if (position := int(one.position)) < 0:
+            continue  # fewer samples than asked for
+        shown = (
+            f"{one[label].item():g}" if one[label].dtype.kind in "iuf" else str(one[label].item())
+        )
+        _draw(ax, images[position], f"{shown}   {float(one.score) / 10.0**unit:+.2f}", color)
+
+
+def _draw(ax: Axes, image: np.ndarray | xr.DataArray, title: str, color: str) -> None:
+    ax.set_axis_on()
+    ax.imshow(_drawable(np.asarray(image)), cmap="gray_r", interpolation="nearest")
+    ax.set_xticks([])
+    ax.set_yticks([])
+    for spine in ax.spines.values():
+        spine.set_color(color)
+        spine.set_linewidth(1.6)
+    ax.set_title(title, fontsize=8, color=color, pad=3)
+
+
+def _drawable(image: np.ndarray) -> np.ndarray:
+    if image.ndim == 3 and image.shape[0] in (1, 3):
+        image = np.moveaxis(image, 0, -1)
+    return image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image
+
+
+def _head(figure: Figure, axes: np.ndarray, n_shown: int, unit: int) -> None:
+    inches = figure.get_size_inches()[1]
+    figure.subplots_adjust(
+        left=0.02, right=0.98, bottom=0.1 / inches, top=1 - 0.72 / inches, wspace=0.12, hspace=0.42
+    )
+    heads = [
+        (axes[0, 0], axes[0, 0], "target", _BLUE),
+        (axes[0, 2], axes[0, 1 + n_shown], "most helpful training samples", _GREEN),
+        (axes[0, 3 + n_shown], axes[0, 2 + 2 * n_shown], "most harmful training samples", _RED),
+    ]
+    note = f"above each image: label, score in units of $10^{{{unit}}}$"
+    figure.text(0.98, 1 - 0.5 / inches, note, ha="right", fontsize=8, color="0.35")
+    for first, last, text, color in heads:
+        x = (first.get_position().x0 + last.get_position().x1) / 2
+        figure.text(
+            x, 1 - 0.28 / inches, text, ha="center", color=color, fontsize=10, weight="bold"
+        )

@@ -1,0 +1,171 @@
+"""Block fixed-point: gradients as small integers times a power of two per (sample, row block).
+
+Integer sums do not depend on their order, which is what makes a projected block bitwise the same
+on every device, for every batch and tile. The price is a rounding that the number of 8-bit digits
+controls.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trakdask.projection.philox import ROWS_PER_COUNTER
+from trakdask.projection.rows import ROW_BLOCK
+
+SLAB_ROWS = 2048
+"""Rows of one integer product. Keeps a tile of bits near the cache; no effect on the result."""
+
+FRACTION_BITS = {1: 7, 2: 14, 3: 22}
+"""Digits -> exponent t: the largest element of a block becomes an integer of at most 2**t."""
+
+# Adding 1.5 * 2**23 in float32 rounds to an integer, half to even: the bits of the sum, read as an
+# integer, are that integer plus the bits of the constant (of which the low 22 are 0).
+_ROUNDING = 1.5 * 2**23
+_ROUNDING_BITS = 0x4B400000
+_GROUP_ELEMENTS = 1 << 18
+_TINY = 2.0**-100
+
+
+class Scratch(threading.local):
+    """Buffers that a thread keeps between blocks, by name; each grows to the largest request."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous buffer of this shape; its content is undefined."""
+        n = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < n:
+            # A tensor made in inference mode could not be written to outside it later.
+            with torch.inference_mode(False):
+                buffer = self._buffers[name, dtype] = torch.empty(n, dtype=dtype)
+        return buffer[:n].view(*shape)
+
+
+@dataclass(frozen=True)
+class QuantizedBlock:
+    """One row block of gradients as integers.
+
+    Parameters
+    ----------
+    slabs
+        Runs of consecutive rows, each (n_digits * B, rows), int8, contiguous: the samples' least
+        significant digits first. A value is the sum of digit * 256**position. Rows that pad the
+        last slab to a multiple of 128 are zero.
+    step
+        Shape (B,), float64: the value of one unit, a power of two; NaN for a sample that is not
+        finite in this block.
+    n_digits
+        Number of digits.
+    """
+
+    slabs: tuple[Tensor, ...]
+    step: Tensor
+    n_digits: int
+
+
+def quantize_block(block: Tensor, n_digits: int, scratch: Scratch) -> QuantizedBlock:
+    """Round one row block to fixed point, with a power-of-two scale per sample.
+
+    Parameters
+    ----------
+    block
+        Shape (B, rows), any float dtype (rounded to float32), B >= 1, 1 <= rows <= 16384. Rows of
+        the tensor may be strided.
+    n_digits
+        1, 2 or 3.
+    scratch
+        Buffers of the calling thread. The result lives in them until the next call.
+
+    Returns
+    -------
+    The digits and the step of every sample.
+
+    Notes
+    -----
+    Exactness: the scaled value is rounded once, half to even; scaling is exact for subnormal and
+    for the largest values. With one digit, values that round to 128 are clamped to 127.
+    Cost: ``n_digits`` bytes per element plus a fixed working set.
+    """
+    n_samples, n_rows = block.shape
+    full, last = _empty_slabs(n_samples, n_rows, n_digits, scratch)
+    lift, scale, step = _scales(_largest(block), n_digits)
+    group = max(1, _GROUP_ELEMENTS // n_rows)
+    for start in range(0, n_samples, group):
+        samples = slice(start, min(start + group, n_samples))
+        rounded = scratch.take("rounded", block[samples].shape, torch.float32)
+        gradients = block[samples]
+        if lift is not None or block.dtype != torch.float32:
+            gradients = rounded.copy_(gradients)
+        if lift is not None:
+            gradients.mul_(lift[samples])
+        torch.mul(gradients, scale[samples], out=rounded).add_(_ROUNDING)
+        if n_digits == 1:
+            rounded.clamp_(_ROUNDING - 127, _ROUNDING + 127)
+        _split_digits(rounded.view(torch.int32), full, last, start, n_digits)
+    slabs = tuple(full) if last is None else (*full, last)
+    return QuantizedBlock(tuple(slab.flatten(0, 1) for slab in slabs), step, n_digits)
+
+
+def _empty_slabs(
+    n_samples: int, n_rows: int, n_digits: int, scratch: Scratch
+) -> tuple[Tensor, Tensor | None]:
+    """Return (slabs, n_digits, B, 2048) and, for the rest of the rows, (n_digits, B, rows)."""
+    assert 0 < n_rows <= ROW_BLOCK
+    n_full, rest = divmod(n_rows, SLAB_ROWS)
+    full = scratch.take("slabs", (n_full, n_digits, n_samples, SLAB_ROWS), torch.int8)
+    if not rest:
+        return full, None
+    padded = -(-rest // ROWS_PER_COUNTER) * ROWS_PER_COUNTER
+    last = scratch.take("last_slab", (n_digits, n_samples, padded), torch.int8)
+    last[..., rest:] = 0
+    return full, last
+
+
+def _largest(block: Tensor) -> Tensor:
+    """Return (B,) float32: the largest magnitude; NaN and infinity propagate."""
+    return torch.maximum(block.amax(1), -block.amin(1)).float()
+
+
+def _scales(largest: Tensor, n_digits: int) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the factors (B, 1) float32 before rounding and the step (B,) float64 after it.
+
+    The scale of a block of subnormals would be above the float32 range, hence two factors, the
+    first of which is None where no sample needs it. Both are powers of two.
+    """
+    tiny = (largest > 0) & (largest < _TINY)
+    lift = torch.ones_like(largest).masked_fill_(tiny, 1 / _TINY)
+    finite = torch.isfinite(largest)
+    exponent = torch.frexp(torch.where(finite, largest * lift, 1.0)).exponent
+    scale = _power_of_two(FRACTION_BITS[n_digits] - exponent)
+    step = torch.where(finite, 1 / (scale.double() * lift.double()), torch.nan)
+    return lift[:, None] if bool(tiny.any()) else None, scale[:, None], step
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return exact float32 powers of two, exponents in [-126, 127]."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+def _split_digits(
+    integers: Tensor, full: Tensor, last: Tensor | None, start: int, n_digits: int
+) -> None:
+    """Write balanced base-256 digits, least significant first. Changes ``integers``."""
+    n_full, stop = len(full), start + len(integers)
+    head = integers[:, : n_full * SLAB_ROWS].view(len(integers), n_full, SLAB_ROWS).transpose(0, 1)
+    tail = integers[:, n_full * SLAB_ROWS :]
+    offset = _ROUNDING_BITS
+    for position in range(n_digits):
+        if position:
+            integers.add_(128 - offset).bitwise_right_shift_(8)
+            offset = 0
+        full[:, position, start:stop].copy_(head)
+        if last is not None:
+            last[position, start:stop, : tail.shape[1]].copy_(tail)

@@ -1,0 +1,165 @@
+"""Where every parameter tensor starts among the rows of the projection matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+ROW_ALIGNMENT = 512
+"""Rows at which a parameter tensor may start in a random projection."""
+
+ROW_BLOCK = 16384
+"""Rows of one quantisation block. Blocks tile the global row grid from row 0."""
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """A fixed map from parameter names to rows of the projection matrix.
+
+    Build it with :meth:`from_shapes`; the order of the names is the order in which gradients are
+    streamed and must never change for stored features.
+
+    Parameters
+    ----------
+    names
+        Parameter names, in row order.
+    shapes
+        Shape of each parameter.
+    offsets
+        First row of each parameter, a multiple of ``alignment``.
+    alignment
+        Rows at which a parameter may start.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    alignment: int
+
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], *, alignment: int) -> RowMap:
+        """Lay parameters out one after the other, each at the next aligned row.
+
+        Parameters
+        ----------
+        shapes
+            Shape per parameter name, in the order wanted.
+        alignment
+            Rows at which a parameter may start: the projector's ``row_alignment``.
+
+        Returns
+        -------
+        The map. Same shapes in the same order give the same map.
+
+        Raises
+        ------
+        ValueError
+            If there is no parameter, a size is negative, or ``alignment`` does not divide
+            the quantisation block.
+
+        Examples
+        --------
+        >>> rows = RowMap.from_shapes({"weight": (3, 4), "bias": (3,)}, alignment=512)
+        >>> rows.offset("bias"), rows.n_rows, rows.n_parameters
+        (512, 515, 15)
+        """
+        _check_layout(shapes, alignment)
+        offsets, row = [], 0
+        for shape in shapes.values():
+            row = -(-row // alignment) * alignment
+            offsets.append(row)
+            row += math.prod(shape)
+        sizes = tuple(tuple(int(length) for length in shape) for shape in shapes.values())
+        return cls(tuple(shapes), sizes, tuple(offsets), alignment)
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def _find(self, name: str) -> int:
+        try:
+            return self._position[name]
+        except KeyError as err:
+            raise ValueError(
+                f"{name!r} is not in the row map; a row map knows the {len(self.names)} parameters "
+                f"it was made from. Use one of row_map.names, which starts {self.names[:3]}."
+            ) from err
+
+    def offset(self, name: str) -> int:
+        """Return the first row of a parameter."""
+        return self.offsets[self._find(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        return self.shapes[self._find(name)]
+
+    def size(self, name: str) -> int:
+        """Return the number of elements of a parameter."""
+        return math.prod(self.shape(name))
+
+    @property
+    def n_rows(self) -> int:
+        """Row after the last element of the last parameter; padding after it is not counted."""
+        return self.offsets[-1] + math.prod(self.shapes[-1])
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of elements of all parameters, without padding."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the map as JSON-able values; :meth:`from_dict` reads it back."""
+        tensors = [
+            {"name": name, "shape": list(shape), "offset": offset}
+            for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)
+        ]
+        return {"alignment": self.alignment, "tensors": tensors}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RowMap:
+        """Read a map written by :meth:`to_dict`.
+
+        Raises
+        ------
+        ValueError
+            If the stored offsets are not the ones the stored shapes and alignment lead to.
+
+        Examples
+        --------
+        >>> rows = RowMap.from_shapes({"weight": (3, 4)}, alignment=1)
+        >>> RowMap.from_dict(rows.to_dict()) == rows
+        True
+        """
+        tensors = data["tensors"]
+        shapes = {tensor["name"]: tensor["shape"] for tensor in tensors}
+        row_map = cls.from_shapes(shapes, alignment=data["alignment"])
+        stored = tuple(tensor["offset"] for tensor in tensors)
+        if stored != row_map.offsets:
+            raise ValueError(
+                f"stored row offsets {stored[:4]} differ from {row_map.offsets[:4]}, which the "
+                "stored shapes need. Build the map again with RowMap.from_shapes(shapes, "
+                f"alignment={row_map.alignment}) and recompute the features."
+            )
+        return row_map
+
+
+def _check_layout(shapes: Mapping[str, Sequence[int]], alignment: int) -> None:
+    if alignment < 1 or ROW_BLOCK % alignment:
+        raise ValueError(
+            f"alignment is {alignment}; it must be a positive divisor of {ROW_BLOCK}. "
+            "Use alignment=projector.row_alignment."
+        )
+    if not shapes:
+        raise ValueError(
+            "the mapping of shapes is empty; a row map needs at least one parameter. "
+            "Use {name: parameter.shape for name, parameter in model.named_parameters()}."
+        )
+    for name, shape in shapes.items():
+        if any(length < 0 for length in shape):
+            raise ValueError(
+                f"parameter {name!r} has shape {tuple(shape)}; lengths must not be negative. "
+                "Use tuple(parameter.shape)."
+            )

@@ -1,0 +1,79 @@
+"""How features were made, kept in ``attrs``; what was made differently refuses to meet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import xarray as xr
+
+from trakdask.errors import StoreMismatchError
+
+__all__ = ["FEATURE_SPEC", "digest", "require_same", "spec"]
+
+FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
+"""Attrs that training and target features must share for their product to mean anything."""
+
+_REMEDY = {
+    "projector": "Featurize both with one projector (kind, proj_dim, seed and arithmetic).",
+    "checkpoints": "Featurize both with the same checkpoints, in one td.Model.",
+    "checkpoint_ids": "Give both models the same checkpoint_ids, or none.",
+    "parameters": "Select the same parameters= in both models.",
+    "task": "Give both models the same task.",
+    "source": "Choose another store, or set samples.attrs['source'] if the data are the same.",
+    "layout": "Featurize with the block layout of the store (samples.chunk(sample=...)).",
+}
+
+
+def spec(ds: xr.Dataset) -> dict[str, Any]:
+    """Return the part of a Dataset's ``attrs`` that determines its features."""
+    return {name: ds.attrs[name] for name in (*FEATURE_SPEC, "source") if name in ds.attrs}
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """Hash plain JSON values, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def require_same(
+    found: Mapping[str, Any],
+    needed: Mapping[str, Any],
+    *,
+    what: str,
+    names: tuple[str, ...] = FEATURE_SPEC,
+) -> None:
+    """Check that two specs agree.
+
+    Raises
+    ------
+    StoreMismatchError
+        At the first difference; it names the field and shows both values.
+    """
+    for name in names:
+        if _plain(found.get(name)) == _plain(needed.get(name)):
+            continue
+        key, left, right = _first_difference(found.get(name), needed.get(name))
+        raise StoreMismatchError(
+            f"{what} differ in {name}{key}: found {left}, needed {right}. {_REMEDY[name]}"
+        )
+
+
+def _first_difference(found: Any, needed: Any) -> tuple[str, str, str]:
+    if isinstance(found, Mapping) and isinstance(needed, Mapping):
+        for key in (*needed, *found):
+            if _plain(found.get(key)) != _plain(needed.get(key)):
+                return f"[{key!r}]", _short(found.get(key)), _short(needed.get(key))
+        return "", f"the order {list(found)}", str(list(needed))
+    return "", _short(found), _short(needed)
+
+
+def _plain(value: Any) -> Any:
+    """Return what a value becomes in JSON, as a text: a store gives back lists for tuples."""
+    return json.dumps(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

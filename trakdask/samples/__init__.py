@@ -1,0 +1,16 @@
+"""Sources of samples: labelled, lazy Datasets of model inputs with metadata beside them."""
+
+from trakdask.samples.array_source import from_arrays
+from trakdask.samples.coords import normalise_coord, normalise_coords
+from trakdask.samples.dataframe_source import from_dataframe
+from trakdask.samples.torch_source import from_torch
+from trakdask.samples.validation import validate_samples
+
+__all__ = [
+    "from_arrays",
+    "from_dataframe",
+    "from_torch",
+    "normalise_coord",
+    "normalise_coords",
+    "validate_samples",
+]

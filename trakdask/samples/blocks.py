@@ -1,0 +1,218 @@
+"""What all sources share: blocks that are read inside tasks, and the Dataset made of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask.samples.coords import check_name
+from trakdask.spool import Spooled, fingerprint
+from trakdask.variables import SAMPLE
+
+__all__ = [
+    "Field",
+    "Reader",
+    "assemble",
+    "check_chunks",
+    "check_dtype",
+    "dims_of",
+    "read_array",
+    "read_bundle",
+    "source_of",
+]
+
+Array = np.ndarray[Any, Any]
+
+_READ_NAME = re.compile(r"read-.+-([0-9a-f]{64})-\d+", re.DOTALL)
+_SOURCE = re.compile(r"samples-[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Field:
+    """Shape and dtype that every sample of a variable must have."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def check(self, name: str, sample: int, value: Array) -> None:
+        """Refuse the value of one sample that does not fit."""
+        if value.shape != self.shape:
+            raise ValueError(
+                f"variable {name!r} of sample {sample} has shape {value.shape}; needed "
+                f"{self.shape}, as sample 0. Pad or crop all samples to one shape."
+            )
+        # Floating point may be rounded; integers must not wrap.
+        casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
+        if not np.can_cast(value.dtype, self.dtype, casting):
+            raise ValueError(
+                f"variable {name!r} of sample {sample} has dtype {value.dtype}; needed "
+                f"{self.dtype}, as sample 0. Convert all samples to one dtype."
+            )
+
+
+class Reader(Protocol):
+    """Source that reads all of its variables together."""
+
+    def read(self, start: int, stop: int) -> dict[str, Array]:
+        """Read the samples ``start:stop`` of every variable, each (stop - start, ...)."""
+        ...
+
+
+def check_chunks(chunks: int) -> int:
+    """Return the number of samples per block, or say what is wrong with it."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
+        raise ValueError(
+            f"chunks is {chunks!r}; needed a positive integer, the samples per block. Use "
+            "chunks=512."
+        )
+    return int(chunks)
+
+
+def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
+    """Refuse variables that no model could read."""
+    if dtype.kind not in "biufc":
+        raise TypeError(
+            f"variable {name!r} has dtype {dtype}; needed numbers or booleans, as models read "
+            f"tensors. Convert it to one numeric array, or give it as metadata: coords={{{name!r}: "
+            "...}."
+        )
+
+
+def read_array(name: str, source: Spooled, shape: tuple[int, ...], dtype: Any, size: int) -> Any:
+    """Build the lazy array (sample, ...) whose tasks slice what ``source`` holds."""
+    native = np.dtype(dtype).newbyteorder("=")
+    return da.map_blocks(
+        _read_rows,
+        source,
+        size,
+        native,
+        chunks=_chunks(shape, size),
+        dtype=native,
+        meta=np.empty((0,) * len(shape), native),
+        name=_read_name(name, source.token, size),
+    )
+
+
+def read_bundle(
+    source: Spooled, fields: Mapping[str, Field], n: int, size: int
+) -> dict[str, da.Array]:
+    """Build the lazy arrays of a :class:`Reader`: one read per block serves all variables."""
+    # One object per block, chunked as if it were the samples: then blockwise sees equal blocks.
+    bundle = da.map_blocks(
+        _read_bundle,
+        source,
+        n,
+        size,
+        chunks=_chunks((n,), size),
+        dtype=object,
+        meta=np.empty((0,), object),
+        name=f"read-bundle-{_digest(source.token)}-{size}",
+    )
+    return {name: _member(name, bundle, field, source, size) for name, field in fields.items()}
+
+
+def _member(name: str, bundle: da.Array, field: Field, source: Spooled, size: int) -> Any:
+    axes = tuple(range(1 + len(field.shape)))
+    return da.blockwise(
+        _take,
+        axes,
+        bundle,
+        axes[:1],
+        name,
+        None,
+        new_axes=dict(zip(axes[1:], field.shape, strict=True)),
+        dtype=field.dtype,
+        meta=np.empty((0,) * len(axes), field.dtype),
+        name=_read_name(name, source.token, size),
+    )
+
+
+def _read_rows(
+    source: Spooled, size: int, dtype: np.dtype[Any], block_id: tuple[int, ...]
+) -> Array:
+    start = block_id[0] * size
+    # A copy: torch refuses read-only memory, and no task may write into the user's array.
+    return np.array(source.get()[start : start + size], dtype=dtype)
+
+
+def _read_bundle(source: Spooled, n: int, size: int, block_id: tuple[int, ...]) -> dict[str, Array]:
+    start = block_id[0] * size
+    reader: Reader = source.get()
+    return reader.read(start, min(start + size, n))
+
+
+def _take(bundle: Mapping[str, Array], name: str) -> Array:
+    return bundle[name]
+
+
+def _chunks(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
+    n, *rest = shape
+    starts = range(0, n, size)
+    return (tuple(min(size, n - start) for start in starts), *((length,) for length in rest))
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _read_name(name: str, token: str, size: int) -> str:
+    # With the variable's name in the digest: the variables of one reader share its token.
+    return f"read-{name}-{_digest(f'{name} {token}')}-{size}"
+
+
+def dims_of(name: str, ndim: int) -> tuple[str, ...]:
+    """Name the dimensions of a variable: only ``sample`` is shared."""
+    return SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, ndim))
+
+
+def assemble(variables: Mapping[str, da.Array], coords: Mapping[str, Array]) -> xr.Dataset:
+    """Label lazy arrays, equally chunked along samples, and their coords."""
+    for name in variables:
+        check_name(name, "variable")
+    ds = xr.Dataset(
+        {name: (dims_of(name, array.ndim), array) for name, array in variables.items()},
+        coords={name: (SAMPLE, values) for name, values in coords.items()},
+    )
+    return ds.assign_attrs(source=source_of(ds))
+
+
+def source_of(ds: xr.Dataset) -> str:
+    """Name what a model can read of the samples, whatever the chunks.
+
+    Parameters
+    ----------
+    ds
+        Dataset with lazy variables and in-memory coords.
+
+    Returns
+    -------
+    ``ds.attrs["source"]`` if the user gave it, else a hash of the variables' content as far as
+    dask's names tell it, and of the numbers among the coords. Strings and times are no part of it:
+    no model reads them, so metadata may be added later.
+    """
+    given = ds.attrs.get("source")
+    if given is not None and not _SOURCE.fullmatch(str(given)):
+        return str(given)
+    variables = sorted(
+        (str(name), str(array.dtype), array.shape, _content(array.data))
+        for name, array in ds.data_vars.items()
+    )
+    coords = sorted(
+        (str(name), fingerprint(coord.values))
+        for name, coord in ds.coords.items()
+        if coord.dtype.kind in "biuf"
+    )
+    return f"samples-{_digest(repr((variables, coords)))}"
+
+
+def _content(array: da.Array) -> str:
+    """Dask's name of an array, without the chunk size where we gave the name."""
+    match = _READ_NAME.fullmatch(array.name)
+    return match[1] if match else array.name

@@ -1,0 +1,186 @@
+"""Samples that are rows of a table: parquet files, pandas or dask DataFrames."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import dask
+import dask.array as da
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from trakdask.samples.array_source import lazy_variables
+from trakdask.samples.blocks import Field, assemble, check_chunks, read_bundle
+from trakdask.samples.coords import normalise_coords
+from trakdask.samples.parquet import ParquetRows, stack
+from trakdask.spool import Spooled
+
+__all__ = ["from_dataframe"]
+
+Array = np.ndarray[Any, Any]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_Table = tuple[dict[str, da.Array], dict[str, Any], int]
+
+
+def from_dataframe(
+    source: Paths | pd.DataFrame | Any,
+    *,
+    variables: Mapping[str, str],
+    coords: Sequence[str] = (),
+    chunks: int = 512,
+) -> xr.Dataset:
+    """Label the rows of a table as samples.
+
+    Parameters
+    ----------
+    source
+        Parquet: a path, URL, glob or folder, or a list of paths, read inside tasks. Or a pandas or
+        dask DataFrame.
+    variables
+        Model inputs: name of the variable -> column. Columns hold numbers, or lists of one length,
+        which become (sample, length).
+    coords
+        Columns to keep as metadata, in memory. Strings, categoricals (decoded), numbers or times.
+    chunks
+        Samples per block, and so per task.
+
+    Returns
+    -------
+    Dataset as of :func:`from_arrays`; samples are in the order of the files (sorted by name where
+    a glob or folder was given) and of their rows.
+
+    Raises
+    ------
+    TypeError
+        If the source is no table, or a variable's column is not numeric.
+    ValueError
+        If there are no rows, a column is missing, or as in :func:`from_arrays`. When computed, if
+        the lists of a column differ in length or a value is missing; the message names the row.
+
+    Notes
+    -----
+    Parquet: the footers, the first row and the coords are read here, no variable is. A task reads
+    the row groups that its samples are in, whole: write row groups of about ``chunks`` rows. Files
+    count by path, size and modification time in ``attrs["source"]``. pandas: as
+    :func:`from_arrays`, held in memory. dask DataFrame: the one eager step of all sources: the
+    length of each partition, the coords and the first row are computed here, in one pass.
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> frame = pd.DataFrame({"tokens": [[1, 2], [3, 4]], "lang": ["en", "de"]})
+    >>> train = from_dataframe(frame, variables={"input_ids": "tokens"}, coords=["lang"])
+    >>> train.input_ids.shape, train.lang.values.tolist()
+    ((2, 2), ['en', 'de'])
+    """
+    size = check_chunks(chunks)
+    coords = (coords,) if isinstance(coords, str) else tuple(coords)
+    if not variables:
+        raise ValueError(
+            "variables is empty; needed at least one model input. Use variables={'x': 'column'}."
+        )
+    if isinstance(source, pd.DataFrame):
+        table = _from_pandas(source, variables, coords, size)
+    elif isinstance(source, dd.DataFrame):
+        table = _from_dask(source, variables, coords, size)
+    elif isinstance(source, str | os.PathLike | list | tuple):
+        table = _from_parquet(source, variables, coords, size)
+    else:
+        raise TypeError(
+            f"source is a {type(source).__name__}; needed parquet paths, or a pandas or dask "
+            "DataFrame. Use source.to_pandas()."
+        )
+    arrays, metadata, n = table
+    return assemble(arrays, normalise_coords(metadata, arrays, n))
+
+
+def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
+    columns = [str(column) for column in available]
+    for column in asked:
+        if column not in columns:
+            near = difflib.get_close_matches(column, columns, n=3) or columns
+            raise ValueError(
+                f"there is no column {column!r}; needed one of the table's. Did you mean one of "
+                f"{near}?"
+            )
+
+
+def _check_rows(n: int) -> None:
+    if n == 0:
+        raise ValueError(
+            "the table has 0 rows; needed at least one. Check the path or what selected the rows."
+        )
+
+
+def _from_pandas(
+    frame: pd.DataFrame, variables: Mapping[str, str], coords: tuple[str, ...], size: int
+) -> _Table:
+    _check_columns([*variables.values(), *coords], frame.columns)
+    _check_rows(len(frame))
+    arrays = {name: stack(name, frame[column], 0) for name, column in variables.items()}
+    return lazy_variables(arrays, size), {name: frame[name] for name in coords}, len(frame)
+
+
+def _from_parquet(
+    source: Paths, variables: Mapping[str, str], coords: tuple[str, ...], size: int
+) -> _Table:
+    sources = [source] if isinstance(source, str | os.PathLike) else source
+    paths = [os.fspath(path) for path in sources]
+    rows = ParquetRows(paths, dict(variables))
+    _check_columns([*variables.values(), *coords], rows.columns)
+    _check_rows(rows.n)
+    rows.probe()
+    metadata = rows.read_coords(coords)
+    return read_bundle(Spooled(rows), rows.fields, rows.n, size), metadata, rows.n
+
+
+def _from_dask(
+    frame: Any, variables: Mapping[str, str], coords: tuple[str, ...], size: int
+) -> _Table:
+    _check_columns([*variables.values(), *coords], frame.columns)
+    columns = list(dict.fromkeys(variables.values()))
+    lengths, metadata, first = dask.compute(
+        frame.map_partitions(len, meta=pd.Series([], dtype=np.int64)),
+        frame[list(coords)],
+        frame[columns].head(1, npartitions=-1, compute=False),
+    )
+    _check_rows(int(lengths.sum()))
+    starts = np.cumsum([0, *lengths])
+    arrays = {
+        name: _column(name, frame[column], starts, stack(name, first[column], 0))
+        for name, column in variables.items()
+    }
+    return lazy_variables(arrays, size), {name: metadata[name] for name in coords}, int(starts[-1])
+
+
+def _column(name: str, series: Any, starts: Array, first: Array) -> Any:
+    lengths = tuple(int(length) for length in np.diff(starts))
+    field = Field(first.shape[1:], first.dtype)
+    return series.to_dask_array(lengths=lengths).map_blocks(
+        _stack_block,
+        name,
+        starts,
+        field,
+        chunks=(lengths, *((length,) for length in field.shape)),
+        new_axis=list(range(1, first.ndim)) or None,
+        dtype=field.dtype,
+        meta=np.empty((0,) * first.ndim, field.dtype),
+    )
+
+
+def _stack_block(
+    block: Array,
+    name: str,
+    starts: Array,
+    field: Field,
+    block_id: tuple[int, ...],
+) -> Array:
+    start = int(starts[block_id[0]])
+    if not len(block):
+        return np.empty((0, *field.shape), field.dtype)
+    return stack(name, pd.Series(block), start, field).astype(field.dtype, copy=False)

@@ -1,0 +1,218 @@
+"""Rows of parquet files by index, and columns of lists as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from fsspec.core import get_fs_token_paths
+
+from trakdask.samples.blocks import Field, check_dtype
+
+__all__ = ["ParquetRows", "stack"]
+
+Array = np.ndarray[Any, Any]
+
+
+class ParquetRows:
+    """Parquet files seen as one table, of which tasks read the row groups that they need.
+
+    Parameters
+    ----------
+    paths
+        Paths, URLs, globs or folders.
+    variables
+        Name of the variable -> column.
+    """
+
+    def __init__(self, paths: list[str], variables: dict[str, str]) -> None:
+        self.variables = variables
+        self.fields: dict[str, Field] = {}
+        self.fs, self.paths = _expand(paths)
+        footers = [self._footer(path) for path in self.paths]
+        columns = [footer.schema.to_arrow_schema().names for footer in footers]
+        self.columns = [name for name in columns[0] if all(name in other for other in columns)]
+        # Row groups of all files in order: the file and the index in it, and the row it ends at.
+        groups = [
+            (file, group, footer.row_group(group).num_rows)
+            for file, footer in enumerate(footers)
+            for group in range(footer.num_row_groups)
+        ]
+        table = np.array(groups, dtype=np.int64).reshape(-1, 3)
+        self.groups = table[:, :2]
+        self.ends = np.cumsum(table[:, 2])
+        self.versions = [self._version(path) for path in self.paths]
+
+    @property
+    def n(self) -> int:
+        """Number of rows."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def probe(self) -> None:
+        """Learn shapes and dtypes from the first row."""
+        file, group = self.groups[np.searchsorted(self.ends, 0, side="right")]
+        columns = list(dict.fromkeys(self.variables.values()))
+        with self.fs.open(self.paths[file], "rb") as opened:
+            parquet = pq.ParquetFile(opened)
+            batches = parquet.iter_batches(batch_size=1, row_groups=[int(group)], columns=columns)
+            row = pa.Table.from_batches([next(batches)])
+        for name, column in self.variables.items():
+            value = _from_arrow(name, row.column(column).combine_chunks(), 0)
+            check_dtype(name, value.dtype)
+            self.fields[name] = Field(value.shape[1:], value.dtype)
+
+    def read(self, start: int, stop: int) -> dict[str, Array]:
+        """Read the rows ``start:stop`` of every variable."""
+        block = {
+            name: np.empty((stop - start, *field.shape), field.dtype)
+            for name, field in self.fields.items()
+        }
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        last = int(np.searchsorted(self.ends, stop, side="left"))
+        for group in range(first, last + 1):
+            self._read_group(group, start, stop, block)
+        return block
+
+    def _read_group(self, group: int, start: int, stop: int, block: dict[str, Array]) -> None:
+        begin = int(self.ends[group - 1]) if group else 0
+        low, high = max(start, begin), min(stop, int(self.ends[group]))
+        if low >= high:
+            return
+        file, index = self.groups[group]
+        columns = list(dict.fromkeys(self.variables.values()))
+        with self.fs.open(self.paths[file], "rb") as opened:
+            table = pq.ParquetFile(opened).read_row_group(int(index), columns=columns)
+        table = table.slice(low - begin, high - low)
+        for name, column in self.variables.items():
+            values = _from_arrow(name, table.column(column).combine_chunks(), low)
+            self.fields[name].check(name, low, values[0])
+            block[name][low - start : high - start] = values
+
+    def read_coords(self, names: tuple[str, ...]) -> dict[str, pd.Series[Any]]:
+        """Read whole columns into memory."""
+        if not names:
+            return {}
+        tables = []
+        for path in self.paths:
+            with self.fs.open(path, "rb") as opened:
+                tables.append(pq.ParquetFile(opened).read(columns=list(names)))
+        table = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+        # Integers with nulls as objects: as floats they would be rounded, silently.
+        frame = table.to_pandas(date_as_object=False, integer_object_nulls=True)
+        return {name: frame[name] for name in names}
+
+    def _footer(self, path: str) -> Any:
+        with self.fs.open(path, "rb") as opened:
+            return pq.ParquetFile(opened).metadata
+
+    def _version(self, path: str) -> tuple[Any, ...]:
+        info = self.fs.info(path)
+        return tuple(str(info.get(key)) for key in ("size", "mtime", "LastModified", "ETag"))
+
+
+def _expand(paths: list[str]) -> tuple[Any, list[str]]:
+    fs = None
+    found: list[str] = []
+    for path in paths:
+        fs, _, matches = get_fs_token_paths(path)
+        for match in sorted(matches):
+            found += _parquet_files(fs, match) if fs.isdir(match) else [match]
+    if fs is None or not found:
+        raise FileNotFoundError(
+            f"{paths} matches no file; needed at least one parquet file. Check the path or pattern."
+        )
+    return fs, found
+
+
+def _parquet_files(fs: Any, folder: str) -> list[str]:
+    return [path for path in sorted(fs.find(folder)) if path.endswith((".parquet", ".parq"))]
+
+
+def _from_arrow(name: str, column: Any, start: int, per_row: int = 1) -> Array:
+    """Turn a column, of lists of one length perhaps, into an array (row, ...).
+
+    ``start`` is the sample of the first row; ``per_row`` values of the column make one row.
+    """
+    if column.null_count:
+        null = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+        raise _missing(name, start + null // per_row)
+    if not _is_list(column.type):
+        return np.asarray(column.to_numpy(zero_copy_only=False))
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    if (lengths != lengths[0]).any():
+        other = int(np.argmax(lengths != lengths[0]))
+        raise ValueError(
+            f"variable {name!r} of sample {start + other // per_row} has length "
+            f"{int(lengths[other])}; needed {int(lengths[0])}, as sample {start}. Pad or crop all "
+            "lists to one length."
+        )
+    width = int(lengths[0])
+    inner = _from_arrow(name, column.flatten(), start, per_row * max(1, width))
+    return inner.reshape(len(column), width, *inner.shape[1:])
+
+
+def _missing(name: str, sample: int) -> ValueError:
+    return ValueError(
+        f"variable {name!r} of sample {sample} is missing; needed a value in every row. Fill or "
+        "drop such rows first."
+    )
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def stack(name: str, series: pd.Series[Any], start: int, field: Field | None = None) -> Array:
+    """Turn a pandas column, of lists of one length perhaps, into an array (row, ...).
+
+    Parameters
+    ----------
+    name
+        Name of the variable, for errors.
+    series
+        Numbers, or equally long lists of them.
+    start
+        Sample that the first row is, for errors.
+    field
+        What every row must be; by default, what the first row is.
+
+    Returns
+    -------
+    Array (row, ...).
+    """
+    values = series.to_numpy()
+    if len(values) and isinstance(values[0], list | tuple | np.ndarray):
+        values = _stack_lists(name, values, start, field)
+    check_dtype(name, values.dtype)
+    if field is not None and len(values):
+        field.check(name, start, values[0])
+    return values
+
+
+def _stack_lists(name: str, values: Array, start: int, field: Field | None) -> Array:
+    rows = []
+    for sample, value in enumerate(values, start):
+        if value is None or value is pd.NA or isinstance(value, float):  # NaN stands for no list
+            raise _missing(name, sample)
+        row = _as_row(name, sample, value)
+        field = Field(row.shape, row.dtype) if field is None else field
+        field.check(name, sample, row)
+        rows.append(row)
+    return np.stack(rows)
+
+
+def _as_row(name: str, sample: int, value: Any) -> Array:
+    try:
+        row = np.asarray(value)
+        return np.stack(list(row)) if row.dtype.kind == "O" and row.size else row
+    except ValueError as err:
+        raise ValueError(
+            f"variable {name!r} of sample {sample} holds lists that differ in length; needed equal "
+            "ones. Pad or crop all lists to one length."
+        ) from err

@@ -1,0 +1,142 @@
+"""The form that every Dataset of samples has, whoever made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask.samples.array_source import lazy_variables
+from trakdask.samples.blocks import check_chunks, source_of
+from trakdask.samples.coords import check_name, normalise_coords
+from trakdask.variables import SAMPLE
+
+__all__ = ["validate_samples"]
+
+_COORDS_BYTES = 10**9
+_CHUNKS = 512
+
+
+def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset:
+    """Bring a Dataset into the form that :func:`from_arrays` gives.
+
+    Parameters
+    ----------
+    ds
+        Dataset with a ``sample`` dimension: variables (sample, ...) are model inputs, coords
+        (sample,) are metadata.
+    chunks
+        Samples per block. By default the chunks of the variable with the most bytes per sample,
+        or 512 if it has none.
+
+    Returns
+    -------
+    Dataset with lazy variables, ``sample`` first, in equal blocks of samples and one chunk along
+    other dimensions; coords in memory; no index; ``attrs["source"]`` as given by the user, else
+    made from dask's names and the content. What has this form already is not changed.
+
+    Raises
+    ------
+    TypeError
+        If ``ds`` is no Dataset, or a variable or coord has a dtype that cannot be used.
+    ValueError
+        If there is no ``sample`` dimension, no variable or no sample, a variable does not run along
+        ``sample``, a name is reserved, or lazy coords are larger than 1 GB.
+
+    Notes
+    -----
+    Lazy coords are loaded; nothing else is computed. A coord named ``sample`` becomes
+    ``sample_id``, and coords that do not run along ``sample`` are left out. Subsets of a Dataset
+    get a source of their own, unless the user gave one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> ds = xr.Dataset({"x": (("feature_dim", "sample"), np.zeros((3, 4)))})
+    >>> validate_samples(ds, chunks=2).x.chunks
+    ((2, 2), (3,))
+    """
+    _check_form(ds)
+    size = _block_size(ds) if chunks is None else check_chunks(chunks)
+    ds = _without_indexes(ds)
+    coords = normalise_coords(_load_coords(ds), set(ds.data_vars), ds.sizes[SAMPLE])
+    ordered = {str(name): array.transpose(SAMPLE, ...) for name, array in ds.data_vars.items()}
+    arrays = lazy_variables({name: _data(array) for name, array in ordered.items()}, size)
+    result = xr.Dataset(
+        {name: (ordered[name].dims, array, ordered[name].attrs) for name, array in arrays.items()},
+        coords={name: (SAMPLE, values) for name, values in coords.items()},
+        attrs=ds.attrs,
+    )
+    return result.assign_attrs(source=source_of(result))
+
+
+def _check_form(ds: Any) -> None:
+    if not isinstance(ds, xr.Dataset):
+        raise TypeError(
+            f"samples is a {type(ds).__name__}; needed an xarray.Dataset. Use td.from_arrays, "
+            "td.from_torch or td.from_dataframe."
+        )
+    if SAMPLE not in ds.dims:
+        raise ValueError(
+            f"samples has the dimensions {list(ds.sizes)}; needed {SAMPLE!r}. Use "
+            f"ds.rename({next(iter(ds.sizes), 'row')}={SAMPLE!r})."
+        )
+    if not ds.data_vars:
+        raise ValueError(
+            f"samples has no variables, only the coords {list(ds.coords)}; needed at least one "
+            "model input. Use ds.reset_coords('name')."
+        )
+    for name, array in ds.data_vars.items():
+        check_name(name, "variable")
+        if SAMPLE not in array.dims:
+            raise ValueError(
+                f"variable {name!r} has the dimensions {array.dims}; needed {SAMPLE!r} among them. "
+                f"Use ds.drop_vars({name!r})."
+            )
+
+
+def _block_size(ds: xr.Dataset) -> int:
+    widest = max(ds.data_vars.values(), key=lambda array: array.nbytes)
+    sizes = widest.variable.chunksizes.get(SAMPLE)  # a DataArray counts its coords
+    return max(1, *sizes) if sizes else _CHUNKS
+
+
+def _without_indexes(ds: xr.Dataset) -> xr.Dataset:
+    indexed = [name for name, coord in ds.coords.items() if name in ds.xindexes]
+    multi = [name for name in indexed if isinstance(ds.xindexes[name], xr.indexes.PandasMultiIndex)]
+    if SAMPLE in multi:  # tuples of the levels, which stay as coords
+        ds = ds.drop_indexes(multi).drop_vars(SAMPLE)
+        indexed = [name for name in indexed if name not in multi]
+    ds = ds.drop_indexes(indexed)
+    if SAMPLE in ds.coords:
+        ds = ds.drop_vars(SAMPLE).assign_coords(sample_id=(SAMPLE, ds[SAMPLE].data))
+    return ds
+
+
+def _load_coords(ds: xr.Dataset) -> dict[str, Any]:
+    coords = {name: coord for name, coord in ds.coords.items() if SAMPLE in coord.dims}
+    for name, coord in coords.items():
+        if coord.ndim > 1:
+            raise ValueError(
+                f"coord {name!r} has the dimensions {coord.dims}; needed ({SAMPLE!r},) only. Use "
+                f"ds.reset_coords({name!r}) to make it a variable."
+            )
+    lazy = {name: coord.nbytes for name, coord in coords.items() if coord.chunks is not None}
+    if sum(lazy.values()) > _COORDS_BYTES:
+        raise ValueError(
+            f"the lazy coords {lazy} have {sum(lazy.values())} bytes; needed at most "
+            f"{_COORDS_BYTES}, as coords are held in memory. Use ds.drop_vars(...), or "
+            "ds.reset_coords(...) to make one a variable."
+        )
+    return {str(name): coord.compute() for name, coord in coords.items()}
+
+
+def _data(array: xr.DataArray) -> Any:
+    """Take a variable's array; what xarray would read from a file at once is made lazy."""
+    variable = array.variable
+    if variable.chunks is None and not getattr(variable, "_in_memory", True):
+        return array.chunk().data
+    data = array.data
+    return data if isinstance(data, da.Array) else np.asarray(data)

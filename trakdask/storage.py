@@ -1,0 +1,399 @@
+"""Bytes: features are saved block by block and resumed; results are exported.
+
+A store is a zarr v3 group with the features, the coords and the gram matrices, and a sub-group
+``records`` with one small JSON file per completed (sample block × checkpoint). The file is written
+after the block's chunks and renamed into place: presence of a record means a complete block;
+presence of a chunk means nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import dask
+import dask.array as da
+import fsspec
+import numpy as np
+import xarray as xr
+import zarr
+
+from trakdask import arrays
+from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.progress import polled_bar
+from trakdask.provenance import FEATURE_SPEC, digest, require_same, spec
+from trakdask.variables import (
+    CHECKPOINT,
+    PROJ_DIM,
+    RANK,
+    SAMPLE,
+    TARGET,
+    VARIABLES,
+    load_coords,
+    validate,
+)
+
+__all__ = ["open", "save", "to_parquet", "to_zarr"]
+
+FEATURE_NAMES = ("feature", "output", "out_to_loss")
+_RECORDS = "records"
+_GRAM = "gram"
+
+
+def save(
+    features: xr.Dataset, store: str | os.PathLike[str], *, gram: bool = True, progress: bool = True
+) -> xr.Dataset:
+    """Compute features into a zarr store, block by block; go on where an earlier call stopped.
+
+    Runs on the active Dask client, or on threads. Each checkpoint is one submission; each task
+    stores its block and then a completion record, so that killing anything loses the blocks in
+    flight and nothing else, and calling again computes only what is missing.
+
+    Parameters
+    ----------
+    features
+        Lazy Dataset of :func:`featurize`.
+    store
+        Folder or fsspec URL; all workers must reach it.
+    gram
+        Also reduce and keep the gram matrix of each checkpoint, which every score of these
+        (training) samples needs. Targets need none.
+    progress
+        Show a bar of completed blocks.
+
+    Returns
+    -------
+    What :func:`open` returns: the saved features, lazy.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the store holds features that were made differently; the differing field is named.
+    FileExistsError
+        If the store holds something else.
+    ValueError
+        If sample chunks are unequal, so that blocks would not be chunks of the store.
+    BlockError
+        If a block fails; completed blocks stay.
+
+    Notes
+    -----
+    zarr v3, uncompressed (features do not compress), one chunk per block, NaN fill.
+    """
+    validate(features, FEATURE_NAMES, what="features")
+    features = load_coords(features)
+    plan = _Plan.of(features, os.fspath(store))
+    _create_or_check(plan, features, gram=gram)
+    total = len(plan.checkpoints) * (plan.n_blocks + gram)
+    with polled_bar(f"save {plan.store}", total, plan.count_done, show=progress):
+        for index in range(len(plan.checkpoints)):
+            _save_checkpoint(plan, features, index)
+            if gram:
+                _save_gram(plan, index)
+    return open(store)
+
+
+def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.Dataset:
+    """Open saved features as a lazy Dataset; metadata coords are loaded, arrays are not.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote.
+    require_complete
+        Refuse a store that lacks blocks: they would read as NaN.
+
+    Returns
+    -------
+    Dataset with ``feature`` (sample, proj_dim, checkpoint), ``output`` and ``out_to_loss`` (sample,
+    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint); ``sample`` has no index.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such store.
+    IncompleteFeaturesError
+        If blocks are missing.
+    """
+    path = os.fspath(store)
+    try:
+        ds = xr.open_zarr(path, consolidated=False, chunks={})
+    except (FileNotFoundError, KeyError) as err:
+        raise FileNotFoundError(
+            f"there is no store {path!r}; needed a folder that td.save wrote. Check the path."
+        ) from err
+    if "layout" not in ds.attrs:
+        raise FileNotFoundError(
+            f"{path!r} is a zarr store without features; needed one that td.save wrote. "
+            "Open other zarr stores with xarray.open_zarr."
+        )
+    if require_complete:
+        _require_complete(_Plan.of(ds, path), has_gram=_GRAM in ds)
+    return load_coords(ds)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where the blocks of one feature set go, and which are there."""
+
+    store: str
+    spec: dict[str, Any]
+    layout: dict[str, int]
+    checkpoints: tuple[str, ...]
+
+    @classmethod
+    def of(cls, ds: xr.Dataset, store: str) -> _Plan:
+        names = tuple(f"{int(id):08x}" for id in ds.attrs["checkpoint_ids"].values())
+        return cls(store, spec(ds), ds.attrs.get("layout") or _layout(ds), names)
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-self.layout["samples"] // self.layout["block"])
+
+    @property
+    def digest(self) -> str:
+        return digest({"spec": self.spec, "layout": self.layout})
+
+    def folder(self, index: int) -> str:
+        return f"{self.store}/{_RECORDS}/{self.digest[:16]}/{self.checkpoints[index]}"
+
+    def done(self, index: int) -> set[str]:
+        """Names of the completed blocks of a checkpoint: block numbers, and "gram"."""
+        fs, path = fsspec.core.url_to_fs(self.folder(index))
+        fs.invalidate_cache()
+        names = fs.ls(path, detail=False) if fs.exists(path) else []
+        return {n.rpartition("/")[2].removesuffix(".json") for n in names if n.endswith(".json")}
+
+    def count_done(self) -> int:
+        return sum(len(self.done(index)) for index in range(len(self.checkpoints)))
+
+
+def _layout(features: xr.Dataset) -> dict[str, int]:
+    chunks = features.feature.variable.chunksizes.get(SAMPLE, (features.sizes[SAMPLE],))
+    if len(set(chunks[:-1])) > 1 or chunks[-1] > chunks[0]:
+        raise ValueError(
+            f"features have the sample chunks {chunks[:4]}...; needed equal ones (the last may be "
+            f"smaller), since each is one chunk of the store. Use "
+            f"samples.chunk(sample={chunks[0]})."
+        )
+    return {"samples": sum(chunks), "block": chunks[0]}
+
+
+def _create_or_check(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
+    """Make the store once, or check that the one there is ours and was made in the same way."""
+    fs, path = fsspec.core.url_to_fs(plan.store)
+    if not fs.exists(path) or not fs.ls(path):
+        _create(plan, features, gram=gram)
+        return
+    try:
+        group = zarr.open_group(plan.store, mode="r")
+    except (FileNotFoundError, KeyError, ValueError) as err:
+        raise FileExistsError(
+            f"{plan.store!r} exists and is no feature store; needed a new path, or a store to "
+            f"resume. "
+            "Choose another path."
+        ) from err
+    attrs = dict(group.attrs)
+    if "layout" not in attrs:
+        raise FileExistsError(
+            f"{plan.store!r} is a zarr store without features; needed a new path, or a feature "
+            f"store "
+            "to resume. Choose another path."
+        )
+    names = (*FEATURE_SPEC, "source", "layout")
+    ours = {**plan.spec, "layout": plan.layout}
+    require_same(ours, attrs, what=f"these features and the store {plan.store!r}", names=names)
+    if _RECORDS not in group:  # killed while it was made: nothing can have been written
+        _create(plan, features, gram=gram)
+    elif gram and _GRAM not in group:
+        raise StoreMismatchError(
+            f"the store {plan.store!r} was made with gram=False; needed a place for the gram "
+            f"matrices. "
+            "Type td.save(features, store, gram=False), and td.score will reduce them when "
+            "computed."
+        )
+
+
+def _create(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
+    """Write metadata and coords of the whole store; the records group last: a mark of success."""
+    template = features[list(FEATURE_NAMES)].drop_attrs(deep=False)
+    template = template.assign_attrs({**features.attrs, "layout": plan.layout})
+    template = template.map(_empty_like, keep_attrs=True)
+    if gram:
+        template[_GRAM] = _empty_gram(features)
+    encoding = {name: _encoding(template[name], plan) for name in template.data_vars}
+    template.to_zarr(
+        plan.store, mode="w", compute=False, consolidated=False, zarr_format=3, encoding=encoding
+    )
+    zarr.open_group(plan.store, mode="r+").create_group(_RECORDS)
+
+
+def _empty_like(array: xr.DataArray) -> xr.DataArray:
+    """One chunk that is never computed: the template's graph must not grow with the store."""
+    return array.copy(data=da.empty(array.shape, chunks=array.shape, dtype=array.dtype))
+
+
+def _empty_gram(features: xr.Dataset) -> xr.DataArray:
+    variable = VARIABLES[_GRAM]
+    p, c = features.sizes[PROJ_DIM], features.sizes[CHECKPOINT]
+    data = da.empty((p, p, c), chunks=(p, p, c), dtype=arrays.gram.accumulation_dtype(p))
+    return xr.DataArray(data, dims=variable.dims, attrs=variable.attrs)
+
+
+def _encoding(array: xr.DataArray, plan: _Plan) -> dict[str, Any]:
+    sizes = {SAMPLE: plan.layout["block"], CHECKPOINT: 1}
+    chunks = tuple(sizes.get(str(dim), size) for dim, size in array.sizes.items())
+    return {"chunks": chunks, "compressors": None, "_FillValue": np.nan}
+
+
+def _save_checkpoint(plan: _Plan, features: xr.Dataset, index: int) -> None:
+    done = plan.done(index)
+    todo = [block for block in range(plan.n_blocks) if str(block) not in done]
+    if not todo:
+        return
+    blocks = [features[name].data for name in FEATURE_NAMES]
+    feature, output, out_to_loss = blocks
+    token = digest({"store": plan.store, "of": feature.name, "checkpoint": index, "todo": todo})
+    written = da.blockwise(
+        functools.partial(_write_block, plan, index), "s",
+        feature.blocks[todo, :, index], "spc",
+        output.blocks[todo, index], "sc",
+        out_to_loss.blocks[todo, index], "sc",
+        da.from_array(np.array(todo), chunks=1), "s",
+        name=f"save-{token[:32]}",
+        concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
+        dtype=bool, meta=np.empty(0, bool),
+    )  # fmt: skip
+    dask.compute(written)
+
+
+def _write_block(plan: _Plan, index: int, *blocks: np.ndarray) -> np.ndarray:
+    *values, (block,) = blocks
+    group = zarr.open_group(plan.store, mode="r+")
+    start = int(block) * plan.layout["block"]
+    rows = slice(start, start + len(values[0]))
+    for name, value in zip(FEATURE_NAMES, values, strict=True):
+        _array(group, name)[(rows, ..., slice(index, index + 1))] = value
+    _write_record(plan, index, str(block))
+    return np.ones(1, bool)
+
+
+def _save_gram(plan: _Plan, index: int) -> None:
+    """Reduce the gram matrix from the stored features, not from the graph that made them."""
+    if _GRAM in plan.done(index):
+        return
+    feature = xr.open_zarr(plan.store, consolidated=False, chunks={}).feature
+    matrix = arrays.gram.gram(feature.data[:, :, index : index + 1])
+    written = da.map_blocks(
+        functools.partial(_write_gram, plan, index), matrix,
+        dtype=bool, meta=np.empty((0, 0, 0), bool),
+        chunks=((1,), (1,), (1,)), name=f"save-gram-{matrix.name}",
+    )  # fmt: skip
+    dask.compute(written)
+
+
+def _write_gram(plan: _Plan, index: int, matrix: np.ndarray) -> np.ndarray:
+    group = zarr.open_group(plan.store, mode="r+")
+    _array(group, _GRAM)[:, :, index : index + 1] = matrix
+    _write_record(plan, index, _GRAM)
+    return np.ones((1, 1, 1), bool)
+
+
+def _array(group: zarr.Group, name: str) -> zarr.Array[Any]:
+    array = group[name]
+    assert isinstance(array, zarr.Array)
+    return array
+
+
+def _write_record(plan: _Plan, index: int, name: str) -> None:
+    fs, folder = fsspec.core.url_to_fs(plan.folder(index))
+    fs.makedirs(folder, exist_ok=True)
+    record = json.dumps({"spec": plan.digest, "block": name}).encode()
+    # Renamed into place, so that a record is either absent or whole.
+    partial = f"{folder}/{name}.{os.getpid()}.partial"
+    fs.pipe_file(partial, record)
+    fs.mv(partial, f"{folder}/{name}.json")
+
+
+def _require_complete(plan: _Plan, *, has_gram: bool) -> None:
+    total = len(plan.checkpoints) * (plan.n_blocks + has_gram)
+    if (done := plan.count_done()) < total:
+        raise IncompleteFeaturesError(
+            f"the store {plan.store!r} has {done} of {total} blocks; needed all, since the rest "
+            f"reads as NaN. Type td.save(features, {plan.store!r}) to compute what is missing, or "
+            "td.open(store, require_complete=False) to look at it."
+        )
+
+
+def to_zarr(
+    data: xr.DataArray | xr.Dataset, store: str | os.PathLike[str], *, overwrite: bool = False
+) -> None:
+    """Compute lazy scores (or any labelled result) into a zarr v3 store, tile by tile.
+
+    Parameters
+    ----------
+    data
+        Result of :func:`score`, :func:`top_k` or :func:`group_score`.
+    store
+        Folder or fsspec URL. Read it with ``xarray.open_zarr(store, consolidated=False)``.
+    overwrite
+        Replace what is there.
+
+    Raises
+    ------
+    FileExistsError
+        If the store exists and ``overwrite`` is false.
+    """
+    _require_free(store, overwrite)
+    ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
+    encoding = {
+        str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
+    }
+    ds.to_zarr(os.fspath(store), mode="w", consolidated=False, zarr_format=3, encoding=encoding)
+
+
+def to_parquet(top: xr.Dataset, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Compute a ranking into parquet files: one row per (target, rank), metadata beside it.
+
+    Parameters
+    ----------
+    top
+        Lazy Dataset of :func:`top_k`, (target, rank).
+    path
+        Folder or fsspec URL; one file per block of targets.
+    overwrite
+        Replace what is there.
+
+    Notes
+    -----
+    Columns: ``target`` and ``rank`` (positions from 0), ``score``, ``position`` of the training
+    sample, its coords by their names, the target's coords with the prefix ``target_``.
+
+    Raises
+    ------
+    ValueError
+        If ``top`` is no ranking: the full (sample, target) matrix belongs into :func:`to_zarr`.
+    FileExistsError
+        If the folder exists and ``overwrite`` is false.
+    """
+    if not isinstance(top, xr.Dataset) or RANK not in top.dims:
+        found = type(top).__name__ if not isinstance(top, xr.Dataset) else tuple(top.dims)
+        raise ValueError(
+            f"to_parquet got {found}; needed the Dataset (target, rank) of td.top_k. "
+            "Write a full score matrix with td.to_zarr(scores, path)."
+        )
+    _require_free(path, overwrite)
+    blocks = top.score.variable.chunksizes.get(TARGET, -1)
+    frame = top.chunk({TARGET: blocks, RANK: -1}).to_dask_dataframe(dim_order=[TARGET, RANK])
+    frame.to_parquet(os.fspath(path), write_index=False, overwrite=overwrite)
+
+
+def _require_free(path: str | os.PathLike[str], overwrite: bool) -> None:
+    fs, place = fsspec.core.url_to_fs(os.fspath(path))
+    if not overwrite and fs.exists(place):
+        raise FileExistsError(
+            f"{os.fspath(path)!r} exists; needed a new path. Type overwrite=True to replace it."
+        )

@@ -1,0 +1,107 @@
+"""Toy features, and a guard for laziness: for tests, doctests and benchmarks, ours and yours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import dask
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+
+__all__ = ["raise_if_dask_computes", "simulate_features"]
+
+
+@contextmanager
+def raise_if_dask_computes() -> Iterator[None]:
+    """Fail if anything computes inside the block.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> with raise_if_dask_computes():
+    ...     total = da.ones(3).sum()
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise AssertionError("Dask computed something; needed a lazy result.")
+
+    with dask.config.set(scheduler=refuse):
+        yield
+
+
+def simulate_features(
+    n_samples: int = 64,
+    proj_dim: int = 16,
+    n_checkpoints: int = 2,
+    *,
+    chunks: int = 16,
+    seed: int = 0,
+) -> xr.Dataset:
+    """Make lazy Gaussian features with labels, shaped as :func:`trakdask.featurize` returns them.
+
+    Parameters
+    ----------
+    n_samples, proj_dim, n_checkpoints
+        Sizes.
+    chunks
+        Samples per block.
+    seed
+        A block is a function of (seed, its position, checkpoint) and of nothing else.
+
+    Returns
+    -------
+    Dataset with ``feature``, ``output``, ``out_to_loss`` and the coord ``label`` (sample), int64.
+    """
+    chunk_sizes = da.core.normalize_chunks((chunks, 1), shape=(n_samples, n_checkpoints))
+    token = f"{seed}-{n_samples}-{proj_dim}-{n_checkpoints}-{chunks}"
+    bundle = da.map_blocks(
+        functools.partial(_simulate_block, seed, proj_dim, chunk_sizes[0]),
+        chunks=chunk_sizes, name=f"simulate-{token}",
+        dtype=object, meta=np.empty((0, 0), object),
+    )  # fmt: skip
+    names = ("feature", "output", "out_to_loss")
+    data = {n: (VARIABLES[n].dims, _item(bundle, i, proj_dim, n)) for i, n in enumerate(names)}
+    checkpoints = [f"c{i}" for i in range(n_checkpoints)]
+    coords = {
+        "label": (SAMPLE, np.arange(n_samples) % 2),
+        CHECKPOINT: (CHECKPOINT, np.array(checkpoints, dtype=object)),
+    }
+    attrs = {
+        "projector": {"kind": "simulated", "proj_dim": proj_dim},
+        "checkpoints": {name: name for name in checkpoints},
+        "checkpoint_ids": {name: i for i, name in enumerate(checkpoints)},
+        "parameters": {},
+        "task": "simulated",
+        "source": token,
+    }
+    return xr.Dataset(data, coords=coords, attrs=attrs)
+
+
+def _simulate_block(
+    seed: int, proj_dim: int, rows: tuple[int, ...], block_id: tuple[int, int]
+) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng([seed, *block_id])
+    n = rows[block_id[0]]
+    feature = rng.standard_normal((n, proj_dim, 1), dtype=np.float32)
+    return feature, rng.random((n, 1), dtype=np.float32), rng.random((n, 1), dtype=np.float32)
+
+
+def _item(bundle: da.Array, item: int, proj_dim: int, name: str) -> da.Array:
+    is_feature = item == 0
+    item_of: da.Array = da.blockwise(
+        _take, "spc" if is_feature else "sc", bundle, "sc", item, None,
+        new_axes={"p": proj_dim} if is_feature else None,
+        name=f"{name}-{bundle.name}", dtype=np.float32,
+        meta=np.empty((0,) * (3 if is_feature else 2), np.float32),
+    )  # fmt: skip
+    return item_of
+
+
+def _take(bundle: tuple[np.ndarray, ...], item: int) -> np.ndarray:
+    return bundle[item]
