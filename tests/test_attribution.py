@@ -167,7 +167,7 @@ def test_score__proj_dim_split() -> None:
 def test_score__missing_variable_or_other_type() -> None:
     with pytest.raises(ValueError, match=r"needed 'feature'"):
         td.score(FEATURES.drop_vars("feature"), TARGETS)
-    with pytest.raises(TypeError, match="features is a DataArray; needed an xarray.Dataset"):
+    with pytest.raises(TypeError, match=r"features is a DataArray; needed an xarray\.Dataset"):
         td.score(FEATURES.feature, TARGETS)
     with pytest.raises(ValueError, match="needed floating point"):
         td.score(FEATURES.assign(feature=FEATURES.feature.astype(int)), TARGETS)

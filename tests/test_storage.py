@@ -117,7 +117,8 @@ def test_save__killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None
         def slow(block):
             time.sleep(0.05 if block.size else 0)
             return block
-        data = da.map_blocks(slow, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+        meta = np.empty((0, 0, 0), "f4")
+        data = da.map_blocks(slow, features.feature.data, dtype="f4", meta=meta)
         features = features.assign(feature=(features.feature.dims, data))
         with dask.config.set(scheduler="sync"):
             td.save(features, sys.argv[1], progress=False)

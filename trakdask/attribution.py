@@ -129,7 +129,7 @@ def score(
         Features of the training samples. If they hold ``gram``, as :func:`save` keeps it, that is
         used: then rows selected with ``features.isel(sample=...)`` are scored under the gram
         matrix of all samples, and only their blocks are read. Otherwise it is reduced from these
-        features.
+        features, whose blocks then stay in memory until they are scored.
     targets
         Features of the samples to explain, made with the same model and projector.
     damping

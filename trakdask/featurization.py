@@ -98,8 +98,13 @@ def featurize(
             f"model is a {type(model).__name__}; needed a td.Model. "
             "Type td.Model(build, checkpoints=[...], task=...)."
         )
-    samples = validate_samples(samples)
     projector = Rademacher(proj_dim=2048, seed=0) if projector is None else projector
+    if isinstance(projector, type) or not isinstance(projector, Projector):
+        found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
+        raise TypeError(
+            f"projector is a {found}; needed a projector. Type td.Rademacher(proj_dim=2048)."
+        )
+    samples = validate_samples(samples)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     engine = "vmap" if gradients == "auto" else gradients
     inputs = _inputs(samples, model)

@@ -132,7 +132,8 @@ def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.
         )
     if require_complete:
         _require_complete(_Plan.of(ds, path), has_gram=_GRAM in ds)
-    return load_coords(ds)
+    names = [name for name in (*FEATURE_NAMES, _GRAM) if name in ds]
+    return load_coords(ds[names])
 
 
 @dataclass(frozen=True)

@@ -47,18 +47,23 @@ class Digits(NamedTuple):
 
 
 class Stopwatch:
-    """Seconds by name, added up over calls."""
+    """Seconds by name, added up over calls: on the clock, and of this process's CPU time."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.cpu_seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - start
+            self.add(name, time.perf_counter() - start, time.process_time() - cpu)
+
+    def add(self, name: str, seconds: float, cpu_seconds: float) -> None:
+        self.seconds[name] += seconds
+        self.cpu_seconds[name] += cpu_seconds
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -208,30 +213,30 @@ def run_dattri(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDAr
     )
 
     class ClockedLoader(torch.utils.data.DataLoader[Any]):
-        """Tells when the last batch of a checkpoint was used up: dattri solves right after."""
+        """Times its use, up to the last batch of a checkpoint: dattri solves right after."""
 
-        exhausted = 0.0
-        used = 0.0
+        seconds = cpu_seconds = 0.0
 
         def __iter__(self) -> Any:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             yield from super().__iter__()
-            self.exhausted = time.perf_counter()
-            self.used += self.exhausted - start
+            self.seconds += time.perf_counter() - start
+            self.cpu_seconds += time.process_time() - cpu
 
     def loader(images: Any, labels: Any) -> ClockedLoader:
         tensors = torch.utils.data.TensorDataset(torch.tensor(images), torch.tensor(labels))
         return ClockedLoader(tensors, batch_size=job.batch_size)
 
     train, targets = loader(*digits[:2]), loader(*digits[2:])
-    start = time.perf_counter()
-    with _dattri_parts(trak, attributor, watch):
-        attributor.cache(train)
-    scores = attributor.attribute(targets)
-    total = time.perf_counter() - start
-    watch.seconds["featurize"] = train.used
-    watch.seconds["targets"] = targets.used
-    watch.seconds["finalize_score"] = total - train.used - targets.used
+    whole = Stopwatch()
+    with whole("all"):
+        with _dattri_parts(trak, attributor, watch):
+            attributor.cache(train)
+        scores = attributor.attribute(targets)
+    watch.add("featurize", train.seconds, train.cpu_seconds)
+    watch.add("targets", targets.seconds, targets.cpu_seconds)
+    used = train.seconds + targets.seconds, train.cpu_seconds + targets.cpu_seconds
+    watch.add("finalize_score", whole.seconds["all"] - used[0], whole.cpu_seconds["all"] - used[1])
     return np.asarray(scores)
 
 
@@ -304,13 +309,13 @@ def measure(job: Job, scores_path: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         few = Digits(*(array[:8] for array in digits))
         RUN[job.engine](replace(job, n_target=8), few, Path(folder), Stopwatch())
-    watch, cpu = Stopwatch(), time.process_time()
+    watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder, watch("total"):
         scores = RUN[job.engine](job, digits, Path(folder), watch)
     np.save(scores_path, scores)
     return {
         "seconds": dict(watch.seconds),
-        "cpu_seconds": time.process_time() - cpu,
+        "cpu_seconds": dict(watch.cpu_seconds),
         "peak_rss_mb": _peak_mb(),
     }
 

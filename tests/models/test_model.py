@@ -112,7 +112,7 @@ def test_model__other_architecture() -> None:
     ):
         Model(mlp, [{**state(), "0.weight": torch.zeros(9, 4)}])
     missing = {n: t for n, t in state().items() if n != "2.bias"}
-    with pytest.raises(CheckpointError, match="no tensor '2.bias'"):
+    with pytest.raises(CheckpointError, match=r"no tensor '2\.bias'"):
         Model(mlp, [missing])
 
 
@@ -124,7 +124,7 @@ def test_model__wrapped_names_give_advice() -> None:
 def test_model__bad_build() -> None:
     with pytest.raises(TypeError, match="build is a int; needed"):
         Model(3, [state()])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="build returned a int; needed an nn.Module"):
+    with pytest.raises(TypeError, match=r"build returned a int; needed an nn\.Module"):
         Model(lambda: 3, [state()])  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match=r"no checkpoints given; needed at least one"):
         Model(mlp)

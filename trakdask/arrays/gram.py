@@ -62,8 +62,8 @@ def gram(
     Cost: 2 n p² C flops (half without weights: BLAS sees the symmetry) and one pass over
     ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block; all
     rows where n < 8 p), one partial each. Peak per task: about 2 R p itemsize of ``feature`` while
-    a group is merged, then R p itemsize + (12 to 20) p² bytes; in the tree
-    (split_every + 1) p² itemsize.
+    a group is merged, then R p itemsize + 12 p² bytes (28 p² with weights);
+    in the tree (split_every + 1) p² itemsize.
 
     Exactness: float32 products, sums in ``dtype``. The same bits on any scheduler for given
     chunks and BLAS. A NaN or infinite feature makes its checkpoint's matrix non-finite.

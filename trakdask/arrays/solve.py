@@ -8,9 +8,9 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
-from scipy.linalg import lapack
 
 from trakdask.arrays.blocks import Block, Blocks, flat, require_features
+from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
 __all__ = ["cholesky", "closed_form_damping", "solve"]
 
@@ -156,15 +156,14 @@ def _damping_array(damping: da.Array | npt.ArrayLike, n_checkpoint: int) -> da.A
 def _factor(
     gram: Block, damping: Block, *, labels: tuple[str, ...], block_id: tuple[int, ...]
 ) -> Block:
-    """Return the (p, p, 1) factor of one checkpoint in Fortran order, as LAPACK wants it."""
+    """Return the (p, p, 1) factor of one checkpoint."""
     label, lam = labels[block_id[2]], float(damping[0, 0, 0])
     _require_finite(gram, lam, label)
-    system = gram[:, :, 0].astype(np.float64, order="F", copy=True)
-    system.ravel(order="K")[:: len(system) + 1] += lam
-    factor, info = lapack.dpotrf(system, lower=1, clean=1, overwrite_a=1)
-    if info != 0:
+    system = gram[:, :, 0].astype(np.float64, order="C", copy=True)
+    system.ravel()[:: len(system) + 1] += lam
+    if not cholesky_in_place(system):
         raise np.linalg.LinAlgError(_not_definite(gram[:, :, 0], lam, label))
-    return np.reshape(factor, gram.shape, order="F")
+    return system.reshape(gram.shape)
 
 
 def _require_finite(gram: Block, damping: float, label: str) -> None:
@@ -252,16 +251,9 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
 
 def _solve_block(target: Blocks, factor: Blocks) -> Block:
     (phi,), (lower,) = flat(target), flat(factor)
-    right = phi[:, :, 0].astype(np.float64, order="C", copy=True).T
-    lower = lower[:, :, 0]
-    # LAPACK reads Fortran order: a factor that comes back from a store in C order is, without
-    # a copy, the upper factor of the same matrix.
-    is_upper = not lower.flags.f_contiguous
-    solution, _ = lapack.dpotrs(
-        lower.T if is_upper else lower, right, lower=0 if is_upper else 1, overwrite_b=1
-    )
-    solved: Block = solution.T.astype(np.float32).reshape(phi.shape)
-    return solved
+    rows = phi[:, :, 0].astype(np.float64, order="C", copy=True)
+    solve_in_place(lower[:, :, 0], rows)
+    return rows.astype(np.float32).reshape(phi.shape)
 
 
 def _require_square(x: da.Array, *, name: str, caller: str) -> None:

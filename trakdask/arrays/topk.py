@@ -162,7 +162,6 @@ def _local_keys(
         "st",
         *arrays,
         adjust_chunks={"s": tuple(min(k, size) for size in sizes)},
-        concatenate=None,  # as the product has it: dask fuses the two then
         align_arrays=False,
         name="top-k-local-" + tokenize(score.name, k, largest, mask),
         dtype=np.int64,

@@ -68,7 +68,7 @@ def from_dataframe(
     the row groups that its samples are in, whole: write row groups of about ``chunks`` rows. Files
     count by path, size and modification time in ``attrs["source"]``. pandas: as
     :func:`from_arrays`, held in memory. dask DataFrame: the one eager step of all sources: the
-    length of each partition, the coords and the first row are computed here, in one pass.
+    length of each partition, the coords and the first row are computed here, in one call.
 
     Examples
     --------
@@ -144,43 +144,44 @@ def _from_dask(
 ) -> _Table:
     _check_columns([*variables.values(), *coords], frame.columns)
     columns = list(dict.fromkeys(variables.values()))
-    lengths, metadata, first = dask.compute(
-        frame.map_partitions(len, meta=pd.Series([], dtype=np.int64)),
-        frame[list(coords)],
-        frame[columns].head(1, npartitions=-1, compute=False),
-    )
-    _check_rows(int(lengths.sum()))
-    starts = np.cumsum([0, *lengths])
+    # As delayed objects: dask may fuse partitions of a DataFrame, differently for other columns.
+    parts = frame[columns].to_delayed()
+    summaries = [dask.delayed(_summarise, pure=True)(part) for part in parts]
+    rows = frame[list(coords)].to_delayed() if coords else []
+    computed, loaded = dask.compute(summaries, rows)
+    n = sum(length for length, _ in computed)
+    _check_rows(n)
+    first = next(head for length, head in computed if length)
+    lengths = [length for length, _ in computed]
     arrays = {
-        name: _column(name, frame[column], starts, stack(name, first[column], 0))
+        name: _column(name, column, parts, lengths, stack(name, first[column], 0))
         for name, column in variables.items()
     }
-    return lazy_variables(arrays, size), {name: metadata[name] for name in coords}, int(starts[-1])
+    metadata = {name: pd.concat([part[name] for part in loaded]) for name in coords}
+    return lazy_variables(arrays, size), metadata, n
 
 
-def _column(name: str, series: Any, starts: Array, first: Array) -> Any:
-    lengths = tuple(int(length) for length in np.diff(starts))
+def _column(
+    name: str, column: str, parts: Sequence[Any], lengths: Sequence[int], first: Array
+) -> Any:
     field = Field(first.shape[1:], first.dtype)
-    return series.to_dask_array(lengths=lengths).map_blocks(
-        _stack_block,
-        name,
-        starts,
-        field,
-        chunks=(lengths, *((length,) for length in field.shape)),
-        new_axis=list(range(1, first.ndim)) or None,
-        dtype=field.dtype,
-        meta=np.empty((0,) * first.ndim, field.dtype),
-    )
+    starts = np.cumsum([0, *lengths]).tolist()
+    blocks = [
+        da.from_delayed(
+            dask.delayed(_stack_part, pure=True)(part, name, column, start, field),
+            shape=(length, *field.shape),
+            dtype=field.dtype,
+            meta=np.empty((0,) * first.ndim, field.dtype),
+        )
+        for part, start, length in zip(parts, starts, lengths, strict=False)
+        if length
+    ]
+    return da.concatenate(blocks)
 
 
-def _stack_block(
-    block: Array,
-    name: str,
-    starts: Array,
-    field: Field,
-    block_id: tuple[int, ...],
-) -> Array:
-    start = int(starts[block_id[0]])
-    if not len(block):
-        return np.empty((0, *field.shape), field.dtype)
-    return stack(name, pd.Series(block), start, field).astype(field.dtype, copy=False)
+def _summarise(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
+    return len(part), part.head(1)
+
+
+def _stack_part(part: pd.DataFrame, name: str, column: str, start: int, field: Field) -> Array:
+    return stack(name, part[column], start, field).astype(field.dtype, copy=False)

@@ -1,0 +1,224 @@
+"""featurize: labels, provenance, and errors that a user can act on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dask
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from distributed import Client
+from torch import nn
+
+import trakdask as td
+from trakdask.projection import RowMap
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def model(n: int = 2, **options) -> td.Model:
+    states = {}
+    for seed in range(n):
+        torch.manual_seed(seed)
+        states[f"c{seed}"] = build().state_dict()
+    return td.Model(build, states, **options)
+
+
+def samples(n: int = 20, chunks: int = 8, **coords) -> xr.Dataset:
+    x = np.random.default_rng(0).standard_normal((n, 2, 3)).astype("f4")
+    return td.from_arrays({"image": x}, coords={"label": np.arange(n) % 3, **coords}, chunks=chunks)
+
+
+def test_featurize__labels_chunks_and_provenance() -> None:
+    projector = td.Rademacher(proj_dim=32, seed=4)
+    features = td.featurize(samples(), model(), projector=projector)
+    assert features.feature.dims == ("sample", "proj_dim", "checkpoint")
+    assert features.feature.chunks == ((8, 8, 4), (32,), (1, 1))
+    assert features.out_to_loss.chunks == ((8, 8, 4), (1, 1))
+    assert {str(v.dtype) for v in features.data_vars.values()} == {"float32"}
+    assert features.checkpoint.values.tolist() == ["c0", "c1"]
+    np.testing.assert_array_equal(features.label, np.arange(20) % 3)
+    assert "sample" not in features.indexes
+    attrs = features.attrs
+    assert attrs["projector"] == projector.spec()
+    assert attrs["task"] == "ImageClassification(temperature=1.0, image='image', label='label')"
+    assert list(attrs["parameters"]) == ["1.weight", "1.bias", "3.weight", "3.bias"]
+    assert attrs["gradients"] == "vmap"
+    assert [len(digest) for digest in attrs["checkpoints"].values()] == [64, 64]
+    ids = {name: int(digest[:8], 16) for name, digest in attrs["checkpoints"].items()}
+    assert attrs["checkpoint_ids"] == ids
+
+
+def test_featurize__variables_may_be_coords_or_variables() -> None:
+    x, y = samples().image.values, np.arange(20) % 3
+    both = td.from_arrays({"image": x, "label": y}, chunks=8)
+    a, b = (td.featurize(ds, model()).feature.values for ds in (samples(), both))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_featurize__any_dataset_with_a_sample_dimension(tmp_path: Path) -> None:
+    ds = xr.Dataset(
+        {"image": (("sample", "y", "x"), samples().image.values)},
+        coords={"label": ("sample", np.arange(20) % 3)},
+    )
+    ds.to_zarr(tmp_path / "s.zarr", consolidated=False, encoding={"image": {"chunks": (7, 2, 3)}})
+    expected = td.featurize(samples(), model()).feature.values
+    opened = xr.open_zarr(tmp_path / "s.zarr", consolidated=False)
+    for dataset in (ds, ds.chunk(sample=6), opened):
+        found = td.featurize(dataset, model()).feature
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_featurize__checkpoints_join_in_any_order() -> None:
+    """A checkpoint's matrix follows its content, not its place."""
+    whole = td.featurize(samples(), model()).feature.values
+    torch.manual_seed(1)
+    alone = td.featurize(samples(), td.Model(build, {"x": build().state_dict()})).feature.values
+    np.testing.assert_array_equal(alone[:, :, 0], whole[:, :, 1])
+
+
+def test_featurize__smaller_proj_dim_is_a_prefix() -> None:
+    big, small = (
+        td.featurize(samples(), model(), projector=td.Rademacher(proj_dim=p)).feature.values
+        for p in (256, 64)
+    )
+    np.testing.assert_allclose(big[:, :64] * 2, small, rtol=1e-6)
+
+
+def test_featurize__identity_has_one_column_per_parameter() -> None:
+    features = td.featurize(samples(), model(parameters="3.*"), projector=td.Identity())
+    assert features.sizes["proj_dim"] == 18
+
+
+def test_featurize__one_pass_makes_all_three_variables() -> None:
+    calls = []
+
+    class Counting(td.tasks.ImageClassification):
+        def out_to_loss(self, forward, batch):
+            calls.append(len(batch["image"]))
+            return super().out_to_loss(forward, batch)
+
+    features = td.featurize(samples(), model(task=Counting()))
+    features.compute(scheduler="sync")
+    assert sorted(calls) == [4, 4, 8, 8, 8, 8]
+
+
+def test_featurize__graph_holds_no_tensor_and_no_data() -> None:
+    big = nn.Linear(1000, 1000)
+    x = np.zeros((2000, 1000), "f4")
+    data = td.from_arrays({"image": x}, coords={"label": np.zeros(2000, int)}, chunks=500)
+    features = td.featurize(data, td.Model(big))
+    graph = dict(features.feature.__dask_graph__())
+    import cloudpickle
+
+    assert len(cloudpickle.dumps(graph)) < 100_000  # label: 16 kB; weights and images: 12 MB
+
+
+def test_featurize__names_are_stable_and_tell_apart() -> None:
+    names = [
+        td.featurize(samples(), model(), projector=td.Rademacher(32, seed)).feature.data.name
+        for seed in (0, 0, 1)
+    ]
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("projector", [td.Rademacher(32), td.Identity()])
+def test_featurize__non_finite_gradient_names_sample_and_checkpoint(value, projector) -> None:
+    x = samples().image.values.copy()
+    x[13, 0, 0] = value
+    data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
+    features = td.featurize(data, model(), projector=projector)
+    expected = r"samples 8:16 of checkpoint 'c0' failed: ValueError: sample 13: the .* 'c0' is NaN"
+    with pytest.raises(td.BlockError, match=expected):
+        features.isel(checkpoint=[0]).compute(scheduler="sync")
+    good = features.isel(sample=slice(16, 20)).feature.compute(scheduler="sync")
+    assert np.isfinite(good).all()
+
+
+def test_featurize__error_arrives_from_a_worker_process(process_client: Client) -> None:
+    x = samples().image.values.copy()
+    x[13] = np.nan
+    data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
+    with pytest.raises(td.BlockError, match="sample 13: the gradient at checkpoint 'c1' is NaN"):
+        td.featurize(data, model()).feature.isel(checkpoint=1).compute()
+
+
+def test_featurize__samples_without_a_variable_that_the_task_needs() -> None:
+    data = td.from_arrays({"pixels": np.zeros((4, 6), "f4")}, coords={"label": np.zeros(4, int)})
+    with pytest.raises(
+        ValueError, match=r"variables \['pixels', 'label'\]; the task needs 'image'"
+    ):
+        td.featurize(data, model())
+    task = td.tasks.ImageClassification(image="pixels")
+    assert td.featurize(data, model(task=task)).sizes["sample"] == 4
+
+
+class _NoNames:
+    """A task that does not say what it reads."""
+
+    def output(self, forward, batch):
+        return forward(batch["text"])[:, 0]
+
+    def out_to_loss(self, forward, batch):
+        return batch["text"]
+
+
+def test_featurize__missing_variable_of_a_task_that_does_not_declare_any() -> None:
+    features = td.featurize(samples(), model(task=_NoNames()))
+    with pytest.raises(td.BlockError, match=r"variables \['image'\]; the task needs 'text'"):
+        features.compute(scheduler="sync")
+
+
+class _BadShape:
+    variables = ("image",)
+
+    def output(self, forward, batch):
+        return forward(batch["image"])
+
+    def out_to_loss(self, forward, batch):
+        return forward(batch["image"])
+
+
+def test_featurize__task_output_of_wrong_shape() -> None:
+    features = td.featurize(samples(), model(task=_BadShape()))
+    with pytest.raises(td.BlockError, match=r"returned shape \(1, 3\).*needed shape \(1,\)"):
+        features.compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("proj_dim", [0, -5])
+def test_rademacher__proj_dim_not_positive(proj_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"proj_dim is {proj_dim}.*proj_dim=2048"):
+        td.Rademacher(proj_dim=proj_dim)
+
+
+def test_featurize__bad_options() -> None:
+    with pytest.raises(ValueError, match="gradients is 'hook'; needed one of"):
+        td.featurize(samples(), model(), gradients="hook")
+    for batch_size in (0, 2.5, "big"):
+        with pytest.raises(ValueError, match="needed a positive integer"):
+            td.featurize(samples(), model(), batch_size=batch_size)
+    with pytest.raises(TypeError, match=r"model is a Sequential; needed a td\.Model"):
+        td.featurize(samples(), build())
+    with pytest.raises(TypeError, match="projector is a int; needed"):
+        td.featurize(samples(), model(), projector=512)
+
+
+def test_featurize__torch_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with dask.config.set(scheduler="threads"):
+            td.featurize(samples(), model()).feature.compute()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_row_map__of_a_model_is_aligned() -> None:
+    rows = RowMap.from_shapes(model().shapes, alignment=512)
+    assert [rows.offset(name) for name in rows.names] == [0, 512, 1024, 1536]
