@@ -12,6 +12,8 @@ from .errors import BlockError as BlockError
 from .errors import CheckpointError as CheckpointError
 from .errors import IncompleteFeaturesError as IncompleteFeaturesError
 from .errors import StoreMismatchError as StoreMismatchError
+from .export import to_parquet as to_parquet
+from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
 from .models import tasks as tasks
 from .models.model import Model as Model
@@ -24,5 +26,3 @@ from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
 from .storage import open as open
 from .storage import save as save
-from .storage import to_parquet as to_parquet
-from .storage import to_zarr as to_zarr

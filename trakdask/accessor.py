@@ -7,7 +7,7 @@ from typing import Any
 
 import xarray as xr
 
-from trakdask import attribution, queries, storage
+from trakdask import attribution, export, queries, storage
 
 __all__ = ["FeaturesAccessor", "ScoresAccessor"]
 
@@ -25,7 +25,7 @@ class ScoresAccessor:
 
     def to_zarr(self, store: str | os.PathLike[str], **options: Any) -> None:
         """See :func:`trakdask.to_zarr`."""
-        storage.to_zarr(self._scores, store, **options)
+        export.to_zarr(self._scores, store, **options)
 
 
 @xr.register_dataset_accessor("trak")
@@ -57,4 +57,4 @@ class FeaturesAccessor:
 
     def to_parquet(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :func:`trakdask.to_parquet`."""
-        storage.to_parquet(self._ds, path, **options)
+        export.to_parquet(self._ds, path, **options)

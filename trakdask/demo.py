@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import xarray as xr
 from distributed import Client, LocalCluster
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -129,22 +130,23 @@ def _print_rankings(
     table = Table(title=f"The {len(shown)} targets with the smallest margin; score in 1e{unit}")
     for column in ("target", "digit", "margin f"):
         table.add_column(column, justify="right")
-    table.add_column("most helpful: digit score", style="green", no_wrap=True)
-    table.add_column("most harmful: digit score", style="red", no_wrap=True)
+    table.add_column(f"top and bottom {SHOWN} training samples: digit score", no_wrap=True)
     for target in shown:
+        ends = (side.isel(target=target) for side in (helpful, harmful))
+        best, worst = (_ranked(end, unit) for end in ends)
         table.add_row(
             str(target),
             str(int(helpful.target_label[target])),
             f"{float(targets.output[target].mean()):.2f}",
-            _ranked(helpful.isel(target=target), unit),
-            _ranked(harmful.isel(target=target), unit),
+            Text("\n").join([Text(best, style="green"), Text(worst, style="red")]),
+            end_section=True,
         )
     console.print(table)
 
 
-def _ranked(ranking: xr.Dataset, unit: int) -> Text:
+def _ranked(ranking: xr.Dataset, unit: int) -> str:
     pairs = zip(ranking.label.values, ranking.score.values / 10.0**unit, strict=True)
-    return Text("  ".join(f"{label:g} {score:+.1f}" for label, score in pairs))
+    return "  ".join(f"{label:g} {score:+.1f}" for label, score in pairs)
 
 
 def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, float]) -> None:
@@ -173,7 +175,7 @@ def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -
     groups = td.group_score(features, targets.isel(sample=shown), by="label").compute()
     unit = td.plots.power_of_ten(groups)
     title = f"Sum of scores by class of the training digits (group_score), in 1e{unit}"
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("target", justify="right", no_wrap=True)
     for label in groups.label.values:
         table.add_column(f"{label}s", justify="right", no_wrap=True)

@@ -22,7 +22,7 @@ from trakdask.models.model import Model
 from trakdask.models.tasks import Batch
 from trakdask.projection import ProjectionStream, Projector, Rademacher, RowMap
 from trakdask.provenance import digest
-from trakdask.samples import normalise_coord, validate_samples
+from trakdask.samples import lazy_variables, normalise_coord, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["featurize"]
@@ -140,14 +140,9 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
             f"its "
             "name, as in td.tasks.ImageClassification(image='pixels')."
         )
-    chunks = samples.chunksizes[SAMPLE]
-    return {name: _lazy(samples[name], chunks) for name in names}
-
-
-def _lazy(array: xr.DataArray, chunks: tuple[int, ...]) -> da.Array:
-    is_lazy = isinstance(array.data, da.Array)
-    lazy: da.Array = array.data if is_lazy else da.from_array(array.values, chunks=(chunks,))
-    return lazy
+    coords = {name: samples[name].values for name in names if name in samples.coords}
+    lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
+    return {name: lazy[name] if name in coords else samples[name].data for name in names}
 
 
 def _batch_size(batch_size: int | Literal["auto"], n_rows: int) -> int:

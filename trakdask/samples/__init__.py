@@ -1,6 +1,6 @@
 """Sources of samples: labelled, lazy Datasets of model inputs with metadata beside them."""
 
-from trakdask.samples.array_source import from_arrays
+from trakdask.samples.array_source import from_arrays, lazy_variables
 from trakdask.samples.coords import normalise_coord, normalise_coords
 from trakdask.samples.dataframe_source import from_dataframe
 from trakdask.samples.torch_source import from_torch
@@ -10,6 +10,7 @@ __all__ = [
     "from_arrays",
     "from_dataframe",
     "from_torch",
+    "lazy_variables",
     "normalise_coord",
     "normalise_coords",
     "validate_samples",
