@@ -153,7 +153,7 @@ def test_score__seed_of_the_projector_is_named() -> None:
 
 
 def test_score__checkpoints_in_another_order_or_number() -> None:
-    with pytest.raises(td.StoreMismatchError, match=r"differ in checkpoint: found \['c1', 'c0'\]"):
+    with pytest.raises(td.StoreMismatchError, match=r"checkpoints: found the order \['c1', 'c0'\]"):
         td.score(FEATURES.isel(checkpoint=[0, 1]), TARGETS.isel(checkpoint=[1, 0]))
     with pytest.raises(td.StoreMismatchError, match="differ in proj_dim: found 3, needed 6"):
         td.score(FEATURES, TARGETS.isel(proj_dim=slice(3)))

@@ -26,6 +26,9 @@ import trakdask as td
 from trakdask import storage
 from trakdask.testing import simulate_features
 
+WHOLE = "feature-" + 32 * "0"
+"""A layer that passes for featurize's own: save must know a selection from the whole."""
+
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
 
@@ -44,7 +47,9 @@ def counted(features: xr.Dataset, limit: int | None = None) -> tuple[xr.Dataset,
             calls.append(1)
         return block
 
-    data = da.map_blocks(count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+    data = da.map_blocks(
+        count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"), name=WHOLE
+    )
     return features.assign(feature=(features.feature.dims, data)), calls
 
 
@@ -117,7 +122,8 @@ def test_save__killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None
             time.sleep(0.05 if block.size else 0)
             return block
         meta = np.empty((0, 0, 0), "f4")
-        data = da.map_blocks(slow, features.feature.data, dtype="f4", meta=meta)
+        name = "feature-" + 32 * "0"
+        data = da.map_blocks(slow, features.feature.data, dtype="f4", meta=meta, name=name)
         features = features.assign(feature=(features.feature.dims, data))
         with dask.config.set(scheduler="sync"):
             td.save(features, sys.argv[1], progress=False)
@@ -180,6 +186,36 @@ def test_save__other_block_layout_is_refused_with_the_remedy(tmp_path: Path) -> 
     other = simulate_features(n_samples=40, proj_dim=8, chunks=20).assign_attrs(FEATURES.attrs)
     with pytest.raises(td.StoreMismatchError, match=r"layout\['block'\]: found 20, needed 16"):
         save(other, tmp_path / "f.zarr")
+
+
+def test_save__another_selection_is_not_taken_for_the_same(tmp_path: Path) -> None:
+    """Same attrs, same sizes, other samples."""
+    first, second = (FEATURES.isel(sample=slice(a, a + 16)) for a in (0, 16))
+    save(first, tmp_path / "f.zarr")
+    with pytest.raises(td.StoreMismatchError, match="differ in source"):
+        save(second, tmp_path / "f.zarr")
+    np.testing.assert_array_equal(save(first, tmp_path / "f.zarr").feature, first.feature)
+
+
+def test_save__selected_checkpoints(tmp_path: Path) -> None:
+    opened = save(FEATURES.isel(checkpoint=[1]), tmp_path / "f.zarr")
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature[..., 1:])
+    assert opened.attrs["checkpoints"] == {"c1": "c1"}
+    scores = td.score(opened, FEATURES.isel(checkpoint=[1]))
+    assert scores.shape == (40, 40)
+
+
+def test_save__selection_of_a_store(tmp_path: Path) -> None:
+    opened = save(FEATURES, tmp_path / "f.zarr")
+    part = save(opened.isel(sample=slice(16, 40)), tmp_path / "part.zarr")
+    np.testing.assert_array_equal(part.feature, FEATURES.feature[16:])
+    assert part.attrs["layout"] == {"samples": 24, "block": 16}
+    np.testing.assert_allclose(part.gram, td.gram(FEATURES.isel(sample=slice(16, 40))), rtol=1e-5)
+
+
+def test_save__features_in_memory(tmp_path: Path) -> None:
+    opened = save(FEATURES.compute(), tmp_path / "f.zarr")
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
 
 
 def test_save__unequal_blocks(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trakdask.variables import (
     TARGET,
     TARGET_PREFIX,
     VARIABLES,
-    load_coords,
+    lazy_features,
     validate,
 )
 
@@ -30,7 +30,6 @@ __all__ = ["Absolute", "damping", "gram", "group_score", "score"]
 
 
 _AUTO_FACTOR = 0.03
-_ROWS_OF_UNCHUNKED = 4096
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     ('proj_dim', 'proj_dim_1', 'checkpoint')
     """
     validate(features, ["feature"], what="features")
-    features = _chunked(features)
+    features = lazy_features(features)
     data = arrays.gram.gram(features.feature.data, _weight_data(features, weights))
     return _labelled("gram", data, {CHECKPOINT: features[CHECKPOINT]})
 
@@ -105,7 +104,7 @@ def damping(
     Lazy DataArray ``damping`` (checkpoint), float64, in units of the gram matrix.
     """
     validate(features, ["feature"], what="features")
-    features = _chunked(features)
+    features = lazy_features(features)
     data = _damping_data(_gram_data(features, weights), damping)
     return _labelled("damping", data, {CHECKPOINT: features[CHECKPOINT]})
 
@@ -226,7 +225,7 @@ def _solve(
     validate(features, ["feature", "out_to_loss"], what="features")
     validate(targets, ["feature"], what="targets")
     _require_comparable(features, targets)
-    features, targets = _chunked(features), _chunked(targets)
+    features, targets = lazy_features(features), lazy_features(targets)
     matrix = _gram_data(features, weights)
     labels = [str(name) for name in features[CHECKPOINT].values]
     factor = arrays.solve.cholesky(matrix, _damping_data(matrix, damping), labels)
@@ -246,19 +245,6 @@ def _require_comparable(features: xr.Dataset, targets: xr.Dataset) -> None:
             f"target and training features differ in proj_dim: found {p}, needed "
             f"{features.sizes[PROJ_DIM]}. Take the same proj_dim slice of both."
         )
-
-
-def _chunked(features: xr.Dataset) -> xr.Dataset:
-    """Lazy arrays with one checkpoint per chunk and coords in memory, whatever came in."""
-
-    def chunk(array: xr.DataArray) -> xr.DataArray:
-        # Variables one by one: Dataset.chunk would make the coords lazy.
-        is_lazy = isinstance(array.data, da.Array)
-        rows = {} if is_lazy else {SAMPLE: _ROWS_OF_UNCHUNKED}
-        sizes = {d: n for d, n in {**rows, CHECKPOINT: 1}.items() if d in array.dims}
-        return array.copy(data=array.variable.chunk(sizes).data)
-
-    return load_coords(features).map(chunk, keep_attrs=True)
 
 
 def _gram_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array:

@@ -10,6 +10,7 @@ from typing import Any
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
+from trakdask.variables import CHECKPOINT
 
 __all__ = ["FEATURE_SPEC", "digest", "require_same", "spec"]
 
@@ -28,8 +29,16 @@ _REMEDY = {
 
 
 def spec(ds: xr.Dataset) -> dict[str, Any]:
-    """Return the part of a Dataset's ``attrs`` that determines its features."""
-    return {name: ds.attrs[name] for name in (*FEATURE_SPEC, "source") if name in ds.attrs}
+    """Return the part of a Dataset's ``attrs`` that determines its features.
+
+    Of the checkpoints, those that the Dataset still has: ``attrs`` do not follow a selection.
+    """
+    found = {name: ds.attrs[name] for name in (*FEATURE_SPEC, "source") if name in ds.attrs}
+    names = [str(name) for name in ds[CHECKPOINT].values] if CHECKPOINT in ds.coords else []
+    for field in ("checkpoints", "checkpoint_ids"):
+        if set(names) <= set(found.get(field, ())):
+            found[field] = {name: found[field][name] for name in names}
+    return found
 
 
 def digest(values: Mapping[str, Any]) -> str:

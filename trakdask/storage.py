@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     VARIABLES,
+    lazy_features,
     load_coords,
     validate,
 )
@@ -82,8 +84,8 @@ def save(
     zarr v3, uncompressed (features do not compress), one chunk per block, NaN fill.
     """
     validate(features, FEATURE_NAMES, what="features")
-    features = load_coords(features)
-    plan = _Plan.of(features, os.fspath(store))
+    features = lazy_features(features)
+    plan = _plan(features, os.fspath(store))
     _create_or_check(plan, features, gram=gram)
     total = len(plan.checkpoints) * (plan.n_blocks + gram)
     with polled_bar(f"save {plan.store}", total, plan.count_done, show=progress):
@@ -129,7 +131,8 @@ def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.
             "Open other zarr stores with xarray.open_zarr."
         )
     if require_complete:
-        _require_complete(_Plan.of(ds, path), has_gram=_GRAM in ds)
+        plan = _Plan(path, spec(ds), ds.attrs["layout"])
+        _require_complete(plan, has_gram=_GRAM in ds)
     names = [name for name in (*FEATURE_NAMES, _GRAM) if name in ds]
     return load_coords(ds[names])
 
@@ -141,12 +144,10 @@ class _Plan:
     store: str
     spec: dict[str, Any]
     layout: dict[str, int]
-    checkpoints: tuple[str, ...]
 
-    @classmethod
-    def of(cls, ds: xr.Dataset, store: str) -> _Plan:
-        names = tuple(f"{int(id):08x}" for id in ds.attrs["checkpoint_ids"].values())
-        return cls(store, spec(ds), ds.attrs.get("layout") or _layout(ds), names)
+    @property
+    def checkpoints(self) -> list[str]:
+        return [f"{int(id):08x}" for id in self.spec["checkpoint_ids"].values()]
 
     @property
     def n_blocks(self) -> int:
@@ -170,13 +171,26 @@ class _Plan:
         return sum(len(self.done(index)) for index in range(len(self.checkpoints)))
 
 
+def _plan(features: xr.Dataset, store: str) -> _Plan:
+    """Plan a store; a selection of samples is told apart from the whole.
+
+    ``attrs`` follow a selection unchanged. But only what featurize itself named is the whole: dask
+    names everything made of it.
+    """
+    described = spec(features)
+    name = features.feature.data.name
+    if not re.fullmatch(r"feature-[0-9a-f]{32}", name):
+        described["source"] = f"{described.get('source', '')}/{name}"
+    return _Plan(store, described, _layout(features))
+
+
 def _layout(features: xr.Dataset) -> dict[str, int]:
     chunks = features.feature.variable.chunksizes.get(SAMPLE, (features.sizes[SAMPLE],))
     if len(set(chunks[:-1])) > 1 or chunks[-1] > chunks[0]:
         raise ValueError(
             f"features have the sample chunks {chunks[:4]}...; needed equal ones (the last may be "
             f"smaller), since each is one chunk of the store. Use "
-            f"samples.chunk(sample={chunks[0]})."
+            f"features.chunk(sample={chunks[0]})."
         )
     return {"samples": sum(chunks), "block": chunks[0]}
 
@@ -219,7 +233,7 @@ def _create_or_check(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
 def _create(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
     """Write metadata and coords of the whole store; the records group last: a mark of success."""
     template = features[list(FEATURE_NAMES)].drop_attrs(deep=False)
-    template = template.assign_attrs({**features.attrs, "layout": plan.layout})
+    template = template.assign_attrs({**features.attrs, **plan.spec, "layout": plan.layout})
     template = template.map(_empty_like, keep_attrs=True)
     if gram:
         template[_GRAM] = _empty_gram(features)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import md5
 from typing import Any, NoReturn
 
 import dask
@@ -97,7 +98,7 @@ def _item(bundle: da.Array, item: int, proj_dim: int, name: str) -> da.Array:
     item_of: da.Array = da.blockwise(
         _take, "spc" if is_feature else "sc", bundle, "sc", item, None,
         new_axes={"p": proj_dim} if is_feature else None,
-        name=f"{name}-{bundle.name}", dtype=np.float32,
+        name=f"{name}-{md5(bundle.name.encode()).hexdigest()}", dtype=np.float32,
         meta=np.empty((0,) * (3 if is_feature else 2), np.float32),
     )  # fmt: skip
     return item_of

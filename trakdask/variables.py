@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 
@@ -18,6 +19,7 @@ __all__ = [
     "TARGET_PREFIX",
     "VARIABLES",
     "Variable",
+    "lazy_features",
     "load_coords",
     "validate",
 ]
@@ -28,6 +30,7 @@ CHECKPOINT = "checkpoint"
 PROJ_DIM = "proj_dim"
 PROJ_DIM_1 = "proj_dim_1"
 RANK = "rank"
+_ROWS_OF_UNCHUNKED = 4096
 TARGET_PREFIX = "target_"
 """Put before the targets' coords in scores: a bare name on both sides would be dropped silently."""
 
@@ -127,6 +130,19 @@ def load_coords(ds: xr.Dataset) -> xr.Dataset:
     """Return the Dataset with its coords in memory: ``Dataset.chunk`` makes them lazy, too."""
     lazy = {name: coord.load() for name, coord in ds.coords.items() if coord.chunks is not None}
     return ds.assign_coords(lazy) if lazy else ds
+
+
+def lazy_features(features: xr.Dataset) -> xr.Dataset:
+    """Return features with lazy arrays, one checkpoint per chunk, and coords in memory."""
+
+    def chunk(array: xr.DataArray) -> xr.DataArray:
+        # Variables one by one: Dataset.chunk would make the coords lazy.
+        is_lazy = isinstance(array.data, da.Array)
+        sizes = {CHECKPOINT: 1} if is_lazy else {SAMPLE: _ROWS_OF_UNCHUNKED, CHECKPOINT: 1}
+        here = {dim: size for dim, size in sizes.items() if dim in array.dims}
+        return array.copy(data=array.variable.chunk(here).data)
+
+    return load_coords(features).map(chunk, keep_attrs=True)
 
 
 def _listed(names: Iterable[Hashable]) -> str:

@@ -1,0 +1,40 @@
+"""``make demo`` from an empty folder: what it writes can be read by others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import pandas as pd
+import pytest
+import xarray as xr
+
+import trakdask as td
+
+
+@pytest.mark.slow
+def test_demo__writes_what_it_says(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trakdask.demo"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Dask dashboard: http" in done.stdout
+    assert "24/24" in done.stdout
+    output = tmp_path / "demo-output"
+    frame = pd.read_parquet(output / "top.parquet")
+    assert len(frame) == 200 * 100
+    scores = xr.open_zarr(output / "scores.zarr", consolidated=False).score
+    assert scores.shape == (1597, 200)
+    best = frame[frame["rank"] == 0].sort_values("target")
+    assert (scores.values.argmax(0) == best["position"].values).all()
+    # Digits are helped by digits of their own class: a wrong sign or order would show here.
+    assert (best["label"] == best["target_label"]).mean() > 0.7
+    assert td.open(output / "train.zarr").sizes["checkpoint"] == 3
+    assert matplotlib.image.imread(output / "gallery.png").shape[0] > 500
