@@ -190,6 +190,35 @@ def test_featurize__task_output_of_wrong_shape() -> None:
         features.compute(scheduler="sync")
 
 
+def test_featurize__error_of_torch_shows_what_the_model_was_given() -> None:
+    data = td.from_arrays(
+        {"image": samples().image.values.astype("f8")}, coords={"label": np.arange(20) % 3}
+    )
+    with pytest.raises(td.BlockError, match=r"RuntimeError: .*\n.*image float64 \(20, 2, 3\)"):
+        td.featurize(data, model()).compute(scheduler="sync")
+
+
+class _Branches(nn.Module):
+    """Decides on the value of its input, which vmap cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        return self.head(x if x.sum() > 0 else -x)
+
+
+def test_featurize__model_that_vmap_cannot_run() -> None:
+    branching = td.Model(_Branches())
+    with pytest.raises(td.BlockError, match="Type gradients='loop'"):
+        td.featurize(samples(), branching).compute(scheduler="sync")
+    features = td.featurize(samples(), branching, gradients="loop").compute(scheduler="sync")
+    assert np.isfinite(features.feature).all()
+    assert features.attrs["gradients"] == "loop"
+
+
 @pytest.mark.parametrize("proj_dim", [0, -5])
 def test_rademacher__proj_dim_not_positive(proj_dim: int) -> None:
     with pytest.raises(ValueError, match=f"proj_dim is {proj_dim}.*proj_dim=2048"):

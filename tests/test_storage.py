@@ -156,10 +156,7 @@ def test_save__runs_on_the_active_client(process_client: Client, tmp_path: Path)
     assert set(opened.out_to_loss.values.astype(int).ravel().tolist()) <= workers
 
 
-def test_save__shows_a_bar(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_save__shows_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     td.save(FEATURES, tmp_path / "f.zarr")
     assert "8/8" in capsys.readouterr().out  # 3 blocks and a gram matrix, 2 checkpoints
 

@@ -13,6 +13,7 @@ import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
+from distributed import get_worker
 
 from trakdask._version import __version__
 from trakdask.errors import BlockError
@@ -244,8 +245,20 @@ def _featurize_block(
     except Exception as err:
         raise BlockError(
             f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r} failed: "
-            f"{type(err).__name__}: {err}"
+            f"{type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
         ) from err
+
+
+def _circumstances(job: _Job, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
+    """Say what the model was given, where the error is torch's and not ours."""
+    if isinstance(err, ValueError):
+        return ""
+    inputs = zip(job.inputs, arrays, strict=True)
+    given = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
+    advice = (
+        " Type gradients='loop' if the model cannot run under vmap." if "vmap" in str(err) else ""
+    )
+    return f"\nThe block's inputs were {given}.{advice}"
 
 
 def _featurize_samples(
@@ -283,6 +296,14 @@ def _require_finite(positions: np.ndarray, checkpoint: Checkpoint, *arrays: np.n
             )
 
 
+def _on_worker() -> bool:
+    try:
+        get_worker()
+    except ValueError:
+        return False
+    return True
+
+
 _threads_lock = Lock()
 _threads_inside = 0
 _threads_before = 0
@@ -290,13 +311,13 @@ _threads_before = 0
 
 @contextmanager
 def _few_torch_threads() -> Iterator[None]:
-    """Give torch one thread while Dask's own threads run tasks side by side.
+    """Give torch one thread while the threaded scheduler runs a task on every core.
 
-    Distributed workers set this by environment; a task on the main thread has the machine for
-    itself.
+    A distributed worker has its number from the environment (1 unless the user says otherwise), and
+    a task on the main thread has the machine for itself.
     """
     global _threads_inside, _threads_before
-    if current_thread() is main_thread():
+    if current_thread() is main_thread() or _on_worker():
         yield
         return
     with _threads_lock:

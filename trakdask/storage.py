@@ -88,7 +88,8 @@ def save(
     plan = _plan(features, os.fspath(store))
     _create_or_check(plan, features, gram=gram)
     total = len(plan.checkpoints) * (plan.n_blocks + gram)
-    with polled_bar(f"save {plan.store}", total, plan.count_done, show=progress):
+    title = f"save {plan.store.rstrip('/').rpartition('/')[2]}"
+    with polled_bar(title, total, plan.count_done, show=progress):
         for index in range(len(plan.checkpoints)):
             _save_checkpoint(plan, features, index)
             if gram:
