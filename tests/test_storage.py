@@ -32,7 +32,7 @@ WHOLE = "feature-" + 32 * "0"
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
 
-def save(features: xr.Dataset, path: Path, **options) -> xr.Dataset:
+def save(features: xr.Dataset, path: Path | str, **options) -> xr.Dataset:
     return td.save(features, path, progress=False, **options)
 
 
@@ -304,6 +304,27 @@ def test_query__reads_only_the_blocks_it_needs(
     by_store = [chunk.split(":")[0] for chunk in sorted(reads.chunks)]
     counts = {name: len(list(group)) for name, group in itertools.groupby(sorted(by_store))}
     assert counts == {"targets.zarr": 1 * 2, "train.zarr": 2 * 2}  # blocks × checkpoints
+
+
+def test_save__same_place_for_every_worker(
+    tmp_path: Path, process_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is the notebook's, not the workers', which work elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    opened = save(FEATURES, Path("f.zarr"))
+    assert (tmp_path / "f.zarr" / "zarr.json").exists()
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+    td.to_zarr(td.score(opened, FEATURES), "scores.zarr")
+    assert xr.open_zarr(tmp_path / "scores.zarr", consolidated=False).score.notnull().all()
+
+
+@pytest.mark.parametrize("url", ["file://{}/f.zarr", "memory://{}/f.zarr"])
+def test_save__urls(tmp_path: Path, url: str) -> None:
+    opened = save(FEATURES, url.format(tmp_path))
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+    whole, calls = counted(FEATURES)
+    save(whole, url.format(tmp_path))
+    assert calls == []
 
 
 def test_layout__last_block_may_be_smaller() -> None:

@@ -7,6 +7,7 @@ import os
 import fsspec
 import xarray as xr
 
+from trakdask.locations import location
 from trakdask.variables import RANK, TARGET
 
 __all__ = ["to_parquet", "to_zarr"]
@@ -31,12 +32,12 @@ def to_zarr(
     FileExistsError
         If the store exists and ``overwrite`` is false.
     """
-    _require_free(store, overwrite)
+    place = _free_place(store, overwrite)
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    ds.to_zarr(os.fspath(store), mode="w", consolidated=False, zarr_format=3, encoding=encoding)
+    ds.to_zarr(place, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
 
 
 def to_parquet(top: xr.Dataset, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -69,15 +70,17 @@ def to_parquet(top: xr.Dataset, path: str | os.PathLike[str], *, overwrite: bool
             f"to_parquet got {found}; needed the Dataset (target, rank) of td.top_k. "
             "Write a full score matrix with td.to_zarr(scores, path)."
         )
-    _require_free(path, overwrite)
+    place = _free_place(path, overwrite)
     blocks = top.score.variable.chunksizes.get(TARGET, -1)
     frame = top.chunk({TARGET: blocks, RANK: -1}).to_dask_dataframe(dim_order=[TARGET, RANK])
-    frame.to_parquet(os.fspath(path), write_index=False, overwrite=overwrite)
+    frame.to_parquet(place, write_index=False, overwrite=overwrite)
 
 
-def _require_free(path: str | os.PathLike[str], overwrite: bool) -> None:
-    fs, place = fsspec.core.url_to_fs(os.fspath(path))
-    if not overwrite and fs.exists(place):
+def _free_place(path: str | os.PathLike[str], overwrite: bool) -> str:
+    place = location(path)
+    fs, inside = fsspec.core.url_to_fs(place)
+    if not overwrite and fs.exists(inside):
         raise FileExistsError(
-            f"{os.fspath(path)!r} exists; needed a new path. Type overwrite=True to replace it."
+            f"{place!r} exists; needed a new path. Type overwrite=True to replace it."
         )
+    return place

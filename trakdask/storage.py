@@ -24,6 +24,7 @@ import zarr
 
 from trakdask import arrays
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.locations import location
 from trakdask.progress import polled_bar
 from trakdask.provenance import FEATURE_SPEC, digest, require_same, spec
 from trakdask.variables import (
@@ -85,10 +86,10 @@ def save(
     """
     validate(features, FEATURE_NAMES, what="features")
     features = lazy_features(features)
-    plan = _plan(features, os.fspath(store))
+    plan = _plan(features, location(store))
     _create_or_check(plan, features, gram=gram)
     total = len(plan.checkpoints) * (plan.n_blocks + gram)
-    title = f"save {plan.store.rstrip('/').rpartition('/')[2]}"
+    title = f"save {plan.store.rpartition('/')[2]}"
     with polled_bar(title, total, plan.count_done, show=progress):
         for index in range(len(plan.checkpoints)):
             _save_checkpoint(plan, features, index)
@@ -119,7 +120,7 @@ def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.
     IncompleteFeaturesError
         If blocks are missing.
     """
-    path = os.fspath(store)
+    path = location(store)
     try:
         ds = xr.open_zarr(path, consolidated=False, chunks={})
     except (FileNotFoundError, KeyError) as err:
