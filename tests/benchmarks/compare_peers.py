@@ -116,6 +116,7 @@ class Comparison:
 
     def agreement(self, what: str, job: Job) -> list[dict[str, Any]]:
         """Compare everyone's scores, and with a projection also another seed's, with traker's."""
+        job = replace(job, n_train=min(job.n_train, 1024))  # no digit twice
         reference = self.run(replace(job, engine="traker"))
         others = [replace(job, engine=e) for e in self.options.engines if e != "traker"]
         if job.proj_dim is not None:
@@ -251,7 +252,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[32, 128, 512])
-    parser.add_argument("--n-train", type=int, default=1024, help="training samples, at most 1597")
+    parser.add_argument("--n-train", type=int, default=2048, help="training samples")
     parser.add_argument("--proj-dim", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one repeat of one small batch size")
