@@ -233,7 +233,8 @@ class ProjectionStream:
         self._row_map = row_map
         self._checkpoint = checkpoint
         width = projector.width(row_map.n_rows)
-        self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
+        # Samples innermost, as the products come: adding them is then one contiguous pass.
+        self._sums = torch.zeros(width, n_samples, dtype=torch.float64, device=device).T
         block = (n_samples, min(ROW_BLOCK, row_map.n_rows))
         self._pending = torch.empty(block, dtype=torch.float32, device=device)
         self._row = 0
