@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trakdask.projection.philox import rademacher_bits
-from trakdask.projection.projectors import (
-    Identity,
-    ProjectionStream,
-    Projector,
-    Rademacher,
-    project,
-)
+from trakdask.projection.projectors import Identity, Projector, Rademacher
 from trakdask.projection.rows import RowMap
+from trakdask.projection.stream import ProjectionStream, project
 
 SMALL = Rademacher(proj_dim=12, seed=3)
 

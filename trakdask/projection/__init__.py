@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from trakdask.projection.projectors import (
-    Identity,
-    ProjectionStream,
-    Projector,
-    Rademacher,
-    project,
-)
+from trakdask.projection.projectors import Identity, Projector, Rademacher
 from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
+from trakdask.projection.stream import ProjectionStream, project
 
 __all__ = [
     "ROW_ALIGNMENT",
