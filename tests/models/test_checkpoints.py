@@ -169,6 +169,14 @@ def test_cached_state__file_changed_since(folder: Path) -> None:
         cached_state(checkpoint)
 
 
+@pytest.mark.parametrize("name", ["c0.pt", "c0.safetensors"])
+def test_cached_state__file_overwritten_while_in_use(folder: Path, name: str) -> None:
+    save_file(state(), folder / "c0.safetensors")
+    (checkpoint,) = make_checkpoints([folder / name])
+    (folder / name).write_bytes(b"\0" * (folder / name).stat().st_size)
+    assert digest_state(cached_state(checkpoint)) == checkpoint.digest
+
+
 def test_make_checkpoints__given_state_is_copied() -> None:
     live = state()
     (checkpoint,) = make_checkpoints([live])

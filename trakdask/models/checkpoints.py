@@ -109,12 +109,16 @@ def cached_state(checkpoint: Checkpoint) -> State:
     features of other weights under the old name.
     """
     with _states_lock:  # one reader; other threads wait for the same tensors
-        if checkpoint.digest not in _states:
-            _states[checkpoint.digest] = _read_verified(checkpoint)
-        _states.move_to_end(checkpoint.digest)
-        while len(_states) > _STATES_KEPT:
-            _states.popitem(last=False)
-        return _states[checkpoint.digest]
+        state = _states.get(checkpoint.digest) or _read_verified(checkpoint)
+        return _keep(checkpoint.digest, state)
+
+
+def _keep(digest: str, state: State) -> State:
+    _states[digest] = state
+    _states.move_to_end(digest)
+    while len(_states) > _STATES_KEPT:
+        _states.popitem(last=False)
+    return state
 
 
 def _read_verified(checkpoint: Checkpoint) -> State:
@@ -131,6 +135,8 @@ def _read_verified(checkpoint: Checkpoint) -> State:
 
 def read_state(path: Path) -> State:
     """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
+
+    Into memory, not mapped: training may overwrite the file while its hash stands for the tensors.
 
     Raises
     ------
@@ -151,20 +157,21 @@ def read_state(path: Path) -> State:
 
 def _read_safetensors(path: Path) -> object:
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     try:
-        return load_file(path)
+        return load(path.read_bytes())
     except SafetensorError as err:
         raise CheckpointError(_damaged(path, err)) from err
 
 
 def _read_torch(path: Path) -> object:
-    is_zip = zipfile.is_zipfile(path)
-    if not is_zip and _starts_like_zip(path):  # the directory of a zip file is at its end
+    if _starts_like_zip(path) and not zipfile.is_zipfile(
+        path
+    ):  # the directory of a zip file is at its end
         raise CheckpointError(_damaged(path, "its end is missing"))
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as err:
         raise CheckpointError(
             f"checkpoint {str(path)!r} holds something else than plain tensors; needed a state "
@@ -231,6 +238,8 @@ def _open(
     if check is not None:
         check(name, state)
     digest = digest_state(state)
+    with _states_lock:
+        _keep(digest, state)
     return (str(path) if path else Spooled(state, token=f"state-{digest}")), digest
 
 
