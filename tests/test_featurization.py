@@ -6,6 +6,7 @@ from pathlib import Path
 
 import dask
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import xarray as xr
@@ -66,11 +67,60 @@ def test_featurize__any_dataset_with_a_sample_dimension(tmp_path: Path) -> None:
         coords={"label": ("sample", np.arange(20) % 3)},
     )
     ds.to_zarr(tmp_path / "s.zarr", consolidated=False, encoding={"image": {"chunks": (7, 2, 3)}})
-    expected = td.featurize(samples(), model()).feature.values
+    expected = td.featurize(samples(), model(), projector=td.Identity()).feature.values
     opened = xr.open_zarr(tmp_path / "s.zarr", consolidated=False)
     for dataset in (ds, ds.chunk(sample=6), opened):
-        found = td.featurize(dataset, model()).feature
+        found = td.featurize(dataset, model(), projector=td.Identity()).feature
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_featurize__every_source_gives_the_same_features(tmp_path: Path) -> None:
+    x, label = samples().image.values, np.arange(20) % 3
+    frame = pd.DataFrame({"pixels": list(x.reshape(20, 6)), "label": label})
+    frame.to_parquet(tmp_path / "part.parquet", row_group_size=7)
+    pairs = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(label))
+    sources = {
+        "torch": td.from_torch(pairs, names=("image", "label"), chunks=6),
+        "parquet": td.from_dataframe(
+            tmp_path / "part.parquet", variables={"image": "pixels"}, coords=["label"], chunks=9
+        ),
+        "pandas": td.from_dataframe(
+            frame, variables={"image": "pixels", "label": "label"}, chunks=20
+        ),
+        "lists": td.from_arrays({"image": x.astype("f4"), "label": label.tolist()}, chunks=3),
+    }
+    exact = {"projector": td.Identity()}  # digits of a projection may round to the other side
+    expected = td.featurize(samples(), model(), **exact).feature.values
+    for name, source in sources.items():
+        found = td.featurize(source, model(), **exact).feature.values
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+class _TrakStyle:
+    """The original package's contract: one sample at a time, in the order of the variables."""
+
+    def get_output(self, net, weights, buffers, image, label):
+        logits = torch.func.functional_call(net, (weights, buffers), image[None])
+        correct = logits[torch.arange(1), label[None]]
+        others = torch.where(torch.arange(3) == label, -torch.inf, logits[0])
+        return (correct - others.logsumexp(0)).sum()
+
+    def get_out_to_loss_grad(self, net, weights, buffers, batch):
+        image, label = batch
+        logits = torch.func.functional_call(net, (weights, buffers), image)
+        p = logits.softmax(1)[torch.arange(len(label)), label]
+        return (1 - p).detach()[:, None]
+
+
+def test_featurize__objects_of_the_original_package() -> None:
+    x, label = samples().image.values, np.arange(20) % 3
+    data = td.from_arrays({"image": x, "label": label}, chunks=8)
+    ours, theirs = (
+        td.featurize(data, m, projector=td.Identity()).compute()
+        for m in (model(), model(task=_TrakStyle()))
+    )
+    np.testing.assert_allclose(theirs.feature, ours.feature, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(theirs.out_to_loss, ours.out_to_loss, rtol=1e-4)
 
 
 def test_featurize__checkpoints_join_in_any_order() -> None:

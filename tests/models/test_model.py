@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trakdask import examples
 from trakdask.errors import CheckpointError
 from trakdask.models.model import Model
 from trakdask.models.parameters import select_parameters
@@ -86,6 +87,16 @@ def test_model__built_from_a_module_or_a_name() -> None:
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
     with pytest.raises(CheckpointError, match="tensors that the model lacks, the first is 'w'"):
         Model("torch.nn:Identity", [{"w": torch.ones(1)}])
+
+
+def test_model__built_by_name() -> None:
+    build = "trakdask.examples:digits_mlp"
+    whole = examples.digits_mlp().state_dict()
+    model = Model(build, [whole])
+    x = torch.rand(3, 1, 8, 8)
+    module = examples.digits_mlp()
+    module.load_state_dict(whole)
+    torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
 
 
 def test_model__skeleton_holds_no_weights() -> None:
