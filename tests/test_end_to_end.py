@@ -95,6 +95,7 @@ def scores_of(paths, data, projector, **options) -> xr.DataArray:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("n_checkpoints", [1, 3])
 def test_score__identity_equals_the_formula(mlp_paths, data, oracle, n_checkpoints: int) -> None:
     """All 17k parameters: a gram matrix of 17k × 17k per checkpoint."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from trakdask.projection.philox import BYTES_PER_COUNTER, ROWS_PER_COUNTER, CounterGrid
 from trakdask.projection.quantize import SLAB_ROWS, QuantizedBlock, Scratch, quantize_block
 
-_COLUMN_TILE = 1024
+_COLUMN_TILE = 2048
 _COUNTERS_PER_GRID = 1 << 14
 
 
@@ -58,8 +58,8 @@ def accumulate_rademacher(
     Exactness: the product of the quantised block is exact, so it does not depend on the batch, on
     tiles or on threads; ``out`` sees one float64 addition per block.
     Cost: 2 * n_digits * B * rows * width integer operations, and rows * width random bits,
-    which are never held at once: buffers are about 8 MB plus n_digits * B * rows bytes plus
-    8 KB * (1 + n_digits) * B.
+    which are never held at once: buffers are about 12 MB plus n_digits * B * rows bytes plus
+    16 KB * (1 + n_digits) * B.
     """
     quantized = quantize_block(block, n_digits, _scratch)
     n_bytes = sum(slab.shape[1] for slab in quantized.slabs) // 8
