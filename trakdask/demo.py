@@ -157,7 +157,7 @@ def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, fl
     queries = {
         "label == target_label": lambda tile: tile.label == tile.target_label,
         "label != target_label": lambda tile: tile.label != tile.target_label,
-        "digit_id < 500": scores.digit_id < 500,
+        "digit_id >= 500": scores.digit_id >= 500,
     }
     lazy = {text: td.top_k(one, SHOWN, where=where) for text, where in queries.items()}
     with _timed(seconds, f"{len(queries)} queries of one target"):
@@ -175,7 +175,7 @@ def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -
     groups = td.group_score(features, targets.isel(sample=shown), by="label").compute()
     unit = td.plots.power_of_ten(groups)
     title = f"Sum of scores by class of the training digits (group_score), in 1e{unit}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("target", justify="right", no_wrap=True)
     for label in groups.label.values:
         table.add_column(f"{label}s", justify="right", no_wrap=True)
