@@ -184,6 +184,8 @@ def test_score__bad_damping(damping: object) -> None:
 def test_score__bad_weights() -> None:
     with pytest.raises(ValueError, match="needed a DataArray of"):
         td.score(FEATURES, TARGETS, weights=xr.DataArray(np.ones(3), dims="sample"))
+    with pytest.raises(ValueError, match=r"weights go down to -1.0; needed numbers >= 0"):
+        td.score(FEATURES, TARGETS, weights=xr.DataArray(-np.ones(50), dims="sample"))
     with pytest.raises(ValueError, match="weights are list"):
         td.score(FEATURES, TARGETS, weights=[1.0] * 50)
 

@@ -136,6 +136,12 @@ def test_top_k__function_that_returns_no_mask() -> None:
         td.top_k(SCORES, 3, where=lambda tile: tile.label).compute(scheduler="sync")
 
 
+def test_top_k__function_of_a_coord_that_is_not_there() -> None:
+    for where in (lambda tile: tile.source == "web", lambda tile: tile["source"] == "web"):
+        with pytest.raises(ValueError, match=r"coords that the scores have: \['label'"):
+            td.top_k(SCORES, 3, where=where).compute(scheduler="sync")
+
+
 def test_top_k__of_something_else() -> None:
     with pytest.raises(ValueError, match=r"scores.mean\('checkpoint'\)"):
         td.top_k(td.score(FEATURES, TARGETS, average=False), 3)

@@ -210,6 +210,11 @@ def test_save__selection_of_a_store(tmp_path: Path) -> None:
     np.testing.assert_allclose(part.gram, td.gram(FEATURES.isel(sample=slice(16, 40))), rtol=1e-5)
 
 
+def test_save__without_provenance(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"have no attrs \['projector', .*assign_attrs"):
+        save(FEATURES.drop_attrs(), tmp_path / "f.zarr")
+
+
 def test_save__features_in_memory(tmp_path: Path) -> None:
     opened = save(FEATURES.compute(), tmp_path / "f.zarr")
     np.testing.assert_array_equal(opened.feature, FEATURES.feature)

@@ -266,6 +266,11 @@ def _weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array
             f"weights are {found}; needed a DataArray of {shape}, with or without checkpoint. "
             "Type xr.DataArray(h, dims='sample')."
         )
+    if weights.chunks is None and not (weights >= 0).all():
+        raise ValueError(
+            f"weights go down to {float(weights.min())}; needed numbers >= 0, since the gram "
+            "matrix must stay positive. Type weights.clip(min=0)."
+        )
     chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
     full = weights.broadcast_like(
         xr.DataArray(np.empty(features.sizes[CHECKPOINT]), dims=CHECKPOINT)

@@ -141,7 +141,13 @@ def _mask_of_coords(
     target_stop: int,
 ) -> np.ndarray:
     tile = coords.isel(sample=slice(start, stop), target=slice(target_start, target_stop))
-    result = where(tile)
+    try:
+        result = where(tile)
+    except (AttributeError, KeyError) as err:
+        raise ValueError(
+            f"the function where= failed with {err!r}; needed coords that the scores have: "
+            f"{list(map(str, coords.coords))}. Those of targets begin with 'target_'."
+        ) from err
     if not isinstance(result, xr.DataArray) or result.dtype != bool:
         found = result.dtype if isinstance(result, xr.DataArray) else type(result).__name__
         raise ValueError(

@@ -179,6 +179,11 @@ def _plan(features: xr.Dataset, store: str) -> _Plan:
     ``attrs`` follow a selection unchanged. But only what featurize itself named is the whole: dask
     names everything made of it.
     """
+    if missing := [name for name in FEATURE_SPEC if name not in features.attrs]:
+        raise ValueError(
+            f"features have no attrs {missing}; needed what td.featurize writes there, since a "
+            "store is known by it. Keep them: features.assign_attrs(original.attrs)."
+        )
     described = spec(features)
     name = features.feature.data.name
     if not re.fullmatch(r"feature-[0-9a-f]{32}", name):

@@ -89,7 +89,8 @@ class Comparison:
     def run(self, job: Job) -> NDArray[np.float64]:
         scores = self.folder / "scores.npy"
         record = in_a_process({"job": asdict(job), "scores": str(scores)}, self.core)
-        self.records.append({"job": asdict(job), **record})
+        files = [Path(path).name for path in job.checkpoints]
+        self.records.append({"job": {**asdict(job), "checkpoints": files}, **record})
         what = f"{job.engine:9} {job.build} proj_dim={job.proj_dim} batch_size={job.batch_size}"
         print(f"  {what}: {record['seconds']['total']:.1f} s", file=sys.stderr)
         return np.asarray(np.load(scores), dtype=np.float64)

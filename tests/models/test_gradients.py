@@ -193,6 +193,13 @@ def test_image_classification__wrong_logits() -> None:
         run("loop", Model(nn.Conv2d(1, 2, 1)), batch(dtype=torch.float32))
 
 
+@pytest.mark.parametrize("label", [torch.ones(5), torch.ones(5, 1, dtype=torch.int64)])
+def test_image_classification__label_that_is_no_class(label: Tensor) -> None:
+    data = Batch(image=batch()["image"], label=label)
+    with pytest.raises(ValueError, match="needs integer classes, one per sample"):
+        run("vmap", Model(net()), data)
+
+
 def test_batch__missing_variable() -> None:
     with pytest.raises(ValueError, match=r"\['image', 'label'\]; the task needs 'text'"):
         batch()["text"]

@@ -133,8 +133,14 @@ class ImageClassification:
                 "image_classification needs logits (batch, classes) with 2 classes or more. "
                 "Wrap the model so that it returns bare logits, or write a task."
             )
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return wide, batch[self.label].long()
+        label = batch[self.label]
+        if label.ndim != 1 or label.is_floating_point() or label.is_complex():
+            raise ValueError(
+                f"{self.label!r} is {label.dtype} of shape {tuple(label.shape)}; "
+                "image_classification needs integer classes, one per sample. Use "
+                "labels.astype(int) and drop other axes."
+            )
+        return logits if logits.dtype == torch.float64 else logits.float(), label.long()
 
 
 @dataclass(frozen=True)
