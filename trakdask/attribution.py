@@ -203,9 +203,9 @@ def group_score(
     """
     if by not in _coords_along(features, SAMPLE):
         raise ValueError(
-            f"the training samples have the coords "
-            f"{list(map(str, _coords_along(features, SAMPLE)))}; "
-            f"needed {by!r}. Give it with features.assign_coords({by}=('sample', values))."
+            "the training samples have the coords "
+            f"{list(map(str, _coords_along(features, SAMPLE)))}; needed {by!r}. Give it with "
+            f"features.assign_coords({by}=('sample', values))."
         )
     features, solved = _solve(features, targets, damping, weights)
     codes, groups = pd.factorize(features[by].values, sort=True)

@@ -138,8 +138,7 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
         raise ValueError(
             f"the samples have the variables {[str(name) for name in samples.variables]}; the task "
             f"needs {missing[0]!r}. Name the variable so (samples.rename(...)), or give the task "
-            f"its "
-            "name, as in td.tasks.ImageClassification(image='pixels')."
+            "its name, as in td.tasks.ImageClassification(image='pixels')."
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}

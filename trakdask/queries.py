@@ -126,9 +126,8 @@ def _require_mask(scores: xr.DataArray, where: xr.DataArray) -> None:
     if where.dtype != bool or not where.dims or not right_size:
         raise ValueError(
             f"where is a mask {dict(where.sizes)} of dtype {where.dtype}; needed bool over the "
-            f"samples, "
-            f"{{'sample': {needed[SAMPLE]}}}, or over both, {needed}. "
-            "Type where=(scores.label == 3), or where=lambda tile: tile.label == tile.target_label."
+            f"samples, {{'sample': {needed[SAMPLE]}}}, or over both, {needed}. Type "
+            "where=(scores.label == 3), or where=lambda tile: tile.label == tile.target_label."
         )
 
 
@@ -152,8 +151,7 @@ def _mask_of_coords(
         found = result.dtype if isinstance(result, xr.DataArray) else type(result).__name__
         raise ValueError(
             f"the function where= returned {found}; needed a boolean DataArray over sample and "
-            f"target. "
-            "Compare coords, as in lambda tile: tile.label == tile.target_label."
+            "target. Compare coords, as in lambda tile: tile.label == tile.target_label."
         )
     return _broadcast(result, stop - start, target_stop - target_start)
 

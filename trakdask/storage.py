@@ -196,7 +196,7 @@ def _layout(features: xr.Dataset) -> dict[str, int]:
     if len(set(chunks[:-1])) > 1 or chunks[-1] > chunks[0]:
         raise ValueError(
             f"features have the sample chunks {chunks[:4]}...; needed equal ones (the last may be "
-            f"smaller), since each is one chunk of the store. Use "
+            "smaller), since each is one chunk of the store. Use "
             f"features.chunk(sample={chunks[0]})."
         )
     return {"samples": sum(chunks), "block": chunks[0]}
@@ -213,15 +213,13 @@ def _create_or_check(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
     except (FileNotFoundError, KeyError, ValueError) as err:
         raise FileExistsError(
             f"{plan.store!r} exists and is no feature store; needed a new path, or a store to "
-            f"resume. "
-            "Choose another path."
+            "resume. Choose another path."
         ) from err
     attrs = dict(group.attrs)
     if "layout" not in attrs:
         raise FileExistsError(
             f"{plan.store!r} is a zarr store without features; needed a new path, or a feature "
-            f"store "
-            "to resume. Choose another path."
+            "store to resume. Choose another path."
         )
     names = (*FEATURE_SPEC, "source", "layout")
     ours = {**plan.spec, "layout": plan.layout}
@@ -231,9 +229,8 @@ def _create_or_check(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
     elif gram and _GRAM not in group:
         raise StoreMismatchError(
             f"the store {plan.store!r} was made with gram=False; needed a place for the gram "
-            f"matrices. "
-            "Type td.save(features, store, gram=False), and td.score will reduce them when "
-            "computed."
+            "matrices. Type td.save(features, store, gram=False), and td.score will reduce them "
+            "when computed."
         )
 
 

@@ -128,7 +128,7 @@ def _read_verified(checkpoint: Checkpoint) -> State:
         raise CheckpointError(
             f"checkpoint {checkpoint.name!r} now has the content hash {found[:12]}; needed "
             f"{checkpoint.digest[:12]}, its content when the model was made. Make the td.Model "
-            f"again."
+            "again."
         )
     return dict(state)
 
@@ -148,8 +148,7 @@ def read_state(path: Path) -> State:
     if not path.is_file():
         raise FileNotFoundError(
             f"checkpoint {str(path)!r} does not exist; needed a .pt or .safetensors file that "
-            f"every "
-            "worker can read. Check the path, or pass the state dict itself."
+            "every worker can read. Check the path, or pass the state dict itself."
         )
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     return _require_state(content, path)
@@ -175,9 +174,8 @@ def _read_torch(path: Path) -> object:
     except pickle.UnpicklingError as err:
         raise CheckpointError(
             f"checkpoint {str(path)!r} holds something else than plain tensors; needed a state "
-            f"dict "
-            "that loads with weights_only=True, so that no code in the file can run. Save it again "
-            f"with torch.save(model.state_dict(), path). ({str(err).splitlines()[0]})"
+            "dict that loads with weights_only=True, so that no code in the file can run. Save "
+            f"it again with torch.save(model.state_dict(), path). ({str(err).splitlines()[0]})"
         ) from err
     except (EOFError, RuntimeError, ValueError) as err:
         raise CheckpointError(_damaged(path, err)) from err
@@ -206,8 +204,7 @@ def _require_state(content: object, where: object) -> State:
     found = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
         f"checkpoint {str(where)!r} holds {found}; needed a state dict (tensors by parameter "
-        f"name). "
-        f"Pass {hint} instead."
+        f"name). Pass {hint} instead."
     )
 
 
@@ -253,7 +250,7 @@ def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
     if len(numbers) != len(digests) or not valid or len(set(numbers)) != len(numbers):
         raise ValueError(
             f"checkpoint ids are {numbers}; needed {len(digests)} different integers in [0, "
-            f"2**32), "
-            "one per checkpoint: two checkpoints with one id would share a projection matrix."
+            "2**32), one per checkpoint: two checkpoints with one id would share a projection "
+            "matrix."
         )
     return numbers

@@ -92,8 +92,7 @@ def _require_per_sample(value: object, size: int, method: str) -> Tensor:
     found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
         f"task.{method} returned {found} for a batch of {size}; needed shape ({size},), one scalar "
-        f"per "
-        "sample. Reduce the other axes, or index [:, 0]."
+        "per sample. Reduce the other axes, or index [:, 0]."
     )
 
 

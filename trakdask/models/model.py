@@ -156,8 +156,7 @@ def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
     if not callable(build):
         raise TypeError(
             f"build is a {type(build).__name__}; needed an nn.Module, a zero-argument callable "
-            f"that "
-            "returns one, or 'package.module:callable'."
+            "that returns one, or 'package.module:callable'."
         )
     return fingerprint(build)
 
@@ -225,7 +224,7 @@ def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoin
     if extra := [name for name in state if name not in needed]:
         raise CheckpointError(
             f"checkpoint {checkpoint!r} has {len(extra)} tensors that the model lacks, the first "
-            f"is "
+            "is "
             f"{extra[0]!r}; needed the same architecture. " + _advice(state)
         )
 
