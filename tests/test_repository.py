@@ -98,7 +98,8 @@ def test_import__arithmetic_rooms_need_torch_and_numpy_only() -> None:
     """A GPU machine may have neither Dask nor xarray."""
     code = (
         "import sys, trakdask, trakdask.projection, trakdask.models.model, trakdask.kernels\n"
-        "print([m for m in ('dask', 'distributed', 'xarray', 'zarr', 'pandas') if m in sys.modules])"
+        "heavy = ('dask', 'distributed', 'xarray', 'zarr', 'pandas')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
