@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import matplotlib
@@ -72,3 +74,17 @@ def local_cluster(*, processes: bool) -> LocalCluster:
     return LocalCluster(
         n_workers=2, threads_per_worker=1, processes=processes, dashboard_address=":0"
     )
+
+
+@pytest.fixture
+def run_python() -> Callable[..., str]:
+    """Run the interpreter in a folder and return what it printed; fail with what went wrong."""
+
+    def run(*arguments: str, cwd: Path) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

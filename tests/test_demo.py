@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -15,18 +13,10 @@ import trakdask as td
 
 
 @pytest.mark.slow
-def test_demo__writes_what_it_says(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "trakdask.demo"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Dask dashboard: http" in done.stdout
-    assert "24/24" in done.stdout
+def test_demo__writes_what_it_says(tmp_path: Path, run_python) -> None:
+    printed = run_python("-m", "trakdask.demo", cwd=tmp_path)
+    assert "Dask dashboard: http" in printed
+    assert "24/24" in printed
     output = tmp_path / "demo-output"
     frame = pd.read_parquet(output / "top.parquet")
     assert len(frame) == 200 * 100

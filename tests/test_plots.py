@@ -50,6 +50,18 @@ def test_gallery__computes_drawn_targets_only() -> None:
     assert len(drawn(td.plots.gallery(*[td.top_k(SCORES, 2)] * 2, IMAGES, IMAGES))) == 6 * 5
 
 
+def test_gallery__refused() -> None:
+    top = td.top_k(SCORES, 4)
+    with pytest.raises(ValueError, match=r"needed 'digit' to write above the images"):
+        td.plots.gallery(top, top, IMAGES, IMAGES, label="digit")
+    with pytest.raises(ValueError, match=r"needed positions below 8.*Leave out \[99, -1\]"):
+        td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0, 99, -1])
+    with pytest.raises(ValueError, match=r"needed positions below 3"):
+        td.plots.gallery(top, top, IMAGES, IMAGES[:3])
+    with pytest.raises(ValueError, match=r"is ranked, but there are 1 images"):
+        td.plots.gallery(top, top, IMAGES[:1], IMAGES)
+
+
 @pytest.mark.parametrize(
     ("values", "exponent"), [([3e-4, -2e-5], -4), ([-12.0], 1), ([0.0], 0), ([np.nan, 1.0], 0)]
 )

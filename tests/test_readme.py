@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,15 +25,7 @@ def test_readme__first_screen_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_readme__first_screen_prints_what_it_shows(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", block("python")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout[done.stdout.index("target_label") :]
-    assert shape_of(printed) == shape_of(block("text"))
+def test_readme__first_screen_prints_what_it_shows(tmp_path: Path, run_python) -> None:
+    printed = run_python("-c", block("python"), cwd=tmp_path)
+    table = printed[printed.index("target_label") :]
+    assert shape_of(table) == shape_of(block("text"))

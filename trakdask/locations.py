@@ -16,8 +16,10 @@ def location(path: str | os.PathLike[str]) -> str:
 
     Examples
     --------
-    >>> location("/data/../train.zarr/"), location("s3://bucket/train.zarr")
-    ('/train.zarr', 's3://bucket/train.zarr')
+    >>> location("train.zarr/") == os.path.join(os.getcwd(), "train.zarr")
+    True
+    >>> location("s3://bucket/train.zarr")
+    's3://bucket/train.zarr'
     """
     given = os.fspath(path)
     if "://" in given and not given.startswith(("file://", "local://")):

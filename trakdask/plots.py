@@ -53,9 +53,13 @@ def gallery(
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
+    ValueError
+        If there is no such coord or target, or fewer target images than targets; when drawn, if
+        there is no image of a ranked sample.
     """
     chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else targets
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
+    _require_drawable(helpful, target_images, chosen, label)
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
     unit = power_of_ten(*(side.score for side in sides))
     widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
@@ -73,6 +77,26 @@ def gallery(
             _draw_side(places, ranking.isel(target=row), images, label, color, unit)
     _head(figure, axes, n_shown, unit)
     return figure
+
+
+def _require_drawable(
+    ranking: xr.Dataset,
+    target_images: np.ndarray | xr.DataArray,
+    targets: list[int],
+    label: str,
+) -> None:
+    if label not in ranking.coords:
+        raise ValueError(
+            f"the rankings have the coords {list(map(str, ranking.coords))}; needed {label!r} to "
+            "write above the images. Type label= with one of them."
+        )
+    n = min(ranking.sizes[TARGET], len(target_images))
+    if bad := [target for target in targets if not 0 <= target < n]:
+        raise ValueError(
+            f"targets are {targets}; needed positions below {n}, the smaller of "
+            f"{ranking.sizes[TARGET]} ranked targets and {len(target_images)} target images. "
+            f"Leave out {bad}."
+        )
 
 
 def power_of_ten(*scores: xr.DataArray) -> int:
@@ -119,6 +143,11 @@ def _draw_side(
         one = ranking.isel(rank=rank)
         if (position := int(one.position)) < 0:
             continue  # fewer samples than asked for
+        if position >= len(images):
+            raise ValueError(
+                f"training sample {position} is ranked, but there are {len(images)} images; needed "
+                "one per training sample, in their order. Pass the images of all of them."
+            )
         shown = (
             f"{one[label].item():g}" if one[label].dtype.kind in "iuf" else str(one[label].item())
         )
