@@ -6,7 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trakdask.projection.philox import CounterGrid, philox4x32, rademacher_bits, split_seed
+from trakdask.projection.philox import (
+    STREAM_RADEMACHER,
+    CounterGrid,
+    philox4x32,
+    rademacher_bits,
+    split_seed,
+)
 
 SEEDS = [(0, 0), (0x123456789ABCDEF0, 7)]
 
@@ -32,7 +38,9 @@ def bit_by_hand(row: int, column: int, seed: int, checkpoint: int) -> int:
 def packed(n_cols: int, row_block: int, n_blocks: int, **address: int) -> npt.NDArray[np.uint8]:
     words = np.empty((n_cols, n_blocks, 2), np.uint64)
     col_start = address.pop("col_start", 0)
-    CounterGrid(words.size).fill_words(words, row_block, col_start, **address)
+    CounterGrid(words.size).fill_words(
+        words, row_block, col_start, stream=STREAM_RADEMACHER, **address
+    )
     return words.view(np.uint8).reshape(n_cols, -1)
 
 
@@ -132,7 +140,7 @@ def test_fill_words__is_the_reference(row_block: int) -> None:
 def test_fill_words__buffers_carry_nothing_over() -> None:
     grid = CounterGrid(64)
     large, small = np.empty((8, 8, 2), np.uint64), np.empty((2, 3, 2), np.uint64)
-    grid.fill_words(large, 0, 0, seed=1, checkpoint=1)
-    grid.fill_words(small, 7, 4, seed=2, checkpoint=3)
+    grid.fill_words(large, 0, 0, seed=1, checkpoint=1, stream=5)
+    grid.fill_words(small, 7, 4, seed=2, checkpoint=3, stream=STREAM_RADEMACHER)
     expected = packed(2, 7, 3, col_start=4, seed=2, checkpoint=3)
     np.testing.assert_array_equal(small.view(np.uint8).reshape(2, -1), expected)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trakdask.projection import Identity, Projector, Rademacher
 from trakdask.projection.philox import rademacher_bits
-from trakdask.projection.projectors import Identity, Projector, Rademacher
 from trakdask.projection.rows import RowMap
 from trakdask.projection.stream import ProjectionStream, project
 

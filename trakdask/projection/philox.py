@@ -10,6 +10,9 @@ seeded in order or agreed on between machines. The definition for the Rademacher
     ctr = (rb & 0xffffffff, column, checkpoint, (rb >> 32) | stream << 16)
     w   = Philox4x32-10(ctr, key)
     bit = (w[(row >> 5) & 3] >> (row & 31)) & 1       # the entry of the matrix is 1 - 2 * bit
+
+Every other kind draws its words from the same grid of counters, in a stream of its own, with
+another meaning of index (here: rb) and column; the kind's module has the definition.
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ def rademacher_bits(
 
 
 class CounterGrid:
-    """Buffers that fill grids of Rademacher counters without allocating in the round loop.
+    """Buffers that fill grids of counters without allocating in the round loop.
 
     Parameters
     ----------
@@ -148,36 +151,45 @@ class CounterGrid:
     def fill_words(
         self,
         out: UInt64Array,
-        row_block: int,
-        col_start: int,
+        index: int,
+        column: int,
         *,
         seed: int,
         checkpoint: int,
+        stream: int,
     ) -> None:
-        """Write the 128 bits of every counter of a grid, in row order.
+        """Write the four words of every counter of a grid.
 
         Parameters
         ----------
         out
-            Array (n_cols, n_blocks, 2), uint64, filled in place. Its bytes, read with the least
-            significant bit first, are the bits of consecutive rows.
-        row_block
-            First row divided by 128.
-        col_start
+            Array (n_columns, n_indices, 2), uint64, filled in place: words 0 and 1, then 2 and 3,
+            the earlier one in the low half. In memory: the 128 bits in order, lowest first.
+        index
+            First index, in [0, 2**48): for the Rademacher matrix, a row divided by 128.
+        column
             First column.
         seed, checkpoint
             As in :func:`rademacher_bits`.
+        stream
+            One of the ``STREAM_`` constants.
         """
-        n_cols, n_blocks, _ = out.shape
-        n = n_cols * n_blocks
-        grid = (2, n_cols, n_blocks)
+        n_columns, n_indices, _ = out.shape
+        n = n_columns * n_indices
+        grid = (2, n_columns, n_indices)
         even, odd, product = (
             buffer[:, :n].reshape(grid) for buffer in (self._even, self._odd, self._product)
         )
         keys = _round_keys(split_seed(seed))
-        block = np.arange(row_block, row_block + n_blocks, dtype=np.uint64)
-        column = np.arange(col_start, col_start + n_cols, dtype=np.uint64)[:, None]
-        _separable_rounds(block, column, checkpoint, keys, even, odd, product[0])
+        indices = np.arange(index, index + n_indices, dtype=np.uint64)
+        columns = np.arange(column, column + n_columns, dtype=np.uint64)[:, None]
+        counter = (
+            indices & _LOW,
+            columns,
+            checkpoint,
+            (indices >> _HALF) | np.uint64(stream << 16),
+        )
+        _separable_rounds(counter, keys, even, odd, product[0])
         for key in keys[3:]:
             _full_round(key, even, odd, product)
         np.left_shift(product, _HALF, out=product)
@@ -185,23 +197,22 @@ class CounterGrid:
 
 
 def _separable_rounds(
-    block: UInt64Array,
-    column: UInt64Array,
-    checkpoint: int,
+    counter: tuple[UInt64Array, UInt64Array, int, UInt64Array],
     keys: UInt64Array,
     even: UInt64Array,
     odd: UInt64Array,
     mixed: UInt64Array,
 ) -> None:
-    """Run rounds 1 to 3, in which row block and column have hardly met: mostly on vectors.
+    """Run rounds 1 to 3, in which index and column have hardly met: mostly on vectors.
 
     Leaves words 0 and 2 in ``even``, words 1 and 3 in ``odd``.
     """
     keys = keys[:, :, 0, 0]
-    p0: UInt64Array = _MULTIPLIERS[0] * (block & _LOW)
+    low, column, checkpoint, high = counter
+    p0: UInt64Array = _MULTIPLIERS[0] * low
     p1: UInt64Array = _MULTIPLIERS[1] * np.full(1, checkpoint, np.uint64)
     c0 = (p1 >> _HALF) ^ column ^ keys[0][0]
-    c2 = (p0 >> _HALF) ^ (block >> _HALF) ^ np.uint64(STREAM_RADEMACHER << 16) ^ keys[0][1]
+    c2 = (p0 >> _HALF) ^ high ^ keys[0][1]
     c1, c3 = p1 & _LOW, p0 & _LOW
 
     p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2

@@ -1,179 +1,123 @@
-"""The Rademacher product on a CPU: bits from counters, exact integer products, float64 sums."""
+"""The dense matrix of random signs: the default projector."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.projection.philox import BYTES_PER_COUNTER, ROWS_PER_COUNTER, CounterGrid
-from trakdask.projection.quantize import SLAB_ROWS, QuantizedBlock, Scratch, quantize_block
-
-_COLUMN_TILE = 2048
-_COUNTERS_PER_GRID = 1 << 14
-
-
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.grid = CounterGrid(_COUNTERS_PER_GRID)
-
-
-_local = _Local()
-_scratch = Scratch()
+from trakdask.projection.dense import accumulate_rademacher, dense_buffer_bytes
+from trakdask.projection.protocol import (
+    ARITHMETIC,
+    DEFINITION_VERSION,
+    ROUNDING_ERROR,
+    Cost,
+    Projector,
+    check_arithmetic,
+    check_integer,
+)
+from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK
 
 
-def accumulate_rademacher(
-    block: Tensor,
-    row_offset: int,
-    *,
-    seed: int,
-    checkpoint: int,
-    n_digits: int,
-    out: Tensor,
-) -> None:
-    """Add the product of one row block with the Rademacher matrix to ``out``.
+@dataclass(frozen=True)
+class Rademacher(Projector):
+    """Project with a dense matrix of random signs.
+
+    The matrix P has entries +1 and -1 that are a pure function of (seed, checkpoint, row, column);
+    a feature is ``proj_dim**-0.5 * P.T @ gradient``. A smaller ``proj_dim`` is a prefix of a
+    larger one, up to that factor.
 
     Parameters
     ----------
-    block
-        Shape (B, rows) on the CPU, any float dtype, 1 <= rows <= 16384.
-    row_offset
-        Row of the first element, a multiple of 16384.
-    seed, checkpoint
-        Address of the matrix.
-    n_digits
-        8-bit digits per gradient element: 1, 2 or 3.
-    out
-        Shape (B, width), float64, changed in place: entry (b, j) grows by
-        sum_r block[b, r] * P[row_offset + r, j], without the factor width**-0.5.
+    proj_dim
+        Number of feature columns, in [1, 2**32).
+    seed
+        Integer in [0, 2**64).
+    arithmetic
+        8-bit digits per gradient element: ``"int8x1"`` (fast), ``"int8x2"`` (default) or
+        ``"int8x3"`` (as accurate as float32 input). More digits cost proportionally more.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not of its kind, or outside its range.
 
     Notes
     -----
-    Exactness: the product of the quantised block is exact, so it does not depend on the batch, on
-    tiles or on threads; ``out`` sees one float64 addition per block.
-    Cost: 2 * n_digits * B * rows * width integer operations, and rows * width random bits,
-    which are never held at once: buffers are about 12 MB plus n_digits * B * rows bytes plus
-    16 KB * (1 + n_digits) * B.
-    """
-    quantized = quantize_block(block, n_digits, _scratch)
-    n_bytes = sum(slab.shape[1] for slab in quantized.slabs) // 8
-    total = _digit_sum(_bits_product(np.full((1, n_bytes), 0xFF, np.uint8), quantized), n_digits)
-    width = out.shape[1]
-    for col_start in range(0, width, _COLUMN_TILE):
-        n_cols = min(_COLUMN_TILE, width - col_start)
-        packed = _packed_bits(row_offset, block.shape[1], col_start, n_cols, seed, checkpoint)
-        ones = _digit_sum(_bits_product(packed, quantized), n_digits)
-        # sum q * (1 - 2 b) = sum q - 2 * sum q * b: bits need no sign.
-        signed = ones.mul_(-2).add_(total).mul_(quantized.step)
-        out[:, col_start : col_start + n_cols].add_(signed.T)
+    Exactness: products are sums of integers, hence bitwise independent of batch, tile and thread
+    count; the rounding of the gradients to digits is the only error.
 
-
-def integer_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
-    """Write the exact product ``bits @ digits.T`` to ``out``.
-
-    Parameters
+    References
     ----------
-    bits
-        Shape (n, k), int8, values 0 and 1, k <= 16384.
-    digits
-        Shape (m, k), int8.
-    out
-        Shape (n, m), int32.
+    Achlioptas 2003, "Database-friendly random projections". Park et al. 2023, "TRAK", step 2.
 
-    Notes
-    -----
-    Exactness: both ways are exact, since a sum is at most 128 * 16384 = 2**21 < 2**24. The choice,
-    made once per process by :func:`int8_matmul_is_usable`, changes the speed only.
+    Examples
+    --------
+    >>> Rademacher(proj_dim=512).width(n_rows=10**6)
+    512
     """
-    product = _int8_product if int8_matmul_is_usable() else _float32_product
-    product(bits, digits, out)
 
+    proj_dim: int = 2048
+    seed: int = 0
+    arithmetic: str = "int8x2"
 
-@cache
-def int8_matmul_is_usable() -> bool:
-    """Tell whether this torch multiplies int8 matrices exactly and faster than float32 ones."""
-    try:
-        exact = all(_int8_is_exact(shape) for shape in [(1, 1, 128), (3, 2, 384), (33, 65, 2048)])
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        return False
-    return exact and _seconds(_int8_product) < 2 * _seconds(_float32_product)
+    row_alignment: ClassVar[int] = ROW_ALIGNMENT
 
+    def __post_init__(self) -> None:
+        check_integer("proj_dim", self.proj_dim, 1, 2**32, "proj_dim=2048")
+        check_integer("seed", self.seed, 0, 2**64, "seed=0")
+        check_arithmetic(self.arithmetic)
 
-def _int8_product(bits: Tensor, digits: Tensor, out: Tensor) -> None:
-    torch._int_mm(bits, digits.T, out=out)
+    def width(self, n_rows: int) -> int:
+        """Return ``proj_dim``."""
+        return self.proj_dim
 
+    def scale(self, n_rows: int) -> float:
+        """Return ``proj_dim**-0.5``, which makes feature products estimate gradient products."""
+        return float(self.proj_dim**-0.5)
 
-def _float32_product(bits: Tensor, digits: Tensor, out: Tensor) -> None:
-    out.copy_(torch.mm(bits.float(), digits.float().T))
+    def spec(self) -> dict[str, Any]:
+        """Return a JSON-able value that determines the map completely."""
+        return {
+            "kind": "rademacher",
+            "proj_dim": self.proj_dim,
+            "seed": self.seed,
+            "arithmetic": self.arithmetic,
+            "row_alignment": self.row_alignment,
+            "row_block": ROW_BLOCK,
+            "definition": DEFINITION_VERSION,
+        }
 
-
-def _probe_operands(n: int, m: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    # Fixed operands: the probe must not touch torch's global generator.
-    bits = (torch.arange(n * k) * 7 % 11 % 2).to(torch.int8).view(n, k)
-    digits = (torch.arange(m * k) * 97 % 256 - 128).to(torch.int8).view(m, k)
-    return bits, digits, torch.empty(n, m, dtype=torch.int32)
-
-
-def _int8_is_exact(shape: tuple[int, int, int]) -> bool:
-    bits, digits, out = _probe_operands(*shape)
-    _int8_product(bits, digits, out)
-    return torch.equal(out.double(), bits.double() @ digits.double().T)
-
-
-def _seconds(product: Callable[[Tensor, Tensor, Tensor], None]) -> float:
-    """Return the shortest of a few runs: other work on the machine must not decide."""
-    operands = _probe_operands(128, 64, SLAB_ROWS)
-    durations = []
-    for _ in range(4):
-        start = time.perf_counter()
-        product(*operands)
-        durations.append(time.perf_counter() - start)
-    return min(durations)
-
-
-def _packed_bits(
-    row_offset: int, n_rows: int, col_start: int, n_cols: int, seed: int, checkpoint: int
-) -> npt.NDArray[np.uint8]:
-    """Return (n_cols, bytes), uint8: the bits of consecutive rows, least significant bit first."""
-    n_blocks = -(-n_rows // ROWS_PER_COUNTER)
-    words = _scratch.take("words", (n_cols, n_blocks, 2), torch.int64).numpy().view(np.uint64)
-    tile = max(1, _COUNTERS_PER_GRID // n_blocks)
-    for start in range(0, n_cols, tile):
-        _local.grid.fill_words(
-            words[start : start + tile],
-            row_offset // ROWS_PER_COUNTER,
-            col_start + start,
-            seed=seed,
-            checkpoint=checkpoint,
+    def cost(self, n_rows: int) -> Cost:
+        """Return what projecting gradients of ``n_rows`` elements takes."""
+        entries = n_rows * self.proj_dim
+        return Cost(
+            operations=2 * ARITHMETIC[self.arithmetic] * entries,
+            random_bits=entries,
+            buffer_bytes=dense_buffer_bytes(ARITHMETIC[self.arithmetic]),
+            rounding_error=ROUNDING_ERROR[self.arithmetic],
+            product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
         )
-    return words.view(np.uint8).reshape(n_cols, n_blocks * BYTES_PER_COUNTER)
 
+    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``; see :class:`Projector`.
 
-def _bits_product(packed: npt.NDArray[np.uint8], quantized: QuantizedBlock) -> Tensor:
-    """Return (n_cols, n_digits * B), int32: sums of the digits where the bit is set."""
-    shape = (len(packed), len(quantized.slabs[0]))
-    total = _scratch.take("total", shape, torch.int32).zero_()
-    part = _scratch.take("part", shape, torch.int32)
-    first = 0
-    for slab in quantized.slabs:
-        last = first + slab.shape[1] // 8
-        bits = np.unpackbits(packed[:, first:last], axis=1, bitorder="little")
-        integer_matmul(torch.from_numpy(bits.view(np.int8)), slab, part)
-        total.add_(part)
-        first = last
-    return total
-
-
-def _digit_sum(sums: Tensor, n_digits: int) -> Tensor:
-    """Combine (n, n_digits * B) int32 sums of digits to (n, B) float64 sums of values, exactly."""
-    *lower, highest = sums.chunk(n_digits, dim=1)
-    values = highest.double()
-    for digits in reversed(lower):
-        values.mul_(256).add_(digits)
-    return values
+        Notes
+        -----
+        Cost: see :func:`~trakdask.projection.dense.accumulate_rademacher`.
+        A block on another device is copied to the CPU, multiplied there, and the sums copied back.
+        """
+        on_cpu = block.device.type == "cpu"
+        target = out if on_cpu else torch.zeros(out.shape, dtype=torch.float64)
+        accumulate_rademacher(
+            block.cpu(),
+            row_offset,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            n_digits=ARITHMETIC[self.arithmetic],
+            out=target,
+        )
+        if not on_cpu:
+            out += target.to(out.device)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.projection.projectors import Projector, check_integer
+from trakdask.projection.protocol import Projector, check_integer
 from trakdask.projection.rows import ROW_BLOCK, RowMap
 
 
@@ -61,13 +62,15 @@ class ProjectionStream:
         check_integer("checkpoint", checkpoint, 0, 2**32, "checkpoint=0")
         check_integer("n_samples", n_samples, 1, 2**31, "n_samples=len(batch)")
         _check_alignment(projector, row_map)
-        self._projector = projector
+        self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
         self._checkpoint = checkpoint
+        self._selected = projector.selected_rows(checkpoint)
+        n_rows = row_map.n_rows if self._selected is None else len(self._selected)
         width = projector.width(row_map.n_rows)
         # Samples innermost, as the products come: adding them is then one contiguous pass.
         self._sums = torch.zeros(width, n_samples, dtype=torch.float64, device=device).T
-        block = (n_samples, min(ROW_BLOCK, row_map.n_rows))
+        block = (n_samples, min(ROW_BLOCK, n_rows))
         self._pending = torch.empty(block, dtype=torch.float32, device=device)
         self._row = 0
         self._n_added = 0
@@ -89,8 +92,13 @@ class ProjectionStream:
         ValueError
             If name, shape or device is not the expected one.
         """
-        flat = self._checked(name, gradient)
-        self._fill(None, self._row_map.offset(name) - self._row)
+        flat, offset = self._checked(name, gradient), self._row_map.offset(name)
+        if self._selected is None:
+            self._fill(None, offset - self._row)
+        else:
+            inside = np.searchsorted(self._selected, [offset, offset + flat.shape[1]])
+            rows = torch.from_numpy(self._selected[slice(*inside)] - offset)
+            flat = flat[:, rows.to(flat.device)]
         self._fill(flat, flat.shape[1])
         self._n_added += 1
         if self._n_added == len(self._row_map.names):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import rademacher
+from trakdask.projection import dense
+from trakdask.projection.dense import accumulate_rademacher, integer_matmul
 from trakdask.projection.philox import rademacher_bits
-from trakdask.projection.rademacher import accumulate_rademacher, integer_matmul
 
 
 def signs(n_rows: int, n_cols: int, seed: int, checkpoint: int, row: int = 0) -> Tensor:
@@ -57,7 +57,7 @@ def test_accumulate_rademacher__float32_fallback_has_the_same_bits(
     block = gaussian(7, 16384 - 300)
     results = []
     for usable in (True, False):
-        monkeypatch.setattr(rademacher, "int8_matmul_is_usable", lambda usable=usable: usable)
+        monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda usable=usable: usable)
         results.append(accumulated(block, 270, n_digits))
     assert torch.equal(*results)
 
@@ -87,7 +87,7 @@ def test_accumulate_rademacher__concurrent_threads_do_not_share_buffers() -> Non
 def test_integer_matmul__exact_at_the_extremes(
     shape: tuple[int, int, int], usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rademacher, "int8_matmul_is_usable", lambda: usable)
+    monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda: usable)
     n, m, k = shape
     rng = np.random.default_rng(k)
     bits = torch.from_numpy(rng.integers(0, 2, (n, k), dtype=np.int8))
@@ -100,9 +100,9 @@ def test_integer_matmul__exact_at_the_extremes(
 
 def test_int8_matmul_is_usable__false_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_int_mm")
-    assert rademacher.int8_matmul_is_usable.__wrapped__() is False
+    assert dense.int8_matmul_is_usable.__wrapped__() is False
 
 
 def test_int8_matmul_is_usable__false_when_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_int_mm", lambda a, b, out: out.zero_())
-    assert rademacher.int8_matmul_is_usable.__wrapped__() is False
+    assert dense.int8_matmul_is_usable.__wrapped__() is False

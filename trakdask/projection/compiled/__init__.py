@@ -1,0 +1,1 @@
+"""Kernels compiled by numba; imported only by :func:`trakdask.projection.acceleration.compiled`."""
