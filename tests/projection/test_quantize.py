@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection.quantize import FRACTION_BITS, QuantizedBlock, Scratch, quantize_block
+from trakdask.projection.quantize import (
+    FRACTION_BITS,
+    QuantizedBlock,
+    Scratch,
+    quantize_block,
+    quantize_integers,
+)
 
 
 def quantize_by_hand(values: list[float], n_digits: int) -> tuple[list[int], float]:
@@ -88,6 +94,25 @@ def test_quantize_block__groups_of_samples_and_strides_are_invisible() -> None:
     for sample in (0, 15, 16, 39):
         alone = integers(quantize_block(block[sample : sample + 1].clone(), 2, scratch), 1)
         assert torch.equal(whole[sample], alone[0])
+
+
+@pytest.mark.parametrize("fraction_bits", [14, 16, 22])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-44, 1e38])
+def test_quantize_integers__as_by_hand(fraction_bits: int, magnitude: float) -> None:
+    block = torch.randn(3, 2049, generator=torch.Generator().manual_seed(2)) * magnitude
+    block = block.clamp(-2e38, 2e38)
+    found, step = quantize_integers(block, fraction_bits, Scratch())
+    for sample in range(3):
+        exponent = math.frexp(block[sample].abs().max().item())[1]
+        assert step[sample].item() == 2.0 ** (exponent - fraction_bits)
+        expected = [round(value / step[sample].item()) for value in block[sample].tolist()]
+        assert found[sample].tolist() == expected
+
+
+def test_quantize_integers__flags_only_the_sample_that_is_not_finite() -> None:
+    block = torch.ones(3, 5)
+    block[1, 4] = torch.inf
+    assert quantize_integers(block, 14, Scratch())[1].isnan().tolist() == [False, True, False]
 
 
 def test_take__usable_after_inference_mode() -> None:

@@ -96,22 +96,50 @@ def quantize_block(block: Tensor, n_digits: int, scratch: Scratch) -> QuantizedB
     """
     n_samples, n_rows = block.shape
     full, last = _empty_slabs(n_samples, n_rows, n_digits, scratch)
-    lift, scale, step = _scales(_largest(block), n_digits)
+    lift, scale, step = _scales(_largest(block), FRACTION_BITS[n_digits])
     group = max(1, _GROUP_ELEMENTS // n_rows)
     for start in range(0, n_samples, group):
         samples = slice(start, min(start + group, n_samples))
         rounded = scratch.take("rounded", block[samples].shape, torch.float32)
-        gradients = block[samples]
-        if lift is not None or block.dtype != torch.float32:
-            gradients = rounded.copy_(gradients)
-        if lift is not None:
-            gradients.mul_(lift[samples])
-        torch.mul(gradients, scale[samples], out=rounded).add_(_ROUNDING)
+        lifted = _lifted(block[samples], None if lift is None else lift[samples], rounded)
+        torch.mul(lifted, scale[samples], out=rounded).add_(_ROUNDING)
         if n_digits == 1:
             rounded.clamp_(_ROUNDING - 127, _ROUNDING + 127)
         _split_digits(rounded.view(torch.int32), full, last, start, n_digits)
     slabs = tuple(full) if last is None else (*full, last)
     return QuantizedBlock(tuple(slab.flatten(0, 1) for slab in slabs), step, n_digits)
+
+
+def quantize_integers(block: Tensor, fraction_bits: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Round one row block to integers, with a power-of-two scale per sample.
+
+    Parameters
+    ----------
+    block
+        Shape (B, rows), any float dtype (rounded to float32), B >= 1, 1 <= rows <= 16384. Rows of
+        the tensor may be strided.
+    fraction_bits
+        Exponent t, 7 to 22: the largest element becomes an integer of at most 2**t.
+    scratch
+        Buffers of the calling thread. The result lives in them until the next call.
+
+    Returns
+    -------
+    The integers, shape (B, rows), int32, and the step, shape (B,), float64: the value of one unit,
+    a power of two; NaN for a sample that is not finite in this block.
+    """
+    lift, scale, step = _scales(_largest(block), fraction_bits)
+    rounded = scratch.take("rounded", block.shape, torch.float32)
+    torch.mul(_lifted(block, lift, rounded), scale, out=rounded).add_(_ROUNDING)
+    return rounded.view(torch.int32).sub_(_ROUNDING_BITS), step
+
+
+def _lifted(block: Tensor, lift: Tensor | None, out: Tensor) -> Tensor:
+    """Return the gradients as float32, tiny ones made larger; ``block`` itself if it is both."""
+    if lift is None and block.dtype == torch.float32:
+        return block
+    out.copy_(block)
+    return out if lift is None else out.mul_(lift)
 
 
 def _empty_slabs(
@@ -134,7 +162,7 @@ def _largest(block: Tensor) -> Tensor:
     return torch.maximum(block.amax(1), -block.amin(1)).float()
 
 
-def _scales(largest: Tensor, n_digits: int) -> tuple[Tensor | None, Tensor, Tensor]:
+def _scales(largest: Tensor, fraction_bits: int) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the factors (B, 1) float32 before rounding and the step (B,) float64 after it.
 
     The scale of a block of subnormals would be above the float32 range, hence two factors, the
@@ -144,7 +172,7 @@ def _scales(largest: Tensor, n_digits: int) -> tuple[Tensor | None, Tensor, Tens
     lift = torch.ones_like(largest).masked_fill_(tiny, 1 / _TINY)
     finite = torch.isfinite(largest)
     exponent = torch.frexp(torch.where(finite, largest * lift, 1.0)).exponent
-    scale = _power_of_two(FRACTION_BITS[n_digits] - exponent)
+    scale = _power_of_two(fraction_bits - exponent)
     step = torch.where(finite, 1 / (scale.double() * lift.double()), torch.nan)
     return lift[:, None] if bool(tiny.any()) else None, scale[:, None], step
 
