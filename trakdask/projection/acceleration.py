@@ -9,10 +9,10 @@ import importlib
 import importlib.util
 import os
 from functools import cache
-from types import ModuleType
+from typing import Any
 
 
-def compiled(name: str) -> ModuleType | None:
+def compiled(name: str) -> Any:
     """Return the module ``trakdask.projection.compiled.<name>``; None without numba.
 
     Notes
@@ -24,7 +24,7 @@ def compiled(name: str) -> ModuleType | None:
 
 
 @cache
-def _load(name: str) -> ModuleType | None:
+def _load(name: str) -> Any:
     try:
         import numba  # noqa: F401  # optional, and its import takes most of a second
     except ImportError:  # also what a numba that does not know this numpy raises

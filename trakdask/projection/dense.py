@@ -1,16 +1,20 @@
-"""Dense products on a CPU: entries from counters, exact integer products, float64 sums."""
+"""Dense products on a CPU: entries from counters, exact integer sums, float64 over row blocks.
+
+There are three ways to the same bits; the fastest that a machine has is measured once in a process.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trakdask.projection.lookup import accumulate_by_lookup, lookup_is_available
 from trakdask.projection.philox import BYTES_PER_COUNTER, ROWS_PER_COUNTER, STREAM_RADEMACHER
 from trakdask.projection.quantize import SLAB_ROWS, QuantizedBlock, Scratch, quantize_block
 from trakdask.projection.rows import ROW_BLOCK
@@ -48,7 +52,29 @@ def accumulate_rademacher(
     Notes
     -----
     Exactness: the product of the quantised block is exact, so it does not depend on the batch, on
-    tiles or on threads; ``out`` sees one float64 addition per block.
+    tiles, on threads or on the way taken; ``out`` sees one float64 addition per block.
+    Cost: see :func:`~trakdask.projection.lookup.accumulate_by_lookup`, taken where numba is
+    installed, the processor has AVX-512 and it is faster, and :func:`accumulate_by_matmul`.
+    """
+    accumulate = accumulate_by_lookup if lookup_is_faster() else accumulate_by_matmul
+    accumulate(block, row_offset, seed=seed, checkpoint=checkpoint, n_digits=n_digits, out=out)
+
+
+def accumulate_by_matmul(
+    block: Tensor,
+    row_offset: int,
+    *,
+    seed: int,
+    checkpoint: int,
+    n_digits: int,
+    out: Tensor,
+) -> None:
+    """Add the product of one row block with the Rademacher matrix to ``out``, by matrix products.
+
+    The parameters are those of :func:`accumulate_rademacher`.
+
+    Notes
+    -----
     Cost: 2 * n_digits * B * rows * width integer operations, and rows * width random bits,
     which are never held at once: buffers are about 12 MB plus n_digits * B * rows bytes plus
     16 KB * (1 + n_digits) * B.
@@ -64,6 +90,21 @@ def accumulate_rademacher(
         # sum q * (1 - 2 b) = sum q - 2 * sum q * b: bits need no sign.
         signed = ones.mul_(-2).add_(total).mul_(quantized.step)
         out[:, col_start : col_start + n_cols].add_(signed.T)
+
+
+def lookup_is_faster() -> bool:
+    """Tell whether table lookup beats the matrix product here, by one measurement per process."""
+    return lookup_is_available() and _lookup_wins()
+
+
+@cache
+def _lookup_wins() -> bool:
+    block, out = torch.ones(32, SLAB_ROWS), torch.zeros(32, 512, dtype=torch.float64)
+    lookup, matmul = (
+        _seconds(partial(way, block, 0, seed=0, checkpoint=0, n_digits=2, out=out))
+        for way in (accumulate_by_lookup, accumulate_by_matmul)
+    )
+    return lookup < matmul
 
 
 def dense_buffer_bytes(n_digits: int, n_samples: int = 512) -> int:
@@ -99,7 +140,10 @@ def int8_matmul_is_usable() -> bool:
         exact = all(_int8_is_exact(shape) for shape in [(1, 1, 128), (3, 2, 384), (33, 65, 2048)])
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
-    return exact and _seconds(_int8_product) < 2 * _seconds(_float32_product)
+    operands = _probe_operands(128, 64, SLAB_ROWS)
+    return exact and _seconds(partial(_int8_product, *operands)) < 2 * _seconds(
+        partial(_float32_product, *operands)
+    )
 
 
 def _int8_product(bits: Tensor, digits: Tensor, out: Tensor) -> None:
@@ -123,13 +167,12 @@ def _int8_is_exact(shape: tuple[int, int, int]) -> bool:
     return torch.equal(out.double(), bits.double() @ digits.double().T)
 
 
-def _seconds(product: Callable[[Tensor, Tensor, Tensor], None]) -> float:
+def _seconds(run: Callable[[], None]) -> float:
     """Return the shortest of a few runs: other work on the machine must not decide."""
-    operands = _probe_operands(128, 64, SLAB_ROWS)
     durations = []
     for _ in range(4):
         start = time.perf_counter()
-        product(*operands)
+        run()
         durations.append(time.perf_counter() - start)
     return min(durations)
 

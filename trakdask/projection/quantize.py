@@ -12,9 +12,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trakdask.projection.acceleration import compiled
 from trakdask.projection.philox import ROWS_PER_COUNTER
 from trakdask.projection.rows import ROW_BLOCK
 
@@ -96,6 +99,16 @@ def quantize_block(block: Tensor, n_digits: int, scratch: Scratch) -> QuantizedB
     """
     n_samples, n_rows = block.shape
     full, last = _empty_slabs(n_samples, n_rows, n_digits, scratch)
+    slabs = tuple(full) if last is None else (*full, last)
+    slabs = tuple(slab.flatten(0, 1) for slab in slabs)
+    if (kernels := compiled("quantize")) is not None and block.device.type == "cpu":
+        flat, stride = flatten(block)
+        factors, steps = compiled_scales(flat, stride, block.shape, FRACTION_BITS[n_digits])
+        head = len(full) * SLAB_ROWS
+        kernels.digits(flat, stride, head, factors, full.numpy())
+        if last is not None:
+            kernels.digits(flat[head:], stride, n_rows - head, factors, last[None].numpy())
+        return QuantizedBlock(slabs, torch.from_numpy(steps), n_digits)
     lift, scale, step = _scales(_largest(block), FRACTION_BITS[n_digits])
     group = max(1, _GROUP_ELEMENTS // n_rows)
     for start in range(0, n_samples, group):
@@ -106,8 +119,27 @@ def quantize_block(block: Tensor, n_digits: int, scratch: Scratch) -> QuantizedB
         if n_digits == 1:
             rounded.clamp_(_ROUNDING - 127, _ROUNDING + 127)
         _split_digits(rounded.view(torch.int32), full, last, start, n_digits)
-    slabs = tuple(full) if last is None else (*full, last)
-    return QuantizedBlock(tuple(slab.flatten(0, 1) for slab in slabs), step, n_digits)
+    return QuantizedBlock(slabs, step, n_digits)
+
+
+def flatten(block: Tensor) -> tuple[npt.NDArray[np.float32], int]:
+    """Return a block on the CPU as one run of float32, and the distance from sample to sample."""
+    block = block.detach().float()
+    if block.stride(1) != 1 or block.stride(0) < 0:
+        block = block.contiguous()
+    stride = block.stride(0) if len(block) > 1 else block.shape[1]
+    flat = block.as_strided(((len(block) - 1) * stride + block.shape[1],), (1,))
+    return flat.numpy(), stride
+
+
+def compiled_scales(
+    flat: npt.NDArray[np.float32], stride: int, shape: Sequence[int], fraction_bits: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """Return both factors before rounding, (B, 2), and the step after it, (B,), by numba."""
+    n_samples, n_rows = shape
+    factors, step = np.empty((n_samples, 2), np.float32), np.empty(n_samples)
+    compiled("quantize").scales(flat, stride, n_rows, fraction_bits, factors, step)
+    return factors, step
 
 
 def quantize_integers(block: Tensor, fraction_bits: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -128,8 +160,14 @@ def quantize_integers(block: Tensor, fraction_bits: int, scratch: Scratch) -> tu
     The integers, shape (B, rows), int32, and the step, shape (B,), float64: the value of one unit,
     a power of two; NaN for a sample that is not finite in this block.
     """
-    lift, scale, step = _scales(_largest(block), fraction_bits)
     rounded = scratch.take("rounded", block.shape, torch.float32)
+    if (kernels := compiled("quantize")) is not None and block.device.type == "cpu":
+        flat, stride = flatten(block)
+        factors, steps = compiled_scales(flat, stride, block.shape, fraction_bits)
+        integers = rounded.view(torch.int32)
+        kernels.integers(flat, stride, factors, integers.numpy())
+        return integers, torch.from_numpy(steps)
+    lift, scale, step = _scales(_largest(block), fraction_bits)
     torch.mul(_lifted(block, lift, rounded), scale, out=rounded).add_(_ROUNDING)
     return rounded.view(torch.int32).sub_(_ROUNDING_BITS), step
 

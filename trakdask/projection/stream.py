@@ -68,8 +68,7 @@ class ProjectionStream:
         self._selected = projector.selected_rows(checkpoint)
         n_rows = row_map.n_rows if self._selected is None else len(self._selected)
         width = projector.width(row_map.n_rows)
-        # Samples innermost, as the products come: adding them is then one contiguous pass.
-        self._sums = torch.zeros(width, n_samples, dtype=torch.float64, device=device).T
+        self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
         block = (n_samples, min(ROW_BLOCK, n_rows))
         self._pending = torch.empty(block, dtype=torch.float32, device=device)
         self._row = 0

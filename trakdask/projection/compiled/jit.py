@@ -14,3 +14,8 @@ def jit(function: Any) -> Any:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # "cannot cache function: no locator available": nothing is writable
         return numba.njit(**options)(function)
+
+
+def inlined(function: Any) -> Any:
+    """Compile into whatever calls it: a call that stays would keep a loop from vectorising."""
+    return numba.njit(inline="always")(function)
