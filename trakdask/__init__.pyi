@@ -18,7 +18,13 @@ from .featurization import featurize as featurize
 from .models import tasks as tasks
 from .models.model import Model as Model
 from .models.tasks import Task as Task
+from .planning import plan as plan
+from .projection import SJLT as SJLT
+from .projection import Gaussian as Gaussian
 from .projection import Identity as Identity
+from .projection import Kronecker as Kronecker
+from .projection import Mask as Mask
+from .projection import Projector as Projector
 from .projection import Rademacher as Rademacher
 from .queries import top_k as top_k
 from .samples import from_arrays as from_arrays

@@ -107,13 +107,14 @@ def featurize(
         )
     samples = validate_samples(samples)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
+    projector = projector.bind(row_map)
     engine = "vmap" if gradients == "auto" else gradients
     inputs = _inputs(samples, model)
     job = _Job(
         model, projector, row_map, engine, _batch_size(batch_size, row_map.n_rows), tuple(inputs)
     )
     attrs = _attrs(job, samples)
-    arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs, job.batch_size))
+    arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, _checkpoint_names(model))}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
@@ -159,6 +160,7 @@ def _attrs(job: _Job, samples: xr.Dataset) -> dict[str, Any]:
         "projector": job.projector.spec(),
         "source": samples.attrs["source"],
         "gradients": job.engine,
+        "batch_size": job.batch_size,
         "formula": "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
@@ -170,10 +172,10 @@ def _checkpoint_names(model: Model) -> np.ndarray:
     return normalise_coord(CHECKPOINT, names, len(names))
 
 
-def _token(attrs: dict[str, Any], inputs: dict[str, da.Array], batch_size: int) -> str:
+def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
     """Name of the graph's layers: whatever could change a block must be in it."""
     arrays = {name: [array.name, [list(c) for c in array.chunks]] for name, array in inputs.items()}
-    return digest({"attrs": attrs, "arrays": arrays, "batch_size": batch_size})[:32]
+    return digest({"attrs": attrs, "arrays": arrays})[:32]
 
 
 def _lazy_arrays(job: _Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:

@@ -1,18 +1,26 @@
-"""Random projection of per-sample gradients: exact integer products, counter-based matrices."""
+"""Random projection of per-sample gradients: exact integer sums, counter-based matrices."""
 
 from __future__ import annotations
 
+from trakdask.projection.gaussian import Gaussian
 from trakdask.projection.identity import Identity
+from trakdask.projection.kronecker import Kronecker
+from trakdask.projection.mask import Mask
 from trakdask.projection.protocol import Cost, Projector
 from trakdask.projection.rademacher import Rademacher
 from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
+from trakdask.projection.sjlt import SJLT
 from trakdask.projection.stream import ProjectionStream, project
 
 __all__ = [
     "ROW_ALIGNMENT",
     "ROW_BLOCK",
+    "SJLT",
     "Cost",
+    "Gaussian",
     "Identity",
+    "Kronecker",
+    "Mask",
     "ProjectionStream",
     "Projector",
     "Rademacher",

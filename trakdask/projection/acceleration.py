@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from functools import cache
 from typing import Any
@@ -26,7 +25,7 @@ def compiled(name: str) -> Any:
 @cache
 def _load(name: str) -> Any:
     try:
-        import numba  # noqa: F401  # optional, and its import takes most of a second
+        importlib.import_module("numba")  # optional, and its import takes most of a second
     except ImportError:  # also what a numba that does not know this numpy raises
         return None
     return importlib.import_module(f"trakdask.projection.compiled.{name}")

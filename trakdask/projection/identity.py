@@ -39,5 +39,6 @@ class Identity(Projector):
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add one row block to its own columns of ``out``; see :class:`Projector`."""
+        block = block.float()  # 1e300 is infinite as a feature, whole block or not
         out[:, row_offset : row_offset + block.shape[1]].add_(block)
         out[~torch.isfinite(block).all(1)] = torch.nan

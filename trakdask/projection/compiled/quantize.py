@@ -24,9 +24,10 @@ def scales(flat, stride, n_rows, fraction_bits, factors, step):
     """
     bits, pair = flat.view(np.int32), np.empty(2, np.int32)
     for b in range(len(step)):
-        largest = int32(0)
-        for r in range(b * stride, b * stride + n_rows):
-            largest = max(largest, bits[r] & int32(0x7FFFFFFF))
+        row, largest = bits[b * stride : b * stride + n_rows], int32(0)
+        for r in range(n_rows):
+            magnitude = int32(row[r] & int32(0x7FFFFFFF))
+            largest = magnitude if magnitude > largest else largest
         finite = largest < _INFINITY
         raised = 100 if 0 < largest < _TINY else 0
         exponent = _exponent(largest, raised) if finite else 1

@@ -1,0 +1,92 @@
+"""Oracle: the projector itself, to which a rebuilt one must be equal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from trakdask.projection import Identity, Projector, Rademacher, RowMap
+from trakdask.projection.gaussian import Gaussian
+from trakdask.projection.kronecker import Kronecker
+from trakdask.projection.mask import Mask
+from trakdask.projection.sjlt import SJLT
+from trakdask.projection.specs import KINDS, from_spec
+
+PROJECTORS = [
+    Identity(),
+    Rademacher(),
+    Rademacher(proj_dim=77, seed=2**64 - 1, arithmetic="int8x3"),
+    Gaussian(),
+    Gaussian(proj_dim=77, seed=2**64 - 1, arithmetic="int8x1"),
+    SJLT(),
+    SJLT(proj_dim=77, sparsity=7, seed=2**64 - 1),
+    Mask(keep=40),
+    Mask(keep=40, then=SJLT(proj_dim=8, seed=3), seed=2**64 - 1),
+    Kronecker(),
+    Kronecker(left=3, right=5, seed=2**64 - 1),
+]
+
+
+@pytest.mark.parametrize("projector", PROJECTORS, ids=repr)
+def test_from_spec__is_equal_after_json(projector: Projector) -> None:
+    assert from_spec(json.loads(json.dumps(projector.spec()))) == projector
+
+
+@pytest.mark.parametrize("projector", PROJECTORS, ids=repr)
+def test_from_spec__of_a_bound_projector_is_unbound(projector: Projector) -> None:
+    rows = RowMap.from_shapes({"weight": (12, 5)}, alignment=projector.row_alignment)
+    assert from_spec(projector.bind(rows).spec()) == projector
+
+
+def test_from_spec__every_kind_is_tested() -> None:
+    assert {projector.spec()["kind"] for projector in PROJECTORS} == set(KINDS)
+    assert {type(projector) for projector in PROJECTORS} == set(KINDS.values())
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_kinds__fields_are_in_the_spec(kind: type) -> None:
+    """A field that the spec lacks would be rebuilt with its default, unseen."""
+    projector = next(projector for projector in PROJECTORS if type(projector) is kind)
+    assert {field.name for field in fields(kind) if field.init} <= set(projector.spec())
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {**Rademacher().spec(), **values}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({}, r"kind is None; this version of trakdask knows \['gaussian'.*\]\. Use"),
+        (changed(kind="fastjl"), r"kind is 'fastjl'.*featurize again"),
+        (changed(definition=2), r"rademacher projector has definition 2; .* 1\. Use the version"),
+        (changed(row_block=4096), r"'row_block' of the rademacher.*is 4096; .*16384\. Use"),
+        (changed(rows="odd"), r"'rows' of the rademacher.*is 'odd'; .*needs 'missing'\. Use"),
+        (changed(proj_dim=0), r"proj_dim is 0; it must"),
+    ],
+)
+def test_from_spec__refused(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ({"kind": "fastjl"}, "kind is 'fastjl'"),
+        ({**SJLT().spec(), "definition": 2}, "sjlt projector has definition 2"),
+    ],
+)
+def test_from_spec__refused_inside_a_mask(inner: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_spec({**Mask(keep=40).spec(), "then": inner})
+
+
+def test_from_spec__field_is_missing() -> None:
+    spec = changed()
+    del spec["seed"]
+    with pytest.raises(ValueError, match=r"'seed'.*is 'missing'; .*needs 0\. Use"):
+        from_spec(spec)

@@ -1,0 +1,198 @@
+"""plan: numbers by hand for a model of 53 parameters; nothing is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import trakdask as td
+from trakdask.planning import plan
+from trakdask.projection import Projector, RowMap
+from trakdask.projection.kronecker import Kronecker
+from trakdask.projection.mask import Mask
+from trakdask.testing import raise_if_dask_computes, simulate_features
+
+SIZES = (30, 5, 15, 3)  # elements of the four parameters of `build`
+N_SAMPLES, N_CHECKPOINTS = 20, 2
+
+
+def by_hand(projector: td.Rademacher) -> dict[str, Any]:
+    """Count with a loop; tensors start at multiples of 512."""
+    n_rows = 0
+    for size in SIZES:
+        n_rows = -(-n_rows // 512) * 512 + size
+    digits = int(projector.arithmetic[-1])
+    entries = n_rows * projector.proj_dim
+    features = N_SAMPLES * N_CHECKPOINTS
+    return {
+        "projector": repr(projector),
+        "proj_dim": projector.proj_dim,
+        "n_rows": n_rows,
+        "sample_operations": 2 * digits * entries,
+        "total_operations": 2 * digits * entries * features,
+        "random_bits": entries,
+        "feature_bytes": 4 * features * projector.proj_dim,
+        "gradient_bytes": 4 * n_rows,
+        "buffer_bytes": projector.cost(n_rows).buffer_bytes,
+        "rounding_error": {1: 1.1e-2, 2: 9e-5, 3: 4e-7}[digits],
+        "product_error": pytest.approx((1 / projector.proj_dim) ** 0.5),
+        "worst_product_error": pytest.approx((2 / projector.proj_dim) ** 0.5),
+    }
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def features(projector: Projector | None = None, **options: Any) -> xr.Dataset:
+    x = np.zeros((N_SAMPLES, 2, 3), "f4")
+    label = np.arange(N_SAMPLES) % 3
+    samples = td.from_arrays({"image": x}, coords={"label": label}, chunks=8)
+    states = {}
+    for seed in range(N_CHECKPOINTS):
+        torch.manual_seed(seed)
+        states[f"c{seed}"] = build().state_dict()
+    return td.featurize(samples, td.Model(build, states), projector=projector, **options)
+
+
+OWN = td.Rademacher(proj_dim=32, seed=4)
+OTHER = td.Rademacher(proj_dim=512, arithmetic="int8x3")
+FEATURES = features(OWN)
+
+
+def test_plan__numbers_are_those_by_hand() -> None:
+    found = plan(FEATURES, [OTHER, td.Identity()])
+    assert (found.n_samples, found.n_blocks, found.n_checkpoints) == (20, 3, 2)
+    assert found.n_parameters == sum(SIZES)
+    assert dataclasses.asdict(found.projections[0]) == by_hand(OWN)
+    assert dataclasses.asdict(found.projections[1]) == by_hand(OTHER)
+    identity = found.projections[2]
+    assert (identity.proj_dim, identity.n_rows, identity.gradient_bytes) == (53, 53, 4 * 53)
+    assert identity.feature_bytes == 4 * 20 * 2 * 53
+    assert (identity.sample_operations, identity.rounding_error) == (0, 0.0)
+
+
+def test_plan__computes_nothing() -> None:
+    with raise_if_dask_computes():
+        found = plan(FEATURES, [OTHER])
+        assert repr(found)
+        assert found._repr_html_()
+
+
+def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
+    lazy = features(Mask(keep=40))  # its spec is nested
+    opened = td.save(lazy, tmp_path / "f.zarr", progress=False)
+    with raise_if_dask_computes():
+        found = plan(opened, [OTHER])
+    assert found == plan(lazy, [OTHER])
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_plan__selection_is_counted_as_it_is() -> None:
+    found = plan(FEATURES.isel(sample=slice(6, 12), checkpoint=[1]))
+    assert (found.n_samples, found.n_blocks, found.n_checkpoints) == (6, 2, 1)
+    assert found.projections[0].feature_bytes == 4 * 6 * 32
+
+
+def test_plan__features_in_memory_are_one_block() -> None:
+    assert plan(features(td.Identity()).compute(scheduler="sync")).n_blocks == 1
+
+
+@pytest.mark.parametrize("own", [Mask(40, then=td.Rademacher(8)), Kronecker(4, 4)], ids=repr)
+def test_plan__own_projector_is_rebuilt_from_attrs(own: Projector) -> None:
+    found, again = plan(features(own), [own]).projections
+    assert found == again
+    assert found.projector == repr(own)
+
+
+def test_plan__projectors_know_the_shapes() -> None:
+    kronecker = Kronecker(left=4, right=4)
+    shapes = FEATURES.attrs["parameters"]
+    bound = kronecker.bind(RowMap.from_shapes(shapes, alignment=512))
+    found = plan(FEATURES, [kronecker]).projections[1]
+    assert (found.projector, found.proj_dim) == (repr(kronecker), 16)
+    assert found.sample_operations == bound.cost(1539).operations
+    assert found.sample_operations != kronecker.cost(1539).operations
+
+
+def test_plan__projector_that_cannot_serve_the_model() -> None:
+    assert plan(FEATURES, [Mask(keep=53)]).projections[1].proj_dim == 53
+    with pytest.raises(ValueError, match=r"keep is 54; it must be at most the 53 rows.*Use"):
+        plan(FEATURES, [Mask(keep=54)])
+
+
+def test_plan__one_projector_needs_no_list() -> None:
+    assert plan(FEATURES, OTHER) == plan(FEATURES, [OTHER])
+
+
+def test_plan__micro_batch_is_shown_where_it_is_known() -> None:
+    known = FEATURES.assign_attrs(batch_size=7)
+    assert plan(known).batch_size == 7
+    assert "and micro-batches of 7" in repr(plan(known))
+
+
+def test_to_dataframe__one_row_per_projector_to_compute_with() -> None:
+    frame = plan(FEATURES, [OTHER]).to_dataframe()
+    assert frame.projector.tolist() == [repr(OWN), repr(OTHER)]
+    numbers = frame.drop(columns="projector")
+    assert {dtype.kind for dtype in numbers.dtypes} <= {"i", "f"}
+    assert (frame.feature_bytes / frame.proj_dim).tolist() == [160, 160]
+
+
+def test_to_dataframe__more_operations_than_64_bits() -> None:
+    huge = FEATURES.assign_attrs(parameters={"weight": [10**9, 10**9]})
+    frame = plan(huge).to_dataframe()
+    assert frame.total_operations.tolist() == [4.0 * 32 * 10**18 * 40]
+
+
+def test_plan__repr_is_aligned_and_human() -> None:
+    lines = repr(plan(FEATURES, [OTHER, td.Identity()])).splitlines()
+    title = "Plan: 20 samples in 3 blocks and micro-batches of 512, 2 checkpoints, 53 parameters"
+    assert lines[0] == title
+    assert lines[2:5] == [f"1  {OWN}", f"2  {OTHER}", "3  Identity()"]
+    table = lines[6:]
+    assert len({len(line) for line in table}) == 1
+    cells = {line[:38].strip(): line[38:].split("  ") for line in table}
+    shown = {label: [cell.strip() for cell in row if cell] for label, row in cells.items()}
+    assert shown["proj_dim"] == ["32", "512", "53"]
+    assert shown["operations per sample and checkpoint"] == ["2.0e5", "4.7e6", "0"]
+    assert shown["features"] == ["5.00 kiB", "80.00 kiB", "8.28 kiB"]
+    assert shown["one gradient"] == ["6.01 kiB", "6.01 kiB", "212 B"]
+    assert shown["rounding error"] == ["0.009 %", "0.00004 %", "0 %"]
+    assert shown["error of φ·φ', worst"] == ["25 %", "6.2 %", "0 %"]
+
+
+def test_plan__html_has_one_row_per_projector() -> None:
+    page = ElementTree.fromstring(f"<div>{plan(FEATURES, [OTHER])._repr_html_()}</div>")
+    head = [cell.text for cell in page.iter("th")]
+    rows = [["".join(cell.itertext()) for cell in row] for row in page.iterfind(".//tbody/tr")]
+    assert [row[0] for row in rows] == [repr(OWN), repr(OTHER)]
+    assert [row[head.index("features")] for row in rows] == ["5.00 kiB", "80.00 kiB"]
+    assert page.findtext("p", "").startswith("Plan: 20 samples in 3 blocks")
+
+
+def test_plan__refuses_what_is_not_featurized() -> None:
+    bare = FEATURES.drop_attrs(deep=False)
+    with pytest.raises(ValueError, match=r"no attrs \['projector', 'parameters'\]; needed.*Keep"):
+        plan(bare)
+    with pytest.raises(TypeError, match=r"features is a DataArray; needed an xarray\.Dataset"):
+        plan(FEATURES.feature)
+    with pytest.raises(ValueError, match=r"needed 'feature'.*Make it with td\.featurize"):
+        plan(FEATURES.drop_vars("feature"))
+    with pytest.raises(ValueError, match=r"kind is 'simulated'; .* knows .*\. Use"):
+        plan(simulate_features())
+
+
+@pytest.mark.parametrize("bad", [512, td.Rademacher])
+def test_plan__refuses_what_is_no_projector(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"projectors hold .*; needed projectors only\. Type"):
+        plan(FEATURES, [bad])

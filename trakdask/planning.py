@@ -1,0 +1,263 @@
+"""What features will take, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+from dask.utils import format_bytes
+
+from trakdask.projection import Projector, RowMap
+from trakdask.projection.specs import from_spec
+from trakdask.variables import CHECKPOINT, SAMPLE, validate
+
+__all__ = ["Plan", "PlannedProjection", "plan"]
+
+_NEEDED = ("projector", "parameters")
+_BYTES_OF_FLOAT32 = 4
+
+
+def plan(features: xr.Dataset, projectors: Projector | Iterable[Projector] | None = None) -> Plan:
+    """State what projecting the gradients takes, and how far features are from gradients.
+
+    Parameters
+    ----------
+    features
+        Dataset of :func:`featurize` or :func:`open`. Samples and checkpoints are counted as they
+        are in it, so a selection can be planned, too.
+    projectors
+        Others (or one) to compare with, on the same samples and model.
+
+    Returns
+    -------
+    The plan. It shows itself as a table; :class:`PlannedProjection` says what each number means,
+    ``plan.projections`` has them as attributes, ``plan.to_dataframe()`` as columns.
+
+    Raises
+    ------
+    TypeError
+        If ``features`` is no Dataset, or one of ``projectors`` no projector.
+    ValueError
+        If the features' ``attrs`` do not say how they were made, by a projector that this version
+        knows; or if a projector cannot serve the model.
+
+    Notes
+    -----
+    Nothing is computed or read: all numbers follow from shapes and ``attrs``. Operations are those
+    of the projection alone; the passes through the model come on top. Errors are those that theory
+    and the arithmetic lead to expect, not measurements of these features.
+
+    Examples
+    --------
+    >>> import numpy as np, torch, trakdask as td
+    >>> samples = td.from_arrays({"image": np.zeros((100, 4), "f4"), "label": np.zeros(100, int)})
+    >>> features = td.featurize(samples, td.Model(torch.nn.Linear(4, 3)))
+    >>> plan(features, [td.Rademacher(proj_dim=512)]).to_dataframe().feature_bytes.tolist()
+    [819200, 204800]
+    """
+    validate(features, ["feature"], what="features")
+    if missing := [name for name in _NEEDED if name not in features.attrs]:
+        raise ValueError(
+            f"features have no attrs {missing}; needed what td.featurize writes there, since a "
+            "plan follows from it. Keep them: features.assign_attrs(original.attrs)."
+        )
+    shapes = features.attrs["parameters"]
+    n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
+    all_projectors = [from_spec(features.attrs["projector"]), *_checked(projectors)]
+    return Plan(
+        n_samples=n_samples,
+        n_blocks=len(features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))),
+        n_checkpoints=n_checkpoints,
+        n_parameters=RowMap.from_shapes(shapes, alignment=1).n_parameters,
+        batch_size=features.attrs.get("batch_size"),
+        projections=tuple(
+            _planned(projector, shapes, n_samples, n_checkpoints) for projector in all_projectors
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class PlannedProjection:
+    """What one projector takes for the samples and checkpoints of a plan.
+
+    Parameters
+    ----------
+    projector
+        Its ``repr``.
+    proj_dim
+        Feature columns.
+    n_rows
+        Elements of one gradient: the parameters, and the padding between tensors.
+    sample_operations
+        Arithmetic operations of the projection per sample and checkpoint, a multiplication and an
+        addition being two.
+    total_operations
+        The same for all samples and checkpoints.
+    random_bits
+        Bits of the random matrix, drawn once per micro-batch and checkpoint.
+    feature_bytes
+        All features, float32: samples × proj_dim × checkpoints × 4.
+    gradient_bytes
+        One gradient, float32: rows × 4.
+    buffer_bytes
+        Working memory of one thread beside gradients and features, at 512 samples a micro-batch.
+    rounding_error
+        Relative error of the features of Gaussian gradients against exact arithmetic.
+    product_error
+        Standard deviation of the error of φ·φ' for two gradients of norm 1 that are spread over
+        many rows.
+    worst_product_error
+        The same in the worst case.
+    """
+
+    projector: str
+    proj_dim: int
+    n_rows: int
+    sample_operations: int
+    total_operations: int
+    random_bits: int
+    feature_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    rounding_error: float
+    product_error: float
+    worst_product_error: float
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What making features takes; :func:`plan` makes it.
+
+    Parameters
+    ----------
+    n_samples, n_blocks, n_checkpoints
+        Samples, the blocks they come in, and checkpoints.
+    n_parameters
+        Parameters that gradients are taken of.
+    batch_size
+        Samples per micro-batch, if the features' ``attrs`` name it.
+    projections
+        The features' own projector, then those to compare with.
+    """
+
+    n_samples: int
+    n_blocks: int
+    n_checkpoints: int
+    n_parameters: int
+    batch_size: int | None
+    projections: tuple[PlannedProjection, ...]
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
+        frame = pd.DataFrame([asdict(projection) for projection in self.projections])
+        return frame.astype({"total_operations": float})  # may exceed 64 bits
+
+    def __repr__(self) -> str:
+        numbers = [str(number) for number in range(1, len(self.projections) + 1)]
+        rows = [("projector", numbers), *self._cells()]
+        label_width = max(len(label) for label, _ in rows)
+        width = 2 + max(len(cell) for _, cells in rows for cell in cells)
+        lines = [
+            f"{number}  {projection.projector}"
+            for number, projection in zip(numbers, self.projections, strict=True)
+        ]
+        table = [
+            label.ljust(label_width) + "".join(cell.rjust(width) for cell in cells)
+            for label, cells in rows
+        ]
+        return "\n".join([self._title(), "", *lines, "", *table])
+
+    def _repr_html_(self) -> str:
+        cells = self._cells()
+        columns = [("projector", [_code(p.projector) for p in self.projections]), *cells]
+        head = "".join(f"<th>{escape(label)}</th>" for label, _ in columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
+            for row in zip(*(column for _, column in columns), strict=True)
+        )
+        return (
+            f"<p>{escape(self._title())}</p>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+    def _cells(self) -> list[tuple[str, list[str]]]:
+        return [(label, [cell(p) for p in self.projections]) for label, cell in _QUANTITIES.items()]
+
+    def _title(self) -> str:
+        batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
+        return (
+            f"Plan: {_counted(self.n_samples, 'sample')} in {_counted(self.n_blocks, 'block')}"
+            f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
+            f"{_counted(self.n_parameters, 'parameter')}"
+        )
+
+
+_QUANTITIES: Mapping[str, Callable[[PlannedProjection], str]] = {
+    "proj_dim": lambda p: f"{p.proj_dim:,}",
+    "rows of a gradient": lambda p: f"{p.n_rows:,}",
+    "operations per sample and checkpoint": lambda p: _power(p.sample_operations),
+    "operations in total": lambda p: _power(p.total_operations),
+    "random bits per micro-batch": lambda p: _power(p.random_bits),
+    "features": lambda p: format_bytes(p.feature_bytes),
+    "one gradient": lambda p: format_bytes(p.gradient_bytes),
+    "buffers of a thread": lambda p: format_bytes(p.buffer_bytes),
+    "rounding error": lambda p: _percent(p.rounding_error),
+    "error of φ·φ', typical": lambda p: _percent(p.product_error),
+    "error of φ·φ', worst": lambda p: _percent(p.worst_product_error),
+}
+
+
+def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Projector]:
+    found = [projectors] if isinstance(projectors, Projector) else list(projectors or ())
+    for projector in found:
+        if isinstance(projector, type) or not isinstance(projector, Projector):
+            raise TypeError(
+                f"projectors hold {projector!r}; needed projectors only. "
+                "Type projectors=[td.Rademacher(proj_dim=2048)]."
+            )
+    return found
+
+
+def _planned(
+    projector: Projector, shapes: Mapping[str, Any], n_samples: int, n_checkpoints: int
+) -> PlannedProjection:
+    row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+    bound = projector.bind(row_map)
+    cost, width = bound.cost(row_map.n_rows), bound.width(row_map.n_rows)
+    typical, worst = cost.product_error
+    return PlannedProjection(
+        projector=repr(projector),
+        proj_dim=width,
+        n_rows=row_map.n_rows,
+        sample_operations=cost.operations,
+        total_operations=cost.operations * n_samples * n_checkpoints,
+        random_bits=cost.random_bits,
+        feature_bytes=n_samples * width * n_checkpoints * _BYTES_OF_FLOAT32,
+        gradient_bytes=row_map.n_rows * _BYTES_OF_FLOAT32,
+        buffer_bytes=cost.buffer_bytes,
+        rounding_error=cost.rounding_error,
+        product_error=typical,
+        worst_product_error=worst,
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _power(number: int) -> str:
+    """Write a count as 530, or as 1.3e12."""
+    return str(number) if number < 1000 else f"{number:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _percent(share: float) -> str:
+    return f"{np.format_float_positional(100 * share, 2, fractional=False, trim='-')} %"
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"

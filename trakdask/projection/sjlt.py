@@ -1,0 +1,296 @@
+"""The sparse Johnson-Lindenstrauss transform: a few random signs per row, sums by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from trakdask.projection.acceleration import compiled
+from trakdask.projection.philox import STREAM_SJLT
+from trakdask.projection.protocol import (
+    DEFINITION_VERSION,
+    ROUNDING_ERROR,
+    Cost,
+    Projector,
+    check_integer,
+)
+from trakdask.projection.quantize import (
+    Scratch,
+    compiled_scales,
+    flatten,
+    quantize_integers,
+)
+from trakdask.projection.rows import ROW_BLOCK
+from trakdask.projection.words import fill_words
+
+_FRACTION_BITS = 14
+_NONZEROS_PER_COUNTER = 4
+
+# Sums of one tile of samples stay near the cache; no effect on the result.
+_MOST_SAMPLES, _LEAST_SAMPLES, _TILE_SUMS = 32, 8, 2**19
+
+_scratch = Scratch()
+
+
+@dataclass(frozen=True)
+class SJLT(Projector):
+    """Project with a sparse matrix: every row has ``sparsity`` random signs in random columns.
+
+    A gradient element costs ``sparsity`` additions, whatever ``proj_dim`` is; a dense matrix costs
+    ``proj_dim`` of them. The error of feature products is the same on average.
+
+    Parameters
+    ----------
+    proj_dim
+        Number of feature columns, the buckets, in [1, 2**31).
+    sparsity
+        Nonzeros s of every row, in [1, 64]. One is the fastest, and right for gradients that are
+        spread over many rows; see the notes on tails.
+    seed
+        Integer in [0, 2**64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not of its kind, or outside its range.
+
+    Notes
+    -----
+    Definition: nonzero j of row r, 0 <= j < sparsity, is a function of one random word:
+
+    .. code-block:: text
+
+        ctr    = (r & 0xffffffff, j >> 2, checkpoint, (r >> 32) | 1 << 16)
+        w      = Philox4x32-10(ctr, key)[j & 3]           # key as for every other kind
+        bucket = (w * proj_dim) >> 32
+        value  = (1 - 2 * (w & 1)) * sparsity**-0.5       # nonzeros that share a bucket add up
+
+    Variance: for gradients g and h of norm 1, φ(g)·φ(h) has mean g·h and variance
+    (1 + (g·h)² - 2/s Σ g_r² h_r²) / proj_dim, hence at most 2 / proj_dim, as with dense random
+    signs. Nonzeros of one row that share a bucket add up or cancel: the squared length of a row has
+    mean 1 and variance 2 (s - 1) / (s proj_dim), which is 0 for s = 1. The mean of a product is
+    exact up to proj_dim / 2**64, since bucket and sign come from one word.
+
+    Tails: two rows meet in a bucket with a probability of about s² / proj_dim, and a meeting
+    changes the product by 1 / s of their size. Where a few rows carry the gradients, errors of the
+    same variance are rare and large: for two gradients of one row each, their kurtosis is about
+    3 + proj_dim / s². That is what ``sparsity=1`` pays for its speed.
+
+    Columns: a smaller ``proj_dim`` is not a prefix. Where it divides a larger one, summing adjacent
+    groups of columns of the larger gives the smaller, exactly in exact arithmetic, since
+    floor(floor(w k p / 2**32) / k) = floor(w p / 2**32).
+
+    Exactness: a gradient is rounded once per sample and block of 16384 rows, to multiples of a
+    power of two with 14 bits after the point. An element is off by at most 2**-14 times the
+    largest magnitude of its block, so the relative error of a block is at most
+    2**-14 * largest / root mean square: outliers cost accuracy. Sums per bucket are exact integers,
+    hence bitwise independent of batch, tile, thread count and implementation; features see one
+    float64 addition per block.
+
+    References
+    ----------
+    Kane and Nelson 2014, "Sparser Johnson-Lindenstrauss transforms". Charikar, Chen and
+    Farach-Colton 2002, "Finding frequent items in data streams" (count sketch: sparsity=1). Hu et
+    al. 2025, "GraSS: scalable data attribution with gradient sparsification and sparse projection".
+
+    Examples
+    --------
+    >>> SJLT(proj_dim=512).width(n_rows=10**6)
+    512
+    """
+
+    proj_dim: int = 4096
+    sparsity: int = 4
+    seed: int = 0
+
+    row_alignment: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_integer("proj_dim", self.proj_dim, 1, 2**31, "proj_dim=4096")
+        check_integer("sparsity", self.sparsity, 1, 65, "sparsity=4")
+        check_integer("seed", self.seed, 0, 2**64, "seed=0")
+
+    def width(self, n_rows: int) -> int:
+        """Return ``proj_dim``."""
+        return self.proj_dim
+
+    def scale(self, n_rows: int) -> float:
+        """Return ``sparsity**-0.5``, the magnitude of a nonzero."""
+        return float(self.sparsity**-0.5)
+
+    def spec(self) -> dict[str, Any]:
+        """Return a JSON-able value that determines the map completely."""
+        return {
+            "kind": "sjlt",
+            "proj_dim": self.proj_dim,
+            "sparsity": self.sparsity,
+            "seed": self.seed,
+            "row_alignment": self.row_alignment,
+            "row_block": ROW_BLOCK,
+            "definition": DEFINITION_VERSION,
+        }
+
+    def cost(self, n_rows: int) -> Cost:
+        """Return what projecting gradients of ``n_rows`` elements takes."""
+        return Cost(
+            operations=2 * self.sparsity * n_rows,
+            random_bits=128 * _n_groups(self.sparsity) * n_rows,
+            buffer_bytes=_buffer_bytes(self.proj_dim, self.sparsity),
+            rounding_error=ROUNDING_ERROR["int8x2"],
+            product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
+        )
+
+    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``; see :class:`Projector`.
+
+        Notes
+        -----
+        Cost: see :func:`accumulate_sjlt`. A block on another device is copied to the CPU, added up
+        there, and the sums copied back.
+        """
+        on_cpu = block.device.type == "cpu"
+        target = out if on_cpu else torch.zeros(out.shape, dtype=torch.float64)
+        accumulate_sjlt(
+            block.cpu(),
+            row_offset,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            sparsity=self.sparsity,
+            out=target,
+        )
+        if not on_cpu:
+            out += target.to(out.device)
+
+
+def accumulate_sjlt(
+    block: Tensor,
+    row_offset: int,
+    *,
+    seed: int,
+    checkpoint: int,
+    sparsity: int,
+    out: Tensor,
+) -> None:
+    """Add the sums by bucket of one row block to ``out``.
+
+    Parameters
+    ----------
+    block
+        Shape (B, rows) on the CPU, any float dtype, 1 <= rows <= 16384.
+    row_offset
+        Row of the first element, in [0, 2**47).
+    seed, checkpoint
+        Address of the matrix.
+    sparsity
+        Nonzeros per row.
+    out
+        Shape (B, proj_dim), float64, changed in place: it grows by the product of the block with
+        the matrix, without the factor sparsity**-0.5.
+
+    Notes
+    -----
+    Exactness: the product of the quantised block is exact, by numba and without; ``out`` sees one
+    float64 addition per block.
+    Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; one random
+    number generator call per row and 4 nonzeros, once for all samples. Without numba, nonzeros are
+    sorted by bucket, too. Nothing is kept between calls but buffers.
+    """
+    proj_dim = out.shape[1]
+    words = _random_words(row_offset, block.shape[1], sparsity, seed, checkpoint)
+    add = _adder(words, sparsity, proj_dim)
+    tile = _tile_samples(proj_dim)
+    for start in range(0, len(block), tile):
+        add(block[start : start + tile], out[start : start + tile])
+
+
+def _n_groups(sparsity: int) -> int:
+    """Return the number of counters of a row."""
+    return -(-sparsity // _NONZEROS_PER_COUNTER)
+
+
+def _tile_samples(proj_dim: int) -> int:
+    return max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _TILE_SUMS // proj_dim))
+
+
+def _buffer_bytes(proj_dim: int, sparsity: int) -> int:
+    """Return an upper bound for one thread, reached without numba and with few columns."""
+    tile = _tile_samples(proj_dim)
+    per_row = 16 * _n_groups(sparsity) + 32 * sparsity + 20 * tile
+    return ROW_BLOCK * per_row + 12 * proj_dim * tile
+
+
+def _random_words(
+    row_offset: int, n_rows: int, sparsity: int, seed: int, checkpoint: int
+) -> npt.NDArray[np.uint32]:
+    """Return (groups, rows, 4), uint32: word j & 3 of group j >> 2 is that of nonzero j."""
+    shape = (_n_groups(sparsity), n_rows, 2)
+    words = _scratch.take("words", shape, torch.int64).numpy().view(np.uint64)
+    fill_words(words, row_offset, 0, seed=seed, checkpoint=checkpoint, stream=STREAM_SJLT)
+    return words.view(np.uint32)
+
+
+def _adder(
+    words: npt.NDArray[np.uint32], sparsity: int, proj_dim: int
+) -> Callable[[Tensor, Tensor], None]:
+    """Return the function that adds a tile of samples to its rows of ``out``."""
+    if compiled("sjlt") is not None:
+        return partial(_add_compiled, words, sparsity)
+    return partial(_add_bags, _bags(words, sparsity, proj_dim))
+
+
+def _add_compiled(words: npt.NDArray[np.uint32], sparsity: int, block: Tensor, out: Tensor) -> None:
+    kernels = compiled("sjlt")
+    flat, stride = flatten(block)
+    factors, step = compiled_scales(flat, stride, block.shape, _FRACTION_BITS)
+    # |sums| <= 2**14 * 16384 * sparsity = 2**28 * sparsity.
+    dtype = torch.int32 if sparsity < 8 else torch.int64
+    shape = (out.shape[1], kernels.lanes(len(block)))
+    sums = _scratch.take("sums", shape, dtype).zero_().numpy()
+    kernels.scatter(flat, stride, factors, words, sparsity, sums)
+    kernels.add_scaled(sums, step, out.numpy())
+
+
+class _Bags(NamedTuple):
+    """The nonzeros of a row block by bucket: their rows and signs, and where a bucket starts."""
+
+    rows: Tensor
+    signs: Tensor
+    starts: Tensor
+
+
+def _bags(words: npt.NDArray[np.uint32], sparsity: int, proj_dim: int) -> _Bags:
+    nonzeros = words.swapaxes(0, 1).reshape(words.shape[1], -1)[:, :sparsity].ravel()
+    buckets = (nonzeros.astype(np.uint64) * np.uint64(proj_dim)) >> np.uint64(32)
+    order = _sorted(buckets, proj_dim)
+    sizes = np.bincount(buckets.astype(np.int64), minlength=proj_dim)
+    # float32 holds sums up to 2**24 exactly. Only few columns have larger bags than that.
+    exact = sizes.max() <= 2 ** (24 - _FRACTION_BITS)
+    signs = 1 - 2 * (nonzeros[order] & 1).astype(np.float32 if exact else np.float64)
+    arrays = (order // sparsity, signs, np.cumsum(sizes) - sizes)
+    return _Bags(*map(torch.from_numpy, arrays))
+
+
+def _sorted(buckets: npt.NDArray[np.uint64], proj_dim: int) -> npt.NDArray[np.int64]:
+    """Return the order by bucket, 16 bits at a time: those numpy sorts by counting."""
+    order = np.argsort(buckets.astype(np.uint16), kind="stable")
+    if proj_dim <= 2**16:
+        return order
+    high = (buckets >> np.uint64(16)).astype(np.uint16)
+    return order[np.argsort(high[order], kind="stable")]
+
+
+def _add_bags(bags: _Bags, block: Tensor, out: Tensor) -> None:
+    integers, step = quantize_integers(block, _FRACTION_BITS, _scratch)
+    dtype = bags.signs.dtype
+    values = _scratch.take("values", integers.shape, dtype).copy_(integers)
+    table = _scratch.take("table", integers.T.shape, dtype).copy_(values.T)
+    sums = embedding_bag(bags.rows, table, bags.starts, mode="sum", per_sample_weights=bags.signs)
+    out.add_(sums.double().mul_(step).T)
