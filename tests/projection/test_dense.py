@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,7 +9,11 @@ import torch
 from torch import Tensor
 
 from trakdask.projection import dense
-from trakdask.projection.dense import accumulate_rademacher, integer_matmul
+from trakdask.projection.dense import (
+    accumulate_by_matmul,
+    accumulate_rademacher,
+    integer_matmul,
+)
 from trakdask.projection.philox import rademacher_bits
 
 
@@ -51,15 +56,17 @@ def test_accumulate_rademacher__error_on_gaussian_data(n_digits: int, bound: flo
 
 
 @pytest.mark.parametrize("n_digits", [1, 2, 3])
-def test_accumulate_rademacher__float32_fallback_has_the_same_bits(
+def test_accumulate_by_matmul__every_way_has_the_same_bits(
     n_digits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = gaussian(7, 16384 - 300)
-    results = []
-    for usable in (True, False):
+    expected = accumulated(block, 270, n_digits)
+    for numba, usable in itertools.product("01", {dense.int8_matmul_is_usable(), False}):
+        monkeypatch.setenv("TRAKDASK_NUMBA", numba)
         monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda usable=usable: usable)
-        results.append(accumulated(block, 270, n_digits))
-    assert torch.equal(*results)
+        out = torch.zeros(7, 270, dtype=torch.float64)
+        accumulate_by_matmul(block, 0, seed=5, checkpoint=9, n_digits=n_digits, out=out)
+        assert torch.equal(out, expected)
 
 
 def test_accumulate_rademacher__thread_count_is_invisible() -> None:
@@ -87,6 +94,8 @@ def test_accumulate_rademacher__concurrent_threads_do_not_share_buffers() -> Non
 def test_integer_matmul__exact_at_the_extremes(
     shape: tuple[int, int, int], usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if usable and not dense.int8_matmul_is_usable():
+        pytest.skip("torch multiplies int8 matrices wrongly or slowly here")
     monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda: usable)
     n, m, k = shape
     rng = np.random.default_rng(k)
@@ -105,4 +114,14 @@ def test_int8_matmul_is_usable__false_without_the_operator(monkeypatch: pytest.M
 
 def test_int8_matmul_is_usable__false_when_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_int_mm", lambda a, b, out: out.zero_())
+    assert dense.int8_matmul_is_usable.__wrapped__() is False
+
+
+def test_int8_matmul_is_usable__false_where_pairs_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saturating(a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Multiply as processors do that have AVX-512 but not VNNI: in 16 bits, two by two."""
+        pairs = [a[:, i::2].int()[:, :, None] * b[i::2].int()[None] for i in range(2)]
+        out.copy_((pairs[0] + pairs[1]).clamp(-(2**15), 2**15 - 1).sum(1))
+
+    monkeypatch.setattr(torch, "_int_mm", saturating)
     assert dense.int8_matmul_is_usable.__wrapped__() is False

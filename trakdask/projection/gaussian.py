@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.projection.dense import _digit_sum, integer_matmul
+from trakdask.projection.dense import digit_sum, integer_matmul
 from trakdask.projection.philox import BYTES_PER_COUNTER, STREAM_NORMAL
 from trakdask.projection.protocol import (
     ARITHMETIC,
@@ -187,7 +187,7 @@ def _tile_product(
             integer_matmul(torch.from_numpy(entries), digits, part)
             total.add_(part)
             row += digits.shape[1]
-    return _digit_sum(total, quantized.n_digits).mul_(quantized.step)
+    return digit_sum(total, quantized.n_digits).mul_(quantized.step)
 
 
 def _entries(
