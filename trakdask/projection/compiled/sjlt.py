@@ -17,6 +17,7 @@ FEW_SAMPLES = 4
 
 _LANES = 8
 _SLAB_ROWS = 128
+_COLUMNS = 64  # transposed at a time
 
 
 def lanes(n_samples: int) -> int:
@@ -106,6 +107,9 @@ def _signed(value, word):
 @jit
 def add_scaled(sums, step, out):
     """Add sums (proj_dim, lanes) times the step (B,) to ``out`` (B, proj_dim)."""
-    for column in range(out.shape[1]):
+    for first in range(0, out.shape[1], _COLUMNS):
+        last = min(first + _COLUMNS, out.shape[1])
         for b in range(len(out)):
-            out[b, column] += sums[column, b] * step[b]
+            row = out[b, first:last]
+            for j in range(len(row)):
+                row[j] += sums[first + j, b] * step[b]
