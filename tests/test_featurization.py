@@ -54,6 +54,34 @@ def test_featurize__labels_chunks_and_provenance() -> None:
     assert attrs["checkpoint_ids"] == ids
 
 
+PROJECTORS = [
+    td.SJLT(proj_dim=16),
+    td.Mask(keep=9),
+    td.Mask(keep=30, then=td.SJLT(proj_dim=16, sparsity=1)),
+    td.Kronecker(left=4, right=4),
+    td.Gaussian(proj_dim=16),
+]
+
+
+@pytest.mark.parametrize("projector", PROJECTORS, ids=lambda p: type(p).__name__)
+def test_featurize__every_projector_is_saved_and_scored(
+    projector: td.Projector, tmp_path: Path
+) -> None:
+    lazy = td.featurize(samples(), model(), projector=projector)
+    assert lazy.attrs["projector"] == projector.spec()
+    features = td.save(lazy, tmp_path / "features.zarr")
+    assert features.feature.notnull().all()
+    targets = td.featurize(samples(4), model(), projector=projector)
+    assert td.score(features, targets).compute().shape == (20, 4)
+    with pytest.raises(td.StoreMismatchError, match="projector"):
+        td.score(features, td.featurize(samples(4), model(), projector=td.Rademacher(16)))
+
+
+def test_featurize__projector_that_cannot_serve_the_model_fails_at_once() -> None:
+    with pytest.raises(ValueError, match=r"keep is 54; it must be at most the 53 rows"):
+        td.featurize(samples(), model(), projector=td.Mask(keep=54))
+
+
 def test_featurize__variables_may_be_coords_or_variables() -> None:
     x, y = samples().image.values, np.arange(20) % 3
     both = td.from_arrays({"image": x, "label": y}, chunks=8)

@@ -45,6 +45,7 @@ PUBLIC = {
     "from_torch": from_torch,
     "featurize": lambda: td.featurize(from_arrays(), model(), projector=td.Rademacher(64)),
     "featurize_torch": lambda: td.featurize(from_torch(), model(), projector=td.Rademacher(64)),
+    "featurize_masked": lambda: td.featurize(from_arrays(), model(), projector=td.Mask(4)),
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
     "damping": lambda: td.damping(FEATURES),
