@@ -64,6 +64,23 @@ def test_quantize_block__largest_integers_fit(n_digits: int) -> None:
     assert found.tolist() == quantize_by_hand(block[0].tolist(), n_digits)[0]
 
 
+@pytest.mark.parametrize("numba", "01")
+@pytest.mark.parametrize("outlier", [1.0, 30.0, 1000.0, 1e30])
+@pytest.mark.parametrize(("n_digits", "bound"), [(1, 2.0**-6), (2, 2.0**-14), (3, 2.0**-22)])
+def test_quantize_block__error_is_bounded_by_the_largest(
+    n_digits: int, bound: float, outlier: float, numba: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAKDASK_NUMBA", numba)
+    block = torch.randn(3, 5000, generator=torch.Generator().manual_seed(8))
+    block[:, 77] = outlier * torch.tensor([1.0, -1.3, 1.99])
+    quantized = quantize_block(block, n_digits, Scratch())
+    found = integers(quantized, 3)[:, :5000] * quantized.step[:, None]
+    error = (found - block.double()).abs().amax(1)
+    largest = block.double().abs().amax(1)
+    assert (error <= bound * largest).all()
+    assert (error > bound * largest / 64).any()  # the bound is not far off
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_quantize_block__flags_only_the_sample_that_is_not_finite(bad: float) -> None:
     block = torch.ones(3, 5)

@@ -96,8 +96,9 @@ class Gaussian(Projector):
     Notes
     -----
     Exactness: products are sums of integers, hence bitwise independent of batch, tile and thread
-    count; the rounding of the gradients to digits is the only error. The quantised normal is the
-    definition of P, no approximation to it.
+    count; the rounding of the gradients to digits is the only error, as large as with
+    :class:`~trakdask.projection.rademacher.Rademacher`. The quantised normal is the definition of
+    P, no approximation to it.
 
     Variance: for entries of variance 1 and fourth moment k, the variance of φ·φ' for gradients g
     and g' is (|g|²|g'|² + (g·g')² + (k - 3) Σ g_i² g'_i²) / proj_dim. Random signs have k = 1, the
