@@ -30,7 +30,7 @@ help:
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | notebooks | unit'
 	@echo 'make format      let ruff mend what it can'
-	@echo 'make benchmarks  compare with traker and dattri'
+	@echo 'make benchmarks  measure everything, also traker and dattri: hours'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
 install: $(INSTALLED)

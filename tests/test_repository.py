@@ -20,7 +20,7 @@ TOP_LEVEL = {
     *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "constraints.txt"),
     *(".ci", ".github", ".gitignore"),
 }
-OPTIONAL = ("cupy", "fast_jl", "matplotlib", "sklearn", "bokeh", "trak", "dattri")
+OPTIONAL = ("numba", "cupy", "fast_jl", "matplotlib", "sklearn", "bokeh", "trak", "dattri")
 
 
 def read(name: str) -> str:
@@ -92,6 +92,12 @@ def test_import__leaves_optional_packages_alone() -> None:
         [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_import__modules_of_the_public_api_are_there_at_once() -> None:
+    code = "import trakdask as td; print(td.tasks.Task, td.plots, td.examples, td.testing)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_import__arithmetic_rooms_need_torch_and_numpy_only() -> None:
