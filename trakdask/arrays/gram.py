@@ -138,7 +138,9 @@ def _partial(x: Block, h: Block | None = None, *, sum_dtype: np.dtype[np.floatin
     for start in range(0, rows, slab):
         a = x[start : start + slab, :, 0].astype(np.float32, copy=False)
         b = a if h is None else a * h[start : start + slab].astype(np.float32, copy=False)
-        total += np.matmul(a.T, b, out=product)
+        # Some processors' products warn of infinity; the solve says which checkpoint has it.
+        with np.errstate(invalid="ignore", over="ignore"):
+            total += np.matmul(a.T, b, out=product)
     return total.reshape(1, p, p, 1)
 
 
