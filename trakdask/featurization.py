@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, current_thread, main_thread
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import dask.array as da
 import numpy as np
@@ -18,9 +19,9 @@ from distributed import get_worker
 from trakdask._version import __version__
 from trakdask.errors import BlockError
 from trakdask.models.checkpoints import Checkpoint
-from trakdask.models.gradients import ENGINES
+from trakdask.models.gradients import ENGINES, choose_engine, require_same_as_loop
 from trakdask.models.model import Model
-from trakdask.models.tasks import Batch
+from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import ProjectionStream, Projector, Rademacher, RowMap
 from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, validate_samples
@@ -28,8 +29,12 @@ from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["featurize"]
 
-Gradients = Literal["auto", "vmap", "loop"]
+Gradients = Literal["auto", "hooks", "vmap", "loop"]
+DType = Literal["float64", "float32", "bfloat16", "float16"]
 Block = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+_log = logging.getLogger(__name__)
+_engines_checked: set[str] = set()
 
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 512
@@ -42,6 +47,7 @@ def featurize(
     projector: Projector | None = None,
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
+    dtype: DType | None = None,
 ) -> xr.Dataset:
     """Compute the projected gradient of the model output for every sample and checkpoint.
 
@@ -59,11 +65,18 @@ def featurize(
     projector
         ``Rademacher(proj_dim=2048, seed=0)`` unless given.
     gradients
-        Engine of the per-sample gradients: ``"vmap"`` (what ``"auto"`` takes) or ``"loop"``, one
-        backward pass per sample, for models that ``torch.func.vmap`` cannot run.
+        Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
+        one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
+        sample, for models that the others cannot run. ``"auto"`` takes hooks where they reach the
+        selected parameters; what it took and why is in ``attrs``. The first block of a process
+        compares two samples with the loop.
     batch_size
         Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB, and
-        at most 512 samples. No feature depends on it, given the same gradients.
+        at most 512 samples. No feature depends on it, given the same gradients. Where memory runs
+        out, a micro-batch is halved.
+    dtype
+        Precision in which the model runs: weights, buffers and inputs that are floating point are
+        cast to it. As they are unless given. Output and Q are float32 in any case.
 
     Returns
     -------
@@ -108,12 +121,16 @@ def featurize(
     samples = validate_samples(samples)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
-    engine = "vmap" if gradients == "auto" else gradients
+    engine, reason = str(gradients), "as asked"
+    if gradients == "auto":
+        engine, reason = choose_engine(model.skeleton(), model.task, row_map.names)
+    _log.info("gradients by %s: %s", engine, reason)
     inputs = _inputs(samples, model)
-    job = _Job(
-        model, projector, row_map, engine, _batch_size(batch_size, row_map.n_rows), tuple(inputs)
-    )
-    attrs = _attrs(job, samples)
+    if dtype not in (None, *get_args(DType)):
+        raise ValueError(f"dtype is {dtype!r}; needed None or one of {get_args(DType)}.")
+    size = _batch_size(batch_size, engine, row_map)
+    job = _Job(model, projector, row_map, engine, size, tuple(inputs), dtype)
+    attrs = {**_attrs(job, samples), "gradients_reason": reason}
     arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, _checkpoint_names(model))}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
@@ -130,6 +147,7 @@ class _Job:
     engine: str
     batch_size: int
     inputs: tuple[str, ...]
+    dtype: DType | None
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
@@ -146,9 +164,12 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
     return {name: lazy[name] if name in coords else samples[name].data for name in names}
 
 
-def _batch_size(batch_size: int | Literal["auto"], n_rows: int) -> int:
+def _batch_size(batch_size: int | Literal["auto"], engine: str, row_map: RowMap) -> int:
     if batch_size == "auto":
-        return max(1, min(_MICRO_BATCH_MOST, _MICRO_BATCH_BYTES // (4 * n_rows)))
+        # Hooks hold one parameter's gradients at a time, and what autograd keeps of the forward
+        # pass, which is of the same order; the others hold all gradients at once.
+        held = max(map(row_map.size, row_map.names)) if engine == "hooks" else row_map.n_rows
+        return max(1, min(_MICRO_BATCH_MOST, _MICRO_BATCH_BYTES // (4 * held)))
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size is {batch_size!r}; needed a positive integer, or 'auto'.")
     return batch_size
@@ -161,6 +182,7 @@ def _attrs(job: _Job, samples: xr.Dataset) -> dict[str, Any]:
         "source": samples.attrs["source"],
         "gradients": job.engine,
         "batch_size": job.batch_size,
+        "dtype": job.dtype or "as given",
         "formula": "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
@@ -269,18 +291,56 @@ def _featurize_samples(
     feature = np.empty((n, job.projector.width(job.row_map.n_rows), 1), np.float32)
     output, out_to_loss = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
     forward = job.model.forward(checkpoint)
-    for start in range(0, n, job.batch_size):
-        part = slice(start, min(start + job.batch_size, n))
-        # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
-        batch = Batch(
-            {name: torch.tensor(a[part]) for name, a in zip(job.inputs, arrays, strict=True)}
-        )
-        stream = ProjectionStream(job.projector, job.row_map, part.stop - part.start, checkpoint.id)
-        f, q = ENGINES[job.engine](forward, job.model.task, batch, job.row_map.names, stream.add)
-        feature[part, :, 0] = stream.result().numpy()
-        output[part, 0], out_to_loss[part, 0] = f.numpy(), q.numpy()
+    if job.dtype is not None:
+        forward = forward.to(getattr(torch, job.dtype))
+    _check_engine(job, forward, arrays)
+    start, size = 0, job.batch_size
+    while start < n:
+        part = slice(start, min(start + size, n))
+        try:
+            found = _featurize_micro_batch(job, forward, checkpoint, _batch(job, arrays, part))
+        except RuntimeError as err:
+            if size == 1 or not _is_out_of_memory(err):
+                raise
+            size = min(size, part.stop - start) // 2 or 1
+            _log.warning("out of memory: going on with micro-batches of %d samples", size)
+            continue
+        feature[part, :, 0], output[part, 0], out_to_loss[part, 0] = found
         _require_finite(positions[part], checkpoint, feature[part], output[part], out_to_loss[part])
+        start = part.stop
     return feature, output, out_to_loss
+
+
+def _featurize_micro_batch(
+    job: _Job, forward: Forward, checkpoint: Checkpoint, batch: Batch
+) -> Block:
+    n = len(next(iter(batch.values())))
+    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id)
+    f, q = ENGINES[job.engine](forward, job.model.task, batch, job.row_map.names, stream.add)
+    return stream.result().numpy(), f.numpy(), q.numpy()
+
+
+def _is_out_of_memory(err: RuntimeError) -> bool:
+    """Tell it of CUDA, and of torch on a CPU, which has no error of its own for it."""
+    return isinstance(err, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(err)
+
+
+def _batch(job: _Job, arrays: tuple[np.ndarray, ...], part: slice) -> Batch:
+    # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
+    inputs = zip(job.inputs, arrays, strict=True)
+    return Batch({name: torch.tensor(array[part]) for name, array in inputs})
+
+
+def _check_engine(job: _Job, forward: Forward, arrays: tuple[np.ndarray, ...]) -> None:
+    """Compare two samples with the loop, once per process, architecture and engine."""
+    model = job.model
+    key = digest({**model.spec(), "checkpoints": model.token, "how": (job.engine, job.dtype)})
+    if job.engine != "loop" and key not in _engines_checked:
+        names = job.row_map.names
+        require_same_as_loop(
+            job.engine, forward, job.model.task, _batch(job, arrays, slice(0, 2)), names
+        )
+        _engines_checked.add(key)
 
 
 def _require_finite(positions: np.ndarray, checkpoint: Checkpoint, *arrays: np.ndarray) -> None:

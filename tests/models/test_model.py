@@ -168,14 +168,18 @@ def test_model__repr() -> None:
         (["2.bias", "0.bias"], ["0.bias", "2.bias"]),
         ("*.weight", ["0.weight", "2.weight"]),
         (lambda name, tensor: tensor.ndim == 1, ["0.bias", "2.bias"]),
+        (torch.nn.Linear, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        (torch.nn.Sequential, ["0.weight", "0.bias", "2.weight", "2.bias"]),
     ],
 )
 def test_select_parameters__order_is_the_modules(selection, expected: list[str]) -> None:
-    assert list(select_parameters(dict(mlp().named_parameters()), selection)) == expected
+    assert list(select_parameters(mlp(), selection)) == expected
 
 
 def test_select_parameters__nothing() -> None:
-    own = dict(mlp().named_parameters())
+    own = mlp()
+    with pytest.raises(ValueError, match=r"parameters=Conv2d selects nothing.*'Linear'"):
+        select_parameters(own, torch.nn.Conv2d)
     with pytest.raises(ValueError, match=r"matches none of 4 parameters.*Near names: \['2.weight'"):
         select_parameters(own, "2.wieght")
     with pytest.raises(ValueError, match="selected none of 4"):

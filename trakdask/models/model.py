@@ -44,12 +44,13 @@ class Model:
         ``.safetensors``) or state dicts. May be left out if ``build`` is a module: then its own
         weights are the one checkpoint.
     task
-        ``"image_classification"``, a :class:`Task`, or an object with TRAK's ``get_output`` and
-        ``get_out_to_loss_grad``.
+        A name (``"image_classification"``, ``"text_classification"``, ``"binary_classification"``,
+        ``"multi_label"``, ``"regression"``, ``"causal_lm"``, ``"clip"``), a :class:`Task`, or an
+        object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
     parameters
         Which parameters gradients are taken of: ``None`` for all, a name, a glob (``"head.*"``),
-        several of them, or a predicate ``(name, parameter) -> bool``. Others are never
-        differentiated.
+        several of them, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) ->
+        bool``. Others are never differentiated. ``"*lora_*"`` takes a model's adapters.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features made apart can be joined.
@@ -79,6 +80,8 @@ class Model:
     checkpoints: tuple[Checkpoint, ...]
     task: Task
     shapes: dict[str, tuple[int, ...]]
+    token: str
+    """Names the architecture: what ``build`` is, not the weights."""
 
     def __init__(
         self,
@@ -93,10 +96,10 @@ class Model:
             checkpoints = [_own_state(build)]
         self.task = resolve_task(task)
         self.build = Spooled(build) if isinstance(build, torch.nn.Module) else build
-        self._token = _build_token(self.build)
-        module = self._skeleton()
+        self.token = _build_token(self.build)
+        module = self.skeleton()
         own = dict(module.named_parameters())
-        names = select_parameters(own, parameters)
+        names = select_parameters(module, parameters)
         self.shapes = {name: tuple(own[name].shape) for name in names}
         self._n_parameters = sum(tensor.numel() for tensor in own.values())
         self.checkpoints = make_checkpoints(
@@ -105,12 +108,12 @@ class Model:
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own skeleton."""
-        module = self._skeleton()
+        module = self.skeleton()
         state = cached_state(checkpoint)
         aliases = _aliases(module)
         parameters = {n: _find(state, aliases[n]) for n, _ in module.named_parameters()}
         buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
-        return Forward(module, parameters, buffers)
+        return Forward(module, parameters, buffers, checkpoint.name)
 
     def spec(self) -> dict[str, Any]:
         """Describe what determines the gradients, as plain JSON values."""
@@ -121,13 +124,14 @@ class Model:
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
-    def _skeleton(self) -> torch.nn.Module:
+    def skeleton(self) -> torch.nn.Module:
+        """Return the architecture without weights, this thread's own."""
         kept: dict[str, torch.nn.Module] = _local.__dict__.setdefault("skeletons", {})
-        if self._token not in kept:
+        if self.token not in kept:
             while len(kept) >= _SKELETONS_KEPT:
                 kept.pop(next(iter(kept)))
-            kept[self._token] = _build_skeleton(self.build)
-        return kept[self._token]
+            kept[self.token] = _build_skeleton(self.build)
+        return kept[self.token]
 
     def __repr__(self) -> str:
         n = len(self.checkpoints)

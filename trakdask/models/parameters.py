@@ -6,37 +6,57 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Selection", "select_parameters"]
 
-Selection = None | str | Sequence[str] | Callable[[str, Tensor], bool]
+Selection = None | str | Sequence[str] | type[nn.Module] | Callable[[str, Tensor], bool]
 
 
-def select_parameters(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[str, ...]:
+def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...]:
     """Return the names of the selected parameters, in the order of the module.
 
     Parameters
     ----------
-    parameters
-        All parameters of the module by name.
+    module
+        The model.
     selection
-        ``None`` for all, one name or glob (``"layer4.*"``), several of them, or a predicate
-        ``(name, parameter) -> bool``.
+        ``None`` for all, one name or glob (``"layer4.*"``, ``"*lora_*"``), several of them, a class
+        of modules (``nn.Linear``) for the parameters of its instances, or a predicate ``(name,
+        parameter) -> bool``.
 
     Raises
     ------
     ValueError
-        If a pattern or the predicate matches nothing, or matches a parameter that is not floating
-        point.
+        If nothing is selected, or a parameter that is not floating point.
     """
-    names = _matching(parameters, selection)
+    parameters = dict(module.named_parameters())
+    if isinstance(selection, type):
+        names = _of_instances(module, parameters, selection)
+    else:
+        names = _matching(parameters, selection)
     for name in names:
         if not parameters[name].is_floating_point():
             raise ValueError(
                 f"parameter {name!r} has dtype {parameters[name].dtype}; needed floating point, "
                 "since others have no gradient. Leave it out of parameters=."
             )
+    return names
+
+
+def _of_instances(
+    module: nn.Module, parameters: Mapping[str, Tensor], kind: type[nn.Module]
+) -> tuple[str, ...]:
+    """Return what belongs to modules of a class, and to the modules inside them."""
+    parts = [part for part in module.modules() if isinstance(part, kind)]
+    own = {id(tensor) for part in parts for tensor in part.parameters()}
+    names = tuple(name for name, tensor in parameters.items() if id(tensor) in own)
+    if not names:
+        kinds = sorted({type(part).__name__ for part in module.modules()})
+        raise ValueError(
+            f"parameters={kind.__name__} selects nothing; needed a class of modules with "
+            f"parameters. The model has {kinds[:8]}."
+        )
     return names
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -13,10 +13,11 @@ from trakdask.projection.rows import ROW_BLOCK, RowMap
 
 
 class ProjectionStream:
-    """Project gradients tensor by tensor, without ever holding the flat gradient.
+    """Project gradients tensor by tensor, in any order, without ever holding the flat gradient.
 
-    Tensors are cut at the global grid of 16384 rows; what remains of one waits in a buffer for the
-    next. The result is bitwise the same as for one flat vector.
+    Tensors are cut at the global grid of 16384 rows; what is left of one waits in a buffer until
+    its neighbours have filled the block. In the order of the row map the result is bitwise that of
+    one flat vector; another order can change the last bit of the float64 sums.
 
     Parameters
     ----------
@@ -38,15 +39,16 @@ class ProjectionStream:
 
     Notes
     -----
-    Memory: B * (65536 + 8 * width) bytes beside the projector's own.
+    Memory: B * 8 * width bytes, and B * 65536 for each block that waits (one, in the order of the
+    row map or its reverse), beside the projector's own.
 
     Examples
     --------
     >>> from trakdask.projection import Identity
     >>> rows = RowMap.from_shapes({"weight": (2, 3), "bias": (2,)}, alignment=1)
     >>> stream = ProjectionStream(Identity(), rows, n_samples=4, checkpoint=0)
-    >>> stream.add("weight", torch.ones(4, 2, 3))
     >>> stream.add("bias", torch.zeros(4, 2))
+    >>> stream.add("weight", torch.ones(4, 2, 3))
     >>> stream.result().sum().item()
     24.0
     """
@@ -66,21 +68,21 @@ class ProjectionStream:
         self._row_map = row_map
         self._checkpoint = checkpoint
         self._selected = projector.selected_rows(checkpoint)
-        n_rows = row_map.n_rows if self._selected is None else len(self._selected)
+        self._n_rows = row_map.n_rows if self._selected is None else len(self._selected)
+        self._spans = dict(zip(row_map.names, self._all_spans(), strict=True))
+        self._missing = _rows_of_shared_blocks(self._spans.values(), self._n_rows)
+        self._waiting: dict[int, Tensor] = {}
+        self._names = dict.fromkeys(row_map.names)
         width = projector.width(row_map.n_rows)
         self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
-        block = (n_samples, min(ROW_BLOCK, n_rows))
-        self._pending = torch.empty(block, dtype=torch.float32, device=device)
-        self._row = 0
-        self._n_added = 0
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Project the gradient of the next parameter.
+        """Project the gradient of a parameter.
 
         Parameters
         ----------
         name
-            The next name of the row map.
+            A name of the row map; each is added once.
         gradient
             Shape (B, numel) or (B, *shape), any float dtype. Read before the call returns.
 
@@ -89,19 +91,16 @@ class ProjectionStream:
         TypeError
             If the gradient is not of a float dtype.
         ValueError
-            If name, shape or device is not the expected one.
+            If name, shape or device is not an expected one.
         """
-        flat, offset = self._checked(name, gradient), self._row_map.offset(name)
-        if self._selected is None:
-            self._fill(None, offset - self._row)
-        else:
-            inside = np.searchsorted(self._selected, [offset, offset + flat.shape[1]])
-            rows = torch.from_numpy(self._selected[slice(*inside)] - offset)
+        flat = self._checked(name, gradient)
+        start, stop = self._spans[name]
+        if self._selected is not None:
+            rows = torch.from_numpy(self._selected[start:stop] - self._row_map.offset(name))
             flat = flat[:, rows.to(flat.device)]
-        self._fill(flat, flat.shape[1])
-        self._n_added += 1
-        if self._n_added == len(self._row_map.names):
-            self._flush()
+        for first, last in _cut(start, stop):
+            self._take(first, flat[:, first - start : last - start])
+        del self._names[name]
 
     def result(self) -> Tensor:
         """Return the features: shape (B, width), float32, scaled.
@@ -111,21 +110,28 @@ class ProjectionStream:
         ValueError
             If gradients of the row map are missing.
         """
-        missing = self._row_map.names[self._n_added :]
-        if missing:
+        if missing := list(self._names):
+            total = len(self._row_map.names)
             raise ValueError(
-                f"{self._n_added} of {len(self._row_map.names)} gradients were added; the result "
+                f"{total - len(missing)} of {total} gradients were added; the result "
                 f"needs all of them. Call stream.add({missing[0]!r}, gradient) next."
             )
         return (self._sums * self._projector.scale(self._row_map.n_rows)).float()
 
+    def _all_spans(self) -> list[tuple[int, int]]:
+        """Return [start, stop) of every parameter among the rows that are projected."""
+        starts = np.array(self._row_map.offsets)
+        stops = starts + [self._row_map.size(name) for name in self._row_map.names]
+        if self._selected is not None:
+            starts, stops = (np.searchsorted(self._selected, edges) for edges in (starts, stops))
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
     def _checked(self, name: str, gradient: Tensor) -> Tensor:
-        names = self._row_map.names
-        expected = names[self._n_added] if self._n_added < len(names) else None
-        if name != expected:
+        if name not in self._names:
+            why = "was added before" if name in self._row_map.names else "is not in the row map"
             raise ValueError(
-                f"gradient {self._n_added} is named {name!r}; the row map needs {expected!r} there."
-                " Add gradients in the order of row_map.names, each once."
+                f"gradient {name!r} {why}; still needed are {list(self._names)[:4]}. Add the "
+                "gradient of every name of row_map.names once."
             )
         n_samples, shape = len(self._sums), self._row_map.shape(name)
         size = self._row_map.size(name)
@@ -146,37 +152,43 @@ class ProjectionStream:
             )
         return gradient.detach().reshape(n_samples, size)
 
-    def _fill(self, source: Tensor | None, n_rows: int) -> None:
-        """Advance by ``n_rows`` rows, of ``source`` or of zeros; project each full block."""
-        done = 0
-        while done < n_rows:
-            first = self._row % ROW_BLOCK
-            n = min(ROW_BLOCK - first, n_rows - done)
-            part = None if source is None else source[:, done : done + n]
-            if part is not None and n == ROW_BLOCK:
-                self._project(part, self._row)
-                self._row += n
-            else:
-                self._buffer(part, first, n)
-            done += n
-
-    def _buffer(self, part: Tensor | None, first: int, n_rows: int) -> None:
-        target = self._pending[:, first : first + n_rows]
-        if part is None:
-            target.zero_()
-        else:
-            target.copy_(part)
-        self._row += n_rows
-        if first + n_rows == ROW_BLOCK:
-            self._project(self._pending, self._row - ROW_BLOCK)
-
-    def _flush(self) -> None:
-        rest = self._row % ROW_BLOCK
-        if rest:
-            self._project(self._pending[:, :rest], self._row - rest)
+    def _take(self, first: int, part: Tensor) -> None:
+        """Project rows of one block at once, or when the block is full."""
+        block, position = divmod(first, ROW_BLOCK)
+        if block not in self._missing:
+            self._project(part, first)
+            return
+        if block not in self._waiting:
+            length = min(ROW_BLOCK, self._n_rows - block * ROW_BLOCK)
+            # Rows that no parameter has are zeros.
+            self._waiting[block] = self._sums.new_zeros(len(part), length, dtype=torch.float32)
+        self._waiting[block][:, position : position + part.shape[1]].copy_(part)
+        self._missing[block] -= part.shape[1]
+        if not self._missing[block]:
+            self._project(self._waiting.pop(block), block * ROW_BLOCK)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
         self._projector.project_block(block, row_offset, self._checkpoint, self._sums)
+
+
+def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut rows at the grid of blocks."""
+    while start < stop:
+        end = min(stop, (start // ROW_BLOCK + 1) * ROW_BLOCK)
+        yield start, end
+        start = end
+
+
+def _rows_of_shared_blocks(spans: Iterable[tuple[int, int]], n_rows: int) -> dict[int, int]:
+    """Return how many rows parameters have in each block that no single one of them fills."""
+    found: dict[int, int] = {}
+    for start, stop in spans:
+        for block in {start // ROW_BLOCK, (stop - 1) // ROW_BLOCK} if start < stop else ():
+            first, last = block * ROW_BLOCK, min((block + 1) * ROW_BLOCK, n_rows)
+            inside = min(stop, last) - max(start, first)
+            if inside < last - first:
+                found[block] = found.get(block, 0) + inside
+    return found
 
 
 def project(

@@ -1,0 +1,120 @@
+"""Models of the gradient benchmark: sizes between a laptop's toys and small real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trakdask import examples
+from trakdask.models.tasks import Batch, Forward, ImageClassification, Task
+
+
+def conv(n_in: int, n_out: int, pool: bool = False) -> nn.Sequential:
+    layers = [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
+    return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
+
+
+class ResNet9(nn.Module):
+    """Nine weight layers on 32 × 32 × 3 images, 2.3M parameters."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(conv(3, width), conv(width, 2 * width, pool=True))
+        self.first = nn.Sequential(conv(2 * width, 2 * width), conv(2 * width, 2 * width))
+        self.middle = nn.Sequential(
+            conv(2 * width, 4 * width, pool=True), conv(4 * width, 4 * width, pool=True)
+        )
+        self.second = nn.Sequential(conv(4 * width, 4 * width), conv(4 * width, 2 * width))
+        self.down = nn.Conv2d(4 * width, 2 * width, 1, bias=False)
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.first(x)
+        x = self.middle(x)
+        x = self.down(x) + self.second(x)
+        return self.head(x.amax((2, 3)))
+
+
+class Block(nn.Module):
+    """One layer of GPT-2: pre-norm, causal attention with one matrix for q, k and v, GELU."""
+
+    def __init__(self, width: int, n_heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.n_heads = n_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(n, length, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        scores = qkv[0] @ qkv[1].mT * (width // self.n_heads) ** -0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ qkv[2]
+        x = x + self.out(mixed.transpose(1, 2).reshape(n, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """Four layers of GPT-2's kind, with tied embeddings: 1.0M parameters."""
+
+    def __init__(self, n_tokens: int = 1000, width: int = 128, length: int = 128) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(n_tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(4)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, n_tokens, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
+
+
+class NextToken:
+    """The mean log-likelihood of the next tokens."""
+
+    variables = ("tokens",)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        logits = forward(batch["tokens"])[:, :-1].log_softmax(-1)
+        return logits.gather(2, batch["tokens"][:, 1:, None]).mean((1, 2))
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return torch.ones_like(self.output(forward, batch))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its task, and inputs for it."""
+
+    build: Callable[[], nn.Module]
+    task: Task
+    inputs: Callable[[int], Batch]
+    batches: tuple[int, ...]
+
+
+def images(n_channels: int, size: int) -> Callable[[int], Batch]:
+    def make(n: int) -> Batch:
+        generator = torch.Generator().manual_seed(n)
+        image = torch.randn(n, n_channels, size, size, generator=generator)
+        return Batch(image=image, label=torch.arange(n) % 10)
+
+    return make
+
+
+def token_rows(n: int) -> Batch:
+    generator = torch.Generator().manual_seed(n)
+    return Batch(tokens=torch.randint(0, 1000, (n, 128), generator=generator))
+
+
+SUBJECTS = {
+    "mlp": Subject(examples.digits_mlp, ImageClassification(), images(1, 8), (32, 128, 512, 1024)),
+    "cnn": Subject(examples.digits_cnn, ImageClassification(), images(1, 8), (32, 128, 512)),
+    "resnet": Subject(ResNet9, ImageClassification(), images(3, 32), (8, 16, 32, 64)),
+    "gpt": Subject(Gpt, NextToken(), token_rows, (4, 8, 16, 32)),
+}

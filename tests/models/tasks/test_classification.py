@@ -1,0 +1,228 @@
+"""Classification against cross-entropies of torch, differentiated along the output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trakdask.models.model import Model
+from trakdask.models.tasks import (
+    Batch,
+    BinaryClassification,
+    Forward,
+    ImageClassification,
+    MultiLabel,
+    TextClassification,
+)
+
+
+class Bag(nn.Module):
+    """Mean of token embeddings where the mask is 1, then a linear layer."""
+
+    def __init__(self, n_classes: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 5, dtype=torch.float64)
+        self.head = nn.Linear(5, n_classes, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        weight = attention_mask[..., None].double()
+        mean = (self.embed(input_ids) * weight).sum(1) / weight.sum(1)
+        return {"logits": self.head(mean)}
+
+
+def text(n: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 11, (n, 7), generator=generator)
+    mask = (torch.arange(7) < torch.arange(2, n + 2)[:, None]).long()
+    return Batch(input_ids=ids, attention_mask=mask, label=torch.arange(n) % 4)
+
+
+def net(n_outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, n_outputs)).double()
+
+
+def numbers(label: Tensor) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return Batch(x=torch.randn(len(label), 3, generator=generator).double(), label=label)
+
+
+LABELS = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 0], [1, 0, 0]])
+
+
+def minus_slope(loss_of, rises: Tensor) -> Tensor:
+    """-dℓ/dε of each sample while the output rises by ε times ``rises``."""
+    epsilon = torch.zeros(len(rises), dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss_of(epsilon[:, None] * rises).sum(), epsilon)
+    return -slope
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_text_classification__q_is_the_slope_of_the_loss(run, temperature: float) -> None:
+    data = text()
+    logits = Bag()(data["input_ids"], data["attention_mask"])["logits"].detach() / temperature
+    rises = functional.one_hot(data["label"], 4).double()  # of the right logit: f rises as much
+
+    def loss(change: Tensor) -> Tensor:
+        return functional.cross_entropy(logits + change, data["label"], reduction="none")
+
+    _, f, q = run(Bag(), TextClassification(temperature=temperature), data)
+    torch.testing.assert_close(q, minus_slope(loss, rises).float())
+    if temperature == 1:  # then the loss is a function of f
+        torch.testing.assert_close(functional.softplus(-f), loss(0 * rises).float())
+
+
+def test_text_classification__gradients(check_gradients) -> None:
+    def output(module: nn.Module, sample: Batch) -> Tensor:
+        logits = module(sample["input_ids"], sample["attention_mask"])["logits"][0]
+        p = logits.softmax(0)[sample["label"][0]]
+        return (p / (1 - p)).log()
+
+    check_gradients(Bag(), TextClassification(), text(), output)
+
+
+def test_text_classification__equals_image_classification(run) -> None:
+    data = text()
+    alone = TextClassification("input_ids", positional=True)
+    module = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(28, 4))
+    found = run(module, alone, data)
+    expected = run(module, ImageClassification(image="input_ids"), data)
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, expected[0][name])
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+    assert alone == TextClassification(("input_ids",), positional=True)
+
+
+def test_text_classification__three_tensors_in_a_given_order(run) -> None:
+    class Typed(Bag):
+        def forward(self, ids: Tensor, types: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(ids + types, mask)["logits"]
+
+    data = Batch(text(), token_type_ids=torch.zeros(6, 7, dtype=torch.int64))
+    task = TextClassification(("input_ids", "token_type_ids", "attention_mask"), positional=True)
+    assert task.variables == ("input_ids", "token_type_ids", "attention_mask", "label")
+    assert torch.equal(run(Typed(), task, data)[1], run(Bag(), "text_classification", text())[1])
+
+
+def test_binary_classification__q_is_the_slope_of_the_loss(run) -> None:
+    data = numbers(torch.tensor([0, 1, 1, 0]))
+    logits = net(1)(data["x"]).detach()
+    truth = data["label"][:, None].double()
+
+    def loss(change: Tensor) -> Tensor:
+        by_logit = functional.binary_cross_entropy_with_logits
+        return by_logit(logits + change, truth, reduction="none").sum(1)
+
+    _, f, q = run(net(1), "binary_classification", data)
+    torch.testing.assert_close(q, minus_slope(loss, 2 * truth - 1).float())
+    torch.testing.assert_close(functional.softplus(-f), loss(0 * truth).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_binary_classification__gradients(check_gradients, dtype: torch.dtype) -> None:
+    def output(module: nn.Module, sample: Batch) -> Tensor:
+        p = module(sample["x"])[0, 0].sigmoid()
+        p = p if sample["label"][0] else 1 - p
+        return (p / (1 - p)).log()
+
+    data = numbers(torch.tensor([0, 1, 1, 0]).to(dtype))
+    check_gradients(net(1), BinaryClassification(), data, output)
+
+
+def test_binary_classification__is_a_two_class_problem(run) -> None:
+    """A logit z is the pair of logits (0, z)."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.pad(self.inner(x), (1, 0))
+
+    data = numbers(torch.tensor([0, 1, 1, 0]))
+    _, f, q = run(net(1), "binary_classification", data)
+    _, two_f, two_q = run(Pair(), ImageClassification(image="x"), data)
+    torch.testing.assert_close((f, q), (two_f, two_q))
+
+
+def test_multi_label__q_is_the_slope_of_the_loss_where_all_margins_rise(run) -> None:
+    data = numbers(LABELS)
+    logits = net(3)(data["x"]).detach()
+
+    def loss(change: Tensor) -> Tensor:
+        by_logit = functional.binary_cross_entropy_with_logits
+        return by_logit(logits + change, LABELS.double(), reduction="none").sum(1)
+
+    _, _, q = run(net(3), "multi_label", data)
+    rises = 2 * LABELS.double() - 1  # f, a sum of three, rises by 3
+    torch.testing.assert_close(q, minus_slope(loss, rises).float() / 3)
+
+
+def test_multi_label__q_is_the_projection_of_the_loss_gradient(run) -> None:
+    data = numbers(LABELS)
+    logits = net(3)(data["x"]).detach().requires_grad_()
+    signs = 2 * LABELS.double() - 1
+    loss = functional.binary_cross_entropy_with_logits(logits, LABELS.double(), reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, logits)
+    pairs = zip(signs, gradient, strict=True)
+    fits = [torch.linalg.lstsq(s[:, None], -g[:, None])[0][0, 0] for s, g in pairs]
+    _, _, q = run(net(3), "multi_label", data)
+    torch.testing.assert_close(q, torch.stack(fits).float())
+
+
+def test_multi_label__gradients(check_gradients) -> None:
+    def output(module: nn.Module, sample: Batch) -> Tensor:
+        p = module(sample["x"])[0].sigmoid()
+        p = torch.where(sample["label"][0] == 1, p, 1 - p)
+        return (p / (1 - p)).log().sum()
+
+    check_gradients(net(3), MultiLabel(), numbers(LABELS), output)
+
+
+def test_multi_label__one_label_is_binary(run) -> None:
+    label = torch.tensor([0, 1, 1, 0])
+    _, f, q = run(net(1), "multi_label", numbers(label[:, None]))
+    _, one_f, one_q = run(net(1), "binary_classification", numbers(label))
+    assert torch.equal(f, one_f)
+    assert torch.equal(q, one_q)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "cold"])
+def test_temperature__not_positive(temperature) -> None:
+    for task in (ImageClassification, TextClassification):
+        with pytest.raises(ValueError, match=r"needed a positive number\. Use temperature=1"):
+            task(temperature=temperature)
+
+
+def test_classification__one_logit(run) -> None:
+    with pytest.raises(ValueError, match=r"\(1, 1\).*needs logits.*BinaryClassification"):
+        run(net(1), ImageClassification(image="x"), numbers(torch.tensor([0, 1])))
+
+
+def test_binary_classification__several_logits(run) -> None:
+    with pytest.raises(ValueError, match=r"output has shape \(1, 3\).*one number per sample"):
+        run(net(3), "binary_classification", numbers(torch.tensor([0, 1])))
+
+
+def test_multi_label__shapes_differ(run) -> None:
+    with pytest.raises(ValueError, match=r"\(1, 2\) and 'label' has shape \(1, 3\)"):
+        run(net(2), "multi_label", numbers(LABELS))
+
+
+@pytest.mark.parametrize(("task", "n"), [(BinaryClassification(), 1), (MultiLabel(), 2)])
+def test_labels__other_than_0_and_1(run, task, n: int) -> None:
+    label = torch.tensor([[-1, 1], [1, -1]])[:, :n]
+    with pytest.raises(ValueError, match=r"other values than 0 and 1.*labels > 0"):
+        run(net(n), task, numbers(label))
+
+
+def test_variables__are_checked_by_name() -> None:
+    model = Model(net(3), task=MultiLabel(("a", "b"), "c"))
+    assert model.task.variables == ("a", "b", "c")
+    with pytest.raises(ValueError, match="the task needs 'a'"):
+        model.task.output(Forward(net(3), {}, {}), Batch(x=torch.ones(1, 3)))

@@ -1,0 +1,229 @@
+"""Causal language models against a loop over tokens, written as in the paper."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import trakdask as td
+from trakdask.models.tasks import Batch, CausalLM, Task, expand_tokens
+
+VOCABULARY = 9
+
+
+class Running(nn.Module):
+    """Logits from the mean of the attended embeddings so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 5, dtype=torch.float64)
+        self.head = nn.Linear(5, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        weight = mask[..., None].double()
+        mean = (self.embed(input_ids) * weight).cumsum(1) / weight.cumsum(1).clamp(min=1)
+        return (self.head(mean.tanh()),)
+
+
+def batch(n: int = 4, length: int = 6) -> Batch:
+    ids = torch.randint(0, VOCABULARY, (n, length), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(length) < torch.arange(length, length - n, -1)[:, None]).long()
+    return Batch(input_ids=ids, attention_mask=mask)
+
+
+def margins(module: nn.Module, sample: Batch, labels: str = "input_ids") -> list[Tensor]:
+    """log p/(1-p) of every predicted token of one sequence: places, one after the other."""
+    logits = module(sample["input_ids"], sample["attention_mask"])[0][0]
+    found = []
+    for place in range(1, len(logits)):
+        label, mask = int(sample[labels][0, place]), sample["attention_mask"][0]
+        if label != -100 and mask[place] and mask[place - 1]:
+            p = logits[place - 1].softmax(0)[label]
+            found.append((p / (1 - p)).log())
+    return found
+
+
+def total(module: nn.Module, sample: Batch) -> Tensor:
+    nothing = 0 * next(module.parameters()).sum()
+    return sum(margins(module, sample), nothing)
+
+
+def one_row(data: Batch, i: int) -> Batch:
+    return Batch({name: value[i : i + 1] for name, value in data.items()})
+
+
+def some_labels() -> Batch:
+    data = batch()
+    labels = data["input_ids"].clone()
+    labels[0, [1, 4]] = -100
+    labels[1, :3] = -100
+    labels[2, 2] = 7  # another token than the one that is there
+    return Batch(data, labels=labels)
+
+
+def test_causal_lm__gradients(check_gradients) -> None:
+    check_gradients(Running(), "causal_lm", batch(), total)
+
+
+def test_causal_lm__gradients_with_labels(check_gradients) -> None:
+    def output(module: nn.Module, sample: Batch) -> Tensor:
+        return sum(margins(module, sample, "labels"))
+
+    check_gradients(Running(), CausalLM(labels="labels"), some_labels(), output)
+
+
+def test_causal_lm__labels_are_those_of_transformers(run) -> None:
+    """Not shifted, -100 ignored: the loss is the usual one, and Q its slope by the output."""
+    data = some_labels()
+    data["attention_mask"] = torch.ones_like(data["attention_mask"])
+    logits = Running()(**{n: data[n] for n in ("input_ids", "attention_mask")})[0][:, :-1].detach()
+    target = data["labels"][:, 1:]
+    kept = target != -100
+    epsilon = torch.zeros(len(target), dtype=torch.float64, requires_grad=True)
+    right = functional.one_hot(target.clamp(min=0), VOCABULARY) * kept[..., None]
+    raised = logits + epsilon[:, None, None] * right  # every margin rises by epsilon
+    loss = functional.cross_entropy(raised.transpose(1, 2), target, reduction="sum")
+    (slope,) = torch.autograd.grad(loss, epsilon)
+    _, _, q = run(Running(), CausalLM(labels="labels"), data)
+    torch.testing.assert_close(q, (-slope / kept.sum(1)).float())
+
+
+def test_causal_lm__loss_is_a_function_of_the_margins() -> None:
+    sample = one_row(batch(), 0)
+    logits = Running()(sample["input_ids"])[0][0, :-1]
+    loss = functional.cross_entropy(logits, sample["input_ids"][0, 1:], reduction="sum")
+    expected = functional.softplus(-torch.stack(margins(Running(), sample))).sum()
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_causal_lm__padding_adds_nothing(run, side: str) -> None:
+    data = batch(n=1)
+    junk = torch.tensor([[3, 8, 8]])
+    parts = {"input_ids": junk, "attention_mask": torch.zeros_like(junk)}
+    padded = Batch(
+        {
+            name: torch.cat([parts[name], value] if side == "left" else [value, parts[name]], 1)
+            for name, value in data.items()
+        }
+    )
+    expected, found = (run(Running(), "causal_lm", d) for d in (data, padded))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("task", [CausalLM(), CausalLM(position="token")])
+def test_causal_lm__sequence_without_predicted_tokens(run, engine: str, task: Task) -> None:
+    data = Batch(batch(3), token=torch.tensor([2, 2, 2]))
+    data["attention_mask"][1] = 0
+    data["attention_mask"][2] = torch.tensor([1, 0, 0, 0, 0, 0])
+    gradients, f, q = run(Running(), task, data, engine)
+    assert f[1:].tolist() == q[1:].tolist() == [0, 0]
+    assert q[0] > 0
+    for gradient in gradients.values():
+        assert gradient[0].any()
+        assert not gradient[1:].any()
+
+
+def test_causal_lm__without_a_mask_all_tokens_count(run) -> None:
+    data = batch()
+    whole = Batch(data, attention_mask=torch.ones_like(data["attention_mask"]))
+    expected = run(Running(), "causal_lm", whole)
+    bare = run(Running(), CausalLM("input_ids"), data)
+    in_order = run(Running(), CausalLM(positional=True), whole)
+    assert torch.equal(bare[1], expected[1])
+    assert torch.equal(in_order[1], expected[1])
+    assert CausalLM("input_ids").variables == ("input_ids",)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_causal_lm__tokens_add_up_to_their_sequence(run, engine: str) -> None:
+    data, task = some_labels(), CausalLM(labels="labels")
+    sequence, position = expand_tokens(data, task)
+    rows = Batch({name: value[sequence] for name, value in data.items()})
+    rows["token"] = torch.from_numpy(position)
+    tokens = run(Running(), CausalLM(labels="labels", position="token"), rows, engine)
+    whole = run(Running(), task, data, engine)
+    index = torch.from_numpy(sequence)
+    for name, expected in whole[0].items():
+        found = torch.zeros_like(expected).index_add_(0, index, tokens[0][name])
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    n_tokens = torch.bincount(index)
+    torch.testing.assert_close(torch.zeros(4).index_add_(0, index, tokens[1]), whole[1])
+    torch.testing.assert_close(torch.zeros(4).index_add_(0, index, tokens[2]) / n_tokens, whole[2])
+
+
+def test_causal_lm__position_is_the_place_of_the_token(check_gradients) -> None:
+    def output(module: nn.Module, sample: Batch) -> Tensor:
+        return margins(module, sample)[int(sample["token"][0]) - 1]
+
+    data = Batch(batch(), token=torch.tensor([5, 1, 3, 2], dtype=torch.int32))
+    check_gradients(Running(), CausalLM(position="token"), data, output)
+
+
+@pytest.mark.parametrize("place", [-1, 0, 6, 100])
+def test_causal_lm__place_that_nothing_predicts(run, place: int) -> None:
+    data = Batch(batch(1), token=torch.tensor([place]))
+    gradients, f, q = run(Running(), CausalLM(position="token"), data)
+    assert f.item() == q.item() == 0
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_causal_lm__confident_tokens_are_exact(run) -> None:
+    class Sure(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.height = nn.Parameter(torch.tensor(40.0))
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            after = torch.roll(input_ids, -1, 1)
+            return self.height * functional.one_hot(after, 2).float()
+
+    ids = torch.tensor([[0, 1, 0]])
+    gradients, f, q = run(Sure(), "causal_lm", Batch(input_ids=ids, attention_mask=ids * 0 + 1))
+    assert f.item() == 80
+    assert q.item() == pytest.approx(4.248354e-18, rel=1e-6, abs=0)  # 1 - softmax would be 0
+    assert gradients["height"].tolist() == [[2.0]]
+
+
+def test_causal_lm__wrong_shapes(run) -> None:
+    class Pooled(Running):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return super().forward(input_ids, attention_mask)[0][:, -1]
+
+    with pytest.raises(ValueError, match=r"returned \(1, 9\) for labels of shape \(1, 6\)"):
+        run(Pooled(), "causal_lm", batch())
+    with pytest.raises(ValueError, match=r"'input_ids' is torch.int64 of shape \(1, 1\).*Pad the"):
+        run(Running(), "causal_lm", batch(length=1, n=1))
+
+
+def test_expand_tokens__lists_what_is_predicted() -> None:
+    data = some_labels()
+    expected = [
+        (i, place)
+        for i in range(4)
+        for place in range(1, 6)
+        if data["labels"][i, place] != -100
+        and data["attention_mask"][i, place]
+        and data["attention_mask"][i, place - 1]
+    ]
+    sequence, position = expand_tokens(data, CausalLM(labels="labels", position="token"))
+    assert list(zip(sequence.tolist(), position.tolist(), strict=True)) == expected
+    assert sequence.dtype == position.dtype == np.int64
+
+
+def test_expand_tokens__makes_samples_of_a_dataset() -> None:
+    arrays = {name: value.numpy() for name, value in batch().items()}
+    samples = td.from_arrays(arrays, coords={"author": list("abcd")}, chunks=2)
+    sequence, position = expand_tokens(samples)
+    tokens = samples.isel(sample=sequence).assign_coords(token=("sample", position))
+    model = td.Model(Running(), task=CausalLM(position="token"))
+    features = td.featurize(tokens, model, projector=td.Identity()).compute()
+    whole = td.featurize(samples, td.Model(Running(), task="causal_lm"), projector=td.Identity())
+    summed = features.feature.groupby("author").sum().transpose("author", "proj_dim", "checkpoint")
+    np.testing.assert_allclose(summed, whole.feature, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,31 @@
+"""Batches and models as functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trakdask.models.model import Model
+from trakdask.models.tasks import Batch, Forward
+
+
+def test_batch__missing_variable_names_what_is_there() -> None:
+    with pytest.raises(ValueError, match=r"variables \['a'\]; the task needs 'b'"):
+        Batch(a=torch.ones(1))["b"]
+
+
+def test_forward__knows_its_checkpoint() -> None:
+    model = Model(lambda: nn.Linear(2, 1), {"last": nn.Linear(2, 1).state_dict()})
+    forward = model.forward(model.checkpoints[0])
+    assert forward.checkpoint == "last"
+    assert Forward(nn.Linear(2, 1), {}, {}).checkpoint is None
+
+
+def test_forward__with_parameters_replaces_only_those() -> None:
+    module = nn.Linear(2, 1)
+    forward = Forward(module, dict(module.named_parameters()), {}, "c")
+    zero = forward.with_parameters({"weight": torch.zeros(1, 2)})
+    assert torch.equal(zero(torch.ones(3, 2)), module.bias.expand(3, 1))
+    assert torch.equal(forward(torch.ones(3, 2)), module(torch.ones(3, 2)))
+    assert zero.checkpoint == "c"

@@ -1,0 +1,325 @@
+"""Every layer against a loop of ``backward()``, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trakdask.models.coverage import cover
+from trakdask.models.gradients import ENGINES
+from trakdask.models.layers import rules_of
+from trakdask.models.model import Model
+from trakdask.models.tasks import Batch, Forward
+
+
+class Total:
+    """The model output is a weighted sum of whatever the model returns."""
+
+    variables = ("x",)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        found = forward(batch["x"])
+        weights = torch.linspace(-1, 1, found[0].numel(), dtype=torch.float64)
+        return found.flatten(1).sin() @ weights
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return self.output(forward, batch)
+
+
+def oracle(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Differentiate sample by sample with ``backward()``."""
+    plain = Forward(module, dict(module.named_parameters()), dict(module.named_buffers()))
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in module.named_parameters()}
+    for sample in x:
+        module.zero_grad()
+        Total().output(plain, Batch(x=sample[None]))[0].backward()
+        for name, parameter in module.named_parameters():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name].append(grad.flatten().clone())
+    return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def by_hooks(build: Callable[[], nn.Module], module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model = Model(lambda: build().double(), [module.state_dict()], task=Total())
+    found: dict[str, Tensor] = {}
+
+    def sink(name: str, gradient: Tensor) -> None:
+        assert name not in found
+        found[name] = gradient.clone()
+
+    forward = model.forward(model.checkpoints[0])
+    output, q = ENGINES["hooks"](forward, model.task, Batch(x=x), tuple(model.shapes), sink)
+    assert torch.equal(output, q)
+    return found
+
+
+def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    module = build().double().eval()
+    for tensor in module.parameters():
+        nn.init.normal_(tensor, 0.5, 0.5)
+    for name, tensor in module.named_buffers():
+        if "running" in name:
+            tensor.uniform_(0.5, 2)
+    return module
+
+
+def check(build: Callable[[], nn.Module], x: Tensor) -> None:
+    module = made(build)
+    expected = oracle(module, x)
+    assert any(gradient.any() for gradient in expected.values())
+    for part in (x, x[:1], x.flip(0)):
+        found = by_hooks(build, module, part)
+        assert set(found) == set(expected)
+        for name, gradient in found.items():
+            rows = expected[name]
+            rows = rows[:1] if len(part) == 1 else rows.flip(0) if part is not x else rows
+            torch.testing.assert_close(gradient, rows, rtol=1e-10, atol=1e-12)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def tokens(n: int, length: int, size: int) -> Tensor:
+    return torch.randint(0, size, (n, length), generator=torch.Generator().manual_seed(5))
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "linear": (lambda: nn.Linear(6, 4), normal(5, 6)),
+    "linear without bias": (lambda: nn.Linear(6, 4, bias=False), normal(5, 6)),
+    "linear on tokens": (lambda: nn.Linear(6, 4), normal(5, 3, 6)),
+    "linear, as many tokens as samples": (lambda: nn.Linear(6, 4), normal(5, 5, 6)),
+    "linear on a grid": (lambda: nn.Linear(6, 4), normal(5, 3, 2, 6)),
+    "bilinear": (lambda: SelfBilinear(), normal(5, 6)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), normal(5, 4, 9)),
+    "conv1d, stride, dilation, groups": (
+        lambda: nn.Conv1d(4, 6, 3, stride=2, dilation=2, groups=2, padding=3),
+        normal(5, 4, 11),
+    ),
+    "conv2d": (lambda: nn.Conv2d(3, 4, (3, 2), padding=(2, 1)), normal(5, 3, 7, 6)),
+    "conv2d, stride that leaves rows out": (
+        lambda: nn.Conv2d(3, 4, 3, stride=2),
+        normal(5, 3, 8, 6),
+    ),
+    "conv2d, groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), normal(5, 4, 5, 5)),
+    "conv2d, depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2), normal(5, 4, 7, 7)),
+    "conv2d, same": (lambda: nn.Conv2d(3, 4, 4, padding="same"), normal(5, 3, 5, 6)),
+    "conv2d, valid": (lambda: nn.Conv2d(3, 4, 2, padding="valid"), normal(5, 3, 5, 6)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, (2, 3, 1), stride=(1, 2, 1)), normal(5, 2, 3, 5, 4)),
+    "conv3d, dilation, groups": (
+        lambda: nn.Conv3d(2, 4, 2, dilation=2, padding=1, groups=2),
+        normal(5, 2, 3, 4, 5),
+    ),
+    "transposed conv": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), normal(5, 3, 3, 4)),
+    "embedding": (lambda: nn.Embedding(7, 3), tokens(5, 4, 7)),
+    "embedding with padding": (lambda: nn.Embedding(7, 3, padding_idx=2), tokens(5, 9, 7)),
+    "embedding, as long as the batch": (lambda: nn.Embedding(7, 3), tokens(5, 5, 7)),
+    "layer norm": (lambda: nn.LayerNorm(6), normal(5, 3, 6)),
+    "layer norm over two axes": (lambda: nn.LayerNorm((3, 6)), normal(5, 3, 6)),
+    "rms norm": (lambda: nn.RMSNorm(6), normal(5, 3, 6)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), normal(5, 4, 3, 3)),
+    "instance norm": (lambda: nn.InstanceNorm2d(4, affine=True), normal(5, 4, 3, 3)),
+    "instance norm with statistics": (
+        lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        normal(5, 4, 3, 3),
+    ),
+    "batch norm 1d": (lambda: nn.BatchNorm1d(4), normal(5, 4)),
+    "batch norm 2d": (lambda: nn.BatchNorm2d(4), normal(5, 4, 3, 3)),
+    "prelu": (lambda: nn.PReLU(4), normal(5, 4, 3)),
+    "attention": (lambda: SelfAttention(True), normal(5, 3, 8)),
+    "attention, sequence first": (lambda: SelfAttention(False), normal(5, 3, 8)),
+    "lstm": (lambda: Recurrent(nn.LSTM(4, 3, batch_first=True)), normal(5, 6, 4)),
+    "gru, sequence first": (lambda: Recurrent(nn.GRU(4, 3)), normal(5, 6, 4)),
+    "transformer layer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
+        normal(5, 3, 8),
+    ),
+    "in-place activations": (
+        lambda: nn.Sequential(
+            nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.ReLU(inplace=True)
+        ),
+        normal(5, 6),
+    ),
+    "module called twice": (lambda: Twice(), normal(5, 6)),
+    "tied weights": (lambda: Tied(), tokens(5, 4, 7)),
+    "position embedding": (lambda: Positions(2), tokens(5, 4, 7)),
+    "position embedding, as long as the batch": (lambda: Positions(1), tokens(5, 5, 7)),
+    "parameter beside children": (lambda: Scaled(), normal(5, 6)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), normal(5, 6)),
+    "unused parameter": (lambda: Unused(), normal(5, 6)),
+    "called without effect": (lambda: WithoutEffect(), normal(5, 6)),
+    "several outputs, one used": (lambda: FirstOf(), normal(5, 6)),
+    "keyword arguments": (lambda: ByKeyword(), normal(5, 6)),
+    "subclass with its own forward": (lambda: Doubled(6, 4), normal(5, 6)),
+}
+
+
+class SelfBilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(6, 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x.cos())
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.batch_first else x.transpose(0, 1)
+        found = self.attention(x, x, x, need_weights=False)[0]
+        return found if self.batch_first else found.transpose(0, 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.layer.batch_first:
+            return self.layer(x)[0]
+        return self.layer(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(self.norm(self.layer(x).tanh())))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x).tanh())
+
+
+class Positions(nn.Module):
+    """Embeddings of positions: one row for all samples, or no batch axis at all."""
+
+    def __init__(self, n_axes: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 6)
+        self.positions = nn.Embedding(9, 6)
+        self.norm = nn.LayerNorm(6)
+        self.n_axes = n_axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
+        positions = positions[None] if self.n_axes == 2 else positions
+        return self.norm(self.words(x) + self.positions(positions))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.idle = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class WithoutEffect(Unused):
+    def forward(self, x: Tensor) -> Tensor:
+        self.idle(x[:, :3])
+        return self.layer(x)
+
+
+class FirstOf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)["first"]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(6))
+        self.b = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"first": x * self.a, "second": x * self.b}
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(input=x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x) + self.bias
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # aten::_trilinear
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_hooks__equal_backward(layer: str) -> None:
+    check(*LAYERS[layer])
+
+
+def test_rules_of__no_rule_for_what_it_does_not_know() -> None:
+    assert rules_of(Doubled(6, 4)) is None
+    assert rules_of(nn.Embedding(5, 3, scale_grad_by_freq=True)) is None
+    assert rules_of(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)) is None
+    assert rules_of(nn.Linear(2, 2)) is not None
+
+
+def test_cover__what_is_beside_children_is_the_rest() -> None:
+    module = nn.Sequential(Scaled(), nn.MultiheadAttention(4, 2), Tied())
+    names = [name for name, _ in module.named_parameters()]
+    found = cover(module, names)
+    assert found.rest == ("0.scale",)
+    assert [unit.path for unit in found.units] == ["0.layer", "1", "2.embedding", "2.head"]
+    assert found.units[3].selected == {"weight": "2.embedding.weight"}
+
+
+def test_hooks__input_changed_in_place() -> None:
+    class Careless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.second = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = self.second(x)
+            return y + x.mul_(2)
+
+    with pytest.raises(RuntimeError, match=r"'second' was changed in place.*gradients='vmap'"):
+        by_hooks(Careless, made(Careless), normal(3, 6))

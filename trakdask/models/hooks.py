@@ -1,0 +1,218 @@
+"""All per-sample gradients from one batched forward and backward pass.
+
+Hooks on the layers keep what goes in; when the backward pass brings what comes back, the gradient
+of the layer's parameters is formed sample by sample, handed to the sink and forgotten. So memory is
+that of one layer, and the cost about one backward pass. Autograd itself never differentiates a
+weight, which leaves out a third of its work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trakdask.models.coverage import Unit
+from trakdask.models.layers import rules_of
+from trakdask.models.local import Call, is_floating, local_gradients
+from trakdask.models.tasks import Forward
+
+__all__ = ["Axes", "CallAxes", "CallShapes", "Recorder", "Remembering", "recorded_shapes"]
+
+Sink = Callable[[str, Tensor], None]
+CallAxes = tuple[list[int | None], list[int | None]]
+"""The batch axis of each thing that goes in, and that comes out; None where it has none."""
+CallShapes = tuple[list[Any], list[Any]]
+Axes = dict[str, list[CallAxes]]
+"""By path of the unit, call by call."""
+Shapes = dict[str, list[CallShapes]]
+
+
+class Remembering(Forward):
+    """A model that gives the last result again for the same inputs: f and Q share one pass."""
+
+    _last: tuple[list[Any], Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a batch, or not."""
+        inputs = [*pytree.tree_leaves((args, kwargs)), *sorted(kwargs)]
+        if self._last is None or not _same(self._last[0], inputs):
+            self._last = inputs, super().__call__(*args, **kwargs)
+        return self._last[1]
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    """Compare tensors by identity, the rest by value."""
+    return len(left) == len(right) and all(
+        a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def recorded_shapes(run: Callable[[], object], module: nn.Module, units: Sequence[Unit]) -> Shapes:
+    """Return the shapes of what goes in and out of the units, call by call, while ``run`` runs."""
+    found: Shapes = {unit.path: [] for unit in units}
+
+    def hook_of(unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs, outputs = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(output)
+            found[unit.path].append(([_shape(x) for x in inputs], [_shape(y) for y in outputs]))
+
+        return hook
+
+    with _hooked(module, units, hook_of), torch.no_grad():
+        run()
+    return found
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+@contextmanager
+def _hooked(
+    module: nn.Module, units: Sequence[Unit], hook_of: Callable[[Unit], Callable[..., Any]]
+) -> Iterator[None]:
+    parts = [module.get_submodule(unit.path) for unit in units]
+    handles = [
+        part.register_forward_hook(hook_of(unit), with_kwargs=True)
+        for part, unit in zip(parts, units, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Recorder:
+    """Hooks on the units of a model, for one batch.
+
+    Parameters
+    ----------
+    forward
+        The model; its parameters must not require gradients.
+    units
+        The modules to hook.
+    axes
+        Batch axes of each unit's calls.
+    n_samples
+        Batch size.
+    sink
+        Takes the gradients, (batch, numel), when all uses of a parameter have been seen.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        units: Sequence[Unit],
+        axes: Axes,
+        n_samples: int,
+        sink: Sink,
+    ) -> None:
+        self._forward = forward
+        self._units = units
+        self._axes = axes
+        self._n_samples = n_samples
+        self._sink = sink
+        self._n_calls: dict[str, int] = defaultdict(int)
+        self._due = {name: 0 for unit in units for name in unit.selected.values()}
+        self._sums: dict[str, Tensor] = {}
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Keep what units are called with, and have autograd call back."""
+        with _hooked(self._forward.module, self._units, self._hook_of), torch.enable_grad():
+            yield
+
+    def differentiate(self, output: Tensor) -> None:
+        """Run the backward pass of the summed outputs; the sink is fed on the way."""
+        if output.requires_grad:
+            torch.autograd.grad(output.sum(), self._anchor, allow_unused=True)
+        for name in list(self._due):  # called, but without effect on the output
+            self._deliver(name, self._sums.pop(name, None))
+
+    def _hook_of(self, unit: Unit) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            i = self._n_calls[unit.path]
+            self._n_calls[unit.path] += 1
+            if i >= len(self._axes[unit.path]):
+                raise RuntimeError(
+                    f"layer {unit.path!r} is called more often for some samples than for others; "
+                    "hooks need the same calls. Type gradients='loop'."
+                )
+            first = next(iter(pytree.tree_leaves((args, kwargs))), None)
+            version = first._version if isinstance(first, Tensor) else 0
+            buffers = dict(module._buffers)
+            call = Call(unit, module, (args, kwargs), version, buffers, *self._axes[unit.path][i])
+            return self._tap(call, output)
+
+        return hook
+
+    def _tap(self, call: Call, output: Any) -> Any:
+        """Make every tensor of the output one that autograd comes by, with a batch axis."""
+        leaves, spec = pytree.tree_flatten(output)
+        taps = []
+        for i, (leaf, axis) in enumerate(zip(leaves, call.out_axes, strict=True)):
+            if is_floating(leaf):
+                leaf = leaf if axis is not None else self._expanded(leaf)
+                leaves[i] = leaf if leaf.requires_grad else leaf + self._anchor
+                taps.append((leaves[i], axis or 0))
+        for name in call.unit.selected.values():
+            self._due[name] += 1
+        rules, axes = rules_of(call.module), [axis for _, axis in taps]
+        if rules is not None and set(call.unit.selected) <= set(rules):
+            leaves[0].register_hook(lambda delta: self._by_rules(call, rules, delta, axes[0]))
+        elif taps:
+            torch.autograd.graph.register_multi_grad_hook(
+                [leaf for leaf, _ in taps], lambda deltas: self._locally(call, deltas, axes)
+            )
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _expanded(self, value: Tensor) -> Tensor:
+        """Repeat what is the same for all samples (position embeddings) per sample."""
+        alone = value if value.shape[:1] == (1,) else value[None]
+        return alone.expand(self._n_samples, *alone.shape[1:])
+
+    def _by_rules(self, call: Call, rules: Any, delta: Tensor, axis: int) -> None:
+        x = call.input()
+        x = x if call.in_axes[0] is not None else self._expanded(x)
+        delta = delta.movedim(axis, 0)
+        for inside, name in call.unit.selected.items():
+            self._add(name, rules[inside](call.module, x, delta, call.buffers))
+
+    def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: list[int]) -> None:
+        """Differentiate the module alone, sample by sample."""
+        forward, unit = self._forward, call.unit
+        tensors = {i: forward.parameters[name] for i, name in unit.parameters.items()}
+        tensors |= _inside(forward.buffers, unit.path)
+        found = local_gradients(call, tensors, deltas, axes, self._n_samples)
+        for inside, name in unit.selected.items():
+            self._add(name, found[inside].reshape(self._n_samples, -1))
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        self._due[name] -= 1
+        if name in self._sums:
+            gradient = self._sums.pop(name).add_(gradient)
+        if self._due[name]:
+            self._sums[name] = gradient.clone()  # a rule's gradient is in a buffer
+        else:
+            self._deliver(name, gradient)
+
+    def _deliver(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None:
+            parameter = self._forward.parameters[name]
+            gradient = parameter.new_zeros(self._n_samples, parameter.numel())
+        del self._due[name]
+        self._sink(name, gradient)
+
+
+def _inside(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+    prefix = f"{path}." if path else ""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

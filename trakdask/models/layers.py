@@ -1,0 +1,206 @@
+"""Per-sample gradients of single layers, from what goes in and what comes back.
+
+A rule takes the layer, its input x (batch, ...), the gradient delta of the model output by what the
+layer returned (batch, ...), and the layer's buffers; it returns the gradient of one parameter,
+(batch, numel). Positions inside a sample (tokens, pixels) are summed over.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["RULES", "rules_of"]
+
+Buffers = Mapping[str, Tensor | None]
+Rule = Callable[[Any, Tensor, Tensor, Buffers], Tensor]
+
+
+class _Room(threading.local):
+    """One buffer per thread: a gradient is consumed before the next one is formed.
+
+    Fresh memory for each would be paid for page by page.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def take(self, like: Tensor, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        fits = self._buffer.dtype == like.dtype and self._buffer.device == like.device
+        if not fits or self._buffer.numel() < size:
+            with torch.inference_mode(False):
+                self._buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._buffer[:size].view(shape)
+
+
+_room, _patch_room = _Room(), _Room()
+_PATCH_ELEMENTS = 1 << 21  # what is cut out of the input at once: 8 MB
+
+
+def rules_of(module: nn.Module) -> Mapping[str, Rule] | None:
+    """Return the rules of a layer by parameter, or None if it has a forward of its own."""
+    for kind, rules in RULES.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return None if _is_special(module) else rules
+    # transformers' Conv1D: a linear layer that keeps its weight the other way round.
+    if (
+        type(module).__name__ == "Conv1D"
+        and type(module).__module__ == "transformers.pytorch_utils"
+    ):
+        return {"weight": _transposed_linear_weight, "bias": _last_bias}
+    return None
+
+
+def _is_special(module: Any) -> bool:
+    """Tell whether a layer of a known kind has settings that its rules do not know."""
+    if isinstance(module, nn.Embedding):
+        return module.scale_grad_by_freq or module.max_norm is not None
+    if isinstance(module, nn.modules.conv._ConvNd):
+        kind = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, kind))
+        return type(module)._conv_forward is not kind._conv_forward
+    if isinstance(module, nn.modules.batchnorm._NormBase):  # also of InstanceNorm
+        without = module.running_mean is None
+        return without if isinstance(module, nn.modules.batchnorm._BatchNorm) else not without
+    return False
+
+
+def _outer(delta: Tensor, x: Tensor) -> Tensor:
+    """Sum over positions: (batch, positions, o) and (batch, positions, i) to (batch, o * i)."""
+    out = _room.take(delta, len(delta), delta.shape[2], x.shape[2])
+    if delta.shape[1] == 1:
+        return torch.mul(delta.mT, x, out=out).flatten(1)
+    return torch.bmm(delta.mT, x, out=out).flatten(1)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """Return (batch, positions, features)."""
+    return x.reshape(len(x), -1, x.shape[-1])
+
+
+def _linear_weight(module: nn.Linear, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    return _outer(_positions(delta), _positions(x))
+
+
+def _transposed_linear_weight(
+    module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers
+) -> Tensor:
+    return _outer(_positions(x), _positions(delta))
+
+
+def _last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    return _positions(delta).sum(1)
+
+
+def _channel_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    return delta.reshape(*delta.shape[:2], -1).sum(2)
+
+
+def _conv_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    """Multiply patches of the input with delta, per group; patches are (positions, weights)."""
+    n, groups = len(x), module.groups
+    weights = math.prod(module.kernel_size) * x.shape[1] // groups
+    delta = delta.reshape(n, groups, delta.shape[1] // groups, -1)
+    out = _room.take(delta, n, groups, delta.shape[2], weights)
+    step = max(1, _PATCH_ELEMENTS // (groups * weights * delta.shape[3]))
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        view = _patches(module, x[part])
+        patches = _patch_room.take(x, *view.shape).copy_(view)
+        patches = patches.view(-1, weights, delta.shape[3])
+        torch.bmm(delta[part].flatten(0, 1), patches.mT, out=out[part].flatten(0, 1))
+    return out.flatten(1)
+
+
+def _patches(module: Any, x: Tensor) -> Tensor:
+    """Return (batch, channels, kernel..., positions...), a view of the padded input."""
+    n_axes = len(module.kernel_size)
+    if module.padding_mode != "zeros":
+        x = functional.pad(x, module._reversed_padding_repeated_twice, module.padding_mode)
+    else:
+        x = functional.pad(x, _both_sides(module))
+    for axis in range(n_axes):
+        reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
+        x = x.unfold(2 + axis, reach, module.stride[axis])[..., :: module.dilation[axis]]
+    return x.permute(0, 1, *range(2 + n_axes, 2 + 2 * n_axes), *range(2, 2 + n_axes))
+
+
+def _both_sides(module: Any) -> list[int]:
+    """Return the padding of all axes, last axis first, as ``functional.pad`` wants it."""
+    if not isinstance(module.padding, str):
+        return [side for axis in reversed(module.padding) for side in (axis, axis)]
+    return list(module._reversed_padding_repeated_twice)
+
+
+def _embedding_weight(module: nn.Embedding, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    n, (n_rows, width) = len(x), module.weight.shape
+    out = _room.take(delta, n * n_rows, width).zero_()
+    tokens = x.reshape(n, -1)
+    delta = delta.reshape(n, -1, width)
+    if module.padding_idx is not None:
+        delta = delta.masked_fill((tokens == module.padding_idx)[..., None], 0)
+    rows = tokens + n_rows * torch.arange(n, device=x.device)[:, None]
+    return out.index_add_(0, rows.flatten(), delta.flatten(0, 1)).view(n, -1)
+
+
+def _layer_norm_weight(module: nn.LayerNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    normal = functional.layer_norm(x, module.normalized_shape, eps=module.eps)
+    return _sum_trailing(normal.mul_(delta), module.normalized_shape)
+
+
+def _layer_norm_bias(module: nn.LayerNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    return _sum_trailing(delta, module.normalized_shape)
+
+
+def _rms_norm_weight(module: nn.RMSNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    normal = functional.rms_norm(x, module.normalized_shape, eps=module.eps)
+    return _sum_trailing(normal * delta, module.normalized_shape)
+
+
+def _sum_trailing(values: Tensor, shape: Any) -> Tensor:
+    return values.reshape(len(values), -1, math.prod(shape)).sum(1)
+
+
+def _group_norm_weight(module: nn.GroupNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    normal = functional.group_norm(x, module.num_groups, eps=module.eps)
+    return _channel_bias(module, x, normal.mul_(delta), buffers)
+
+
+def _batch_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    """Normalise with the running statistics: a model is attributed in evaluation mode."""
+    normal = functional.batch_norm(
+        x, buffers["running_mean"], buffers["running_var"], training=False, eps=module.eps
+    )
+    return _channel_bias(module, x, normal.mul_(delta), buffers)
+
+
+def _instance_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
+    normal = functional.instance_norm(x, eps=module.eps)
+    return _channel_bias(module, x, normal.mul_(delta), buffers)
+
+
+_BATCH_NORM: dict[str, Rule] = {"weight": _batch_norm_weight, "bias": _channel_bias}
+_INSTANCE_NORM: dict[str, Rule] = {"weight": _instance_norm_weight, "bias": _channel_bias}
+
+RULES: dict[Any, Mapping[str, Rule]] = {
+    nn.Linear: {"weight": _linear_weight, "bias": _last_bias},
+    nn.Conv1d: {"weight": _conv_weight, "bias": _channel_bias},
+    nn.Conv2d: {"weight": _conv_weight, "bias": _channel_bias},
+    nn.Conv3d: {"weight": _conv_weight, "bias": _channel_bias},
+    nn.Embedding: {"weight": _embedding_weight},
+    nn.LayerNorm: {"weight": _layer_norm_weight, "bias": _layer_norm_bias},
+    nn.RMSNorm: {"weight": _rms_norm_weight},
+    nn.GroupNorm: {"weight": _group_norm_weight, "bias": _channel_bias},
+    nn.BatchNorm1d: _BATCH_NORM,
+    nn.BatchNorm2d: _BATCH_NORM,
+    nn.BatchNorm3d: _BATCH_NORM,
+    nn.InstanceNorm1d: _INSTANCE_NORM,
+    nn.InstanceNorm2d: _INSTANCE_NORM,
+    nn.InstanceNorm3d: _INSTANCE_NORM,
+}

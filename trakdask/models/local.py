@@ -1,0 +1,125 @@
+"""Per-sample gradients of one module from its call, for modules that no rule is written for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from trakdask.models.coverage import Unit
+
+__all__ = ["Call", "is_floating", "local_gradients"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a unit: with what, and the module's buffers and batch axes in it."""
+
+    unit: Unit
+    module: nn.Module
+    inputs: Any  # (args, kwargs)
+    version: int
+    buffers: Mapping[str, Tensor | None]
+    in_axes: list[int | None]
+    out_axes: list[int | None]
+
+    def input(self) -> Tensor:
+        """Return the only or first input, batch first."""
+        leaf: Tensor = pytree.tree_leaves(self.inputs)[0]
+        axis = self.in_axes[0]
+        if leaf._version != self.version:
+            raise RuntimeError(
+                f"the input of layer {self.unit.path!r} was changed in place after the layer had "
+                "used it; its gradients need it as it was. Type gradients='vmap'."
+            )
+        return leaf if axis is None else leaf.movedim(axis, 0)
+
+
+def local_gradients(
+    call: Call,
+    tensors: Mapping[str, Tensor],
+    deltas: Sequence[Tensor | None],
+    axes: Sequence[int | None],
+    n_samples: int,
+) -> dict[str, Tensor]:
+    """Differentiate one module sample by sample, whatever it does.
+
+    Parameters
+    ----------
+    call
+        What the module was called with.
+    tensors
+        Its parameters and buffers by name.
+    deltas, axes
+        The gradient of the model output with respect to each tensor that it returned, None for
+        those without effect, and their batch axes.
+    n_samples
+        Batch size.
+
+    Returns
+    -------
+    The gradient of each selected parameter, (batch, *shape).
+    """
+    used = [i for i, delta in enumerate(deltas) if delta is not None]
+    known = [delta for delta in deltas if delta is not None]
+    leaves, spec = pytree.tree_flatten(call.inputs)
+    out_axes = [axes[i] for i in used]
+
+    def weighted_output(
+        selected: Mapping[str, Tensor], inputs: list[Any], deltas: list[Tensor]
+    ) -> Tensor:
+        args, kwargs = pytree.tree_unflatten(_batched(inputs, call.in_axes), spec)
+        found = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
+        outputs = [y for y in pytree.tree_leaves(found) if is_floating(y)]
+        weights = _batched(deltas, out_axes)
+        terms = [(outputs[i] * w).sum() for i, w in zip(used, weights, strict=True)]
+        total: Tensor = torch.stack(terms).sum()
+        return total
+
+    selected = {inside: tensors[inside] for inside in call.unit.selected}
+    in_dims = (None, call.in_axes, out_axes)
+    every = torch.func.vmap(torch.func.grad(weighted_output), in_dims=in_dims)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the one that vmap knows
+            gradients: dict[str, Tensor] = every(selected, leaves, known)
+            return gradients
+    except RuntimeError:  # not every operator can be vectorised, those of RNNs cannot
+        return _looped(
+            weighted_output, selected, (leaves, call.in_axes), (known, out_axes), n_samples
+        )
+
+
+def _looped(
+    weighted_output: Callable[..., Tensor],
+    selected: Mapping[str, Tensor],
+    inputs: tuple[list[Any], list[int | None]],
+    deltas: tuple[list[Tensor], list[int | None]],
+    n_samples: int,
+) -> dict[str, Tensor]:
+    rows = []
+    with torch.enable_grad():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in selected.items()}
+        for i in range(n_samples):
+            total = weighted_output(leaves, _sample(*inputs, i), _sample(*deltas, i))
+            rows.append(torch.autograd.grad(total, list(leaves.values()), materialize_grads=True))
+    stacked = (torch.stack(column) for column in zip(*rows, strict=True))
+    return dict(zip(leaves, stacked, strict=True))
+
+
+def _batched(values: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """Give samples their batch axis back."""
+    return [x if a is None else x.unsqueeze(a) for x, a in zip(values, axes, strict=True)]
+
+
+def _sample(values: Sequence[Any], axes: Sequence[int | None], i: int) -> list[Any]:
+    return [x if a is None else x.select(a, i) for x, a in zip(values, axes, strict=True)]
+
+
+def is_floating(value: object) -> bool:
+    """Tell whether this is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and value.is_floating_point()

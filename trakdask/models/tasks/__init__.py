@@ -1,0 +1,34 @@
+"""Tasks: what is the scalar output of a model, and how much does the loss still care for it."""
+
+from __future__ import annotations
+
+from trakdask.models.tasks.classification import (
+    BinaryClassification,
+    ImageClassification,
+    MultiLabel,
+    TextClassification,
+)
+from trakdask.models.tasks.clip import Clip, clip_embeddings
+from trakdask.models.tasks.language import CausalLM, expand_tokens
+from trakdask.models.tasks.protocol import Batch, Forward, Task
+from trakdask.models.tasks.regression import Regression
+from trakdask.models.tasks.resolve import TASKS, TrakTask, resolve_task, task_spec
+
+__all__ = [
+    "TASKS",
+    "Batch",
+    "BinaryClassification",
+    "CausalLM",
+    "Clip",
+    "Forward",
+    "ImageClassification",
+    "MultiLabel",
+    "Regression",
+    "Task",
+    "TextClassification",
+    "TrakTask",
+    "clip_embeddings",
+    "expand_tokens",
+    "resolve_task",
+    "task_spec",
+]

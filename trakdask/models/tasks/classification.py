@@ -1,0 +1,275 @@
+"""Classification: one of many classes, one of two, and several labels at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trakdask.models.tasks.logits import (
+    as_names,
+    call_model,
+    check_temperature,
+    margin,
+    one_minus_p,
+    per_sample,
+    require_classes,
+)
+from trakdask.models.tasks.protocol import Batch, Forward
+
+__all__ = ["BinaryClassification", "ImageClassification", "MultiLabel", "TextClassification"]
+
+
+@dataclass(frozen=True)
+class ImageClassification:
+    """Classification of images, or of anything else that is one tensor, into two or more classes.
+
+    The output is the margin log p/(1-p) of the correct class, f = logit_y - logsumexp(other
+    logits); Q = 1 - p, with p the softmax at ``temperature`` (the margin has no temperature).
+
+    Parameters
+    ----------
+    temperature
+        Divides the logits in Q only.
+    image, label
+        Names of the variables: model input (batch, ...) and integer class (batch,).
+
+    Raises
+    ------
+    ValueError
+        If the temperature is not positive. When run, if logits are not (batch, classes), or labels
+        are not integers.
+
+    Notes
+    -----
+    The cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df at temperature 1.
+
+    References
+    ----------
+    Park et al. 2023, section 3.3; traker's ``ImageClassificationModelOutput``.
+    """
+
+    temperature: float = 1.0
+    image: str = "image"
+    label: str = "label"
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (self.image, self.label)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the margin of the correct class, (batch,)."""
+        return margin(*self._logits(forward, batch))
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return 1 - p of the correct class, (batch,)."""
+        logits, label = self._logits(forward, batch)
+        return one_minus_p(margin(logits / self.temperature, label))
+
+    def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = call_model(forward, batch, (self.image,), positional=True)
+        return logits, require_classes(logits, batch[self.label], self.label)
+
+
+@dataclass(frozen=True)
+class TextClassification:
+    """Classification of token sequences into two or more classes.
+
+    Output and Q are those of :class:`ImageClassification`: the margin f = logit_y - logsumexp(other
+    logits), and Q = 1 - p.
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes, each (batch, tokens).
+    label
+        Name of the integer classes (batch,).
+    temperature
+        Divides the logits in Q only.
+    positional
+        Pass the inputs in their order instead of by name.
+
+    Raises
+    ------
+    ValueError
+        If an option does not make sense. When run, if logits are not (batch, classes), or labels
+        are not integers.
+
+    Notes
+    -----
+    By name is how transformers calls its models; they return an object with ``logits``. Padding is
+    the model's business: pass it the attention mask. Encoders of transformers 5 decide on the
+    values of that mask, which vmap cannot follow: take ``gradients="loop"`` for them, or leave the
+    mask away where nothing is padded.
+
+    References
+    ----------
+    Park et al. 2023, section 3.3; traker's ``TextClassificationModelOutput``, whose inputs are
+    ``("input_ids", "token_type_ids", "attention_mask")``, by name.
+    """
+
+    inputs: tuple[str, ...] = ("input_ids", "attention_mask")
+    label: str = "label"
+    temperature: float = 1.0
+    positional: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_temperature(self.temperature)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.label)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the margin of the correct class, (batch,)."""
+        return margin(*self._logits(forward, batch))
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return 1 - p of the correct class, (batch,)."""
+        logits, label = self._logits(forward, batch)
+        return one_minus_p(margin(logits / self.temperature, label))
+
+    def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = call_model(forward, batch, self.inputs, self.positional)
+        return logits, require_classes(logits, batch[self.label], self.label)
+
+
+@dataclass(frozen=True)
+class BinaryClassification:
+    """Classification into two classes by a single logit.
+
+    The output is the signed logit, f = z for label 1 and -z for label 0, which is log p/(1-p) of
+    the true class; Q = 1 - p.
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes.
+    label
+        Name of the labels (batch,), 0 or 1, of any dtype.
+    positional
+        Pass the inputs in their order, or by name.
+
+    Raises
+    ------
+    ValueError
+        When run, if there is not one logit and one label per sample, or a label is not 0 or 1.
+
+    Notes
+    -----
+    The binary cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df = 1/(1 + exp(f)).
+
+    References
+    ----------
+    Park et al. 2023, section 3 (logistic regression).
+    """
+
+    inputs: tuple[str, ...] = ("x",)
+    label: str = "label"
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.label)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the signed logit, (batch,)."""
+        logits = call_model(forward, batch, self.inputs, self.positional)
+        size = len(batch[self.label])
+        sign = _sign(per_sample(batch[self.label], size, repr(self.label)), logits)
+        return per_sample(logits, size, "the model's output") * sign
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return 1 - p of the true class, (batch,)."""
+        _require_binary(batch[self.label], self.label)
+        return one_minus_p(self.output(forward, batch))
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """Several independent yes-or-no labels per sample, one logit each.
+
+    With the signed logits m_k (z_k for label 1, -z_k for label 0), which are log p_k/(1-p_k) of the
+    true answers, the output is their sum f = Σ m_k, and Q = mean_k(1 - p_k).
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes.
+    label
+        Name of the labels (batch, labels), 0 or 1, of any dtype.
+    positional
+        Pass the inputs in their order, or by name.
+
+    Raises
+    ------
+    ValueError
+        When run, if logits and labels differ in shape, or a label is not 0 or 1.
+
+    Notes
+    -----
+    The loss ℓ = Σ log(1 + exp(-m_k)) is not a function of f alone, so no scalar is its derivative
+    along f. Q is the number for which Q·∇f is nearest to -∇ℓ as vectors in the space of the m_k:
+    (1 - p_k)_k projected on (1, ..., 1). It is the derivative of -ℓ by f where all m_k rise
+    together, and exact for one label. To keep labels apart, make (sample, label) pairs samples of
+    a :class:`BinaryClassification`.
+
+    References
+    ----------
+    Park et al. 2023, section 3, for a single label.
+    """
+
+    inputs: tuple[str, ...] = ("x",)
+    label: str = "label"
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.label)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the sum of the signed logits, (batch,)."""
+        return self._signed_logits(forward, batch).sum(1)
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the mean of 1 - p over the labels, (batch,)."""
+        _require_binary(batch[self.label], self.label)
+        return one_minus_p(self._signed_logits(forward, batch)).mean(1)
+
+    def _signed_logits(self, forward: Forward, batch: Batch) -> Tensor:
+        logits = call_model(forward, batch, self.inputs, self.positional)
+        label = batch[self.label]
+        if logits.ndim != 2 or logits.shape != label.shape:
+            raise ValueError(
+                f"the model returned {tuple(logits.shape)} and {self.label!r} has shape "
+                f"{tuple(label.shape)}; multi_label needs the same (batch, labels) of both. Wrap "
+                "the model so that it returns one logit per label."
+            )
+        return logits * _sign(label, logits)
+
+
+def _sign(label: Tensor, logits: Tensor) -> Tensor:
+    return 2 * label.to(logits.dtype) - 1
+
+
+def _require_binary(label: Tensor, name: str) -> None:
+    """Check values, which only a task's ``out_to_loss`` may do: ``output`` runs under vmap."""
+    if not bool(((label == 0) | (label == 1)).all()):
+        raise ValueError(
+            f"{name!r} holds other values than 0 and 1; needed labels of two classes. Use "
+            "(labels > 0).astype(int) for signs, or image_classification for more classes."
+        )

@@ -1,0 +1,249 @@
+"""Contrastive models of images and texts, in the manner of CLIP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trakdask.models.checkpoints import Checkpoint, digest_state
+from trakdask.models.tasks.logits import (
+    as_tensors,
+    at_least_float32,
+    check_temperature,
+    one_minus_p,
+    shape_of,
+)
+from trakdask.models.tasks.protocol import Batch, Forward
+from trakdask.spool import Spooled
+
+__all__ = ["Clip", "clip_embeddings"]
+
+Embeddings = Mapping[str, tuple[Tensor, Tensor]]
+"""Embeddings of images and of texts, both (n, embedding), by checkpoint."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Matching of images and texts against a fixed set of other pairs, the negatives.
+
+    With the embeddings φ of the image and ψ of the text, and ψ' and φ' those of the negatives, the
+    output is the sum of two margins, f = m_text + m_image,
+
+    - m_text = φ·ψ - logsumexp(φ·ψ'), of the right text among texts,
+    - m_image = φ·ψ - logsumexp(φ'·ψ), of the right image among images,
+
+    and Q = 1 - (p_text + p_image)/2, with p of the same margins at ``temperature``.
+
+    Parameters
+    ----------
+    negatives
+        Embeddings of images and of texts, both (n, embedding), by the name of the checkpoint: what
+        :func:`clip_embeddings` returns. They are constants: no gradient flows through them.
+    image, text
+        Names of the variables; the model is called as ``model(image, text)``.
+    n_negatives
+        How many pairs are drawn from them, uniformly and without repetition.
+    seed
+        Of the draw, an integer in [0, 2**64).
+    temperature
+        Divides the products in Q only. By default 1/``logit_scale``, the third thing that the model
+        returns.
+
+    Raises
+    ------
+    ValueError
+        If there are too few negatives, or they do not match. When run, if there are none of the
+        checkpoint, or the model returns something else than (image embedding, text embedding,
+        logit_scale) as those of open_clip do.
+
+    Notes
+    -----
+    The same negatives serve all samples of a checkpoint, so neither f nor Q depends on what else is
+    in a batch. A sample that is itself among them is pushed from its own copy: take negatives that
+    are neither training samples nor targets, or many more than ``n_negatives``.
+
+    The loss is the sum of two cross-entropies ℓ = Σ log(1 + exp(-m)), as in training up to a
+    factor. Q is the number for which Q·∇f is nearest to -∇ℓ as vectors in the space of the margins,
+    at ``temperature`` as in traker.
+
+    In traker negatives are drawn anew, with probability proportional to their index, for every
+    sample; they are those of one checkpoint for all; Q compares with the rest of the batch; and
+    ``temperature`` is the factor that ours divides by.
+
+    References
+    ----------
+    Park et al. 2023, section 5.1; traker's ``CLIPModelOutput``.
+    """
+
+    negatives: Embeddings | None = field(default=None, repr=False, compare=False)
+    image: str = "image"
+    text: str = "text"
+    n_negatives: int = 300
+    seed: int = 0
+    temperature: float | None = None
+    digest: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None:
+            check_temperature(self.temperature)
+        if self.negatives is None:  # enough for a model, of which the negatives can then be made
+            return
+        drawn = {
+            name: _draw(name, pair, self.n_negatives, self.seed)
+            for name, pair in self.negatives.items()
+        }
+        flat = {f"{name}/{i}": t for name, pair in drawn.items() for i, t in enumerate(pair)}
+        object.__setattr__(self, "digest", digest_state(flat)[:32])
+        object.__setattr__(self, "negatives", _Kept(Spooled(drawn, f"negatives-{self.digest}")))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (self.image, self.text)
+
+    def embed(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of images and texts, both (batch, embedding)."""
+        return self._call(forward, batch)[:2]
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the sum of both margins, (batch,)."""
+        image, text, _ = self._call(forward, batch)
+        by_text, by_image = self._margins(forward, image, text, 1.0)
+        return by_text + by_image
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the mean of 1 - p of both directions, (batch,)."""
+        image, text, logit_scale = self._call(forward, batch)
+        scale = logit_scale if self.temperature is None else 1 / self.temperature
+        if scale is None:
+            raise ValueError(
+                "the model returned no logit_scale; clip needs it as the third of what the model "
+                "returns, or a temperature. Type td.tasks.Clip(..., temperature=0.07)."
+            )
+        by_text, by_image = self._margins(forward, image, text, scale)
+        return (one_minus_p(by_text) + one_minus_p(by_image)) / 2
+
+    def _call(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        found = forward(batch[self.image], batch[self.text])
+        parts = list(found) if isinstance(found, (tuple, list)) else []
+        pair = [shape_of(part) for part in parts[:2]]
+        if len(pair) < 2 or parts[0].ndim != 2 or pair[0] != pair[1]:
+            raise ValueError(
+                f"the model returned {pair or shape_of(found)}; clip needs (image embedding, text "
+                "embedding, logit_scale), both embeddings (batch, embedding). Wrap the model so "
+                "that model(image, text) returns them."
+            )
+        image, text = (at_least_float32(part) for part in parts[:2])
+        return image, text, parts[2] if len(parts) > 2 else None
+
+    def _margins(
+        self, forward: Forward, image: Tensor, text: Tensor, scale: Tensor | float
+    ) -> tuple[Tensor, Tensor]:
+        negatives, name = self.negatives or {}, forward.checkpoint
+        if name is None or name not in negatives:
+            raise ValueError(
+                f"clip has negatives of the checkpoints {list(negatives)}; needed those of {name!r}"
+                ", at which the model runs. Type "
+                "td.tasks.Clip(negatives=td.tasks.clip_embeddings(model, samples))."
+            )
+        images, texts = (t.to(image) for t in negatives[name])
+        right = scale * (image * text).sum(1)
+        by_text = right - (scale * image @ texts.T).logsumexp(1)
+        return by_text, right - (scale * text @ images.T).logsumexp(1)
+
+
+class _Kept(Mapping[str, tuple[Tensor, Tensor]]):
+    """Negatives by checkpoint that reach workers through the spool, not through the task graph."""
+
+    def __init__(self, spooled: Spooled) -> None:
+        self._spooled = spooled
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
+        return cast(tuple[Tensor, Tensor], self._spooled.get()[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._spooled.get())
+
+    def __len__(self) -> int:
+        return len(self._spooled.get())
+
+
+def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Take some rows of both: those with the smallest of n random keys, in their own order."""
+    image, text = pair
+    if image.ndim != 2 or image.shape != text.shape:
+        raise ValueError(
+            f"negatives of checkpoint {name!r} have the shapes {tuple(image.shape)} and "
+            f"{tuple(text.shape)}; needed (n, embedding) of images and of texts, in pairs. Use "
+            "td.tasks.clip_embeddings(model, samples)."
+        )
+    if not 0 < size <= len(image):
+        raise ValueError(
+            f"n_negatives is {size} and checkpoint {name!r} has {len(image)} negatives; needed at "
+            f"least one, and no more than there are. Use n_negatives={len(image)}, or embed more."
+        )
+    # Raw bits: numpy keeps their stream in all versions, which it does not promise of `choice`.
+    keys = np.random.Philox(key=seed).random_raw(len(image))
+    rows = torch.from_numpy(np.sort(np.argsort(keys, kind="stable")[:size]))
+    return image.detach().cpu()[rows], text.detach().cpu()[rows]
+
+
+class _Model(Protocol):
+    """What of ``td.Model`` the embeddings need."""
+
+    checkpoints: tuple[Checkpoint, ...]
+    task: Any
+
+    def forward(self, checkpoint: Checkpoint) -> Forward: ...
+
+
+def clip_embeddings(
+    model: _Model, samples: Mapping[Any, Any], *, batch_size: int = 256
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Embed images and texts at every checkpoint of a model, to serve as negatives.
+
+    Parameters
+    ----------
+    model
+        Made with ``task="clip"``, or a :class:`Clip` that names the variables.
+    samples
+        Images and texts by the task's names: arrays, tensors or a Dataset.
+    batch_size
+        Samples per pass.
+
+    Returns
+    -------
+    (image embeddings, text embeddings), both (n, embedding) on the CPU, by name of the checkpoint.
+
+    Raises
+    ------
+    TypeError
+        If the model's task is another one.
+
+    Notes
+    -----
+    Cost: reads all samples into memory, and runs them once per checkpoint. A few thousand are
+    plenty: ``td.tasks.clip_embeddings(model, pool.isel(sample=slice(3000)))``.
+    """
+    task = model.task
+    if not isinstance(task, Clip):
+        raise TypeError(
+            f"the model's task is {type(task).__name__}; needed clip. Type td.Model(..., "
+            "task='clip')."
+        )
+    whole = as_tensors(samples, task.variables)
+    starts = range(0, len(whole[task.image]), batch_size)
+    batches = [Batch({n: t[i : i + batch_size] for n, t in whole.items()}) for i in starts]
+    found = {}
+    for checkpoint in model.checkpoints:
+        forward = model.forward(checkpoint)
+        with torch.no_grad():
+            parts = [task.embed(forward, batch) for batch in batches]
+        image, text = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+        found[checkpoint.name] = (image, text)
+    return found

@@ -1,0 +1,107 @@
+"""The contract of a task: a batch, a model as a function, and two functions of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+__all__ = ["Batch", "Forward", "Task"]
+
+
+class Batch(dict[str, Tensor]):
+    """The variables of some samples by name, each a tensor (batch, ...)."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(
+            f"the samples have the variables {list(self)}; the task needs {name!r}. Name the "
+            "variable so in the samples, or give the task its name."
+        )
+
+
+class Forward:
+    """A model at one set of weights, as a function of its inputs.
+
+    Parameters
+    ----------
+    module
+        The skeleton; its own tensors are not used where ``parameters`` and ``buffers`` name them.
+    parameters, buffers
+        Tensors by name.
+    checkpoint
+        Name of the checkpoint that the tensors are from, for tasks that keep something per
+        checkpoint.
+    dtype
+        Precision of the model: floating point tensors that it is called with are cast to it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        checkpoint: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.module = module
+        self.parameters = dict(parameters)
+        self.buffers = dict(buffers)
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a batch, with the arguments of the module's own ``forward``."""
+        tensors = {**self.parameters, **self.buffers}
+        if self.dtype is not None:
+            args, kwargs = tree_map(partial(_cast, dtype=self.dtype), (args, kwargs))
+        return torch.func.functional_call(self.module, tensors, args, kwargs)
+
+    def with_parameters(self, parameters: Mapping[str, Tensor]) -> Forward:
+        """Return the same model with some parameters replaced."""
+        replaced = {**self.parameters, **parameters}
+        return Forward(self.module, replaced, self.buffers, self.checkpoint, self.dtype)
+
+    def to(self, dtype: torch.dtype) -> Forward:
+        """Return the same model in another precision."""
+        parameters, buffers = (
+            {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
+            for tensors in (self.parameters, self.buffers)
+        )
+        return Forward(self.module, parameters, buffers, self.checkpoint, dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_floating else value
+
+
+@runtime_checkable
+class Task(Protocol):
+    """The contract of a task: two functions of a *batched* forward.
+
+    A task may also have ``variables``, the names of the samples' variables that it reads: then they
+    are checked before anything runs.
+
+    Examples
+    --------
+    >>> class SquaredError:
+    ...     variables = ("x", "y")
+    ...
+    ...     def output(self, forward, batch):
+    ...         return forward(batch["x"])[:, 0]
+    ...
+    ...     def out_to_loss(self, forward, batch):
+    ...         return 2 * (batch["y"] - forward(batch["x"])[:, 0])
+    >>> isinstance(SquaredError(), Task)
+    True
+    """
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the model output f of each sample, shape (batch,); it is differentiated."""
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return Q = -dℓ/df of each sample, shape (batch,); it is not differentiated."""

@@ -1,0 +1,66 @@
+"""Regression on one number per sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trakdask.models.tasks.logits import as_names, call_model, per_sample
+from trakdask.models.tasks.protocol import Batch, Forward
+
+__all__ = ["Regression"]
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Regression on one number per sample with half the squared error, ℓ = ½ (y - ŷ)².
+
+    The output is the prediction f = ŷ, and Q = -dℓ/df = y - ŷ.
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes.
+    target
+        Name of the true values (batch,).
+    positional
+        Pass the inputs in their order, or by name.
+
+    Raises
+    ------
+    ValueError
+        When run, if there is not one prediction and one true value per sample.
+
+    Notes
+    -----
+    Q has a sign, unlike 1 - p: a sample that is predicted too high (Q < 0) pulls predictions of
+    like samples down. A score > 0 still says that training on the sample raised f of the target. A
+    loss without the half doubles Q, which changes no ranking.
+
+    References
+    ----------
+    Park et al. 2023, section 3: f is the model output, Q the derivative of the loss by it.
+    """
+
+    inputs: tuple[str, ...] = ("x",)
+    target: str = "y"
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.target)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the prediction, (batch,)."""
+        predicted = call_model(forward, batch, self.inputs, self.positional)
+        return per_sample(predicted, len(batch[self.target]), "the model's output")
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the true value less the prediction, (batch,)."""
+        predicted = self.output(forward, batch)
+        return per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
