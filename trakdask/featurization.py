@@ -71,9 +71,10 @@ def featurize(
         selected parameters; what it took and why is in ``attrs``. The first block of a process
         compares two samples with the loop.
     batch_size
-        Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB, and
-        at most 512 samples. No feature depends on it, given the same gradients. Where memory runs
-        out, a micro-batch is halved.
+        Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB (with
+        hooks: those of the largest parameter in 64 MB, or 32 samples if that takes at most 1 GB),
+        and at most 512 samples. No feature depends on it, given the same gradients. Where memory
+        runs out, a micro-batch is halved.
     dtype
         Precision in which the model runs: weights, buffers and inputs that are floating point are
         cast to it. As they are unless given. Output and Q are float32 in any case.
@@ -166,10 +167,12 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
 
 def _batch_size(batch_size: int | Literal["auto"], engine: str, row_map: RowMap) -> int:
     if batch_size == "auto":
-        # Hooks hold one parameter's gradients at a time, and what autograd keeps of the forward
-        # pass, which is of the same order; the others hold all gradients at once.
-        held = max(map(row_map.size, row_map.names)) if engine == "hooks" else row_map.n_rows
-        return max(1, min(_MICRO_BATCH_MOST, _MICRO_BATCH_BYTES // (4 * held)))
+        if engine != "hooks":  # the gradients of all parameters are held at once
+            return max(1, min(_MICRO_BATCH_MOST, _MICRO_BATCH_BYTES // (4 * row_map.n_rows)))
+        # One parameter's gradients are, and what autograd keeps of the forward pass: most often
+        # more. Below 32 samples, drawing the random matrix costs more than multiplying with it.
+        fits = _MICRO_BATCH_BYTES // (4 * max(map(row_map.size, row_map.names)))
+        return max(1, min(_MICRO_BATCH_MOST, max(fits // 4, min(32, 4 * fits))))
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size is {batch_size!r}; needed a positive integer, or 'auto'.")
     return batch_size

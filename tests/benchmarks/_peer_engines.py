@@ -137,14 +137,14 @@ def _trakdask_parts(watch: Stopwatch) -> Iterator[None]:
     from trakdask.models.gradients import ENGINES
     from trakdask.projection import ProjectionStream
 
-    engine, add, result = ENGINES["vmap"], ProjectionStream.add, ProjectionStream.result
-    ENGINES["vmap"] = watch.wrap("engine", engine)
+    engine, add, result = ENGINES["hooks"], ProjectionStream.add, ProjectionStream.result
+    ENGINES["hooks"] = watch.wrap("engine", engine)
     ProjectionStream.add = watch.wrap("add", add)  # type: ignore[method-assign]
     ProjectionStream.result = watch.wrap("result", result)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ENGINES["vmap"] = engine
+        ENGINES["hooks"] = engine
         ProjectionStream.add, ProjectionStream.result = add, result  # type: ignore[method-assign]
     seconds = watch.seconds
     seconds["gradients"] = seconds["engine"] - seconds["add"]

@@ -3,7 +3,8 @@
     taskset -c 1 python tests/benchmarks/gradients.py --out gradients.json
 
 Every engine runs at each micro-batch in turns; the table has its best. Gradients are handed to a
-sink that drops them: forming them is what is timed, with f and Q.
+sink that drops them: forming them is what is timed, with f and Q. With ``--end-to-end`` also
+featurize of the ResNet, gradients and projection, beside traker: each in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -82,21 +87,110 @@ def show(name: str, rates: dict[str, dict[int, float]]) -> None:
         print(f"  {engine:6} {best[engine]:10.1f}  (batch {at:4})  {'  '.join(ratios)}", flush=True)
 
 
+# --- end to end ----------------------------------------------------------------------------------
+
+PROJ_DIM = 2048
+
+
+def featurize_by_trakdask(kind: str, n: int) -> float:
+    import trakdask as td
+
+    subject, batch = SUBJECTS["resnet"], SUBJECTS["resnet"].inputs(n)
+    torch.manual_seed(0)
+    model = td.Model(subject.build(), task=subject.task)
+    projector = td.SJLT(PROJ_DIM) if kind == "sjlt" else td.Rademacher(PROJ_DIM)
+
+    def run(batch: dict[str, torch.Tensor]) -> None:
+        samples = td.from_arrays({k: v.numpy() for k, v in batch.items()}, chunks=n)
+        td.featurize(samples, model, projector=projector).compute(scheduler="sync")
+
+    run(subject.inputs(4))
+    start = time.perf_counter()
+    run(batch)
+    return time.perf_counter() - start
+
+
+def featurize_by_traker(kind: str, n: int) -> float:
+    from trak import TRAKer
+
+    subject, batch = SUBJECTS["resnet"], SUBJECTS["resnet"].inputs(n)
+    torch.manual_seed(0)
+    model = subject.build().eval()
+    with tempfile.TemporaryDirectory() as folder:
+        traker = TRAKer(
+            model=model,
+            task="image_classification",
+            train_set_size=n + 4,
+            save_dir=folder,
+            device="cpu",
+            proj_dim=PROJ_DIM,
+            use_half_precision=False,
+            logging_level=40,
+        )
+        traker.load_checkpoint(model.state_dict(), model_id=0)
+        small = subject.inputs(4)
+        traker.featurize([small["image"], small["label"]], num_samples=4)
+        start = time.perf_counter()
+        traker.featurize([batch["image"], batch["label"]], num_samples=n)
+        return time.perf_counter() - start
+
+
+WAYS = {
+    "traker": featurize_by_traker,
+    "rademacher": featurize_by_trakdask,
+    "sjlt": featurize_by_trakdask,
+}
+
+
+def end_to_end(n: int) -> dict[str, dict[str, float]]:
+    """Samples per second and peak memory of each way, in a fresh process."""
+    found = {}
+    print(f"\nend to end: ResNet, {n} samples in one block, proj_dim {PROJ_DIM}, 1 checkpoint")
+    for way in WAYS:
+        done = subprocess.run(
+            [sys.executable, __file__, "--way", way, "--samples", str(n)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found[way] = json.loads(done.stdout.splitlines()[-1])
+        rate, peak = found[way]["samples_per_s"], found[way]["peak_mb"]
+        ratio = rate / found["traker"]["samples_per_s"]
+        share = peak / found["traker"]["peak_mb"]
+        print(f"  {way:10} {rate:7.2f} samples per s ({ratio:5.2f} x traker)", end="")
+        print(f"   peak {peak:7.0f} MB ({share:4.2f} of traker)", flush=True)
+    return found
+
+
+def obey(way: str, n: int) -> None:
+    seconds = WAYS[way](way, n)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    print(json.dumps({"samples_per_s": n / seconds, "peak_mb": peak}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--engines", nargs="+", default=[PLAIN, *ENGINES])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--end-to-end", action="store_true", help="needs the extra peers")
+    parser.add_argument("--samples", type=int, default=128, help="of the end-to-end run")
+    parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.way:
+        obey(options.way, options.samples)
+        return
     print(
         f"{date.today()}  torch {torch.__version__}  {platform.processor() or platform.machine()}"
     )
-    results = {}
+    results: dict[str, Any] = {}
     for name in options.models:
         results[name] = measure(SUBJECTS[name], options.engines, options.repeats)
         show(name, results[name])
+    if options.end_to_end:
+        results["end to end"] = end_to_end(options.samples)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
 
