@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -273,6 +276,27 @@ def test_hooks__one_pass_for_gradients_output_and_q() -> None:
     run("hooks", model, data)
     assert seen.count(5) == 2
     assert sum(seen) <= 2 * 5 + 2 + 3 + 2
+
+
+def test_hooks__leave_nothing_behind() -> None:
+    """Cycles would keep a batch's activations until the next garbage collection."""
+    model, data = Model(net()), batch()
+    run("hooks", model, data)
+    alive: list[weakref.ref[Tensor]] = []
+    handles = [
+        part.register_forward_hook(lambda part, args, out: alive.append(weakref.ref(out)))
+        for part in model.skeleton().modules()
+    ]
+    gc.collect()
+    gc.disable()
+    try:
+        run("hooks", model, data)
+        assert len(alive) >= 4
+        assert [ref() for ref in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+        for handle in handles:
+            handle.remove()
 
 
 def test_hooks__model_that_decides_on_values() -> None:

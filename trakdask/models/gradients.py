@@ -120,12 +120,16 @@ def hooks_gradients(
     buffers = forward.buffers
     here = Remembering(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
     recorder = Recorder(here, reached.units, known.axes, size, sink)
-    with recorder.listening():
-        output = _require_per_sample(task.output(here, batch), size, "output")
-    out_to_loss = _out_to_loss(here, task, batch)
-    if known.reads_values:
-        _require_same_alone(forward, task, batch, output.detach())
-    recorder.differentiate(output)
+    try:
+        with recorder.listening():
+            output = _require_per_sample(task.output(here, batch), size, "output")
+        out_to_loss = _out_to_loss(here, task, batch)
+        if known.reads_values:
+            _require_same_alone(forward, task, batch, output.detach())
+        recorder.differentiate(output)
+    finally:
+        recorder.release()
+        here.forget()
     if reached.rest:
         vmap_gradients(forward, task, batch, reached.rest, sink)
     return output.detach().float(), out_to_loss

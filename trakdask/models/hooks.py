@@ -45,6 +45,10 @@ class Remembering(Forward):
             self._last = inputs, super().__call__(*args, **kwargs)
         return self._last[1]
 
+    def forget(self) -> None:
+        """Let go of the last result, and with it of the graph that led to it."""
+        self._last = None
+
 
 def _same(left: list[Any], right: list[Any]) -> bool:
     """Compare tensors by identity, the rest by value."""
@@ -123,6 +127,8 @@ class Recorder:
         self._n_calls: dict[str, int] = defaultdict(int)
         self._due = {name: 0 for unit in units for name in unit.selected.values()}
         self._sums: dict[str, Tensor] = {}
+        self._calls: dict[int, Call] = {}  # until their gradients have come
+        self._handles: list[Any] = []
         self._anchor = torch.zeros((), requires_grad=True)
 
     @contextmanager
@@ -137,6 +143,13 @@ class Recorder:
             torch.autograd.grad(output.sum(), self._anchor, allow_unused=True)
         for name in list(self._due):  # called, but without effect on the output
             self._deliver(name, self._sums.pop(name, None))
+
+    def release(self) -> None:
+        """Let go of all tensors: hooks and what they know are cycles, which live on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
 
     def _hook_of(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -166,14 +179,21 @@ class Recorder:
                 taps.append((leaves[i], axis or 0))
         for name in call.unit.selected.values():
             self._due[name] += 1
-        rules, axes = rules_of(call.module), [axis for _, axis in taps]
-        if rules is not None and set(call.unit.selected) <= set(rules):
-            leaves[0].register_hook(lambda delta: self._by_rules(call, rules, delta, axes[0]))
-        elif taps:
-            torch.autograd.graph.register_multi_grad_hook(
-                [leaf for leaf, _ in taps], lambda deltas: self._locally(call, deltas, axes)
-            )
+        if taps:
+            self._handles.append(self._call_back(call, *zip(*taps, strict=True)))
         return pytree.tree_unflatten(leaves, spec)
+
+    def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
+        """Register what is done when the gradients of a call's outputs are known."""
+        rules, key = rules_of(call.module), len(self._handles)
+        self._calls[key] = call
+        if rules is not None and set(call.unit.selected) <= set(rules):
+            return leaves[0].register_hook(
+                lambda delta: self._by_rules(self._calls.pop(key), rules, delta, axes[0])
+            )
+        return torch.autograd.graph.register_multi_grad_hook(
+            leaves, lambda deltas: self._locally(self._calls.pop(key), deltas, axes)
+        )
 
     def _expanded(self, value: Tensor) -> Tensor:
         """Repeat what is the same for all samples (position embeddings) per sample."""
@@ -187,7 +207,7 @@ class Recorder:
         for inside, name in call.unit.selected.items():
             self._add(name, rules[inside](call.module, x, delta, call.buffers))
 
-    def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: list[int]) -> None:
+    def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate the module alone, sample by sample."""
         forward, unit = self._forward, call.unit
         tensors = {i: forward.parameters[name] for i, name in unit.parameters.items()}
