@@ -263,7 +263,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.quick:
         options.batch_sizes, options.n_train, options.repeats = [64], 256, 1
     needed = {"traker": "trak", "dattri": "dattri"}
-    for engine in options.engines:
+    for engine in () if options.order else options.engines:
         if engine in needed and importlib.util.find_spec(needed[engine]) is None:
             parser.error(f"{engine} is not installed, and --engines asks for it. {INSTALL}")
     return options
