@@ -65,9 +65,9 @@ def featurize(
     batch_size
         Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB (with
         hooks: those of the largest parameter in 64 MB, or 32 samples if that takes at most 1 GB;
-        linear and embedding layers are cut to fit), at most 512 samples, and no more than fit in
-        half of the memory that a task has, by the activations of two samples. No feature depends on
-        it, given the same gradients. Where memory runs out, a micro-batch is halved.
+        those of linear and embedding layers come in parts), at most 512 samples, and no more than
+        fit in half of the memory that a task has, by the activations of two samples. No feature
+        depends on it, given the same gradients. Where memory runs out, a micro-batch is halved.
     dtype
         Precision in which the model runs: weights, buffers and inputs that are floating point are
         cast to it. As they are unless given. Output and Q are float32 in any case. The task also

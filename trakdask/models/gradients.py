@@ -113,8 +113,8 @@ def hooks_gradients(
 
     The sink gets parameters in the order of the backward pass, those that hooks do not reach last,
     by :func:`vmap_gradients`. Cost: about one forward and one backward pass. Memory: activations of
-    the batch, and batch × the largest parameter, but no more than 64 MB of weights of linear and
-    embedding layers. The model must treat samples apart.
+    the batch, and batch × the largest parameter, but 4 MB where that is a linear or embedding
+    layer. The model must treat samples apart.
     """
     if isinstance(task, TrakTask):
         raise ValueError(

@@ -44,7 +44,7 @@ Axes = dict[str, list[CallAxes]]
 Shapes = dict[str, list[CallShapes]]
 
 
-_PART_BYTES = 2**26
+_PART_BYTES = 2**22  # stays in a cache until it is projected
 
 
 class Remembering(Forward):
@@ -135,7 +135,7 @@ class Recorder:
         Batch size.
     sink
         Takes the gradients, (batch, numel), when all uses of a parameter have been seen. Those that
-        are larger than 64 MB come in parts, each with its first element, where rules allow it.
+        are larger than 4 MB come in parts, each with its first element, where rules allow it.
     """
 
     def __init__(

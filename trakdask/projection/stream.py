@@ -76,6 +76,7 @@ class ProjectionStream:
         spans = dict(zip(row_map.names, self._all_spans(), strict=True))
         self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows)
         self._waiting: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that was not added yet
         width = projector.width(row_map.n_rows)
         self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
@@ -182,14 +183,24 @@ class ProjectionStream:
         if part.shape[1] == length:
             self._project(part, first)
             return
-        self._missing.setdefault(block, length)
+        missing = self._missing.get(block, length)
         if block not in self._waiting:
-            # Rows that no parameter has are zeros.
-            self._waiting[block] = self._sums.new_zeros(len(part), length, dtype=torch.float32)
+            self._waiting[block] = self._buffer(length)
+            if missing < length:  # rows that no parameter has are zeros
+                self._waiting[block].zero_()
         self._waiting[block][:, position : position + part.shape[1]].copy_(part)
-        self._missing[block] -= part.shape[1]
+        self._missing[block] = missing - part.shape[1]
         if not self._missing[block]:
-            self._project(self._waiting.pop(block), block * ROW_BLOCK)
+            full = self._waiting.pop(block)
+            self._project(full, block * ROW_BLOCK)
+            self._spare.append(full)
+
+    def _buffer(self, length: int) -> Tensor:
+        """Return a buffer of undefined content: fresh memory would be paid for page by page."""
+        for i, buffer in enumerate(self._spare):
+            if buffer.shape[1] == length:
+                return self._spare.pop(i)
+        return self._sums.new_empty(len(self._sums), length, dtype=torch.float32)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
         project = self._projector.project_block
