@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 from torch import Tensor, nn
 
