@@ -46,7 +46,7 @@ def run_of(engine: str, model: Model, batch: Any) -> Callable[[], object]:
     if engine == PLAIN:
         return lambda: plain(model, batch)
     forward, names = model.forward(model.checkpoints[0]), tuple(model.shapes)
-    return lambda: ENGINES[engine](forward, model.task, batch, names, lambda name, gradient: None)
+    return lambda: ENGINES[engine](forward, model.task, batch, names, lambda *_: None)
 
 
 def seconds(run: Callable[[], object], at_least: float = 0.2) -> float:
