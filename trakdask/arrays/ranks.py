@@ -53,7 +53,8 @@ class Ranking:
     def of(cls, values: Floats) -> Ranking:
         """Sort the values of each target."""
         order = np.argsort(values, axis=0, kind="stable")
-        return cls(order, _ties(np.take_along_axis(values, order, 0)), np.isnan(values).any(axis=0))
+        unknown: NDArray[np.bool_] = np.any(np.isnan(values), axis=0)
+        return cls(order, _ties(np.take_along_axis(values, order, axis=0)), unknown)
 
     def centred(self, counts: Floats) -> Floats:
         """Mean ranks where subset s is there ``counts[s]`` times, less their mean."""
