@@ -107,8 +107,8 @@ def test_bootstrap__same_resamples_for_all_predictions() -> None:
     rankings = [Ranking.of(predicted), Ranking.of(other), Ranking.of(predicted)]
     seeds = [Ranking.of(truth), Ranking.of(predicted)]
     draws, ceilings = ranks.bootstrap(Ranking.of(truth), rankings, seeds, repeats=3, seed=4)
-    np.testing.assert_array_equal(draws[:, 0], draws[:, 2])
+    np.testing.assert_array_equal(draws[0], draws[2])
     for i, (counts, targets) in enumerate(ranks.resample(np.random.default_rng(4), 20, 5, 3)):
         expected = np.array(spearman(truth, predicted, counts.astype(int)))
-        assert draws[i, 0] == pytest.approx(expected[targets].mean())
+        assert draws[0, i] == pytest.approx(expected[targets].mean())
         assert ceilings[i] == pytest.approx(ranks.ceiling(expected, 2)[targets].mean())

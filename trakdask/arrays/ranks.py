@@ -18,6 +18,7 @@ __all__ = [
     "lds",
     "less_bias",
     "mean_of_known",
+    "percentiles",
     "resample",
 ]
 
@@ -140,7 +141,7 @@ def mean_of_known(values: Floats) -> Floats:
 
 
 def less_bias(draws: Floats, estimate: Floats) -> tuple[Floats, Floats]:
-    """Return bootstrap draws (draw, ...) and their estimate without the bias that they show.
+    """Return bootstrap draws (..., draw) and their estimate (...) without the bias they show.
 
     The draws lie as far from the estimate as that from the truth, on average. Both biases are taken
     from the draws, so that their quantiles are those of an interval around the corrected estimate.
@@ -149,8 +150,22 @@ def less_bias(draws: Floats, estimate: Floats) -> tuple[Floats, Floats]:
     ----------
     Efron and Tibshirani 1993, section 10.6.
     """
-    bias = draws.mean(axis=0) - estimate
-    return np.minimum(draws - 2 * bias, 1), np.minimum(estimate - bias, 1)
+    bias = mean_of_known(draws) - estimate
+    return np.minimum(draws - 2 * bias[..., None], 1), np.minimum(estimate - bias, 1)
+
+
+def percentiles(draws: Floats, confidence: float) -> Floats:
+    """Interval (bound, ...) that holds the middle part of the draws (..., draw) that are not NaN.
+
+    Examples
+    --------
+    >>> percentiles(np.array([[0.0, 1.0, 2.0, np.nan], [np.nan] * 4]), 0.5).tolist()
+    [[0.5, nan], [1.5, nan]]
+    """
+    bounds = [(1 - confidence) / 2, (1 + confidence) / 2]
+    known = (row[~np.isnan(row)] for row in draws.reshape(-1, draws.shape[-1]))
+    found = [np.quantile(row, bounds) if len(row) else np.full(2, np.nan) for row in known]
+    return np.stack(found, axis=1).reshape(2, *draws.shape[:-1])
 
 
 def bootstrap(
@@ -161,12 +176,12 @@ def bootstrap(
     repeats: int,
     seed: int,
 ) -> tuple[Floats, Floats]:
-    """Mean LDS (resample, prediction) and mean ceiling (resample,) of the same resamples of all."""
+    """Mean LDS (prediction, draw) and mean ceiling (draw,), of the same resamples for all."""
     rng = np.random.default_rng(seed)
-    means, ceilings = np.empty((repeats, len(predicted))), np.empty(repeats)
+    means, ceilings = np.empty((len(predicted), repeats)), np.empty(repeats)
     n_subsets, n_targets = truth.order.shape
     for i, (counts, targets) in enumerate(resample(rng, n_subsets, n_targets, repeats)):
-        means[i] = mean_of_known(lds(truth, predicted, counts)[:, targets])
+        means[:, i] = mean_of_known(lds(truth, predicted, counts)[:, targets])
         reached = ceiling(between_seeds(seeds, counts), len(seeds))
         ceilings[i] = mean_of_known(reached[targets])
     return means, ceilings

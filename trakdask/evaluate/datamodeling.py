@@ -179,13 +179,12 @@ def _evaluate(
     mean = arrays.ranks.mean_of_known(found)
     draws, _ = arrays.ranks.less_bias(draws, mean)
     ceilings, ceiling_mean = arrays.ranks.less_bias(ceilings, arrays.ranks.mean_of_known(ceiling))
-    bounds = [(1 - confidence) / 2, (1 + confidence) / 2]
     return {
         "lds": found.T.reshape(-1, *more),
         "lds_mean": mean.reshape(more),
-        "interval": np.quantile(draws, bounds, axis=0).reshape(2, *more),
+        "interval": arrays.ranks.percentiles(draws, confidence).reshape(2, *more),
         "ceiling": ceiling,
         "ceiling_mean": ceiling_mean,
-        "ceiling_interval": np.quantile(ceilings, bounds),
-        "draws": draws.reshape(-1, *more),
+        "ceiling_interval": arrays.ranks.percentiles(ceilings, confidence),
+        "draws": draws.T.reshape(-1, *more),
     }
