@@ -33,13 +33,13 @@ def test_ranking__mean_ranks_of_equal_values() -> None:
     values = np.array([[2.0, 1.0], [5.0, 1.0], [2.0, 1.0], [0.0, 1.0]])
     found = Ranking.of(values).centred(np.ones(4)) + 2.5
     expected = [stats.rankdata(column) for column in values.T]
-    np.testing.assert_array_equal(found.T, expected)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_ranking__left_out_rows_do_not_count() -> None:
     values = np.array([[3.0], [1.0], [2.0], [1.0]])
     found = Ranking.of(values).centred(np.array([1.0, 0.0, 2.0, 1.0])) + 2.5
-    np.testing.assert_array_equal(found[[0, 2, 3], 0], [4, 2.5, 1])
+    np.testing.assert_array_equal(found[0, [0, 2, 3]], [4, 2.5, 1])
 
 
 def test_correlation__unknown_and_constant_targets() -> None:

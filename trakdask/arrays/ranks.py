@@ -32,66 +32,74 @@ class Ranking:
     Attributes
     ----------
     order
-        Subsets of each target by rising value.
+        Subsets of each target by rising value, (target, subset).
+    places
+        Where each value stands in ``order.ravel()``, (target, subset).
     ties
-        First and last place of the equal values around each place of ``order``; None if no two
-        values of a target are equal.
+        First and last place, as in ``places``, of the equal values around each place of ``order``;
+        None if no two values of a target are equal.
     unknown
         Targets with a NaN: their ranks are NaN.
 
     Examples
     --------
     >>> ranking = Ranking.of(np.array([[3.0], [1.0], [3.0]]))
-    >>> ranking.centred(np.ones(3))[:, 0].tolist()
-    [0.5, -1.0, 0.5]
+    >>> ranking.centred(np.ones(3)).tolist()
+    [[0.5, -1.0, 0.5]]
     """
 
     order: NDArray[np.intp]
+    places: NDArray[np.intp]
     ties: tuple[NDArray[np.intp], NDArray[np.intp]] | None
     unknown: NDArray[np.bool_]
 
     @classmethod
     def of(cls, values: Floats) -> Ranking:
-        """Sort the values of each target."""
-        order = np.argsort(values, axis=0, kind="stable")
-        unknown: NDArray[np.bool_] = np.any(np.isnan(values), axis=0)
-        return cls(order, _ties(np.take_along_axis(values, order, axis=0)), unknown)
+        """Sort the values (subset, target) of each target."""
+        rows = np.ascontiguousarray(values.T)
+        order = np.argsort(rows, axis=1, kind="stable")
+        unknown: NDArray[np.bool_] = np.any(np.isnan(rows), axis=1)
+        start = np.arange(rows.shape[0])[:, None] * rows.shape[1]
+        ties = _ties(np.take_along_axis(rows, order, axis=1), start)
+        return cls(order, np.argsort(order, axis=1) + start, ties, unknown)
 
     def centred(self, counts: Floats) -> Floats:
-        """Mean ranks where subset s is there ``counts[s]`` times, less their mean."""
+        """Mean ranks where subset s is there ``counts[s]`` times, less their mean.
+
+        (target, subset); multiples of ½, so that sums of their products are exact in any order.
+        """
         here = counts[self.order]
-        upto = np.cumsum(here, axis=0)
+        upto = np.cumsum(here, axis=1)
         if self.ties is None:
             sorted_ranks = upto - (here - 1) / 2
         else:
             first, last = self.ties
-            below = np.take_along_axis(upto - here, first, axis=0)
-            sorted_ranks = (below + np.take_along_axis(upto, last, axis=0) + 1) / 2
-        ranks = np.empty(self.order.shape)
-        np.put_along_axis(ranks, self.order, sorted_ranks, axis=0)
-        ranks[:, self.unknown] = np.nan
+            sorted_ranks = (np.take(upto - here, first) + np.take(upto, last) + 1) / 2
+        ranks = np.take(sorted_ranks, self.places)
+        ranks[self.unknown] = np.nan
         ranks -= (counts.sum() + 1) / 2
         return ranks
 
 
-def _ties(ordered: Floats) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    starts = np.ones(ordered.shape, bool)
-    starts[1:] = ordered[1:] != ordered[:-1]
-    if starts.all():
+def _ties(
+    ordered: Floats, start: NDArray[np.intp]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
+    begins = np.ones(ordered.shape, bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    if begins.all():
         return None
-    place = np.arange(len(ordered))[:, None]
-    first = np.maximum.accumulate(np.where(starts, place, 0), axis=0)
-    ends = np.roll(starts, -1, axis=0)  # the next place starts anew; the first one always does
-    last = np.where(ends, place, len(ordered))[::-1]
-    return first, np.minimum.accumulate(last, axis=0)[::-1]
+    place, n = np.arange(ordered.shape[1]), ordered.shape[1]
+    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    ends = np.roll(begins, -1, axis=1)  # the next place begins anew; the first one always does
+    last = np.minimum.accumulate(np.where(ends, place, n)[:, ::-1], axis=1)[:, ::-1]
+    return first + start, last + start
 
 
 def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
-    """Spearman for each target, of centred ranks (subset, target); NaN where all are equal."""
-    covariance = np.einsum("s,st,st->t", counts, a, b)
-    variances = (np.einsum("s,st,st->t", counts, x, x) for x in (a, b))
+    """Spearman for each target, of centred ranks (target, subset); NaN where all are equal."""
+    covariance, *variances = ((x * y) @ counts for x, y in ((a, b), (a, a), (b, b)))
     with np.errstate(invalid="ignore"):
-        return np.asarray(covariance / np.sqrt(np.prod(list(variances), axis=0)))
+        return np.asarray(covariance / np.sqrt(variances[0] * variances[1]))
 
 
 def lds(truth: Ranking, predicted: Sequence[Ranking], counts: Floats) -> Floats:
@@ -105,7 +113,7 @@ def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
     ranks = [ranking.centred(counts) for ranking in seeds]
     pairs = list(combinations(ranks, 2))
     if not pairs:
-        return np.full(ranks[0].shape[1], np.nan)
+        return np.full(len(ranks[0]), np.nan)
     return np.asarray(np.mean([correlation(b, a, counts) for a, b in pairs], axis=0))
 
 
@@ -179,7 +187,7 @@ def bootstrap(
     """Mean LDS (prediction, draw) and mean ceiling (draw,), of the same resamples for all."""
     rng = np.random.default_rng(seed)
     means, ceilings = np.empty((len(predicted), repeats)), np.empty(repeats)
-    n_subsets, n_targets = truth.order.shape
+    n_targets, n_subsets = truth.order.shape
     for i, (counts, targets) in enumerate(resample(rng, n_subsets, n_targets, repeats)):
         means[:, i] = mean_of_known(lds(truth, predicted, counts)[:, targets])
         reached = ceiling(between_seeds(seeds, counts), len(seeds))

@@ -112,6 +112,7 @@ def brittleness(
     """
     scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=_SCORES)
     n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
+    require_fraction(confidence, name="confidence", example="confidence=0.95")
     counts = _counts(ks, n)
     ranked = top_k(scores, max(counts)).position.data
     names = [f"all but the top {k} of target {t}" for t in range(m) for k in counts]
@@ -204,6 +205,7 @@ def removal_curve(
     """
     scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=_SCORES)
     n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
+    require_fraction(confidence, name="confidence", example="confidence=0.95")
     example = "fractions=[0.1, 0.2, 0.5]"
     shares = [require_fraction(f, name="a fraction", example=example) for f in fractions]
     counts = _counts([round(share * n) for share in shares], n)
