@@ -81,12 +81,6 @@ def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
     assert ranks.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
 
 
-def test_resample__counts_and_targets() -> None:
-    drawn = list(ranks.resample(np.random.default_rng(0), 7, 3, 4))
-    assert [counts.sum() for counts, _ in drawn] == [7] * 4
-    assert all(targets.shape == (3,) and targets.max() < 3 for _, targets in drawn)
-
-
 def test_mean_of_known() -> None:
     values = np.array([[1.0, np.nan, 3.0], [np.nan] * 3])
     np.testing.assert_array_equal(ranks.mean_of_known(values), [2, np.nan])
@@ -100,15 +94,56 @@ def test_less_bias__moves_by_what_the_draws_are_off() -> None:
 
 
 def test_bootstrap__same_resamples_for_all_predictions() -> None:
-    """A prediction given twice has the same draws; each draw is that of written-out rows."""
+    """Of one target, so that only subsets are drawn: each draw is that of written-out rows."""
     rng = np.random.default_rng(1)
-    truth, other, predicted = rng.standard_normal((3, 20, 5))
+    truth, other, predicted = rng.standard_normal((3, 20, 1))
     truth += predicted
     rankings = [Ranking.of(predicted), Ranking.of(other), Ranking.of(predicted)]
     seeds = [Ranking.of(truth), Ranking.of(predicted)]
-    draws, ceilings = ranks.bootstrap(Ranking.of(truth), rankings, seeds, repeats=3, seed=4)
+    found, means, draws = ranks.bootstrap(Ranking.of(truth), rankings, seeds, repeats=3, seed=4)
     np.testing.assert_array_equal(draws[0], draws[2])
-    for i, (counts, targets) in enumerate(ranks.resample(np.random.default_rng(4), 20, 5, 3)):
-        expected = np.array(spearman(truth, predicted, counts.astype(int)))
-        assert draws[0, i] == pytest.approx(expected[targets].mean())
-        assert ceilings[i] == pytest.approx(ranks.ceiling(expected, 2)[targets].mean())
+    rng, rows = np.random.default_rng(4), []
+    for _ in range(3):
+        counts = rng.multinomial(20, np.full(20, 1 / 20))
+        rows.append(spearman(truth, predicted, counts)[0])
+    whole = spearman(truth, predicted, np.ones(20, int))[0]
+    assert found[0] == means[0] == pytest.approx(whole)
+    expected = np.array(rows) - 2 * (np.mean(rows) - whole)
+    np.testing.assert_allclose(draws[0], np.minimum(expected, 1))
+    reached = ranks.ceiling(np.array(rows), 2)
+    bias = reached.mean() - ranks.ceiling(whole, 2)
+    assert means[-1] == pytest.approx(min(found[-1, 0] - bias, 1))
+
+
+def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
+    """Without noise of subsets, what is left is the spread of targets, over √40.
+
+    A prediction is the truth or its negative: ±1 for every resample.
+    """
+    truth = np.random.default_rng(0).standard_normal((50, 40))
+    sign = np.where(np.arange(40) % 4 == 0, -1, 1)
+    same = [Ranking.of(truth)] * 2
+    _, means, draws = ranks.bootstrap(
+        Ranking.of(truth), [Ranking.of(truth * sign)], same, repeats=4000, seed=0
+    )
+    assert means[0] == pytest.approx(0.5)
+    assert draws[0].std() == pytest.approx(np.std(sign, ddof=1) / 40**0.5, rel=0.05)
+    np.testing.assert_allclose(draws[1], 1)
+
+
+def test_bootstrap__unknown_targets_do_not_count() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.standard_normal((30, 6))
+    predicted = truth + rng.standard_normal(truth.shape)
+    holes = predicted.copy()
+    holes[0, 4:] = np.nan
+    some, whole = (
+        ranks.bootstrap(
+            Ranking.of(truth[:, :m]), [Ranking.of(p[:, :m])], [Ranking.of(truth[:, :m])],
+            repeats=20, seed=0,
+        )
+        for m, p in ((6, holes), (4, predicted))
+    )  # fmt: skip
+    assert some[1][0] == pytest.approx(whole[1][0])
+    np.testing.assert_allclose(some[2][0], whole[2][0])
+    assert np.isnan(some[2][1]).all()

@@ -189,7 +189,9 @@ def bootstrap(
     n_targets, n_subsets = truth.order.shape
     rng = np.random.default_rng(0)
     found: dict[Any, list[float]] = {key: [] for key in predicted}
-    for counts, targets in ranks.resample(rng, n_subsets, n_targets, repeats):
+    for _ in range(repeats):
+        counts = rng.multinomial(n_subsets, np.full(n_subsets, 1 / n_subsets)).astype(np.float64)
+        targets = rng.integers(n_targets, size=n_targets)
         for key, rankings in predicted.items():
             seeds = rng.integers(len(rankings), size=len(rankings))
             found[key].append(float(ranks.lds(truth, rankings, counts)[seeds][:, targets].mean()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -205,12 +204,6 @@ def test_retrain__other_spec_is_refused_by_name(tmp_path: Path) -> None:
         retrain(model, MASKS, 9, store=tmp_path / "s", tag="model")
 
 
-def test_retrain__into_something_else(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is no store of retrained models; needed a new path"):
-        run(model, tmp_path)
-
-
 def test_retrain__known_by_its_name(tmp_path: Path) -> None:
     retrain(model, MASKS, TARGETS, store=tmp_path / "s", progress=False)
     assert '"tag": "model"' in (tmp_path / "s" / "spec.json").read_text()
@@ -268,13 +261,3 @@ def test_retrain__function_is_sent_once_not_with_every_task() -> None:
     sizes = [len(cloudpickle.dumps(task)) for task in dict(outputs.__dask_graph__()).values()]
     assert len(sizes) > 18
     assert sum(size > 10**5 for size in sizes) == 1
-
-
-def test_model_key__of_mask_and_seed() -> None:
-    keys = {
-        model_key(np.array(mask, bool), seed)
-        for mask in ([1, 0], [0, 1], [1, 0, 0], [1] * 8 + [0], [1] * 8)
-        for seed in (0, 1)
-    }
-    assert len(keys) == 10
-    assert os.sep not in "".join(keys)

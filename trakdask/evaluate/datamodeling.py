@@ -51,7 +51,7 @@ def lds(
     outputs
         What they put out, (subset[, seed], target), of :func:`retrain`.
     resamples
-        Bootstrap samples, of subsets and targets together.
+        Bootstrap samples.
     seed
         Of the bootstrap.
     confidence
@@ -85,8 +85,8 @@ def lds(
     Cost: one pass over the scores, tile by tile; then predictions (subset, target) in memory on one
     worker. Exactness: float64 sums; a different chunking can change their last bits.
 
-    The intervals are percentiles of a bootstrap that resamples subsets and targets, less its bias.
-    It counts the noise of single targets twice, so they are rather too wide:
+    The intervals are of other subsets and other targets: percentiles of a bootstrap over subsets,
+    less its bias, and a normal part for how the targets differ beyond their noise.
     ``tests/evaluate/test_datamodeling.py`` measures their coverage. Not in them: other checkpoints
     or projections. ``lds`` and ``ceiling`` are the plain estimates, biased towards 0 where subsets
     are few; ``ceiling_mean`` is less the bias that the bootstrap shows.
@@ -172,19 +172,16 @@ def _evaluate(
     predicted = [arrays.ranks.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
     seeds = [arrays.ranks.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
     truth = arrays.ranks.Ranking.of(outputs.mean(axis=1))
-    ones = np.ones(len(outputs))
-    found = arrays.ranks.lds(truth, predicted, ones)
-    ceiling = arrays.ranks.ceiling(arrays.ranks.between_seeds(seeds, ones), len(seeds))
-    draws, ceilings = arrays.ranks.bootstrap(truth, predicted, seeds, repeats=resamples, seed=seed)
-    mean = arrays.ranks.mean_of_known(found)
-    draws, _ = arrays.ranks.less_bias(draws, mean)
-    ceilings, ceiling_mean = arrays.ranks.less_bias(ceilings, arrays.ranks.mean_of_known(ceiling))
+    found, means, draws = arrays.ranks.bootstrap(
+        truth, predicted, seeds, repeats=resamples, seed=seed
+    )
+    intervals = arrays.ranks.percentiles(draws, confidence)
     return {
-        "lds": found.T.reshape(-1, *more),
-        "lds_mean": mean.reshape(more),
-        "interval": arrays.ranks.percentiles(draws, confidence).reshape(2, *more),
-        "ceiling": ceiling,
-        "ceiling_mean": ceiling_mean,
-        "ceiling_interval": arrays.ranks.percentiles(ceilings, confidence),
-        "draws": draws.T.reshape(-1, *more),
+        "lds": found[:-1].T.reshape(-1, *more),
+        "lds_mean": means[:-1].reshape(more),
+        "interval": intervals[:, :-1].reshape(2, *more),
+        "ceiling": found[-1],
+        "ceiling_mean": means[-1],
+        "ceiling_interval": intervals[:, -1],
+        "draws": draws[:-1].T.reshape(-1, *more),
     }

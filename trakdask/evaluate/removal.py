@@ -88,7 +88,8 @@ def brittleness(
     -----
     Cost: (targets × ks + n_random × ks + 1) × seeds trainings, and one pass over the scores. Select
     some dozens of targets, in ``scores`` and in ``train_fn``. With a store, what :func:`retrain` or
-    another score has trained already is not trained again.
+    another score has trained already is not trained again. A target that is on the wrong side with
+    all samples is not brought over by removing what helps it: select targets that are right.
 
     References
     ----------

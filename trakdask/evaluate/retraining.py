@@ -118,7 +118,7 @@ def retrain(
     if masks.dtype != bool:
         raise ValueError(f"masks are {masks.dtype}; needed bool. Type masks.astype(bool).")
     n_targets, coords = _targets(targets)
-    coords |= coords_along(masks, SUBSET) | {SEED: seed_numbers(seeds)}
+    coords |= coords_along(masks, SUBSET) | {SEED: _seed_numbers(seeds)}
     names = [f"subset {index}" for index in range(masks.sizes[SUBSET])]
     data = train_models(
         train_fn, lazy_data(masks), names, n_targets,
@@ -141,7 +141,7 @@ def _targets(targets: int | xr.DataArray) -> tuple[int, dict[Any, Any]]:
     return targets.sizes[TARGET], coords_along(targets, TARGET)
 
 
-def seed_numbers(seeds: Seeds) -> NDArray[np.int64]:
+def _seed_numbers(seeds: Seeds) -> NDArray[np.int64]:
     """Return the numbers of the seeds: 0, 1, ... if their count is given."""
     numbers = np.arange(seeds) if isinstance(seeds, (int, np.integer)) else np.asarray(seeds)
     is_whole = numbers.ndim == 1 and numbers.dtype.kind in "iu" and len(numbers)
@@ -172,7 +172,7 @@ def train_models(
             f"train_fn is a {type(train_fn).__name__}; needed a function of (positions, seed). "
             "Type def train(positions, seed): ..., and pass train."
         )
-    numbers = seed_numbers(seeds)
+    numbers = _seed_numbers(seeds)
     if store is None:
         return _lazy_outputs(train_fn, masks, names, numbers, n_targets, None)
     spec = {"tag": tag or _tag(train_fn), "samples": masks.shape[1], "targets": n_targets}
