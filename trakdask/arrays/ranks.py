@@ -192,9 +192,9 @@ def bootstrap(
 
     Notes
     -----
-    Subsets are resampled, the same for all rows and targets. Other targets are a normal draw, whose
-    covariance is that of the statistics over targets less the part that is noise of the subsets, as
-    the resamples show it. Resampling targets as well would count that noise up to three times (Owen
+    Subsets are resampled, the same for all rows and targets. Other targets are a Student draw,
+    whose covariance is that of the statistics over targets less the part that is noise of the
+    subsets, as the resamples show it. Resampling targets as well would count that noise up to three times (Owen
     2007): far too wide for differences of predictions, which are mostly noise.
 
     References
@@ -213,7 +213,8 @@ def bootstrap(
     draws, unbiased = less_bias(draws, means)
     means[-1] = unbiased[-1]
     between = (_covariance(found) - noise) * _shared(found)
-    return found, means, np.minimum(draws + _normal(rng, between, repeats), 1)
+    draws += _student(rng, between, repeats, found.shape[1] - 1)
+    return found, means, np.minimum(draws, 1)
 
 
 def _covariance(values: Floats) -> Floats:
@@ -230,8 +231,9 @@ def _shared(values: Floats) -> Floats:
     return np.asarray(known @ known.T / np.outer(counts, counts))
 
 
-def _normal(rng: np.random.Generator, covariance: Floats, n: int) -> Floats:
-    """(row, draw): normal, with the positive part of the covariance."""
+def _student(rng: np.random.Generator, covariance: Floats, n: int, freedom: int) -> Floats:
+    """(row, draw): Student's t of a covariance, its positive part, that was itself estimated."""
     values, vectors = np.linalg.eigh(covariance)
-    factor = vectors * np.sqrt(np.maximum(values, 0))
-    return np.asarray(factor @ rng.standard_normal((len(covariance), n)))
+    normal = vectors * np.sqrt(np.maximum(values, 0)) @ rng.standard_normal((len(values), n))
+    freedom = max(freedom, 1)
+    return np.asarray(normal * np.sqrt(freedom / rng.chisquare(freedom, n)))
