@@ -194,8 +194,8 @@ def bootstrap(
     -----
     Subsets are resampled, the same for all rows and targets. Other targets are a Student draw,
     whose covariance is that of the statistics over targets less the part that is noise of the
-    subsets, as the resamples show it. Resampling targets as well would count that noise up to three times (Owen
-    2007): far too wide for differences of predictions, which are mostly noise.
+    subsets, as the resamples show it. Resampling targets as well would count that noise up to three
+    times (Owen 2007): too wide for differences of predictions, which are mostly noise.
 
     References
     ----------

@@ -88,8 +88,9 @@ def lds(
     The intervals are of other subsets and other targets: percentiles of a bootstrap over subsets,
     less its bias, and a Student draw for how targets differ beyond their noise.
     ``tests/evaluate/test_datamodeling.py`` measures their coverage: with some 20 targets they are
-    too narrow, that of the ceiling most. Not in them: other checkpoints or projections. ``lds`` and ``ceiling`` are the plain estimates, biased towards 0 where subsets
-    are few; ``ceiling_mean`` is less the bias that the bootstrap shows.
+    too narrow, that of the ceiling most. Not in them: other checkpoints or projections. ``lds`` and
+    ``ceiling`` are the plain estimates, biased towards 0 where subsets are few; ``ceiling_mean`` is
+    less the bias that the bootstrap shows.
 
     References
     ----------
