@@ -38,6 +38,11 @@ def from_torch() -> xr.Dataset:
     return td.from_torch(dataset, names=("image", "label"), chunks=5)
 
 
+def train(positions: np.ndarray, seed: int) -> np.ndarray:
+    raise AssertionError("a model was trained")
+
+
+LABEL_IS_WRONG = np.arange(40) % 4 == 0
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)
 PUBLIC = {
@@ -57,6 +62,17 @@ PUBLIC = {
     "top_k_tile": lambda: td.top_k(
         td.score(FEATURES, TARGETS), 3, where=lambda tile: tile.label == tile.target_label
     ),
+    "subsets": lambda: td.evaluate.subsets(FEATURES, 4),
+    "leave_one_out": lambda: td.evaluate.leave_one_out(FEATURES),
+    "retrain": lambda: td.evaluate.retrain(train, td.evaluate.subsets(FEATURES, 4), 10),
+    "lds": lambda: td.evaluate.lds(
+        td.score(FEATURES, TARGETS),
+        td.evaluate.subsets(FEATURES, 4),
+        td.evaluate.retrain(train, td.evaluate.subsets(FEATURES, 4), 10),
+    ),
+    "brittleness": lambda: td.evaluate.brittleness(train, td.score(FEATURES, TARGETS), [1]),
+    "removal_curve": lambda: td.evaluate.removal_curve(train, td.score(FEATURES, TARGETS), [0.1]),
+    "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
     "simulate_features": lambda: simulate_features(),
 }

@@ -1,4 +1,5 @@
 # The public API, by room. lazy_loader reads this file at run time: relative imports only.
+from . import evaluate as evaluate
 from . import examples as examples
 from . import plots as plots
 from . import testing as testing

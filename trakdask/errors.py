@@ -18,7 +18,7 @@ class IncompleteFeaturesError(ValueError):
 
 
 class BlockError(RuntimeError):
-    """One (sample block, checkpoint) task failed; the message names samples and checkpoint.
+    """One task failed; the message names its samples and checkpoint, or its subset and seed.
 
     It holds a single string so that it survives pickling between processes, whatever was raised
     inside (an exception class that only a worker can import would not).

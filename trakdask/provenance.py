@@ -25,6 +25,9 @@ _REMEDY = {
     "task": "Give both models the same task.",
     "source": "Choose another store, or set samples.attrs['source'] if the data are the same.",
     "layout": "Featurize with the block layout of the store (samples.chunk(sample=...)).",
+    "tag": "Choose another store, or type the store's tag= if both train alike.",
+    "samples": "Choose another store for other training samples.",
+    "targets": "Choose another store for other targets.",
 }
 
 
