@@ -49,7 +49,7 @@ def test_score__exact_for_any_chunks(
 def test_score__float_inputs(dtype: str) -> None:
     x, w, g = (a.astype(dtype) for a in arrays())
     found = score(lazy(x), lazy(w), lazy(g)).compute()
-    assert found.dtype == np.float32
+    assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
     np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2), atol=3e-6)
 
 

@@ -1,5 +1,5 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
 
-from trakdask.arrays import gram, groups, score, solve, topk
+from trakdask.arrays import completeness, gram, groups, score, solve, topk, totals, weights
 
-__all__ = ["gram", "groups", "score", "solve", "topk"]
+__all__ = ["completeness", "gram", "groups", "score", "solve", "topk", "totals", "weights"]
