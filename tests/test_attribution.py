@@ -177,7 +177,7 @@ def test_score__missing_variable_or_other_type() -> None:
 
 @pytest.mark.parametrize("damping", ["automatic", -1, True, np.nan, td.Absolute(-1), None])
 def test_score__bad_damping(damping: object) -> None:
-    with pytest.raises(ValueError, match="needed 'auto', .* a number >= 0"):
+    with pytest.raises(ValueError, match=r"needed 'auto', .* a number >= 0"):
         td.score(FEATURES, TARGETS, damping=damping)
 
 
