@@ -88,8 +88,9 @@ def damping(
     -------
     Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
     (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
-    how well the linearised model follows the real one; ``rule`` (), what chose λ in the end.
-    ``relative``, ``curve`` and ``peak`` are NaN where outputs were not asked.
+    how well the linearised model follows the real one; ``threshold`` (), one standard error less;
+    ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where outputs
+    were not asked; :func:`trakdask.plots.damping` draws them.
 
     Raises
     ------
@@ -148,7 +149,7 @@ def _dataset(features: xr.Dataset, found: Regularized) -> xr.Dataset:
     n_grid = len(completeness.GRID)
     choice = found.choice
     if choice is None:
-        nothing: da.Array = da.full(n_grid + 3, np.nan, chunks=-1)
+        nothing: da.Array = da.full(n_grid + 4, np.nan, chunks=-1)
         choice, rule = nothing, da.full((), found.rules[0], dtype=object)
     else:
         rule = da.map_blocks(
@@ -161,10 +162,11 @@ def _dataset(features: xr.Dataset, found: Regularized) -> xr.Dataset:
             "relative": ((), choice[0], {"description": "λ in units of tr(K)/n"}),
             "curve": (
                 "relative_damping",
-                choice[3:],
+                choice[4:],
                 {"description": "correlation of outputs with totals of attributions"},
             ),
             "peak": ((), choice[2], {"description": "largest correlation of the curve"}),
+            "threshold": ((), choice[3], {"description": "one standard error below the peak"}),
             "rule": ((), rule, {"description": "what chose λ"}),
         },
         coords={

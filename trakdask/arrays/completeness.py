@@ -110,8 +110,9 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
 
     Returns
     -------
-    (ρ + 3,) float64, lazy: the chosen ρ; which candidate chose it, or their number if none did
-    (ρ is then NaN); the peak of its curve; the curve, of the last candidate if none did.
+    (ρ + 4,) float64, lazy: the chosen ρ; which candidate chose it, or their number if none did
+    (ρ is then NaN); the peak of its curve; the least correlation that may be chosen; the curve,
+    of the last candidate if none did.
 
     Warns
     -----
@@ -131,7 +132,7 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
         "k",
         *arrays,
         names=names,
-        new_axes={"k": len(GRID) + 3},
+        new_axes={"k": len(GRID) + 4},
         concatenate=True,
         align_arrays=False,
         name="completeness-choice-" + tokenize(names, *(each.name for each in curves)),
@@ -145,17 +146,13 @@ def _choose(*curves: Block, names: tuple[str, ...]) -> Block:
     for index, (each, name) in enumerate(zip(curves, names, strict=True)):
         peak = _peak(each)
         if is_followed(each):
-            chosen = _one_standard_error(each)
+            threshold = peak - (1 - peak**2) / np.sqrt(each[-1])
+            chosen = int(np.flatnonzero(each[:-1] >= threshold)[-1])
             if chosen in (0, len(GRID) - 1):
                 _warn(_at_the_end(GRID[chosen], name))
-            return np.array([GRID[chosen], index, peak, *each[:-1]])
+            return np.array([GRID[chosen], index, peak, threshold, *each[:-1]])
         _warn(_too_weak(peak, name, names[index + 1 :]))
-    return np.array([np.nan, len(names), peak, *each[:-1]])
-
-
-def _one_standard_error(curve: Block) -> int:
-    peak, m = _peak(curve), curve[-1]
-    return int(np.flatnonzero(curve[:-1] >= peak - (1 - peak**2) / np.sqrt(m))[-1])
+    return np.array([np.nan, len(names), peak, np.nan, *each[:-1]])
 
 
 def _at_the_end(rho: float, name: str) -> str:
