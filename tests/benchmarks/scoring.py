@@ -68,7 +68,9 @@ def write(args: argparse.Namespace, folder: Path) -> tuple[xr.Dataset, xr.Datase
     step = (features.feature * features.out_to_loss.mean("checkpoint")).sum("sample").compute()
     step = step / (args.samples * scale**2 + (scale**2).sum())
     followed = (targets.feature * step).sum("proj_dim").compute()
-    followed += 0.3 * followed.std() * np.random.default_rng(0).standard_normal(followed.shape)
+    followed += (
+        0.3 * float(followed.std()) * np.random.default_rng(0).standard_normal(followed.shape)
+    )
     return features, targets.assign(output=followed.chunk(sample=args.chunks, checkpoint=1))
 
 
