@@ -116,6 +116,13 @@ def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(tmp_pa
     np.testing.assert_allclose(
         scores(some[0], some[2], **SOFT), scores(some[1], some[2], **SOFT), rtol=1e-5
     )
+    rows = some[0].isel(sample=slice(60))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = td.damping(rows, some[2], estimator="soft").compute()
+    # Simulated outputs follow nothing, so λ is the closed form: that of all samples.
+    closed_form = td.damping(some[0], damping="closed_form", estimator="soft").damping
+    np.testing.assert_allclose(chosen.damping, closed_form)
 
 
 def test_save__soft_resumes_and_names_what_differs(tmp_path: Path) -> None:

@@ -110,8 +110,9 @@ def damping(
     targets with the outputs f (both as means over checkpoints), under soft weights, and ρ is the
     largest at most one standard error below the best, (1 - max²)/√m. No model is retrained and no
     n × m array made: one more column of the gram matrix and one eigendecomposition per checkpoint,
-    about 9 p³ flops and 32 p² bytes. Where it is asked for ``estimator="trak"`` it needs a gram
-    matrix of soft weights too, which is why it is not that estimator's ``"auto"``.
+    about 9 p³ flops and 32 p² bytes; 17 numbers per target and checkpoint. Where it is asked for
+    ``estimator="trak"`` it needs a gram matrix of soft weights too, which is why it is not that
+    estimator's ``"auto"``.
 
     The outputs are, in this order: those of ``calibrate``; of the targets, if 50 or more; of up to
     1000 training rows in up to 8 blocks, each row left out of the sums exactly. If the correlation
@@ -242,7 +243,10 @@ def _complete(
     soft_gram, loss_gradient, n = _sums(features, soft, h)
     labels = [str(name) for name in features[CHECKPOINT].values]
     spectrum = totals.spectrum(soft_gram, loss_gradient, n, labels)
-    matrix, n = (soft_gram, n) if is_soft else gram_data(features, formula, given)
+    if is_soft and (given is not None or kept(features, "gram", formula) is None):
+        matrix = soft_gram
+    else:
+        matrix, n = gram_data(features, formula, given)
     _warn_of_few_checkpoints(len(labels))
     candidates, curves = _candidates(features, targets, calibrate, spectrum, soft, h)
     fallback = arrays.solve.closed_form_damping(matrix, _CLOSED_FORM)
@@ -339,7 +343,7 @@ def _warn_of_few_targets(n: int) -> None:
         f"needs {_LEAST_ROWS}. It is chosen by {_LEFT_OUT} instead. Give outputs of held-out "
         "samples: calibrate=td.featurize(held_out, model, projector=projector).",
         UserWarning,
-        stacklevel=6,
+        stacklevel=2,  # a line of this package, so that a process shows it once
     )
 
 
@@ -351,7 +355,7 @@ def _warn_of_few_checkpoints(n: int) -> None:
             "from 0.33 to 0.42 to 0.46, measured on two small models. Train the model again with "
             "other seeds, or set damping= yourself to silence this.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=2,  # a line of this package, so that a process shows it once
         )
 
 

@@ -237,5 +237,7 @@ def _add_symmetric(blocks: Blocks, axis: object = None, keepdims: bool = False) 
     """Add, and take out the asymmetry that rounding leaves in φᵀ(h∘φ)."""
     total = add(blocks, keepdims=True)
     matrix = total[0, :, : total.shape[1], 0]
-    matrix[...] = (matrix + matrix.T) * total.dtype.type(0.5)
+    symmetric = matrix + matrix.T
+    symmetric *= 0.5
+    matrix[...] = symmetric
     return total if keepdims else total[0]
