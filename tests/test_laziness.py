@@ -45,6 +45,8 @@ def train(positions: np.ndarray, seed: int) -> np.ndarray:
 LABEL_IS_WRONG = np.arange(40) % 4 == 0
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)
+MANY = simulate_features(n_samples=60, proj_dim=8, n_checkpoints=3, chunks=16)
+MANY_TARGETS = simulate_features(n_samples=50, proj_dim=8, n_checkpoints=3, seed=1)
 PUBLIC = {
     "from_arrays": from_arrays,
     "from_torch": from_torch,
@@ -54,7 +56,15 @@ PUBLIC = {
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
     "damping": lambda: td.damping(FEATURES),
+    "damping_by_outputs": lambda: td.damping(MANY, MANY_TARGETS, estimator="soft"),
     "score": lambda: td.score(FEATURES, TARGETS),
+    "score_soft": lambda: td.score(MANY, MANY_TARGETS, estimator="soft"),
+    "score_relatif": lambda: td.score(FEATURES, TARGETS, estimator="relatif"),
+    "score_grad_cos": lambda: td.score(FEATURES, TARGETS, estimator="grad_cos"),
+    "score_tracin": lambda: td.score(
+        FEATURES, TARGETS, estimator="tracin", learning_rates={"c0": 0.1, "c1": 0.2}
+    ),
+    "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "score_ensemble": lambda: td.score(FEATURES, TARGETS, average=False),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
     "top_k": lambda: td.top_k(td.score(FEATURES, TARGETS), 3),

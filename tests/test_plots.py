@@ -109,3 +109,43 @@ def test_removal_curve__starts_with_all_samples() -> None:
     np.testing.assert_allclose(ranked.get_ydata(), 1.5 * np.array([45, 36, 28]))
     assert random.get_ydata()[0] == 1.5 * 45
     assert (random.get_ydata()[1:] > ranked.get_ydata()[1:]).all()
+
+
+def chosen(curve: np.ndarray, relative: float) -> xr.Dataset:
+    values = {"relative": relative, "peak": curve.max(), "threshold": curve.max() - 0.02}
+    return xr.Dataset(
+        {
+            **{name: ((), value) for name, value in values.items()},
+            "curve": ("relative_damping", curve),
+            "rule": ((), "completeness, targets"),
+        },
+        coords={"relative_damping": 10.0 ** np.linspace(-2, 2, 17)},
+    ).chunk()
+
+
+def test_damping__curve_and_choice() -> None:
+    curve = 0.9 - (np.arange(17) - 8.0) ** 2 / 200
+    (ax,) = td.plots.damping(chosen(curve, 10.0**0.5)).axes
+    line, at_choice, point = ax.lines
+    np.testing.assert_array_equal(line.get_ydata(), curve)
+    np.testing.assert_allclose(at_choice.get_xdata(), 10**0.5)
+    np.testing.assert_allclose(point.get_ydata(), curve[10])
+    assert ax.get_xscale() == "log"
+    assert "3.16 tr(K)/n by completeness, targets" in ax.get_title()
+
+
+def test_damping__no_choice_no_mark() -> None:
+    (ax,) = td.plots.damping(chosen(np.linspace(0, 0.3, 17), np.nan)).axes
+    assert len(ax.lines) == 1
+
+
+def test_damping__of_the_function_itself() -> None:
+    made = simulate_features(60, 6, 3), simulate_features(50, 6, 3, seed=1)
+    with pytest.warns(UserWarning, match="instead"):
+        figure = td.plots.damping(td.damping(*made, estimator="soft"))
+    assert len(figure.axes) == 1
+
+
+def test_damping__refused_without_a_curve() -> None:
+    with pytest.raises(ValueError, match=r"rule 'absolute' and has no curve; needed one"):
+        td.plots.damping(td.damping(FEATURES, damping=td.Absolute(1)))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["gallery", "lds", "power_of_ten", "removal_curve"]
+__all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve"]
 
 _GREEN, _RED, _BLUE = "#1a7f37", "#c62828", "#1565c0"
 
@@ -97,6 +97,49 @@ def _require_drawable(
             f"{ranking.sizes[TARGET]} ranked targets and {len(target_images)} target images. "
             f"Leave out {bad}."
         )
+
+
+def damping(chosen: xr.Dataset) -> Figure:
+    """Draw how the damping was chosen: the curve, one standard error below its peak, the choice.
+
+    Parameters
+    ----------
+    chosen
+        Dataset of :func:`trakdask.damping`; computed here.
+
+    Returns
+    -------
+    Figure with one axes; no choice is marked where the curve was too low to choose by.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    ValueError
+        If no outputs were asked, or they do not vary, so that there is no curve.
+    """
+    chosen = chosen.compute()
+    if not np.isfinite(chosen.curve.values).any():
+        raise ValueError(
+            f"the damping was chosen by the rule {str(chosen.rule.values)!r} and has no curve; "
+            "needed one chosen by outputs. Type td.damping(features, targets, 'completeness')."
+        )
+    figure = _new_figure(5.2, 3.4)
+    ax = figure.subplots()
+    ax.plot(chosen.relative_damping, chosen.curve, "o-", color=_BLUE, markersize=3.5, linewidth=1.2)
+    if np.isfinite(relative := float(chosen.relative)):
+        threshold, peak = float(chosen.threshold), float(chosen.peak)
+        ax.axhspan(threshold, peak, color=_GREEN, alpha=0.15, linewidth=0)
+        ax.axvline(relative, color=_GREEN, linewidth=1.2)
+        at_choice = float(chosen.curve.sel(relative_damping=relative, method="nearest"))
+        ax.plot(relative, at_choice, "o", color=_GREEN, markersize=7)
+    ax.set_xscale("log")
+    ax.set_xlabel("λ in units of tr(K)/n")
+    ax.set_ylabel("correlation with outputs")
+    found = f"λ = {relative:.3g} tr(K)/n" if np.isfinite(relative) else "λ"
+    ax.set_title(f"{found} by {chosen.rule.values}", fontsize=9)
+    figure.tight_layout()
+    return figure
 
 
 def power_of_ten(*scores: xr.DataArray) -> int:

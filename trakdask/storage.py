@@ -21,9 +21,12 @@ import fsspec
 import numpy as np
 import xarray as xr
 import zarr
+from dask.base import tokenize
 
 from trakdask import arrays
+from trakdask.arrays.blocks import Blocks, flat
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.estimators import DEFAULT_ESTIMATOR, Estimator, Weights, estimator_weights
 from trakdask.locations import location
 from trakdask.progress import polled_bar
 from trakdask.provenance import FEATURE_SPEC, digest, require_same, spec
@@ -42,10 +45,17 @@ __all__ = ["open", "save"]
 FEATURE_NAMES = ("feature", "output", "out_to_loss")
 _RECORDS = "records"
 _GRAM = "gram"
+_LOSS_GRADIENT = "loss_gradient"
 
 
 def save(
-    features: xr.Dataset, store: str | os.PathLike[str], *, gram: bool = True, progress: bool = True
+    features: xr.Dataset,
+    store: str | os.PathLike[str],
+    *,
+    gram: bool = True,
+    estimator: Estimator = DEFAULT_ESTIMATOR,
+    power: float = 0.5,
+    progress: bool = True,
 ) -> xr.Dataset:
     """Compute features into a zarr store, block by block; go on where an earlier call stopped.
 
@@ -62,6 +72,10 @@ def save(
     gram
         Also reduce and keep the gram matrix of each checkpoint, which every score of these
         (training) samples needs. Targets need none.
+    estimator, power
+        Which :func:`score` the gram matrix is for; for ``"soft"`` the sum of the weighted features,
+        ``loss_gradient``, is kept beside it. Other estimators can still be scored: they reduce
+        theirs from the features.
     progress
         Show a bar of completed blocks.
 
@@ -87,14 +101,16 @@ def save(
     validate(features, FEATURE_NAMES, what="features")
     features = lazy_features(features)
     plan = _plan(features, location(store))
-    _create_or_check(plan, features, gram=gram)
+    kept = _Kept(estimator_weights(features, estimator, power), estimator) if gram else None
+    _create_or_check(plan, features, kept)
     total = len(plan.checkpoints) * (plan.n_blocks + gram)
     title = f"save {plan.store.rpartition('/')[2]}"
     with polled_bar(title, total, plan.count_done, show=progress):
         for index in range(len(plan.checkpoints)):
             _save_checkpoint(plan, features, index)
-            if gram:
-                _save_gram(plan, index)
+        if kept is not None:  # after all features: score weights are means over checkpoints
+            for index in range(len(plan.checkpoints)):
+                _save_gram(plan, kept, index)
     return open(store)
 
 
@@ -111,7 +127,8 @@ def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.
     Returns
     -------
     Dataset with ``feature`` (sample, proj_dim, checkpoint), ``output`` and ``out_to_loss`` (sample,
-    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint); ``sample`` has no index.
+    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint) and ``loss_gradient``
+    (proj_dim, checkpoint); ``sample`` has no index.
 
     Raises
     ------
@@ -135,8 +152,20 @@ def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.
     if require_complete:
         plan = _Plan(path, spec(ds), ds.attrs["layout"])
         _require_complete(plan, has_gram=_GRAM in ds)
-    names = [name for name in (*FEATURE_NAMES, _GRAM) if name in ds]
+    names = [name for name in (*FEATURE_NAMES, _GRAM, _LOSS_GRADIENT) if name in ds]
     return load_coords(ds[names])
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is reduced from the saved features and kept beside them."""
+
+    weights: Weights
+    estimator: Estimator
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (_GRAM, _LOSS_GRADIENT) if self.estimator == "soft" else (_GRAM,)
 
 
 @dataclass(frozen=True)
@@ -202,11 +231,11 @@ def _layout(features: xr.Dataset) -> dict[str, int]:
     return {"samples": sum(chunks), "block": chunks[0]}
 
 
-def _create_or_check(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
+def _create_or_check(plan: _Plan, features: xr.Dataset, kept: _Kept | None) -> None:
     """Make the store once, or check that the one there is ours and was made in the same way."""
     fs, path = fsspec.core.url_to_fs(plan.store)
     if not fs.exists(path) or not fs.ls(path):
-        _create(plan, features, gram=gram)
+        _create(plan, features, kept)
         return
     try:
         group = zarr.open_group(plan.store, mode="r")
@@ -225,22 +254,34 @@ def _create_or_check(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
     ours = {**plan.spec, "layout": plan.layout}
     require_same(ours, attrs, what=f"these features and the store {plan.store!r}", names=names)
     if _RECORDS not in group:  # killed while it was made: nothing can have been written
-        _create(plan, features, gram=gram)
-    elif gram and _GRAM not in group:
-        raise StoreMismatchError(
-            f"the store {plan.store!r} was made with gram=False; needed a place for the gram "
-            "matrices. Type td.save(features, store, gram=False), and td.score will reduce them "
-            "when computed."
-        )
+        _create(plan, features, kept)
+    elif kept:
+        _require_place(plan, group, kept)
 
 
-def _create(plan: _Plan, features: xr.Dataset, *, gram: bool) -> None:
+def _require_place(plan: _Plan, group: zarr.Group, kept: _Kept) -> None:
+    if _GRAM not in group:
+        made, needed = "gram=False", "a place for the gram matrices"
+    else:
+        weights = group[_GRAM].attrs.get("gram_weights", "1")
+        if weights == kept.weights.gram and all(name in group for name in kept.names):
+            return
+        made = f"gram weights {weights!r} and keeps {[n for n in kept.names if n in group]}"
+        needed = f"{kept.weights.gram!r} and {list(kept.names)} for estimator={kept.estimator!r}"
+    raise StoreMismatchError(
+        f"the store {plan.store!r} was made with {made}; needed {needed}. Type "
+        "td.save(features, store, gram=False), and td.score will reduce them when computed."
+    )
+
+
+def _create(plan: _Plan, features: xr.Dataset, kept: _Kept | None) -> None:
     """Write metadata and coords of the whole store; the records group last: a mark of success."""
     template = features[list(FEATURE_NAMES)].drop_attrs(deep=False)
     template = template.assign_attrs({**features.attrs, **plan.spec, "layout": plan.layout})
     template = template.map(_empty_like, keep_attrs=True)
-    if gram:
-        template[_GRAM] = _empty_gram(features)
+    if kept is not None:
+        empty = {name: _empty_kept(name, template, kept.weights) for name in kept.names}
+        template = template.assign(empty)
     encoding = {name: _encoding(template[name], plan) for name in template.data_vars}
     template.to_zarr(
         plan.store, mode="w", compute=False, consolidated=False, zarr_format=3, encoding=encoding
@@ -253,11 +294,14 @@ def _empty_like(array: xr.DataArray) -> xr.DataArray:
     return array.copy(data=da.empty(array.shape, chunks=array.shape, dtype=array.dtype))
 
 
-def _empty_gram(features: xr.Dataset) -> xr.DataArray:
-    variable = VARIABLES[_GRAM]
-    p, c = features.sizes[PROJ_DIM], features.sizes[CHECKPOINT]
-    data = da.empty((p, p, c), chunks=(p, p, c), dtype=arrays.gram.accumulation_dtype(p))
-    return xr.DataArray(data, dims=variable.dims, attrs=variable.attrs)
+def _empty_kept(name: str, template: xr.Dataset, weights: Weights) -> xr.DataArray:
+    variable = VARIABLES[name]
+    p, c = template.sizes[PROJ_DIM], template.sizes[CHECKPOINT]
+    shape = (p,) * (len(variable.dims) - 1) + (c,)
+    dtype = np.result_type(arrays.gram.accumulation_dtype(p), template.feature.dtype)
+    data = da.empty(shape, chunks=shape, dtype=dtype)
+    attrs = variable.attrs | weights.attrs(template)
+    return xr.DataArray(data, dims=variable.dims, attrs=attrs)
 
 
 def _encoding(array: xr.DataArray, plan: _Plan) -> dict[str, Any]:
@@ -298,25 +342,34 @@ def _write_block(plan: _Plan, index: int, *blocks: np.ndarray) -> np.ndarray:
     return np.ones(1, bool)
 
 
-def _save_gram(plan: _Plan, index: int) -> None:
-    """Reduce the gram matrix from the stored features, not from the graph that made them."""
+def _save_gram(plan: _Plan, kept: _Kept, index: int) -> None:
+    """Reduce what is kept from the stored features, not from the graph that made them."""
     if _GRAM in plan.done(index):
         return
-    feature = xr.open_zarr(plan.store, consolidated=False, chunks={}).feature
-    matrix = arrays.gram.gram(feature.data[:, :, index : index + 1])
-    written = da.map_blocks(
-        functools.partial(_write_gram, plan, index), matrix,
-        dtype=bool, meta=np.empty((0, 0, 0), bool),
-        chunks=((1,), (1,), (1,)), name=f"save-gram-{matrix.name}",
+    stored = xr.open_zarr(plan.store, consolidated=False, chunks={})
+    feature = stored.feature.data[:, :, index : index + 1]
+    h = kept.weights.gram_data(stored)
+    h = None if h is None else h[:, index : index + 1]
+    if _LOSS_GRADIENT in kept.names:
+        g = arrays.gram.pooled(kept.weights.loss_data(stored))[:, None]
+        matrices: tuple[da.Array, ...] = arrays.gram.gram_and_sum(feature, h, g)
+    else:
+        matrices = (arrays.gram.gram(feature, h),)
+    name = f"save-gram-{tokenize(plan.digest, plan.store, matrices)}"
+    written = da.blockwise(
+        functools.partial(_write_kept, plan, kept.names, index), "c",
+        *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
+        dtype=bool, meta=np.empty(0, bool), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
     dask.compute(written)
 
 
-def _write_gram(plan: _Plan, index: int, matrix: np.ndarray) -> np.ndarray:
+def _write_kept(plan: _Plan, names: tuple[str, ...], index: int, *matrices: Blocks) -> np.ndarray:
     group = zarr.open_group(plan.store, mode="r+")
-    _array(group, _GRAM)[:, :, index : index + 1] = matrix
+    for name, matrix in zip(names, matrices, strict=True):
+        (_array(group, name)[..., index : index + 1],) = flat(matrix)
     _write_record(plan, index, _GRAM)
-    return np.ones((1, 1, 1), bool)
+    return np.ones(1, bool)
 
 
 def _array(group: zarr.Group, name: str) -> zarr.Array[Any]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trakdask.arrays import gram as module
-from trakdask.arrays.gram import gram
+from trakdask.arrays.gram import gram, gram_and_sum, pooled
 from trakdask.testing import raise_if_dask_computes
 
 
@@ -171,3 +171,45 @@ def test_gram__refuses_options() -> None:
         gram(feature, da.ones((20, 1)))
     with pytest.raises(TypeError, match=r"weights is a ndarray; a dask array"):
         gram(feature, np.ones((20, 2)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gram_and_sum__same_gram_bits_and_dense_sum(weighted: bool) -> None:
+    x = gaussian(300, 5, 2)
+    h, g = np.random.default_rng(1).random((2, 300, 2))
+    weights = lazy(h) if weighted else None
+    with raise_if_dask_computes():
+        matrix, total = gram_and_sum(lazy(x), weights, lazy(g - 0.5))
+    assert matrix.chunks == ((5,), (5,), (1, 1))
+    assert total.chunks == ((5,), (1, 1))
+    assert matrix.compute().tobytes() == gram(lazy(x), weights).compute().tobytes()
+    expected = np.einsum("spc,s->pc", x.astype("f8"), g.mean(1) - 0.5)
+    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gram_and_sum__each_block_is_read_once() -> None:
+    read = []
+
+    def block(block_id: tuple[int, ...]) -> np.ndarray:
+        read.append(block_id)
+        return gaussian(50, 4, 1)
+
+    chunks = ((50,) * 6, (4,), (1, 1))
+    feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+    dask.compute(*gram_and_sum(feature, None, da.ones((300, 2), chunks=(50, 1))), scheduler="sync")
+    assert sorted(read) == [(b, 0, c) for b in range(6) for c in range(2)]
+
+
+def test_gram_and_sum__float64_throughout() -> None:
+    x = gaussian(300, 5, 2, "float64")
+    h, g = np.random.default_rng(1).random((2, 300, 2))
+    matrix, total = gram_and_sum(lazy(x), lazy(h), lazy(g))
+    np.testing.assert_allclose(matrix, np.einsum("spc,sqc,sc->pqc", x, x, h), rtol=1e-12)
+    np.testing.assert_allclose(total, np.einsum("spc,s->pc", x, g.mean(1)), rtol=1e-11)
+
+
+def test_pooled__mean_over_checkpoints_in_float64() -> None:
+    g = np.random.default_rng(0).random((9, 3)).astype(np.float32)
+    found = pooled(da.from_array(g, chunks=(4, 1)))
+    assert found.chunks == ((4, 4, 1),)
+    np.testing.assert_allclose(found, g.astype("f8").mean(1), rtol=1e-15)

@@ -94,10 +94,21 @@ def flat(blocks: Blocks) -> Iterator[Block]:
         yield blocks
 
 
+def product_dtype(*arrays: da.Array | Block) -> np.dtype[Any]:
+    """Return the dtype of products: float64 where a factor is float64, else float32.
+
+    Examples
+    --------
+    >>> product_dtype(np.ones(1, np.float16)), product_dtype(np.ones(1), np.ones(1, "f4"))
+    (dtype('float32'), dtype('float64'))
+    """
+    return np.result_type(np.float32, *(array.dtype for array in arrays))
+
+
 def matrix(blocks: Blocks) -> Block:
-    """Return the one (rows, p, 1) block as a float32 (rows, p) matrix, a view where it can be."""
+    """Return the one (rows, p, 1) block as a (rows, p) matrix to multiply, a view if it can be."""
     (block,) = flat(blocks)
-    return block[:, :, 0].astype(np.float32, copy=False)
+    return block[:, :, 0].astype(product_dtype(block), copy=False)
 
 
 def mean_weight(weights: Blocks) -> Block:
