@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import dask
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 import xarray as xr
@@ -14,6 +16,9 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
+from trakdask.featurization import block
+from trakdask.featurization.memory import activation_bytes, available_bytes
+from trakdask.models.tasks import Batch
 from trakdask.projection import RowMap
 
 
@@ -312,6 +317,84 @@ def test_featurize__dtype_of_the_model(gradients: str) -> None:
             assert 0 < error < tolerance
     with pytest.raises(ValueError, match=r"dtype is 'fp8'; needed None or one of"):
         td.featurize(samples(), model(), dtype="fp8")
+
+
+@pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
+@pytest.mark.parametrize("scheduler", ["sync", "threads"])
+def test_featurize__autocast_of_the_caller_goes_with_the_tasks(
+    gradients: str, scheduler: str
+) -> None:
+    options = {"projector": td.Identity(), "gradients": gradients}
+    expected = td.featurize(samples(), model(), **options).compute(scheduler=scheduler)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lazy = td.featurize(samples(), model(), **options)
+    found = lazy.compute(scheduler=scheduler)
+    assert (expected.attrs["autocast"], found.attrs["autocast"]) == ("off", "bfloat16")
+    error = np.linalg.norm(found.feature - expected.feature) / np.linalg.norm(expected.feature)
+    assert 1e-4 < error < 5e-2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_featurize__float32_matmul_precision_of_the_caller(process_client: Client) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        features = td.featurize(samples(), model(task=_TellsPrecision()))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert features.attrs["float32_matmul_precision"] == "medium"
+    assert (features.out_to_loss.compute() == 1).all()
+    assert torch.get_float32_matmul_precision() == before
+
+
+class _TellsPrecision(td.tasks.ImageClassification):
+    def out_to_loss(self, forward, batch):
+        medium = torch.get_float32_matmul_precision() == "medium"
+        return torch.full((len(batch["label"]),), float(medium))
+
+
+class _Counts(td.tasks.ImageClassification):
+    """What the model was run on, batch by batch."""
+
+    seen: ClassVar[list[int]] = []
+
+    def out_to_loss(self, forward, batch):
+        self.seen.append(len(batch["label"]))
+        return super().out_to_loss(forward, batch)
+
+
+@pytest.mark.parametrize(("fits", "sizes"), [(1000, [8, 8, 4]), (2, [2] * 10), (0, [1] * 20)])
+def test_featurize__micro_batch_fits_the_memory(
+    fits: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = model(1, task=_Counts())
+    # Of a sample: what autograd keeps, the largest gradient not cut (a bias), 53 features.
+    needed = 80 + 4 * 5 + 16 * 53
+    monkeypatch.setattr(block, "available_bytes", lambda: 2 * fits * needed)
+    assert sizes_of_micro_batches(counted) == sizes
+    assert sizes_of_micro_batches(counted, batch_size=6) == [6, 6, 4, 2, 2]
+
+
+def sizes_of_micro_batches(counted: td.Model, **options) -> list[int]:
+    features = td.featurize(samples(), counted, projector=td.Identity(), **options)
+    features.compute(scheduler="sync")  # the first time also checks the engine
+    _Counts.seen.clear()
+    features.compute(scheduler="sync")
+    return sorted(_Counts.seen, reverse=True)
+
+
+def test_activation_bytes__do_not_depend_on_the_batch() -> None:
+    forward = (made := model(1)).forward(made.checkpoints[0])
+    for n in (1, 2, 5):
+        batch = Batch(image=torch.randn(n, 2, 3), label=torch.zeros(n, dtype=torch.long))
+        assert activation_bytes(forward, made.task, batch) == 80
+
+
+def test_available_bytes__of_a_worker_is_shared_by_its_threads(process_client: Client) -> None:
+    found = process_client.submit(available_bytes).result()
+    worker = next(iter(process_client.scheduler_info()["workers"].values()))
+    assert found == worker["memory_limit"] // worker["nthreads"]
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
 
 
 class _OutOfMemory(td.tasks.ImageClassification):

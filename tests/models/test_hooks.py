@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trakdask.models import hooks
 from trakdask.models.coverage import cover
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import rules_of
@@ -46,9 +47,9 @@ def by_hooks(build: Callable[[], nn.Module], module: nn.Module, x: Tensor) -> di
     model = Model(lambda: build().double(), [module.state_dict()], task=Total())
     found: dict[str, Tensor] = {}
 
-    def sink(name: str, gradient: Tensor) -> None:
-        assert name not in found
-        found[name] = gradient.clone()
+    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
+        assert (first or 0) == (found[name].shape[1] if name in found else 0)
+        found[name] = torch.cat([found[name], gradient], 1) if first else gradient.clone()
 
     forward = model.forward(model.checkpoints[0])
     output, q = ENGINES["hooks"](forward, model.task, Batch(x=x), tuple(model.shapes), sink)
@@ -291,6 +292,32 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_hooks__equal_backward(layer: str) -> None:
     check(*LAYERS[layer])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # aten::_trilinear
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("n_bytes", [1, 300])
+def test_hooks__large_gradients_in_parts(
+    layer: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "_PART_BYTES", n_bytes)
+    check(*LAYERS[layer])
+
+
+def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_PART_BYTES", 400)
+    model, sizes = Model(Tied().double(), task=Total()), []
+    forward = model.forward(model.checkpoints[0])
+    x = tokens(3, 4, 5)
+    ENGINES["hooks"](
+        forward,
+        model.task,
+        Batch(x=x),
+        tuple(model.shapes),
+        lambda n, g, *_: sizes.append(g.nbytes),
+    )
+    assert max(sizes) <= 400 < sum(sizes)
 
 
 def test_rules_of__no_rule_for_what_it_does_not_know() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trakdask.projection import Identity, Mask, Projector, Rademacher
+from trakdask.projection import SJLT, Gaussian, Identity, Mask, Projector, Rademacher
 from trakdask.projection.philox import rademacher_bits
-from trakdask.projection.rows import RowMap
+from trakdask.projection.rows import ROW_BLOCK, RowMap
 from trakdask.projection.stream import ProjectionStream, project
 
 SMALL = Rademacher(proj_dim=12, seed=3)
@@ -203,6 +203,65 @@ def test_add__any_order(projector: Projector, order: list[int]) -> None:
     for i in order:
         stream.add(str(i), gradients[str(i)])
     assert torch.equal(stream.result(), project(projector, gradients, rows, 4))
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("projector", [SMALL, Identity(), Mask(9000), Mask(9000, then=SMALL)])
+def test_add__parts(projector: Projector, data: st.DataObject) -> None:
+    gradients = {"a": gaussian(2, 300), "b": gaussian(2, 60000), "c": gaussian(2, 16384)}
+    rows = RowMap.from_shapes(
+        {name: g.shape[1:] for name, g in gradients.items()}, alignment=projector.row_alignment
+    )
+    stream = ProjectionStream(projector, rows, 2, 4)
+    for name, gradient in gradients.items():
+        size = gradient.shape[1]
+        cuts = data.draw(st.lists(st.integers(0, size), max_size=4))
+        edges = [0, *sorted(cuts), size]
+        for start, stop in itertools.pairwise(edges):
+            if stop > start:
+                stream.add(name, gradient[:, start:stop], start)
+    assert torch.equal(stream.result(), project(projector, gradients, rows, 4))
+
+
+def test_add__parts_out_of_order() -> None:
+    stream = stream_of_two()
+    with pytest.raises(ValueError, match=r"'a' from 3 on came after the first 0;.*part, 0\)"):
+        stream.add("a", torch.zeros(2, 3), 3)
+    stream.add("a", torch.zeros(2, 3), 0)
+    with pytest.raises(ValueError, match=r"'a' from 0 on came after the first 3;.*part, 3\)"):
+        stream.add("a", torch.zeros(2, 6))
+    with pytest.raises(ValueError, match=r"'a' has shape \(2, 4\)"):
+        stream.add("a", torch.zeros(2, 4), 3)
+    stream.add("b", torch.zeros(2, 4))
+    with pytest.raises(ValueError, match=r"1 of 2 gradients were added"):
+        stream.result()
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize(
+    "projector", [Rademacher(24), SJLT(24), Gaussian(24), Mask(9000, then=SMALL), Identity()]
+)
+def test_add__zeros_are_left_out(projector: Projector, data: st.DataObject) -> None:
+    """The same bits as alone, where nothing but zeros is left out."""
+    flat = gaussian(5, 2 * ROW_BLOCK + 100)
+    starts = range(0, flat.shape[1], ROW_BLOCK)
+    for sample, start in data.draw(
+        st.lists(st.tuples(st.integers(0, 4), st.sampled_from(starts)), max_size=15)
+    ):
+        flat[sample, start : start + ROW_BLOCK - data.draw(st.sampled_from([0, 1]))] = 0
+    found = project_flat(projector, flat)
+    for sample, alone in enumerate(flat):
+        assert torch.equal(found[sample], project_flat(projector, alone[None])[0])
+        expected = torch.zeros(1, found.shape[1], dtype=torch.float64)
+        bound = projector.bind(RowMap.from_shapes({"flat": alone.shape}, alignment=512))
+        selected = bound.selected_rows(4)
+        rows = alone if selected is None else alone[torch.tensor(selected)]
+        for start in range(0, len(rows), ROW_BLOCK):
+            bound.project_block(rows[None, start : start + ROW_BLOCK], start, 4, expected)
+        scaled = (expected * bound.scale(flat.shape[1])).float()
+        assert torch.equal(found[sample], scaled[0])
 
 
 def test_add__after_the_last() -> None:

@@ -1,13 +1,13 @@
 """Per-sample gradients of the model output: engines that hand them on parameter by parameter.
 
-An engine takes a batch and calls ``sink(name, gradient)`` once per selected parameter, and the
-gradient, (batch, numel), may lie in a buffer that the next one overwrites. It never forms gradients
-of other parameters, and keeps nothing after it returns: what becomes of them is up to the sink.
+An engine takes a batch and hands the sink the gradient of each selected parameter, (batch, numel),
+which may lie in a buffer that the next one overwrites. It never forms gradients of other
+parameters, and keeps nothing after it returns: what becomes of them is up to the sink.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from trakdask.models.hooks import (
     Recorder,
     Remembering,
     recorded_shapes,
+    whole_parameters,
 )
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 
@@ -33,13 +34,19 @@ __all__ = [
     "Engine",
     "Sink",
     "choose_engine",
+    "elements_at_once",
     "hooks_gradients",
     "loop_gradients",
     "require_same_as_loop",
     "vmap_gradients",
 ]
 
-Sink = Callable[[str, Tensor], None]
+
+class Sink(Protocol):
+    """What takes the gradients."""
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Take all elements of a parameter's gradient, or, in order, those from ``first`` on."""
 
 
 class Engine(Protocol):
@@ -106,7 +113,8 @@ def hooks_gradients(
 
     The sink gets parameters in the order of the backward pass, those that hooks do not reach last,
     by :func:`vmap_gradients`. Cost: about one forward and one backward pass. Memory: activations of
-    the batch, and batch × the largest parameter. The model must treat samples apart.
+    the batch, and batch × the largest parameter, but 4 MB where that is a linear or embedding
+    layer. The model must treat samples apart.
     """
     if isinstance(task, TrakTask):
         raise ValueError(
@@ -147,6 +155,25 @@ def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> 
     return "hooks", "all selected parameters belong to layers"
 
 
+def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, int]) -> int:
+    """Return how many gradient elements of a sample an engine holds at once.
+
+    Parameters
+    ----------
+    engine
+        Name of the engine.
+    module
+        The model.
+    sizes
+        Number of elements of each selected parameter.
+    """
+    if engine != "hooks":
+        return sum(sizes.values())
+    reached = cover(module, tuple(sizes))
+    held = [sizes[name] for name in whole_parameters(module, reached.units)]
+    return max([*held, sum(sizes[name] for name in reached.rest)])
+
+
 def require_same_as_loop(
     engine: str, forward: Forward, task: Task, batch: Batch, names: Sequence[str]
 ) -> None:
@@ -163,7 +190,10 @@ def require_same_as_loop(
     for name, into in ((engine, found), ("loop", expected)):
         ENGINES[name](forward, task, batch, names, partial(_keep, into))
     norms = torch.stack([g.double().norm(dim=1) for g in expected.values()]).norm(dim=0)
-    coarse = min(torch.finfo(g.dtype).eps for g in expected.values())
+    dtypes = {g.dtype for g in expected.values()}
+    if torch.is_autocast_enabled("cpu"):
+        dtypes.add(torch.get_autocast_dtype("cpu"))
+    coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
     for name in names:
         error = (found[name].double() - expected[name].double()).norm(dim=1)
         if not bool((error <= max(1e-3, 8 * coarse) * norms).all() | error.isnan().any()):
@@ -175,8 +205,8 @@ def require_same_as_loop(
             )
 
 
-def _keep(into: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    into[name] = gradient.clone()
+def _keep(into: dict[str, Tensor], name: str, gradient: Tensor, first: int | None = None) -> None:
+    into[name] = torch.cat([into[name], gradient], 1) if first else gradient.clone()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +19,32 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit
-from trakdask.models.layers import rules_of
+from trakdask.models.layers import SLICEABLE, rules_of
 from trakdask.models.local import Call, is_floating, local_gradients
 from trakdask.models.tasks import Forward
 
-__all__ = ["Axes", "CallAxes", "CallShapes", "Recorder", "Remembering", "recorded_shapes"]
+__all__ = [
+    "Axes",
+    "CallAxes",
+    "CallShapes",
+    "Recorder",
+    "Remembering",
+    "recorded_shapes",
+    "whole_parameters",
+]
 
-Sink = Callable[[str, Tensor], None]
+Sink = Callable[..., None]
+Part = Callable[[slice], Tensor]
+"""The gradient of some rows of a weight by one of its uses."""
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each thing that goes in, and that comes out; None where it has none."""
 CallShapes = tuple[list[Any], list[Any]]
 Axes = dict[str, list[CallAxes]]
 """By path of the unit, call by call."""
 Shapes = dict[str, list[CallShapes]]
+
+
+_PART_BYTES = 2**22  # stays in a cache until it is projected
 
 
 class Remembering(Forward):
@@ -94,6 +108,18 @@ def _hooked(
             handle.remove()
 
 
+def whole_parameters(module: nn.Module, units: Sequence[Unit]) -> set[str]:
+    """Return the parameters whose gradients cannot be formed in parts."""
+    found = set()
+    for unit in units:
+        rules = rules_of(module.get_submodule(unit.path)) or {}
+        by_rules = set(unit.selected) <= set(rules)
+        for inside, name in unit.selected.items():
+            if not by_rules or rules[inside] not in SLICEABLE:
+                found.add(name)
+    return found
+
+
 class Recorder:
     """Hooks on the units of a model, for one batch.
 
@@ -108,7 +134,8 @@ class Recorder:
     n_samples
         Batch size.
     sink
-        Takes the gradients, (batch, numel), when all uses of a parameter have been seen.
+        Takes the gradients, (batch, numel), when all uses of a parameter have been seen. Those that
+        are larger than 4 MB come in parts, each with its first element, where rules allow it.
     """
 
     def __init__(
@@ -127,6 +154,9 @@ class Recorder:
         self._n_calls: dict[str, int] = defaultdict(int)
         self._due = {name: 0 for unit in units for name in unit.selected.values()}
         self._sums: dict[str, Tensor] = {}
+        self._parts: dict[str, list[Part]] = {n: [] for n in self._due if self._is_large(n)}
+        for name in whole_parameters(forward.module, units):
+            self._parts.pop(name, None)
         self._calls: dict[int, Call] = {}  # until their gradients have come
         self._handles: list[Any] = []
         self._anchor = torch.zeros((), requires_grad=True)
@@ -142,7 +172,10 @@ class Recorder:
         if output.requires_grad:
             torch.autograd.grad(output.sum(), self._anchor, allow_unused=True)
         for name in list(self._due):  # called, but without effect on the output
-            self._deliver(name, self._sums.pop(name, None))
+            if self._parts.get(name):
+                self._deliver_parts(name)
+            else:
+                self._deliver(name, self._sums.pop(name, None))
 
     def release(self) -> None:
         """Let go of all tensors: hooks and what they know are cycles, which live on."""
@@ -150,6 +183,7 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
+        self._parts.clear()
 
     def _hook_of(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -204,8 +238,14 @@ class Recorder:
         x = call.input()
         x = x if call.in_axes[0] is not None else self._expanded(x)
         delta = delta.movedim(axis, 0)
+        if x.is_floating_point() and x.dtype != delta.dtype:
+            x = x.to(delta.dtype)  # as autocast does inside of the layer
         for inside, name in call.unit.selected.items():
-            self._add(name, rules[inside](call.module, x, delta, call.buffers))
+            part = partial(rules[inside], call.module, x, delta, call.buffers)
+            if name in self._parts:
+                self._put_off(name, part)
+            else:
+                self._add(name, part())
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate the module alone, sample by sample."""
@@ -215,6 +255,32 @@ class Recorder:
         found = local_gradients(call, tensors, deltas, axes, self._n_samples)
         for inside, name in unit.selected.items():
             self._add(name, found[inside].reshape(self._n_samples, -1))
+
+    def _is_large(self, name: str) -> bool:
+        parameter = self._forward.parameters[name]
+        return self._n_samples * parameter.numel() * parameter.element_size() > _PART_BYTES
+
+    def _put_off(self, name: str, part: Part) -> None:
+        """Form a large gradient part by part, when all uses of the parameter are known."""
+        self._due[name] -= 1
+        self._parts[name].append(part)
+        if not self._due[name]:
+            self._deliver_parts(name)
+
+    def _deliver_parts(self, name: str) -> None:
+        parts, parameter = self._parts.pop(name), self._forward.parameters[name]
+        n_rows, width = len(parameter), parameter[0].numel()
+        bytes_of_row = self._n_samples * width * parameter.element_size()
+        step = max(1, _PART_BYTES // bytes_of_row)
+        del self._due[name]
+        for start in range(0, n_rows, step):
+            rows = slice(start, min(start + step, n_rows))
+            gradient = parts[0](rows)
+            if len(parts) > 1:
+                gradient = gradient.clone()  # a rule's gradient is in a buffer
+            for part in parts[1:]:
+                gradient += part(rows)
+            self._sink(name, gradient, start * width)
 
     def _add(self, name: str, gradient: Tensor) -> None:
         self._due[name] -= 1
@@ -228,7 +294,7 @@ class Recorder:
     def _deliver(self, name: str, gradient: Tensor | None) -> None:
         if gradient is None:
             parameter = self._forward.parameters[name]
-            gradient = parameter.new_zeros(self._n_samples, parameter.numel())
+            gradient = parameter.new_zeros(1).expand(self._n_samples, parameter.numel())
         del self._due[name]
         self._sink(name, gradient)
 

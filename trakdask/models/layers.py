@@ -2,7 +2,8 @@
 
 A rule takes the layer, its input x (batch, ...), the gradient delta of the model output by what the
 layer returned (batch, ...), and the layer's buffers; it returns the gradient of one parameter,
-(batch, numel). Positions inside a sample (tokens, pixels) are summed over.
+(batch, numel). Positions inside a sample (tokens, pixels) are summed over. The rules in
+``SLICEABLE`` also form a part of it, the gradients of some rows of the weight.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["RULES", "rules_of"]
+__all__ = ["ALL_ROWS", "RULES", "SLICEABLE", "Rule", "rules_of"]
 
 Buffers = Mapping[str, Tensor | None]
-Rule = Callable[[Any, Tensor, Tensor, Buffers], Tensor]
+Rule = Callable[..., Tensor]
+ALL_ROWS = slice(None)
 
 
 class _Room(threading.local):
@@ -84,14 +86,16 @@ def _positions(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1, x.shape[-1])
 
 
-def _linear_weight(module: nn.Linear, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    return _outer(_positions(delta), _positions(x))
+def _linear_weight(
+    module: nn.Linear, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
+) -> Tensor:
+    return _outer(_positions(delta)[..., rows], _positions(x))
 
 
 def _transposed_linear_weight(
-    module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers
+    module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
 ) -> Tensor:
-    return _outer(_positions(x), _positions(delta))
+    return _outer(_positions(x)[..., rows], _positions(delta))
 
 
 def _last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
@@ -138,15 +142,20 @@ def _both_sides(module: Any) -> list[int]:
     return list(module._reversed_padding_repeated_twice)
 
 
-def _embedding_weight(module: nn.Embedding, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    n, (n_rows, width) = len(x), module.weight.shape
-    out = _room.take(delta, n * n_rows, width).zero_()
+def _embedding_weight(
+    module: nn.Embedding, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
+) -> Tensor:
+    n, width = len(x), module.embedding_dim
+    start, stop, _ = rows.indices(module.num_embeddings)
+    out = _room.take(delta, n * (stop - start), width).zero_()
     tokens = x.reshape(n, -1)
-    delta = delta.reshape(n, -1, width)
+    used = (tokens >= start) & (tokens < stop)
     if module.padding_idx is not None:
-        delta = delta.masked_fill((tokens == module.padding_idx)[..., None], 0)
-    rows = tokens + n_rows * torch.arange(n, device=x.device)[:, None]
-    return out.index_add_(0, rows.flatten(), delta.flatten(0, 1)).view(n, -1)
+        used &= tokens != module.padding_idx
+    sample, place = used.nonzero(as_tuple=True)
+    into = sample * (stop - start) + tokens[sample, place] - start
+    out.index_add_(0, into, delta.reshape(n, -1, width)[sample, place])
+    return out.view(n, -1)
 
 
 def _layer_norm_weight(module: nn.LayerNorm, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
@@ -204,3 +213,5 @@ RULES: dict[Any, Mapping[str, Rule]] = {
     nn.InstanceNorm2d: _INSTANCE_NORM,
     nn.InstanceNorm3d: _INSTANCE_NORM,
 }
+
+SLICEABLE = frozenset({_linear_weight, _transposed_linear_weight, _embedding_weight})

@@ -11,13 +11,17 @@ from torch import Tensor
 from trakdask.projection.protocol import Projector, check_integer
 from trakdask.projection.rows import ROW_BLOCK, RowMap
 
+_PROBE_STEP = 512
+
 
 class ProjectionStream:
     """Project gradients tensor by tensor, in any order, without ever holding the flat gradient.
 
-    Tensors are cut at the global grid of 16384 rows; what is left of one waits in a buffer until
-    its neighbours have filled the block. In the order of the row map the result is bitwise that of
-    one flat vector; another order can change the last bit of the float64 sums.
+    Tensors, or consecutive parts of one, are cut at the global grid of 16384 rows; what is left of
+    one waits in a buffer until its neighbours have filled the block. In the order of the row map
+    the result is bitwise that of one flat vector; another order can change the last bit of the
+    float64 sums. Samples that are zero in a block, as most are in the rows of an embedding, are
+    left out of its product.
 
     Parameters
     ----------
@@ -69,38 +73,44 @@ class ProjectionStream:
         self._checkpoint = checkpoint
         self._selected = projector.selected_rows(checkpoint)
         self._n_rows = row_map.n_rows if self._selected is None else len(self._selected)
-        self._spans = dict(zip(row_map.names, self._all_spans(), strict=True))
-        self._missing = _rows_of_shared_blocks(self._spans.values(), self._n_rows)
+        spans = dict(zip(row_map.names, self._all_spans(), strict=True))
+        self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows)
         self._waiting: dict[int, Tensor] = {}
-        self._names = dict.fromkeys(row_map.names)
+        self._spare: list[Tensor] = []
+        self._next = dict.fromkeys(row_map.names, 0)  # the first element that was not added yet
         width = projector.width(row_map.n_rows)
         self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Project the gradient of a parameter.
+    def add(self, name: str, gradient: Tensor, first: int | None = None) -> None:
+        """Project the gradient of a parameter, or of some of its elements.
 
         Parameters
         ----------
         name
-            A name of the row map; each is added once.
+            A name of the row map; each element is added once.
         gradient
             Shape (B, numel) or (B, *shape), any float dtype. Read before the call returns.
+        first
+            Pass only a part, (B, n): elements first to first + n. Those before it must have been
+            added. None for all.
 
         Raises
         ------
         TypeError
             If the gradient is not of a float dtype.
         ValueError
-            If name, shape or device is not an expected one.
+            If name, shape, first or device is not an expected one.
         """
-        flat = self._checked(name, gradient)
-        start, stop = self._spans[name]
+        flat = self._checked(name, gradient, first)
+        start = self._row_map.offset(name) + (first or 0)
+        stop = start + flat.shape[1]
         if self._selected is not None:
-            rows = torch.from_numpy(self._selected[start:stop] - self._row_map.offset(name))
+            offset = start
+            start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
+            rows = torch.from_numpy(self._selected[start:stop] - offset)
             flat = flat[:, rows.to(flat.device)]
-        for first, last in _cut(start, stop):
-            self._take(first, flat[:, first - start : last - start])
-        del self._names[name]
+        for row, last in _cut(start, stop):
+            self._take(row, flat[:, row - start : last - start])
 
     def result(self) -> Tensor:
         """Return the features: shape (B, width), float32, scaled.
@@ -110,13 +120,16 @@ class ProjectionStream:
         ValueError
             If gradients of the row map are missing.
         """
-        if missing := list(self._names):
+        if missing := self._incomplete():
             total = len(self._row_map.names)
             raise ValueError(
                 f"{total - len(missing)} of {total} gradients were added; the result "
                 f"needs all of them. Call stream.add({missing[0]!r}, gradient) next."
             )
         return (self._sums * self._projector.scale(self._row_map.n_rows)).float()
+
+    def _incomplete(self) -> list[str]:
+        return [name for name, end in self._next.items() if end < self._row_map.size(name)]
 
     def _all_spans(self) -> list[tuple[int, int]]:
         """Return [start, stop) of every parameter among the rows that are projected."""
@@ -126,18 +139,27 @@ class ProjectionStream:
             starts, stops = (np.searchsorted(self._selected, edges) for edges in (starts, stops))
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
-    def _checked(self, name: str, gradient: Tensor) -> Tensor:
-        if name not in self._names:
-            why = "was added before" if name in self._row_map.names else "is not in the row map"
+    def _checked(self, name: str, gradient: Tensor, first: int | None) -> Tensor:
+        size = self._row_map.size(name) if name in self._next else 0
+        if name not in self._next or self._next[name] == size > 0:
+            why = "was added before" if name in self._next else "is not in the row map"
             raise ValueError(
-                f"gradient {name!r} {why}; still needed are {list(self._names)[:4]}. Add the "
+                f"gradient {name!r} {why}; still needed are {self._incomplete()[:4]}. Add the "
                 "gradient of every name of row_map.names once."
             )
-        n_samples, shape = len(self._sums), self._row_map.shape(name)
-        size = self._row_map.size(name)
-        if tuple(gradient.shape) not in {(n_samples, size), (n_samples, *shape)}:
+        if (first or 0) != self._next[name]:
             raise ValueError(
-                f"the gradient of {name!r} has shape {tuple(gradient.shape)}; it must be "
+                f"elements of {name!r} from {first or 0} on came after the first "
+                f"{self._next[name]}; parts must come in order. "
+                f"Call stream.add({name!r}, part, {self._next[name]})."
+            )
+        n_samples, shape, found = len(self._sums), self._row_map.shape(name), tuple(gradient.shape)
+        fits = found in {(n_samples, size), (n_samples, *shape)}
+        if first is not None:
+            fits = found[:1] == (n_samples,) and len(found) == 2 and found[1] <= size - first
+        if not fits:
+            raise ValueError(
+                f"the gradient of {name!r} has shape {found}; it must be "
                 f"{(n_samples, *shape)}. Pass one gradient per sample, samples first."
             )
         if not gradient.is_floating_point():
@@ -150,25 +172,53 @@ class ProjectionStream:
                 f"the gradient of {name!r} is on {gradient.device}; the stream needs it on "
                 f"{self._sums.device}. Use ProjectionStream(..., device=gradient.device)."
             )
-        return gradient.detach().reshape(n_samples, size)
+        flat = gradient.detach().reshape(n_samples, size if first is None else found[1])
+        self._next[name] += flat.shape[1]
+        return flat
 
     def _take(self, first: int, part: Tensor) -> None:
         """Project rows of one block at once, or when the block is full."""
         block, position = divmod(first, ROW_BLOCK)
-        if block not in self._missing:
+        length = min(ROW_BLOCK, self._n_rows - block * ROW_BLOCK)
+        if part.shape[1] == length:
             self._project(part, first)
             return
+        missing = self._missing.get(block, length)
         if block not in self._waiting:
-            length = min(ROW_BLOCK, self._n_rows - block * ROW_BLOCK)
-            # Rows that no parameter has are zeros.
-            self._waiting[block] = self._sums.new_zeros(len(part), length, dtype=torch.float32)
+            self._waiting[block] = self._buffer(length)
+            if missing < length:  # rows that no parameter has are zeros
+                self._waiting[block].zero_()
         self._waiting[block][:, position : position + part.shape[1]].copy_(part)
-        self._missing[block] -= part.shape[1]
+        self._missing[block] = missing - part.shape[1]
         if not self._missing[block]:
-            self._project(self._waiting.pop(block), block * ROW_BLOCK)
+            full = self._waiting.pop(block)
+            self._project(full, block * ROW_BLOCK)
+            self._spare.append(full)
+
+    def _buffer(self, length: int) -> Tensor:
+        """Return a buffer of undefined content: fresh memory would be paid for page by page."""
+        for i, buffer in enumerate(self._spare):
+            if buffer.shape[1] == length:
+                return self._spare.pop(i)
+        return self._sums.new_empty(len(self._sums), length, dtype=torch.float32)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
-        self._projector.project_block(block, row_offset, self._checkpoint, self._sums)
+        project = self._projector.project_block
+        if (samples := _nonzero_samples(block)) is None:
+            project(block, row_offset, self._checkpoint, self._sums)
+        elif len(samples):
+            sums = self._sums[samples]
+            project(block[samples], row_offset, self._checkpoint, sums)
+            self._sums[samples] = sums
+
+
+def _nonzero_samples(block: Tensor) -> Tensor | None:
+    """Return which samples are not zero in a block; None if they are most of them."""
+    # A few elements tell that a gradient is dense; reading all of it takes time.
+    if bool(block[:, ::_PROBE_STEP].any(1).all()):
+        return None
+    samples = block.any(1).nonzero()[:, 0]
+    return samples if 2 * len(samples) <= len(block) else None
 
 
 def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,57 @@
+"""How many samples of a model fit in the memory that a task has."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import psutil
+import torch
+from dask.system import CPU_COUNT
+from distributed import get_worker
+from distributed.system import MEMORY_LIMIT
+from torch import Tensor
+
+from trakdask.models.tasks import Batch, Forward, Task
+
+__all__ = ["activation_bytes", "available_bytes", "on_worker"]
+
+
+def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
+    """Return what autograd keeps of the forward pass of one sample, beside the parameters."""
+    leaves = {
+        name: tensor.detach().requires_grad_(tensor.is_floating_point())
+        for name, tensor in forward.parameters.items()
+    }
+    known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), *forward.buffers.values())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.enable_grad(), hooks:
+        task.output(forward.with_parameters(leaves), batch)
+    return math.ceil(sum(kept.values()) / len(next(iter(batch.values()))))
+
+
+def available_bytes() -> int:
+    """Return the memory of a task: its thread's share of the worker's, or of the machine's."""
+    try:
+        worker: Any = get_worker()
+    except ValueError:
+        return int(min(psutil.virtual_memory().available, MEMORY_LIMIT) // CPU_COUNT)
+    limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
+    return int(limit // worker.state.nthreads)
+
+
+def on_worker() -> bool:
+    """Tell whether a distributed worker runs this."""
+    try:
+        get_worker()
+    except ValueError:
+        return False
+    return True
