@@ -230,7 +230,10 @@ def test_score__by_completeness_with_failures() -> None:
     phi, q = rest.feature.values.astype("f8"), rest.out_to_loss.values.astype("f8")
     known = np.einsum("spc,sc,sqc->cpq", phi, q**0.5 * (1 - q), phi)
     step = np.einsum("spc,s->cp", phi, (q**0.5).mean(axis=1))
-    newton = [np.linalg.solve(k + np.trace(k) / len(q) * np.eye(8), r) for k, r in zip(known, step, strict=True)]
+    newton = [
+        np.linalg.solve(k + np.trace(k) / len(q) * np.eye(8), r)
+        for k, r in zip(known, step, strict=True)
+    ]
     targets = TARGETS.compute()
     targets["output"][:] = np.einsum("spc,cp->sc", targets.feature, newton)  # ρ = 1
     options = {"estimator": "soft", "damping": "completeness"}

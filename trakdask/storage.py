@@ -356,9 +356,7 @@ def _missing_blocks(plan: _Plan, features: xr.Dataset, index: int) -> da.Array |
     return written
 
 
-def _write_block(
-    plan: _Plan, index: int, names: list[str], *blocks: np.ndarray
-) -> np.ndarray:
+def _write_block(plan: _Plan, index: int, names: list[str], *blocks: np.ndarray) -> np.ndarray:
     *values, (block,) = blocks
     group = zarr.open_group(plan.store, mode="r+")
     start = int(block) * plan.layout["block"]
