@@ -21,7 +21,7 @@ FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
 
 def flaky(failures: int, calls: Path) -> xr.Dataset:
-    """The same features; the first calls fail, as on a network that comes back. A file counts one."""
+    """The same features; the first calls fail, as on a network that comes back; by files."""
     calls.mkdir()
 
     def fail(block: np.ndarray) -> np.ndarray:

@@ -57,9 +57,9 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
 
     Notes
     -----
-    Cost: one pass over ``feature``. Samples that failed, whose rows are NaN, are left out of the
-    sums of the checkpoints where they failed. Products in float32 (float64 of float64 features), summed in
-    float64 in a fixed order: the same bits on any scheduler for given chunks.
+    Cost: one pass over ``feature``. Products in float32 (float64 of float64 features), summed in
+    float64 in a fixed order: the same bits on any scheduler for given chunks. Samples that failed,
+    whose rows are NaN, are left out of the sums of the checkpoints where they failed.
 
     References
     ----------

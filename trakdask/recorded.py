@@ -36,7 +36,7 @@ def ensure_array(group: zarr.Group, block: int) -> None:
         fill_value="",
         compressors=None,
         dimension_names=variable.dims,
-        attributes=variable.attrs,
+        attributes=dict(variable.attrs),
     )
 
 

@@ -1,4 +1,4 @@
-"""Running a submission on whatever scheduler is active: further attempts, and names for failures."""
+"""Submissions to the active scheduler: further attempts, and names of blocks that fail."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def _gram_weights(q: Block, power: float) -> Block:
 def _probability(q: Block) -> Block:
     if ((q < -_ROUNDING) | (q > 1 + _ROUNDING)).any():  # never true of NaN
         raise ValueError(
-            f"out_to_loss lies in [{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; soft weights need 1 - p, in "
-            "[0, 1]. Type estimator='trak', with damping='closed_form' or a number."
+            f"out_to_loss lies in [{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; soft weights need "
+            "1 - p, in [0, 1]. Type estimator='trak', with damping='closed_form' or a number."
         )
     return np.clip(q.astype(np.float64), 0, 1)
 

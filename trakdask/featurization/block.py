@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock, current_thread, main_thread
 
 import numpy as np
@@ -127,14 +127,16 @@ class _Rows:
     feature: np.ndarray
     output: np.ndarray
     out_to_loss: np.ndarray
-    raised: dict[int, Exception]
-    reasons: dict[int, str]
+    raised: dict[int, Exception] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, job: Job, checkpoint: Checkpoint, positions: np.ndarray) -> _Rows:
         n, width = len(positions), job.projector.width(job.row_map.n_rows)
-        feature, *others = (np.full(shape, np.nan, np.float32) for shape in ((n, width), n, n))
-        return cls(job, checkpoint, positions, feature, *others, raised={}, reasons={})
+        feature, output, out_to_loss = (
+            np.full(shape, np.nan, np.float32) for shape in ((n, width), n, n)
+        )
+        return cls(job, checkpoint, positions, feature, output, out_to_loss)
 
     def put(self, part: slice, found: Block) -> None:
         """Store a micro-batch; samples that are not finite raise an error or become NaN."""

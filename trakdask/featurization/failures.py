@@ -28,7 +28,7 @@ def reason(err: Exception) -> str:
 
     Examples
     --------
-    >>> reason(IndexError("label 10\\nis out of bounds"))
+    >>> reason(IndexError("label 10  is out of bounds"))
     'IndexError: label 10 is out of bounds'
     """
     text = " ".join(f"{type(err).__name__}: {err}".split())

@@ -249,7 +249,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         new_axes={"p": width}, name=f"feature-{token}",
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
-    others = {"output": np.dtype(np.float32), "out_to_loss": np.dtype(np.float32)}
+    others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":
         others["error"] = ERROR_DTYPE
     return {"feature": feature} | {
