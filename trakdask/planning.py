@@ -347,7 +347,7 @@ def _planned(
 def _measured(features: xr.Dataset) -> Pilot:
     """Run the first block of the first checkpoint twice, where tasks would run."""
     data = features.feature.variable.data
-    layers = data.__dask_graph__().layers if isinstance(data, da.Array) else ()
+    layers = data.dask.layers if isinstance(data, da.Array) else ()
     if not any(name.startswith("featurize-") for name in layers):
         raise ValueError(
             "pilot is True and the features are computed already; needed lazy ones of td.featurize."

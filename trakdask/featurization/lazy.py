@@ -127,17 +127,16 @@ def featurize(
     """
     if gradients not in ("auto", *ENGINES):
         raise ValueError(f"gradients is {gradients!r}; needed one of {['auto', *ENGINES]}.")
+    if dtype not in (None, *get_args(DType)):
+        raise ValueError(f"dtype is {dtype!r}; needed None or one of {get_args(DType)}.")
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error is {on_error!r}; needed 'raise' or 'record'.")
     if not isinstance(model, Model):
         raise TypeError(
             f"model is a {type(model).__name__}; needed a td.Model. "
             "Type td.Model(build, checkpoints=[...], task=...)."
         )
-    projector = Rademacher(proj_dim=2048, seed=0) if projector is None else projector
-    if isinstance(projector, type) or not isinstance(projector, Projector):
-        found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
-        raise TypeError(
-            f"projector is a {found}; needed a projector. Type td.Rademacher(proj_dim=2048)."
-        )
+    projector = _projector(projector)
     samples = validate_samples(samples)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
@@ -146,10 +145,6 @@ def featurize(
         engine, reason = choose_engine(model.skeleton(), model.task, row_map.names)
     _log.info("gradients by %s: %s", engine, reason)
     inputs = _inputs(samples, model)
-    if dtype not in (None, *get_args(DType)):
-        raise ValueError(f"dtype is {dtype!r}; needed None or one of {get_args(DType)}.")
-    if on_error not in get_args(OnError):
-        raise ValueError(f"on_error is {on_error!r}; needed 'raise' or 'record'.")
     sizes = {name: row_map.size(name) for name in row_map.names}
     held = elements_at_once(engine, model.skeleton(), sizes)
     size = _batch_size(batch_size, engine, held)
@@ -170,6 +165,17 @@ def featurize(
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, _checkpoint_names(model))}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
+
+
+def _projector(projector: Projector | None) -> Projector:
+    if projector is None:
+        return Rademacher(proj_dim=2048, seed=0)
+    if isinstance(projector, type) or not isinstance(projector, Projector):
+        found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
+        raise TypeError(
+            f"projector is a {found}; needed a projector. Type td.Rademacher(proj_dim=2048)."
+        )
+    return projector
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
