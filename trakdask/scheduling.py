@@ -24,6 +24,7 @@ def run(
     *,
     retries: int,
     samples_of: Callable[[int], str] | None = None,
+    compute: Callable[..., object] = dask.compute,
 ) -> None:
     """Compute what a submission finds to do, with further attempts after errors that pass.
 
@@ -35,6 +36,8 @@ def run(
         Further attempts: of a task on a cluster, of all that is still missing elsewhere.
     samples_of
         Names the samples of a block by its number, for errors.
+    compute
+        Computes the tasks, with ``retries=`` on a cluster.
 
     Raises
     ------
@@ -48,7 +51,7 @@ def run(
         if work is None:
             return
         try:
-            dask.compute(work, **({"retries": retries} if cluster else {}))
+            compute(work, **({"retries": retries} if cluster else {}))
             return
         except KilledWorker as err:
             raise BlockError(_killed(err, samples_of)) from err
