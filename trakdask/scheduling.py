@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import dask
 import dask.array as da
@@ -16,6 +16,8 @@ from trakdask.errors import BlockError
 
 __all__ = ["n_slots", "run"]
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 
@@ -24,8 +26,8 @@ def run(
     *,
     retries: int,
     samples_of: Callable[[int], str] | None = None,
-    compute: Callable[..., object] = dask.compute,
-) -> None:
+    compute: Callable[..., T] = dask.compute,
+) -> T | None:
     """Compute what a submission finds to do, with further attempts after errors that pass.
 
     Parameters
@@ -39,6 +41,10 @@ def run(
     compute
         Computes the tasks, with ``retries=`` on a cluster.
 
+    Returns
+    -------
+    What ``compute`` returns; None where there was nothing to do.
+
     Raises
     ------
     BlockError
@@ -49,16 +55,16 @@ def run(
     for left in reversed(range(attempts)):
         work = submission()
         if work is None:
-            return
+            return None
         try:
-            compute(work, **({"retries": retries} if cluster else {}))
-            return
+            return compute(work, **({"retries": retries} if cluster else {}))
         except KilledWorker as err:
             raise BlockError(_killed(err, samples_of)) from err
         except Exception as err:
             if not left:
                 raise
             _log.warning("%s: %s; %d more attempts", type(err).__name__, err, left)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def active_client() -> Client | None:
