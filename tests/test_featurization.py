@@ -228,7 +228,7 @@ def test_featurize__error_arrives_from_a_worker_process(process_client: Client) 
     x = samples().image.values.copy()
     x[13] = np.nan
     data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
-    with pytest.raises(td.BlockError, match="sample 13: the gradient at checkpoint 'c1' is NaN"):
+    with pytest.raises(td.BlockError, match="sample 13: the output at checkpoint 'c1' is NaN"):
         td.featurize(data, model()).feature.isel(checkpoint=1).compute()
 
 

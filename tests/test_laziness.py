@@ -51,6 +51,7 @@ PUBLIC = {
     "from_arrays": from_arrays,
     "from_torch": from_torch,
     "featurize": lambda: td.featurize(from_arrays(), model(), projector=td.Rademacher(64)),
+    "featurize_recording": lambda: td.featurize(from_arrays(), model(), on_error="record"),
     "featurize_torch": lambda: td.featurize(from_torch(), model(), projector=td.Rademacher(64)),
     "featurize_masked": lambda: td.featurize(from_arrays(), model(), projector=td.Mask(4)),
     "gram": lambda: td.gram(FEATURES),

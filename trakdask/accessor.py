@@ -27,6 +27,10 @@ class ScoresAccessor:
         """See :func:`trakdask.to_zarr`."""
         export.to_zarr(self._scores, store, **options)
 
+    def to_parquet(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :func:`trakdask.to_parquet`."""
+        export.to_parquet(self._scores, path, **options)
+
 
 @xr.register_dataset_accessor("trak")
 class FeaturesAccessor:

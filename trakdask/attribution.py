@@ -28,6 +28,7 @@ from trakdask.variables import (
     TARGET_PREFIX,
     VARIABLES,
     lazy_features,
+    may_have_failed,
     validate,
 )
 
@@ -57,7 +58,8 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     Notes
     -----
     Cost: one pass over ``feature``. Products in float32 (float64 of float64 features), summed in
-    float64 in a fixed order: the same bits on any scheduler for given chunks.
+    float64 in a fixed order: the same bits on any scheduler for given chunks. Samples that failed,
+    whose rows are NaN, are left out of the sums of the checkpoints where they failed.
 
     References
     ----------
@@ -150,6 +152,8 @@ def score(
     Notes
     -----
     Only the targets' side is solved: p × m numbers per checkpoint; the n × m scores exist in tiles.
+    Samples and targets that failed (``featurize(..., on_error="record")``) have NaN scores; all
+    others are as if these samples were not there, but that they count in the n of tr(K)/n.
     ``"relatif"`` also solves for each training sample, 2 p² flops. Its self-influence is that of
     :func:`self_influence`, so the size of Q cancels. Cosines with a zero feature are NaN.
 
@@ -228,7 +232,7 @@ def group_score(
     -------
     Lazy DataArray ``score`` (``by``, target), groups sorted: what
     ``score(features, targets).groupby(by).sum()`` would give, at the cost of one pass over the
-    features, whatever the number of targets.
+    features, whatever the number of targets. As there, samples that failed are left out.
 
     Raises
     ------
@@ -351,5 +355,6 @@ def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) ->
         **product.attrs,
         "source": features.attrs.get("source", ""),
         "target_source": targets.attrs.get("source", ""),
+        **({"target_on_error": "record"} if may_have_failed(targets) else {}),
         "trakdask_version": __version__,
     }

@@ -143,17 +143,23 @@ def _without_gram(
         norms = (arrays.weights.squared_norm(x) for x in (features.feature.data, solved))
         ours, theirs = (arrays.weights.inverse_norm(norm) for norm in norms)
         unit = solved * theirs.astype(solved.dtype)[:, None, :]
-        return Factors(unit, _sign(q) * ours, attrs, pooled=False)
+        return Factors(unit, _with_nan_spread(_sign(q) * ours), attrs, pooled=False)
     rates = _learning_rates(features, learning_rates)
     attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
     # The product is a mean over checkpoints; TracIn is a sum.
-    return Factors(solved, q * (len(rates) * rates)[None, :], attrs, pooled=False)
+    return Factors(solved, _with_nan_spread(q * (len(rates) * rates)[None, :]), attrs, pooled=False)
 
 
 def _sign(q: da.Array) -> da.Array:
     """Return the sign of the mean of Q over checkpoints, (sample, 1); that of 0 is +1."""
     sign: da.Array = da.where(q.mean(axis=1, keepdims=True) < 0, -1.0, 1.0)
     return sign
+
+
+def _with_nan_spread(weight: da.Array) -> da.Array:
+    """Spread NaN: a sample that failed at one checkpoint has no mean over them."""
+    whole: da.Array = weight + 0 * weight.mean(axis=1, keepdims=True)
+    return whole
 
 
 def _learning_rates(features: xr.Dataset, given: LearningRates | None) -> np.ndarray:

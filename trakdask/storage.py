@@ -30,6 +30,8 @@ from trakdask.estimators import DEFAULT_ESTIMATOR, Estimator, Weights, estimator
 from trakdask.locations import location
 from trakdask.progress import polled_bar
 from trakdask.provenance import FEATURE_SPEC, digest, require_same, spec
+from trakdask.recorded import ERROR, as_coord, as_variable, ensure_array
+from trakdask.scheduling import run
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -56,6 +58,7 @@ def save(
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: float = 0.5,
     progress: bool = True,
+    retries: int = 0,
 ) -> xr.Dataset:
     """Compute features into a zarr store, block by block; go on where an earlier call stopped.
 
@@ -78,6 +81,8 @@ def save(
         theirs from the features.
     progress
         Show a bar of completed blocks.
+    retries
+        Further attempts at a block after an error, such as one of a network file system.
 
     Returns
     -------
@@ -92,22 +97,29 @@ def save(
     ValueError
         If sample chunks are unequal, so that blocks would not be chunks of the store.
     BlockError
-        If a block fails; completed blocks stay.
+        If a block fails, or ends every worker process that it comes to; completed blocks stay.
 
     Notes
     -----
     zarr v3, uncompressed (features do not compress), one chunk per block, NaN fill.
+
+    A cluster blames a block for the death of its worker, and gives it up after
+    ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
+    time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
+    in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, FEATURE_NAMES, what="features")
-    features = lazy_features(features)
+    features = lazy_features(as_variable(features))
     plan = _plan(features, location(store))
     kept = _Kept(estimator_weights(features, estimator, power), estimator) if gram else None
     _create_or_check(plan, features, kept)
+    if ERROR in features:
+        ensure_array(zarr.open_group(plan.store, mode="r+"), plan.layout["block"])
     total = len(plan.checkpoints) * (plan.n_blocks + gram)
     title = f"save {plan.store.rpartition('/')[2]}"
     with polled_bar(title, total, plan.count_done, show=progress):
         for index in range(len(plan.checkpoints)):
-            _save_checkpoint(plan, features, index)
+            _save_checkpoint(plan, features, index, retries)
         if kept is not None:  # after all features: score weights are means over checkpoints
             for index in range(len(plan.checkpoints)):
                 _save_gram(plan, kept, index)
@@ -152,8 +164,9 @@ def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.
     if require_complete:
         plan = _Plan(path, spec(ds), ds.attrs["layout"])
         _require_complete(plan, has_gram=_GRAM in ds)
-    names = [name for name in (*FEATURE_NAMES, _GRAM, _LOSS_GRADIENT) if name in ds]
-    return load_coords(ds[names])
+    names = [name for name in (*FEATURE_NAMES, ERROR, _GRAM, _LOSS_GRADIENT) if name in ds]
+    unchunked = functools.partial(xr.open_zarr, path, consolidated=False, chunks=None)
+    return as_coord(load_coords(ds[names]), unchunked)
 
 
 @dataclass(frozen=True)
@@ -310,33 +323,45 @@ def _encoding(array: xr.DataArray, plan: _Plan) -> dict[str, Any]:
     return {"chunks": chunks, "compressors": None, "_FillValue": np.nan}
 
 
-def _save_checkpoint(plan: _Plan, features: xr.Dataset, index: int) -> None:
+def _save_checkpoint(plan: _Plan, features: xr.Dataset, index: int, retries: int) -> None:
+    checkpoint = str(features[CHECKPOINT].values[index])
+
+    def samples_of(block: int) -> str:
+        start = block * plan.layout["block"]
+        stop = min(start + plan.layout["block"], plan.layout["samples"])
+        return f"samples {start}:{stop} of checkpoint {checkpoint!r}"
+
+    missing = functools.partial(_missing_blocks, plan, features, index)
+    is_whole = plan.spec.get("source") == features.attrs.get("source")
+    run(missing, retries=retries, samples_of=samples_of if is_whole else None)
+
+
+def _missing_blocks(plan: _Plan, features: xr.Dataset, index: int) -> da.Array | None:
     done = plan.done(index)
     todo = [block for block in range(plan.n_blocks) if str(block) not in done]
     if not todo:
-        return
-    blocks = [features[name].data for name in FEATURE_NAMES]
-    feature, output, out_to_loss = blocks
+        return None
+    names = [name for name in (*FEATURE_NAMES, ERROR) if name in features]
+    feature, *others = (features[name].data for name in names)
     token = digest({"store": plan.store, "of": feature.name, "checkpoint": index, "todo": todo})
-    written = da.blockwise(
-        functools.partial(_write_block, plan, index), "s",
+    written: da.Array = da.blockwise(
+        functools.partial(_write_block, plan, index, names), "s",
         feature.blocks[todo, :, index], "spc",
-        output.blocks[todo, index], "sc",
-        out_to_loss.blocks[todo, index], "sc",
+        *(item for other in others for item in (other.blocks[todo, index], "sc")),
         da.from_array(np.array(todo), chunks=1), "s",
         name=f"save-{token[:32]}",
         concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
         dtype=bool, meta=np.empty(0, bool),
     )  # fmt: skip
-    dask.compute(written)
+    return written
 
 
-def _write_block(plan: _Plan, index: int, *blocks: np.ndarray) -> np.ndarray:
+def _write_block(plan: _Plan, index: int, names: list[str], *blocks: np.ndarray) -> np.ndarray:
     *values, (block,) = blocks
     group = zarr.open_group(plan.store, mode="r+")
     start = int(block) * plan.layout["block"]
     rows = slice(start, start + len(values[0]))
-    for name, value in zip(FEATURE_NAMES, values, strict=True):
+    for name, value in zip(names, values, strict=True):
         _array(group, name)[(rows, ..., slice(index, index + 1))] = value
     _write_record(plan, index, str(block))
     return np.ones(1, bool)

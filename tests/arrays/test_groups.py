@@ -88,6 +88,17 @@ def test_group_sum__nan_stays_in_its_group() -> None:
     assert np.argwhere(np.isnan(found)).tolist() == [[1, 2, 0]]
 
 
+def test_group_sum__failed_samples_are_left_out() -> None:
+    x, g, codes = arrays()
+    codes[:3] = 1
+    x[0, :, 1] = g[0, 1] = g[1, 0] = np.nan
+    left_out = codes.copy()
+    left_out[:2] = -1
+    known = np.nan_to_num(x), np.nan_to_num(g)
+    expected = group_sum(lazy(known[0]), lazy(known[1]), left_out, 4).compute()
+    np.testing.assert_array_equal(group_sum(lazy(x), lazy(g), codes, 4).compute(), expected)
+
+
 def test_group_sum__blocks_without_a_group_are_not_read() -> None:
     x, g, codes = arrays(90)
     read = []

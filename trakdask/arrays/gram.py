@@ -12,6 +12,7 @@ from trakdask.arrays.blocks import (
     Blocks,
     add,
     align_weights,
+    failed_rows,
     mean_weight,
     product_dtype,
     require_features,
@@ -43,7 +44,8 @@ def gram(
     ----------
     feature
         (sample, proj_dim, checkpoint), float, chunks (rows, p, 1). Multiplied in float32, or in
-        float64 if that is its dtype.
+        float64 if that is its dtype. Rows that are NaN throughout, of samples that were recorded as
+        failed, are left out.
     weights
         h, (sample, checkpoint), at least 0 (not checked); None for 1.
     dtype
@@ -69,7 +71,8 @@ def gram(
     in the tree (split_every + 1) p² itemsize.
 
     Exactness: products in the dtype above, sums in ``dtype``. The same bits on any scheduler for
-    given chunks and BLAS. A NaN or infinite feature makes its checkpoint's matrix non-finite.
+    given chunks and BLAS. A row that is infinite, or NaN in part, makes its checkpoint's matrix
+    non-finite.
 
     References
     ----------
@@ -101,7 +104,8 @@ def gram_and_sum(
     feature, weights, dtype, split_every
         As in :func:`gram`.
     sum_weights
-        g, (sample, checkpoint), of any sign.
+        g, (sample, checkpoint), of any sign. A sample whose g is NaN at any checkpoint, since it
+        failed there, is left out of all sums.
 
     Returns
     -------
@@ -223,13 +227,15 @@ def _partial(
     slab = max(4 * p, 1024)
     for start in range(0, rows, slab):
         chosen = slice(start, start + slab)
-        a = x[chosen, :, 0].astype(dtype, copy=False)
-        b = a if h is None else a * h[chosen].astype(dtype, copy=False)
+        a, failed = x[chosen, :, 0].astype(dtype, copy=False), failed_rows(x[chosen])[:, None]
+        if failed.any():
+            a = np.where(failed, dtype.type(0), a)
+        b = a if h is None else a * np.where(failed, 0, h[chosen]).astype(dtype, copy=False)
         # Some processors' products warn of infinity; the solve says which checkpoint has it.
         with np.errstate(invalid="ignore", over="ignore"):
             total[:, :p] += np.matmul(a.T, b, out=product)
             if g is not None:
-                total[:, p] += g[chosen].astype(dtype) @ a
+                total[:, p] += np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype) @ a
     return total.reshape(1, *total.shape, 1)
 
 

@@ -17,6 +17,7 @@ from trakdask.arrays.blocks import (
     add,
     align_weights,
     blocks_with,
+    failed_rows,
     flat,
     matrix,
     mean_weight,
@@ -76,7 +77,8 @@ def group_sum(
     Peak per task: the block in float32 and (split_every + 1) n_groups p 8 bytes.
 
     Exactness: float32 (as above) within a block, float64 between blocks; the same bits on any
-    scheduler for given chunks. A NaN stays in its own group.
+    scheduler for given chunks. Rows that are NaN throughout, of samples that were recorded as
+    failed, and those whose weight is NaN are left out; any other NaN stays in its own group.
 
     Examples
     --------
@@ -149,8 +151,9 @@ def _partial(
     """
     (groups,) = flat(codes)
     x = matrix(feature)
-    member = np.flatnonzero(groups >= 0)
     g = np.ones(len(x)) if weight is None else mean_weight(weight)
+    (block,) = flat(feature)
+    member = np.flatnonzero((groups >= 0) & ~np.isnan(g) & ~failed_rows(block))
     entries = (g[member].astype(x.dtype), (groups[member], member))
     sums = sparse.csr_array(entries, shape=(n_groups, len(x))) @ x
     return np.asarray(sums, np.float64).reshape(1, n_groups, -1, 1)

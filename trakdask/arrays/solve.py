@@ -171,9 +171,10 @@ def require_finite(gram: Block, label: str) -> None:
     """Refuse a matrix that is not finite; the error names its checkpoint."""
     if not all(np.isfinite(row).all() for row in gram):
         raise ValueError(
-            f"the Gram matrix of checkpoint {label!r} is not finite: its features contain NaN or "
-            "infinite values; a solve needs finite ones. Drop the samples that were recorded as "
-            "failed, e.g. ds.isel(sample=good)."
+            f"the Gram matrix of checkpoint {label!r} is not finite: its features contain rows "
+            "that are infinite, or NaN in part; a solve needs finite ones (rows that are all NaN "
+            "were recorded as failed and are left out). Find the others with "
+            "~np.isfinite(features.feature).all('proj_dim'), and leave them out."
         )
 
 

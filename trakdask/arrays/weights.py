@@ -23,7 +23,8 @@ def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
     Parameters
     ----------
     out_to_loss
-        q, (sample, checkpoint), float, any chunks; what rounding puts outside [0, 1] is clipped.
+        q, (sample, checkpoint), float, any chunks; what rounding puts outside [0, 1] is clipped,
+        and NaN, of a sample that was recorded as failed, stays NaN.
     power
         a, in [0, 1].
 
@@ -34,7 +35,7 @@ def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
     Raises
     ------
     ValueError
-        At compute time, if q is NaN or not in [0, 1].
+        At compute time, if q is not in [0, 1].
 
     Examples
     --------
@@ -79,15 +80,10 @@ def _gram_weights(q: Block, power: float) -> Block:
 
 
 def _probability(q: Block) -> Block:
-    if np.isnan(q).any():
+    if ((q < -_ROUNDING) | (q > 1 + _ROUNDING)).any():  # never true of NaN
         raise ValueError(
-            "out_to_loss contains NaN, of samples that were recorded as failed; soft weights need "
-            "numbers in [0, 1]. Drop those samples, e.g. ds.isel(sample=good)."
-        )
-    if q.size and (q.min() < -_ROUNDING or q.max() > 1 + _ROUNDING):
-        raise ValueError(
-            f"out_to_loss lies in [{q.min():.4g}, {q.max():.4g}]; soft weights need 1 - p, in "
-            "[0, 1]. Type estimator='trak', with damping='closed_form' or a number."
+            f"out_to_loss lies in [{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; soft weights need "
+            "1 - p, in [0, 1]. Type estimator='trak', with damping='closed_form' or a number."
         )
     return np.clip(q.astype(np.float64), 0, 1)
 
