@@ -12,10 +12,13 @@ import xarray as xr
 from trakdask.errors import StoreMismatchError
 from trakdask.variables import CHECKPOINT
 
-__all__ = ["FEATURE_SPEC", "digest", "require_same", "spec"]
+__all__ = ["FEATURE_SPEC", "STORE_SPEC", "digest", "require_same", "spec"]
 
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that training and target features must share for their product to mean anything."""
+
+STORE_SPEC = (*FEATURE_SPEC, "source", "dtype", "autocast", "float32_matmul_precision")
+"""Attrs that all blocks of a store must share: of the same samples, in the same precision."""
 
 _REMEDY = {
     "projector": "Featurize both with one projector (kind, proj_dim, seed and arithmetic).",
@@ -24,7 +27,10 @@ _REMEDY = {
     "parameters": "Select the same parameters= in both models.",
     "task": "Give both models the same task.",
     "source": "Choose another store, or set samples.attrs['source'] if the data are the same.",
-    "layout": "Featurize with the block layout of the store (samples.chunk(sample=...)).",
+    "dtype": "Featurize with the dtype= of the store, or save to another one.",
+    "autocast": "Featurize under the torch.autocast of the store, or save to another one.",
+    "float32_matmul_precision": "Set torch.set_float32_matmul_precision(...) to that of the store.",
+    "layout": "Use the blocks of the store (samples.chunk(sample=...)) and its dtype (dtype=).",
 }
 
 
@@ -33,7 +39,7 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
 
     Of the checkpoints, those that the Dataset still has: ``attrs`` do not follow a selection.
     """
-    found = {name: ds.attrs[name] for name in (*FEATURE_SPEC, "source") if name in ds.attrs}
+    found = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
     names = [str(name) for name in ds[CHECKPOINT].values] if CHECKPOINT in ds.coords else []
     for field in ("checkpoints", "checkpoint_ids"):
         if set(names) <= set(found.get(field, ())):

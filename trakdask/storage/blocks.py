@@ -1,0 +1,92 @@
+"""The tasks that store blocks: chunks first, then the record that says they are there."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask._version import __version__
+from trakdask.arrays.half import encode
+from trakdask.provenance import digest
+from trakdask.storage.piece import FEATURE_NAMES, SCALE, Piece, array
+from trakdask.storage.place import Recorded
+
+__all__ = ["about", "save_checkpoint", "storing"]
+
+
+def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> None:
+    """Compute and store the blocks of a checkpoint that are not there."""
+    done = piece.done(index)
+    todo = [block for block in range(piece.n_blocks) if str(block) not in done]
+    if not todo:
+        return
+    blocks = [features[name].data for name in FEATURE_NAMES]
+    feature, output, out_to_loss = blocks
+    token = digest({"to": piece.place.url, "of": feature.name, "checkpoint": index, "todo": todo})
+    written = da.blockwise(
+        functools.partial(_write_block, piece, index), "s",
+        feature.blocks[todo, :, index], "spc",
+        output.blocks[todo, index], "sc",
+        out_to_loss.blocks[todo, index], "sc",
+        da.from_array(np.array(todo), chunks=1), "s",
+        name=f"save-{token[:32]}",
+        concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
+        dtype=bool, meta=np.empty(0, bool),
+    )  # fmt: skip
+    dask.compute(written)
+
+
+def about(started: float) -> dict[str, Any]:
+    """Return what a record tells of the task that wrote it."""
+    return {
+        "host": socket.gethostname(),
+        "started": started,
+        "ended": time.time(),
+        "trakdask_version": __version__,
+    }
+
+
+class storing:
+    """Say what could not be stored, and that the rest is safe."""
+
+    def __init__(self, piece: Piece, what: str) -> None:
+        self._piece, self._what = piece, what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
+        if isinstance(err, OSError):
+            raise OSError(
+                err.errno,
+                f"{self._what} could not be stored in {self._piece.place.url!r} "
+                f"({type(err).__name__}: {err}); completed blocks are safe. Mend the cause "
+                "and type the same td.save(...) again: it goes on from here.",
+            ) from err
+
+
+def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
+    started = time.time()
+    *values, (block,) = blocks
+    with storing(piece, f"block {block} of checkpoint {index}"):
+        store = Recorded(piece.place.zarr())
+        group = piece.group(store)
+        start = int(block) * piece.layout["block"]
+        rows = slice(start, start + len(values[0]))
+        for name, value in _stored(piece, values).items():
+            array(group, name)[(rows, ..., slice(index, index + 1))] = value
+        piece.write_record(index, str(block), store.written, about(started))
+    return np.ones(1, bool)
+
+
+def _stored(piece: Piece, values: list[np.ndarray]) -> dict[str, np.ndarray]:
+    named = dict(zip(FEATURE_NAMES, values, strict=True))
+    if piece.layout["dtype"] == "float16":
+        named["feature"], named[SCALE] = encode(named["feature"])
+    return named
