@@ -11,6 +11,7 @@ import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
+from distributed import as_completed, futures_of
 
 from trakdask._version import __version__
 from trakdask.arrays.half import encode
@@ -18,7 +19,7 @@ from trakdask.provenance import digest
 from trakdask.storage.piece import FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded
 
-__all__ = ["about", "save_checkpoint", "storing"]
+__all__ = ["about", "run", "save_checkpoint", "storing"]
 
 
 def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> None:
@@ -40,7 +41,22 @@ def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> None:
         concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
         dtype=bool, meta=np.empty(0, bool),
     )  # fmt: skip
-    dask.compute(written)
+    run(written)
+
+
+def run(written: da.Array) -> None:
+    """Compute tasks for what they store; raise what the first of them raises.
+
+    On a cluster each is let go of as soon as it is done: the scheduler would else compute it again,
+    to have its empty answer, when the worker that holds it dies.
+    """
+    (written,) = dask.persist(written)
+    if not (futures := futures_of(written)):
+        return  # threads, or this thread: all is done
+    finished = as_completed(futures)
+    del written, futures
+    for future in finished:
+        future.result()
 
 
 def about(started: float) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import time
 
-import dask
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
-from trakdask.storage.blocks import about, storing
+from trakdask.storage.blocks import about, run, storing
 from trakdask.storage.opening import stored
 from trakdask.storage.piece import GRAM, LOSS_GRADIENT, Piece, array
 from trakdask.storage.place import Recorded
@@ -40,7 +39,7 @@ def save_sums(piece: Piece, kept: Kept, index: int) -> None:
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
         dtype=bool, meta=np.empty(0, bool), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
-    dask.compute(written)
+    run(written)
 
 
 def _write_sums(piece: Piece, names: tuple[str, ...], index: int, *matrices: Blocks) -> np.ndarray:
