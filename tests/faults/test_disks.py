@@ -60,7 +60,7 @@ def tmpfs(folder: Path, options: str) -> Iterator[None]:
 def test_save__disk_full(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "size=768k"), dask.config.set(scheduler="sync"):
         features, calls = counted(LARGE)
-        with pytest.raises(OSError, match="No space left.*completed blocks are safe") as caught:
+        with pytest.raises(OSError, match=r"No space left.*completed blocks are safe") as caught:
             td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
         assert caught.value.errno == 28
         done = len(list(tmp_path.glob("f.zarr/records/*/*/[0-9].json")))
@@ -79,7 +79,7 @@ def test_save__read_only_disk(tmp_path: Path) -> None:
         opened = td.save(SMALL, tmp_path / "f.zarr", progress=False)
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
         for name in ("f.zarr", "new.zarr"):
-            with pytest.raises(OSError, match="Read-only file system.*needed to write"):
+            with pytest.raises(OSError, match=r"Read-only file system.*needed to write"):
                 td.save(SMALL, tmp_path / name, progress=False)
         np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, opened.feature)
         assert td.verify(tmp_path / "f.zarr", checksums=True).empty
@@ -166,7 +166,9 @@ def test_save__network_goes_away(
         monkeypatch.setattr(refusing, "after", after)
         with pytest.raises(OSError, match="503 slow down"):
             td.save(SMALL, url, progress=False)
-        done = sum(name.split("/")[-1][:-5].isdigit() for name in refusing.store if "records" in name)
+        done = sum(
+            name.split("/")[-1][:-5].isdigit() for name in refusing.store if "records" in name
+        )
         monkeypatch.setattr(refusing, "after", 10**9)
         for name in [name for name in refusing.store if "/lease-" in name]:
             del refusing.store[name]  # it could not be given back

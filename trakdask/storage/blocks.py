@@ -17,7 +17,7 @@ from trakdask._version import __version__
 from trakdask.arrays.half import encode
 from trakdask.provenance import digest
 from trakdask.storage.piece import FEATURE_NAMES, SCALE, Piece, array
-from trakdask.storage.place import Recorded
+from trakdask.storage.place import Recorded, explained
 
 __all__ = ["about", "run", "save_checkpoint", "storing"]
 
@@ -79,12 +79,12 @@ class storing:
 
     def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
         if isinstance(err, OSError):
-            raise OSError(
-                err.errno,
+            text = (
                 f"{self._what} could not be stored in {self._piece.place.url!r} "
                 f"({type(err).__name__}: {err}); completed blocks are safe. Mend the cause "
-                "and type the same td.save(...) again: it goes on from here.",
-            ) from err
+                "and type the same td.save(...) again: it goes on from here."
+            )
+            raise explained(err, text) from err
 
 
 def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:

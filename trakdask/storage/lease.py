@@ -19,7 +19,7 @@ import psutil
 
 from trakdask.errors import StoreBusyError
 from trakdask.storage.piece import RECORDS
-from trakdask.storage.place import Place
+from trakdask.storage.place import Place, explained
 
 __all__ = ["PREFIX", "lease"]
 
@@ -73,8 +73,16 @@ def _acquire(place: Place, purpose: str) -> _Held:
     try:
         place.create(f"{RECORDS}/{held.name}", held.encoded())
     except FileExistsError:
-        _refuse_if_held(place, _leases(place))
-        raise StoreBusyError(f"another process took the store {place.url!r}. Try again.") from None
+        now = _leases(place)
+        if now.get(held.name, {}).get("token") != held.content["token"]:
+            _refuse_if_held(place, now)
+            raise StoreBusyError(f"another took the store {place.url!r}. Try again.") from None
+    except OSError as err:
+        text = (
+            f"the store {place.url!r} cannot be written ({type(err).__name__}: {err}); needed to "
+            "write there. Mend the cause, or choose another folder."
+        )
+        raise explained(err, text) from err
     others = {name: found for name, found in _leases(place).items() if name != held.name}
     try:
         _refuse_if_held(place, others)

@@ -20,7 +20,7 @@ from zarr.abc.store import Store
 from zarr.core.buffer import Buffer
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
-__all__ = ["Place", "Recorded", "checksum"]
+__all__ = ["PARTIAL", "Place", "Recorded", "checksum", "explained"]
 
 T = TypeVar("T")
 
@@ -97,13 +97,16 @@ class Place:
             _patiently(lambda: fs.pipe_file(f"{path}/{name}", data))
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a new file; FileExistsError if there is one, whoever else tries at the time."""
+        """Write a new file; FileExistsError if there is one, whoever else tries at the time.
+
+        Or if it was written by this call, and only the answer was lost: look at the content.
+        """
         fs, path = self._fs()
         if self.is_local:
             with _written(f"{path}/{name}", data) as partial:
                 os.link(partial, f"{path}/{name}")
-        else:  # not retried: a lost answer to a success would read as another's
-            fs.pipe_file(f"{path}/{name}", data, mode="create")
+        else:
+            _patiently(lambda: fs.pipe_file(f"{path}/{name}", data, mode="create"))
 
     def remove(self, name: str) -> None:
         """Remove a file or folder, if it is there."""
@@ -114,6 +117,11 @@ class Place:
     def _fs(self) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(self.url, **self.options)
         return fs, path.rstrip("/")
+
+
+def explained(err: OSError, text: str) -> OSError:
+    """Return the error with another text, of the same built-in class where it has one."""
+    return OSError(err.errno, text) if err.errno else OSError(text)
 
 
 def checksum(data: Any) -> int:

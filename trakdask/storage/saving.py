@@ -14,7 +14,7 @@ from trakdask.estimators import DEFAULT_ESTIMATOR, Estimator, estimator_weights
 from trakdask.locations import location
 from trakdask.progress import polled_bar
 from trakdask.provenance import STORE_SPEC, require_same
-from trakdask.storage.blocks import save_checkpoint
+from trakdask.storage.blocks import save_checkpoint, storing
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import open
 from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
@@ -158,7 +158,8 @@ def _not_ours(place: Place, names: list[str]) -> str:
 def _create_or_check(piece: Piece, features: xr.Dataset, kept: Kept | None) -> None:
     """Make the store once, or check that the one there is ours and was made in the same way."""
     if not _require_ours(piece.place):
-        create(piece, features, kept)
+        with storing(piece, "metadata"):
+            create(piece, features, kept)
         return
     group = piece.group()
     ours = {**piece.spec, "layout": piece.layout}
