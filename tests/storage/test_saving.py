@@ -70,7 +70,11 @@ def test_save__values_coords_and_attrs_survive(tmp_path: Path) -> None:
         assert opened[name].chunks[0] == (16, 16, 8)
     for name in ("label", "name", "day", "checkpoint"):
         np.testing.assert_array_equal(opened[name].values, features[name].values)
-    assert {n: v for n, v in opened.attrs.items() if n != "layout"} == features.attrs
+    own = {name: opened.attrs.pop(name) for name in ("layout", "saved")}
+    assert opened.attrs == features.attrs
+    assert own["saved"]["hosts"] == own["saved"]["runs"] == 1
+    assert own["saved"]["started"] < own["saved"]["ended"] < pd.Timestamp.now("UTC").isoformat()
+    assert own["saved"]["versions"]["trakdask"] == td.__version__
     expected = np.einsum("npc,nqc->pqc", *[computed.feature.values.astype("f8")] * 2)
     np.testing.assert_allclose(opened.gram, expected, rtol=1e-5, atol=1e-4)
 

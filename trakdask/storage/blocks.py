@@ -19,15 +19,18 @@ from trakdask.provenance import digest
 from trakdask.storage.piece import FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained
 
-__all__ = ["about", "run", "save_checkpoint", "storing"]
+__all__ = ["HOST", "about", "run", "save_checkpoint", "storing"]
+
+HOST = "U64"
+"""What a task returns that stores: the name of its host."""
 
 
-def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> None:
-    """Compute and store the blocks of a checkpoint that are not there."""
+def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> set[str]:
+    """Compute and store the blocks of a checkpoint that are not there; return the hosts."""
     done = piece.done(index)
     todo = [block for block in range(piece.n_blocks) if str(block) not in done]
     if not todo:
-        return
+        return set()
     blocks = [features[name].data for name in FEATURE_NAMES]
     feature, output, out_to_loss = blocks
     token = digest({"to": piece.place.url, "of": feature.name, "checkpoint": index, "todo": todo})
@@ -39,24 +42,26 @@ def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> None:
         da.from_array(np.array(todo), chunks=1), "s",
         name=f"save-{token[:32]}",
         concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
-        dtype=bool, meta=np.empty(0, bool),
+        dtype=HOST, meta=np.empty(0, HOST),
     )  # fmt: skip
-    run(written)
+    return run(written)
 
 
-def run(written: da.Array) -> None:
-    """Compute tasks for what they store; raise what the first of them raises.
+def run(written: da.Array) -> set[str]:
+    """Compute tasks for what they store; return their hosts, or raise what the first raises.
 
     On a cluster each is let go of as soon as it is done: the scheduler would else compute it again,
     to have its empty answer, when the worker that holds it dies.
     """
     (written,) = dask.persist(written)
     if not (futures := futures_of(written)):
-        return  # threads, or this thread: all is done
+        return set(written.compute().tolist())  # threads, or this thread: all is done
     finished = as_completed(futures)
     del written, futures
+    hosts: set[str] = set()
     for future in finished:
-        future.result()
+        hosts.update(future.result().tolist())
+    return hosts
 
 
 def about(started: float) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
         for name, value in _stored(piece, values).items():
             array(group, name)[(rows, ..., slice(index, index + 1))] = value
         piece.write_record(index, str(block), store.written, about(started))
-    return np.ones(1, bool)
+    return np.array([socket.gethostname()], HOST)
 
 
 def _stored(piece: Piece, values: list[np.ndarray]) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +15,15 @@ from trakdask.arrays.half import decoded
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.locations import location
 from trakdask.provenance import STORE_SPEC
-from trakdask.storage.piece import FEATURE_NAMES, GRAM, LOSS_GRADIENT, RECORDS, SCALE, Piece
+from trakdask.storage.piece import FEATURE_NAMES, GRAM, LOSS_GRADIENT, RECORDS, SCALE, SUMS, Piece
 from trakdask.storage.place import Place
+from trakdask.storage.runs import runs
 from trakdask.storage.template import UNFINISHED
-from trakdask.variables import SAMPLE, load_coords
+from trakdask.variables import load_coords
 
 __all__ = ["find", "open", "stored"]
+
+_BLOCKS_AT_MOST = 10**7
 
 
 def open(
@@ -43,7 +47,9 @@ def open(
     -------
     Dataset with ``feature`` (sample, proj_dim, checkpoint), ``output`` and ``out_to_loss`` (sample,
     checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint) and ``loss_gradient``
-    (proj_dim, checkpoint); ``sample`` has no index.
+    (proj_dim, checkpoint); ``sample`` has no index. Its ``attrs`` say how the features were made
+    (hashes of weights, source, projector, parameters, task, precision, versions) and, in ``saved``,
+    when, by how many hosts, and in how many runs.
 
     Raises
     ------
@@ -51,14 +57,16 @@ def open(
         If there is no such store.
     IncompleteFeaturesError
         If blocks are missing.
+    ValueError
+        If its metadata make no sense, or coords or blocks would not fit in memory.
     """
     piece = find(Place(location(store), storage_options or {}))
     if require_complete:
         _require_complete(piece)
+    _require_sense(piece)
     ds = stored(piece)
-    _require_memory(piece, ds)
     names = [name for name in (*FEATURE_NAMES, GRAM, LOSS_GRADIENT) if name in ds]
-    return load_coords(ds[names])
+    return load_coords(ds[names]).assign_attrs(saved=runs(piece))
 
 
 def find(place: Place) -> Piece:
@@ -83,7 +91,23 @@ def find(place: Place) -> Piece:
     attrs = dict(group.attrs)
     found = {name: attrs[name] for name in STORE_SPEC if name in attrs}
     layout: Any = attrs["layout"]
+    _require_plain(place, found, layout)
     return Piece(place, found, layout)
+
+
+def _require_plain(place: Place, described: Mapping[str, Any], layout: Any) -> None:
+    """Refuse numbers that are none: names of folders and sizes of loops are made of them."""
+    ids = described.get("checkpoint_ids")
+    if isinstance(ids, Mapping) and isinstance(layout, Mapping):
+        numbers = [*ids.values(), layout.get("samples"), layout.get("block")]
+        is_plain = all(type(number) is int and number >= 0 for number in numbers)
+        if is_plain and layout["samples"] <= _BLOCKS_AT_MOST * max(layout["block"], 1):
+            return
+    raise ValueError(
+        f"the store {place.url!r} says checkpoint_ids={ids!r:.60} and layout={layout!r:.60}; "
+        f"needed whole numbers, and no more than {_BLOCKS_AT_MOST:,} blocks. Its metadata are "
+        "damaged: type td.verify(store)."
+    )
 
 
 def stored(piece: Piece) -> xr.Dataset:
@@ -110,26 +134,24 @@ def _require_complete(piece: Piece) -> None:
         )
 
 
-def _require_memory(piece: Piece, ds: xr.Dataset) -> None:
-    """Refuse what could not be held, by its metadata, before anything is allocated."""
-    samples, found = piece.layout["samples"], ds.sizes.get(SAMPLE)
-    if samples != found:
-        raise ValueError(
-            f"the store {piece.place.url!r} has {found} samples and says {samples}; needed the "
-            "same. Its metadata are damaged: type td.verify(store)."
-        )
-    needed = {str(name): coord.nbytes for name, coord in ds.coords.items()}
-    for name, variable in ds.variables.items():
-        if variable.chunks is not None:
-            block = variable.dtype.itemsize
-            for sizes in variable.chunks:
-                block *= max(sizes)
-            needed[f"a block of {name}"] = block
+def _require_sense(piece: Piece) -> None:
+    """Refuse arrays that contradict the layout or could not be held, before anything is made."""
+    own = (*FEATURE_NAMES, SCALE, *SUMS)
     available = psutil.virtual_memory().available
-    name = max(needed, key=needed.__getitem__)
-    if needed[name] > available:
-        raise ValueError(
-            f"{name} of the store {piece.place.url!r} takes {needed[name]:,} bytes; needed no more "
-            f"than the {available:,} that are free. Open it on a larger machine; if the number is "
-            "absurd, its metadata are damaged: type td.verify(store)."
-        )
+    for name, of in piece.group().arrays():
+        rows = of.shape[0], of.chunks[0]
+        needed_rows = piece.layout["samples"], piece.layout["block"]
+        if name in FEATURE_NAMES and rows != needed_rows:
+            raise ValueError(
+                f"{name!r} of the store {piece.place.url!r} has (samples, samples per block) "
+                f"{rows}; needed {needed_rows}. Its metadata are damaged: type td.verify(store)."
+            )
+        held = of.chunks if name in own else of.shape  # coords are loaded as a whole
+        needed = math.prod(held) * of.dtype.itemsize
+        if needed > available or of.nchunks > _BLOCKS_AT_MOST:
+            raise ValueError(
+                f"{name!r} of the store {piece.place.url!r} takes {needed:,} bytes and "
+                f"{of.nchunks:,} chunks; needed no more than the {available:,} bytes that are free "
+                f"and {_BLOCKS_AT_MOST:,} chunks. Open it on a larger machine; if the numbers are "
+                "absurd, its metadata are damaged: type td.verify(store)."
+            )

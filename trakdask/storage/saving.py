@@ -19,6 +19,7 @@ from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import open
 from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
 from trakdask.storage.place import Place
+from trakdask.storage.runs import recorded_run
 from trakdask.storage.sums import save_sums
 from trakdask.storage.template import UNFINISHED, Kept, create, require_place
 from trakdask.storage.verification import faults, sweep, withdraw
@@ -117,12 +118,13 @@ def _save(piece: Piece, features: xr.Dataset, kept: Kept | None, *, progress: bo
         withdraw(piece, fault)
     total = len(piece.checkpoints) * (piece.n_blocks + (kept is not None))
     title = f"save {piece.place.url.rpartition('/')[2]}"
-    with polled_bar(title, total, piece.count_done, show=progress):
+    bar = polled_bar(title, total, piece.count_done, show=progress)
+    with recorded_run(piece) as hosts, bar:
         for index in range(len(piece.checkpoints)):
-            save_checkpoint(piece, features, index)
+            hosts |= save_checkpoint(piece, features, index)
         if kept is not None:  # after all features: score weights are means over checkpoints
             for index in range(len(piece.checkpoints)):
-                save_sums(piece, kept, index)
+                hosts |= save_sums(piece, kept, index)
 
 
 def _require_ours(place: Place) -> bool:

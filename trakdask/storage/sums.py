@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import time
 
 import dask.array as da
@@ -11,7 +12,7 @@ from dask.base import tokenize
 
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
-from trakdask.storage.blocks import about, run, storing
+from trakdask.storage.blocks import HOST, about, run, storing
 from trakdask.storage.opening import stored
 from trakdask.storage.piece import GRAM, LOSS_GRADIENT, Piece, array
 from trakdask.storage.place import Recorded
@@ -20,10 +21,10 @@ from trakdask.storage.template import Kept
 __all__ = ["save_sums"]
 
 
-def save_sums(piece: Piece, kept: Kept, index: int) -> None:
-    """Reduce what is kept from the stored features, not from the graph that made them."""
+def save_sums(piece: Piece, kept: Kept, index: int) -> set[str]:
+    """Reduce what is kept from the stored features, not from the graph; return the hosts."""
     if GRAM in piece.done(index):
-        return
+        return set()
     features = stored(piece)
     feature = features.feature.data[:, :, index : index + 1]
     h = kept.weights.gram_data(features)
@@ -37,9 +38,9 @@ def save_sums(piece: Piece, kept: Kept, index: int) -> None:
     written = da.blockwise(
         functools.partial(_write_sums, piece, kept.names, index), "c",
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
-        dtype=bool, meta=np.empty(0, bool), concatenate=False, align_arrays=False, name=name,
+        dtype=HOST, meta=np.empty(0, HOST), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
-    run(written)
+    return run(written)
 
 
 def _write_sums(piece: Piece, names: tuple[str, ...], index: int, *matrices: Blocks) -> np.ndarray:
@@ -50,4 +51,4 @@ def _write_sums(piece: Piece, names: tuple[str, ...], index: int, *matrices: Blo
         for name, matrix in zip(names, matrices, strict=True):
             (array(group, name)[..., index : index + 1],) = flat(matrix)
         piece.write_record(index, GRAM, store.written, about(started))
-    return np.ones(1, bool)
+    return np.array([socket.gethostname()], HOST)

@@ -95,7 +95,11 @@ def inventory(place: Place) -> dict[str, Any]:
     """
     for name in (place / RECORDS).names():
         if TEMPLATE in (place / RECORDS / name).names():
-            return dict((place / RECORDS / name).read_json(TEMPLATE))
+            found = dict((place / RECORDS / name).read_json(TEMPLATE))
+            for path in found:
+                if path.startswith("/") or ".." in path.split("/") or "\\" in path:
+                    raise ValueError(f"{TEMPLATE} names {path!r}, outside of {place.url!r}")
+            return found
     raise ValueError(f"there is no {TEMPLATE} in {place.url!r}")
 
 

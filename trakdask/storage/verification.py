@@ -15,6 +15,7 @@ from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import find
 from trakdask.storage.piece import GRAM, RECORDS, Piece
 from trakdask.storage.place import PARTIAL, Place, checksum
+from trakdask.storage.runs import RUNS
 from trakdask.storage.template import METADATA, TEMPLATE, UNFINISHED, inventory, restore
 
 __all__ = ["faults", "sweep", "verify", "withdraw"]
@@ -210,4 +211,5 @@ def _is_control(piece: Piece, path: str) -> bool:
     folder, _, name = path.rpartition("/")
     if folder == RECORDS:
         return name.startswith(PREFIX) or name == UNFINISHED
-    return path == f"{RECORDS}/{piece.digest[:16]}/{TEMPLATE}"
+    own = f"{RECORDS}/{piece.digest[:16]}"
+    return folder == f"{own}/{RUNS}" or path == f"{own}/{TEMPLATE}"
