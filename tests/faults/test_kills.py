@@ -78,7 +78,7 @@ class Cluster:
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
         arguments = ["distributed.cli.dask_worker", self.address, "--no-nanny", "--nthreads", "1"]
-        more = ["--no-dashboard", "--death-timeout", "20", "--local-directory", str(self._folder)]
+        more = ["--no-dashboard", "--death-timeout", "120", "--local-directory", str(self._folder)]
         return start(self._folder / "worker.log", "-m", *arguments, *more)
 
     def replace(self, number: int) -> None:
@@ -105,7 +105,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come"
@@ -150,7 +150,7 @@ class Run:
     def finish(self, expected: dict[str, str], address: str = "") -> None:
         before, done = computed(self.counts), completed(self.store)
         driver = self.driver(address)
-        assert driver.wait(120) == 0, (self.folder / "driver.log").read_text()
+        assert driver.wait(280) == 0, (self.folder / "driver.log").read_text()
         self.require_nothing_twice(before, done)
         assert len(computed(self.counts)) == N_BLOCKS * N_CHECKPOINTS
         assert content(self.store) == expected
@@ -190,7 +190,7 @@ def test_worker__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
                 kill(cluster.workers[number])
             for number in numbers:
                 cluster.replace(number)
-        assert driver.wait(120) == 0, (tmp_path / "driver.log").read_text()
+        assert driver.wait(280) == 0, (tmp_path / "driver.log").read_text()
         run.require_nothing_twice(before, done)
     run.finish(undisturbed)
 
@@ -202,7 +202,7 @@ def test_scheduler__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
         driver = run.driver(cluster.address)
         run.wait_for_a_moment(driver)
         kill(cluster.scheduler)
-        wait_for(lambda: driver.poll() is not None, "the driver's end", 90)
+        wait_for(lambda: driver.poll() is not None, "the driver's end")
         assert driver.returncode != 0
     run.finish(undisturbed)
 
@@ -256,7 +256,7 @@ def kill_something(
         return driver, cluster
     kill(driver if victim == "driver" else cluster.scheduler)
     if victim == "scheduler":
-        wait_for(lambda: driver.poll() is not None, "the driver's end", 90)
+        wait_for(lambda: driver.poll() is not None, "the driver's end")
         cluster.end()
         cluster = Cluster(run.folder)
     return run.driver(cluster.address), cluster

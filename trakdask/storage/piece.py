@@ -25,6 +25,7 @@ __all__ = [
     "RECORDS",
     "SCALE",
     "SUMS",
+    "Files",
     "Piece",
     "array",
     "describe",
@@ -102,15 +103,29 @@ class Piece:
             return zarr.open_group(store, mode="r+", zarr_format=3)
         return zarr.open_group(self.place.zarr(read_only=True), mode="r", zarr_format=3)
 
-    def files(self, group: zarr.Group, block: str, index: int) -> dict[str, int | None]:
-        """Return the chunk files of a block and their bytes; None where compression decides."""
+
+class Files:
+    """The chunk files of a piece's blocks, and their bytes; it opens each array once."""
+
+    def __init__(self, piece: Piece) -> None:
+        group = piece.group()
+        self._arrays = {
+            name: (of.ndim, of.metadata.encode_chunk_key, _chunk_bytes(of))
+            for name in (*FEATURE_NAMES, SCALE, *SUMS)
+            if name in group
+            for of in [array(group, name)]
+        }
+
+    def of(self, block: str, index: int) -> dict[str, int | None]:
+        """Return the files of a block, by its name; None where compression decides their size."""
         names = SUMS if block == GRAM else (*FEATURE_NAMES, SCALE)
         first = () if block == GRAM else (int(block),)
         found = {}
-        for of in (array(group, name) for name in names if name in group):
-            middle = (0,) * (of.ndim - len(first) - 1)
-            key = of.metadata.encode_chunk_key((*first, *middle, index))
-            found[f"{of.basename}/{key}"] = chunk_bytes(of)
+        for name in names:
+            if name in self._arrays:
+                ndim, key, size = self._arrays[name]
+                middle = (0,) * (ndim - len(first) - 1)
+                found[f"{name}/{key((*first, *middle, index))}"] = size
         return found
 
 
@@ -139,7 +154,7 @@ def array(group: zarr.Group, name: str) -> zarr.Array[Any]:
     return found.with_config({"write_empty_chunks": True})
 
 
-def chunk_bytes(of: zarr.Array[Any]) -> int | None:
+def _chunk_bytes(of: zarr.Array[Any]) -> int | None:
     """Return the bytes of a chunk's file; None if it is compressed."""
     if any(not isinstance(codec, Crc32cCodec) for codec in of.compressors):
         return None

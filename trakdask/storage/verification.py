@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import pandas as pd
-import zarr
 
 from trakdask.locations import location
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import find
-from trakdask.storage.piece import GRAM, RECORDS, Piece
+from trakdask.storage.piece import GRAM, RECORDS, Files, Piece
 from trakdask.storage.place import PARTIAL, Place, checksum
 from trakdask.storage.runs import RUNS
 from trakdask.storage.template import METADATA, TEMPLATE, UNFINISHED, inventory, restore
@@ -92,11 +91,11 @@ class Fault:
 
 def faults(piece: Piece, *, checksums: bool = False) -> list[Fault]:
     """Return the damaged files of completed blocks."""
-    sizes, group = piece.place.sizes(), piece.group()
+    sizes, files = piece.place.sizes(), Files(piece)
     found: list[Fault] = []
     for index, names in enumerate(piece.done(index) for index in range(len(piece.checkpoints))):
         for block in sorted(names):
-            found += _block_faults(piece, group, sizes, block, index, checksums)
+            found += _block_faults(piece, files, sizes, block, index, checksums)
     return found
 
 
@@ -123,13 +122,13 @@ def _table(found: list[Fault]) -> pd.DataFrame:
 
 def _block_faults(
     piece: Piece,
-    group: zarr.Group,
+    files: Files,
     sizes: Mapping[str, int],
     block: str,
     index: int,
     checksums: bool,
 ) -> Iterator[Fault]:
-    needed = piece.files(group, block, index)
+    needed = files.of(block, index)
     if checksums:
         try:
             record = piece.folder(index).read_json(f"{block}.json")
@@ -180,7 +179,7 @@ def _piece_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
 
 def _other_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
     """Yield coords that are damaged, and files that nobody asked for."""
-    template, group = _template(piece.place), piece.group()
+    template = _template(piece.place)
     sizes = piece.place.sizes()
     for path, known in template.items():
         if path.endswith(METADATA):
@@ -190,7 +189,7 @@ def _other_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
             is_there = checksum(piece.place.read(path)) == known["checksum"]
         if not is_there:
             yield Fault(path, "a damaged or missing coord", remedy="td.save(features, new_store)")
-    own = {*template, *_possible(piece, group)}
+    own = {*template, *_possible(piece)}
     for path in sizes:
         if path.endswith(PARTIAL):
             yield Fault(path, "left half written by a writer that was killed", remedy=_REPAIR)
@@ -198,13 +197,13 @@ def _other_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
             yield Fault(path, "a foreign file", remedy=f"delete {piece.place.url}/{path}")
 
 
-def _possible(piece: Piece, group: zarr.Group) -> Iterator[str]:
+def _possible(piece: Piece) -> Iterator[str]:
     """Yield all files that a complete piece may have."""
-    record = f"{RECORDS}/{piece.digest[:16]}"
+    record, files = f"{RECORDS}/{piece.digest[:16]}", Files(piece)
     for index, name in enumerate(piece.checkpoints):
         for block in (*map(str, range(piece.n_blocks)), GRAM):
             yield f"{record}/{name}/{block}.json"
-            yield from piece.files(group, block, index)
+            yield from files.of(block, index)
 
 
 def _is_control(piece: Piece, path: str) -> bool:
