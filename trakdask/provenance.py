@@ -12,12 +12,13 @@ import xarray as xr
 from trakdask.errors import StoreMismatchError
 from trakdask.variables import CHECKPOINT
 
-__all__ = ["FEATURE_SPEC", "STORE_SPEC", "digest", "require_same", "spec"]
+__all__ = ["FEATURE_SPEC", "PRECISION", "STORE_SPEC", "digest", "require_same", "spec"]
 
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that training and target features must share for their product to mean anything."""
 
-STORE_SPEC = (*FEATURE_SPEC, "source", "dtype", "autocast", "float32_matmul_precision")
+PRECISION = ("dtype", "autocast", "float32_matmul_precision")
+STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 """Attrs that all blocks of a store must share: of the same samples, in the same precision."""
 
 _REMEDY = {
@@ -26,7 +27,8 @@ _REMEDY = {
     "checkpoint_ids": "Give both models the same checkpoint_ids, or none.",
     "parameters": "Select the same parameters= in both models.",
     "task": "Give both models the same task.",
-    "source": "Choose another store, or set samples.attrs['source'] if the data are the same.",
+    "source": "Choose another store, append_dim='sample' if these are more samples of it, or set "
+    "samples.attrs['source'] if the data are the same.",
     "dtype": "Featurize with the dtype= of the store, or save to another one.",
     "autocast": "Featurize under the torch.autocast of the store, or save to another one.",
     "float32_matmul_precision": "Set torch.set_float32_matmul_precision(...) to that of the store.",

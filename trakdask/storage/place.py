@@ -24,6 +24,9 @@ __all__ = ["PARTIAL", "Place", "Recorded", "checksum", "explained"]
 
 T = TypeVar("T")
 
+_UNCACHED = {"use_listings_cache": False}
+"""Other processes write: a listing of before, which fsspec would keep, knows nothing of that."""
+
 PARTIAL = ".partial"
 _WAITS_S = (0.1, 0.5, 2.0)
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
@@ -48,7 +51,7 @@ class Place:
         """Return it as a zarr store."""
         if self.is_local:
             return LocalStore(self.url, read_only=read_only)
-        options = dict(self.options)
+        options = {**_UNCACHED, **self.options}
         return _Patient(FsspecStore.from_url(self.url, options, read_only=read_only))
 
     def names(self) -> list[str]:
@@ -115,7 +118,7 @@ class Place:
             _patiently(lambda: fs.rm(f"{path}/{name}", recursive=True))
 
     def _fs(self) -> tuple[Any, str]:
-        fs, path = fsspec.core.url_to_fs(self.url, **self.options)
+        fs, path = fsspec.core.url_to_fs(self.url, **{**_UNCACHED, **self.options})
         return fs, path.rstrip("/")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -38,10 +38,10 @@ def recorded_run(piece: Piece) -> Iterator[set[str]]:
     _write(piece, name, {**run, "ended": _now(), "hosts": sorted(hosts)})
 
 
-def runs(piece: Piece) -> dict[str, Any]:
+def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
     """Return the first start and the last end, the number of hosts and of runs, and versions."""
-    folder = piece.records / RUNS
-    found = [folder.read_json(name) for name in folder.names() if name.endswith(".json")]
+    folders = [piece.records / RUNS for piece in pieces]
+    found = [folder.read_json(name) for folder in folders for name in folder.names()]
     if not found:
         return {}
     ended = [run["ended"] for run in found if run["ended"]]

@@ -17,13 +17,14 @@ from trakdask.provenance import STORE_SPEC, require_same
 from trakdask.storage.blocks import save_checkpoint, storing
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import open
+from trakdask.storage.parts import AppendDim, appended
 from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
 from trakdask.storage.place import Place
 from trakdask.storage.runs import recorded_run
 from trakdask.storage.sums import save_sums
 from trakdask.storage.template import UNFINISHED, Kept, create, require_place
 from trakdask.storage.verification import faults, sweep, withdraw
-from trakdask.variables import lazy_features, validate
+from trakdask.variables import CHECKPOINT, SAMPLE, lazy_features, validate
 
 __all__ = ["save"]
 
@@ -37,6 +38,7 @@ def save(
     gram: bool = True,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: float = 0.5,
+    append_dim: AppendDim | None = None,
     dtype: Literal["float16"] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = True,
@@ -60,6 +62,12 @@ def save(
         Which :func:`score` the gram matrix is for; for ``"soft"`` the sum of the weighted features,
         ``loss_gradient``, is kept beside it. Other estimators can still be scored: they reduce
         theirs from the features.
+    append_dim
+        ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
+        that it has (those that it has already are left out), as xarray's ``append_dim`` does. They
+        lie beside what is there, which nobody rewrites; the gram matrix is that of the first plus
+        that of the new. Appending a checkpoint to several sets of samples takes one call for each:
+        :func:`open` refuses what lacks some of them, also at the end of the first of these calls.
     dtype
         ``"float16"`` stores features in half the bytes, with an exact power of two for each sample
         and checkpoint: no element is off by more than 2^-11 of the largest of its row.
@@ -101,13 +109,19 @@ def save(
     validate(features, FEATURE_NAMES, what="features")
     if dtype not in (None, "float16"):
         raise ValueError(f"dtype is {dtype!r}; needed 'float16', or None for that of the features.")
+    if append_dim not in (None, SAMPLE, CHECKPOINT):
+        raise ValueError(f"append_dim is {append_dim!r}; needed None, 'sample' or 'checkpoint'.")
     features = lazy_features(features)
-    piece = Piece(Place(location(store), storage_options or {}), *describe(features, dtype))
-    kept = Kept(estimator_weights(features, estimator, power), estimator) if gram else None
-    _require_ours(piece.place)
-    with lease(piece.place, "td.save"):
-        _create_or_check(piece, features, kept)
-        _save(piece, features, kept, progress=progress)
+    place = Place(location(store), storage_options or {})
+    piece = Piece(place, *describe(features, dtype))
+    _require_ours(place)
+    with lease(place, "td.save"):
+        if append_dim is not None and _require_ours(place):
+            piece, features = appended(place, piece, features, append_dim)
+        if features.sizes[CHECKPOINT] > 0:
+            kept = Kept(estimator_weights(features, estimator, power), estimator) if gram else None
+            _create_or_check(piece, features, kept)
+            _save(piece, features, kept, progress=progress)
     return open(store, storage_options=storage_options)
 
 

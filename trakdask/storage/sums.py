@@ -13,9 +13,9 @@ from dask.base import tokenize
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.storage.blocks import HOST, about, run, storing
-from trakdask.storage.opening import stored
 from trakdask.storage.piece import GRAM, LOSS_GRADIENT, Piece, array
 from trakdask.storage.place import Recorded
+from trakdask.storage.reading import stored
 from trakdask.storage.template import Kept
 
 __all__ = ["save_sums"]

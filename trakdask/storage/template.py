@@ -54,6 +54,7 @@ class Kept:
 
 def create(piece: Piece, features: xr.Dataset, kept: Kept | None) -> None:
     """Make the arrays and coords of a piece; what an unfinished attempt left is removed before."""
+    features = features.assign_attrs(piece.spec)
     control = piece.place / RECORDS
     control.write(UNFINISHED, b"trakdask is making this store; nothing in it counts yet\n")
     for place in (piece.place, control):
@@ -64,7 +65,7 @@ def create(piece: Piece, features: xr.Dataset, kept: Kept | None) -> None:
     zarr.create_group(store, zarr_format=3).create_group(RECORDS)
     write_coords(store, features)
     group = piece.group(store)
-    group.attrs.update({**features.attrs, **piece.spec, "layout": piece.layout})
+    group.attrs.update({**features.attrs, "layout": piece.layout})
     for name in FEATURE_NAMES:
         _create_array(group, piece, features, name, features[name].dtype)
     if piece.layout["dtype"] == "float16":

@@ -11,9 +11,10 @@ import pandas as pd
 
 from trakdask.locations import location
 from trakdask.storage.lease import PREFIX, lease
-from trakdask.storage.opening import find
+from trakdask.storage.parts import PARTS, places
 from trakdask.storage.piece import GRAM, RECORDS, Files, Piece
 from trakdask.storage.place import PARTIAL, Place, checksum
+from trakdask.storage.reading import find
 from trakdask.storage.runs import RUNS
 from trakdask.storage.template import METADATA, TEMPLATE, UNFINISHED, inventory, restore
 
@@ -65,17 +66,9 @@ def verify(
     """
     place = Place(location(store), storage_options or {})
     if not repair:
-        return _table(_metadata_faults(place) or list(_piece_faults(find(place), checksums)))
+        return _table(place, [each for at in places(place) for each in _faults_at(at, checksums)])
     with lease(place, "td.verify"):
-        found = _metadata_faults(place)
-        for fault in found:
-            restore(place, fault.path)
-        piece = find(place)
-        sweep(piece)
-        for fault in _piece_faults(piece, checksums):
-            withdraw(piece, fault)
-            found.append(fault)
-    return _table(found)
+        return _table(place, [each for at in places(place) for each in _mend(at, checksums)])
 
 
 @dataclass(frozen=True)
@@ -115,9 +108,32 @@ def withdraw(piece: Piece, fault: Fault) -> None:
             piece.folder(index).remove(f"{GRAM}.json")
 
 
-def _table(found: list[Fault]) -> pd.DataFrame:
+def _faults_at(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
+    found = _metadata_faults(place) or _piece_faults(find(place), checksums)
+    return [(place, fault) for fault in found]
+
+
+def _mend(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
+    found = _metadata_faults(place)
+    for fault in found:
+        restore(place, fault.path)
+    piece = find(place)
+    sweep(piece)
+    for fault in _piece_faults(piece, checksums):
+        withdraw(piece, fault)
+        found.append(fault)
+    return [(place, fault) for fault in found]
+
+
+def _table(root: Place, found: list[tuple[Place, Fault]]) -> pd.DataFrame:
+    """Return faults as rows, with paths in the store, not in the piece."""
     columns = [field.name for field in fields(Fault)]
-    return pd.DataFrame([asdict(fault) for fault in found], columns=columns)
+    prefixes = [place.url[len(root.url) + 1 :] for place, _ in found]
+    rows = [
+        {**asdict(fault), "path": f"{prefix}/{fault.path}" if prefix else fault.path}
+        for prefix, (_, fault) in zip(prefixes, found, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _block_faults(
@@ -191,6 +207,8 @@ def _other_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
             yield Fault(path, "a damaged or missing coord", remedy="td.save(features, new_store)")
     own = {*template, *_possible(piece)}
     for path in sizes:
+        if path.startswith(f"{PARTS}/"):
+            continue  # pieces of their own
         if path.endswith(PARTIAL):
             yield Fault(path, "left half written by a writer that was killed", remedy=_REPAIR)
         elif path not in own and not _is_control(piece, path):

@@ -1,0 +1,211 @@
+"""Pieces of one store: what was appended lies beside the first, and opens as one Dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import add
+from typing import Any, Literal
+
+import xarray as xr
+import zarr
+
+from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.provenance import PRECISION, require_same
+from trakdask.storage.piece import FEATURE_NAMES, GRAM, LOSS_GRADIENT, RECORDS, Piece, array
+from trakdask.storage.place import Place
+from trakdask.storage.reading import find, stored
+from trakdask.storage.template import UNFINISHED
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
+
+__all__ = ["PARTS", "AppendDim", "appended", "assembled", "pieces", "places"]
+
+PARTS = "parts"
+AppendDim = Literal["sample", "checkpoint"]
+
+_BY_CHECKPOINT = ("checkpoints", "checkpoint_ids")
+_SAME = ("projector", "parameters", "task", *PRECISION)
+
+
+def pieces(place: Place) -> list[Piece]:
+    """Return the pieces of a store, the first of them at its root."""
+    return [find(each) for each in places(place)]
+
+
+def places(place: Place) -> list[Place]:
+    """Return where the pieces of a store are; one that is being made is not there yet."""
+    names = sorted((name for name in (place / PARTS).names() if name.isdigit()), key=int)
+    parts = [place / PARTS / name for name in names]
+    return [place, *(part for part in parts if _is_made(part))]
+
+
+def appended(
+    place: Place, piece: Piece, features: xr.Dataset, append_dim: AppendDim
+) -> tuple[Piece, xr.Dataset]:
+    """Return where features belong that are appended, and those of them that are not there.
+
+    An earlier piece that is to be resumed, or a new one.
+
+    Raises
+    ------
+    StoreMismatchError
+        If they differ from the store in more than they may; the field is named.
+    """
+    found = pieces(place)
+    if append_dim == CHECKPOINT:
+        piece, features = _without_known(piece, features, found)
+    for old in found:
+        if (old.spec, old.layout) == (piece.spec, piece.layout):
+            return old, features
+    own = [old for old in found if old.spec.get("source") == piece.spec.get("source")]
+    _refuse_known(piece, own, append_dim)
+    if append_dim == SAMPLE:
+        needed, names = _with_checkpoints(found), (*_SAME, *_BY_CHECKPOINT)
+    else:
+        needed, names = _with_checkpoints(own or found), (*_SAME, "source", "layout")
+    what = f"these features and the store {place.url!r}"
+    require_same(_described(piece), _described(needed), what=what, names=names)
+    _require_width(piece, features, found[0])
+    zarr.open_group(place.zarr(), mode="r+", zarr_format=3).require_group(PARTS)
+    return Piece(place / PARTS / str(len(found)), piece.spec, piece.layout), features
+
+
+def _refuse_known(piece: Piece, own: Sequence[Piece], append_dim: AppendDim) -> None:
+    """Refuse features of which a part is there already, and which are not what it resumes."""
+    names = set(piece.spec["checkpoints"])
+    known = [old for old in own if append_dim == SAMPLE or names & set(old.spec["checkpoints"])]
+    if known:
+        source, old = f"{piece.spec.get('source')!r:.60}", known[0]
+        raise StoreMismatchError(
+            f"{old.place.url!r} has samples of the source {source} at the checkpoints "
+            f"{list(old.spec['checkpoints'])} in {old.layout}; needed the same to go on with them, "
+            "or others to append. Type append_dim='sample' with other samples "
+            "(samples.attrs['source']), or append_dim='checkpoint' with other checkpoints."
+        )
+
+
+def _require_width(piece: Piece, features: xr.Dataset, first: Piece) -> None:
+    width, needed = features.sizes[PROJ_DIM], array(first.group(), "feature").shape[1]
+    if width != needed:
+        raise StoreMismatchError(
+            f"these features have proj_dim {width} and the store {first.place.url!r} {needed}; "
+            "needed the same. Featurize with the projector of the store."
+        )
+
+
+def assembled(found: Sequence[Piece]) -> xr.Dataset:
+    """Return the pieces of a store as one lazy Dataset."""
+    if len(found) == 1:
+        return stored(found[0])
+    names = list(_with_checkpoints(found).spec["checkpoints"])
+    rows = [_row(row, names) for row in _rows(found)]
+    ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE)
+    attrs = {
+        **rows[0].attrs,
+        "source": " + ".join(str(row.attrs.get("source")) for row in rows),
+        "layout": {**found[0].layout, "samples": ds.sizes[SAMPLE]},
+    }
+    ds = ds.assign_attrs(attrs)
+    for name in (GRAM, LOSS_GRADIENT):
+        if (total := _sum(name, rows, names)) is not None:
+            own = {"samples": ds.sizes[SAMPLE], "source": attrs["source"]}
+            ds = ds.assign({name: total.assign_attrs(own)})
+    return ds
+
+
+def _is_made(place: Place) -> bool:
+    control = (place / RECORDS).names()
+    return bool(control) and UNFINISHED not in control
+
+
+def _described(piece: Piece) -> dict[str, Any]:
+    """Return spec and layout to compare; checkpoints by name, since their order may differ."""
+    ordered = {name: dict(sorted(piece.spec[name].items())) for name in _BY_CHECKPOINT}
+    layout = {name: piece.layout[name] for name in ("samples", "block", "dtype")}
+    return {**piece.spec, **ordered, "layout": layout}
+
+
+def _without_known(
+    piece: Piece, features: xr.Dataset, found: Sequence[Piece]
+) -> tuple[Piece, xr.Dataset]:
+    """Leave out checkpoints that a complete piece has of these samples."""
+    source = piece.spec.get("source")
+    known = {
+        name: old.spec["checkpoints"][name]
+        for old in found
+        if old.spec.get("source") == source and old.is_complete()
+        for name in old.spec["checkpoints"]
+    }
+    names = [str(name) for name in features[CHECKPOINT].values]
+    ours = piece.spec["checkpoints"]
+    same = {name: ours[name] for name in names if name in known}
+    require_same(
+        {"checkpoints": same},
+        {"checkpoints": {name: known[name] for name in same}},
+        what=f"these features and the store {found[0].place.url!r}",
+        names=("checkpoints",),
+    )
+    new = [name for name in names if name not in known]
+    chosen = {field: {name: piece.spec[field][name] for name in new} for field in _BY_CHECKPOINT}
+    taken = features.isel({CHECKPOINT: [names.index(name) for name in new]})
+    return Piece(piece.place, {**piece.spec, **chosen}, piece.layout), taken
+
+
+def _with_checkpoints(found: Sequence[Piece]) -> Piece:
+    """Return the first piece as if it had the checkpoints of all."""
+    merged = {name: _merged(piece.spec[name] for piece in found) for name in _BY_CHECKPOINT}
+    return Piece(found[0].place, {**found[0].spec, **merged}, found[0].layout)
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _rows(found: Sequence[Piece]) -> list[list[Piece]]:
+    rows: dict[Any, list[Piece]] = {}
+    for piece in found:
+        rows.setdefault(piece.spec.get("source"), []).append(piece)
+    return list(rows.values())
+
+
+def _row(row: Sequence[Piece], names: list[str]) -> xr.Dataset:
+    """Return all checkpoints of the samples of one source."""
+    parts = [stored(piece) for piece in row]
+    attrs = {**parts[0].attrs, **_with_checkpoints(row).spec}
+    common = [name for name in parts[0].data_vars if all(name in part for part in parts)]
+    if not _same_formula(GRAM, parts):
+        common = [name for name in common if name not in (GRAM, LOSS_GRADIENT)]
+    ds = _concat([part[common] for part in parts], CHECKPOINT) if len(parts) > 1 else parts[0]
+    here = [str(name) for name in ds[CHECKPOINT].values]
+    if missing := [name for name in names if name not in here]:
+        raise IncompleteFeaturesError(
+            f"the samples of {attrs.get('source')!r:.60} have no features of the checkpoints "
+            f"{missing} in the store; needed all of {names}. Type td.save(td.featurize(samples, "
+            "model), store, append_dim='checkpoint') with these samples."
+        )
+    ordered = attrs | {field: {n: attrs[field][n] for n in names} for field in _BY_CHECKPOINT}
+    return ds.isel({CHECKPOINT: [here.index(name) for name in names]}).assign_attrs(ordered)
+
+
+def _concat(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
+    return xr.concat(
+        parts, dim, data_vars="all", coords="minimal", compat="override", join="override",
+        combine_attrs="override",
+    )  # fmt: skip
+
+
+def _same_formula(name: str, parts: Sequence[xr.Dataset]) -> bool:
+    weights = [part[name].attrs.get("gram_weights") for part in parts if name in part]
+    return len(weights) == len(parts) and len(set(weights)) == 1
+
+
+def _sum(name: str, rows: Sequence[xr.Dataset], names: list[str]) -> xr.DataArray | None:
+    """Return the sum of what was kept of each piece, if all kept the same."""
+    if any(name not in row for row in rows) or not _same_formula(name, rows):
+        return None
+    pooled = [row[name].attrs.get("pooled_checkpoints") for row in rows]
+    if name == LOSS_GRADIENT and any(sorted(each or []) != sorted(names) for each in pooled):
+        return None  # its weights are means over checkpoints, of which there are more now
+    total = reduce(add, (row[name].variable for row in rows))
+    array = rows[0][name].copy(data=total.data)
+    return array.assign_attrs(pooled_checkpoints=names)
