@@ -32,6 +32,7 @@ from .regularization import damping as damping
 from .samples import from_arrays as from_arrays
 from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
+from .storage import drop as drop
 from .storage import open as open
 from .storage import save as save
 from .storage import verify as verify

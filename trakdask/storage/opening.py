@@ -6,17 +6,19 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.locations import location
-from trakdask.storage.parts import assembled, pieces
+from trakdask.storage.drops import latest
+from trakdask.storage.parts import DROPPED, assembled, pieces
 from trakdask.storage.piece import FEATURE_NAMES, GRAM, RECORDS, SUMS, Piece
 from trakdask.storage.place import Place
 from trakdask.storage.reading import require_sense
 from trakdask.storage.runs import runs
 from trakdask.storage.template import UNFINISHED
-from trakdask.variables import load_coords
+from trakdask.variables import SAMPLE, load_coords
 
 __all__ = ["open"]
 
@@ -25,6 +27,7 @@ def open(
     store: str | os.PathLike[str],
     *,
     require_complete: bool = True,
+    dropped: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Open saved features as a lazy Dataset; metadata coords are loaded, arrays are not.
@@ -35,6 +38,9 @@ def open(
         Folder or fsspec URL that :func:`save` wrote.
     require_complete
         Refuse a store that lacks blocks: they would read as NaN.
+    dropped
+        Show the samples that :func:`drop` left out, too, marked by the coord ``dropped``; without
+        the sums that do not cover them.
     storage_options
         Given to fsspec with a URL, as xarray does.
 
@@ -55,14 +61,25 @@ def open(
     ValueError
         If its metadata make no sense, or coords or blocks would not fit in memory.
     """
-    found = pieces(Place(location(store), storage_options or {}))
+    place = Place(location(store), storage_options or {})
+    found = pieces(place)
     if require_complete:
         _require_complete(found)
     for piece in found:
         require_sense(piece)
-    ds = assembled(found)
+    ds = _without_dropped(assembled(found, latest(place)), show=dropped)
     names = [name for name in (*FEATURE_NAMES, *SUMS) if name in ds]
     return load_coords(ds[names]).assign_attrs(saved=runs(found))
+
+
+def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
+    if DROPPED not in ds.coords:
+        return (
+            ds.assign_coords({DROPPED: (SAMPLE, np.zeros(ds.sizes[SAMPLE], bool))}) if show else ds
+        )
+    if show:
+        return ds.drop_vars(SUMS, errors="ignore")
+    return ds.isel({SAMPLE: np.flatnonzero(~ds[DROPPED].values)}).drop_vars(DROPPED)
 
 
 def _require_complete(found: Sequence[Piece]) -> None:

@@ -7,22 +7,46 @@ from functools import reduce
 from operator import add
 from typing import Any, Literal
 
+import dask.array as da
+import numpy as np
 import xarray as xr
 import zarr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.provenance import PRECISION, require_same
-from trakdask.storage.piece import FEATURE_NAMES, GRAM, LOSS_GRADIENT, RECORDS, Piece, array
+from trakdask.provenance import PRECISION, digest, require_same
+from trakdask.storage.drops import Drop, latest
+from trakdask.storage.piece import (
+    FEATURE_NAMES,
+    GRAM,
+    LOSS_GRADIENT,
+    RECORDS,
+    SCALE,
+    SUMS,
+    Piece,
+    array,
+)
 from trakdask.storage.place import Place
 from trakdask.storage.reading import find, stored
 from trakdask.storage.template import UNFINISHED
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
-__all__ = ["PARTS", "AppendDim", "appended", "assembled", "pieces", "places"]
+__all__ = [
+    "DROPPED",
+    "PARTS",
+    "AppendDim",
+    "appended",
+    "assembled",
+    "dropped_rows",
+    "pieces",
+    "places",
+]
 
 PARTS = "parts"
 AppendDim = Literal["sample", "checkpoint"]
 
+DROPPED = "dropped"
+_FORMULA = {GRAM: "gram_weights", LOSS_GRADIENT: "loss_weights"}
+_POOLED = "pooled_checkpoints"
 _BY_CHECKPOINT = ("checkpoints", "checkpoint_ids")
 _SAME = ("projector", "parameters", "task", *PRECISION)
 
@@ -55,7 +79,7 @@ def appended(
     if append_dim == CHECKPOINT:
         piece, features = _without_known(piece, features, found)
     for old in found:
-        if (old.spec, old.layout) == (piece.spec, piece.layout):
+        if old.digest == piece.digest:
             return old, features
     own = [old for old in found if old.spec.get("source") == piece.spec.get("source")]
     _refuse_known(piece, own, append_dim)
@@ -65,7 +89,7 @@ def appended(
         needed, names = _with_checkpoints(own or found), (*_SAME, "source", "layout")
     what = f"these features and the store {place.url!r}"
     require_same(_described(piece), _described(needed), what=what, names=names)
-    _require_width(piece, features, found[0])
+    _require_variables(features, found[0])
     zarr.open_group(place.zarr(), mode="r+", zarr_format=3).require_group(PARTS)
     return Piece(place / PARTS / str(len(found)), piece.spec, piece.layout), features
 
@@ -84,8 +108,17 @@ def _refuse_known(piece: Piece, own: Sequence[Piece], append_dim: AppendDim) -> 
         )
 
 
-def _require_width(piece: Piece, features: xr.Dataset, first: Piece) -> None:
-    width, needed = features.sizes[PROJ_DIM], array(first.group(), "feature").shape[1]
+def _require_variables(features: xr.Dataset, first: Piece) -> None:
+    group = first.group()
+    ours = {str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims}
+    theirs = {n for n, _ in group.arrays()} - {*FEATURE_NAMES, *SUMS, SCALE, CHECKPOINT}
+    if ours != theirs:
+        raise StoreMismatchError(
+            f"these features have the coords {sorted(ours)} and the store {first.place.url!r} "
+            f"{sorted(theirs)}; needed the same. Type features.assign_coords(...) or "
+            f"features.drop_vars({sorted(ours - theirs)})."
+        )
+    width, needed = features.sizes[PROJ_DIM], array(group, "feature").shape[1]
     if width != needed:
         raise StoreMismatchError(
             f"these features have proj_dim {width} and the store {first.place.url!r} {needed}; "
@@ -93,24 +126,40 @@ def _require_width(piece: Piece, features: xr.Dataset, first: Piece) -> None:
         )
 
 
-def assembled(found: Sequence[Piece]) -> xr.Dataset:
-    """Return the pieces of a store as one lazy Dataset."""
-    if len(found) == 1:
+def assembled(found: Sequence[Piece], drop: Drop | None = None) -> xr.Dataset:
+    """Return the pieces of a store as one lazy Dataset; a coord ``dropped`` marks samples."""
+    if len(found) == 1 and drop is None:
         return stored(found[0])
     names = list(_with_checkpoints(found).spec["checkpoints"])
     rows = [_row(row, names) for row in _rows(found)]
-    ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE)
-    attrs = {
-        **rows[0].attrs,
-        "source": " + ".join(str(row.attrs.get("source")) for row in rows),
-        "layout": {**found[0].layout, "samples": ds.sizes[SAMPLE]},
-    }
-    ds = ds.assign_attrs(attrs)
-    for name in (GRAM, LOSS_GRADIENT):
-        if (total := _sum(name, rows, names)) is not None:
-            own = {"samples": ds.sizes[SAMPLE], "source": attrs["source"]}
-            ds = ds.assign({name: total.assign_attrs(own)})
-    return ds
+    ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE) if len(rows) > 1 else rows[0]
+    ds = ds[list(FEATURE_NAMES)].assign_attrs(
+        source=" + ".join(str(row.attrs.get("source")) for row in rows),
+        layout={**found[0].layout, "samples": ds.sizes[SAMPLE]},
+    )
+    summed = [stored(piece) for piece in (found if drop is None else found[drop.attrs["pieces"] :])]
+    if drop is not None:
+        mask = drop.mask(ds.sizes[SAMPLE])
+        ds = ds.assign_coords({DROPPED: (SAMPLE, mask)})
+        packed = np.packbits(mask).tobytes().hex()
+        ds.attrs["source"] += f" without {digest({'dropped': packed})[:16]}"
+        summed.append(drop.sums())
+    n_dropped = int(ds[DROPPED].sum()) if drop is not None else 0
+    own = {"samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
+    sums = {name: _sum(name, summed, names) for name in SUMS}
+    return ds.assign({n: v.assign_attrs(own) for n, v in sums.items() if v is not None})
+
+
+def dropped_rows(place: Place, piece: Piece) -> np.ndarray:
+    """Return which samples of a piece the store leaves out."""
+    rows = _rows(pieces(place))
+    sizes = [row[0].layout["samples"] for row in rows]
+    sources = [row[0].spec.get("source") for row in rows]
+    start = sum(sizes[: sources.index(piece.spec.get("source"))])
+    drop = latest(place)
+    if drop is None:
+        return np.zeros(piece.layout["samples"], bool)
+    return drop.mask(sum(sizes))[start : start + piece.layout["samples"]]
 
 
 def _is_made(place: Place) -> bool:
@@ -172,10 +221,8 @@ def _row(row: Sequence[Piece], names: list[str]) -> xr.Dataset:
     """Return all checkpoints of the samples of one source."""
     parts = [stored(piece) for piece in row]
     attrs = {**parts[0].attrs, **_with_checkpoints(row).spec}
-    common = [name for name in parts[0].data_vars if all(name in part for part in parts)]
-    if not _same_formula(GRAM, parts):
-        common = [name for name in common if name not in (GRAM, LOSS_GRADIENT)]
-    ds = _concat([part[common] for part in parts], CHECKPOINT) if len(parts) > 1 else parts[0]
+    parts = [part[list(FEATURE_NAMES)] for part in parts]
+    ds = _concat(parts, CHECKPOINT) if len(parts) > 1 else parts[0]
     here = [str(name) for name in ds[CHECKPOINT].values]
     if missing := [name for name in names if name not in here]:
         raise IncompleteFeaturesError(
@@ -194,18 +241,24 @@ def _concat(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
     )  # fmt: skip
 
 
-def _same_formula(name: str, parts: Sequence[xr.Dataset]) -> bool:
-    weights = [part[name].attrs.get("gram_weights") for part in parts if name in part]
-    return len(weights) == len(parts) and len(set(weights)) == 1
-
-
-def _sum(name: str, rows: Sequence[xr.Dataset], names: list[str]) -> xr.DataArray | None:
-    """Return the sum of what was kept of each piece, if all kept the same."""
-    if any(name not in row for row in rows) or not _same_formula(name, rows):
+def _sum(name: str, summed: Sequence[xr.Dataset], names: list[str]) -> xr.DataArray | None:
+    """Return the sum over all samples of what was kept of some, if all kept the same."""
+    if any(name not in part for part in summed):
         return None
-    pooled = [row[name].attrs.get("pooled_checkpoints") for row in rows]
-    if name == LOSS_GRADIENT and any(sorted(each or []) != sorted(names) for each in pooled):
+    attrs = [part[name].attrs for part in summed]
+    if len({each.get(_FORMULA[name]) for each in attrs}) > 1:
+        return None
+    if name == LOSS_GRADIENT and any(set(each[_POOLED]) != set(names) for each in attrs):
         return None  # its weights are means over checkpoints, of which there are more now
-    total = reduce(add, (row[name].variable for row in rows))
-    array = rows[0][name].copy(data=total.data)
-    return array.assign_attrs(pooled_checkpoints=names)
+    totals = []
+    for checkpoint in names:
+        parts = [part[name] for part in summed if checkpoint in part[CHECKPOINT].values]
+        totals.append(reduce(add, (_at(part, checkpoint) for part in parts)))
+    data = da.concatenate(totals, axis=-1)
+    return xr.DataArray(data, dims=VARIABLES[name].dims, attrs={**attrs[0], _POOLED: names})
+
+
+def _at(part: xr.DataArray, checkpoint: str) -> da.Array:
+    index = part[CHECKPOINT].values.tolist().index(checkpoint)
+    data: da.Array = part.data[..., index : index + 1]
+    return data

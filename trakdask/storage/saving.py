@@ -17,7 +17,7 @@ from trakdask.provenance import STORE_SPEC, require_same
 from trakdask.storage.blocks import save_checkpoint, storing
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import AppendDim, appended
+from trakdask.storage.parts import AppendDim, appended, dropped_rows
 from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
 from trakdask.storage.place import Place
 from trakdask.storage.runs import recorded_run
@@ -121,11 +121,13 @@ def save(
         if features.sizes[CHECKPOINT] > 0:
             kept = Kept(estimator_weights(features, estimator, power), estimator) if gram else None
             _create_or_check(piece, features, kept)
-            _save(piece, features, kept, progress=progress)
+            _save(place, piece, features, kept, progress=progress)
     return open(store, storage_options=storage_options)
 
 
-def _save(piece: Piece, features: xr.Dataset, kept: Kept | None, *, progress: bool) -> None:
+def _save(
+    place: Place, piece: Piece, features: xr.Dataset, kept: Kept | None, *, progress: bool
+) -> None:
     sweep(piece)
     for fault in faults(piece):
         _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
@@ -137,8 +139,9 @@ def _save(piece: Piece, features: xr.Dataset, kept: Kept | None, *, progress: bo
         for index in range(len(piece.checkpoints)):
             hosts |= save_checkpoint(piece, features, index)
         if kept is not None:  # after all features: score weights are means over checkpoints
+            dropped = dropped_rows(place, piece)
             for index in range(len(piece.checkpoints)):
-                hosts |= save_sums(piece, kept, index)
+                hosts |= save_sums(piece, kept, index, dropped)
 
 
 def _require_ours(place: Place) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from trakdask.locations import location
+from trakdask.storage.drops import DROPS, latest
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.parts import PARTS, places
 from trakdask.storage.piece import GRAM, RECORDS, Files, Piece
@@ -66,9 +67,11 @@ def verify(
     """
     place = Place(location(store), storage_options or {})
     if not repair:
-        return _table(place, [each for at in places(place) for each in _faults_at(at, checksums)])
+        found = [each for at in places(place) for each in _faults_at(at, checksums)]
+        return _table(place, [*found, *_drop_faults(place, checksums)])
     with lease(place, "td.verify"):
-        return _table(place, [each for at in places(place) for each in _mend(at, checksums)])
+        found = [each for at in places(place) for each in _mend(at, checksums)]
+        return _table(place, [*found, *_drop_faults(place, checksums)])
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,19 @@ def _mend(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
         withdraw(piece, fault)
         found.append(fault)
     return [(place, fault) for fault in found]
+
+
+def _drop_faults(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
+    if (drop := latest(place)) is None:
+        return []
+    sizes, found = drop.place.sizes(), []
+    remedy = f"delete {drop.place.url}, then td.drop(store, where=...) again"
+    for path, (size, known) in drop.attrs["files"].items():
+        if path == METADATA:  # its attrs tell of the files: written after them
+            continue
+        if sizes.get(path) != size or (checksums and checksum(drop.place.read(path)) != known):
+            found.append((drop.place, Fault(path, "damaged or missing", remedy=remedy)))
+    return found
 
 
 def _table(root: Place, found: list[tuple[Place, Fault]]) -> pd.DataFrame:
@@ -207,8 +223,8 @@ def _other_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
             yield Fault(path, "a damaged or missing coord", remedy="td.save(features, new_store)")
     own = {*template, *_possible(piece)}
     for path in sizes:
-        if path.startswith(f"{PARTS}/"):
-            continue  # pieces of their own
+        if path.startswith((f"{PARTS}/", f"{DROPS}/")):
+            continue  # told of by themselves
         if path.endswith(PARTIAL):
             yield Fault(path, "left half written by a writer that was killed", remedy=_REPAIR)
         elif path not in own and not _is_control(piece, path):
