@@ -247,9 +247,9 @@ def test_damping__nan_targets_are_left_out() -> None:
     np.testing.assert_allclose(found.curve, good.curve, atol=1e-12)
 
 
-def test_damping__nan_training_rows_and_bad_q_are_errors() -> None:
+def test_damping__rows_that_are_nan_in_part_and_bad_q_are_errors() -> None:
     x = TRAIN.feature.values.copy()
-    x[5, :, 1] = np.nan
+    x[5, 0, 1] = np.nan  # a whole row would be a sample that was recorded as failed
     holed = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(32, P, 1))))
     with pytest.raises(ValueError, match="checkpoint 'c1' is not finite"):
         td.damping(holed, TARGETS, estimator="soft").compute(scheduler="sync")

@@ -11,6 +11,7 @@ from .attribution import self_influence as self_influence
 from .errors import BlockError as BlockError
 from .errors import CheckpointError as CheckpointError
 from .errors import IncompleteFeaturesError as IncompleteFeaturesError
+from .errors import StoreBusyError as StoreBusyError
 from .errors import StoreMismatchError as StoreMismatchError
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
@@ -32,5 +33,7 @@ from .regularization import damping as damping
 from .samples import from_arrays as from_arrays
 from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
+from .storage import drop as drop
 from .storage import open as open
 from .storage import save as save
+from .storage import verify as verify

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["BlockError", "CheckpointError", "IncompleteFeaturesError", "StoreMismatchError"]
+__all__ = [
+    "BlockError",
+    "CheckpointError",
+    "IncompleteFeaturesError",
+    "StoreBusyError",
+    "StoreMismatchError",
+]
 
 
 class CheckpointError(ValueError):
@@ -11,6 +17,10 @@ class CheckpointError(ValueError):
 
 class StoreMismatchError(ValueError):
     """Two feature sets, or a feature set and a store, were made in different ways."""
+
+
+class StoreBusyError(RuntimeError):
+    """Another process writes the store; the message says which."""
 
 
 class IncompleteFeaturesError(ValueError):

@@ -58,6 +58,7 @@ class Weights:
         return {
             "gram_weights": self.gram,
             "loss_weights": self.loss,
+            "power": self.power,
             "samples": features.sizes[SAMPLE],
             "source": features.attrs.get("source", ""),
             "pooled_checkpoints": [str(name) for name in features[CHECKPOINT].values],

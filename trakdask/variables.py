@@ -59,6 +59,11 @@ _ALL = (
     Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
+    Variable(
+        "feature_scale",
+        (SAMPLE, CHECKPOINT),
+        "a power of two: feature is what is stored as float16, times this",
+    ),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
     Variable("self_influence", (SAMPLE,), "how much training on a sample raised its own output"),

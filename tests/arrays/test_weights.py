@@ -59,8 +59,14 @@ def test_soft_weights__refuse_other_numbers_when_computed(weights) -> None:
         found = weights(lazy(np.array([[0.5, q]])), 0.5)
         with pytest.raises(ValueError, match=r"lies in .* need 1 - p.*Type estimator='trak'"):
             found.compute(scheduler="sync")
-    with pytest.raises(ValueError, match=r"out_to_loss contains NaN.*Drop those samples"):
-        weights(lazy(np.array([[0.5, np.nan]])), 0.5).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("weights", [soft_gram_weights, soft_loss_weights])
+def test_soft_weights__nan_of_a_failed_sample_stays_nan(weights) -> None:
+    q = np.array([[0.5, np.nan], [0.25, 0.75]])
+    found = weights(lazy(q), 0.5).compute(scheduler="sync")
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(q))
+    np.testing.assert_array_equal(found[1], weights(lazy(q[1:]), 0.5).compute()[0])
 
 
 def test_norms__against_numpy_and_zero() -> None:
