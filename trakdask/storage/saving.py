@@ -134,8 +134,9 @@ def save(
 def _save(
     place: Place, piece: Piece, features: xr.Dataset, kept: Kept | None, *, progress: bool
 ) -> None:
-    sweep(piece)
-    for fault in faults(piece):
+    sizes = piece.place.sizes()
+    sweep(piece, sizes)
+    for fault in faults(piece, sizes):
         _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
         withdraw(piece, fault)
     total = len(piece.checkpoints) * (piece.n_blocks + (kept is not None))
