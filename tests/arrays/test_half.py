@@ -58,6 +58,14 @@ def test_encode__rows_without_numbers() -> None:
     np.testing.assert_allclose(found, feature, rtol=2**-11)
 
 
+def test_encode__the_end_of_float32() -> None:
+    last = np.finfo("f4").max
+    feature = np.array([[last, -last, 1.0], [last, np.inf, -np.inf]], "f4")[:, :, None]
+    found = round_trip(feature)
+    np.testing.assert_array_equal(np.isinf(found), np.isinf(feature))
+    np.testing.assert_allclose(found[..., 0], feature[..., 0], rtol=2**-11, atol=1e30)
+
+
 def test_encode__scale_is_a_power_of_two() -> None:
     feature = np.random.default_rng(0).standard_normal((50, 7, 1)).astype("f4")
     mantissa, _ = np.frexp(encode(feature)[1])

@@ -79,7 +79,7 @@ def test_open__folders_that_are_no_numbers(
 @pytest.mark.parametrize("samples", [10**15, 10**11])
 def test_open__huge_shapes(store: Path, samples: int) -> None:
     block = 10**9
-    for name in ("feature", "output", "out_to_loss", "label"):
+    for name in ("feature", "output", "out_to_loss", "error", "label"):
         metadata = json.loads((store / name / "zarr.json").read_text())
         metadata["shape"][0] = samples
         metadata["chunk_grid"]["configuration"]["chunk_shape"][0] = block

@@ -317,6 +317,8 @@ def test_save__float16(tmp_path: Path) -> None:
         save(FEATURES, tmp_path / "f.zarr")
     with pytest.raises(ValueError, match="needed 'float16', or None"):
         save(FEATURES, tmp_path / "f.zarr", dtype="float8")
+    with pytest.raises(ValueError, match="features are float64; needed float32"):
+        save(FEATURES.astype("f8"), tmp_path / "g.zarr", dtype="float16")
 
 
 def test_open__missing_or_other(tmp_path: Path) -> None:

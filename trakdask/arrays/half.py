@@ -10,6 +10,8 @@ __all__ = ["decoded", "encode"]
 
 _TOP = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
+_LAST = 128 - _TOP  # the exponent of rows that go up to the end of float32
+_BELOW_TOP = 2**_TOP - 16  # the largest float16 below 2^15
 
 
 def encode(feature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -28,6 +30,11 @@ def encode(feature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     _, exponent = np.frexp(np.abs(finite).max(axis=1, initial=0))  # largest = m 2^e, m in [½, 1)
     exponent = exponent - _TOP
     stored = np.ldexp(feature, -exponent[:, None, :]).astype(np.float16)
+    if (is_top := exponent == _LAST).any():  # rounded up, the largest would overflow float32
+        at = np.where(is_top[:, None, :] & np.isfinite(feature), _BELOW_TOP, np.inf).astype(
+            np.float16
+        )
+        stored = np.clip(stored, -at, at)
     return stored, np.ldexp(1.0, exponent)
 
 

@@ -148,14 +148,17 @@ def _written(target: str, data: bytes) -> Iterator[str]:
             os.unlink(partial)
 
 
-def _walk(folder: str, prefix: str = "") -> Iterator[tuple[str, int]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(entry.path, f"{prefix}{entry.name}/")
-                continue
-            with suppress(FileNotFoundError):  # another's temporary file, gone by now
-                yield f"{prefix}{entry.name}", entry.stat(follow_symlinks=False).st_size
+def _walk(folder: str) -> Iterator[tuple[str, int]]:
+    waiting = [(folder, "")]
+    while waiting:
+        path, prefix = waiting.pop()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append((entry.path, f"{prefix}{entry.name}/"))
+                    continue
+                with suppress(FileNotFoundError):  # another's temporary file, gone by now
+                    yield f"{prefix}{entry.name}", entry.stat(follow_symlinks=False).st_size
 
 
 def _may_pass(err: OSError) -> bool:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
 import xarray as xr
 import zarr
 
@@ -118,6 +119,11 @@ def save(
     validate(features, FEATURE_NAMES, what="features")
     if dtype not in (None, "float16"):
         raise ValueError(f"dtype is {dtype!r}; needed 'float16', or None for that of the features.")
+    if dtype == "float16" and features.feature.dtype != np.float32:
+        raise ValueError(
+            f"features are {features.feature.dtype}; needed float32 for dtype='float16'. Type "
+            "features.assign(feature=features.feature.astype('float32'))."
+        )
     if append_dim not in (None, SAMPLE, CHECKPOINT):
         raise ValueError(f"append_dim is {append_dim!r}; needed None, 'sample' or 'checkpoint'.")
     features = lazy_features(as_variable(features))
@@ -143,8 +149,9 @@ def _save(
     progress: bool,
     retries: int,
 ) -> None:
-    sweep(piece)
-    for fault in faults(piece):
+    sizes = piece.place.sizes()
+    sweep(piece, sizes)
+    for fault in faults(piece, sizes):
         _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
         withdraw(piece, fault)
     total = len(piece.checkpoints) * (piece.n_blocks + (kept is not None))

@@ -85,19 +85,18 @@ class Fault:
     remedy: str = _SAVE
 
 
-def faults(piece: Piece, *, checksums: bool = False) -> list[Fault]:
-    """Return the damaged files of completed blocks."""
-    sizes, files = piece.place.sizes(), Files(piece)
-    found: list[Fault] = []
+def faults(piece: Piece, sizes: Mapping[str, int], *, checksums: bool = False) -> list[Fault]:
+    """Return the damaged files of completed blocks, by a listing of the piece."""
+    files, found = Files(piece), list[Fault]()
     for index, names in enumerate(piece.done(index) for index in range(len(piece.checkpoints))):
         for block in sorted(names):
             found += _block_faults(piece, files, sizes, block, index, checksums)
     return found
 
 
-def sweep(piece: Piece) -> None:
+def sweep(piece: Piece, sizes: Mapping[str, int]) -> None:
     """Remove what writers that were killed left half written."""
-    for path in piece.place.sizes():
+    for path in sizes:
         if path.endswith(PARTIAL):
             piece.place.remove(path)
 
@@ -121,7 +120,7 @@ def _mend(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
     for fault in found:
         restore(place, fault.path)
     piece = find(place)
-    sweep(piece)
+    sweep(piece, piece.place.sizes())
     for fault in _piece_faults(piece, checksums):
         withdraw(piece, fault)
         found.append(fault)
@@ -205,14 +204,14 @@ def _metadata_faults(place: Place) -> list[Fault]:
 
 
 def _piece_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
-    yield from faults(piece, checksums=checksums)
-    yield from _other_faults(piece, checksums)
+    sizes = piece.place.sizes()
+    yield from faults(piece, sizes, checksums=checksums)
+    yield from _other_faults(piece, sizes, checksums)
 
 
-def _other_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
+def _other_faults(piece: Piece, sizes: Mapping[str, int], checksums: bool) -> Iterator[Fault]:
     """Yield coords that are damaged, and files that nobody asked for."""
     template = _template(piece.place)
-    sizes = piece.place.sizes()
     for path, known in template.items():
         if path.endswith(METADATA):
             continue
