@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dask
@@ -74,22 +76,18 @@ def about(started: float) -> dict[str, Any]:
     }
 
 
-class storing:
+@contextmanager
+def storing(piece: Piece, what: str) -> Iterator[None]:
     """Say what could not be stored, and that the rest is safe."""
-
-    def __init__(self, piece: Piece, what: str) -> None:
-        self._piece, self._what = piece, what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
-        if isinstance(err, OSError):
-            text = (
-                f"{self._what} could not be stored in {self._piece.place.url!r} "
-                f"({type(err).__name__}: {err}); completed blocks are safe. Mend the cause "
-                "and type the same td.save(...) again: it goes on from here."
-            )
-            raise explained(err, text) from err
+    try:
+        yield
+    except OSError as err:
+        text = (
+            f"{what} could not be stored in {piece.place.url!r} ({type(err).__name__}: {err}); "
+            "completed blocks are safe. Mend the cause and type the same td.save(...) again: it "
+            "goes on from here."
+        )
+        raise explained(err, text) from err
 
 
 def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
