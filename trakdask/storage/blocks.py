@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import dask
 import dask.array as da
@@ -21,10 +22,7 @@ from trakdask.provenance import digest
 from trakdask.storage.piece import FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained
 
-__all__ = ["HOST", "about", "run", "save_checkpoint", "storing"]
-
-HOST = "U64"
-"""What a task returns that stores: the name of its host."""
+__all__ = ["about", "run", "save_checkpoint", "storing"]
 
 
 def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> set[str]:
@@ -44,26 +42,26 @@ def save_checkpoint(piece: Piece, features: xr.Dataset, index: int) -> set[str]:
         da.from_array(np.array(todo), chunks=1), "s",
         name=f"save-{token[:32]}",
         concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
-        dtype=HOST, meta=np.empty(0, HOST),
+        dtype=bool, meta=np.empty(0, bool),
     )  # fmt: skip
     return run(written)
 
 
 def run(written: da.Array) -> set[str]:
-    """Compute tasks for what they store; return their hosts, or raise what the first raises.
+    """Compute tasks for what they store; return the hosts, or raise what the first raises.
 
-    On a cluster each is let go of as soon as it is done: the scheduler would else compute it again,
-    to have its empty answer, when the worker that holds it dies.
+    On a cluster each is let go of as soon as it is done, without asking for its empty answer: the
+    scheduler would else compute it again when the worker that holds the answer dies.
     """
     (written,) = dask.persist(written)
     if not (futures := futures_of(written)):
-        return set(written.compute().tolist())  # threads, or this thread: all is done
-    finished = as_completed(futures)
+        return {socket.gethostname()}  # threads, or this thread: all is done
+    client, finished = futures[0].client, as_completed(futures)
     del written, futures
-    hosts: set[str] = set()
     for future in finished:
-        hosts.update(future.result().tolist())
-    return hosts
+        if future.status != "finished":
+            future.result()
+    return {str(urlsplit(address).hostname) for address in client.nthreads()}
 
 
 def about(started: float) -> dict[str, Any]:
@@ -101,7 +99,7 @@ def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
         for name, value in _stored(piece, values).items():
             array(group, name)[(rows, ..., slice(index, index + 1))] = value
         piece.write_record(index, str(block), store.written, about(started))
-    return np.array([socket.gethostname()], HOST)
+    return np.ones(1, bool)
 
 
 def _stored(piece: Piece, values: list[np.ndarray]) -> dict[str, np.ndarray]:
