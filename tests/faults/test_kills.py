@@ -26,7 +26,7 @@ from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, features
 pytestmark = pytest.mark.slow
 
 SECONDS = 0.05
-HEARD_S = 0.5
+HEARD_S = 1.0
 """Until the driver has heard of a completed block: before that, its worker's death undoes it."""
 ROOT = Path(__file__).parents[2]
 
@@ -148,7 +148,7 @@ class Run:
         assert not done & set(again)
 
     def finish(self, expected: dict[str, str], address: str = "") -> None:
-        before, done = computed(self.counts), completed(self.store)
+        done, before = completed(self.store), computed(self.counts)
         driver = self.driver(address)
         assert driver.wait(280) == 0, (self.folder / "driver.log").read_text()
         self.require_nothing_twice(before, done)
@@ -161,7 +161,7 @@ def kill_drivers(folder: Path, times: int, seed: int, expected: dict[str, str]) 
     """Kill drivers on threads until the store is whole; return how many died."""
     run, killed = Run(folder, random.Random(seed)), 0
     while killed < times:
-        before, done = computed(run.counts), completed(run.store)
+        done, before = completed(run.store), computed(run.counts)
         driver = run.driver()
         run.wait_for_a_moment(driver)
         if driver.poll() is not None:
@@ -184,7 +184,7 @@ def test_worker__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
         driver = run.driver(cluster.address)
         for numbers in ([0], [0, 1]):
             run.wait_for_a_moment(driver)
-            before, done = computed(run.counts), completed(run.store)
+            done, before = completed(run.store), computed(run.counts)
             time.sleep(HEARD_S)
             for number in numbers:
                 kill(cluster.workers[number])
@@ -228,7 +228,7 @@ def test_anything__killed_at_many_moments(
         driver = run.driver(cluster.address)
         for _ in range(5):
             run.wait_for_a_moment(driver)
-            before, done = computed(run.counts), completed(run.store)
+            done, before = completed(run.store), computed(run.counts)
             time.sleep(HEARD_S)
             if driver.poll() is not None:
                 break

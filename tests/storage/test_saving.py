@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -288,12 +287,15 @@ def test_save__killed_while_the_store_was_made(
     np.testing.assert_array_equal(opened.label, FEATURES.label)
 
 
-def test_save__without_its_records_nothing_counts(tmp_path: Path) -> None:
+def test_save__without_its_records_is_refused_and_kept(tmp_path: Path) -> None:
     save(FEATURES, tmp_path / "f.zarr")
-    shutil.rmtree(tmp_path / "f.zarr" / "records")
-    whole, calls = counted(FEATURES)
-    np.testing.assert_array_equal(save(whole, tmp_path / "f.zarr").feature, FEATURES.feature)
-    assert len(calls) == 6
+    (tmp_path / "f.zarr" / "records").rename(tmp_path / "records")
+    with pytest.raises(FileExistsError, match="has lost its records"):
+        save(FEATURES, tmp_path / "f.zarr")
+    with pytest.raises(td.IncompleteFeaturesError):
+        td.open(tmp_path / "f.zarr")
+    (tmp_path / "records").rename(tmp_path / "f.zarr" / "records")
+    np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, FEATURES.feature)
 
 
 @pytest.mark.parametrize("field", ["dtype", "autocast", "float32_matmul_precision"])

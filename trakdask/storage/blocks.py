@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import dask
 import dask.array as da
@@ -22,10 +24,7 @@ from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained
 from trakdask.variables import CHECKPOINT
 
-__all__ = ["HOST", "about", "run", "save_checkpoint", "storing"]
-
-HOST = "U64"
-"""What a task returns that stores: the name of its host."""
+__all__ = ["about", "run", "save_checkpoint", "storing"]
 
 
 def save_checkpoint(piece: Piece, features: xr.Dataset, index: int, retries: int = 0) -> set[str]:
@@ -64,27 +63,27 @@ def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:
         da.from_array(np.array(todo), chunks=1), "s",
         name=f"save-{token[:32]}",
         concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
-        dtype=HOST, meta=np.empty(0, HOST),
+        dtype=bool, meta=np.empty(0, bool),
     )  # fmt: skip
     return written
 
 
 def run(written: da.Array, retries: int = 0) -> set[str]:
-    """Compute tasks for what they store; return their hosts, or raise what the first raises.
+    """Compute tasks for what they store; return the hosts, or raise what the first raises.
 
-    On a cluster each is let go of as soon as it is done: the scheduler would else compute it again,
-    to have its empty answer, when the worker that holds it dies.
+    On a cluster each is let go of as soon as it is done, without asking for its empty answer: the
+    scheduler would else compute it again when the worker that holds the answer dies.
     """
     options = {"retries": retries} if retries else {}
     (written,) = dask.persist(written, **options)
     if not (futures := futures_of(written)):
-        return set(written.compute().tolist())  # threads, or this thread: all is done
-    finished = as_completed(futures)
+        return {socket.gethostname()}  # threads, or this thread: all is done
+    client, finished = futures[0].client, as_completed(futures)
     del written, futures
-    hosts: set[str] = set()
     for future in finished:
-        hosts.update(future.result().tolist())
-    return hosts
+        if future.status != "finished":
+            future.result()
+    return {str(urlsplit(address).hostname) for address in client.nthreads()}
 
 
 def about(started: float) -> dict[str, Any]:
@@ -97,22 +96,18 @@ def about(started: float) -> dict[str, Any]:
     }
 
 
-class storing:
+@contextmanager
+def storing(piece: Piece, what: str) -> Iterator[None]:
     """Say what could not be stored, and that the rest is safe."""
-
-    def __init__(self, piece: Piece, what: str) -> None:
-        self._piece, self._what = piece, what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, err: BaseException | None, trace: object) -> None:
-        if isinstance(err, OSError):
-            text = (
-                f"{self._what} could not be stored in {self._piece.place.url!r} "
-                f"({type(err).__name__}: {err}); completed blocks are safe. Mend the cause "
-                "and type the same td.save(...) again: it goes on from here."
-            )
-            raise explained(err, text) from err
+    try:
+        yield
+    except OSError as err:
+        text = (
+            f"{what} could not be stored in {piece.place.url!r} ({type(err).__name__}: {err}); "
+            "completed blocks are safe. Mend the cause and type the same td.save(...) again: it "
+            "goes on from here."
+        )
+        raise explained(err, text) from err
 
 
 def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
@@ -128,7 +123,7 @@ def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
             of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
             of[(rows, ..., slice(index, index + 1))] = value
         piece.write_record(index, str(block), store.written, about(started))
-    return np.array([socket.gethostname()], HOST)
+    return np.ones(1, bool)
 
 
 def _stored(piece: Piece, values: list[np.ndarray]) -> dict[str, np.ndarray]:

@@ -181,7 +181,12 @@ def _require_ours(place: Place) -> bool:
             f"{place.url!r} is a zarr store without features; needed a new path, or a feature "
             "store to resume. Choose another path."
         )
-    return not all(name.startswith(PREFIX) for name in control)  # without records nothing counts
+    if all(name.startswith(PREFIX) for name in control):
+        raise FileExistsError(
+            f"the store {place.url!r} has lost its records; needed them to know which blocks are "
+            "complete. Restore the folder 'records', or save to another path."
+        )
+    return True
 
 
 def _not_ours(place: Place, names: list[str]) -> str:
