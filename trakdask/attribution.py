@@ -15,6 +15,7 @@ from trakdask.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
     Weights,
+    chosen_estimator,
     estimator_weights,
     require_estimator,
 )
@@ -108,9 +109,10 @@ def score(
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
-        ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1] and a = ``power``,
-        h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss, flatter than the
-        real one; a = 1 is the Gauss-Newton influence function. ``"relatif"``: TRAK's score by the
+        ``"auto"``: ``"soft"`` for classification of images and texts by models without BatchNorm,
+        else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
+        and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss,
+        flatter than the real one; a = 1 is the Gauss-Newton influence function. ``"relatif"``: TRAK's score by the
         square root of the sample's self-influence. Without a gram matrix: ``"grad_dot"``,
         mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``, mean_c[cos(φ_c(z), φ_c(t))] times
         the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
@@ -304,8 +306,9 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
-    require_estimator(estimator, ("trak", "soft", "grad_dot"))
+    require_estimator(estimator, ("auto", "trak", "soft", "grad_dot"))
     validate(features, ["feature", "out_to_loss"], what="features")
+    estimator = chosen_estimator(estimator, features)
     features = lazy_features(features)
     x = features.feature.data
     if estimator in WITHOUT_GRAM:

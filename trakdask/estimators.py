@@ -16,15 +16,20 @@ __all__ = [
     "DEFAULT_ESTIMATOR",
     "Estimator",
     "Weights",
+    "chosen_estimator",
     "estimator_weights",
     "has_quadratic_loss",
     "kept",
     "kept_samples",
     "require_estimator",
+    "was_measured",
 ]
 
-Estimator = Literal["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
-DEFAULT_ESTIMATOR: Estimator = "trak"
+Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
+DEFAULT_ESTIMATOR: Estimator = "auto"
+
+_MEASURED_TASKS = ("ImageClassification", "TextClassification")
+"""Tasks for which tests/benchmarks/quality.py found what is best."""
 
 _QUADRATIC_TASKS = ("Regression",)
 """Tasks whose Q is a residual of either sign, of a loss with constant curvature."""
@@ -64,6 +69,24 @@ class Weights:
         }
 
 
+def chosen_estimator(estimator: Estimator, features: xr.Dataset) -> Estimator:
+    """Return what ``"auto"`` stands for, anything else as it is.
+
+    ``"soft"`` where it was measured to be the best, ``"trak"`` for other tasks and for models with
+    BatchNorm.
+    """
+    if estimator != "auto":
+        return estimator
+    # Features of before, or not made by featurize, do not say whether there is BatchNorm.
+    suits = was_measured(features) and features.attrs.get("batch_norm") is False
+    return "soft" if suits else "trak"
+
+
+def was_measured(features: xr.Dataset) -> bool:
+    """Return whether the task is one for which the quality of scores was measured."""
+    return str(features.attrs.get("task", "")).partition("(")[0] in _MEASURED_TASKS
+
+
 def require_estimator(estimator: object, allowed: tuple[str, ...] = get_args(Estimator)) -> None:
     """Refuse what is no estimator."""
     if estimator not in allowed:
@@ -81,7 +104,7 @@ def estimator_weights(features: xr.Dataset, estimator: Estimator, power: float) 
     ValueError
         If ``power`` is not in [0, 1], or not 1 for a quadratic loss.
     """
-    if estimator != "soft":
+    if chosen_estimator(estimator, features) != "soft":
         return Weights()
     if isinstance(power, bool) or not isinstance(power, (int, float, np.number)):
         raise ValueError(f"power is {power!r}; needed a number in [0, 1]. Type power=0.5.")
