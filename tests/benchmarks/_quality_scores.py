@@ -1,0 +1,183 @@
+"""Scores of the quality benchmark, by the package's public interface, and how good they are."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import xarray as xr
+from _quality_tasks import SUBJECTS, Subject, members
+from _quality_truth import checkpoints, truth
+from numpy.typing import NDArray
+
+import trakdask as td
+from trakdask.projection import SJLT, Projector, Rademacher
+
+PROJECTORS: dict[str, type[Rademacher] | type[SJLT]] = {"Rademacher": Rademacher, "SJLT": SJLT}
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "trak": {"estimator": "trak"},
+    "soft": {"estimator": "soft"},
+    "soft a=0.75": {"estimator": "soft", "power": 0.75},
+    "Gauss-Newton": {"estimator": "soft", "power": 1.0},
+}
+#: Multiples of tr(K²)/tr(K): two decades on either side of the closed form, a quarter apart.
+FACTORS = 0.03 * 10.0 ** np.linspace(-2, 2, 17)
+RULES = ("closed_form", "auto")
+DEFAULTS = (*RULES, "default")  # the last is another package's
+#: What the package calls the rule that looks at the outputs, for every estimator.
+AUTO = "completeness"
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One set of scores, at every damping."""
+
+    task: str
+    projector: str
+    proj_dim: int
+    checkpoints: int
+    estimator: str
+
+
+def evaluate(setting: Setting, cache: Path, resamples: int) -> dict[str, Any]:
+    """Return LDS and its bootstrap draws of a setting; what the cache has is not made again."""
+    subject = SUBJECTS[setting.task]
+    path = cache / "rows" / f"{_digest(asdict(setting), subject.digest(), resamples)}.json"
+    if not path.exists():
+        train, targets = selected(setting, cache)
+        scores = score_all(train, targets, ESTIMATORS[setting.estimator])
+        row = asdict(setting) | judge(subject, scores, resamples) | chosen(train, targets, setting)
+        write(path, row)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Write at once or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(row))
+    partial.replace(path)
+
+
+def features(
+    subject: Subject, projector: Projector, cache: Path, n_checkpoints: int
+) -> tuple[xr.Dataset, xr.Dataset]:
+    """Return features of training samples and targets; those of the cache are not made again."""
+    paths = checkpoints(subject, cache, n_checkpoints)
+    model = td.Model(subject.build, checkpoints=paths, task="image_classification")
+    name = f"{subject.name}-{_digest(projector.spec(), [path.name for path in paths])}"
+    parts = []
+    for role, (inputs, labels) in zip(("train", "targets"), subject.data(), strict=True):
+        samples = td.from_arrays({"image": inputs}, coords={"label": labels}, chunks=512)
+        store = cache / "features" / f"{name}-{role}.zarr"
+        lazy = td.featurize(samples, model, projector=projector)
+        parts.append(td.save(lazy, store, gram=False, progress=False).load())
+    return parts[0], parts[1]
+
+
+def _digest(*made_of: Any) -> str:
+    text = json.dumps([td.__version__, *made_of], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def selected(setting: Setting, cache: Path) -> tuple[xr.Dataset, xr.Dataset]:
+    """Return the features of a setting, in as few dimensions as they span."""
+    most = max(10, setting.checkpoints)
+    parts = _compacted(setting.task, setting.projector, setting.proj_dim, most, cache)
+    train, targets = (part.isel(checkpoint=slice(setting.checkpoints)) for part in parts)
+    return train, targets
+
+
+@functools.lru_cache(maxsize=1)
+def _compacted(
+    task: str, projector: str, proj_dim: int, n_checkpoints: int, cache: Path
+) -> tuple[xr.Dataset, xr.Dataset]:
+    # A smaller Rademacher projection is a prefix of a larger one; that of an SJLT is not.
+    p = max(2048, proj_dim) if projector == "Rademacher" else proj_dim
+    made_by = PROJECTORS[projector](proj_dim=p, seed=0)
+    parts = features(SUBJECTS[task], made_by, cache, n_checkpoints)
+    return compact(*(part.isel(proj_dim=slice(proj_dim)) for part in parts))
+
+
+def compact(train: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Turn all features into the span of their rows: the same inner products in fewer dimensions.
+
+    Scores and λ depend on the features through inner products alone, so they stay as they are, and
+    hundreds of damped solves of 2048 columns become solves of as many as there are rows.
+    """
+    n_train, rows = train.sizes["sample"], train.sizes["sample"] + targets.sizes["sample"]
+    if rows >= train.sizes["proj_dim"]:
+        return train, targets
+    both = np.concatenate([train.feature.values, targets.feature.values]).astype(np.float64)
+    turned = np.stack([np.linalg.qr(x.T, mode="r").T for x in np.moveaxis(both, 2, 0)], axis=2)
+    return _replaced(train, turned[:n_train]), _replaced(targets, turned[n_train:])
+
+
+def _replaced(ds: xr.Dataset, values: Floats) -> xr.Dataset:
+    feature = ds.feature.dims, values.astype(np.float32), ds.feature.attrs
+    return ds.drop_vars("feature").assign(feature=feature)
+
+
+def score_all(train: xr.Dataset, targets: xr.Dataset, options: dict[str, Any]) -> xr.DataArray:
+    """Return scores (sample, target, damping): of both rules, then of every factor."""
+    dampings = ["closed_form", AUTO, *FACTORS.tolist()]
+    with warnings.catch_warnings():
+        # Of few checkpoints and of λ at an end of the grid: `chosen` reports both.
+        warnings.simplefilter("ignore", UserWarning)
+        lazy = [td.score(train, targets, damping=d, **options) for d in dampings]
+        scores = dask.compute(*lazy)  # at once: they share the gram matrix
+    names = [*RULES, *(f"{factor:.4g}" for factor in FACTORS)]
+    return xr.concat([s.drop_attrs() for s in scores], "damping").assign_coords(damping=names)
+
+
+def chosen(train: xr.Dataset, targets: xr.Dataset, setting: Setting) -> dict[str, Any]:
+    """Return what the rule chose, and how well outputs follow totals there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = td.damping(train, targets, AUTO, **ESTIMATORS[setting.estimator]).compute()
+    return {
+        "rho": float(found.relative),
+        "peak": float(found.peak),
+        "rule": str(found.rule.values),
+        "curve": found.curve.values.round(4).tolist(),
+    }
+
+
+def judge(subject: Subject, scores: xr.DataArray, resamples: int) -> dict[str, Any]:
+    """Return LDS of every damping, and intervals of the rules and of the best of all."""
+    outputs = xr.DataArray(truth(subject), dims=("subset", "seed", "target"))
+    drawn = np.stack([members(s, scores.sizes["sample"]) for s in range(len(outputs))])
+    masks = xr.DataArray(drawn, dims=("subset", "sample"))
+    bare = scores.drop_vars([name for name in scores.coords if name != "damping"])
+    every = td.evaluate.lds(bare, masks, outputs, resamples=1).lds_mean.compute()
+    best = str(every.idxmax("damping").values)
+    names = [name for name in dict.fromkeys((*DEFAULTS, best)) if name in every.damping]
+    found = td.evaluate.lds(bare.sel(damping=names), masks, outputs, resamples=resamples).compute()
+    rows = {
+        key: {
+            "lds": float(found.lds_mean.sel(damping=name)),
+            "interval": found.interval.sel(damping=name).values.tolist(),
+            "draws": found.draws.sel(damping=name).values.round(5).tolist(),
+        }
+        for key, name in [*((name, name) for name in names if name in DEFAULTS), ("best", best)]
+    }
+    return {
+        "at": rows,
+        "best_at": best,
+        "by_damping": {
+            str(d): round(float(v), 5)
+            for d, v in zip(every.damping.values, every.values, strict=True)
+        },
+        "ceiling": float(found.ceiling_mean),
+        "ceiling_interval": found.ceiling_interval.values.tolist(),
+    }

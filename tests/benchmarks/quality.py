@@ -1,0 +1,216 @@
+"""How good are the scores? LDS of estimators × dampings on models retrained on random halves.
+
+    python tests/benchmarks/quality.py --out quality.json
+
+Compares plain TRAK and soft weights at the closed-form, the automatic and the best λ, over tasks,
+checkpoints, proj_dim and projectors. The retrained models' outputs are committed; features, scores
+and intervals stay in the cache: a run that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import torch
+import xarray as xr
+from _quality_peers import PEERS, PeerJob
+from _quality_report import comparisons, report, summary, verdicts, without_draws
+from _quality_scores import ESTIMATORS, FACTORS, PROJECTORS, Setting, evaluate, judge, write
+from _quality_tasks import SUBJECTS
+from _quality_truth import checkpoints, keep, retrain, truth
+
+import trakdask as td
+from trakdask import examples
+
+POWERS = tuple(name for name in ESTIMATORS if name not in ("trak", "soft"))
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train the models to attribute, and the truth that is committed."""
+    for name in options.tasks:
+        checkpoints(SUBJECTS[name], options.cache, max(options.checkpoints))
+        keep(SUBJECTS[name], retrain(SUBJECTS[name], options.cache))
+
+
+def score(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for every setting."""
+    wanted = list(settings(options))
+    rows = []
+    for done, setting in enumerate(wanted, start=1):
+        start = time.perf_counter()
+        rows.append(evaluate(setting, options.cache, options.resamples))
+        if (seconds := time.perf_counter() - start) > 1:
+            what = " ".join(map(str, asdict(setting).values()))
+            print(f"  {done}/{len(wanted)} {what}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    """Yield all of them, those of one set of features together."""
+    for task, projector, p in itertools.product(options.tasks, PROJECTORS, options.proj_dims):
+        is_main = (projector, p) == ("Rademacher", max(options.proj_dims))
+        estimators = ("trak", "soft", *POWERS) if is_main else ("trak", "soft")
+        for n, estimator in itertools.product(options.checkpoints, estimators):
+            yield Setting(task, projector, p, n, estimator)
+
+
+def score_peers(options: argparse.Namespace) -> None:
+    """Keep the scores of other packages at λ = 0 and at every factor."""
+    for engine, path, job in peer_jobs(options):
+        if path.exists():
+            continue
+        start = time.perf_counter()
+        found = np.stack(list(PEERS[engine](job, [0.0, *FACTORS])))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.npy")
+        np.save(partial, found)
+        partial.replace(path)
+        print(f"  {path.stem}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def peer_jobs(options: argparse.Namespace) -> Iterator[tuple[str, Path, PeerJob]]:
+    """Yield package, file of its scores, and what it is to score."""
+    for task, p, n in itertools.product(options.tasks, options.proj_dims, options.peer_checkpoints):
+        subject = SUBJECTS[task]
+        job = PeerJob(subject, checkpoints(subject, options.cache, n), p)
+        for engine in PEERS:
+            name = f"{engine}-{task}-{subject.digest()}-p{p}-c{n}.npy"
+            yield engine, options.cache / "peers" / name, job
+
+
+def judge_peers(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for every set of other packages' scores that the cache has."""
+    rows = []
+    for engine, path, job in peer_jobs(options):
+        row_path = path.with_suffix(f".{options.resamples}.json")
+        if path.exists() and not row_path.exists():
+            names = ["default", *(f"{factor:.4g}" for factor in FACTORS)]
+            scores = xr.DataArray(
+                np.load(path), dims=("damping", "sample", "target"), coords={"damping": names}
+            )
+            row = {"engine": engine, "task": job.subject.name, "proj_dim": job.proj_dim}
+            row["checkpoints"] = len(job.checkpoints)
+            judged = judge(
+                job.subject, scores.transpose("sample", "target", "damping"), options.resamples
+            )
+            write(row_path, row | judged)
+        if row_path.exists():
+            rows.append(json.loads(row_path.read_text()))
+    return rows
+
+
+# --- result ---------------------------------------------------------------------------------------
+
+
+def assemble(
+    options: argparse.Namespace, rows: list[dict[str, Any]], peers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return everything that is kept, without the draws."""
+    compared = comparisons(rows, peers)
+    names = ("soft auto - trak best", "soft auto - trak closed form")
+    return {
+        "header": header(options),
+        "tasks": [facts(name, rows, options) for name in options.tasks],
+        "rows": [without_draws(row) for row in rows],
+        "comparisons": compared,
+        "peers": [without_draws(row) for row in peers],
+        "verdicts": {name: verdicts(compared, name) for name in names},
+        "summary": summary(rows),
+    }
+
+
+def header(options: argparse.Namespace) -> dict[str, Any]:
+    packages = ("torch", "numpy", "scipy", "scikit-learn", "dask", "xarray", "traker", "dattri")
+    versions = [f"trakdask {td.__version__}", *(f"{p} {_version(p)}" for p in packages)]
+    return {
+        "date": date.today().isoformat(),
+        "versions": ", ".join(versions),
+        "python": platform.python_version(),
+        "truth": "random halves of the training samples",
+        "λ grid": f"{FACTORS[0]:.2g} to {FACTORS[-1]:.2g} tr(K²)/tr(K), a quarter decade apart",
+        "resamples": options.resamples,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def facts(name: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the task is."""
+    subject = SUBJECTS[name]
+    found, row = truth(subject), next(row for row in rows if row["task"] == name)
+    state = torch.load(checkpoints(subject, options.cache, 1)[0], weights_only=True)
+    accuracy = (
+        examples.classifier_accuracy(subject.build, state, *part) for part in subject.data()
+    )
+    return {
+        "task": name,
+        "parameters": sum(parameter.numel() for parameter in subject.build().parameters()),
+        "n": len(subject.data()[0][0]),
+        "targets": found.shape[2],
+        "subsets": found.shape[0],
+        "seeds": found.shape[1],
+        "accuracy (train, targets)": ", ".join(f"{share:.2f}" for share in accuracy),
+        "ceiling": row["ceiling"],
+        "ceiling_interval": row["ceiling_interval"],
+    }
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    stages = ("train", "peers", "score")
+    parser.add_argument("--stage", choices=stages, default="score")
+    parser.add_argument("--tasks", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument("--proj-dims", nargs="+", type=int, default=[512, 2048])
+    parser.add_argument("--checkpoints", nargs="+", type=int, default=[1, 3, 10])
+    parser.add_argument("--peer-checkpoints", nargs="+", type=int, default=[1, 3])
+    parser.add_argument("--resamples", type=int, default=500)
+    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--from-results", type=Path, help="print the tables of such a file")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    if options.from_results:
+        print(report(json.loads(options.from_results.read_text())))
+        return
+    torch.set_num_threads(1)
+    if options.stage == "train":
+        train(options)
+        return
+    if options.stage == "peers":
+        score_peers(options)
+        return
+    with dask.config.set(scheduler="synchronous"):
+        result = assemble(options, score(options), judge_peers(options))
+    print(report(result))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + os.linesep)
+
+
+if __name__ == "__main__":
+    main()
