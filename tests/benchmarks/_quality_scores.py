@@ -54,9 +54,8 @@ def evaluate(setting: Setting, cache: Path, resamples: int) -> dict[str, Any]:
     path = cache / "rows" / f"{_digest(asdict(setting), subject.digest(), resamples)}.json"
     if not path.exists():
         train, targets = selected(setting, cache)
-        scores = score_all(train, targets, ESTIMATORS[setting.estimator])
-        row = asdict(setting) | judge(subject, scores, resamples) | chosen(train, targets, setting)
-        write(path, row)
+        scores, choice = score_all(train, targets, ESTIMATORS[setting.estimator])
+        write(path, asdict(setting) | judge(subject, scores, resamples) | choice)
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -106,7 +105,8 @@ def _compacted(
     p = max(2048, proj_dim) if projector == "Rademacher" else proj_dim
     made_by = PROJECTORS[projector](proj_dim=p, seed=0)
     parts = features(SUBJECTS[task], made_by, cache, n_checkpoints)
-    return compact(*(part.isel(proj_dim=slice(proj_dim)) for part in parts))
+    parts = compact(*(part.isel(proj_dim=slice(proj_dim)) for part in parts))
+    return tuple(part.chunk(checkpoint=1) for part in parts)  # named once, not for every λ
 
 
 def compact(train: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
@@ -128,29 +128,29 @@ def _replaced(ds: xr.Dataset, values: Floats) -> xr.Dataset:
     return ds.drop_vars("feature").assign(feature=feature)
 
 
-def score_all(train: xr.Dataset, targets: xr.Dataset, options: dict[str, Any]) -> xr.DataArray:
-    """Return scores (sample, target, damping): of both rules, then of every factor."""
+def score_all(
+    train: xr.Dataset, targets: xr.Dataset, options: dict[str, Any]
+) -> tuple[xr.DataArray, dict[str, Any]]:
+    """Return scores (sample, target, damping), of both rules, then of every factor; and the choice.
+
+    The choice is what the rule took for λ, and how well outputs follow totals there.
+    """
     dampings = ["closed_form", AUTO, *FACTORS.tolist()]
     with warnings.catch_warnings():
-        # Of few checkpoints and of λ at an end of the grid: `chosen` reports both.
+        # Of few checkpoints and of λ at an end of the grid: the choice reports both.
         warnings.simplefilter("ignore", UserWarning)
         lazy = [td.score(train, targets, damping=d, **options) for d in dampings]
-        scores = dask.compute(*lazy)  # at once: they share the gram matrix
-    names = [*RULES, *(f"{factor:.4g}" for factor in FACTORS)]
-    return xr.concat([s.drop_attrs() for s in scores], "damping").assign_coords(damping=names)
-
-
-def chosen(train: xr.Dataset, targets: xr.Dataset, setting: Setting) -> dict[str, Any]:
-    """Return what the rule chose, and how well outputs follow totals there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        found = td.damping(train, targets, AUTO, **ESTIMATORS[setting.estimator]).compute()
-    return {
+        found = td.damping(train, targets, AUTO, **options)
+        found, *scores = dask.compute(found, *lazy)  # at once: they share the gram matrix
+    choice = {
         "rho": float(found.relative),
         "peak": float(found.peak),
         "rule": str(found.rule.values),
         "curve": found.curve.values.round(4).tolist(),
     }
+    names = [*RULES, *(f"{factor:.4g}" for factor in FACTORS)]
+    every = xr.concat([s.drop_attrs() for s in scores], "damping")
+    return every.assign_coords(damping=names), choice
 
 
 def judge(subject: Subject, scores: xr.DataArray, resamples: int) -> dict[str, Any]:

@@ -67,13 +67,13 @@ def score(options: argparse.Namespace) -> list[dict[str, Any]]:
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
     """Yield all of them, those of one set of features together.
 
-    SJLT and other powers of soft only at the number of checkpoints in the middle.
+    SJLT only at the number of checkpoints in the middle, other powers at the largest proj_dim.
     """
     middle = sorted(options.checkpoints)[len(options.checkpoints) // 2]
     for task, projector, p in itertools.product(options.tasks, PROJECTORS, options.proj_dims):
         is_dense = projector == "Rademacher"
         for n in options.checkpoints if is_dense else [middle]:
-            has_powers = is_dense and n == middle and p == max(options.proj_dims)
+            has_powers = is_dense and p == max(options.proj_dims)
             for estimator in ("trak", "soft", *(POWERS if has_powers else ())):
                 yield Setting(task, projector, p, n, estimator)
 

@@ -39,12 +39,14 @@ def test_subject__training_is_a_function_of_rows_and_seed(quality: ModuleType) -
     members = importlib.import_module("_quality_tasks").members
     mask = members(3, 60)
     assert mask.sum() == 30
-    assert (mask == members(3, 60)).all() and (mask != members(4, 60)).any()
+    assert (mask == members(3, 60)).all()
+    assert (mask != members(4, 60)).any()
     first, again, other = (subject.train(mask, seed) for seed in (5, 5, 6))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["1.weight"], other["1.weight"])
     margin = subject.outputs(first)
-    assert margin.shape == (55,) and np.isfinite(margin).all()
+    assert margin.shape == (55,)
+    assert np.isfinite(margin).all()
 
 
 def test_subject__digest_names_data_and_settings(quality: ModuleType) -> None:
