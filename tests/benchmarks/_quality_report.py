@@ -16,22 +16,20 @@ def comparisons(rows: list[Row], peers: list[Row]) -> list[Row]:
 
     Bootstrap draws of one task are paired, since all are of the same resamples.
     """
-    known = {(*_place(row), row["estimator"]): row["at"] for row in rows}
+    known: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        known.setdefault(_place(row), {})[row["estimator"]] = row["at"]
     found = []
-    for *place, estimator in known:
-        if estimator != "soft":
-            continue
-        trak, soft = known[(*place, "trak")], known[(*place, "soft")]
-        found.append(
-            dict(zip(PLACE, place, strict=True))
-            | {
-                "soft auto - trak best": difference(soft["auto"], trak["best"]),
-                "soft auto - trak closed form": difference(soft["auto"], trak["closed_form"]),
-                "soft auto - soft closed form": difference(soft["auto"], soft["closed_form"]),
-                "regret of soft auto": difference(soft["best"], soft["auto"]),
-                "regret of trak auto": difference(trak["best"], trak["auto"]),
-            }
-        )
+    for place, at in known.items():
+        trak, soft = at["trak"], at["soft"]
+        cells = {
+            f"{name} auto - trak best": difference(one["auto"], trak["best"])
+            for name, one in at.items()
+            if name != "trak"
+        }
+        cells["soft auto - trak closed form"] = difference(soft["auto"], trak["closed_form"])
+        cells["regret of soft auto"] = difference(soft["best"], soft["auto"])
+        found.append(dict(zip(PLACE, place, strict=True)) | cells)
     for row in peers:
         ours = _ours(rows, row)
         if ours is not None:
@@ -95,6 +93,7 @@ def _regret(row: Row, rule: str) -> float:
 def verdicts(compared: list[Row], name: str) -> list[Row]:
     """Count, for every task, in how many settings a difference lies above, across and below 0."""
     found = []
+    compared = [row for row in compared if name in row]
     for task in dict.fromkeys(row["task"] for row in compared):
         cells = [row[name] for row in compared if row["task"] == task]
         values = [cell["value"] for cell in cells]
@@ -118,19 +117,22 @@ def verdicts(compared: list[Row], name: str) -> list[Row]:
 def report(result: dict[str, Any]) -> str:
     """Return everything as aligned text."""
     lines = [f"{name:>14}: {value}" for name, value in result["header"].items()]
+    tasks = [task | {"ceiling": _range(task["ceiling"], "")} for task in result["tasks"]]
     parts = [
         "\n".join(lines),
-        _titled("Tasks", _task_rows(result["tasks"])),
-        _titled("LDS with 95 % intervals of differences", _lds_rows(result)),
-        _titled("Powers of soft: LDS at auto and best λ", _power_rows(result["rows"])),
+        _titled("Tasks", tasks),
+        _titled(
+            "LDS, and what soft at the automatic λ gains on trak at its best", _lds_rows(result)
+        ),
+        _titled("Powers of soft", _power_rows(result)),
     ]
     if result["peers"]:
         parts.append(
-            _titled("Other packages, at λ = 0 and at their best λ", _peer_rows(result["peers"]))
+            _titled("Other packages at λ = 0 and at their best λ", _peer_rows(result["peers"]))
         )
-    for name in ("soft auto - trak best", "soft auto - trak closed form"):
-        parts.append(_titled(f"Settings by the interval of: {name}", result["verdicts"][name]))
-    parts.append(_titled("LDS lost against the best λ (over all settings)", result["summary"]))
+    for name, rows in result["verdicts"].items():
+        parts.append(_titled(f"Settings by the interval of: {name}", rows))
+    parts.append(_titled("LDS lost against the best λ", result["summary"]))
     return "\n\n".join(parts)
 
 
@@ -150,18 +152,13 @@ def table(rows: Iterable[Row]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
-        low, high = value["interval"]
-        return f"{value['value']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        return _range(value, "+")
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _task_rows(tasks: list[Row]) -> list[Row]:
-    def row(task: Row) -> Row:
-        low, high = task["ceiling_interval"]
-        plain = {k: v for k, v in task.items() if not k.startswith("ceiling")}
-        return plain | {"ceiling": f"{task['ceiling']:.3f} [{low:.3f}, {high:.3f}]"}
-
-    return [row(task) for task in tasks]
+def _range(cell: Row, sign: str) -> str:
+    low, high = cell["interval"]
+    return f"{cell['value']:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
 def _lds_rows(result: dict[str, Any]) -> list[Row]:
@@ -192,20 +189,15 @@ def _short(row: Row) -> Row:
     return dict(zip(names, _place(row), strict=True))
 
 
-def _power_rows(rows: list[Row]) -> list[Row]:
-    powers = {r["estimator"]: r for r in rows if r["estimator"] not in ("trak", "soft")}
-    places = dict.fromkeys(_place(r) for r in rows if r["estimator"] in powers)
-
-    def line(place: tuple[Any, ...]) -> Row:
-        here = {r["estimator"]: r["at"] for r in rows if _place(r) == place}
-        cells = {
-            f"{name} {rule}": at[rule]["lds"]
-            for name, at in here.items()
-            for rule in ("auto", "best")
-        }
-        return dict(zip(("task", "projector", "p", "ckpts"), place, strict=True)) | cells
-
-    return [line(place) for place in places]
+def _power_rows(result: dict[str, Any]) -> list[Row]:
+    lines = []
+    for compared in result["comparisons"]:
+        differences = {k: v for k, v in compared.items() if k.endswith("auto - trak best")}
+        if len(differences) > 1:
+            here = [row for row in result["rows"] if _place(row) == _place(compared)]
+            best = {f"{row['estimator']} best": row["at"]["best"]["lds"] for row in here}
+            lines.append(_short(compared) | best | differences)
+    return lines
 
 
 def _peer_rows(peers: list[Row]) -> list[Row]:

@@ -35,6 +35,7 @@ DEFAULTS = (*RULES, "default")  # the last is another package's
 AUTO = "completeness"
 
 Floats = NDArray[np.float64]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,66 @@ class Setting:
     estimator: str
 
 
-def evaluate(setting: Setting, cache: Path, resamples: int) -> dict[str, Any]:
-    """Return LDS and its bootstrap draws of a setting; what the cache has is not made again."""
+def evaluate(setting: Setting, cache: Path) -> Row:
+    """Score a setting and return its LDS at every λ; what the cache has is not made again."""
     subject = SUBJECTS[setting.task]
-    path = cache / "rows" / f"{_digest(asdict(setting), subject.digest(), resamples)}.json"
+    path = cache / "rows" / f"{_digest(asdict(setting), subject.digest())}.json"
     if not path.exists():
-        train, targets = selected(setting, cache)
-        scores, choice = score_all(train, targets, ESTIMATORS[setting.estimator])
-        write(path, asdict(setting) | judge(subject, scores, resamples) | choice)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+        scores, choice = score_all(*selected(setting, cache), ESTIMATORS[setting.estimator])
+        keep_row(path, subject, scores, asdict(setting) | choice)
+    return read_row(path)
+
+
+def keep_row(path: Path, subject: Subject, scores: xr.DataArray, facts: Row) -> None:
+    """Keep the LDS at every damping, and the scores at those that are compared."""
+    bare = scores.drop_vars([name for name in scores.coords if name != "damping"])
+    every = td.evaluate.lds(bare, *ground(subject), resamples=1).lds_mean.compute()
+    best = str(every.idxmax("damping").values)
+    names = {name: name for name in DEFAULTS if name in every.damping} | {"best": best}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compared = bare.sel(damping=list(names.values())).transpose("damping", "sample", "target")
+    np.save(path.with_suffix(".npy"), compared.values.astype(np.float32))
+    pairs = zip(every.damping.values, every.values, strict=True)
+    by_damping = {str(damping): round(float(value), 5) for damping, value in pairs}
+    row = {**facts, "best_at": best, "by_damping": by_damping, "entries": list(names)}
+    write(path, row)  # last: a row that is there is complete
+
+
+def read_row(path: Path) -> Row:
+    """Read what :func:`keep_row` wrote."""
+    row: Row = json.loads(path.read_text())
+    return row | {"scores": np.load(path.with_suffix(".npy"))}
+
+
+def judge(subject: Subject, rows: list[Row], resamples: int) -> Row:
+    """Give every entry of a task's rows its LDS, interval and draws; return the noise ceiling.
+
+    All at once: draws are paired within one evaluation only.
+    """
+    stacked = np.concatenate([row.pop("scores") for row in rows])
+    scores = xr.DataArray(stacked, dims=("entry", "sample", "target"))
+    found = td.evaluate.lds(scores, *ground(subject), resamples=resamples).compute()
+    number = 0
+    for row in rows:
+        row["at"] = {}
+        for name in row.pop("entries"):
+            one = found.isel(entry=number)
+            row["at"][name] = {
+                "lds": float(one.lds_mean),
+                "interval": one.interval.values.tolist(),
+                "draws": one.draws.values,
+            }
+            number += 1
+    interval = found.ceiling_interval.values.tolist()
+    return {"ceiling": {"value": float(found.ceiling_mean), "interval": interval}}
+
+
+def ground(subject: Subject) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return which samples each model was trained on, and the outputs."""
+    outputs = xr.DataArray(truth(subject), dims=("subset", "seed", "target"))
+    n_train = len(subject.data()[0][0])
+    drawn = np.stack([members(subset, n_train) for subset in range(len(outputs))])
+    return xr.DataArray(drawn, dims=("subset", "sample")), outputs
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
@@ -151,33 +202,3 @@ def score_all(
     names = [*RULES, *(f"{factor:.4g}" for factor in FACTORS)]
     every = xr.concat([s.drop_attrs() for s in scores], "damping")
     return every.assign_coords(damping=names), choice
-
-
-def judge(subject: Subject, scores: xr.DataArray, resamples: int) -> dict[str, Any]:
-    """Return LDS of every damping, and intervals of the rules and of the best of all."""
-    outputs = xr.DataArray(truth(subject), dims=("subset", "seed", "target"))
-    drawn = np.stack([members(s, scores.sizes["sample"]) for s in range(len(outputs))])
-    masks = xr.DataArray(drawn, dims=("subset", "sample"))
-    bare = scores.drop_vars([name for name in scores.coords if name != "damping"])
-    every = td.evaluate.lds(bare, masks, outputs, resamples=1).lds_mean.compute()
-    best = str(every.idxmax("damping").values)
-    names = [name for name in dict.fromkeys((*DEFAULTS, best)) if name in every.damping]
-    found = td.evaluate.lds(bare.sel(damping=names), masks, outputs, resamples=resamples).compute()
-    rows = {
-        key: {
-            "lds": float(found.lds_mean.sel(damping=name)),
-            "interval": found.interval.sel(damping=name).values.tolist(),
-            "draws": found.draws.sel(damping=name).values.round(5).tolist(),
-        }
-        for key, name in [*((name, name) for name in names if name in DEFAULTS), ("best", best)]
-    }
-    return {
-        "at": rows,
-        "best_at": best,
-        "by_damping": {
-            str(d): round(float(v), 5)
-            for d, v in zip(every.damping.values, every.values, strict=True)
-        },
-        "ceiling": float(found.ceiling_mean),
-        "ceiling_interval": found.ceiling_interval.values.tolist(),
-    }

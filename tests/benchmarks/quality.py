@@ -29,7 +29,17 @@ import torch
 import xarray as xr
 from _quality_peers import PEERS, PeerJob
 from _quality_report import comparisons, report, summary, verdicts, without_draws
-from _quality_scores import ESTIMATORS, FACTORS, PROJECTORS, Setting, evaluate, judge, write
+from _quality_scores import (
+    ESTIMATORS,
+    FACTORS,
+    PROJECTORS,
+    Setting,
+    evaluate,
+    judge,
+    keep_row,
+    read_row,
+    write,
+)
 from _quality_tasks import SUBJECTS
 from _quality_truth import checkpoints, keep, retrain, truth
 
@@ -57,7 +67,7 @@ def score(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for done, setting in enumerate(wanted, start=1):
         start = time.perf_counter()
-        rows.append(evaluate(setting, options.cache, options.resamples))
+        rows.append(evaluate(setting, options.cache))
         if (seconds := time.perf_counter() - start) > 1:
             what = " ".join(map(str, asdict(setting).values()))
             print(f"  {done}/{len(wanted)} {what}: {seconds:.0f} s", file=sys.stderr, flush=True)
@@ -79,7 +89,8 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def score_peers(options: argparse.Namespace) -> None:
-    """Keep the scores of other packages at λ = 0 and at every factor."""
+    """Keep the scores of other packages at λ = 0 and at every factor, and their versions."""
+    write(options.cache / "peers" / "versions.json", {name: _version(name) for name in PEERS})
     for engine, path, job in peer_jobs(options):
         if path.exists():
             continue
@@ -102,24 +113,21 @@ def peer_jobs(options: argparse.Namespace) -> Iterator[tuple[str, Path, PeerJob]
             yield engine, options.cache / "peers" / name, job
 
 
-def judge_peers(options: argparse.Namespace) -> list[dict[str, Any]]:
+def peer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for every set of other packages' scores that the cache has."""
     rows = []
     for engine, path, job in peer_jobs(options):
-        row_path = path.with_suffix(f".{options.resamples}.json")
+        row_path = path.with_name(f"{path.stem}-row.json")
         if path.exists() and not row_path.exists():
             names = ["default", *(f"{factor:.4g}" for factor in FACTORS)]
             scores = xr.DataArray(
                 np.load(path), dims=("damping", "sample", "target"), coords={"damping": names}
             )
-            row = {"engine": engine, "task": job.subject.name, "proj_dim": job.proj_dim}
-            row["checkpoints"] = len(job.checkpoints)
-            judged = judge(
-                job.subject, scores.transpose("sample", "target", "damping"), options.resamples
-            )
-            write(row_path, row | judged)
+            facts = {"engine": engine, "task": job.subject.name, "proj_dim": job.proj_dim}
+            facts["checkpoints"] = len(job.checkpoints)
+            keep_row(row_path, job.subject, scores.transpose("sample", "target", "damping"), facts)
         if row_path.exists():
-            rows.append(json.loads(row_path.read_text()))
+            rows.append(read_row(row_path))
     return rows
 
 
@@ -130,11 +138,16 @@ def assemble(
     options: argparse.Namespace, rows: list[dict[str, Any]], peers: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Return everything that is kept, without the draws."""
+    tasks = []
+    for name in options.tasks:
+        of_task = [row for row in (*rows, *peers) if row["task"] == name]
+        tasks.append(facts(name, options) | judge(SUBJECTS[name], of_task, options.resamples))
     compared = comparisons(rows, peers)
-    names = ("soft auto - trak best", "soft auto - trak closed form")
+    names = [f"{name} auto - trak best" for name in ("soft", *POWERS)]
+    names.append("soft auto - trak closed form")
     return {
         "header": header(options),
-        "tasks": [facts(name, rows, options) for name in options.tasks],
+        "tasks": tasks,
         "rows": [without_draws(row) for row in rows],
         "comparisons": compared,
         "peers": [without_draws(row) for row in peers],
@@ -143,9 +156,21 @@ def assemble(
     }
 
 
+def rounded(value: Any) -> Any:
+    """Keep five decimals of every number: more than the intervals tell."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 5) if isinstance(value, float) else value
+
+
 def header(options: argparse.Namespace) -> dict[str, Any]:
-    packages = ("torch", "numpy", "scipy", "scikit-learn", "dask", "xarray", "traker", "dattri")
+    packages = ("torch", "numpy", "scipy", "scikit-learn", "dask", "xarray")
     versions = [f"trakdask {td.__version__}", *(f"{p} {_version(p)}" for p in packages)]
+    path = options.cache / "peers" / "versions.json"
+    peers = json.loads(path.read_text()) if path.exists() else {}
+    versions += [f"{name} {version}" for name, version in peers.items()]
     return {
         "date": date.today().isoformat(),
         "versions": ", ".join(versions),
@@ -157,16 +182,13 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return importlib.metadata.version(package)
 
 
-def facts(name: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return what the task is."""
     subject = SUBJECTS[name]
-    found, row = truth(subject), next(row for row in rows if row["task"] == name)
+    n_subsets, n_seeds, n_targets = truth(subject).shape
     state = torch.load(checkpoints(subject, options.cache, 1)[0], weights_only=True)
     accuracy = (
         examples.classifier_accuracy(subject.build, state, *part) for part in subject.data()
@@ -175,12 +197,10 @@ def facts(name: str, rows: list[dict[str, Any]], options: argparse.Namespace) ->
         "task": name,
         "parameters": sum(parameter.numel() for parameter in subject.build().parameters()),
         "n": len(subject.data()[0][0]),
-        "targets": found.shape[2],
-        "subsets": found.shape[0],
-        "seeds": found.shape[1],
+        "targets": n_targets,
+        "subsets": n_subsets,
+        "seeds": n_seeds,
         "accuracy (train, targets)": ", ".join(f"{share:.2f}" for share in accuracy),
-        "ceiling": row["ceiling"],
-        "ceiling_interval": row["ceiling_interval"],
     }
 
 
@@ -212,11 +232,11 @@ def main(argv: list[str] | None = None) -> None:
         score_peers(options)
         return
     with dask.config.set(scheduler="synchronous"):
-        result = assemble(options, score(options), judge_peers(options))
+        result = rounded(assemble(options, score(options), peer_rows(options)))
     print(report(result))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + os.linesep)
+        options.out.write_text(json.dumps(result) + os.linesep)
 
 
 if __name__ == "__main__":
