@@ -23,6 +23,7 @@ __all__ = [
     "kept_samples",
     "require_estimator",
     "was_measured",
+    "weight_data",
 ]
 
 Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
@@ -152,3 +153,27 @@ def kept(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
 def kept_samples(features: xr.Dataset) -> int:
     """Return the number of samples that the kept gram matrix is a sum over."""
     return int(features["gram"].attrs.get("samples", features.sizes[SAMPLE]))
+
+
+def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array | None:
+    """Return given weights (sample, checkpoint) in the chunks of the features, checked."""
+    if weights is None:
+        return None
+    shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    found = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
+    if found not in ({SAMPLE: shape[SAMPLE]}, shape):
+        raise ValueError(
+            f"weights are {found}; needed a DataArray of {shape}, with or without checkpoint. "
+            "Type xr.DataArray(h, dims='sample')."
+        )
+    if weights.chunks is None and not (weights >= 0).all():
+        raise ValueError(
+            f"weights go down to {float(weights.min())}; needed numbers >= 0, since the gram "
+            "matrix must stay positive. Type weights.clip(min=0)."
+        )
+    chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
+    full = weights.broadcast_like(
+        xr.DataArray(np.empty(features.sizes[CHECKPOINT]), dims=CHECKPOINT)
+    )
+    data: da.Array = full.transpose(SAMPLE, CHECKPOINT).variable.chunk(chunks).data
+    return data

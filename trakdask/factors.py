@@ -123,7 +123,7 @@ def _with_gram(
         "gram_weights": formula.gram if weights is None else "given",
     }
     if found.choice is not None:
-        attrs["damping"] = "completeness, 1 SE"
+        attrs["damping"] = "completeness, 0.5 SE"
     return Factors(solved, weight, attrs)
 
 

@@ -24,6 +24,7 @@ from trakdask.estimators import (
     kept_samples,
     require_estimator,
     was_measured,
+    weight_data,
 )
 from trakdask.provenance import require_same, spec
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features, validate
@@ -92,8 +93,8 @@ def damping(
     -------
     Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
     (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
-    how well the linearised model follows the real one; ``threshold`` (), one standard error less;
-    ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where outputs
+    how well the linearised model follows the real one; ``threshold`` (), half a standard error
+    less; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where outputs
     were not asked; :func:`trakdask.plots.damping` draws them.
 
     Raises
@@ -111,12 +112,11 @@ def damping(
     -----
     Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
     score(z, t) = f(t), if λ is right. So for 17 ρ from 0.01 to 100 these sums are correlated over
-    targets with the outputs f (both as means over checkpoints), under soft weights, and ρ is the
-    largest at most one standard error below the best, (1 - max²)/√m. No model is retrained and no
-    n × m array made: one more column of the gram matrix and one eigendecomposition per checkpoint,
-    about 9 p³ flops and 32 p² bytes; 17 numbers per target and checkpoint. Where it is asked for
-    ``estimator="trak"`` it needs a gram matrix of soft weights too, which is why it is not that
-    estimator's ``"auto"``.
+    targets with the outputs f (both as means over checkpoints), under soft weights of power ½, and
+    ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. No model is
+    retrained and no n × m array made: one more column of the gram matrix and one eigendecomposition
+    per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per target and checkpoint. For
+    other estimators it needs a gram matrix of these weights too, one more pass over the features.
 
     The outputs are, in this order: those of ``calibrate``; of the targets, if 50 or more; of up to
     1000 training rows in up to 8 blocks, each row left out of the sums exactly. If the correlation
@@ -171,7 +171,7 @@ def _dataset(features: xr.Dataset, found: Regularized) -> xr.Dataset:
                 {"description": "correlation of outputs with totals of attributions"},
             ),
             "peak": ((), choice[2], {"description": "largest correlation of the curve"}),
-            "threshold": ((), choice[3], {"description": "one standard error below the peak"}),
+            "threshold": ((), choice[3], {"description": "half a standard error below the peak"}),
             "rule": ((), rule, {"description": "what chose λ"}),
         },
         coords={
@@ -201,7 +201,7 @@ def regularize(
     formula = estimator_weights(features, estimator, power)
     h = weight_data(features, weights)
     if _by_outputs(damping, estimator, features):
-        return _complete(features, targets, calibrate, formula, h, power)
+        return _complete(features, targets, calibrate, formula, h)
     if calibrate is not None:
         raise ValueError(
             f"calibrate is given with damping={damping!r} and estimator={estimator!r}; needed the "
@@ -255,12 +255,11 @@ def _complete(
     calibrate: xr.Dataset | None,
     formula: Weights,
     given: da.Array | None,
-    power: float,
 ) -> Regularized:
-    """Let outputs choose λ, under soft weights whatever the estimator."""
+    """Let outputs choose λ, under soft weights of power ½ whatever the estimator."""
     validate(features, ["output", "out_to_loss"], what="features")
-    is_soft = formula.power is not None or has_quadratic_loss(features)
-    soft = formula if is_soft else estimator_weights(features, "soft", power)
+    is_soft = formula.power == _POWER or has_quadratic_loss(features)
+    soft = formula if is_soft else estimator_weights(features, "soft", _POWER)
     h = given if is_soft else None
     soft_gram, loss_gradient, n = _sums(features, soft, h)
     labels = [str(name) for name in features[CHECKPOINT].values]
@@ -379,30 +378,6 @@ def _warn_of_few_checkpoints(n: int) -> None:
             UserWarning,
             stacklevel=2,  # a line of this package, so that a process shows it once
         )
-
-
-def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array | None:
-    """Return given weights (sample, checkpoint) in the chunks of the features, checked."""
-    if weights is None:
-        return None
-    shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
-    found = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
-    if found not in ({SAMPLE: shape[SAMPLE]}, shape):
-        raise ValueError(
-            f"weights are {found}; needed a DataArray of {shape}, with or without checkpoint. "
-            "Type xr.DataArray(h, dims='sample')."
-        )
-    if weights.chunks is None and not (weights >= 0).all():
-        raise ValueError(
-            f"weights go down to {float(weights.min())}; needed numbers >= 0, since the gram "
-            "matrix must stay positive. Type weights.clip(min=0)."
-        )
-    chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
-    full = weights.broadcast_like(
-        xr.DataArray(np.empty(features.sizes[CHECKPOINT]), dims=CHECKPOINT)
-    )
-    data: da.Array = full.transpose(SAMPLE, CHECKPOINT).variable.chunk(chunks).data
-    return data
 
 
 def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:
