@@ -18,7 +18,8 @@ from trakdask.estimators import (
     estimator_weights,
     require_estimator,
 )
-from trakdask.regularization import Absolute, Damping, regularize, require_comparable
+from trakdask.provenance import require_comparable
+from trakdask.regularization import Absolute, Damping, regularize
 from trakdask.variables import CHECKPOINT, lazy_features, validate
 
 __all__ = ["WITHOUT_GRAM", "Factors", "cholesky", "factors", "refuse_options"]
