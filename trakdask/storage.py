@@ -26,7 +26,13 @@ from dask.base import tokenize
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.estimators import DEFAULT_ESTIMATOR, Estimator, Weights, estimator_weights
+from trakdask.estimators import (
+    DEFAULT_ESTIMATOR,
+    Estimator,
+    Weights,
+    chosen_estimator,
+    estimator_weights,
+)
 from trakdask.locations import location
 from trakdask.progress import polled_bar
 from trakdask.provenance import FEATURE_SPEC, digest, require_same, spec
@@ -101,6 +107,7 @@ def save(
     validate(features, FEATURE_NAMES, what="features")
     features = lazy_features(features)
     plan = _plan(features, location(store))
+    estimator = chosen_estimator(estimator, features)
     kept = _Kept(estimator_weights(features, estimator, power), estimator) if gram else None
     _create_or_check(plan, features, kept)
     total = len(plan.checkpoints) * (plan.n_blocks + gram)
