@@ -49,12 +49,16 @@ Damping = Literal["auto", "completeness", "closed_form"] | float | Absolute | xr
 
 @dataclass(frozen=True)
 class Regularized:
-    """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it."""
+    """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
+
+    ``spectrum`` is that of the gram matrix, where choosing λ has decomposed it.
+    """
 
     gram: da.Array
     damping: da.Array
     rules: tuple[str, ...]
     choice: da.Array | None = None
+    spectrum: da.Array | None = None
 
 
 def damping(
@@ -276,7 +280,8 @@ def _complete(
     choice = completeness.choose(candidates, curves)
     relative = choice[0] * totals.mean_trace(matrix, n)
     lam = da.where(da.isnan(choice[0]), fallback, relative)
-    return Regularized(matrix, lam, rules, choice)
+    is_decomposed = matrix.name == soft_gram.name
+    return Regularized(matrix, lam, rules, choice, spectrum if is_decomposed else None)
 
 
 def _sums(
