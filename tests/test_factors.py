@@ -238,5 +238,10 @@ def test_score__damping_that_was_chosen_before() -> None:
     again = td.score(TRAIN, TARGETS, estimator="soft", damping=chosen.isel(checkpoint=[2, 0, 1]))
     np.testing.assert_array_equal(again, td.score(TRAIN, TARGETS, estimator="soft", damping=0.2))
     assert again.attrs["damping"] == "given"
-    with pytest.raises(ValueError, match=r"of the checkpoints \['c0', 'c2'\]; needed 'c1' too"):
+    alone = td.score(TRAIN, TARGETS, estimator="soft", damping=chosen.damping)
+    np.testing.assert_array_equal(again, alone)
+    for bad in (TRAIN, chosen.damping.drop_vars("checkpoint"), chosen.curve):
+        with pytest.raises(ValueError, match=r"needed 'damping' of each checkpoint.*td\.damping"):
+            td.score(TRAIN, TARGETS, damping=bad)
+    with pytest.raises(ValueError, match=r"is of \['c0', 'c2'\]; needed checkpoint 'c1' too"):
         td.score(TRAIN, TARGETS, damping=chosen.isel(checkpoint=[0, 2]))

@@ -368,3 +368,9 @@ def test_damping__quadratic_loss_has_weights_one() -> None:
 def test_damping__on_worker_processes(process_client) -> None:
     lazy = td.damping(TRAIN, TARGETS, estimator="soft")
     xr.testing.assert_identical(dask.compute(lazy)[0], lazy.compute(scheduler="sync"))
+
+
+@pytest.mark.parametrize(("n", "rule"), [(60, "training rows left out"), (20, "closed form")])
+def test_damping__few_targets_says_what_chooses_instead(n: int, rule: str) -> None:
+    with pytest.warns(UserWarning, match=rf"3 targets.*It is chosen by (the )?{rule}"):
+        td.damping(TRAIN.isel(sample=slice(n)), TARGETS.isel(sample=slice(3)), estimator="soft")

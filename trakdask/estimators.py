@@ -48,6 +48,11 @@ class Weights:
     loss: str = "Q"
     power: float | None = None
 
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """What scores with these weights and the automatic λ need of all samples."""
+        return ("gram",) if self.power is None else ("gram", "loss_gradient")
+
     def gram_data(self, features: xr.Dataset) -> da.Array | None:
         """Return h (sample, checkpoint), None for 1."""
         if self.power is None:

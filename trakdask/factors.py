@@ -110,15 +110,14 @@ def _with_gram(
         calibrate=calibrate,
         weights=weights,
     )
+    factor = cholesky(features, found.gram, found.damping)  # lazy: made only if it is needed
     if found.spectrum is not None:
         solved = arrays.totals.solve(found.spectrum, found.damping, targets.feature.data)
     else:
-        factor = cholesky(features, found.gram, found.damping)
         solved = arrays.solve.solve(factor, targets.feature.data)
     formula = estimator_weights(features, estimator, power)
     weight = formula.loss_data(features)
     if estimator == "relatif":
-        factor = cholesky(features, found.gram, found.damping)
         own = arrays.solve.leverage(factor, features.feature.data).mean(axis=1, keepdims=True)
         weight = _sign(weight) * arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
     attrs = {

@@ -30,8 +30,8 @@ from trakdask.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
     Weights,
-    chosen_estimator,
     estimator_weights,
+    require_estimator,
 )
 from trakdask.locations import location
 from trakdask.progress import polled_bar
@@ -107,8 +107,8 @@ def save(
     validate(features, FEATURE_NAMES, what="features")
     features = lazy_features(features)
     plan = _plan(features, location(store))
-    estimator = chosen_estimator(estimator, features)
-    kept = _Kept(estimator_weights(features, estimator, power), estimator) if gram else None
+    require_estimator(estimator)
+    kept = estimator_weights(features, estimator, power) if gram else None
     _create_or_check(plan, features, kept)
     total = len(plan.checkpoints) * (plan.n_blocks + gram)
     title = f"save {plan.store.rpartition('/')[2]}"
@@ -161,18 +161,6 @@ def open(store: str | os.PathLike[str], *, require_complete: bool = True) -> xr.
         _require_complete(plan, has_gram=_GRAM in ds)
     names = [name for name in (*FEATURE_NAMES, _GRAM, _LOSS_GRADIENT) if name in ds]
     return load_coords(ds[names])
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What is reduced from the saved features and kept beside them."""
-
-    weights: Weights
-    estimator: Estimator
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (_GRAM, _LOSS_GRADIENT) if self.estimator == "soft" else (_GRAM,)
 
 
 @dataclass(frozen=True)
@@ -238,7 +226,7 @@ def _layout(features: xr.Dataset) -> dict[str, int]:
     return {"samples": sum(chunks), "block": chunks[0]}
 
 
-def _create_or_check(plan: _Plan, features: xr.Dataset, kept: _Kept | None) -> None:
+def _create_or_check(plan: _Plan, features: xr.Dataset, kept: Weights | None) -> None:
     """Make the store once, or check that the one there is ours and was made in the same way."""
     fs, path = fsspec.core.url_to_fs(plan.store)
     if not fs.exists(path) or not fs.ls(path):
@@ -266,28 +254,28 @@ def _create_or_check(plan: _Plan, features: xr.Dataset, kept: _Kept | None) -> N
         _require_place(plan, group, kept)
 
 
-def _require_place(plan: _Plan, group: zarr.Group, kept: _Kept) -> None:
+def _require_place(plan: _Plan, group: zarr.Group, kept: Weights) -> None:
     if _GRAM not in group:
         made, needed = "gram=False", "a place for the gram matrices"
     else:
         weights = group[_GRAM].attrs.get("gram_weights", "1")
-        if weights == kept.weights.gram and all(name in group for name in kept.names):
+        if weights == kept.gram and all(name in group for name in kept.sums):
             return
-        made = f"gram weights {weights!r} and keeps {[n for n in kept.names if n in group]}"
-        needed = f"{kept.weights.gram!r} and {list(kept.names)} for estimator={kept.estimator!r}"
+        made = f"gram weights {weights!r} and keeps {[n for n in kept.sums if n in group]}"
+        needed = f"{kept.gram!r} and {list(kept.sums)}"
     raise StoreMismatchError(
         f"the store {plan.store!r} was made with {made}; needed {needed}. Type "
         "td.save(features, store, gram=False), and td.score will reduce them when computed."
     )
 
 
-def _create(plan: _Plan, features: xr.Dataset, kept: _Kept | None) -> None:
+def _create(plan: _Plan, features: xr.Dataset, kept: Weights | None) -> None:
     """Write metadata and coords of the whole store; the records group last: a mark of success."""
     template = features[list(FEATURE_NAMES)].drop_attrs(deep=False)
     template = template.assign_attrs({**features.attrs, **plan.spec, "layout": plan.layout})
     template = template.map(_empty_like, keep_attrs=True)
     if kept is not None:
-        empty = {name: _empty_kept(name, template, kept.weights) for name in kept.names}
+        empty = {name: _empty_kept(name, template, kept) for name in kept.sums}
         template = template.assign(empty)
     encoding = {name: _encoding(template[name], plan) for name in template.data_vars}
     template.to_zarr(
@@ -349,22 +337,22 @@ def _write_block(plan: _Plan, index: int, *blocks: np.ndarray) -> np.ndarray:
     return np.ones(1, bool)
 
 
-def _save_gram(plan: _Plan, kept: _Kept, index: int) -> None:
+def _save_gram(plan: _Plan, kept: Weights, index: int) -> None:
     """Reduce what is kept from the stored features, not from the graph that made them."""
     if _GRAM in plan.done(index):
         return
     stored = xr.open_zarr(plan.store, consolidated=False, chunks={})
     feature = stored.feature.data[:, :, index : index + 1]
-    h = kept.weights.gram_data(stored)
+    h = kept.gram_data(stored)
     h = None if h is None else h[:, index : index + 1]
-    if _LOSS_GRADIENT in kept.names:
-        g = arrays.gram.pooled(kept.weights.loss_data(stored))[:, None]
+    if _LOSS_GRADIENT in kept.sums:
+        g = arrays.gram.pooled(kept.loss_data(stored))[:, None]
         matrices: tuple[da.Array, ...] = arrays.gram.gram_and_sum(feature, h, g)
     else:
         matrices = (arrays.gram.gram(feature, h),)
     name = f"save-gram-{tokenize(plan.digest, plan.store, matrices)}"
     written = da.blockwise(
-        functools.partial(_write_kept, plan, kept.names, index), "c",
+        functools.partial(_write_kept, plan, kept.sums, index), "c",
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
         dtype=bool, meta=np.empty(0, bool), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
