@@ -86,7 +86,6 @@ def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(tmp_pa
     [
         {"estimator": "trak"},
         {"estimator": "soft", "power": 0.75, "damping": 0.03},
-        {"estimator": "trak", "damping": "completeness", "power": 0.75},
         {"estimator": "soft", "damping": 0.03, "weights": "given"},
     ],
 )

@@ -189,11 +189,11 @@ def test_score__soft_for_regression_is_trak() -> None:
 
 
 def test_score__options_that_do_not_meet() -> None:
-    with pytest.raises(ValueError, match=r"estimator is 'best'; needed one of \['trak'"):
+    with pytest.raises(ValueError, match=r"estimator is 'best'; needed one of \['auto', 'trak'"):
         td.score(TRAIN, TARGETS, estimator="best")
     with pytest.raises(ValueError, match=r"given with estimator='grad_dot'; needed none"):
         td.score(TRAIN, TARGETS, estimator="grad_dot", damping=0.1)
-    with pytest.raises(ValueError, match=r"learning_rates are given with estimator='trak'"):
+    with pytest.raises(ValueError, match=r"learning_rates are given with estimator='auto'"):
         td.score(TRAIN, TARGETS, learning_rates=RATES)
     for rates in (None, {"c0": 0.1}, [0.1] * 3, xr.DataArray([0.1] * 3, dims="checkpoint")):
         with pytest.raises(ValueError, match=r"needed one of each checkpoint \['c0', 'c1', 'c2'\]"):
@@ -203,3 +203,45 @@ def test_score__options_that_do_not_meet() -> None:
             td.score(TRAIN, TARGETS, estimator="soft", power=power)
     with pytest.raises(ValueError, match=r"estimator is 'relatif'; needed one of"):
         td.self_influence(TRAIN, estimator="relatif")
+
+
+@pytest.mark.parametrize(
+    ("attrs", "chosen"),
+    [
+        ({"task": "ImageClassification(image='x')", "batch_norm": False}, "soft"),
+        ({"task": "TextClassification()", "batch_norm": False}, "soft"),
+        ({"task": "ImageClassification()", "batch_norm": True}, "trak"),
+        ({"task": "ImageClassification()"}, "trak"),
+        ({"task": "CausalLM()", "batch_norm": False}, "trak"),
+        ({"task": "Regression()", "batch_norm": False}, "trak"),
+        ({}, "trak"),
+    ],
+)
+def test_score__automatic_estimator(attrs: dict, chosen: str) -> None:
+    train = TRAIN.assign_attrs(attrs)
+    targets = TARGETS.assign_attrs(attrs)
+    for ds in (train, targets):
+        for name in {"task", "batch_norm"} - set(attrs):
+            ds.attrs.pop(name, None)
+    found = td.score(train, targets, damping=0.1)
+    assert found.attrs["estimator"] == chosen
+    expected = td.score(train, targets, damping=0.1, estimator=chosen)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(
+        td.self_influence(train, damping=0.1),
+        td.self_influence(train, damping=0.1, estimator=chosen),
+    )
+
+
+def test_score__damping_that_was_chosen_before() -> None:
+    chosen = td.damping(TRAIN, damping=0.2, estimator="soft").compute()
+    again = td.score(TRAIN, TARGETS, estimator="soft", damping=chosen.isel(checkpoint=[2, 0, 1]))
+    np.testing.assert_array_equal(again, td.score(TRAIN, TARGETS, estimator="soft", damping=0.2))
+    assert again.attrs["damping"] == "given"
+    alone = td.score(TRAIN, TARGETS, estimator="soft", damping=chosen.damping)
+    np.testing.assert_array_equal(again, alone)
+    for bad in (TRAIN, chosen.damping.drop_vars("checkpoint"), chosen.curve):
+        with pytest.raises(ValueError, match=r"needed 'damping' of each checkpoint.*td\.damping"):
+            td.score(TRAIN, TARGETS, damping=bad)
+    with pytest.raises(ValueError, match=r"is of \['c0', 'c2'\]; needed checkpoint 'c1' too"):
+        td.score(TRAIN, TARGETS, damping=chosen.isel(checkpoint=[0, 2]))

@@ -66,7 +66,9 @@ def totals_left_out(train: xr.Dataset, rho: float, h, g) -> np.ndarray:
 
 def oracle(curve: np.ndarray, m: int) -> float:
     best = curve.max()
-    return max(r for r, c in zip(GRID, curve, strict=True) if c >= best - (1 - best**2) / m**0.5)
+    return max(
+        r for r, c in zip(GRID, curve, strict=True) if c >= best - (1 - best**2) / m**0.5 / 2
+    )
 
 
 def following(train: xr.Dataset, rows: xr.Dataset, rho: float, noise: float = 0.3) -> xr.Dataset:
@@ -101,7 +103,8 @@ def closed_form(train: xr.Dataset, h: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
 def test_damping__by_targets(power: float) -> None:
-    h, g = weights(TRAIN, power)
+    """The outputs choose under weights of power ½; ρ is then one of the estimator's own matrix."""
+    h, g = weights(TRAIN, 0.5)
     curve = np.array(
         [
             np.corrcoef(totals(TRAIN, TARGETS, rho, h, g), TARGETS.output.mean("checkpoint"))[0, 1]
@@ -113,11 +116,11 @@ def test_damping__by_targets(power: float) -> None:
     assert float(found.relative) == oracle(curve, M)
     assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
     assert float(found.threshold) == pytest.approx(
-        curve.max() - (1 - curve.max() ** 2) / M**0.5, abs=1e-10
+        curve.max() - (1 - curve.max() ** 2) / M**0.5 / 2, abs=1e-10
     )
     assert str(found.rule.values) == "completeness, targets"
     x = TRAIN.feature.values
-    trace = np.einsum("spc,spc,sc->c", x, x, h)
+    trace = np.einsum("spc,spc,sc->c", x, x, weights(TRAIN, power)[0])
     np.testing.assert_allclose(found.damping, float(found.relative) * trace / N, rtol=1e-12)
     np.testing.assert_array_equal(found.relative_damping, GRID)
     np.testing.assert_array_equal(found.checkpoint, TRAIN.checkpoint)
@@ -365,3 +368,9 @@ def test_damping__quadratic_loss_has_weights_one() -> None:
 def test_damping__on_worker_processes(process_client) -> None:
     lazy = td.damping(TRAIN, TARGETS, estimator="soft")
     xr.testing.assert_identical(dask.compute(lazy)[0], lazy.compute(scheduler="sync"))
+
+
+@pytest.mark.parametrize(("n", "rule"), [(60, "training rows left out"), (20, "closed form")])
+def test_damping__few_targets_says_what_chooses_instead(n: int, rule: str) -> None:
+    with pytest.warns(UserWarning, match=rf"3 targets.*It is chosen by (the )?{rule}"):
+        td.damping(TRAIN.isel(sample=slice(n)), TARGETS.isel(sample=slice(3)), estimator="soft")

@@ -16,15 +16,21 @@ __all__ = [
     "DEFAULT_ESTIMATOR",
     "Estimator",
     "Weights",
+    "chosen_estimator",
     "estimator_weights",
     "has_quadratic_loss",
     "kept",
     "kept_samples",
     "require_estimator",
+    "was_measured",
+    "weight_data",
 ]
 
-Estimator = Literal["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
-DEFAULT_ESTIMATOR: Estimator = "trak"
+Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
+DEFAULT_ESTIMATOR: Estimator = "auto"
+
+_MEASURED_TASKS = ("ImageClassification", "TextClassification")
+"""Tasks for which tests/benchmarks/quality.py found what is best."""
 
 _QUADRATIC_TASKS = ("Regression",)
 """Tasks whose Q is a residual of either sign, of a loss with constant curvature."""
@@ -41,6 +47,11 @@ class Weights:
     gram: str = "1"
     loss: str = "Q"
     power: float | None = None
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """What scores with these weights and the automatic λ need of all samples."""
+        return ("gram",) if self.power is None else ("gram", "loss_gradient")
 
     def gram_data(self, features: xr.Dataset) -> da.Array | None:
         """Return h (sample, checkpoint), None for 1."""
@@ -65,6 +76,24 @@ class Weights:
         }
 
 
+def chosen_estimator(estimator: Estimator, features: xr.Dataset) -> Estimator:
+    """Return what ``"auto"`` stands for, anything else as it is.
+
+    ``"soft"`` where it was measured to be the best, ``"trak"`` for other tasks and for models with
+    BatchNorm.
+    """
+    if estimator != "auto":
+        return estimator
+    # Features of before, or not made by featurize, do not say whether there is BatchNorm.
+    suits = was_measured(features) and features.attrs.get("batch_norm") is False
+    return "soft" if suits else "trak"
+
+
+def was_measured(features: xr.Dataset) -> bool:
+    """Return whether the task is one for which the quality of scores was measured."""
+    return str(features.attrs.get("task", "")).partition("(")[0] in _MEASURED_TASKS
+
+
 def require_estimator(estimator: object, allowed: tuple[str, ...] = get_args(Estimator)) -> None:
     """Refuse what is no estimator."""
     if estimator not in allowed:
@@ -82,7 +111,7 @@ def estimator_weights(features: xr.Dataset, estimator: Estimator, power: float) 
     ValueError
         If ``power`` is not in [0, 1], or not 1 for a quadratic loss.
     """
-    if estimator != "soft":
+    if chosen_estimator(estimator, features) != "soft":
         return Weights()
     if isinstance(power, bool) or not isinstance(power, (int, float, np.number)):
         raise ValueError(f"power is {power!r}; needed a number in [0, 1]. Type power=0.5.")
@@ -130,3 +159,27 @@ def kept(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
 def kept_samples(features: xr.Dataset) -> int:
     """Return the number of samples that the kept gram matrix is a sum over."""
     return int(features["gram"].attrs.get("samples", features.sizes[SAMPLE]))
+
+
+def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array | None:
+    """Return given weights (sample, checkpoint) in the chunks of the features, checked."""
+    if weights is None:
+        return None
+    shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    found = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
+    if found not in ({SAMPLE: shape[SAMPLE]}, shape):
+        raise ValueError(
+            f"weights are {found}; needed a DataArray of {shape}, with or without checkpoint. "
+            "Type xr.DataArray(h, dims='sample')."
+        )
+    if weights.chunks is None and not (weights >= 0).all():
+        raise ValueError(
+            f"weights go down to {float(weights.min())}; needed numbers >= 0, since the gram "
+            "matrix must stay positive. Type weights.clip(min=0)."
+        )
+    chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
+    full = weights.broadcast_like(
+        xr.DataArray(np.empty(features.sizes[CHECKPOINT]), dims=CHECKPOINT)
+    )
+    data: da.Array = full.transpose(SAMPLE, CHECKPOINT).variable.chunk(chunks).data
+    return data

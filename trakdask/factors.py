@@ -11,8 +11,15 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.estimators import Estimator, Weights, estimator_weights, require_estimator
-from trakdask.regularization import Absolute, Damping, regularize, require_comparable
+from trakdask.estimators import (
+    Estimator,
+    Weights,
+    chosen_estimator,
+    estimator_weights,
+    require_estimator,
+)
+from trakdask.provenance import require_comparable
+from trakdask.regularization import Absolute, Damping, regularize
 from trakdask.variables import CHECKPOINT, lazy_features, validate
 
 __all__ = ["WITHOUT_GRAM", "Factors", "cholesky", "factors", "refuse_options"]
@@ -62,6 +69,7 @@ def factors(
             f"learning_rates are given with estimator={estimator!r}; needed 'tracin', the only one "
             "that has them. Type estimator='tracin', or leave learning_rates out."
         )
+    estimator = chosen_estimator(estimator, features)
     features, targets = lazy_features(features), lazy_features(targets)
     if estimator in WITHOUT_GRAM:
         refuse_options(estimator, **options)
@@ -102,20 +110,24 @@ def _with_gram(
         calibrate=calibrate,
         weights=weights,
     )
-    factor = cholesky(features, found.gram, found.damping)
-    solved = arrays.solve.solve(factor, targets.feature.data)
+    factor = cholesky(features, found.gram, found.damping)  # lazy: made only if it is needed
+    if found.spectrum is not None:
+        solved = arrays.totals.solve(found.spectrum, found.damping, targets.feature.data)
+    else:
+        solved = arrays.solve.solve(factor, targets.feature.data)
     formula = estimator_weights(features, estimator, power)
     weight = formula.loss_data(features)
     if estimator == "relatif":
         own = arrays.solve.leverage(factor, features.feature.data).mean(axis=1, keepdims=True)
         weight = _sign(weight) * arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
     attrs = {
+        "estimator": estimator,
         "formula": _FORMULAS.get(estimator, _soft_formula(formula)),
         "damping": f"{damping.value}" if isinstance(damping, Absolute) else found.rules[-1],
         "gram_weights": formula.gram if weights is None else "given",
     }
     if found.choice is not None:
-        attrs["damping"] = "completeness, 1 SE"
+        attrs["damping"] = "completeness, 0.5 SE"
     return Factors(solved, weight, attrs)
 
 
@@ -135,7 +147,7 @@ def _without_gram(
     estimator: Estimator,
     learning_rates: LearningRates | None,
 ) -> Factors:
-    attrs = {"formula": _FORMULAS[estimator]}
+    attrs = {"estimator": estimator, "formula": _FORMULAS[estimator]}
     solved, q = targets.feature.data, features.out_to_loss.data
     if estimator == "grad_dot":
         return Factors(solved, q, attrs)

@@ -100,7 +100,7 @@ def _require_drawable(
 
 
 def damping(chosen: xr.Dataset) -> Figure:
-    """Draw how the damping was chosen: the curve, one standard error below its peak, the choice.
+    """Draw how the damping was chosen: the curve, half a standard error below its peak, the choice.
 
     Parameters
     ----------

@@ -10,9 +10,17 @@ from typing import Any
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
-from trakdask.variables import CHECKPOINT
+from trakdask.variables import CHECKPOINT, PROJ_DIM
 
-__all__ = ["FEATURE_SPEC", "PRECISION", "STORE_SPEC", "digest", "require_same", "spec"]
+__all__ = [
+    "FEATURE_SPEC",
+    "PRECISION",
+    "STORE_SPEC",
+    "digest",
+    "require_comparable",
+    "require_same",
+    "spec",
+]
 
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that training and target features must share for their product to mean anything."""
@@ -97,3 +105,20 @@ def _plain(value: Any) -> Any:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:
+    """Refuse features that were made differently, or of other checkpoints."""
+    what = f"{name} and training features"
+    require_same(spec(other), spec(features), what=what)
+    ours, theirs = (ds[CHECKPOINT].values.tolist() for ds in (features, other))
+    if ours != theirs:
+        raise StoreMismatchError(
+            f"{what} differ in checkpoint: found {theirs}, needed {ours}. "
+            "Select the same checkpoints, in the same order, from both."
+        )
+    if (p := other.sizes[PROJ_DIM]) != features.sizes[PROJ_DIM]:
+        raise StoreMismatchError(
+            f"{what} differ in proj_dim: found {p}, needed "
+            f"{features.sizes[PROJ_DIM]}. Take the same proj_dim slice of both."
+        )

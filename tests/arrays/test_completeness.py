@@ -17,7 +17,7 @@ def oracle(values: list[float], m: int) -> float:
     """The largest ρ whose correlation is at most (1 - max²)/√m below the best, by a loop."""
     best, chosen = max(values), 0.0
     for rho, value in zip(GRID, values, strict=True):
-        if value >= best - (1 - best**2) / m**0.5:
+        if value >= best - (1 - best**2) / m**0.5 / 2:
             chosen = rho
     return chosen
 

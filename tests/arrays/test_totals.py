@@ -7,7 +7,7 @@ import pytest
 
 from trakdask.arrays.completeness import GRID, curve
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.totals import held_out, left_out, mean_trace, spectrum, spread_rows
+from trakdask.arrays.totals import held_out, left_out, mean_trace, solve, spectrum, spread_rows
 from trakdask.testing import raise_if_dask_computes
 
 LABELS = ["a", "b"]
@@ -141,3 +141,30 @@ def test_spread_rows__bounded_ascending_and_within_blocks(
     assert blocks[0] == 0
     assert blocks[-1] == len(sizes) - 1
     assert all(0 < r.stop - r.start <= sizes[b] for r, b in zip(rows, blocks, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_solve__equals_a_dense_solve(dtype: type) -> None:
+    x, h, g, rows = data()
+    rows[4] = np.nan
+    damping = np.array([0.5, 2.0])
+    parts = gram_and_sum(lazy(x), lazy(h), lazy(g[:, :1].repeat(2, 1)))
+    target = lazy(rows.astype(dtype), 4)
+    found = solve(spectrum(*parts, len(x), LABELS), da.from_array(damping), target)
+    assert found.dtype == dtype
+    assert found.chunks == target.chunks
+    expected = np.empty_like(rows)
+    for c in range(2):
+        k = (x[..., c] * h[:, [c]]).T @ x[..., c] + damping[c] * np.eye(x.shape[1])
+        expected[..., c] = np.linalg.solve(k, rows[..., c].T).T
+    tolerance = 1e-10 if dtype is np.float64 else 1e-5
+    np.testing.assert_allclose(found.compute(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_solve__singular_names_the_checkpoint() -> None:
+    x, h, g, rows = data()
+    x[:, -1, 1] = 0
+    parts = gram_and_sum(lazy(x), lazy(h), lazy(g[:, :1].repeat(2, 1)))
+    found = solve(spectrum(*parts, len(x), LABELS), da.zeros(2), lazy(rows))
+    with pytest.raises(np.linalg.LinAlgError, match=r"checkpoint 'b' .*λ = 0.*larger damping"):
+        found.compute(scheduler="sync")

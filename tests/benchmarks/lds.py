@@ -148,7 +148,8 @@ class Attribution:
         if self.options.rescore or not path.exists():
             features = (td.featurize(s, self.model, projector=projector) for s in self.samples)
             train, targets = (part.compute() for part in features)
-            np.save(path, td.score(train, targets).values)
+            options = {"estimator": "trak", "damping": "closed_form"}  # as published; no choices
+            np.save(path, td.score(train, targets, **options).values)
         return np.load(path).astype(np.float64)
 
     def _digest(self, projector: Projector) -> str:
@@ -286,7 +287,7 @@ def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
         "truth": f"{options.subsets} halves of {n_train} digits × {options.seeds} models each",
         "targets": found.shape[2],
         "checkpoints": options.checkpoints,
-        "damping": "auto",
+        "damping": "closed_form",
         "GraSS keeps": f"{options.mask_rows} of {n_rows} gradient elements",
         "projector_seeds": options.projector_seeds,
         "resamples": options.resamples,

@@ -25,6 +25,7 @@ __all__ = ["GRID", "Candidate", "choose", "curve", "is_followed"]
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 2, 17)
 #: Totals that correlate less than this with the outputs say nothing of λ.
 _LEAST_PEAK = 0.4
+_STANDARD_ERRORS = 0.5
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
 
     Notes
     -----
-    ρ is the largest whose curve is at most one standard error below the peak,
-    (1 - peak²)/√m of m rows.
+    ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
+    the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
     """
     names = tuple(candidate.name for candidate in candidates)
     arrays = [item for i, each in enumerate(curves) for item in (each, f"{i}")]
@@ -146,7 +147,7 @@ def _choose(*curves: Block, names: tuple[str, ...]) -> Block:
     for index, (each, name) in enumerate(zip(curves, names, strict=True)):
         peak = _peak(each)
         if is_followed(each):
-            threshold = peak - (1 - peak**2) / np.sqrt(each[-1])
+            threshold = peak - _STANDARD_ERRORS * (1 - peak**2) / np.sqrt(each[-1])
             chosen = int(np.flatnonzero(each[:-1] >= threshold)[-1])
             if chosen in (0, len(GRID) - 1):
                 _warn(_at_the_end(GRID[chosen], name))

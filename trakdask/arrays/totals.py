@@ -17,13 +17,14 @@ from trakdask.arrays.blocks import (
     align_weights,
     block_starts,
     flat,
+    product_dtype,
     require_features,
 )
 from trakdask.arrays.completeness import GRID, is_followed
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.solve import require_finite
 
-__all__ = ["Spectrum", "held_out", "left_out", "mean_trace", "spectrum", "spread_rows"]
+__all__ = ["Spectrum", "held_out", "left_out", "mean_trace", "solve", "spectrum", "spread_rows"]
 
 _LEFT_OUT_BLOCKS = 8
 
@@ -35,6 +36,7 @@ class Spectrum(NamedTuple):
     vectors: npt.NDArray[np.float64]
     loss: npt.NDArray[np.float64]
     mean: float
+    label: str
 
 
 def mean_trace(gram: da.Array, n_sample: int) -> da.Array:
@@ -112,11 +114,13 @@ def spectrum(
 
 def _spectrum(gram: Blocks, loss_gradient: Blocks, label: Block, *, n_sample: int) -> Spectrum:
     ((block,), (r,)) = flat(gram), flat(loss_gradient)
-    require_finite(block, str(label[0]))
+    name = str(label[0])
+    require_finite(block, name)
     matrix = block[:, :, 0].astype(np.float64, copy=False)
     values, vectors = np.linalg.eigh(matrix)
     loss = vectors.T @ r[:, 0].astype(np.float64)
-    return Spectrum(np.maximum(values, 0), vectors, loss, float(np.trace(matrix)) / n_sample)
+    mean = float(np.trace(matrix)) / n_sample
+    return Spectrum(np.maximum(values, 0), vectors, loss, mean, name)
 
 
 def _inverse(spectrum: Spectrum) -> npt.NDArray[np.float64]:
@@ -124,6 +128,65 @@ def _inverse(spectrum: Spectrum) -> npt.NDArray[np.float64]:
     if not spectrum.mean > 0:
         return np.full((len(spectrum.values), len(GRID)), np.nan)
     return 1 / (spectrum.values[:, None] + GRID * spectrum.mean)
+
+
+def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
+    """Return (K_c + λ_c I)⁻¹ φ_c(t), without another factorisation.
+
+    Parameters
+    ----------
+    spectrum
+        Of :func:`spectrum`.
+    damping
+        λ, (checkpoint,), chunks of 1.
+    target
+        (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
+
+    Returns
+    -------
+    As :func:`trakdask.arrays.solve.solve`.
+
+    Raises
+    ------
+    numpy.linalg.LinAlgError
+        At compute time, if K_c + λ_c I is singular; names the checkpoint.
+
+    Notes
+    -----
+    Cost: 4 p² flops per target and checkpoint, in float64.
+    """
+    require_features(target, name="target", caller="solve")
+    dtype = product_dtype(target)
+    solved: da.Array = da.blockwise(
+        _solve,
+        "tpc",
+        target,
+        "tpc",
+        spectrum,
+        "c",
+        damping.rechunk(1, method="tasks"),
+        "c",
+        concatenate=True,
+        align_arrays=False,
+        name="spectral-solve-" + tokenize(target.name, spectrum.name, damping.name),
+        dtype=dtype,
+        meta=np.empty((0, 0, 0), dtype),
+    )
+    return solved
+
+
+def _solve(target: Block, spectrum: Spectrum, damping: Block) -> Block:
+    system = spectrum.values + float(damping[0])
+    if not system.min() > 0:
+        raise np.linalg.LinAlgError(
+            f"K + λI of checkpoint {spectrum.label!r} is not positive definite in float64: λ = "
+            f"{float(damping[0]):.3g}, smallest eigenvalue of K = {spectrum.values.min():.3g}. Use "
+            "a larger damping."
+        )
+    with np.errstate(invalid="ignore"):  # a NaN target stays NaN, alone
+        along = target[:, :, 0] @ spectrum.vectors
+        solved = (along / system) @ spectrum.vectors.T
+    return np.asarray(solved.astype(product_dtype(target), copy=False)[:, :, None])
 
 
 def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:

@@ -65,8 +65,8 @@ def lds(
     - ``ceiling`` (target): the correlation that a perfect prediction of the expected output would
       have, by Spearman and Brown from the seeds, NaN of one seed; ``ceiling_mean`` and
       ``ceiling_interval`` (bound);
-    - ``draws`` (draw): ``lds_mean`` of each resample, less bias. They are paired, so the interval
-      of a difference is that of the difference of draws::
+    - ``draws`` (draw): ``lds_mean`` of each resample, less bias. Those of one call are paired, so
+      the interval of a difference is that of the difference of draws::
 
           (result.draws.sel(estimator="soft") - result.draws.sel(estimator="trak")).quantile(
               [0.025, 0.975], "draw"

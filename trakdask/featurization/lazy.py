@@ -11,6 +11,7 @@ import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
 from trakdask.featurization.block import Block, Job, featurize_block
@@ -209,6 +210,7 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
     return {
         **job.model.spec(),
         "projector": job.projector.spec(),
+        "batch_norm": any(isinstance(m, _BatchNorm) for m in job.model.skeleton().modules()),
         "source": samples.attrs["source"],
         "gradients": job.engine,
         "batch_size": job.batch_size,

@@ -142,9 +142,9 @@ def _sums(ds: xr.Dataset, chosen: np.ndarray, names: list[str], index: int) -> l
     weights = Weights(attrs["gram_weights"], attrs["loss_weights"], attrs.get("power"))
     gone, left = (ds.isel({SAMPLE: np.flatnonzero(rows)}) for rows in (chosen, ~chosen))
     old = [ds[name].data[..., index : index + 1] for name in names]
-    before, less = dask.compute(old, reduced(gone, weights, names, index))
+    before, less = dask.compute(old, reduced(gone, weights, index))
     with np.errstate(invalid="ignore"):  # infinity less infinity
         matrices = [total - part for total, part in zip(before, less, strict=True)]
     if np.trace(less[0][..., 0]) <= np.trace(matrices[0][..., 0]):  # false for NaN
         return matrices
-    return list(dask.compute(*reduced(left, weights, names, index)))
+    return list(dask.compute(*reduced(left, weights, index)))

@@ -11,7 +11,13 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from trakdask.estimators import DEFAULT_ESTIMATOR, Estimator, estimator_weights
+from trakdask.estimators import (
+    DEFAULT_ESTIMATOR,
+    Estimator,
+    Weights,
+    estimator_weights,
+    require_estimator,
+)
 from trakdask.locations import location
 from trakdask.progress import polled_bar
 from trakdask.provenance import STORE_SPEC, require_same
@@ -24,7 +30,7 @@ from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
 from trakdask.storage.place import Place
 from trakdask.storage.runs import recorded_run
 from trakdask.storage.sums import save_sums
-from trakdask.storage.template import UNFINISHED, Kept, create, require_place
+from trakdask.storage.template import UNFINISHED, create, require_place
 from trakdask.storage.verification import faults, sweep, withdraw
 from trakdask.variables import CHECKPOINT, SAMPLE, lazy_features, validate
 
@@ -126,6 +132,7 @@ def save(
         )
     if append_dim not in (None, SAMPLE, CHECKPOINT):
         raise ValueError(f"append_dim is {append_dim!r}; needed None, 'sample' or 'checkpoint'.")
+    require_estimator(estimator)
     features = lazy_features(as_variable(features))
     place = Place(location(store), storage_options or {})
     piece = Piece(place, *describe(features, dtype))
@@ -134,7 +141,7 @@ def save(
         if append_dim is not None and _require_ours(place):
             piece, features = appended(place, piece, features, append_dim)
         if features.sizes[CHECKPOINT] > 0:
-            kept = Kept(estimator_weights(features, estimator, power), estimator) if gram else None
+            kept = estimator_weights(features, estimator, power) if gram else None
             _create_or_check(piece, features, kept)
             _save(place, piece, features, kept, progress=progress, retries=retries)
     return open(store, storage_options=storage_options)
@@ -144,7 +151,7 @@ def _save(
     place: Place,
     piece: Piece,
     features: xr.Dataset,
-    kept: Kept | None,
+    kept: Weights | None,
     *,
     progress: bool,
     retries: int,
@@ -201,7 +208,7 @@ def _not_ours(place: Place, names: list[str]) -> str:
     )
 
 
-def _create_or_check(piece: Piece, features: xr.Dataset, kept: Kept | None) -> None:
+def _create_or_check(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
     """Make the store once, or check that the one there is ours and was made in the same way."""
     if not _require_ours(piece.place):
         with storing(piece, "metadata"):

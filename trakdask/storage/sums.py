@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
 
 import dask.array as da
 import numpy as np
@@ -18,37 +17,34 @@ from trakdask.storage.blocks import about, run, storing
 from trakdask.storage.piece import GRAM, LOSS_GRADIENT, Piece, array
 from trakdask.storage.place import Recorded
 from trakdask.storage.reading import stored
-from trakdask.storage.template import Kept
 from trakdask.variables import SAMPLE
 
 __all__ = ["reduced", "save_sums"]
 
 
-def save_sums(piece: Piece, kept: Kept, index: int, dropped: np.ndarray) -> set[str]:
+def save_sums(piece: Piece, kept: Weights, index: int, dropped: np.ndarray) -> set[str]:
     """Reduce what is kept from the stored features, not from the graph; return the hosts."""
     if GRAM in piece.done(index):
         return set()
     features = stored(piece)
     if dropped.any():
         features = features.isel({SAMPLE: np.flatnonzero(~dropped)})
-    matrices = reduced(features, kept.weights, kept.names, index)
+    matrices = reduced(features, kept, index)
     name = f"save-gram-{tokenize(piece.digest, piece.place.url, matrices)}"
     written = da.blockwise(
-        functools.partial(_write_sums, piece, kept.names, index), "c",
+        functools.partial(_write_sums, piece, kept.sums, index), "c",
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
         dtype=bool, meta=np.empty(0, bool), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
     return run(written)
 
 
-def reduced(
-    features: xr.Dataset, weights: Weights, names: Sequence[str], index: int
-) -> tuple[da.Array, ...]:
-    """Return the named sums over features at one checkpoint, lazy."""
+def reduced(features: xr.Dataset, weights: Weights, index: int) -> tuple[da.Array, ...]:
+    """Return ``weights.sums`` over features at one checkpoint, lazy."""
     feature = features.feature.data[:, :, index : index + 1]
     h = weights.gram_data(features)
     h = None if h is None else h[:, index : index + 1]
-    if LOSS_GRADIENT not in names:
+    if LOSS_GRADIENT not in weights.sums:
         return (arrays.gram.gram(feature, h),)
     g = arrays.gram.pooled(weights.loss_data(features))[:, None]
     return arrays.gram.gram_and_sum(feature, h, g)

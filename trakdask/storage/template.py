@@ -12,13 +12,12 @@ from zarr.codecs import Crc32cCodec
 
 from trakdask import arrays
 from trakdask.errors import StoreMismatchError
-from trakdask.estimators import Estimator, Weights
+from trakdask.estimators import Weights
 from trakdask.storage.lease import PREFIX as LEASE
 from trakdask.storage.piece import (
     ERROR,
     FEATURE_NAMES,
     GRAM,
-    LOSS_GRADIENT,
     RECORDS,
     SCALE,
     Piece,
@@ -30,7 +29,6 @@ __all__ = [
     "METADATA",
     "TEMPLATE",
     "UNFINISHED",
-    "Kept",
     "create",
     "inventory",
     "require_place",
@@ -44,16 +42,7 @@ TEMPLATE = "template.json"
 METADATA = "zarr.json"
 
 
-class Kept:
-    """What is reduced from the saved features and kept beside them."""
-
-    def __init__(self, weights: Weights, estimator: Estimator) -> None:
-        self.weights = weights
-        self.estimator = estimator
-        self.names = (GRAM, LOSS_GRADIENT) if estimator == "soft" else (GRAM,)
-
-
-def create(piece: Piece, features: xr.Dataset, kept: Kept | None) -> None:
+def create(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
     """Make the arrays and coords of a piece; what an unfinished attempt left is removed before."""
     features = features.assign_attrs(piece.spec)
     control = piece.place / RECORDS
@@ -74,11 +63,11 @@ def create(piece: Piece, features: xr.Dataset, kept: Kept | None) -> None:
     if piece.layout["dtype"] == "float16":
         _create_array(group, piece, features, SCALE, np.dtype("f8"))
     if kept is not None:
-        for name in kept.names:
+        for name in kept.sums:
             dtype = np.result_type(
                 arrays.gram.accumulation_dtype(features.sizes[PROJ_DIM]), features.feature.dtype
             )
-            _create_array(group, piece, features, name, dtype, kept.weights.attrs(features))
+            _create_array(group, piece, features, name, dtype, kept.attrs(features))
     piece.records.write(TEMPLATE, json.dumps(_inventory(piece, store)).encode())
     control.remove(UNFINISHED)
 
@@ -112,16 +101,16 @@ def restore(place: Place, path: str) -> None:
     place.write(path, inventory(place)[path]["content"].encode())
 
 
-def require_place(piece: Piece, group: zarr.Group, kept: Kept) -> None:
+def require_place(piece: Piece, group: zarr.Group, kept: Weights) -> None:
     """Refuse a store that has no place for what is to be kept."""
     if GRAM not in group:
         made, needed = "gram=False", "a place for the gram matrices"
     else:
         weights = group[GRAM].attrs.get("gram_weights", "1")
-        if weights == kept.weights.gram and all(name in group for name in kept.names):
+        if weights == kept.gram and all(name in group for name in kept.sums):
             return
-        made = f"gram weights {weights!r} and keeps {[n for n in kept.names if n in group]}"
-        needed = f"{kept.weights.gram!r} and {list(kept.names)} for estimator={kept.estimator!r}"
+        made = f"gram weights {weights!r} and keeps {[n for n in kept.sums if n in group]}"
+        needed = f"{kept.gram!r} and {list(kept.sums)}"
     raise StoreMismatchError(
         f"the store {piece.place.url!r} was made with {made}; needed {needed}. Type "
         "td.save(features, store, gram=False), and td.score will reduce them when computed."
