@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import dask
 import numpy as np
 import pytest
+from moto.server import ThreadedMotoServer
 
 import trakdask as td
 from trakdask.storage.lease import lease
 from trakdask.storage.place import Place
 from trakdask.testing import simulate_features
 
-pytest.importorskip("s3fs")
-moto_server = pytest.importorskip("moto.server")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore"),
@@ -26,7 +25,7 @@ FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, object]]:
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     try:
