@@ -28,6 +28,7 @@ from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import ProjectionStream, Projector, RowMap
 from trakdask.provenance import digest
+from trakdask.scheduling import note_start
 
 __all__ = ["Block", "Job", "featurize_block"]
 
@@ -61,13 +62,14 @@ def featurize_block(
 ) -> Block:
     """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint."""
     checkpoint = job.model.checkpoints[int(index[0])]
+    what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
+    note_start(what)
     try:
         with _few_torch_threads(), job.precision.applied():
             return _featurize_samples(job, checkpoint, positions, arrays)
     except Exception as err:
         raise BlockError(
-            f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r} failed: "
-            f"{type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
+            f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
         ) from err
 
 
