@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, current_thread, main_thread
@@ -25,6 +25,7 @@ from trakdask.featurization.precision import Precision
 from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.gradients import ENGINES, require_same_as_loop
 from trakdask.models.model import Model
+from trakdask.models.operations import Input
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import ProjectionStream, Projector, RowMap
 from trakdask.provenance import digest
@@ -52,7 +53,7 @@ class Job:
     fits_memory: bool
     """Whether a micro-batch may be smaller than ``batch_size`` where memory is short."""
     elements_at_once: int
-    inputs: tuple[str, ...]
+    inputs: Mapping[str, Input]
     precision: Precision
     on_error: OnError
 
