@@ -403,3 +403,40 @@ def test_save__urls(tmp_path: Path, url: str) -> None:
 
 def test_layout__last_block_may_be_smaller() -> None:
     assert _layout(FEATURES, None) == {"samples": 40, "block": 16, "dtype": "float32"}
+
+
+@pytest.mark.parametrize("options", [{"retries": -1}, {"retries": "2"}, {"retries": True}])
+def test_save__retries_are_a_number(tmp_path: Path, options: dict) -> None:
+    with pytest.raises(ValueError, match=r"retries is .*; needed 0, 1, 2, \.\.\."):
+        td.save(simulate_features(n_samples=4, proj_dim=2), tmp_path / "f.zarr", **options)
+
+
+def test_save__no_samples(tmp_path: Path) -> None:
+    nothing = simulate_features(n_samples=4, proj_dim=2).isel(sample=slice(0))
+    with pytest.raises(ValueError, match="have no samples; needed one at least"):
+        td.save(nothing, tmp_path / "f.zarr")
+
+
+CALLS = {
+    "save": lambda store: td.save(simulate_features(4, 2), store, progress=False),
+    "open": td.open,
+    "verify": td.verify,
+    "repair": lambda store: td.verify(store, repair=True),
+    "drop": lambda store: td.drop(store, where=lambda ds: ds.label == 1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("inside", ["", "below"])
+def test_store__file_where_a_folder_should_be(tmp_path: Path, call: str, inside: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="file' is a file; needed a folder"):
+        CALLS[call](tmp_path / "file" / inside)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "save"])
+def test_store__nothing_is_made_where_there_is_none(tmp_path: Path, call: str) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no store"):
+        CALLS[call](tmp_path / "f.zarr")
+    assert list(tmp_path.iterdir()) == []

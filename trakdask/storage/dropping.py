@@ -13,7 +13,6 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from trakdask.estimators import Weights
-from trakdask.locations import location
 from trakdask.storage.drops import DROPS, latest
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
@@ -76,7 +75,8 @@ def drop(
     ...     left.sizes["sample"]
     4
     """
-    place = Place(location(store), storage_options or {})
+    place = Place.at(store, storage_options)
+    pieces(place)  # nothing is written where there is no store
     with lease(place, "td.drop"):
         ds = open(store, storage_options=storage_options)
         chosen = _chosen(ds, where)

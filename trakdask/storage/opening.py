@@ -10,7 +10,6 @@ import numpy as np
 import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError
-from trakdask.locations import location
 from trakdask.storage.drops import latest
 from trakdask.storage.failures import with_errors
 from trakdask.storage.parts import DROPPED, assembled, pieces
@@ -63,7 +62,7 @@ def open(
     ValueError
         If its metadata make no sense, or coords or blocks would not fit in memory.
     """
-    place = Place(location(store), storage_options or {})
+    place = Place.at(store, storage_options)
     found = pieces(place)
     if require_complete:
         _require_complete(found)

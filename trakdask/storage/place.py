@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from zarr.core.buffer import Buffer
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from trakdask.errors import IncompleteFeaturesError
+from trakdask.locations import location
 
 __all__ = ["PARTIAL", "Complete", "Place", "Recorded", "checksum", "explained"]
 
@@ -40,6 +42,15 @@ class Place:
 
     url: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, store: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Place:
+        """Return where a store is, or would be; NotADirectoryError if a file is in the way."""
+        place = cls(location(store), options or {})
+        path = Path(place.url)
+        if place.is_local and (file := next((p for p in (path, *path.parents) if p.is_file()), "")):
+            raise NotADirectoryError(f"{str(file)!r} is a file; needed a folder. Check the path.")
+        return place
 
     def __truediv__(self, name: str) -> Place:
         return Place(f"{self.url}/{name}", self.options)

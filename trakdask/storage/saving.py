@@ -18,7 +18,6 @@ from trakdask.estimators import (
     estimator_weights,
     require_estimator,
 )
-from trakdask.locations import location
 from trakdask.progress import polled_bar
 from trakdask.provenance import STORE_SPEC, require_same
 from trakdask.storage.blocks import save_checkpoint, storing
@@ -123,18 +122,10 @@ def save(
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, FEATURE_NAMES, what="features")
-    if dtype not in (None, "float16"):
-        raise ValueError(f"dtype is {dtype!r}; needed 'float16', or None for that of the features.")
-    if dtype == "float16" and features.feature.dtype != np.float32:
-        raise ValueError(
-            f"features are {features.feature.dtype}; needed float32 for dtype='float16'. Type "
-            "features.assign(feature=features.feature.astype('float32'))."
-        )
-    if append_dim not in (None, SAMPLE, CHECKPOINT):
-        raise ValueError(f"append_dim is {append_dim!r}; needed None, 'sample' or 'checkpoint'.")
+    _require_options(features, dtype, append_dim, retries)
     require_estimator(estimator)
     features = lazy_features(as_variable(features))
-    place = Place(location(store), storage_options or {})
+    place = Place.at(store, storage_options)
     piece = Piece(place, *describe(features, dtype))
     _require_ours(place)
     with lease(place, "td.save"):
@@ -145,6 +136,24 @@ def save(
             _create_or_check(piece, features, kept)
             _save(place, piece, features, kept, progress=progress, retries=retries)
     return open(store, storage_options=storage_options)
+
+
+def _require_options(
+    features: xr.Dataset, dtype: object, append_dim: object, retries: object
+) -> None:
+    if dtype not in (None, "float16"):
+        raise ValueError(f"dtype is {dtype!r}; needed 'float16', or None for that of the features.")
+    if dtype == "float16" and features.feature.dtype != np.float32:
+        raise ValueError(
+            f"features are {features.feature.dtype}; needed float32 for dtype='float16'. Type "
+            "features.assign(feature=features.feature.astype('float32'))."
+        )
+    if append_dim not in (None, SAMPLE, CHECKPOINT):
+        raise ValueError(f"append_dim is {append_dim!r}; needed None, 'sample' or 'checkpoint'.")
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"retries is {retries!r}; needed 0, 1, 2, ... Type retries=2.")
+    if not features.sizes[SAMPLE]:
+        raise ValueError("features have no samples; needed one at least. Check your selection.")
 
 
 def _save(

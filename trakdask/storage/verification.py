@@ -9,7 +9,6 @@ from typing import Any
 
 import pandas as pd
 
-from trakdask.locations import location
 from trakdask.storage.drops import DROPS, latest
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.parts import PARTS, places
@@ -65,10 +64,12 @@ def verify(
     -----
     One listing of the store; with ``checksums``, one pass over its bytes, file by file.
     """
-    place = Place(location(store), storage_options or {})
+    place = Place.at(store, storage_options)
     if not repair:
         found = [each for at in places(place) for each in _faults_at(at, checksums)]
         return _table(place, [*found, *_drop_faults(place, checksums)])
+    if not place.names():
+        find(place)  # says that there is no store; a lease would make a folder
     with lease(place, "td.verify"):
         found = [each for at in places(place) for each in _mend(at, checksums)]
         return _table(place, [*found, *_drop_faults(place, checksums)])
@@ -105,9 +106,6 @@ def withdraw(piece: Piece, fault: Fault) -> None:
     """Remove the record of a damaged block: it does not count until it is computed again."""
     if fault.checkpoint >= 0:
         piece.folder(fault.checkpoint).remove(f"{fault.block}.json")
-    if fault.checkpoint >= 0 and fault.found == _LOST:  # sums may have read it as NaN
-        for index in range(len(piece.checkpoints)):
-            piece.folder(index).remove(f"{GRAM}.json")
 
 
 def _faults_at(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
