@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -77,6 +79,17 @@ def test_run__nothing_to_do() -> None:
     run(lambda: None, retries=3)
 
 
+@contextmanager
+def one_worker(allowed_failures: int) -> Iterator[None]:
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": allowed_failures}),
+        LocalCluster(**options) as cluster,
+        Client(cluster),
+    ):
+        yield
+
+
 class Deadly(td.tasks.ImageClassification):
     """Ends the process at one image."""
 
@@ -93,11 +106,8 @@ def test_save__block_that_kills_its_workers_is_named(tmp_path: Path) -> None:
     samples = td.from_arrays({"image": x, "label": np.arange(40) % 3}, chunks=8)
     model = td.Model(torch.nn.Linear(4, 3), task=Deadly())
     features = td.featurize(samples, model, projector=td.Identity())
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
-        LocalCluster(**options) as cluster,
-        Client(cluster),
+        one_worker(allowed_failures=1),
         pytest.raises(td.BlockError, match=r"samples 8:16 of checkpoint '0' failed: 2 worker"),
     ):
         td.save(features, tmp_path / "f.zarr", progress=False)
@@ -108,11 +118,8 @@ def test_save__task_that_kills_its_workers_without_a_word(tmp_path: Path) -> Non
     """What is not featurize's cannot say what it begins."""
     data = da.map_blocks(lambda block: os._exit(1), FEATURES.feature.data, meta=np.empty((0, 0, 0)))
     features = FEATURES.assign(feature=(FEATURES.feature.dims, data))
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        LocalCluster(**options) as cluster,
-        Client(cluster),
+        one_worker(allowed_failures=0),
         pytest.raises(td.BlockError, match=r"task .* failed: 1 worker processes died"),
     ):
         td.save(features, tmp_path / "f.zarr", progress=False)
