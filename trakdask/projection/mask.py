@@ -194,7 +194,14 @@ class Mask(Projector):
         ranks = self._kept(checkpoint)[1][row_offset : row_offset + block.shape[1]]
         values = block.float()
         out.index_add_(1, torch.from_numpy(ranks).to(out.device), values.double())
-        out[~torch.isfinite(values).all(1)] = torch.nan
+        out.masked_fill_(~torch.isfinite(values).all(1, keepdim=True), torch.nan)
+
+    def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of consecutive blocks of kept rows; see :class:`Projector`."""
+        if isinstance(self.then, Identity):
+            super().project_rows(rows, row_offset, checkpoint, out)
+        else:
+            self.then.project_rows(rows, row_offset, checkpoint, out)
 
     def _kept(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
         if self._n_rows is None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.protocol import Projector, check_integer
 from trakdask.projection.rows import ROW_BLOCK, RowMap
 
@@ -20,8 +21,9 @@ class ProjectionStream:
     Tensors, or consecutive parts of one, are cut at the global grid of 16384 rows; what is left of
     one waits in a buffer until its neighbours have filled the block. In the order of the row map
     the result is bitwise that of one flat vector; another order can change the last bit of the
-    float64 sums. Samples that are zero in a block, as most are in the rows of an embedding, are
-    left out of its product.
+    float64 sums. On a CPU, samples that are zero in a block, as most are in the rows of an
+    embedding, are left out of its product; on a GPU, nothing waits for the device before the result
+    is read.
 
     Parameters
     ----------
@@ -34,7 +36,8 @@ class ProjectionStream:
     checkpoint
         Checkpoint id in [0, 2**32).
     device
-        Device of the gradients and of the result.
+        Device of the gradients and of the result. Kernels of CUDA project what is on an NVIDIA GPU,
+        with the same bits as on a CPU.
 
     Raises
     ------
@@ -71,8 +74,9 @@ class ProjectionStream:
         self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
         self._checkpoint = checkpoint
-        self._selected = projector.selected_rows(checkpoint)
-        self._n_rows = row_map.n_rows if self._selected is None else len(self._selected)
+        self._selected = selected = projector.selected_rows(checkpoint)
+        self._chosen = None if selected is None else torch.tensor(selected, device=device)
+        self._n_rows = row_map.n_rows if selected is None else len(selected)
         spans = dict(zip(row_map.names, self._all_spans(), strict=True))
         self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows)
         self._waiting: dict[int, Tensor] = {}
@@ -104,12 +108,11 @@ class ProjectionStream:
         flat = self._checked(name, gradient, first)
         start = self._row_map.offset(name) + (first or 0)
         stop = start + flat.shape[1]
-        if self._selected is not None:
+        if self._selected is not None and self._chosen is not None:
             offset = start
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
-            rows = torch.from_numpy(self._selected[start:stop] - offset)
-            flat = flat[:, rows.to(flat.device)]
-        for row, last in _cut(start, stop):
+            flat = flat[:, self._chosen[start:stop] - offset]
+        for row, last in _cut(start, stop, whole=on_gpu(self._sums)):
             self._take(row, flat[:, row - start : last - start])
 
     def result(self) -> Tensor:
@@ -177,10 +180,10 @@ class ProjectionStream:
         return flat
 
     def _take(self, first: int, part: Tensor) -> None:
-        """Project rows of one block at once, or when the block is full."""
+        """Project rows of whole blocks at once, others when their block is full."""
         block, position = divmod(first, ROW_BLOCK)
         length = min(ROW_BLOCK, self._n_rows - block * ROW_BLOCK)
-        if part.shape[1] == length:
+        if part.shape[1] >= length:
             self._project(part, first)
             return
         missing = self._missing.get(block, length)
@@ -203,8 +206,9 @@ class ProjectionStream:
         return self._sums.new_empty(len(self._sums), length, dtype=torch.float32)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
-        project = self._projector.project_block
-        if (samples := _nonzero_samples(block)) is None:
+        project = self._projector.project_rows
+        # To look for zeros would be to wait for the GPU.
+        if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
             project(block, row_offset, self._checkpoint, self._sums)
         elif len(samples):
             sums = self._sums[samples]
@@ -221,10 +225,12 @@ def _nonzero_samples(block: Tensor) -> Tensor | None:
     return samples if 2 * len(samples) <= len(block) else None
 
 
-def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut rows at the grid of blocks."""
+def _cut(start: int, stop: int, *, whole: bool) -> Iterator[tuple[int, int]]:
+    """Cut rows at the grid of blocks; with ``whole``, leave neighbours that are complete as one."""
     while start < stop:
-        end = min(stop, (start // ROW_BLOCK + 1) * ROW_BLOCK)
+        block = start // ROW_BLOCK
+        n = (stop - start) // ROW_BLOCK if whole and start == block * ROW_BLOCK else 1
+        end = min(stop, (block + max(n, 1)) * ROW_BLOCK)
         yield start, end
         start = end
 
