@@ -191,8 +191,9 @@ def require_same_as_loop(
         ENGINES[name](forward, task, batch, names, partial(_keep, into))
     norms = torch.stack([g.double().norm(dim=1) for g in expected.values()]).norm(dim=0)
     dtypes = {g.dtype for g in expected.values()}
-    if torch.is_autocast_enabled("cpu"):
-        dtypes.add(torch.get_autocast_dtype("cpu"))
+    for device in {g.device.type for g in expected.values()}:
+        if torch.is_autocast_enabled(device):
+            dtypes.add(torch.get_autocast_dtype(device))
     coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
     for name in names:
         error = (found[name].double() - expected[name].double()).norm(dim=1)
