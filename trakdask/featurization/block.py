@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trakdask.errors import BlockError
+from trakdask.featurization.devices import device_of_task, on_device
 from trakdask.featurization.memory import activation_bytes, available_bytes, on_worker
 from trakdask.featurization.precision import Precision
 from trakdask.models.checkpoints import Checkpoint
@@ -44,6 +45,7 @@ class Job:
     elements_at_once: int
     inputs: tuple[str, ...]
     precision: Precision
+    device: str
 
 
 def featurize_block(
@@ -52,8 +54,9 @@ def featurize_block(
     """Return feature, output and out_to_loss of a block of samples at one checkpoint."""
     checkpoint = job.model.checkpoints[int(index[0])]
     try:
-        with _few_torch_threads(), job.precision.applied():
-            return _featurize_samples(job, checkpoint, positions, arrays)
+        device = device_of_task(job.device)
+        with _few_torch_threads(), job.precision.applied(device.type):
+            return _featurize_samples(job, checkpoint, device, positions, arrays)
     except Exception as err:
         raise BlockError(
             f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r} failed: "
@@ -74,7 +77,11 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
 
 
 def _featurize_samples(
-    job: Job, checkpoint: Checkpoint, positions: np.ndarray, arrays: tuple[np.ndarray, ...]
+    job: Job,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    positions: np.ndarray,
+    arrays: tuple[np.ndarray, ...],
 ) -> Block:
     n = len(positions)
     feature = np.empty((n, job.projector.width(job.row_map.n_rows), 1), np.float32)
@@ -82,12 +89,14 @@ def _featurize_samples(
     forward = job.model.forward(checkpoint)
     if job.precision.dtype is not None:
         forward = forward.to(getattr(torch, job.precision.dtype))
-    key = _check_once(job, forward, arrays)
-    start, size = 0, _micro_batch(job, _activation_bytes[key])
+    forward = on_device(forward, device)
+    key = _check_once(job, forward, device, arrays)
+    start, size = 0, _micro_batch(job, _activation_bytes[key], device)
     while start < n:
         part = slice(start, min(start + size, n))
         try:
-            found = _featurize_micro_batch(job, forward, checkpoint, _batch(job, arrays, part))
+            batch = _batch(job, arrays, part, device)
+            found = _featurize_micro_batch(job, forward, checkpoint, device, batch)
         except RuntimeError as err:
             if size == 1 or not _is_out_of_memory(err):
                 raise
@@ -101,21 +110,21 @@ def _featurize_samples(
 
 
 def _featurize_micro_batch(
-    job: Job, forward: Forward, checkpoint: Checkpoint, batch: Batch
+    job: Job, forward: Forward, checkpoint: Checkpoint, device: torch.device, batch: Batch
 ) -> Block:
     n = len(next(iter(batch.values())))
-    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id)
+    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, device)
     f, q = ENGINES[job.engine](forward, job.model.task, batch, job.row_map.names, stream.add)
-    return stream.result().numpy(), f.numpy(), q.numpy()
+    return stream.result().numpy(force=True), f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(job: Job, activations: int) -> int:
+def _micro_batch(job: Job, activations: int, device: torch.device) -> int:
     """Return the number of samples whose activations and gradients fit in the task's memory."""
     if not job.fits_memory:
         return job.batch_size
     width = job.projector.width(job.row_map.n_rows)
     beside = 4 * job.elements_at_once + 16 * width  # gradients; sums in float64 and their copies
-    fits = max(1, int(_SHARE_OF_MEMORY * available_bytes()) // (activations + beside))
+    fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + beside))
     if fits < job.batch_size:
         _log.info("memory is for micro-batches of %d samples, not %d", fits, job.batch_size)
     return min(job.batch_size, fits)
@@ -126,18 +135,20 @@ def _is_out_of_memory(err: RuntimeError) -> bool:
     return isinstance(err, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(err)
 
 
-def _batch(job: Job, arrays: tuple[np.ndarray, ...], part: slice) -> Batch:
+def _batch(job: Job, arrays: tuple[np.ndarray, ...], part: slice, device: torch.device) -> Batch:
     # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
     inputs = zip(job.inputs, arrays, strict=True)
-    return Batch({name: torch.tensor(array[part]) for name, array in inputs})
+    return Batch({name: torch.tensor(array[part], device=device) for name, array in inputs})
 
 
-def _check_once(job: Job, forward: Forward, arrays: tuple[np.ndarray, ...]) -> str:
-    """Compare two samples with the loop, once per process, architecture and engine."""
-    how = {"engine": job.engine, **job.precision.attrs()}
+def _check_once(
+    job: Job, forward: Forward, device: torch.device, arrays: tuple[np.ndarray, ...]
+) -> str:
+    """Compare two samples with the loop, once per process, architecture, engine and device."""
+    how = {"engine": job.engine, "device": str(device), **job.precision.attrs()}
     key = digest({**job.model.spec(), "checkpoints": job.model.token, "how": how})
     if key not in _activation_bytes:
-        two, task = _batch(job, arrays, slice(0, 2)), job.model.task
+        two, task = _batch(job, arrays, slice(0, 2), device), job.model.task
         if job.engine != "loop":
             require_same_as_loop(job.engine, forward, task, two, job.row_map.names)
         _activation_bytes[key] = activation_bytes(forward, task, two)

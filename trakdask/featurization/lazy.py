@@ -14,6 +14,7 @@ import xarray as xr
 
 from trakdask._version import __version__
 from trakdask.featurization.block import Block, Job, featurize_block
+from trakdask.featurization.devices import check_device
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -40,6 +41,7 @@ def featurize(
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
+    device: str = "auto",
 ) -> xr.Dataset:
     """Compute the projected gradient of the model output for every sample and checkpoint.
 
@@ -73,6 +75,12 @@ def featurize(
         cast to it. As they are unless given. Output and Q are float32 in any case. The task also
         runs under ``torch.autocast`` and ``torch.set_float32_matmul_precision`` as they are where
         featurize is called; all of it is in ``attrs``.
+    device
+        Where gradients are computed and projected. ``"auto"`` is the NVIDIA GPU of the worker that
+        runs a task, if torch sees one and CuPy is installed (``pip install 'trakdask[cuda]'``),
+        else its CPU; or ``"cpu"``, ``"cuda"``. One worker process per GPU, as of
+        ``dask_cuda.LocalCUDACluster``. The projection has the same bits everywhere; the gradients
+        are those of torch on that device. Results are in host memory.
 
     Returns
     -------
@@ -137,6 +145,7 @@ def featurize(
         elements_at_once=held,
         inputs=tuple(inputs),
         precision=Precision.here(dtype),
+        device=check_device(device),
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
     arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
@@ -180,6 +189,7 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         "gradients": job.engine,
         "batch_size": job.batch_size,
         **job.precision.attrs(),
+        "device": job.device,
         "formula": "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
