@@ -103,7 +103,7 @@ class Mask(Projector):
                 f"then is {self.then!r}; it must be a projector. "
                 "Use then=Rademacher(proj_dim=2048)."
             )
-        if isinstance(self.then, Mask | Kronecker):
+        if isinstance(self.then, Mask | Kronecker) or self.then.takes_all_rows:
             why = "the shapes of parameters" if isinstance(self.then, Kronecker) else "all rows"
             raise TypeError(
                 f"then is {self.then}; it needs {why}, which a mask takes away. "

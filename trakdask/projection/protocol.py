@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,9 @@ class Projector(Protocol):
     is a frozen dataclass that inherits from this class; implementations for several devices belong
     behind ``project_block``, which chooses by ``block.device``.
     """
+
+    takes_all_rows: ClassVar[bool] = False
+    """Whether all rows are one block, which is then held as a whole."""
 
     @property
     def row_alignment(self) -> int:

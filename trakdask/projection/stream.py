@@ -78,7 +78,8 @@ class ProjectionStream:
         self._chosen = None if selected is None else torch.tensor(selected, device=device)
         self._n_rows = row_map.n_rows if selected is None else len(selected)
         spans = dict(zip(row_map.names, self._all_spans(), strict=True))
-        self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows)
+        self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
+        self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
         self._waiting: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that was not added yet
@@ -112,7 +113,7 @@ class ProjectionStream:
             offset = start
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
             flat = flat[:, self._chosen[start:stop] - offset]
-        for row, last in _cut(start, stop, whole=on_gpu(self._sums)):
+        for row, last in _cut(start, stop, self._block, runs=on_gpu(self._sums)):
             self._take(row, flat[:, row - start : last - start])
 
     def result(self) -> Tensor:
@@ -181,8 +182,8 @@ class ProjectionStream:
 
     def _take(self, first: int, part: Tensor) -> None:
         """Project rows of whole blocks at once, others when their block is full."""
-        block, position = divmod(first, ROW_BLOCK)
-        length = min(ROW_BLOCK, self._n_rows - block * ROW_BLOCK)
+        block, position = divmod(first, self._block)
+        length = min(self._block, self._n_rows - block * self._block)
         if part.shape[1] >= length:
             self._project(part, first)
             return
@@ -195,7 +196,7 @@ class ProjectionStream:
         self._missing[block] = missing - part.shape[1]
         if not self._missing[block]:
             full = self._waiting.pop(block)
-            self._project(full, block * ROW_BLOCK)
+            self._project(full, block * self._block)
             self._spare.append(full)
 
     def _buffer(self, length: int) -> Tensor:
@@ -225,22 +226,24 @@ def _nonzero_samples(block: Tensor) -> Tensor | None:
     return samples if 2 * len(samples) <= len(block) else None
 
 
-def _cut(start: int, stop: int, *, whole: bool) -> Iterator[tuple[int, int]]:
-    """Cut rows at the grid of blocks; with ``whole``, leave neighbours that are complete as one."""
+def _cut(start: int, stop: int, size: int, *, runs: bool) -> Iterator[tuple[int, int]]:
+    """Cut rows at the grid of blocks; with ``runs``, leave neighbours that are complete as one."""
     while start < stop:
-        block = start // ROW_BLOCK
-        n = (stop - start) // ROW_BLOCK if whole and start == block * ROW_BLOCK else 1
-        end = min(stop, (block + max(n, 1)) * ROW_BLOCK)
+        block = start // size
+        n = (stop - start) // size if runs and start == block * size else 1
+        end = min(stop, (block + max(n, 1)) * size)
         yield start, end
         start = end
 
 
-def _rows_of_shared_blocks(spans: Iterable[tuple[int, int]], n_rows: int) -> dict[int, int]:
+def _rows_of_shared_blocks(
+    spans: Iterable[tuple[int, int]], n_rows: int, size: int
+) -> dict[int, int]:
     """Return how many rows parameters have in each block that no single one of them fills."""
     found: dict[int, int] = {}
     for start, stop in spans:
-        for block in {start // ROW_BLOCK, (stop - 1) // ROW_BLOCK} if start < stop else ():
-            first, last = block * ROW_BLOCK, min((block + 1) * ROW_BLOCK, n_rows)
+        for block in {start // size, (stop - 1) // size} if start < stop else ():
+            first, last = block * size, min((block + 1) * size, n_rows)
             inside = min(stop, last) - max(start, first)
             if inside < last - first:
                 found[block] = found.get(block, 0) + inside
