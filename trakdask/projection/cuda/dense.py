@@ -76,13 +76,20 @@ def accumulate_rademacher(
     """
 
     def fill(into: Tensor, row: int, columns: Columns) -> None:
-        n_counters = into.shape[1] // ROWS_PER_COUNTER
-        window = _window((row_offset + row) // ROWS_PER_COUNTER, n_counters, columns)
-        arguments = [*window, np.uint64(seed), np.uint32(checkpoint), into]
-        grid = fill_grid(columns.padded, n_counters)
-        kernels.launch("rademacher_bits", grid, TILE_THREADS, arguments, 16 * TILE_THREADS)
+        fill_bits(kernels, into, row_offset + row, columns, seed=seed, checkpoint=checkpoint)
 
     _accumulate(kernels, rows, n_digits, fill, out, of_bits=True)
+
+
+def fill_bits(
+    kernels: Kernels, into: Tensor, row: int, columns: Columns, *, seed: int, checkpoint: int
+) -> None:
+    """Write the bits of a window of the Rademacher matrix, (columns, rows), from a row on."""
+    n_counters = into.shape[1] // ROWS_PER_COUNTER
+    window = _window(row // ROWS_PER_COUNTER, n_counters, columns)
+    arguments = [*window, np.uint64(seed), np.uint32(checkpoint), into]
+    grid = fill_grid(columns.padded, n_counters)
+    kernels.launch("rademacher_bits", grid, TILE_THREADS, arguments, 16 * TILE_THREADS)
 
 
 def accumulate_gaussian(
