@@ -18,6 +18,7 @@ import pytest
 from trakdask.kernels import kernel_files, kernel_program
 from trakdask.projection.cuda.launch import FAMILIES, OPTIONS
 
+OF_CUPY = ["--device-as-default-execution-space"]  # what CuPy adds
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 
 pytestmark = pytest.mark.slow
@@ -44,7 +45,7 @@ def by_nvrtc(source: str, architecture: str) -> bytes:
     code = source.encode()
     assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"k.cu", 0, None, None) == 0
     try:
-        given = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={architecture}")]
+        given = [option.encode() for option in (*OPTIONS, *OF_CUPY, f"-arch={architecture}")]
         options = (ctypes.c_char_p * len(given))(*given)
         status = library.nvrtcCompileProgram(program, len(given), options)
         log = read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)

@@ -93,7 +93,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     cupy.RawModule = lambda code, options: _Module(seen, code, options)  # type: ignore[attr-defined]
     cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         Device=lambda index: nullcontext(seen.append(("device", index))),
-        ExternalStream=lambda pointer, index: nullcontext(seen.append(("stream", pointer, index))),
+        Stream=SimpleNamespace(
+            from_external=lambda given: nullcontext(seen.append(given.__cuda_stream__()))
+        ),
         runtime=SimpleNamespace(driverGetVersion=lambda: 13000),
     )
     properties = SimpleNamespace(name="H0", major=9, minor=0, L2_cache_size=2**25)
@@ -113,7 +115,7 @@ def test_launch__on_torchs_stream_compiled_once(calls: list[Any]) -> None:
     tensor = torch.zeros(2)
     for n_bytes in (256, 60000, 100):
         kernels.launch("combine_int32", (3, 2), 128, [tensor, np.int32(5)], n_bytes)
-    place = [("device", 1), ("stream", 4711, 1)]
+    place = [("device", 1), (0, 4711)]
     launches = [
         ("combine_int32", (3, 2, 1), (128,), (tensor.data_ptr(), 5), n_bytes)
         for n_bytes in (256, 60000, 100)

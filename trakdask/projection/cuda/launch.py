@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -135,9 +136,9 @@ class CupyKernels:
         shared_bytes: int = 0,
     ) -> None:
         """Start a kernel; see :class:`Kernels`."""
-        cuda = self._cupy.cuda
-        pointer = torch.cuda.current_stream(self._index).cuda_stream
-        with cuda.Device(self._index), cuda.ExternalStream(pointer, self._index):
+        cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
+        stream = _Stream(current.cuda_stream)
+        with cuda.Device(self._index), cuda.Stream.from_external(stream):
             function = self._function(name)
             if shared_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
                 function.max_dynamic_shared_size_bytes = shared_bytes
@@ -149,6 +150,17 @@ class CupyKernels:
             source = kernel_program(f"{family}.cu")
             self._modules[family] = self._cupy.RawModule(code=source, options=OPTIONS)
         return self._modules[family].get_function(name)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of torch, as CuPy takes it: the object of older versions of torch does not say so."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, and where the stream is."""
+        return 0, self.address
 
 
 def packed(arguments: Sequence[Argument]) -> tuple[np.generic, ...]:
