@@ -154,7 +154,7 @@ class CupyKernels:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream of torch, as CuPy takes it: the object of older versions of torch does not say so."""
+    """A stream of torch, as CuPy takes it: older versions of torch do not say it themselves."""
 
     address: int
 
