@@ -23,12 +23,13 @@ export HYPOTHESIS_PROFILE
 heading = @printf '\n== %s\n' '$(1)'
 
 .NOTPARALLEL:
-.PHONY: help install demo test benchmarks lint format types imports wheel notebooks unit clean
+.PHONY: help install demo test test-faults benchmarks lint format types imports wheel notebooks unit clean
 
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | notebooks | unit'
+	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
 	@echo 'make format      let ruff mend what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri: hours'
 	@echo 'make clean       remove what the other targets made, except .venv'
@@ -71,7 +72,11 @@ endif
 
 unit: $(INSTALLED)
 	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)
-	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile --ignore=tests/test_packaging.py
+	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile -m 'not faults' --ignore=tests/test_packaging.py
+
+test-faults: $(INSTALLED)
+	$(call heading,faults at many moments: pytest)
+	@$(PY) -m pytest --quiet -n $(JOBS) -m faults tests/faults
 
 benchmarks: $(PEERS)
 	@set -e; for script in $(BENCHMARKS); do printf '\n== %s\n' "$$script"; $(PY) "$$script"; done

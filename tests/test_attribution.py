@@ -102,9 +102,9 @@ def test_score__one_checkpoint_of_many() -> None:
 
 def test_damping__is_free_of_gradient_scale() -> None:
     scaled = FEATURES.assign(feature=FEATURES.feature * 1000)
-    ratio = td.damping(scaled) / td.damping(FEATURES)
+    ratio = td.damping(scaled).damping / td.damping(FEATURES).damping
     np.testing.assert_allclose(ratio, 1e6, rtol=1e-4)
-    np.testing.assert_allclose(td.damping(FEATURES, td.Absolute(3)), [3, 3, 3])
+    np.testing.assert_allclose(td.damping(FEATURES, damping=td.Absolute(3)).damping, [3, 3, 3])
 
 
 def test_gram__equals_einsum() -> None:
@@ -177,7 +177,7 @@ def test_score__missing_variable_or_other_type() -> None:
 
 @pytest.mark.parametrize("damping", ["automatic", -1, True, np.nan, td.Absolute(-1), None])
 def test_score__bad_damping(damping: object) -> None:
-    with pytest.raises(ValueError, match="needed 'auto', a number >= 0"):
+    with pytest.raises(ValueError, match=r"needed 'auto', .* a number >= 0"):
         td.score(FEATURES, TARGETS, damping=damping)
 
 
@@ -201,4 +201,6 @@ def test_accessor__delegates() -> None:
     np.testing.assert_array_equal(scores, td.score(FEATURES, TARGETS))
     np.testing.assert_array_equal(scores.trak.top_k(2).position, td.top_k(scores, 2).position)
     np.testing.assert_array_equal(FEATURES.trak.gram(), td.gram(FEATURES))
-    np.testing.assert_array_equal(FEATURES.trak.damping(0.1), td.damping(FEATURES, 0.1))
+    xr.testing.assert_identical(
+        FEATURES.trak.damping(damping=0.1).compute(), td.damping(FEATURES, damping=0.1).compute()
+    )

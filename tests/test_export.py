@@ -1,7 +1,9 @@
-"""Exports, read back by others: pandas, duckdb, xarray."""
+"""Exports, read back by others: pandas, polars, duckdb, xarray."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -9,43 +11,181 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from distributed import Client
+from pyarrow import parquet
 
 import trakdask as td
-from trakdask.testing import simulate_features
+from trakdask import export
+from trakdask.testing import raise_if_dask_computes, simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=4, seed=1)
+SOURCES = np.array(["web", "books", "code"], dtype=np.dtypes.StringDType())
 
 
-def test_to_parquet__reread_by_pandas_and_duckdb(tmp_path: Path) -> None:
-    names = np.array([f"id-{i}" for i in range(40)], dtype=object)
-    features = FEATURES.assign_coords(name=("sample", names))
-    targets = simulate_features(n_samples=10, proj_dim=8, chunks=4, seed=1)
-    top = td.top_k(td.score(features, targets), 3)
-    td.to_parquet(top, tmp_path / "top.parquet")
-    frame = pd.read_parquet(tmp_path / "top.parquet").sort_values(["target", "rank"])
-    assert len(list((tmp_path / "top.parquet").glob("*.parquet"))) == 3  # one per target block
-    assert len(frame) == 30
-    computed = top.compute()
-    for name in ("score", "position", "label", "name"):
-        np.testing.assert_array_equal(frame[name], computed[name].values.ravel())
-    np.testing.assert_array_equal(frame["target_label"], np.repeat(computed.target_label, 3))
-    query = (
-        f"select count(*), max(rank) from '{tmp_path}/top.parquet/*.parquet' where name = 'id-3'"
+def labelled() -> tuple[xr.Dataset, xr.Dataset]:
+    """Features with metadata of every kind."""
+    days = pd.date_range("2026-01-01", periods=40).values
+    features = FEATURES.assign_coords(
+        source=("sample", SOURCES[np.arange(40) % 3]),
+        day=("sample", days),
+        length=("sample", np.linspace(0, 1, 40)),
+        clean=("sample", np.arange(40) % 2 == 0),
     )
-    ((count, _),) = duckdb.sql(query).fetchall()
-    assert count == (computed.name.values == "id-3").sum()
+    return features, TARGETS.assign_coords(author=("sample", SOURCES[np.arange(10) % 2]))
+
+
+def rows(data: xr.DataArray | xr.Dataset, other: str) -> pd.DataFrame:
+    """The table, by loops: one dict per number."""
+    ds = data.to_dataset() if isinstance(data, xr.DataArray) else data
+    ds = ds.compute().transpose("target", other)
+    found = []
+    for t in range(ds.sizes["target"]):
+        for o in range(ds.sizes[other]):
+            row = {"target": t, other: ds[other].values[o]}
+            for name, array in {**ds.data_vars, **ds.coords}.items():
+                if name not in ds.dims:
+                    at = tuple({"target": t, other: o}[dim] for dim in array.dims)
+                    row[str(name)] = array.values[at]
+            found.append(row)
+    return pd.DataFrame(found)
+
+
+def read_by_pandas(path: Path) -> pd.DataFrame:
+    frame = pd.read_parquet(path)
+    text = [name for name in frame if isinstance(frame[name].dtype, pd.CategoricalDtype)]
+    assert {"source", "target_author"} & set(frame) == set(text)
+    return frame.astype(dict.fromkeys(text, "str"))
+
+
+def read_by_polars(path: Path) -> pd.DataFrame:
+    polars = pytest.importorskip("polars")
+    frame = polars.read_parquet(path / "*.parquet")
+    text = [name for name, dtype in frame.schema.items() if dtype == polars.Categorical]
+    assert {"source", "target_author"} & set(frame.columns) == set(text)
+    return pd.DataFrame({name: frame[name].to_numpy() for name in frame.columns})
+
+
+def read_by_duckdb(path: Path) -> pd.DataFrame:
+    columns = duckdb.sql(f"select * from '{path}/*.parquet'").fetchnumpy()
+    return pd.DataFrame({name: np.asarray(values) for name, values in columns.items()})
+
+
+READERS = [read_by_pandas, read_by_polars, read_by_duckdb]
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize("kind", ["top", "score", "group_score"])
+def test_to_parquet__reread(
+    kind: str, read: Callable[[Path], pd.DataFrame], tmp_path: Path
+) -> None:
+    features, targets = labelled()
+    scores = td.score(features, targets)
+    data, other, files = {
+        "top": (td.top_k(scores, 3), "rank", 3),
+        "score": (scores, "sample", 3 * 3),
+        "group_score": (td.group_score(features, targets, by="source"), "source", 3),
+    }[kind]
+    td.to_parquet(data, tmp_path / "p.parquet")
+    assert len(list((tmp_path / "p.parquet").iterdir())) == files
+    by = ["target", other]
+    found = read(tmp_path / "p.parquet").sort_values(by, ignore_index=True)
+    expected = rows(data, other).sort_values(by, ignore_index=True)
+    assert list(found) == [*by, *(name for name in expected if name not in by)]
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_to_parquet__each_file_is_of_one_block_of_targets(tmp_path: Path) -> None:
+    td.to_parquet(td.score(FEATURES, TARGETS), tmp_path / "p.parquet")
+    for file in sorted((tmp_path / "p.parquet").iterdir()):
+        _, target_block, sample_block = file.stem.split("-")
+        frame = pd.read_parquet(file)
+        assert set(frame.target // 4) == {int(target_block)}
+        assert set(frame["sample"] // 16) == {int(sample_block)}
+
+
+def test_to_parquet__row_groups_are_whole_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_ROWS_AT_ONCE", 7)
+    top = td.top_k(td.score(*labelled()), 3)
+    td.to_parquet(top, tmp_path / "p.parquet")
+    file = parquet.ParquetFile(tmp_path / "p.parquet" / "part-00000-00000.parquet")
+    groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    assert groups == [6, 6]
+    assert (
+        read_by_pandas(tmp_path / "p.parquet").score.tolist() == top.score.values.ravel().tolist()
+    )
+
+
+def test_to_parquet__says_how_it_was_made(tmp_path: Path) -> None:
+    top = td.top_k(td.score(FEATURES, TARGETS), 2)
+    td.to_parquet(top, tmp_path / "p.parquet")
+    file = next((tmp_path / "p.parquet").iterdir())
+    attrs = json.loads(parquet.read_schema(file).metadata[b"trakdask"])
+    assert attrs == top.attrs
+
+
+def test_to_parquet__ranks_without_a_sample_are_null(tmp_path: Path) -> None:
+    features, targets = labelled()
+    where = xr.DataArray(np.arange(40) < np.arange(10)[:, None], dims=("target", "sample"))
+    top = td.top_k(td.score(features, targets), 2, where=where)
+    td.to_parquet(top, tmp_path / "p.parquet")
+    frame = pd.read_parquet(tmp_path / "p.parquet")
+    missing = frame.position == -1
+    assert missing.tolist() == [True, True, False, True] + [False] * 16
+    for name in ("score", "source", "day", "length", "label"):
+        assert (frame[name].isna() == missing).all(), name
+
+
+def test_to_parquet__results_in_memory(tmp_path: Path) -> None:
+    top = td.top_k(td.score(*labelled()), 2).compute()
+    td.to_parquet(top, tmp_path / "p.parquet")
+    assert (
+        read_by_pandas(tmp_path / "p.parquet").score.tolist() == top.score.values.ravel().tolist()
+    )
+
+
+def test_to_parquet__on_worker_processes(process_client: Client, tmp_path: Path) -> None:
+    top = td.top_k(td.score(*labelled()), 2)
+    td.to_parquet(top, tmp_path / "p.parquet")
+    assert (
+        read_by_pandas(tmp_path / "p.parquet").score.tolist() == top.score.values.ravel().tolist()
+    )
 
 
 def test_to_parquet__refuses_other_things(tmp_path: Path) -> None:
     scores = td.score(FEATURES, FEATURES)
-    with pytest.raises(ValueError, match="needed the Dataset"):
-        td.to_parquet(scores, tmp_path / "s.parquet")
+    for other in (FEATURES, td.score(FEATURES, TARGETS, average=False), scores.mean("sample"), 3):
+        with pytest.raises(ValueError, match=r"to_parquet got .*; needed the Dataset"):
+            td.to_parquet(other, tmp_path / "s.parquet")
     top = td.top_k(scores, 2)
     td.to_parquet(top, tmp_path / "t.parquet")
     with pytest.raises(FileExistsError, match="overwrite=True"):
         td.to_parquet(top, tmp_path / "t.parquet")
-    td.to_parquet(top, tmp_path / "t.parquet", overwrite=True)
-    assert len(pd.read_parquet(tmp_path / "t.parquet")) == 80
+    td.to_parquet(top.isel(target=slice(5)), tmp_path / "t.parquet", overwrite=True)
+    assert len(pd.read_parquet(tmp_path / "t.parquet")) == 10
+
+
+@pytest.mark.parametrize("export_to", [td.to_zarr, td.to_parquet])
+def test_export__an_accident_is_refused_before_it_runs(
+    export_to: Callable[..., None], tmp_path: Path
+) -> None:
+    features = simulate_features(n_samples=1_300_000, proj_dim=8, chunks=130_000)
+    targets = simulate_features(n_samples=10_000, proj_dim=8, chunks=10_000)
+    scores = td.score(features, targets)
+    needed = r"1,300,000 sample × 10,000 target|10,000 target × 1,300,000 sample"
+    with raise_if_dask_computes():
+        with pytest.raises(ValueError, match=rf"({needed}) take .* GiB; needed at most 10.00 GiB"):
+            export_to(scores, tmp_path / "out")
+        with pytest.raises(ValueError, match=r"td.top_k\(scores, k=100\).* max_bytes='\d+ GiB'"):
+            export_to(scores, tmp_path / "out", max_bytes="20 GB")
+    assert not (tmp_path / "out").exists()
+    few = td.score(FEATURES, TARGETS).isel(sample=slice(10), target=slice(2))
+    export_to(few, tmp_path / "out", max_bytes=2000)
+    with pytest.raises(ValueError, match="needed at most 50 B"):
+        export_to(few, tmp_path / "more", max_bytes=50)
 
 
 def test_to_zarr__scores_and_rankings(tmp_path: Path) -> None:

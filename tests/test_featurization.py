@@ -78,7 +78,7 @@ def test_featurize__every_projector_is_saved_and_scored(
     features = td.save(lazy, tmp_path / "features.zarr")
     assert features.feature.notnull().all()
     targets = td.featurize(samples(4), model(), projector=projector)
-    assert td.score(features, targets).compute().shape == (20, 4)
+    assert td.score(features, targets, damping=0.1).compute().shape == (20, 4)
     with pytest.raises(td.StoreMismatchError, match="projector"):
         td.score(features, td.featurize(samples(4), model(), projector=td.Rademacher(16)))
 
@@ -228,7 +228,7 @@ def test_featurize__error_arrives_from_a_worker_process(process_client: Client) 
     x = samples().image.values.copy()
     x[13] = np.nan
     data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
-    with pytest.raises(td.BlockError, match="sample 13: the gradient at checkpoint 'c1' is NaN"):
+    with pytest.raises(td.BlockError, match="sample 13: the output at checkpoint 'c1' is NaN"):
         td.featurize(data, model()).feature.isel(checkpoint=1).compute()
 
 
@@ -395,6 +395,15 @@ def test_available_bytes__of_a_worker_is_shared_by_its_threads(process_client: C
     worker = next(iter(process_client.scheduler_info()["workers"].values()))
     assert found == worker["memory_limit"] // worker["nthreads"]
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_featurize__says_whether_the_model_has_batch_norm() -> None:
+    plain, normed = nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), nn.BatchNorm1d(3)
+    for module, expected in ((plain, "soft"), (nn.Sequential(plain, normed), "trak")):
+        features = td.featurize(samples(), td.Model(module.eval()), projector=td.Identity())
+        assert features.attrs["batch_norm"] is (expected == "trak")
+        scores = td.score(features, features, damping=0.1)
+        assert scores.attrs["estimator"] == expected
 
 
 class _OutOfMemory(td.tasks.ImageClassification):

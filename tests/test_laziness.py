@@ -38,18 +38,34 @@ def from_torch() -> xr.Dataset:
     return td.from_torch(dataset, names=("image", "label"), chunks=5)
 
 
+def train(positions: np.ndarray, seed: int) -> np.ndarray:
+    raise AssertionError("a model was trained")
+
+
+LABEL_IS_WRONG = np.arange(40) % 4 == 0
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)
+MANY = simulate_features(n_samples=60, proj_dim=8, n_checkpoints=3, chunks=16)
+MANY_TARGETS = simulate_features(n_samples=50, proj_dim=8, n_checkpoints=3, seed=1)
 PUBLIC = {
     "from_arrays": from_arrays,
     "from_torch": from_torch,
     "featurize": lambda: td.featurize(from_arrays(), model(), projector=td.Rademacher(64)),
+    "featurize_recording": lambda: td.featurize(from_arrays(), model(), on_error="record"),
     "featurize_torch": lambda: td.featurize(from_torch(), model(), projector=td.Rademacher(64)),
     "featurize_masked": lambda: td.featurize(from_arrays(), model(), projector=td.Mask(4)),
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
     "damping": lambda: td.damping(FEATURES),
+    "damping_by_outputs": lambda: td.damping(MANY, MANY_TARGETS, estimator="soft"),
     "score": lambda: td.score(FEATURES, TARGETS),
+    "score_soft": lambda: td.score(MANY, MANY_TARGETS, estimator="soft"),
+    "score_relatif": lambda: td.score(FEATURES, TARGETS, estimator="relatif"),
+    "score_grad_cos": lambda: td.score(FEATURES, TARGETS, estimator="grad_cos"),
+    "score_tracin": lambda: td.score(
+        FEATURES, TARGETS, estimator="tracin", learning_rates={"c0": 0.1, "c1": 0.2}
+    ),
+    "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "score_ensemble": lambda: td.score(FEATURES, TARGETS, average=False),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
     "top_k": lambda: td.top_k(td.score(FEATURES, TARGETS), 3),
@@ -57,6 +73,17 @@ PUBLIC = {
     "top_k_tile": lambda: td.top_k(
         td.score(FEATURES, TARGETS), 3, where=lambda tile: tile.label == tile.target_label
     ),
+    "subsets": lambda: td.evaluate.subsets(FEATURES, 4),
+    "leave_one_out": lambda: td.evaluate.leave_one_out(FEATURES),
+    "retrain": lambda: td.evaluate.retrain(train, td.evaluate.subsets(FEATURES, 4), 10),
+    "lds": lambda: td.evaluate.lds(
+        td.score(FEATURES, TARGETS),
+        td.evaluate.subsets(FEATURES, 4),
+        td.evaluate.retrain(train, td.evaluate.subsets(FEATURES, 4), 10),
+    ),
+    "brittleness": lambda: td.evaluate.brittleness(train, td.score(FEATURES, TARGETS), [1]),
+    "removal_curve": lambda: td.evaluate.removal_curve(train, td.score(FEATURES, TARGETS), [0.1]),
+    "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
     "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
     "simulate_features": lambda: simulate_features(),
 }

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
+import re
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from xml.etree import ElementTree
 
+import dask
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from distributed import Client
+from rich.console import Console
 from torch import nn
 
 import trakdask as td
@@ -39,8 +45,11 @@ def by_hand(projector: td.Rademacher) -> dict[str, Any]:
         "n_rows": n_rows,
         "sample_operations": 2 * digits * entries,
         "total_operations": 2 * digits * entries * features,
+        "gram_operations": features * projector.proj_dim**2,
         "random_bits": entries,
         "feature_bytes": 4 * features * projector.proj_dim,
+        "store_bytes": 4 * features * (projector.proj_dim + 2)
+        + 8 * N_CHECKPOINTS * projector.proj_dim**2,
         "gradient_bytes": 4 * n_rows,
         "buffer_bytes": projector.cost(n_rows).buffer_bytes,
         "rounding_error": {1: 1.1e-2, 2: 9e-5, 3: 4e-7}[digits],
@@ -54,6 +63,10 @@ def build() -> nn.Module:
 
 
 def features(projector: Projector | None = None, **options: Any) -> xr.Dataset:
+    return featurized("image_classification", projector=projector, **options)
+
+
+def featurized(task: Any, **options: Any) -> xr.Dataset:
     x = np.zeros((N_SAMPLES, 2, 3), "f4")
     label = np.arange(N_SAMPLES) % 3
     samples = td.from_arrays({"image": x}, coords={"label": label}, chunks=8)
@@ -61,7 +74,7 @@ def features(projector: Projector | None = None, **options: Any) -> xr.Dataset:
     for seed in range(N_CHECKPOINTS):
         torch.manual_seed(seed)
         states[f"c{seed}"] = build().state_dict()
-    return td.featurize(samples, td.Model(build, states), projector=projector, **options)
+    return td.featurize(samples, td.Model(build, states, task=task), **options)
 
 
 OWN = td.Rademacher(proj_dim=32, seed=4)
@@ -157,6 +170,7 @@ def test_to_dataframe__more_operations_than_64_bits() -> None:
 def test_plan__repr_is_aligned_and_human() -> None:
     lines = repr(plan(FEATURES, [OTHER, td.Identity()])).splitlines()
     title = "Plan: 20 samples in 3 blocks and micro-batches of 512, 2 checkpoints, 53 parameters"
+    title += ": 6 tasks"
     assert lines[0] == title
     assert lines[2:5] == [f"1  {OWN}", f"2  {OTHER}", "3  Identity()"]
     table = lines[6:]
@@ -178,6 +192,71 @@ def test_plan__html_has_one_row_per_projector() -> None:
     assert [row[0] for row in rows] == [repr(OWN), repr(OTHER)]
     assert [row[head.index("features")] for row in rows] == ["5.00 kiB", "80.00 kiB"]
     assert page.findtext("p", "").startswith("Plan: 20 samples in 3 blocks")
+
+
+def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:
+    td.save(FEATURES, tmp_path / "f.zarr", progress=False)
+    sizes = [
+        file.stat().st_size
+        for name in ("feature", "output", "out_to_loss", "gram")
+        for file in (tmp_path / "f.zarr" / name / "c").rglob("*")
+        if file.is_file()
+    ]
+    padding = 4 * (24 - N_SAMPLES) * N_CHECKPOINTS * (32 + 2)  # zarr fills up the last chunk
+    checks = 4 * len(sizes)  # a CRC-32C for each chunk
+    assert sum(sizes) == plan(FEATURES).projections[0].store_bytes + padding + checks
+
+
+def test_plan__rich_table() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan(FEATURES, [OTHER]))
+    shown = console.export_text()
+    assert "Plan: 20 samples in 3 blocks" in shown
+    assert re.search(r"features\s+│\s+5\.00 kiB\s+│\s+80\.00 kiB", shown)
+
+
+class _Slow(td.tasks.ImageClassification):
+    """Takes a second the first time, then 0.1 for each batch."""
+
+    calls: ClassVar[list[int]] = []
+
+    def out_to_loss(self, forward, batch):
+        n = len(batch["label"])
+        if n > 2:  # not the check of the engine
+            time.sleep(1 if not self.calls else 0.1)
+            self.calls.append(n)
+        return super().out_to_loss(forward, batch)
+
+
+def test_plan__pilot_measures_one_block_of_one_checkpoint() -> None:
+    lazy = featurized(_Slow())
+    with dask.config.set(scheduler="threads", num_workers=2):
+        found = plan(lazy, pilot=True)
+    pilot = found.pilot
+    assert _Slow.calls == [8, 8]
+    assert (pilot.n_samples, pilot.n_slots) == (8, 2)
+    assert pilot.first_s > 1
+    assert pilot.block_s > 0.1
+    assert pilot.gram_s > 0
+    # Two waves of three blocks on two threads, for two checkpoints.
+    once = max(pilot.first_s - pilot.block_s, 0)
+    assert found.estimated_s == pytest.approx(once + 4 * (pilot.block_s + pilot.gram_s))
+    assert "Pilot: 8 samples at 1 checkpoint took" in repr(found)
+    assert "all on 2 threads: about" in found._repr_html_()
+
+
+def test_plan__pilot_on_a_client(client: Client) -> None:
+    pilot = plan(FEATURES, pilot=True).pilot
+    assert pilot.n_slots == 2
+    assert pilot.block_s > 0
+
+
+def test_plan__pilot_needs_something_to_compute(tmp_path: Path) -> None:
+    computed = features(td.Identity()).compute(scheduler="sync")
+    opened = td.save(FEATURES, tmp_path / "f.zarr", progress=False)
+    for data in (computed, opened):
+        with pytest.raises(ValueError, match="computed already; needed lazy ones"):
+            plan(data, pilot=True)
 
 
 def test_plan__refuses_what_is_not_featurized() -> None:

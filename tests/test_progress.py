@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import IPython.display
 import pytest
 
+import trakdask as td
 from trakdask import progress
 
 
@@ -49,7 +52,62 @@ def test_notebook_bar__updates_one_display(monkeypatch: pytest.MonkeyPatch) -> N
         return Handle()
 
     monkeypatch.setattr(IPython.display, "display", display)
-    with progress._NotebookBar("title", 3) as bar:
-        for done in (0, 3):
+    clock = iter([0.0, 0.0, 8.0, 9.0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with progress._NotebookBar("title", 10, done=4) as bar:
+        for done in (8, 10):
             bar.update(done)
-    assert ["0/3" in shown[0], "3/3" in shown[1], len(shown)] == [True, True, 2]
+    # Right after a restart, four tell nothing of the speed: four in eight seconds, two are left.
+    times = ["4/10 0:00:00", "8/10 0:00:08, 0:00:04 left", "10/10 0:00:09, 0:00:00 left"]
+    assert [html.partition("</progress> ")[2] for html in shown] == times
+
+
+def test_terminal_bar__what_was_done_before_is_no_speed() -> None:
+    with progress._TerminalBar("title", 10, done=9) as bar:
+        assert bar._progress.tasks[0].completed == 9
+        assert bar._progress.tasks[0].speed is None
+
+
+def test_polled_bar__a_count_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_INTERVAL_S", 0.01)
+    asked: list[int] = []
+
+    def count() -> int:
+        asked.append(1)
+        if len(asked) == 2:
+            raise OSError("connection reset")
+        return 3
+
+    with progress.polled_bar("title", 5, count):
+        time.sleep(0.3)
+    assert len(asked) > 3
+
+
+def test_polled_bar__slow_counts_are_asked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_INTERVAL_S", 0.001)
+    asked: list[int] = []
+
+    def count() -> int:
+        asked.append(1)
+        time.sleep(0.05)
+        return 3
+
+    with progress.polled_bar("title", 5, count):
+        time.sleep(0.5)
+    assert len(asked) == 3  # first, while it runs, last
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "cluster"])
+def test_save__the_same_bar_with_and_without_a_client(
+    scheduler: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    if scheduler == "cluster":
+        request.getfixturevalue("client")
+    features = td.testing.simulate_features(40, 8, chunks=16)
+    for _ in range(2):  # and again where all is there
+        td.save(features, tmp_path / "f.zarr")
+        assert "save f.zarr" in (shown := capsys.readouterr().out)
+        assert "8/8" in shown

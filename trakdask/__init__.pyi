@@ -1,16 +1,17 @@
 # The public API, by room. lazy_loader reads this file at run time: relative imports only.
+from . import evaluate as evaluate
 from . import examples as examples
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
-from .attribution import Absolute as Absolute
-from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import score as score
+from .attribution import self_influence as self_influence
 from .errors import BlockError as BlockError
 from .errors import CheckpointError as CheckpointError
 from .errors import IncompleteFeaturesError as IncompleteFeaturesError
+from .errors import StoreBusyError as StoreBusyError
 from .errors import StoreMismatchError as StoreMismatchError
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
@@ -28,8 +29,12 @@ from .projection import Mask as Mask
 from .projection import Projector as Projector
 from .projection import Rademacher as Rademacher
 from .queries import top_k as top_k
+from .regularization import Absolute as Absolute
+from .regularization import damping as damping
 from .samples import from_arrays as from_arrays
 from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
+from .storage import drop as drop
 from .storage import open as open
 from .storage import save as save
+from .storage import verify as verify

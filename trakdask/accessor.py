@@ -7,7 +7,7 @@ from typing import Any
 
 import xarray as xr
 
-from trakdask import attribution, export, queries, storage
+from trakdask import attribution, export, queries, regularization, storage
 
 __all__ = ["FeaturesAccessor", "ScoresAccessor"]
 
@@ -27,6 +27,10 @@ class ScoresAccessor:
         """See :func:`trakdask.to_zarr`."""
         export.to_zarr(self._scores, store, **options)
 
+    def to_parquet(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :func:`trakdask.to_parquet`."""
+        export.to_parquet(self._scores, path, **options)
+
 
 @xr.register_dataset_accessor("trak")
 class FeaturesAccessor:
@@ -43,9 +47,9 @@ class FeaturesAccessor:
         """See :func:`trakdask.gram`."""
         return attribution.gram(self._ds, **options)
 
-    def damping(self, *args: Any, **options: Any) -> xr.DataArray:
+    def damping(self, *args: Any, **options: Any) -> xr.Dataset:
         """See :func:`trakdask.damping`."""
-        return attribution.damping(self._ds, *args, **options)
+        return regularization.damping(self._ds, *args, **options)
 
     def score(self, targets: xr.Dataset, **options: Any) -> xr.DataArray:
         """See :func:`trakdask.score`."""
@@ -54,6 +58,10 @@ class FeaturesAccessor:
     def group_score(self, targets: xr.Dataset, **options: Any) -> xr.DataArray:
         """See :func:`trakdask.group_score`."""
         return attribution.group_score(self._ds, targets, **options)
+
+    def self_influence(self, **options: Any) -> xr.DataArray:
+        """See :func:`trakdask.self_influence`."""
+        return attribution.self_influence(self._ds, **options)
 
     def to_parquet(self, path: str | os.PathLike[str], **options: Any) -> None:
         """See :func:`trakdask.to_parquet`."""

@@ -46,7 +46,9 @@ def main() -> None:
     with _client() as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
         features, target_features = _featurize(paths, train, targets, seconds)
-        scores = td.score(features, target_features)
+        with _timed(seconds, "choose the damping by the outputs of the targets"):
+            damping = td.damping(features, target_features).compute()
+        scores = td.score(features, target_features, damping=damping)
         console.print("\n[bold]scores[/] are lazy; nothing of them exists yet:")
         console.print(_summary(scores), "\n", markup=False)
         ends = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
@@ -55,7 +57,7 @@ def main() -> None:
         shown = _interesting(helpful, harmful, target_features)
         _print_rankings(helpful, harmful, shown, target_features)
         _print_queries(scores, shown, seconds)
-        _print_groups(features, target_features, shown)
+        _print_groups(features, target_features, shown, damping)
         written = _export(scores, helpful, harmful, train, targets, shown, seconds)
     _print_measured(seconds, written, time.perf_counter() - started)
 
@@ -171,8 +173,11 @@ def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, fl
     console.print(table)
 
 
-def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -> None:
-    groups = td.group_score(features, targets.isel(sample=shown), by="label").compute()
+def _print_groups(
+    features: xr.Dataset, targets: xr.Dataset, shown: list[int], damping: xr.Dataset
+) -> None:
+    some = targets.isel(sample=shown)
+    groups = td.group_score(features, some, by="label", damping=damping).compute()
     unit = td.plots.power_of_ten(groups)
     title = f"Sum of scores by class of the training digits (group_score), in 1e{unit}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["BlockError", "CheckpointError", "IncompleteFeaturesError", "StoreMismatchError"]
+__all__ = [
+    "BlockError",
+    "CheckpointError",
+    "IncompleteFeaturesError",
+    "StoreBusyError",
+    "StoreMismatchError",
+]
 
 
 class CheckpointError(ValueError):
@@ -13,12 +19,16 @@ class StoreMismatchError(ValueError):
     """Two feature sets, or a feature set and a store, were made in different ways."""
 
 
+class StoreBusyError(RuntimeError):
+    """Another process writes the store; the message says which."""
+
+
 class IncompleteFeaturesError(ValueError):
     """A store lacks blocks that were never completed."""
 
 
 class BlockError(RuntimeError):
-    """One (sample block, checkpoint) task failed; the message names samples and checkpoint.
+    """One task failed; the message names its samples and checkpoint, or its subset and seed.
 
     It holds a single string so that it survives pickling between processes, whatever was raised
     inside (an exception class that only a worker can import would not).

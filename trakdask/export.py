@@ -1,20 +1,39 @@
-"""Results written for others: scores and rankings as zarr, rankings as parquet."""
+"""Results written for others: scores and rankings as zarr and parquet."""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 import os
+from collections.abc import Hashable, Iterator
+from typing import Any
 
+import dask
+import dask.array as da
 import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import xarray as xr
+from dask.base import tokenize
+from dask.utils import format_bytes, parse_bytes
 
 from trakdask.locations import location
 from trakdask.variables import RANK, TARGET
 
 __all__ = ["to_parquet", "to_zarr"]
 
+_MAX_BYTES = "10 GiB"
+_ROWS_AT_ONCE = 2**20
+
 
 def to_zarr(
-    data: xr.DataArray | xr.Dataset, store: str | os.PathLike[str], *, overwrite: bool = False
+    data: xr.DataArray | xr.Dataset,
+    store: str | os.PathLike[str],
+    *,
+    max_bytes: int | str = _MAX_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Compute lazy scores (or any labelled result) into a zarr v3 store, tile by tile.
 
@@ -24,56 +43,87 @@ def to_zarr(
         Result of :func:`score`, :func:`top_k` or :func:`group_score`.
     store
         Folder or fsspec URL. Read it with ``xarray.open_zarr(store, consolidated=False)``.
+    max_bytes
+        Refuse to write more than this, a number or a text such as ``"60 GB"``: scores of a million
+        samples for ten thousand targets are 40 GB.
     overwrite
         Replace what is there.
 
     Raises
     ------
+    ValueError
+        If ``data`` takes more than ``max_bytes``.
     FileExistsError
         If the store exists and ``overwrite`` is false.
     """
-    place = _free_place(store, overwrite)
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
+    _require_size(ds, ds.nbytes, max_bytes)
+    place = _free_place(store, overwrite)
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
     ds.to_zarr(place, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
 
 
-def to_parquet(top: xr.Dataset, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Compute a ranking into parquet files: one row per (target, rank), metadata beside it.
+def to_parquet(
+    data: xr.DataArray | xr.Dataset,
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int | str = _MAX_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Compute a ranking, or scores, into parquet files: one row per number, metadata beside it.
 
     Parameters
     ----------
-    top
-        Lazy Dataset of :func:`top_k`, (target, rank).
+    data
+        Lazy Dataset (target, rank) of :func:`top_k`, or scores (sample, target) of :func:`score`,
+        or by group of :func:`group_score`.
     path
-        Folder or fsspec URL; one file per block of targets.
+        Folder or fsspec URL. One file per block of targets (of scores: and of samples), so that
+        nothing larger than a block is in memory.
+    max_bytes
+        Refuse to write more than this before compression, a number or a text such as ``"60 GB"``.
     overwrite
         Replace what is there.
-
-    Notes
-    -----
-    Columns: ``target`` and ``rank`` (positions from 0), ``score``, ``position`` of the training
-    sample, its coords by their names, the target's coords with the prefix ``target_``.
 
     Raises
     ------
     ValueError
-        If ``top`` is no ranking: the full (sample, target) matrix belongs into :func:`to_zarr`.
+        If ``data`` is no such result, or takes more than ``max_bytes``.
     FileExistsError
         If the folder exists and ``overwrite`` is false.
+
+    Notes
+    -----
+    Columns: ``target`` and ``rank``, ``sample`` or the group (positions from 0 where there is no
+    index); of a ranking ``score`` and ``position`` of the training sample, of scores ``score``;
+    coords by their names, those of targets with the prefix ``target_``. Text is categorical (a
+    dictionary of arrow), null where a rank has no sample. ``attrs`` are in the metadata of each
+    file, under ``trakdask``, as JSON.
     """
-    if not isinstance(top, xr.Dataset) or RANK not in top.dims:
-        found = type(top).__name__ if not isinstance(top, xr.Dataset) else tuple(top.dims)
-        raise ValueError(
-            f"to_parquet got {found}; needed the Dataset (target, rank) of td.top_k. "
-            "Write a full score matrix with td.to_zarr(scores, path)."
-        )
+    ds = _as_table(data)
+    columns = _columns(ds)
+    width = sum(4 if array.dtype.kind in "OTU" else array.dtype.itemsize for _, array in columns)
+    _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
     place = _free_place(path, overwrite)
-    blocks = top.score.variable.chunksizes.get(TARGET, -1)
-    frame = top.chunk({TARGET: blocks, RANK: -1}).to_dask_dataframe(dim_order=[TARGET, RANK])
-    frame.to_parquet(place, write_index=False, overwrite=overwrite)
+    fs, folder = fsspec.core.url_to_fs(place)
+    if fs.exists(folder):
+        fs.rm(folder, recursive=True)
+    fs.makedirs(folder, exist_ok=True)
+    dask.compute(_written(ds, columns, place))
+
+
+def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
+    limit = parse_bytes(max_bytes)
+    if n_bytes > limit:
+        sizes = " × ".join(f"{size:,} {dim}" for dim, size in ds.sizes.items())
+        needed = math.ceil(n_bytes / 2**30)
+        raise ValueError(
+            f"{sizes} take {format_bytes(n_bytes)}; needed at most {format_bytes(limit)}. Keep the "
+            "best of each target with td.top_k(scores, k=100), or if you mean it, type "
+            f"max_bytes='{needed} GiB'."
+        )
 
 
 def _free_place(path: str | os.PathLike[str], overwrite: bool) -> str:
@@ -84,3 +134,111 @@ def _free_place(path: str | os.PathLike[str], overwrite: bool) -> str:
             f"{place!r} exists; needed a new path. Type overwrite=True to replace it."
         )
     return place
+
+
+def _as_table(data: object) -> xr.Dataset:
+    """Return a chunked Dataset of two dimensions, ``target`` first."""
+    is_ranking = isinstance(data, xr.Dataset) and set(data.dims) == {TARGET, RANK}
+    is_scores = isinstance(data, xr.DataArray) and data.ndim == 2 and TARGET in data.dims
+    if isinstance(data, xr.DataArray) and is_scores:
+        data = data.to_dataset(name=data.name or "score")
+    elif not is_ranking:
+        found = tuple(data.dims) if isinstance(data, (xr.DataArray, xr.Dataset)) else type(data)
+        raise ValueError(
+            f"to_parquet got {found}; needed the Dataset (target, rank) of td.top_k, or a DataArray"
+            " with two dimensions, one of them target. Average an ensemble with "
+            "scores.mean('checkpoint'), or type td.to_zarr(data, path)."
+        )
+    assert isinstance(data, xr.Dataset)
+    chunked = data.map(lambda array: array.copy(data=array.variable.chunk().data), keep_attrs=True)
+    if is_ranking:
+        chunked = chunked.chunk({RANK: -1})
+    return chunked.transpose(*_dims(chunked)).unify_chunks()
+
+
+def _dims(ds: xr.Dataset) -> list[Hashable]:
+    return [TARGET, *(dim for dim in ds.dims if dim != TARGET)]
+
+
+Column = tuple[str, da.Array]
+
+
+def _columns(ds: xr.Dataset) -> list[Column]:
+    """Return the columns' names, and their arrays over one or both dimensions, chunked alike."""
+    names = [*_dims(ds), *ds.data_vars, *(name for name in ds.coords if name not in ds.dims)]
+    found = []
+    for name in names:
+        array = ds[name]  # of a dimension without an index: 0, 1, ...
+        if array.ndim:
+            chunks = tuple(ds.chunksizes[dim] for dim in array.dims)
+            lazy = isinstance(array.data, da.Array)
+            found.append((str(name), array.data if lazy else da.from_array(array.values, chunks)))
+    return found
+
+
+def _written(ds: xr.Dataset, columns: list[Column], place: str) -> da.Array:
+    """Return the tasks that write a file each, (block of targets, block of the rest)."""
+    dims = dict(zip(_dims(ds), "to", strict=True))
+    axes = ["".join(dims[dim] for dim in ds[name].dims) for name, _ in columns]
+    numbers = [da.arange(len(ds.chunksizes[dim]), chunks=1) for dim in dims]
+    token = tokenize(place, [(name, array.name) for name, array in columns])
+    written: da.Array = da.blockwise(
+        functools.partial(_write_file, place, [name for name, _ in columns], axes, ds.attrs), "to",
+        *(item for (_, array), axis in zip(columns, axes, strict=True) for item in (array, axis)),
+        numbers[0], "t", numbers[1], "o",
+        name=f"to-parquet-{token}", align_arrays=False, concatenate=True,
+        adjust_chunks={"t": 1, "o": 1}, dtype=bool, meta=np.empty((0, 0), bool),
+    )  # fmt: skip
+    return written
+
+
+def _write_file(
+    place: str, names: list[str], axes: list[str], attrs: dict[str, Any], *blocks: np.ndarray
+) -> np.ndarray:
+    *values, (target_block,), (other_block,) = blocks
+    fs, folder = fsspec.core.url_to_fs(place)
+    file = f"{folder}/part-{target_block:05d}-{other_block:05d}.parquet"
+    writer = None
+    for table in _tables(dict(zip(names, values, strict=True)), axes):
+        if writer is None:
+            about = {"trakdask": json.dumps(attrs, default=str)}
+            writer = pq.ParquetWriter(file, table.schema.with_metadata(about), filesystem=fs)
+        writer.write_table(table)
+    if writer is not None:
+        writer.close()
+    return np.ones((1, 1), bool)
+
+
+def _tables(columns: dict[str, np.ndarray], axes: list[str]) -> Iterator[pa.Table]:
+    """Cut a block into tables of about a million rows, whole targets each."""
+    shape = next(
+        values.shape for values, axis in zip(columns.values(), axes, strict=True) if axis == "to"
+    )
+    step = max(1, _ROWS_AT_ONCE // max(shape[1], 1))
+    for start in range(0, shape[0], step):
+        part = slice(start, min(start + step, shape[0]))
+        yield _table(columns, axes, part, shape[1])
+
+
+def _table(columns: dict[str, np.ndarray], axes: list[str], part: slice, n_other: int) -> pa.Table:
+    n_targets = part.stop - part.start
+    repeated = np.repeat(np.arange(n_targets), n_other)
+    tiled = np.tile(np.arange(n_other), n_targets)
+    missing = columns["position"][part].ravel() < 0 if "position" in columns else None
+    table = {}
+    for (name, values), axis in zip(columns.items(), axes, strict=True):
+        if axis == "to":
+            table[name] = _arrow(values[part].ravel(), missing)
+        else:
+            is_target = axis == "t"
+            table[name] = _arrow(values[part] if is_target else values).take(
+                pa.array(repeated if is_target else tiled)
+            )
+    return pa.table(table)
+
+
+def _arrow(values: np.ndarray, missing: np.ndarray | None = None) -> pa.Array:
+    """Return an arrow array; text as a dictionary, null where it is missing."""
+    if values.dtype.kind not in "OTU":
+        return pa.array(np.ascontiguousarray(values))
+    return pa.array(values.astype(object), pa.string(), mask=missing).dictionary_encode()

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+import dask
+import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
-from dask.utils import format_bytes
+from dask.base import tokenize
+from dask.utils import format_bytes, format_time
+from rich.table import Table
 
+from trakdask import arrays
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.specs import from_spec
+from trakdask.scheduling import n_slots
 from trakdask.variables import CHECKPOINT, SAMPLE, validate
 
-__all__ = ["Plan", "PlannedProjection", "plan"]
+__all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
 _NEEDED = ("projector", "parameters")
 _BYTES_OF_FLOAT32 = 4
 
 
-def plan(features: xr.Dataset, projectors: Projector | Iterable[Projector] | None = None) -> Plan:
-    """State what projecting the gradients takes, and how far features are from gradients.
+def plan(
+    features: xr.Dataset,
+    projectors: Projector | Iterable[Projector] | None = None,
+    *,
+    pilot: bool = False,
+) -> Plan:
+    """State what making features takes, before it is done, and how far they are from gradients.
 
     Parameters
     ----------
@@ -32,6 +45,9 @@ def plan(features: xr.Dataset, projectors: Projector | Iterable[Projector] | Non
         are in it, so a selection can be planned, too.
     projectors
         Others (or one) to compare with, on the same samples and model.
+    pilot
+        Compute the first block of the first checkpoint, twice, on the active client or on threads,
+        and estimate from it how long :func:`save` will take.
 
     Returns
     -------
@@ -44,13 +60,16 @@ def plan(features: xr.Dataset, projectors: Projector | Iterable[Projector] | Non
         If ``features`` is no Dataset, or one of ``projectors`` no projector.
     ValueError
         If the features' ``attrs`` do not say how they were made, by a projector that this version
-        knows; or if a projector cannot serve the model.
+        knows; if a projector cannot serve the model; or if a pilot is asked for of features that
+        are computed already.
 
     Notes
     -----
-    Nothing is computed or read: all numbers follow from shapes and ``attrs``. Operations are those
-    of the projection alone; the passes through the model come on top. Errors are those that theory
-    and the arithmetic lead to expect, not measurements of these features.
+    Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``.
+    Operations are those of the projection and of the gram matrix; the passes through the model come
+    on top. Errors are those that theory and the arithmetic lead to expect, not measurements of
+    these features. A pilot's estimate takes all threads to be as fast as the one that ran it, and
+    leaves out what storing takes.
 
     Examples
     --------
@@ -59,6 +78,8 @@ def plan(features: xr.Dataset, projectors: Projector | Iterable[Projector] | Non
     >>> features = td.featurize(samples, td.Model(torch.nn.Linear(4, 3)))
     >>> plan(features, [td.Rademacher(proj_dim=512)]).to_dataframe().feature_bytes.tolist()
     [819200, 204800]
+    >>> plan(features, pilot=True).pilot.n_samples
+    100
     """
     validate(features, ["feature"], what="features")
     if missing := [name for name in _NEEDED if name not in features.attrs]:
@@ -78,6 +99,7 @@ def plan(features: xr.Dataset, projectors: Projector | Iterable[Projector] | Non
         projections=tuple(
             _planned(projector, shapes, n_samples, n_checkpoints) for projector in all_projectors
         ),
+        pilot=_measured(features) if pilot else None,
     )
 
 
@@ -100,8 +122,12 @@ class PlannedProjection:
         The same for all samples and checkpoints.
     random_bits
         Bits of the random matrix, drawn once per micro-batch and checkpoint.
+    gram_operations
+        The same of the gram matrices of all checkpoints; twice as many with weights.
     feature_bytes
         All features, float32: samples × proj_dim × checkpoints × 4.
+    store_bytes
+        What :func:`save` writes, without metadata: features, output, out_to_loss and gram matrices.
     gradient_bytes
         One gradient, float32: rows × 4.
     buffer_bytes
@@ -120,13 +146,46 @@ class PlannedProjection:
     n_rows: int
     sample_operations: int
     total_operations: int
+    gram_operations: int
     random_bits: int
     feature_bytes: int
+    store_bytes: int
     gradient_bytes: int
     buffer_bytes: int
     rounding_error: float
     product_error: float
     worst_product_error: float
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """One block of one checkpoint, measured.
+
+    Parameters
+    ----------
+    n_samples
+        Samples of the block.
+    first_s
+        Seconds it took, with what a process does once: load the model, check the gradients.
+    block_s
+        Seconds it took the second time, to be expected of all others.
+    gram_s
+        Seconds of its product φᵀφ alone.
+    n_slots
+        Tasks that the scheduler runs at once.
+    """
+
+    n_samples: int
+    first_s: float
+    block_s: float
+    gram_s: float
+    n_slots: int
+
+    def estimate(self, n_blocks: int, n_checkpoints: int) -> float:
+        """Return the seconds that all blocks will take, checkpoint after checkpoint."""
+        once = max(self.first_s - self.block_s, 0)
+        waves = n_checkpoints * math.ceil(n_blocks / self.n_slots)
+        return once + waves * (self.block_s + self.gram_s)
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,6 +202,8 @@ class Plan:
         Samples per micro-batch, if the features' ``attrs`` name it.
     projections
         The features' own projector, then those to compare with.
+    pilot
+        The measured block, if one was asked for.
     """
 
     n_samples: int
@@ -151,6 +212,19 @@ class Plan:
     n_parameters: int
     batch_size: int | None
     projections: tuple[PlannedProjection, ...]
+    pilot: Pilot | None = None
+
+    @property
+    def n_tasks(self) -> int:
+        """Tasks that make features, each a block of samples at one checkpoint."""
+        return self.n_blocks * self.n_checkpoints
+
+    @property
+    def estimated_s(self) -> float | None:
+        """Seconds that all of it will take, by the pilot."""
+        return (
+            None if self.pilot is None else self.pilot.estimate(self.n_blocks, self.n_checkpoints)
+        )
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
@@ -170,7 +244,16 @@ class Plan:
             label.ljust(label_width) + "".join(cell.rjust(width) for cell in cells)
             for label, cells in rows
         ]
-        return "\n".join([self._title(), "", *lines, "", *table])
+        return "\n".join([*self._titles(), "", *lines, "", *table])
+
+    def __rich__(self) -> Table:
+        table = Table(title="\n".join(self._titles()), title_justify="left", title_style="")
+        table.add_column("projector")
+        for projection in self.projections:
+            table.add_column(projection.projector, justify="right")
+        for label, cells in self._cells():
+            table.add_row(label, *cells)
+        return table
 
     def _repr_html_(self) -> str:
         cells = self._cells()
@@ -180,20 +263,28 @@ class Plan:
             "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
             for row in zip(*(column for _, column in columns), strict=True)
         )
-        return (
-            f"<p>{escape(self._title())}</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
+        titles = "".join(f"<p>{escape(title)}</p>" for title in self._titles())
+        return f"{titles}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def _cells(self) -> list[tuple[str, list[str]]]:
         return [(label, [cell(p) for p in self.projections]) for label, cell in _QUANTITIES.items()]
 
-    def _title(self) -> str:
+    def _titles(self) -> list[str]:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
-        return (
+        title = (
             f"Plan: {_counted(self.n_samples, 'sample')} in {_counted(self.n_blocks, 'block')}"
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
-            f"{_counted(self.n_parameters, 'parameter')}"
+            f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
+        )
+        return [title] if self.pilot is None else [title, self._pilot_title(self.pilot)]
+
+    def _pilot_title(self, pilot: Pilot) -> str:
+        estimated = format_time(pilot.estimate(self.n_blocks, self.n_checkpoints))
+        return (
+            f"Pilot: {_counted(pilot.n_samples, 'sample')} at 1 checkpoint took "
+            f"{format_time(pilot.block_s)} ({format_time(pilot.first_s)} the first time), their "
+            f"gram matrix {format_time(pilot.gram_s)}; all on {_counted(pilot.n_slots, 'thread')}: "
+            f"about {estimated}"
         )
 
 
@@ -202,8 +293,10 @@ _QUANTITIES: Mapping[str, Callable[[PlannedProjection], str]] = {
     "rows of a gradient": lambda p: f"{p.n_rows:,}",
     "operations per sample and checkpoint": lambda p: _power(p.sample_operations),
     "operations in total": lambda p: _power(p.total_operations),
+    "operations of gram matrices": lambda p: _power(p.gram_operations),
     "random bits per micro-batch": lambda p: _power(p.random_bits),
     "features": lambda p: format_bytes(p.feature_bytes),
+    "store": lambda p: format_bytes(p.store_bytes),
     "one gradient": lambda p: format_bytes(p.gradient_bytes),
     "buffers of a thread": lambda p: format_bytes(p.buffer_bytes),
     "rounding error": lambda p: _percent(p.rounding_error),
@@ -230,20 +323,57 @@ def _planned(
     bound = projector.bind(row_map)
     cost, width = bound.cost(row_map.n_rows), bound.width(row_map.n_rows)
     typical, worst = cost.product_error
+    feature_bytes = n_samples * width * n_checkpoints * _BYTES_OF_FLOAT32
+    gram_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
+    output_bytes = 2 * n_samples * n_checkpoints * _BYTES_OF_FLOAT32
     return PlannedProjection(
         projector=repr(projector),
         proj_dim=width,
         n_rows=row_map.n_rows,
         sample_operations=cost.operations,
         total_operations=cost.operations * n_samples * n_checkpoints,
+        gram_operations=n_samples * width**2 * n_checkpoints,
         random_bits=cost.random_bits,
-        feature_bytes=n_samples * width * n_checkpoints * _BYTES_OF_FLOAT32,
+        feature_bytes=feature_bytes,
+        store_bytes=feature_bytes + output_bytes + gram_bytes,
         gradient_bytes=row_map.n_rows * _BYTES_OF_FLOAT32,
         buffer_bytes=cost.buffer_bytes,
         rounding_error=cost.rounding_error,
         product_error=typical,
         worst_product_error=worst,
     )
+
+
+def _measured(features: xr.Dataset) -> Pilot:
+    """Run the first block of the first checkpoint twice, where tasks would run."""
+    data = features.feature.variable.data
+    layers = data.dask.layers if isinstance(data, da.Array) else ()
+    if not any(name.startswith("featurize-") for name in layers):
+        raise ValueError(
+            "pilot is True and the features are computed already; needed lazy ones of td.featurize."
+            " Leave pilot out, or plan what td.featurize(samples, model) returns."
+        )
+    n = data.chunks[0][0]
+    first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]
+    seconds, gram_s = [], 0.0
+    for attempt in range(2):
+        task = da.blockwise(
+            _gram_seconds, "s", first[0], "spc", first[1], "sc", first[2], "sc",
+            name=f"pilot-{attempt}-{tokenize(data.name)}", concatenate=True, align_arrays=False,
+            adjust_chunks={"s": 1}, dtype=np.float64, meta=np.empty(0),
+        )  # fmt: skip
+        start = time.perf_counter()
+        ((gram_s,),) = dask.compute(task)
+        seconds.append(time.perf_counter() - start - gram_s)
+    first_s, block_s = map(float, seconds)
+    return Pilot(n, first_s, block_s, float(gram_s), n_slots())
+
+
+def _gram_seconds(feature: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    start = time.perf_counter()
+    phi = feature[:, :, 0]
+    np.matmul(phi.T, phi)
+    return np.array([time.perf_counter() - start])
 
 
 def _counted(number: int, noun: str) -> str:

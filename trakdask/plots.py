@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["gallery", "power_of_ten"]
+__all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve"]
 
 _GREEN, _RED, _BLUE = "#1a7f37", "#c62828", "#1565c0"
 
@@ -97,6 +97,49 @@ def _require_drawable(
             f"{ranking.sizes[TARGET]} ranked targets and {len(target_images)} target images. "
             f"Leave out {bad}."
         )
+
+
+def damping(chosen: xr.Dataset) -> Figure:
+    """Draw how the damping was chosen: the curve, half a standard error below its peak, the choice.
+
+    Parameters
+    ----------
+    chosen
+        Dataset of :func:`trakdask.damping`; computed here.
+
+    Returns
+    -------
+    Figure with one axes; no choice is marked where the curve was too low to choose by.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    ValueError
+        If no outputs were asked, or they do not vary, so that there is no curve.
+    """
+    chosen = chosen.compute()
+    if not np.isfinite(chosen.curve.values).any():
+        raise ValueError(
+            f"the damping was chosen by the rule {str(chosen.rule.values)!r} and has no curve; "
+            "needed one chosen by outputs. Type td.damping(features, targets, 'completeness')."
+        )
+    figure = _new_figure(5.2, 3.4)
+    ax = figure.subplots()
+    ax.plot(chosen.relative_damping, chosen.curve, "o-", color=_BLUE, markersize=3.5, linewidth=1.2)
+    if np.isfinite(relative := float(chosen.relative)):
+        threshold, peak = float(chosen.threshold), float(chosen.peak)
+        ax.axhspan(threshold, peak, color=_GREEN, alpha=0.15, linewidth=0)
+        ax.axvline(relative, color=_GREEN, linewidth=1.2)
+        at_choice = float(chosen.curve.sel(relative_damping=relative, method="nearest"))
+        ax.plot(relative, at_choice, "o", color=_GREEN, markersize=7)
+    ax.set_xscale("log")
+    ax.set_xlabel("λ in units of tr(K)/n")
+    ax.set_ylabel("correlation with outputs")
+    found = f"λ = {relative:.3g} tr(K)/n" if np.isfinite(relative) else "λ"
+    ax.set_title(f"{found} by {chosen.rule.values}", fontsize=9)
+    figure.tight_layout()
+    return figure
 
 
 def power_of_ten(*scores: xr.DataArray) -> int:
@@ -188,3 +231,79 @@ def _head(figure: Figure, axes: np.ndarray, n_shown: int, unit: int) -> None:
         figure.text(
             x, 1 - 0.28 / inches, text, ha="center", color=color, fontsize=10, weight="bold"
         )
+
+
+def lds(result: xr.Dataset) -> Figure:
+    """Draw the linear datamodeling score of every target, lowest first, below its noise ceiling.
+
+    Parameters
+    ----------
+    result
+        Dataset of :func:`trakdask.evaluate.lds`, of one kind of scores; computed here.
+
+    Returns
+    -------
+    Figure with a dot per target, its ceiling in grey where there is one, and the mean with its
+    interval.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    ValueError
+        If there is more than one kind of scores.
+    """
+    if result["lds"].dims != (TARGET,):
+        raise ValueError(
+            f"lds has the dimensions {result['lds'].dims}; needed ('target',). Select one kind of "
+            "scores, as in result.sel(estimator='soft')."
+        )
+    result = result.sortby("lds").compute()
+    figure = _new_figure(6.4, 3.6)
+    ax = figure.subplots()
+    places = np.arange(result.sizes[TARGET])
+    ax.plot(places, result.ceiling, ".", color="0.75", label="noise ceiling")
+    ax.plot(places, result["lds"], ".", color=_BLUE, label="LDS")
+    ax.axhline(float(result.lds_mean), color=_BLUE, linewidth=1)
+    ax.axhspan(*result.interval.values.tolist(), color=_BLUE, alpha=0.15, linewidth=0)
+    ax.set_title(f"LDS {float(result.lds_mean):.3f}, mean over targets", fontsize=10)
+    _finish(figure, ax, "targets, by LDS", "Spearman over subsets")
+    return figure
+
+
+def removal_curve(curve: xr.Dataset) -> Figure:
+    """Draw how outputs change as ranked samples are removed, beside random removal.
+
+    Parameters
+    ----------
+    curve
+        Dataset of :func:`trakdask.evaluate.removal_curve`; computed here.
+
+    Returns
+    -------
+    Figure with the mean output over targets against the removed fraction, with intervals.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    curve = curve.sortby("fraction").compute()
+    figure = _new_figure(5.2, 3.6)
+    ax = figure.subplots()
+    full = float(curve.mean_full_output)
+    fractions = np.array([0, *curve.fraction.values])
+    for prefix, label, color in (("", "ranked by score", _RED), ("random_", "random", "0.5")):
+        ax.plot(fractions, [full, *curve[f"mean_{prefix}output"].values], color=color, label=label)
+        low, high = curve[f"{prefix}interval"].values
+        ax.fill_between(fractions[1:], low, high, color=color, alpha=0.2, linewidth=0)
+    _finish(figure, ax, "fraction of samples removed", "mean output of the targets")
+    return figure
+
+
+def _finish(figure: Figure, ax: Axes, x: str, y: str) -> None:
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    ax.legend(frameon=False, fontsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()

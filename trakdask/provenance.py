@@ -10,12 +10,24 @@ from typing import Any
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
-from trakdask.variables import CHECKPOINT
+from trakdask.variables import CHECKPOINT, PROJ_DIM
 
-__all__ = ["FEATURE_SPEC", "digest", "require_same", "spec"]
+__all__ = [
+    "FEATURE_SPEC",
+    "PRECISION",
+    "STORE_SPEC",
+    "digest",
+    "require_comparable",
+    "require_same",
+    "spec",
+]
 
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that training and target features must share for their product to mean anything."""
+
+PRECISION = ("dtype", "autocast", "float32_matmul_precision")
+STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
+"""Attrs that all blocks of a store must share: of the same samples, in the same precision."""
 
 _REMEDY = {
     "projector": "Featurize both with one projector (kind, proj_dim, seed and arithmetic).",
@@ -23,8 +35,15 @@ _REMEDY = {
     "checkpoint_ids": "Give both models the same checkpoint_ids, or none.",
     "parameters": "Select the same parameters= in both models.",
     "task": "Give both models the same task.",
-    "source": "Choose another store, or set samples.attrs['source'] if the data are the same.",
-    "layout": "Featurize with the block layout of the store (samples.chunk(sample=...)).",
+    "source": "Choose another store, append_dim='sample' if these are more samples of it, or set "
+    "samples.attrs['source'] if the data are the same.",
+    "dtype": "Featurize with the dtype= of the store, or save to another one.",
+    "autocast": "Featurize under the torch.autocast of the store, or save to another one.",
+    "float32_matmul_precision": "Set torch.set_float32_matmul_precision(...) to that of the store.",
+    "layout": "Use the blocks of the store (samples.chunk(sample=...)) and its dtype (dtype=).",
+    "tag": "Choose another store, or type the store's tag= if both train alike.",
+    "samples": "Choose another store for other training samples.",
+    "targets": "Choose another store for other targets.",
 }
 
 
@@ -33,7 +52,7 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
 
     Of the checkpoints, those that the Dataset still has: ``attrs`` do not follow a selection.
     """
-    found = {name: ds.attrs[name] for name in (*FEATURE_SPEC, "source") if name in ds.attrs}
+    found = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
     names = [str(name) for name in ds[CHECKPOINT].values] if CHECKPOINT in ds.coords else []
     for field in ("checkpoints", "checkpoint_ids"):
         if set(names) <= set(found.get(field, ())):
@@ -86,3 +105,20 @@ def _plain(value: Any) -> Any:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:
+    """Refuse features that were made differently, or of other checkpoints."""
+    what = f"{name} and training features"
+    require_same(spec(other), spec(features), what=what)
+    ours, theirs = (ds[CHECKPOINT].values.tolist() for ds in (features, other))
+    if ours != theirs:
+        raise StoreMismatchError(
+            f"{what} differ in checkpoint: found {theirs}, needed {ours}. "
+            "Select the same checkpoints, in the same order, from both."
+        )
+    if (p := other.sizes[PROJ_DIM]) != features.sizes[PROJ_DIM]:
+        raise StoreMismatchError(
+            f"{what} differ in proj_dim: found {p}, needed "
+            f"{features.sizes[PROJ_DIM]}. Take the same proj_dim slice of both."
+        )

@@ -43,8 +43,9 @@ def top_k(
     -------
     Lazy Dataset (target, rank) with ``score`` float32, ``position`` int64 of the training sample,
     and the samples' coords at those positions. Equal scores rank by position; NaN never ranks.
-    Where ``where`` depends on the target and leaves fewer than k samples, the rest is position -1
-    and NaN (integer coords then become float64, strings "").
+    Where ``where`` depends on the target and leaves fewer than k samples, or where a target failed
+    (``featurize(..., on_error="record")``), the rest is position -1 and NaN (integer coords then
+    become float64, strings "").
 
     Raises
     ------
@@ -80,7 +81,8 @@ def top_k(
     value, position = arrays.topk.top_k(scores.data, int(k), largest=largest, mask=mask)
     dims = (TARGET, RANK)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
-    coords = _gathered_coords(scores, position, may_pad=callable(mask))
+    may_pad = callable(mask) or scores.attrs.get("target_on_error") == "record"
+    coords = _gathered_coords(scores, position, may_pad=may_pad)
     coords |= {name: c for name, c in _coords_along(scores, TARGET).items()}
     return xr.Dataset(
         {
@@ -199,6 +201,7 @@ def _missing_value(dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "iub":
         raise ValueError(
             "fewer than k samples have a score that is not NaN, and integer metadata cannot be "
-            "missing; needed a smaller k, or features without NaN. Type td.top_k(scores, k=...)."
+            "missing; needed a smaller k, or targets that did not fail. Type td.top_k(scores, "
+            "k=...), or leave such targets out with scores.isel(target=...)."
         )
     return {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}.get(dtype.kind, "")

@@ -21,6 +21,7 @@ __all__ = [
     "Variable",
     "lazy_features",
     "load_coords",
+    "may_have_failed",
     "validate",
 ]
 
@@ -57,7 +58,15 @@ _ALL = (
     ),
     Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
+    Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
+    Variable(
+        "feature_scale",
+        (SAMPLE, CHECKPOINT),
+        "a power of two: feature is what is stored as float16, times this",
+    ),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
+    Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
+    Variable("self_influence", (SAMPLE,), "how much training on a sample raised its own output"),
     Variable("damping", (CHECKPOINT,), "λ added to the diagonal of the gram matrix, absolute"),
     Variable(
         "score",
@@ -133,7 +142,10 @@ def load_coords(ds: xr.Dataset) -> xr.Dataset:
 
 
 def lazy_features(features: xr.Dataset) -> xr.Dataset:
-    """Return features with lazy arrays, one checkpoint per chunk, and coords in memory."""
+    """Return features with lazy arrays, one checkpoint per chunk, and coords in memory.
+
+    Without the coord ``error``, which :func:`open` reads when it is asked for: NaN says the same.
+    """
 
     def chunk(array: xr.DataArray) -> xr.DataArray:
         # Variables one by one: Dataset.chunk would make the coords lazy.
@@ -142,7 +154,23 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
         here = {dim: size for dim, size in sizes.items() if dim in array.dims}
         return array.copy(data=array.variable.chunk(here).data)
 
+    if "error" in features.coords:
+        features = features.drop_vars("error")
     return load_coords(features).map(chunk, keep_attrs=True)
+
+
+def may_have_failed(features: xr.Dataset) -> bool:
+    """Tell whether samples of features were recorded as failed, or may be once they are computed.
+
+    Examples
+    --------
+    >>> may_have_failed(xr.Dataset({"error": (("sample", "checkpoint"), [["", "too long"]])}))
+    True
+    """
+    if "error" not in features:
+        return False
+    error = features.error
+    return error.chunks is not None or bool((error.values != "").any())
 
 
 def _listed(names: Iterable[Hashable]) -> str:

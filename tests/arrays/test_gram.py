@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trakdask.arrays import gram as module
-from trakdask.arrays.gram import gram
+from trakdask.arrays.gram import gram, gram_and_sum, pooled
 from trakdask.testing import raise_if_dask_computes
 
 
@@ -112,11 +112,27 @@ def test_groups__consecutive_and_long_enough(sizes: list[int], least: int) -> No
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_gram__non_finite_feature_poisons_its_checkpoint_only(value: float) -> None:
     x = gaussian(100, 4, 2)
-    x[50, :, 1] = value
+    x[50, 1:, 1] = value
     for weights in (None, da.ones((100, 2), chunks=(10, 1))):
         result = gram(lazy(x), weights).compute()
         assert np.isfinite(result[:, :, 0]).all()
-        assert not np.isfinite(result[:, :, 1]).any()
+        assert not np.isfinite(result[1:, :, 1]).any()
+
+
+def test_gram__rows_of_nan_are_left_out() -> None:
+    x = np.random.default_rng(0).integers(-3, 4, (100, 4, 2)).astype("f4")
+    h, g = np.random.default_rng(1).integers(1, 4, (2, 100, 2)).astype("f8")
+    without = x.copy()
+    without[[3, 50, 51], :, 1] = 0
+    x[[3, 50, 51], :, 1] = h[[3, 50, 51], 1] = g[[3, 50, 51], 1] = np.nan
+    expected = gram(lazy(without)).compute()
+    np.testing.assert_array_equal(gram(lazy(x)).compute(), expected)
+    weights, sum_weights = (da.from_array(w, chunks=(10, 1)) for w in (h, g))
+    matrix, total = da.compute(*gram_and_sum(lazy(x), weights, sum_weights))
+    known = np.where(np.isnan(h), 0, h)
+    np.testing.assert_array_equal(matrix, np.einsum("spc,sc,sqc->pqc", without, known, without))
+    mean = np.nan_to_num(g.mean(axis=1))  # of no use at either checkpoint, where one is missing
+    np.testing.assert_array_equal(total, np.einsum("s,spc->pc", mean, without))
 
 
 def test_gram__float32_sums_above_8192() -> None:
@@ -171,3 +187,45 @@ def test_gram__refuses_options() -> None:
         gram(feature, da.ones((20, 1)))
     with pytest.raises(TypeError, match=r"weights is a ndarray; a dask array"):
         gram(feature, np.ones((20, 2)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gram_and_sum__same_gram_bits_and_dense_sum(weighted: bool) -> None:
+    x = gaussian(300, 5, 2)
+    h, g = np.random.default_rng(1).random((2, 300, 2))
+    weights = lazy(h) if weighted else None
+    with raise_if_dask_computes():
+        matrix, total = gram_and_sum(lazy(x), weights, lazy(g - 0.5))
+    assert matrix.chunks == ((5,), (5,), (1, 1))
+    assert total.chunks == ((5,), (1, 1))
+    assert matrix.compute().tobytes() == gram(lazy(x), weights).compute().tobytes()
+    expected = np.einsum("spc,s->pc", x.astype("f8"), g.mean(1) - 0.5)
+    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gram_and_sum__each_block_is_read_once() -> None:
+    read = []
+
+    def block(block_id: tuple[int, ...]) -> np.ndarray:
+        read.append(block_id)
+        return gaussian(50, 4, 1)
+
+    chunks = ((50,) * 6, (4,), (1, 1))
+    feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+    dask.compute(*gram_and_sum(feature, None, da.ones((300, 2), chunks=(50, 1))), scheduler="sync")
+    assert sorted(read) == [(b, 0, c) for b in range(6) for c in range(2)]
+
+
+def test_gram_and_sum__float64_throughout() -> None:
+    x = gaussian(300, 5, 2, "float64")
+    h, g = np.random.default_rng(1).random((2, 300, 2))
+    matrix, total = gram_and_sum(lazy(x), lazy(h), lazy(g))
+    np.testing.assert_allclose(matrix, np.einsum("spc,sqc,sc->pqc", x, x, h), rtol=1e-12)
+    np.testing.assert_allclose(total, np.einsum("spc,s->pc", x, g.mean(1)), rtol=1e-11)
+
+
+def test_pooled__mean_over_checkpoints_in_float64() -> None:
+    g = np.random.default_rng(0).random((9, 3)).astype(np.float32)
+    found = pooled(da.from_array(g, chunks=(4, 1)))
+    assert found.chunks == ((4, 4, 1),)
+    np.testing.assert_allclose(found, g.astype("f8").mean(1), rtol=1e-15)

@@ -56,7 +56,7 @@ def test_group_sum__float_inputs(dtype: str) -> None:
     x, g, codes = arrays()
     x, g = x.astype(dtype), g.astype(dtype)
     found = group_sum(lazy(x), lazy(g), codes, 4).compute()
-    assert found.dtype == np.float32
+    assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
     np.testing.assert_allclose(found, oracle(x, g, codes, 4), atol=1e-5)
 
 
@@ -86,6 +86,17 @@ def test_group_sum__nan_stays_in_its_group() -> None:
     x[1] = np.nan
     found = group_sum(lazy(x), lazy(g), codes, 4).compute()
     assert np.argwhere(np.isnan(found)).tolist() == [[1, 2, 0]]
+
+
+def test_group_sum__failed_samples_are_left_out() -> None:
+    x, g, codes = arrays()
+    codes[:3] = 1
+    x[0, :, 1] = g[0, 1] = g[1, 0] = np.nan
+    left_out = codes.copy()
+    left_out[:2] = -1
+    known = np.nan_to_num(x), np.nan_to_num(g)
+    expected = group_sum(lazy(known[0]), lazy(known[1]), left_out, 4).compute()
+    np.testing.assert_array_equal(group_sum(lazy(x), lazy(g), codes, 4).compute(), expected)
 
 
 def test_group_sum__blocks_without_a_group_are_not_read() -> None:
@@ -136,3 +147,11 @@ def test_group_sum__refuses_split_every() -> None:
     x, _, codes = arrays()
     with pytest.raises(ValueError, match=r"split_every is 1"):
         group_sum(lazy(x), None, codes, 4, split_every=1)
+
+
+def test_group_sum__weights_of_each_checkpoint() -> None:
+    x, g, codes = arrays()
+    found = group_sum(lazy(x), lazy(g), codes, 4, pooled=False)
+    weighted = x.astype("f8") * g[:, None]
+    expected = np.stack([weighted[codes == group].sum(0) for group in range(4)])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -49,7 +49,7 @@ def test_score__exact_for_any_chunks(
 def test_score__float_inputs(dtype: str) -> None:
     x, w, g = (a.astype(dtype) for a in arrays())
     found = score(lazy(x), lazy(w), lazy(g)).compute()
-    assert found.dtype == np.float32
+    assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
     np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2), atol=3e-6)
 
 
@@ -119,3 +119,12 @@ def test_score__refuses_arrays_that_do_not_meet() -> None:
         score(lazy(x), lazy(w), lazy(g)[1:])
     with pytest.raises(ValueError, match=r"solved has 2 chunks along 'proj_dim' \(4, 4\); score"):
         score(lazy(x), lazy(w).rechunk((5, 4, 1)), lazy(g))
+
+
+def test_score__weights_of_each_checkpoint() -> None:
+    x, w, g = arrays()
+    expected = np.einsum("spc,tpc,sc->stc", *(a.astype("f8") for a in (x, w, g)))
+    found = score(lazy(x), lazy(w), lazy(g), pooled=False)
+    np.testing.assert_allclose(found, expected.mean(axis=2), atol=3e-6)
+    apart = score(lazy(x), lazy(w), lazy(g), pooled=False, average=False)
+    np.testing.assert_allclose(apart, expected, atol=1e-5)

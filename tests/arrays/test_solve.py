@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trakdask.arrays import gram as gram_module
-from trakdask.arrays.solve import cholesky, closed_form_damping, solve
+from trakdask.arrays.solve import cholesky, closed_form_damping, leverage, solve
 from trakdask.testing import raise_if_dask_computes
 
 LABELS = ("first", "second")
@@ -104,7 +104,7 @@ def test_cholesky__condition_is_norm_over_damping() -> None:
 def test_cholesky__non_finite_names_checkpoint() -> None:
     k = matrices()
     k[2, 2, 1] = np.nan
-    with pytest.raises(ValueError, match=r"'second' is not finite: its features contain NaN"):
+    with pytest.raises(ValueError, match=r"'second' is not finite: its features contain rows"):
         cholesky(lazy(k), closed_form_damping(lazy(k)), LABELS).compute()
     with pytest.raises(ValueError, match=r"damping of checkpoint 'first' is -1.0; a finite"):
         cholesky(lazy(matrices()), [-1.0, 1.0], LABELS).compute(scheduler="sync")
@@ -201,3 +201,20 @@ def test_solve__refuses_other_features() -> None:
         ValueError, match=r"target has \(proj_dim, checkpoint\) \(12, 1\); factor has"
     ):
         solve(factor, lazy(features())[:, :, :1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_leverage__diagonal_of_the_dense_product(dtype: str) -> None:
+    k, phi = matrices(), features(30).astype(dtype)
+    with raise_if_dask_computes():
+        found = leverage(cholesky(lazy(k), 0.7, LABELS), lazy(phi, 8))
+    assert found.chunks == ((8, 8, 8, 6), (1, 1))
+    expected = np.einsum("spc,spc->sc", oracle(k, np.array([0.7, 0.7]), phi), phi)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_solve__float64_targets() -> None:
+    k, target = matrices(), features(30).astype(np.float64)
+    solved = solve(cholesky(lazy(k), 0.7, LABELS), lazy(target, 8))
+    assert solved.dtype == np.float64
+    np.testing.assert_allclose(solved, oracle(k, np.array([0.7, 0.7]), target), rtol=1e-12)

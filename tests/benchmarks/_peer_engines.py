@@ -127,7 +127,8 @@ def run_trakdask(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> ND
             store = folder / "targets.zarr"
             targets = td.save(td.featurize(queries, model, **options), store, gram=False)
         with watch("finalize_score"):  # with the gram matrix, as the peers
-            scores = td.score(features, targets, damping=td.Absolute(job.damping)).values
+            damping = td.Absolute(job.damping)
+            scores = td.score(features, targets, estimator="trak", damping=damping).values
     return scores
 
 

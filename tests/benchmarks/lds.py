@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 
 import trakdask as td
 from trakdask import examples
+from trakdask.arrays import ranks
+from trakdask.arrays.ranks import Ranking
 from trakdask.projection import SJLT, Gaussian, Kronecker, Mask, Projector, Rademacher
 
 REFERENCE = "Rademacher"
@@ -146,7 +148,8 @@ class Attribution:
         if self.options.rescore or not path.exists():
             features = (td.featurize(s, self.model, projector=projector) for s in self.samples)
             train, targets = (part.compute() for part in features)
-            np.save(path, td.score(train, targets).values)
+            options = {"estimator": "trak", "damping": "closed_form"}  # as published; no choices
+            np.save(path, td.score(train, targets, **options).values)
         return np.load(path).astype(np.float64)
 
     def _digest(self, projector: Projector) -> str:
@@ -180,43 +183,11 @@ def _wanted(options: argparse.Namespace) -> dict[str, Callable[[int, int], Proje
 # --- rank correlation, resampled ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """Values (subset, target), sorted once, so that ranks of any resample are one running sum."""
-
-    order: NDArray[np.intp]
-
-    @classmethod
-    def of(cls, values: Floats) -> Ranking:
-        return cls(np.argsort(values, axis=0, kind="stable"))
-
-    def centred(self, counts: Floats) -> Floats:
-        """Mean ranks where subset s is there ``counts[s]`` times, less their mean."""
-        here = counts[self.order]
-        ranks = np.empty(self.order.shape)
-        sorted_ranks = np.cumsum(here, axis=0) - (here - 1) / 2
-        np.put_along_axis(ranks, self.order, sorted_ranks, axis=0)
-        return ranks - (counts.sum() + 1) / 2
-
-
-def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
-    """Spearman for each target, of centred ranks (subset, target)."""
-    covariance = np.einsum("s,st,st->t", counts, a, b)
-    variances = (np.einsum("s,st,st->t", counts, x, x) for x in (a, b))
-    return np.asarray(covariance / np.sqrt(np.prod(list(variances), axis=0)))
-
-
-def lds(truth: Ranking, predicted: list[Ranking], counts: Floats) -> Floats:
-    """(seed of the projector, target)."""
-    reference = truth.centred(counts)
-    return np.stack([correlation(reference, r.centred(counts), counts) for r in predicted])
-
-
 def bootstrap(
     truth: Ranking, predicted: dict[Any, list[Ranking]], repeats: int
 ) -> dict[Any, Floats]:
     """Mean LDS of every entry in ``repeats`` resamples, the same for all of subsets and targets."""
-    n_subsets, n_targets = truth.order.shape
+    n_targets, n_subsets = truth.order.shape
     rng = np.random.default_rng(0)
     found: dict[Any, list[float]] = {key: [] for key in predicted}
     for _ in range(repeats):
@@ -224,7 +195,7 @@ def bootstrap(
         targets = rng.integers(n_targets, size=n_targets)
         for key, rankings in predicted.items():
             seeds = rng.integers(len(rankings), size=len(rankings))
-            found[key].append(float(lds(truth, rankings, counts)[seeds][:, targets].mean()))
+            found[key].append(float(ranks.lds(truth, rankings, counts)[seeds][:, targets].mean()))
     return {key: np.array(means) for key, means in found.items()}
 
 
@@ -235,14 +206,11 @@ def interval(draws: Floats) -> list[float]:
 def noise(found: Floats) -> dict[str, float]:
     """Spearman between two models of one subset, and what a perfect prediction would reach."""
     n_subsets, n_seeds, _ = found.shape
-    ones = np.ones(n_subsets)
-    ranks = [Ranking.of(found[:, k]).centred(ones) for k in range(n_seeds)]
-    pairs = [(i, j) for i in range(n_seeds) for j in range(i)]
-    if not pairs:
+    if n_seeds == 1:
         return {}
-    between = np.mean([correlation(ranks[i], ranks[j], ones) for i, j in pairs], axis=0)
-    clipped = np.clip(between, 0, 1)
-    ceiling = np.sqrt(n_seeds * clipped / (1 + (n_seeds - 1) * clipped))  # Spearman and Brown
+    rankings = [Ranking.of(found[:, k]) for k in range(n_seeds)]
+    between = ranks.between_seeds(rankings, np.ones(n_subsets))
+    ceiling = ranks.ceiling(between, n_seeds)
     return {"between_seeds": float(between.mean()), "ceiling": float(ceiling.mean())}
 
 
@@ -256,7 +224,9 @@ def evaluate(
     truth = Ranking.of(found.mean(axis=1))
     rankings = {key: [Ranking.of(one) for one in many] for key, many in predicted.items()}
     draws = bootstrap(truth, rankings, repeats)
-    by_seed = {k: lds(truth, r, np.ones(len(found))).mean(axis=1) for k, r in rankings.items()}
+    by_seed = {
+        k: ranks.lds(truth, r, np.ones(len(found))).mean(axis=1) for k, r in rankings.items()
+    }
     rows = []
     for key, values in by_seed.items():
         reference = REFERENCE, key[1]
@@ -317,7 +287,7 @@ def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
         "truth": f"{options.subsets} halves of {n_train} digits × {options.seeds} models each",
         "targets": found.shape[2],
         "checkpoints": options.checkpoints,
-        "damping": "auto",
+        "damping": "closed_form",
         "GraSS keeps": f"{options.mask_rows} of {n_rows} gradient elements",
         "projector_seeds": options.projector_seeds,
         "resamples": options.resamples,

@@ -1,5 +1,29 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
 
-from trakdask.arrays import gram, groups, score, solve, topk
+from trakdask.arrays import (
+    completeness,
+    gram,
+    groups,
+    intervals,
+    ranks,
+    score,
+    solve,
+    subsets,
+    topk,
+    totals,
+    weights,
+)
 
-__all__ = ["gram", "groups", "score", "solve", "topk"]
+__all__ = [
+    "completeness",
+    "gram",
+    "groups",
+    "intervals",
+    "ranks",
+    "score",
+    "solve",
+    "subsets",
+    "topk",
+    "totals",
+    "weights",
+]

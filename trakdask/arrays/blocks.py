@@ -94,10 +94,35 @@ def flat(blocks: Blocks) -> Iterator[Block]:
         yield blocks
 
 
+def product_dtype(*arrays: da.Array | Block) -> np.dtype[Any]:
+    """Return the dtype of products: float64 where a factor is float64, else float32.
+
+    Examples
+    --------
+    >>> product_dtype(np.ones(1, np.float16)), product_dtype(np.ones(1), np.ones(1, "f4"))
+    (dtype('float32'), dtype('float64'))
+    """
+    return np.result_type(np.float32, *(array.dtype for array in arrays))
+
+
 def matrix(blocks: Blocks) -> Block:
-    """Return the one (rows, p, 1) block as a float32 (rows, p) matrix, a view where it can be."""
+    """Return the one (rows, p, 1) block as a (rows, p) matrix to multiply, a view if it can be."""
     (block,) = flat(blocks)
-    return block[:, :, 0].astype(np.float32, copy=False)
+    return block[:, :, 0].astype(product_dtype(block), copy=False)
+
+
+def failed_rows(block: Block) -> npt.NDArray[np.bool_]:
+    """Return which rows of (rows, p, 1) are NaN throughout, as samples recorded as failed are.
+
+    A row that is NaN in part is none of them: something else is wrong with it.
+
+    >>> failed_rows(np.array([[[np.nan], [np.nan]], [[np.nan], [1.0]]])).tolist()
+    [True, False]
+    """
+    failed = np.isnan(block[:, 0, 0])  # alone it rules out nearly all rows, at 1/p of the cost
+    if failed.any():
+        failed[failed] = np.isnan(block[failed]).all(axis=(1, 2))
+    return failed
 
 
 def mean_weight(weights: Blocks) -> Block:

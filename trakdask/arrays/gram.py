@@ -1,4 +1,4 @@
-"""The Gram matrix of the features, XᵀX, reduced by a tree."""
+"""The Gram matrix of the features, XᵀX, and their weighted sum, reduced by a tree."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from trakdask.arrays.blocks import (
     Blocks,
     add,
     align_weights,
+    failed_rows,
+    mean_weight,
+    product_dtype,
     require_features,
     require_split_every,
     tree_sum,
 )
 
-__all__ = ["accumulation_dtype", "gram"]
+__all__ = ["accumulation_dtype", "gram", "gram_and_sum", "pooled"]
 
 #: Above this proj_dim two float64 matrices no longer fit beside the features of a task.
 _FLOAT64_MAX_DIM = 8192
@@ -40,11 +43,13 @@ def gram(
     Parameters
     ----------
     feature
-        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1). Multiplied in float32.
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1). Multiplied in float32, or in
+        float64 if that is its dtype. Rows that are NaN throughout, of samples that were recorded as
+        failed, are left out.
     weights
         h, (sample, checkpoint), at least 0 (not checked); None for 1.
     dtype
-        Of the sums and the result: float64 by default, float32 when p is above 8192.
+        Of the sums and the result: float64 by default, that of the products when p is above 8192.
     split_every
         Fan-in of the tree that adds the partials. Use 2 to 4 for p of 16384 and more.
 
@@ -65,8 +70,9 @@ def gram(
     a group is merged, then R p itemsize + 12 p² bytes (28 p² with weights);
     in the tree (split_every + 1) p² itemsize.
 
-    Exactness: float32 products, sums in ``dtype``. The same bits on any scheduler for given
-    chunks and BLAS. A NaN or infinite feature makes its checkpoint's matrix non-finite.
+    Exactness: products in the dtype above, sums in ``dtype``. The same bits on any scheduler for
+    given chunks and BLAS. A row that is infinite, or NaN in part, makes its checkpoint's matrix
+    non-finite.
 
     References
     ----------
@@ -78,25 +84,106 @@ def gram(
     >>> gram(x).compute()[:, :, 0].tolist()
     [[6.0, 6.0], [6.0, 6.0]]
     """
+    return _reduced(feature, weights, None, dtype, split_every)
+
+
+def gram_and_sum(
+    feature: da.Array,
+    weights: da.Array | None,
+    sum_weights: da.Array,
+    *,
+    dtype: npt.DTypeLike | None = None,
+    split_every: int = 8,
+) -> tuple[da.Array, da.Array]:
+    """Return the Gram matrix and the weighted sum of the features, in one pass over them.
+
+    K_c of :func:`gram`, and r_c = Σ_z mean_c[ g_c(z) ] φ_c(z).
+
+    Parameters
+    ----------
+    feature, weights, dtype, split_every
+        As in :func:`gram`.
+    sum_weights
+        g, (sample, checkpoint), of any sign. A sample whose g is NaN at any checkpoint, since it
+        failed there, is left out of all sums.
+
+    Returns
+    -------
+    gram
+        (proj_dim, proj_dim, checkpoint), the same bits as :func:`gram` gives.
+    total
+        r, (proj_dim, checkpoint), in the dtype of the matrix. Both lazy, one chunk per checkpoint;
+        computed together they cost one pass.
+
+    Notes
+    -----
+    Cost and exactness as of :func:`gram`: r is one more column of each partial.
+
+    Examples
+    --------
+    >>> x = da.ones((6, 2, 1), chunks=(4, 2, 1), dtype="float32")
+    >>> _, total = gram_and_sum(x, None, da.full((6, 1), 0.5))
+    >>> total.compute().ravel().tolist()
+    [3.0, 3.0]
+    """
+    both = _reduced(feature, weights, sum_weights, dtype, split_every)
+    p = feature.shape[1]
+    return both[:, :p], both[:, p]
+
+
+def pooled(weights: da.Array) -> da.Array:
+    """Return the mean over checkpoints of (sample, checkpoint) weights, (sample,) float64, lazy.
+
+    Examples
+    --------
+    >>> pooled(da.from_array(np.array([[0.5, 1.0]]), chunks=(1, 1))).compute().tolist()
+    [0.75]
+    """
+    mean: da.Array = da.blockwise(
+        mean_weight,
+        "s",
+        weights,
+        "sc",
+        concatenate=False,
+        align_arrays=False,
+        name="pooled-" + tokenize(weights.name),
+        dtype=np.float64,
+        meta=np.empty((0,), np.float64),
+    )
+    return mean
+
+
+def _reduced(
+    feature: da.Array,
+    weights: da.Array | None,
+    sum_weights: da.Array | None,
+    dtype: npt.DTypeLike | None,
+    split_every: int,
+) -> da.Array:
+    """Return (p, p, checkpoint), or with ``sum_weights`` (p, p + 1, checkpoint): K, then r."""
     require_features(feature, name="feature", caller="gram")
     require_split_every(split_every)
     n, p, _ = feature.shape
     if n == 0:
         raise ValueError("feature has 0 samples; gram needs at least one. Select some samples.")
-    sum_dtype = np.dtype(accumulation_dtype(p) if dtype is None else dtype)
+    least = np.result_type(accumulation_dtype(p), product_dtype(feature))
+    sum_dtype = np.dtype(least if dtype is None else dtype)
     groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
     arrays: list[object] = [feature.rechunk({0: groups}, method="tasks"), "spc"]
-    if weights is not None:
-        h = align_weights(weights, feature, name="weights")
-        arrays += [h.rechunk({0: groups}, method="tasks"), "sc"]
+    for w, name in ((weights, "weights"), (sum_weights, "sum_weights")):
+        if w is None:
+            arrays += [None, None]
+            continue
+        w = align_weights(w, feature, name=name).rechunk({0: groups}, method="tasks")
+        arrays += [w, "sc"] if name == "weights" else [pooled(w), "s"]
     parts = da.blockwise(
         _partial,
         "spqc",
         *arrays,
-        new_axes={"q": p},
+        new_axes={"q": p if sum_weights is None else p + 1},
         adjust_chunks={"s": (1,) * len(groups)},
         align_arrays=False,
-        name="gram-products-" + tokenize(feature.name, weights, sum_dtype.str),
+        name="gram-products-" + tokenize(feature.name, weights, sum_weights, sum_dtype.str),
         dtype=sum_dtype,
         meta=np.empty((0,) * 4, sum_dtype),
         sum_dtype=sum_dtype,
@@ -129,25 +216,34 @@ def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
     return tuple(groups)
 
 
-def _partial(x: Block, h: Block | None = None, *, sum_dtype: np.dtype[np.floating]) -> Block:
-    """Return (1, p, p, 1) of one group; rows in slabs so that casts and weighing stay small."""
+def _partial(
+    x: Block, h: Block | None, g: Block | None, *, sum_dtype: np.dtype[np.floating]
+) -> Block:
+    """Return (1, p, p or p + 1, 1) of one group; in slabs so that casts and weighing stay small."""
     rows, p, _ = x.shape
-    total = np.zeros((p, p), sum_dtype)
-    product = np.empty((p, p), np.float32)
+    dtype = product_dtype(x)
+    total = np.zeros((p, p if g is None else p + 1), sum_dtype)
+    product = np.empty((p, p), dtype)
     slab = max(4 * p, 1024)
     for start in range(0, rows, slab):
-        a = x[start : start + slab, :, 0].astype(np.float32, copy=False)
-        b = a if h is None else a * h[start : start + slab].astype(np.float32, copy=False)
+        chosen = slice(start, start + slab)
+        a, failed = x[chosen, :, 0].astype(dtype, copy=False), failed_rows(x[chosen])[:, None]
+        if failed.any():
+            a = np.where(failed, dtype.type(0), a)
+        b = a if h is None else a * np.where(failed, 0, h[chosen]).astype(dtype, copy=False)
         # Some processors' products warn of infinity; the solve says which checkpoint has it.
         with np.errstate(invalid="ignore", over="ignore"):
-            total += np.matmul(a.T, b, out=product)
-    return total.reshape(1, p, p, 1)
+            total[:, :p] += np.matmul(a.T, b, out=product)
+            if g is not None:
+                total[:, p] += np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype) @ a
+    return total.reshape(1, *total.shape, 1)
 
 
 def _add_symmetric(blocks: Blocks, axis: object = None, keepdims: bool = False) -> Block:
     """Add, and take out the asymmetry that rounding leaves in φᵀ(h∘φ)."""
     total = add(blocks, keepdims=True)
-    matrix = total[0, :, :, 0]
-    symmetric = (matrix + matrix.T).reshape(total.shape)
+    matrix = total[0, :, : total.shape[1], 0]
+    symmetric = matrix + matrix.T
     symmetric *= 0.5
-    return symmetric if keepdims else symmetric[0]
+    matrix[...] = symmetric
+    return total if keepdims else total[0]

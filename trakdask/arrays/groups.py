@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +17,11 @@ from trakdask.arrays.blocks import (
     add,
     align_weights,
     blocks_with,
+    failed_rows,
     flat,
     matrix,
     mean_weight,
+    product_dtype,
     require_features,
     require_split_every,
     tree_sum,
@@ -31,6 +36,7 @@ def group_sum(
     codes: npt.ArrayLike,
     n_groups: int,
     *,
+    pooled: bool = True,
     split_every: int = 8,
 ) -> da.Array:
     """Return the sum of weighted features of every group of samples.
@@ -48,13 +54,15 @@ def group_sum(
         Group of each sample, (sample,) integer in [0, n_groups), or -1 for none.
     n_groups
         Number of groups, at least 1. A group without samples sums to 0.
+    pooled
+        Take the mean of ``weight`` over checkpoints; if False, each checkpoint has its own.
     split_every
         Fan-in of the reduction tree.
 
     Returns
     -------
-    (group, proj_dim, checkpoint) float32, lazy, chunks (n_groups, p, 1): may stand for ``feature``
-    in :func:`trakdask.arrays.score.score`.
+    (group, proj_dim, checkpoint) float32 (float64 if the features are), lazy, chunks (n_groups, p,
+    1): may stand for ``feature`` in :func:`trakdask.arrays.score.score`.
 
     Raises
     ------
@@ -68,8 +76,9 @@ def group_sum(
     Cost: 2 n p C flops, bound by memory. Blocks in which no sample has a group are never read.
     Peak per task: the block in float32 and (split_every + 1) n_groups p 8 bytes.
 
-    Exactness: float32 within a block, float64 between blocks; the same bits on any scheduler for
-    given chunks. A NaN stays in its own group.
+    Exactness: float32 (as above) within a block, float64 between blocks; the same bits on any
+    scheduler for given chunks. Rows that are NaN throughout, of samples that were recorded as
+    failed, and those whose weight is NaN are left out; any other NaN stays in its own group.
 
     Examples
     --------
@@ -81,15 +90,17 @@ def group_sum(
     require_split_every(split_every)
     groups = _check_codes(codes, n_groups, feature.shape[0])
     _, p, n_checkpoint = feature.shape
+    dtype = product_dtype(feature)
     kept = blocks_with(groups >= 0, feature.chunks[0])
     if not kept:
         chunks = (n_groups, p, (1,) * n_checkpoint)
-        empty: da.Array = da.zeros((n_groups, p, n_checkpoint), dtype=np.float32, chunks=chunks)
+        empty: da.Array = da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
         return empty
     arrays: list[object] = [feature, "spc"]
     arrays += [da.from_array(groups, chunks=(feature.chunks[0],)), "s"]
     if weight is not None:
-        arrays += [align_weights(weight, feature, name="weight"), "sd"]
+        aligned = align_weights(weight, feature, name="weight")
+        arrays += [aligned, "sd" if pooled else "sc"]
     parts = da.blockwise(
         _partial,
         "sgpc",
@@ -98,16 +109,15 @@ def group_sum(
         adjust_chunks={"s": (1,) * feature.numblocks[0]},
         concatenate=False,
         align_arrays=False,
-        name="group-sum-blocks-" + tokenize(feature.name, weight, groups, n_groups),
+        name="group-sum-blocks-" + tokenize(feature.name, weight, groups, n_groups, pooled),
         dtype=np.float64,
         meta=np.empty((0,) * 4, np.float64),
         n_groups=n_groups,
     )
     if len(kept) < parts.numblocks[0]:
         parts = parts.blocks[kept]
-    return tree_sum(
-        parts, split_every=split_every, name="group-sum", finish=_add_float32, dtype=np.float32
-    )
+    finish = functools.partial(_add_as, dtype=dtype)
+    return tree_sum(parts, split_every=split_every, name="group-sum", finish=finish, dtype=dtype)
 
 
 def _check_codes(codes: npt.ArrayLike, n_groups: int, n_sample: int) -> npt.NDArray[np.int64]:
@@ -141,12 +151,15 @@ def _partial(
     """
     (groups,) = flat(codes)
     x = matrix(feature)
-    member = np.flatnonzero(groups >= 0)
     g = np.ones(len(x)) if weight is None else mean_weight(weight)
-    entries = (g[member].astype(np.float32), (groups[member], member))
+    (block,) = flat(feature)
+    member = np.flatnonzero((groups >= 0) & ~np.isnan(g) & ~failed_rows(block))
+    entries = (g[member].astype(x.dtype), (groups[member], member))
     sums = sparse.csr_array(entries, shape=(n_groups, len(x))) @ x
     return np.asarray(sums, np.float64).reshape(1, n_groups, -1, 1)
 
 
-def _add_float32(blocks: Blocks, axis: object = None, keepdims: bool = False) -> Block:
-    return add(blocks, keepdims=keepdims).astype(np.float32)
+def _add_as(
+    blocks: Blocks, axis: object = None, keepdims: bool = False, *, dtype: np.dtype[Any]
+) -> Block:
+    return add(blocks, keepdims=keepdims).astype(dtype)

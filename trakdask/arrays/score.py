@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
@@ -13,6 +15,7 @@ from trakdask.arrays.blocks import (
     flat,
     matrix,
     mean_weight,
+    product_dtype,
     require_features,
 )
 
@@ -25,6 +28,7 @@ def score(
     loss_weight: da.Array | None,
     *,
     average: bool = True,
+    pooled: bool = True,
 ) -> da.Array:
     """Return the attribution of every target to every sample.
 
@@ -41,11 +45,13 @@ def score(
     average
         Take the mean over checkpoints. If False, each checkpoint's product stays apart, times the
         same mean of g: their mean is the averaged score.
+    pooled
+        Take the mean of g over checkpoints. If False, mean_c[ g_c(z) φ_c(z)·w_c(t) ].
 
     Returns
     -------
-    (sample, target) float32, or (sample, target, checkpoint) with ``average=False``; lazy, in the
-    row chunks of ``feature`` and ``solved``.
+    (sample, target) float32 (float64 if an input is), or (sample, target, checkpoint) with
+    ``average=False``; lazy, in the row chunks of ``feature`` and ``solved``.
 
     Raises
     ------
@@ -58,8 +64,8 @@ def score(
     checkpoints, so batch the targets. Peak per task: C p (rows of both) itemsize + 8 bytes
     per entry of the tile; the sum over checkpoints is made in place.
 
-    Exactness: float32 products and sums, checkpoints in order: the same bits on any scheduler
-    for given chunks. A NaN feature or weight makes the scores of its own sample NaN.
+    Exactness: products and sums in the dtype of the result, checkpoints in order: the same bits on
+    any scheduler for given chunks. A NaN feature or weight makes the scores of its own sample NaN.
 
     References
     ----------
@@ -82,41 +88,56 @@ def score(
         )
     arrays: list[object] = [feature, "spc", solved, "tpc"]
     if loss_weight is not None:
-        arrays += [align_weights(loss_weight, feature, name="loss_weight"), "sd"]
+        aligned = align_weights(loss_weight, feature, name="loss_weight")
+        arrays += [aligned, "sd" if pooled else "sc"]
     out = "st" if average else "stc"
+    dtype = product_dtype(feature, solved)
     tiles: da.Array = da.blockwise(
-        _averaged if average else _apart,
+        _apart if not average else _averaged if pooled else _averaged_apart_weights,
         out,
         *arrays,
         # Lists of blocks, as False gives; but dask fuses this layer into the one that consumes
         # its tiles (top_k) only where both say None.
         concatenate=None,
         align_arrays=False,
-        name="score-" + tokenize(feature.name, solved.name, loss_weight, average),
-        dtype=np.float32,
-        meta=np.empty((0,) * len(out), np.float32),
+        name="score-" + tokenize(feature.name, solved.name, loss_weight, average, pooled),
+        dtype=dtype,
+        meta=np.empty((0,) * len(out), dtype),
     )
     return tiles
 
 
 def _averaged(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:
     """Return one (rows, targets) tile from lists over checkpoints."""
+    products = (matrix(x) @ matrix(w).T for x, w in zip(flat(feature), flat(solved), strict=True))
+    total, count = _sum_in_place(products)
+    if weight is None:
+        total /= total.dtype.type(count)
+    else:
+        total *= (mean_weight(weight) / count).astype(total.dtype)[:, None]
+    return total
+
+
+def _averaged_apart_weights(feature: Blocks, solved: Blocks, weight: Blocks) -> Block:
+    """Return one (rows, targets) tile, each checkpoint's product times its own weights."""
+    blocks = zip(flat(feature), flat(solved), flat(weight), strict=True)
+    total, count = _sum_in_place(_apart(*each)[:, :, 0] for each in blocks)
+    total /= total.dtype.type(count)
+    return total
+
+
+def _sum_in_place(products: Iterable[Block]) -> tuple[Block, int]:
     total, count = None, 0
-    for x, w in zip(flat(feature), flat(solved), strict=True):
-        product = matrix(x) @ matrix(w).T
+    for product in products:
         total = product if total is None else np.add(total, product, out=total)
         count += 1
     assert total is not None
-    if weight is None:
-        total /= np.float32(count)
-    else:
-        total *= (mean_weight(weight) / count).astype(np.float32)[:, None]
-    return total
+    return total, count
 
 
 def _apart(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:
     """Return one (rows, targets, 1) tile of one checkpoint."""
     product = matrix(feature) @ matrix(solved).T
     if weight is not None:
-        product *= mean_weight(weight).astype(np.float32)[:, None]
+        product *= mean_weight(weight).astype(product.dtype)[:, None]
     return product.reshape(*product.shape, 1)

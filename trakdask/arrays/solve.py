@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.blocks import Block, Blocks, flat, require_features
+from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
-__all__ = ["cholesky", "closed_form_damping", "solve"]
+__all__ = ["cholesky", "closed_form_damping", "leverage", "require_finite", "solve"]
 
 _SQUARE_DIMS = ("proj_dim", "proj_dim_1", "checkpoint")
 _TARGET_DIMS = ("target", "proj_dim", "checkpoint")
@@ -158,7 +158,8 @@ def _factor(
 ) -> Block:
     """Return the (p, p, 1) factor of one checkpoint."""
     label, lam = labels[block_id[2]], float(damping[0, 0, 0])
-    _require_finite(gram, lam, label)
+    require_finite(gram, label)
+    _require_damping(lam, label)
     system = gram[:, :, 0].astype(np.float64, order="C", copy=True)
     system.ravel()[:: len(system) + 1] += lam
     if not cholesky_in_place(system):
@@ -166,13 +167,18 @@ def _factor(
     return system.reshape(gram.shape)
 
 
-def _require_finite(gram: Block, damping: float, label: str) -> None:
+def require_finite(gram: Block, label: str) -> None:
+    """Refuse a matrix that is not finite; the error names its checkpoint."""
     if not all(np.isfinite(row).all() for row in gram):
         raise ValueError(
-            f"the Gram matrix of checkpoint {label!r} is not finite: its features contain NaN or "
-            "infinite values; a solve needs finite ones. Drop the samples that were recorded as "
-            "failed, e.g. ds.isel(sample=good)."
+            f"the Gram matrix of checkpoint {label!r} is not finite: its features contain rows "
+            "that are infinite, or NaN in part; a solve needs finite ones (rows that are all NaN "
+            "were recorded as failed and are left out). Find the others with "
+            "~np.isfinite(features.feature).all('proj_dim'), and leave them out."
         )
+
+
+def _require_damping(damping: float, label: str) -> None:
     if not (np.isfinite(damping) and damping >= 0):
         raise ValueError(
             f"the damping of checkpoint {label!r} is {damping}; a finite number of at least 0 is "
@@ -205,8 +211,8 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
 
     Returns
     -------
-    (target, proj_dim, checkpoint) float32, lazy, in the chunks of ``target``: a selection of
-    targets reads only their blocks.
+    (target, proj_dim, checkpoint) float32 (float64 if the targets are), lazy, in the chunks of
+    ``target``: a selection of targets reads only their blocks.
 
     Raises
     ------
@@ -232,6 +238,7 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
             f"target has (proj_dim, checkpoint) {target.shape[1:]}; factor has {factor.shape[1:]}."
             " Featurize both with the same projector and checkpoints."
         )
+    dtype = product_dtype(target)
     # concatenate=False hands over the factor itself; concatenating one block would copy p² numbers.
     solved: da.Array = da.blockwise(
         _solve_block,
@@ -243,17 +250,70 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
         concatenate=False,
         align_arrays=False,
         name="solve-" + tokenize(factor.name, target.name),
-        dtype=np.float32,
-        meta=np.empty((0, 0, 0), np.float32),
+        dtype=dtype,
+        meta=np.empty((0, 0, 0), dtype),
     )
     return solved
 
 
 def _solve_block(target: Blocks, factor: Blocks) -> Block:
-    (phi,), (lower,) = flat(target), flat(factor)
+    (phi,) = flat(target)
+    return _solved(phi, factor).astype(product_dtype(phi), copy=False).reshape(phi.shape)
+
+
+def _solved(phi: Block, factor: Blocks) -> npt.NDArray[np.float64]:
+    (lower,) = flat(factor)
     rows = phi[:, :, 0].astype(np.float64, order="C", copy=True)
     solve_in_place(lower[:, :, 0], rows)
-    return rows.astype(np.float32).reshape(phi.shape)
+    return rows
+
+
+def leverage(factor: da.Array, feature: da.Array) -> da.Array:
+    """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
+
+    Parameters
+    ----------
+    factor, feature
+        As in :func:`solve`.
+
+    Returns
+    -------
+    (sample, checkpoint) float64, lazy, in the chunks of ``feature``.
+
+    Notes
+    -----
+    Cost: 2 p² flops per sample and checkpoint, in float64, as of a Gram matrix; 16 p bytes per
+    sample of a block beside it. Never n × n.
+
+    Examples
+    --------
+    >>> f = da.from_array(np.array([[2.0, 0.0], [0.0, 4.0]])[:, :, None], chunks=(2, 2, 1))
+    >>> leverage(f, da.ones((1, 2, 1), chunks=(1, 2, 1))).compute().tolist()
+    [[0.3125]]
+    """
+    _require_square(factor, name="factor", caller="leverage")
+    require_features(feature, name="feature", caller="leverage")
+    result: da.Array = da.blockwise(
+        _leverage_block,
+        "sc",
+        feature,
+        "spc",
+        factor,
+        "pqc",
+        concatenate=False,
+        align_arrays=False,
+        name="leverage-" + tokenize(factor.name, feature.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0), np.float64),
+    )
+    return result
+
+
+def _leverage_block(feature: Blocks, factor: Blocks) -> Block:
+    (phi,) = flat(feature)
+    rows = _solved(phi, factor)
+    own: Block = np.einsum("sp,sp->s", phi[:, :, 0], rows)
+    return own[:, None]
 
 
 def _require_square(x: da.Array, *, name: str, caller: str) -> None:

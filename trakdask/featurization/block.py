@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock, current_thread, main_thread
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trakdask.errors import BlockError
 from trakdask.featurization.devices import device_of_task, on_device
+from trakdask.featurization.failures import (
+    ERROR_DTYPE,
+    OnError,
+    is_of_samples,
+    not_finite,
+    reason,
+)
 from trakdask.featurization.memory import activation_bytes, available_bytes, on_worker
 from trakdask.featurization.precision import Precision
 from trakdask.models.checkpoints import Checkpoint
@@ -24,7 +32,8 @@ from trakdask.provenance import digest
 
 __all__ = ["Block", "Job", "featurize_block"]
 
-Block = tuple[np.ndarray, np.ndarray, np.ndarray]
+Block = tuple[np.ndarray, ...]
+"""Feature, output and out_to_loss; then, if failures are recorded, error."""
 
 _log = logging.getLogger(__name__)
 _activation_bytes: dict[str, int] = {}  # of one sample, by what was checked in this process
@@ -46,12 +55,13 @@ class Job:
     inputs: tuple[str, ...]
     precision: Precision
     device: str
+    on_error: OnError
 
 
 def featurize_block(
     job: Job, index: np.ndarray, positions: np.ndarray, *arrays: np.ndarray
 ) -> Block:
-    """Return feature, output and out_to_loss of a block of samples at one checkpoint."""
+    """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint."""
     checkpoint = job.model.checkpoints[int(index[0])]
     try:
         device = device_of_task(job.device)
@@ -83,30 +93,105 @@ def _featurize_samples(
     positions: np.ndarray,
     arrays: tuple[np.ndarray, ...],
 ) -> Block:
-    n = len(positions)
-    feature = np.empty((n, job.projector.width(job.row_map.n_rows), 1), np.float32)
-    output, out_to_loss = np.empty((n, 1), np.float32), np.empty((n, 1), np.float32)
     forward = job.model.forward(checkpoint)
     if job.precision.dtype is not None:
         forward = forward.to(getattr(torch, job.precision.dtype))
     forward = on_device(forward, device)
-    key = _check_once(job, forward, device, arrays)
-    start, size = 0, _micro_batch(job, _activation_bytes[key], device)
-    while start < n:
-        part = slice(start, min(start + size, n))
+    size = _micro_batch(job, _check_once(job, forward, device, arrays), device)
+    rows = _Rows.empty(job, checkpoint, positions)
+    todo = _parts(0, len(positions), size)
+    while todo:
+        part = todo.pop()
+        n = part.stop - part.start
         try:
             batch = _batch(job, arrays, part, device)
             found = _featurize_micro_batch(job, forward, checkpoint, device, batch)
-        except RuntimeError as err:
-            if size == 1 or not _is_out_of_memory(err):
+        except Exception as err:
+            if n > 1 and _is_out_of_memory(err):
+                _log.warning("out of memory: going on with micro-batches of %d samples", n // 2)
+                todo = _parts(part.start, len(positions), n // 2)
+            elif job.on_error == "raise" or not is_of_samples(err):
                 raise
-            size = min(size, part.stop - start) // 2 or 1
-            _log.warning("out of memory: going on with micro-batches of %d samples", size)
+            elif n > 1:
+                todo += _parts(part.start, part.stop, -(-n // 2))
+            else:
+                rows.fail(part.start, err)
             continue
-        feature[part, :, 0], output[part, 0], out_to_loss[part, 0] = found
-        _require_finite(positions[part], checkpoint, feature[part], output[part], out_to_loss[part])
-        start = part.stop
-    return feature, output, out_to_loss
+        rows.put(part, found)
+    return rows.result()
+
+
+def _parts(start: int, stop: int, size: int) -> list[slice]:
+    """Cut rows into micro-batches, the first of them last: a stack."""
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)][::-1]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a block has so far, and which of its samples failed."""
+
+    job: Job
+    checkpoint: Checkpoint
+    positions: np.ndarray
+    feature: np.ndarray
+    output: np.ndarray
+    out_to_loss: np.ndarray
+    raised: dict[int, Exception] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, job: Job, checkpoint: Checkpoint, positions: np.ndarray) -> _Rows:
+        n, width = len(positions), job.projector.width(job.row_map.n_rows)
+        feature, output, out_to_loss = (
+            np.full(shape, np.nan, np.float32) for shape in ((n, width), n, n)
+        )
+        return cls(job, checkpoint, positions, feature, output, out_to_loss)
+
+    def put(self, part: slice, found: Block) -> None:
+        """Store a micro-batch; samples that are not finite raise an error or become NaN."""
+        bad = not_finite(*found)
+        if bad and self.job.on_error == "raise":
+            raise self._not_finite(part.start, bad)
+        mine = (self.feature, self.output, self.out_to_loss)
+        for array, values in zip(mine, found, strict=True):
+            array[part] = values
+            array[part][list(bad)] = np.nan
+        for row, name in bad.items():
+            self._record(part.start + row, f"the {name} is NaN or infinite")
+
+    def fail(self, row: int, err: Exception) -> None:
+        """Leave a sample NaN whose model call raised an error."""
+        # One traceback is enough: each holds the tensors of its frames.
+        self.raised[row] = err.with_traceback(None) if self.raised else err
+        self._record(row, reason(err))
+
+    def _record(self, row: int, why: str) -> None:
+        self.reasons[row] = why
+        name = self.checkpoint.name
+        _log.warning("sample %d failed at checkpoint %r: %s", self.positions[row], name, why)
+
+    def _not_finite(self, start: int, bad: dict[int, str]) -> ValueError:
+        row, name = next(iter(bad.items()))
+        position = self.positions[start + row]
+        more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
+        return ValueError(
+            f"sample {position}{more}: the {name} at checkpoint {self.checkpoint.name!r} is NaN or "
+            f"infinite; needed finite numbers. Look at the sample with samples.isel(sample="
+            f"{position}), leave it out, or go on without it: on_error='record'."
+        )
+
+    def result(self) -> Block:
+        """Return the block; a block that failed as a whole is no matter of its samples."""
+        n = len(self.positions)
+        if 1 < n == len(self.raised):
+            raise self.raised[0]
+        block = (self.feature[:, :, None], self.output[:, None], self.out_to_loss[:, None])
+        if self.job.on_error == "raise":
+            return block
+        error = np.full((n, 1), "", ERROR_DTYPE)
+        for row, why in self.reasons.items():
+            error[row] = why
+        return *block, error
 
 
 def _featurize_micro_batch(
@@ -118,9 +203,9 @@ def _featurize_micro_batch(
     return stream.result().numpy(force=True), f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(job: Job, activations: int, device: torch.device) -> int:
+def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int:
     """Return the number of samples whose activations and gradients fit in the task's memory."""
-    if not job.fits_memory:
+    if not job.fits_memory or activations is None:
         return job.batch_size
     width = job.projector.width(job.row_map.n_rows)
     beside = 4 * job.elements_at_once + 16 * width  # gradients; sums in float64 and their copies
@@ -130,7 +215,7 @@ def _micro_batch(job: Job, activations: int, device: torch.device) -> int:
     return min(job.batch_size, fits)
 
 
-def _is_out_of_memory(err: RuntimeError) -> bool:
+def _is_out_of_memory(err: Exception) -> bool:
     """Tell it of CUDA, and of torch on a CPU, which has no error of its own for it."""
     return isinstance(err, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(err)
 
@@ -143,30 +228,47 @@ def _batch(job: Job, arrays: tuple[np.ndarray, ...], part: slice, device: torch.
 
 def _check_once(
     job: Job, forward: Forward, device: torch.device, arrays: tuple[np.ndarray, ...]
-) -> str:
-    """Compare two samples with the loop, once per process, architecture, engine and device."""
+) -> int | None:
+    """Compare two samples with the loop, once per process, architecture, engine and device.
+
+    Returns the bytes of a sample's activations; None where no two samples pass.
+    """
     how = {"engine": job.engine, "device": str(device), **job.precision.attrs()}
     key = digest({**job.model.spec(), "checkpoints": job.model.token, "how": how})
     if key not in _activation_bytes:
-        two, task = _batch(job, arrays, slice(0, 2), device), job.model.task
+        pair = _pair(job, forward, device, arrays)
+        if pair is None:
+            return None
+        two, task = _batch(job, arrays, pair, device), job.model.task
         if job.engine != "loop":
             require_same_as_loop(job.engine, forward, task, two, job.row_map.names)
         _activation_bytes[key] = activation_bytes(forward, task, two)
-    return key
+    return _activation_bytes[key]
 
 
-def _require_finite(positions: np.ndarray, checkpoint: Checkpoint, *arrays: np.ndarray) -> None:
-    names = ("gradient", "output", "out_to_loss")
-    for name, array in zip(names, arrays, strict=True):
-        finite = np.isfinite(array).reshape(len(positions), -1).all(1)
-        if not finite.all():
-            bad = positions[~finite]
-            more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
-            raise ValueError(
-                f"sample {bad[0]}{more}: the {name} at checkpoint {checkpoint.name!r} is NaN or "
-                "infinite; needed finite numbers. Look at the sample with "
-                f"samples.isel(sample={bad[0]}), or leave it out."
-            )
+def _pair(
+    job: Job, forward: Forward, device: torch.device, arrays: tuple[np.ndarray, ...]
+) -> slice | None:
+    """Return the first two samples; if failures are recorded, the first two that do not fail."""
+    if job.on_error == "raise":
+        return slice(0, 2)
+    pairs = (slice(start, start + 2) for start in range(0, len(arrays[0]), 2))
+    return next(
+        (pair for pair in pairs if _passes(job, forward, _batch(job, arrays, pair, device))), None
+    )
+
+
+def _passes(job: Job, forward: Forward, batch: Batch) -> bool:
+    finite: list[bool] = []
+
+    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
+        finite.append(bool(gradient.isfinite().all()))
+
+    try:
+        found = ENGINES["loop"](forward, job.model.task, batch, job.row_map.names, sink)
+    except Exception:  # told of where it is met again, with the sample
+        return False
+    return all(finite) and all(bool(tensor.isfinite().all()) for tensor in found)
 
 
 _threads_lock = Lock()

@@ -11,10 +11,12 @@ import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
 from trakdask.featurization.block import Block, Job, featurize_block
 from trakdask.featurization.devices import check_device
+from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model
@@ -42,6 +44,7 @@ def featurize(
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
     device: str = "auto",
+    on_error: OnError = "raise",
 ) -> xr.Dataset:
     """Compute the projected gradient of the model output for every sample and checkpoint.
 
@@ -81,6 +84,12 @@ def featurize(
         else its CPU; or ``"cpu"``, ``"cuda"``. One worker process per GPU, as of
         ``dask_cuda.LocalCUDACluster``. The projection has the same bits everywhere; the gradients
         are those of torch on that device. Results are in host memory.
+    on_error
+        What becomes of a sample whose output, gradient or Q is not finite, or at which the model
+        raises an error (found by halving its micro-batch). ``"raise"``: the block fails.
+        ``"record"``: all three are NaN at that checkpoint, ``error`` says why, and what follows
+        leaves the sample out. Errors of files, memory and devices are raised in any case, as is one
+        that every sample of a block (of two or more) raises: that is a mistake in the set-up.
 
     Returns
     -------
@@ -88,7 +97,9 @@ def featurize(
 
     - ``feature`` (sample, proj_dim, checkpoint), chunks (sample block, proj_dim, 1);
     - ``output`` (sample, checkpoint): f itself;
-    - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification.
+    - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
+    - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" where all went well.
+      :func:`open` shows it as a coord.
 
     Its ``attrs`` say how it was made.
 
@@ -101,27 +112,40 @@ def featurize(
 
     Notes
     -----
-    One task per (sample block × checkpoint) makes all three variables: compute them in one call, or
+    One task per (sample block × checkpoint) makes all variables: compute them in one call, or
     better with :func:`save`, which keeps what is done. Memory of a task: inputs and features of one
     block, gradients of one micro-batch.
 
     References
     ----------
     Park et al. 2023, "TRAK: Attributing Model Behavior at Scale", section 3.
+
+    Examples
+    --------
+    What failed, and why:
+
+    >>> import numpy as np, torch, trakdask as td
+    >>> x = np.ones((4, 2), "f4")
+    >>> x[2] = np.inf
+    >>> samples = td.from_arrays({"image": x, "label": np.zeros(4, int)})
+    >>> model = td.Model(torch.nn.Linear(2, 3), task="image_classification")
+    >>> features = td.featurize(samples, model, projector=td.Identity(), on_error="record")
+    >>> error = features.error.isel(checkpoint=0).compute()
+    >>> error[error != ""].values.tolist()
+    ['the output is NaN or infinite']
     """
     if gradients not in ("auto", *ENGINES):
         raise ValueError(f"gradients is {gradients!r}; needed one of {['auto', *ENGINES]}.")
+    if dtype not in (None, *get_args(DType)):
+        raise ValueError(f"dtype is {dtype!r}; needed None or one of {get_args(DType)}.")
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error is {on_error!r}; needed 'raise' or 'record'.")
     if not isinstance(model, Model):
         raise TypeError(
             f"model is a {type(model).__name__}; needed a td.Model. "
             "Type td.Model(build, checkpoints=[...], task=...)."
         )
-    projector = Rademacher(proj_dim=2048, seed=0) if projector is None else projector
-    if isinstance(projector, type) or not isinstance(projector, Projector):
-        found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
-        raise TypeError(
-            f"projector is a {found}; needed a projector. Type td.Rademacher(proj_dim=2048)."
-        )
+    projector = _projector(projector)
     samples = validate_samples(samples)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
@@ -130,8 +154,6 @@ def featurize(
         engine, reason = choose_engine(model.skeleton(), model.task, row_map.names)
     _log.info("gradients by %s: %s", engine, reason)
     inputs = _inputs(samples, model)
-    if dtype not in (None, *get_args(DType)):
-        raise ValueError(f"dtype is {dtype!r}; needed None or one of {get_args(DType)}.")
     sizes = {name: row_map.size(name) for name in row_map.names}
     held = elements_at_once(engine, model.skeleton(), sizes)
     size = _batch_size(batch_size, engine, held)
@@ -146,12 +168,24 @@ def featurize(
         inputs=tuple(inputs),
         precision=Precision.here(dtype),
         device=check_device(device),
+        on_error=on_error,
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
     arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, _checkpoint_names(model))}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
+
+
+def _projector(projector: Projector | None) -> Projector:
+    if projector is None:
+        return Rademacher(proj_dim=2048, seed=0)
+    if isinstance(projector, type) or not isinstance(projector, Projector):
+        found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
+        raise TypeError(
+            f"projector is a {found}; needed a projector. Type td.Rademacher(proj_dim=2048)."
+        )
+    return projector
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
@@ -185,11 +219,13 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
     return {
         **job.model.spec(),
         "projector": job.projector.spec(),
+        "batch_norm": any(isinstance(m, _BatchNorm) for m in job.model.skeleton().modules()),
         "source": samples.attrs["source"],
         "gradients": job.engine,
         "batch_size": job.batch_size,
         **job.precision.attrs(),
         "device": job.device,
+        "on_error": job.on_error,
         "formula": "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
@@ -231,14 +267,16 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         new_axes={"p": width}, name=f"feature-{token}",
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
-    output, out_to_loss = (
-        da.blockwise(
+    others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
+    if job.on_error == "record":
+        others["error"] = ERROR_DTYPE
+    return {"feature": feature} | {
+        name: da.blockwise(
             _take, "sc", bundle, "sc", item, None,
-            name=f"{name}-{token}", dtype=np.float32, meta=np.empty((0, 0), np.float32),
+            name=f"{name}-{token}", dtype=dtype, meta=np.empty((0, 0), dtype),
         )
-        for item, name in ((1, "output"), (2, "out_to_loss"))
-    )  # fmt: skip
-    return {"feature": feature, "output": output, "out_to_loss": out_to_loss}
+        for item, (name, dtype) in enumerate(others.items(), start=1)
+    }  # fmt: skip
 
 
 def _indexed(inputs: dict[str, da.Array]) -> Iterator[Any]:

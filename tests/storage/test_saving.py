@@ -23,7 +23,7 @@ from distributed import Client
 from zarr.storage import LocalStore
 
 import trakdask as td
-from trakdask import storage
+from trakdask.storage.piece import _layout
 from trakdask.testing import simulate_features
 
 WHOLE = "feature-" + 32 * "0"
@@ -54,7 +54,7 @@ def counted(features: xr.Dataset, limit: int | None = None) -> tuple[xr.Dataset,
 
 
 def records(path: Path) -> list[Path]:
-    return sorted(path.glob("records/*/*/*.json"))
+    return sorted(each for each in path.glob("records/*/*/*.json") if each.parent.name != "runs")
 
 
 def test_save__values_coords_and_attrs_survive(tmp_path: Path) -> None:
@@ -69,7 +69,11 @@ def test_save__values_coords_and_attrs_survive(tmp_path: Path) -> None:
         assert opened[name].chunks[0] == (16, 16, 8)
     for name in ("label", "name", "day", "checkpoint"):
         np.testing.assert_array_equal(opened[name].values, features[name].values)
-    assert {n: v for n, v in opened.attrs.items() if n != "layout"} == features.attrs
+    own = {name: opened.attrs.pop(name) for name in ("layout", "saved")}
+    assert opened.attrs == features.attrs
+    assert own["saved"]["hosts"] == own["saved"]["runs"] == 1
+    assert own["saved"]["started"] < own["saved"]["ended"] < pd.Timestamp.now("UTC").isoformat()
+    assert own["saved"]["versions"]["trakdask"] == td.__version__
     expected = np.einsum("npc,nqc->pqc", *[computed.feature.values.astype("f8")] * 2)
     np.testing.assert_allclose(opened.gram, expected, rtol=1e-5, atol=1e-4)
 
@@ -81,7 +85,7 @@ def test_save__plain_zarr_that_xarray_reads_without_us(tmp_path: Path) -> None:
     array = zarr.open_group(tmp_path / "f.zarr", mode="r")["feature"]
     assert array.metadata.zarr_format == 3
     assert array.chunks == (16, 8, 1)
-    assert array.compressors == ()
+    assert [codec.to_dict()["name"] for codec in array.compressors] == ["crc32c"]
     assert np.isnan(array.fill_value)
 
 
@@ -206,7 +210,7 @@ def test_save__selection_of_a_store(tmp_path: Path) -> None:
     opened = save(FEATURES, tmp_path / "f.zarr")
     part = save(opened.isel(sample=slice(16, 40)), tmp_path / "part.zarr")
     np.testing.assert_array_equal(part.feature, FEATURES.feature[16:])
-    assert part.attrs["layout"] == {"samples": 24, "block": 16}
+    assert part.attrs["layout"] == {"samples": 24, "block": 16, "dtype": "float32"}
     np.testing.assert_allclose(part.gram, td.gram(FEATURES.isel(sample=slice(16, 40))), rtol=1e-5)
 
 
@@ -244,14 +248,79 @@ def test_save__gram_asked_for_later(tmp_path: Path) -> None:
         save(FEATURES, tmp_path / "f.zarr")
 
 
-def test_save__killed_while_the_store_was_made(tmp_path: Path) -> None:
+class Killed(BaseException):
+    """Ends a save as a signal would: nothing that it began is finished."""
+
+
+def kill_at_write(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let this write to the disk, and all after it, never happen."""
+    written = itertools.count(1)
+    original_set, original_replace = LocalStore.set, os.replace
+
+    async def set(store, key, value):
+        if next(written) >= number:
+            raise Killed
+        await original_set(store, key, value)
+
+    def replace(source, target):
+        if next(written) >= number:
+            raise Killed
+        original_replace(source, target)
+
+    monkeypatch.setattr(LocalStore, "set", set)
+    monkeypatch.setattr(os, "replace", replace)
+
+
+@pytest.mark.parametrize("number", [*range(1, 12), 15, 20])
+def test_save__killed_while_the_store_was_made(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f.zarr"
-    save(FEATURES, path)
-    for file in sorted((path / "records").rglob("*"), reverse=True):
-        file.unlink() if file.is_file() else file.rmdir()
-    (path / "records").rmdir()
+    with monkeypatch.context() as patched, dask.config.set(scheduler="sync"):
+        kill_at_write(patched, number)
+        with pytest.raises(Killed):
+            save(FEATURES, path)
+    with pytest.raises((FileNotFoundError, td.IncompleteFeaturesError)):
+        td.open(path)
     opened = save(FEATURES, path)
     np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+    np.testing.assert_array_equal(opened.label, FEATURES.label)
+
+
+def test_save__without_its_records_is_refused_and_kept(tmp_path: Path) -> None:
+    save(FEATURES, tmp_path / "f.zarr")
+    (tmp_path / "f.zarr" / "records").rename(tmp_path / "records")
+    with pytest.raises(FileExistsError, match="has lost its records"):
+        save(FEATURES, tmp_path / "f.zarr")
+    with pytest.raises(td.IncompleteFeaturesError):
+        td.open(tmp_path / "f.zarr")
+    (tmp_path / "records").rename(tmp_path / "f.zarr" / "records")
+    np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, FEATURES.feature)
+
+
+@pytest.mark.parametrize("field", ["dtype", "autocast", "float32_matmul_precision"])
+def test_save__another_precision_is_refused_by_name(field: str, tmp_path: Path) -> None:
+    save(FEATURES.assign_attrs({field: "this"}), tmp_path / "f.zarr")
+    with pytest.raises(td.StoreMismatchError, match=f"differ in {field}: found 'that'"):
+        save(FEATURES.assign_attrs({field: "that"}), tmp_path / "f.zarr")
+
+
+def test_save__float16(tmp_path: Path) -> None:
+    opened = save(FEATURES, tmp_path / "f.zarr", dtype="float16")
+    assert zarr.open_group(tmp_path / "f.zarr", mode="r")["feature"].dtype == np.float16
+    assert opened.feature.dtype == np.float32
+    exact = FEATURES.feature.values
+    largest = np.abs(exact).max(axis=1, keepdims=True)
+    assert (np.abs(opened.feature.values - exact) <= 2**-11 * largest).all()
+    np.testing.assert_array_equal(opened.output, FEATURES.output)
+    np.testing.assert_allclose(opened.gram, td.gram(opened), rtol=1e-12)
+    assert td.verify(tmp_path / "f.zarr", checksums=True).empty
+    with pytest.raises(td.StoreMismatchError, match=r"layout\['dtype'\]: found 'float32'"):
+        save(FEATURES, tmp_path / "f.zarr")
+    with pytest.raises(ValueError, match="needed 'float16', or None"):
+        save(FEATURES, tmp_path / "f.zarr", dtype="float8")
+    with pytest.raises(ValueError, match="features are float64; needed float32"):
+        save(FEATURES.astype("f8"), tmp_path / "g.zarr", dtype="float16")
 
 
 def test_open__missing_or_other(tmp_path: Path) -> None:
@@ -333,4 +402,4 @@ def test_save__urls(tmp_path: Path, url: str) -> None:
 
 
 def test_layout__last_block_may_be_smaller() -> None:
-    assert storage._layout(FEATURES) == {"samples": 40, "block": 16}
+    assert _layout(FEATURES, None) == {"samples": 40, "block": 16, "dtype": "float32"}

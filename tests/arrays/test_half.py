@@ -1,0 +1,79 @@
+"""Half precision with a scale per row, against the bound and against exactness by definition."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes
+from hypothesis.extra.numpy import arrays as np_arrays
+
+from trakdask.arrays.half import decoded, encode
+from trakdask.testing import raise_if_dask_computes
+
+
+def round_trip(feature: np.ndarray) -> np.ndarray:
+    stored, scale = encode(feature)
+    assert stored.dtype == np.float16
+    result = decoded(
+        da.from_array(stored, chunks=(2, -1, 1)), da.from_array(scale, chunks=(2, 1))
+    ).compute()
+    assert result.dtype == np.float32
+    return result
+
+
+@given(
+    np_arrays(
+        np.float32,
+        array_shapes(min_dims=2, max_dims=2, max_side=6).map(lambda shape: (*shape, 1)),
+        elements=st.floats(width=32),
+    )
+)
+def test_encode__error_is_bounded_by_the_largest_finite_of_the_row(feature: np.ndarray) -> None:
+    found = round_trip(feature).astype("f8")
+    finite = np.isfinite(feature)
+    np.testing.assert_array_equal(found[~finite], feature[~finite].astype("f8"))
+    largest = np.abs(np.where(finite, feature, 0).astype("f8")).max(axis=1, keepdims=True)
+    # Below 2^-149 float32 itself has nothing between its numbers.
+    bound = np.broadcast_to(np.maximum(2.0**-11 * largest, 2.0**-150), feature.shape)
+    error = np.abs(np.where(finite, found, 0) - np.where(finite, feature, 0).astype("f8"))
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("power", [-149, -140, -126, -30, 0, 17, 116])
+def test_encode__eleven_bits_are_exact_at_any_scale(power: int) -> None:
+    bits = np.array([0, 1, -1, 5, 1024, 2047, -2047], "f8")
+    feature = np.ldexp(bits, power).astype("f4").reshape(1, -1, 1)
+    np.testing.assert_array_equal(round_trip(feature), feature)
+
+
+def test_encode__rows_without_numbers() -> None:
+    rows = [[0.0, -0.0], [np.nan, np.nan], [np.inf, -np.inf], [np.nan, 1e-40], [np.inf, 3e38]]
+    feature = np.array(rows, "f4")[:, :, None]
+    found = round_trip(feature)
+    np.testing.assert_array_equal(found[:3], feature[:3])
+    np.testing.assert_array_equal(np.signbit(found[0]), np.signbit(feature[0]))
+    np.testing.assert_allclose(found, feature, rtol=2**-11)
+
+
+def test_encode__the_end_of_float32() -> None:
+    last = np.finfo("f4").max
+    feature = np.array([[last, -last, 1.0], [last, np.inf, -np.inf]], "f4")[:, :, None]
+    found = round_trip(feature)
+    np.testing.assert_array_equal(np.isinf(found), np.isinf(feature))
+    np.testing.assert_allclose(found[..., 0], feature[..., 0], rtol=2**-11, atol=1e30)
+
+
+def test_encode__scale_is_a_power_of_two() -> None:
+    feature = np.random.default_rng(0).standard_normal((50, 7, 1)).astype("f4")
+    mantissa, _ = np.frexp(encode(feature)[1])
+    assert set(mantissa.ravel().tolist()) == {0.5}
+
+
+def test_decoded__is_lazy_and_missing_blocks_are_nan() -> None:
+    scale = da.from_array(np.array([[np.nan], [2.0]]), chunks=(2, 1))
+    with raise_if_dask_computes():
+        lazy = decoded(da.ones((2, 3, 1), chunks=(2, 3, 1), dtype="f2"), scale)
+    np.testing.assert_array_equal(lazy.compute()[..., 0], [[np.nan] * 3, [2.0] * 3])

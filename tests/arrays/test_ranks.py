@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from trakdask.arrays import ranks
+from trakdask.arrays.ranks import Ranking
+
+
+def spearman(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> list[float]:
+    """scipy, target by target, on rows that are written out as often as they count."""
+    rows = np.repeat(np.arange(len(a)), counts)
+    return [stats.spearmanr(a[rows, t], b[rows, t]).statistic for t in range(a.shape[1])]
+
+
+@given(st.integers(0, 2**32), st.integers(3, 40), st.sampled_from([2, 5, 10**9]))
+def test_correlation__equals_scipy_of_the_resample(seed: int, n: int, distinct: int) -> None:
+    """With ties (few distinct values) and without, whole and resampled."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(distinct, size=(2, n, 4)).astype(np.float64)
+    a[:2], b[1:3] = [[0], [1]], [[0], [1]]
+    for counts in (np.ones(n, int), 1 + rng.multinomial(n, np.full(n, 1 / n))):
+        weights = counts.astype(np.float64)
+        centred = (Ranking.of(x).centred(weights) for x in (a, b))
+        found = ranks.correlation(*centred, weights)
+        np.testing.assert_allclose(found, spearman(a, b, counts), atol=1e-12)
+
+
+def test_ranking__mean_ranks_of_equal_values() -> None:
+    values = np.array([[2.0, 1.0], [5.0, 1.0], [2.0, 1.0], [0.0, 1.0]])
+    found = Ranking.of(values).centred(np.ones(4)) + 2.5
+    expected = [stats.rankdata(column) for column in values.T]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_ranking__left_out_rows_do_not_count() -> None:
+    values = np.array([[3.0], [1.0], [2.0], [1.0]])
+    found = Ranking.of(values).centred(np.array([1.0, 0.0, 2.0, 1.0])) + 2.5
+    np.testing.assert_array_equal(found[0, [0, 2, 3]], [4, 2.5, 1])
+
+
+def test_correlation__unknown_and_constant_targets() -> None:
+    a = np.array([[1.0, np.nan, 7.0], [2.0, 1.0, 7.0], [3.0, 2.0, 7.0]])
+    centred = Ranking.of(a).centred(np.ones(3))
+    np.testing.assert_array_equal(
+        ranks.correlation(centred, centred, np.ones(3)), [1, np.nan, np.nan]
+    )
+
+
+def test_lds__each_prediction_with_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    truth, first, second = rng.standard_normal((3, 30, 4))
+    found = ranks.lds(Ranking.of(truth), [Ranking.of(first), Ranking.of(second)], np.ones(30))
+    ones = np.ones(30, int)
+    expected = [spearman(truth, first, ones), spearman(truth, second, ones)]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_between_seeds__mean_over_pairs() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 30, 4))
+    ones = np.ones(30, int)
+    pairs = [spearman(x[i], x[j], ones) for i, j in ((0, 1), (0, 2), (1, 2))]
+    found = ranks.between_seeds([Ranking.of(one) for one in x], np.ones(30))
+    np.testing.assert_allclose(found, np.mean(pairs, axis=0), atol=1e-12)
+    assert np.isnan(ranks.between_seeds([Ranking.of(x[0])], np.ones(30))).all()
+
+
+def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
+    """Signal and noise of equal size: the mean of three has correlation √(3/4) with the signal."""
+    rng = np.random.default_rng(0)
+    signal = rng.standard_normal((200_000, 1))
+    seeds = [signal + rng.standard_normal(signal.shape) for _ in range(3)]
+    ones = np.ones(len(signal), int)
+    reached = spearman(signal, np.mean(seeds, axis=0), ones)[0]
+    between = ranks.between_seeds([Ranking.of(one) for one in seeds], np.ones(len(signal)))
+    # Exact for Pearson's correlation; of ranks within 0.01.
+    assert ranks.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
+    assert ranks.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
+
+
+def test_mean_of_known() -> None:
+    values = np.array([[1.0, np.nan, 3.0], [np.nan] * 3])
+    np.testing.assert_array_equal(ranks.mean_of_known(values), [2, np.nan])
+
+
+def test_less_bias__moves_by_what_the_draws_are_off() -> None:
+    draws, estimate = ranks.less_bias(np.array([0.2, 0.4]), np.float64(0.5))
+    np.testing.assert_allclose(draws, [0.6, 0.8])
+    assert estimate == pytest.approx(0.7)
+    assert ranks.less_bias(np.array([0.8, 0.9]), np.float64(0.99))[1] == 1
+
+
+def test_bootstrap__same_resamples_for_all_predictions() -> None:
+    """Of one target, so that only subsets are drawn: each draw is that of written-out rows."""
+    rng = np.random.default_rng(1)
+    truth, other, predicted = rng.standard_normal((3, 20, 1))
+    truth += predicted
+    rankings = [Ranking.of(predicted), Ranking.of(other), Ranking.of(predicted)]
+    seeds = [Ranking.of(truth), Ranking.of(predicted)]
+    found, means, draws = ranks.bootstrap(Ranking.of(truth), rankings, seeds, repeats=3, seed=4)
+    np.testing.assert_array_equal(draws[0], draws[2])
+    rng, rows = np.random.default_rng(4), []
+    for _ in range(3):
+        counts = rng.multinomial(20, np.full(20, 1 / 20))
+        rows.append(spearman(truth, predicted, counts)[0])
+    whole = spearman(truth, predicted, np.ones(20, int))[0]
+    assert found[0] == means[0] == pytest.approx(whole)
+    expected = np.array(rows) - 2 * (np.mean(rows) - whole)
+    np.testing.assert_allclose(draws[0], np.minimum(expected, 1))
+    reached = ranks.ceiling(np.array(rows), 2)
+    bias = reached.mean() - ranks.ceiling(whole, 2)
+    assert means[-1] == pytest.approx(min(found[-1, 0] - bias, 1))
+
+
+def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
+    """Without noise of subsets, what is left is the spread of targets, over √40.
+
+    A prediction is the truth or its negative: ±1 for every resample.
+    """
+    truth = np.random.default_rng(0).standard_normal((50, 40))
+    sign = np.where(np.arange(40) % 4 == 0, -1, 1)
+    same = [Ranking.of(truth)] * 2
+    _, means, draws = ranks.bootstrap(
+        Ranking.of(truth), [Ranking.of(truth * sign)], same, repeats=4000, seed=0
+    )
+    assert means[0] == pytest.approx(0.5)
+    student = (39 / 37) ** 0.5  # the spread of t with 39 degrees of freedom
+    expected = student * np.std(sign, ddof=1) / 40**0.5
+    assert draws[0].std() == pytest.approx(expected, rel=0.05)
+    np.testing.assert_allclose(draws[1], 1)
+
+
+def test_bootstrap__unknown_targets_do_not_count() -> None:
+    rng = np.random.default_rng(0)
+    truth = rng.standard_normal((30, 6))
+    predicted = truth + rng.standard_normal(truth.shape)
+    holes = predicted.copy()
+    holes[0, 4:] = np.nan
+    some, whole = (
+        ranks.bootstrap(
+            Ranking.of(truth[:, :m]), [Ranking.of(p[:, :m])], [Ranking.of(truth[:, :m])],
+            repeats=20, seed=0,
+        )
+        for m, p in ((6, holes), (4, predicted))
+    )  # fmt: skip
+    assert some[1][0] == pytest.approx(whole[1][0])
+    np.testing.assert_allclose(some[2][0], whole[2][0])
+    assert np.isnan(some[2][1]).all()

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import weakref
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trakdask.arrays import subsets
+from trakdask.testing import raise_if_dask_computes
+
+
+def without_first(ranked: np.ndarray, counts: list[int], n: int) -> np.ndarray:
+    """Every ranking and every k, one by one."""
+    rows = []
+    for positions in ranked.tolist():
+        for k in counts:
+            rows.append([i not in positions[:k] for i in range(n)])
+    return np.array(rows)
+
+
+def test_random_subsets__equal_sizes_and_any_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = subsets.random_subsets(50, 7, 20, seed=3)
+    monkeypatch.setattr(subsets, "_BYTES_PER_BLOCK", 100)  # two rows per block
+    many = subsets.random_subsets(50, 30, 20, seed=3)
+    assert many.numblocks == (15, 1)
+    assert (many.compute().sum(axis=1) == 20).all()
+    np.testing.assert_array_equal(many[:7].compute(), few.compute())
+    assert len(np.unique(many.compute(), axis=0)) == 30
+    assert (subsets.random_subsets(50, 7, 20, seed=4).compute() != few.compute()).any()
+
+
+def test_random_subsets__every_sample_as_often() -> None:
+    share = subsets.random_subsets(40, 4000, 10, seed=0).compute().mean(axis=0)
+    assert np.abs(share - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / 4000)
+
+
+def test_random_subsets__groups_stay_together() -> None:
+    groups = np.array([0, 1, 0, 2, 3, 3, 1])
+    masks = subsets.random_subsets(7, 20, 2, seed=0, groups=groups).compute()
+    for mask in masks:
+        assert len(set(groups[mask])) == 2
+        assert not set(groups[mask]) & set(groups[~mask])
+
+
+def test_leave_out_each() -> None:
+    masks = subsets.leave_out_each(6, np.array([4, 0])).compute()
+    assert [np.flatnonzero(~mask).tolist() for mask in masks] == [[4], [0]]
+
+
+@given(st.integers(0, 1000), st.integers(1, 3))
+def test_without_first__every_ranking_and_k(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    ranked = np.stack([rng.permutation(9)[:4] for _ in range(5)])
+    ranked[1, 2:] = -1  # fewer than asked for
+    found = subsets.without_first(da.from_array(ranked, chunks=(rows, 2)), [0, 1, 4], 9)
+    np.testing.assert_array_equal(
+        found.compute(scheduler="sync"), without_first(ranked, [0, 1, 4], 9)
+    )
+
+
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 5))
+def test_subset_sums__exact_for_any_chunks(rows: int, samples: int, targets: int) -> None:
+    rng = np.random.default_rng(0)
+    masks = rng.random((6, 20)) < 0.5
+    values = rng.integers(-9, 10, (20, 4, 2)).astype(np.float32)
+    found = subsets.subset_sums(
+        da.from_array(masks, chunks=(rows, 20)),
+        da.from_array(values, chunks=(samples, targets, 1)),
+    )
+    assert found.dtype == np.float64
+    expected = np.einsum("ns,stc->ntc", masks, values)
+    np.testing.assert_array_equal(found.compute(scheduler="sync"), expected)
+
+
+def test_subset_sums__never_holds_the_scores() -> None:
+    """Blocks of scores that are alive at once, on one thread: far fewer than the 40 there are."""
+    alive: set[int] = set()
+    most = 0
+
+    def block(block_id: tuple[int, int]) -> np.ndarray:
+        nonlocal most
+        scores = np.ones((5, 3), np.float32)
+        alive.add(block_id[0])
+        weakref.finalize(scores, alive.remove, block_id[0])
+        most = max(most, len(alive))
+        return scores
+
+    chunks = ((5,) * 40, (3,))
+    scores = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0), "f4"))
+    masks = da.ones((4, 200), dtype=bool, chunks=-1)
+    with dask.config.set(scheduler="sync"):
+        assert (subsets.subset_sums(masks, scores).compute() == 200).all()
+    assert 1 <= most <= 4
+
+
+def test_masks__lazy_with_names_of_their_own() -> None:
+    with raise_if_dask_computes():
+        masks = subsets.random_subsets(50, 7, 20, seed=3)
+        ranked = subsets.without_first(da.zeros((2, 3), dtype=int), [1], 5)
+        left_out = subsets.leave_out_each(5, np.arange(5))
+    assert masks.name == subsets.random_subsets(50, 7, 20, seed=3).name
+    assert masks.name != subsets.random_subsets(50, 7, 20, seed=4).name
+    assert {masks.dtype, ranked.dtype, left_out.dtype} == {np.dtype(bool)}

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from trakdask.arrays.weights import (
+    inverse_norm,
+    soft_gram_weights,
+    soft_loss_weights,
+    squared_norm,
+)
+from trakdask.testing import raise_if_dask_computes
+
+Q = np.array([[0.0, 1.0], [0.25, 0.5], [1e-30, 1 - 1e-12]])
+
+
+def lazy(q: np.ndarray) -> da.Array:
+    return da.from_array(q, chunks=(2, 1))
+
+
+def oracle(q: float, a: float) -> tuple[float, float]:
+    """One number at a time; Python's 0.0 ** 0 is 1, as a = 0 says."""
+    return q**a, q**a * (1 - q)
+
+
+@pytest.mark.parametrize("power", [0, 0.5, 1])
+def test_soft_weights__by_definition(power: float) -> None:
+    with raise_if_dask_computes():
+        g, h = soft_loss_weights(lazy(Q), power), soft_gram_weights(lazy(Q), power)
+    expected = np.array([[oracle(float(q), power) for q in row] for row in Q])
+    np.testing.assert_allclose(g, expected[..., 0], rtol=1e-15)
+    np.testing.assert_allclose(h, expected[..., 1], rtol=1e-15)
+    assert g.chunks == lazy(Q).chunks
+    assert g.name == soft_loss_weights(lazy(Q), power).name != h.name
+
+
+def test_soft_weights__gram_weight_is_the_slope_of_the_loss_weight() -> None:
+    """h = -(1/a) dg/df, with f = log((1 - q)/q), by central differences."""
+    f, step, a = np.linspace(-4, 4, 9)[:, None], 1e-5, 0.5
+
+    def g(f: np.ndarray) -> np.ndarray:
+        return soft_loss_weights(lazy(1 / (1 + np.exp(f))), a).compute()
+
+    slope = (g(f - step) - g(f + step)) / (2 * step)
+    found = soft_gram_weights(lazy(1 / (1 + np.exp(f))), a)
+    np.testing.assert_allclose(found, slope / a, rtol=1e-8)
+
+
+def test_soft_weights__rounding_is_clipped() -> None:
+    q = np.array([[-1e-7, 1 + 1e-7]], np.float32)
+    np.testing.assert_array_equal(soft_loss_weights(lazy(q), 0.5), [[0, 1]])
+    np.testing.assert_array_equal(soft_gram_weights(lazy(q), 0.5), [[0, 0]])
+
+
+@pytest.mark.parametrize("weights", [soft_gram_weights, soft_loss_weights])
+def test_soft_weights__refuse_other_numbers_when_computed(weights) -> None:
+    for q in (-0.1, 1.1, np.inf):
+        found = weights(lazy(np.array([[0.5, q]])), 0.5)
+        with pytest.raises(ValueError, match=r"lies in .* need 1 - p.*Type estimator='trak'"):
+            found.compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("weights", [soft_gram_weights, soft_loss_weights])
+def test_soft_weights__nan_of_a_failed_sample_stays_nan(weights) -> None:
+    q = np.array([[0.5, np.nan], [0.25, 0.75]])
+    found = weights(lazy(q), 0.5).compute(scheduler="sync")
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(q))
+    np.testing.assert_array_equal(found[1], weights(lazy(q[1:]), 0.5).compute()[0])
+
+
+def test_norms__against_numpy_and_zero() -> None:
+    x = np.random.default_rng(0).standard_normal((5, 4, 2)).astype(np.float32)
+    x[3, :, 1] = 0
+    feature = da.from_array(x, chunks=(2, -1, 1))
+    with raise_if_dask_computes():
+        squared = squared_norm(feature)
+        inverse = inverse_norm(squared)
+    norm = np.linalg.norm(x.astype(np.float64), axis=1)
+    np.testing.assert_allclose(squared, norm**2, rtol=1e-12)
+    norm[3, 1] = np.nan
+    np.testing.assert_allclose(inverse, 1 / norm, rtol=1e-12)

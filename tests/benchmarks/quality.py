@@ -1,0 +1,243 @@
+"""How good are the scores? LDS of estimators × dampings on models retrained on random halves.
+
+    python tests/benchmarks/quality.py --out quality.json
+
+Compares plain TRAK and soft weights at the closed-form, the automatic and the best λ, over tasks,
+checkpoints, proj_dim and projectors. The retrained models' outputs are committed; features, scores
+and intervals stay in the cache: a run that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import torch
+import xarray as xr
+from _quality_peers import PEERS, PeerJob
+from _quality_report import comparisons, report, summary, verdicts, without_draws
+from _quality_scores import (
+    ESTIMATORS,
+    FACTORS,
+    PROJECTORS,
+    Setting,
+    evaluate,
+    judge,
+    keep_row,
+    read_row,
+    write,
+)
+from _quality_tasks import SUBJECTS
+from _quality_truth import checkpoints, keep, retrain, truth
+
+import trakdask as td
+from trakdask import examples
+
+POWERS = tuple(name for name in ESTIMATORS if name not in ("trak", "soft"))
+
+
+# --- stages ---------------------------------------------------------------------------------------
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train the models to attribute, and the truth that is committed."""
+    for name in options.tasks:
+        checkpoints(SUBJECTS[name], options.cache, max(options.checkpoints))
+        keep(SUBJECTS[name], retrain(SUBJECTS[name], options.cache))
+
+
+def score(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for every setting."""
+    for name in options.tasks:
+        truth(SUBJECTS[name])  # what is missing is missing before hours of work
+    wanted = list(settings(options))
+    rows = []
+    for done, setting in enumerate(wanted, start=1):
+        start = time.perf_counter()
+        rows.append(evaluate(setting, options.cache))
+        if (seconds := time.perf_counter() - start) > 1:
+            what = " ".join(map(str, asdict(setting).values()))
+            print(f"  {done}/{len(wanted)} {what}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def settings(options: argparse.Namespace) -> Iterator[Setting]:
+    """Yield all of them, those of one set of features together.
+
+    SJLT only at the number of checkpoints in the middle, other powers at the largest proj_dim.
+    """
+    middle = sorted(options.checkpoints)[len(options.checkpoints) // 2]
+    for task, projector, p in itertools.product(options.tasks, PROJECTORS, options.proj_dims):
+        is_dense = projector == "Rademacher"
+        for n in options.checkpoints if is_dense else [middle]:
+            has_powers = is_dense and p == max(options.proj_dims)
+            for estimator in ("trak", "soft", *(POWERS if has_powers else ())):
+                yield Setting(task, projector, p, n, estimator)
+
+
+def score_peers(options: argparse.Namespace) -> None:
+    """Keep the scores of other packages at λ = 0 and at every factor, and their versions."""
+    write(options.cache / "peers" / "versions.json", {name: _version(name) for name in PEERS})
+    for engine, path, job in peer_jobs(options):
+        if path.exists():
+            continue
+        start = time.perf_counter()
+        found = np.stack(list(PEERS[engine](job, [0.0, *FACTORS])))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.npy")
+        np.save(partial, found)
+        partial.replace(path)
+        print(f"  {path.stem}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def peer_jobs(options: argparse.Namespace) -> Iterator[tuple[str, Path, PeerJob]]:
+    """Yield package, file of its scores, and what it is to score."""
+    for task, p, n in itertools.product(options.tasks, options.proj_dims, options.peer_checkpoints):
+        subject = SUBJECTS[task]
+        job = PeerJob(subject, checkpoints(subject, options.cache, n), p)
+        for engine in PEERS:
+            name = f"{engine}-{task}-{subject.digest()}-p{p}-c{n}.npy"
+            yield engine, options.cache / "peers" / name, job
+
+
+def peer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for every set of other packages' scores that the cache has."""
+    rows = []
+    for engine, path, job in peer_jobs(options):
+        row_path = path.with_name(f"{path.stem}-row.json")
+        if path.exists() and not row_path.exists():
+            names = ["default", *(f"{factor:.4g}" for factor in FACTORS)]
+            scores = xr.DataArray(
+                np.load(path), dims=("damping", "sample", "target"), coords={"damping": names}
+            )
+            facts = {"engine": engine, "task": job.subject.name, "proj_dim": job.proj_dim}
+            facts["checkpoints"] = len(job.checkpoints)
+            keep_row(row_path, job.subject, scores.transpose("sample", "target", "damping"), facts)
+        if row_path.exists():
+            rows.append(read_row(row_path))
+    return rows
+
+
+# --- result ---------------------------------------------------------------------------------------
+
+
+def assemble(
+    options: argparse.Namespace, rows: list[dict[str, Any]], peers: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return everything that is kept, without the draws."""
+    tasks = []
+    for name in options.tasks:
+        of_task = [row for row in (*rows, *peers) if row["task"] == name]
+        tasks.append(facts(name, options) | judge(SUBJECTS[name], of_task, options.resamples))
+    compared = comparisons(rows, peers)
+    names = [f"{name} auto - trak best" for name in ("soft", *POWERS)]
+    names.append("soft auto - trak closed form")
+    return {
+        "header": header(options),
+        "tasks": tasks,
+        "rows": [without_draws(row) for row in rows],
+        "comparisons": compared,
+        "peers": [without_draws(row) for row in peers],
+        "verdicts": {name: verdicts(compared, name) for name in names},
+        "summary": summary(rows),
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Keep five decimals of every number: more than the intervals tell."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return round(value, 5) if isinstance(value, float) else value
+
+
+def header(options: argparse.Namespace) -> dict[str, Any]:
+    packages = ("torch", "numpy", "scipy", "scikit-learn", "dask", "xarray")
+    versions = [f"trakdask {td.__version__}", *(f"{p} {_version(p)}" for p in packages)]
+    path = options.cache / "peers" / "versions.json"
+    peers = json.loads(path.read_text()) if path.exists() else {}
+    versions += [f"{name} {version}" for name, version in peers.items()]
+    return {
+        "date": date.today().isoformat(),
+        "versions": ", ".join(versions),
+        "python": platform.python_version(),
+        "truth": "random halves of the training samples",
+        "λ grid": f"{FACTORS[0]:.2g} to {FACTORS[-1]:.2g} tr(K²)/tr(K), a quarter decade apart",
+        "resamples": options.resamples,
+    }
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the task is."""
+    subject = SUBJECTS[name]
+    n_subsets, n_seeds, n_targets = truth(subject).shape
+    state = torch.load(checkpoints(subject, options.cache, 1)[0], weights_only=True)
+    accuracy = (
+        examples.classifier_accuracy(subject.build, state, *part) for part in subject.data()
+    )
+    return {
+        "task": name,
+        "parameters": sum(parameter.numel() for parameter in subject.build().parameters()),
+        "n": len(subject.data()[0][0]),
+        "targets": n_targets,
+        "subsets": n_subsets,
+        "seeds": n_seeds,
+        "accuracy (train, targets)": ", ".join(f"{share:.2f}" for share in accuracy),
+    }
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    stages = ("train", "peers", "score")
+    parser.add_argument("--stage", choices=stages, default="score")
+    parser.add_argument("--tasks", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument("--proj-dims", nargs="+", type=int, default=[512, 2048])
+    parser.add_argument("--checkpoints", nargs="+", type=int, default=[1, 3, 10])
+    parser.add_argument("--peer-checkpoints", nargs="+", type=int, default=[1, 3])
+    parser.add_argument("--resamples", type=int, default=500)
+    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
+    parser.add_argument("--out", type=Path, help="write everything as JSON")
+    parser.add_argument("--from-results", type=Path, help="print the tables of such a file")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    if options.from_results:
+        print(report(json.loads(options.from_results.read_text())))
+        return
+    torch.set_num_threads(1)
+    if options.stage == "train":
+        train(options)
+        return
+    if options.stage == "peers":
+        score_peers(options)
+        return
+    with dask.config.set(scheduler="synchronous"):
+        result = rounded(assemble(options, score(options), peer_rows(options)))
+    print(report(result))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result) + os.linesep)
+
+
+if __name__ == "__main__":
+    main()

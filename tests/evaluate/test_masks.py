@@ -1,0 +1,76 @@
+"""Masks: sizes, seeds, labels, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.testing import raise_if_dask_computes, simulate_features
+
+FEATURES = simulate_features(n_samples=30, proj_dim=4)
+
+
+def test_subsets__lazy_seeded_and_labelled() -> None:
+    with raise_if_dask_computes():
+        masks = td.evaluate.subsets(FEATURES, 12, fraction=0.2, seed=3)
+        assert "mask" in repr(masks)
+    assert masks.dims == ("subset", "sample")
+    assert masks.dtype == bool
+    assert (masks.sum("sample") == 6).all()
+    np.testing.assert_array_equal(masks.label, FEATURES.label)
+    plain = td.evaluate.subsets(30, 20, fraction=0.2, seed=3)
+    np.testing.assert_array_equal(plain[:12], masks)
+    assert (td.evaluate.subsets(30, 12, fraction=0.2) != masks).any()
+
+
+def test_subsets__of_scores_take_no_coords_of_targets() -> None:
+    masks = td.evaluate.subsets(td.score(FEATURES, FEATURES), 2)
+    assert set(masks.coords) == {"label"}
+
+
+@pytest.mark.parametrize("form", ["coord", "array", "DataArray"])
+def test_subsets__by_label(form: str) -> None:
+    source = np.array(list("abcdef") * 5, dtype=object)
+    samples = FEATURES.assign_coords(source=("sample", source))
+    by = {"coord": "source", "array": source, "DataArray": samples.source}[form]
+    masks = td.evaluate.subsets(samples, 8, by=by, fraction=1 / 3)
+    inside = masks.values.reshape(8, 5, 6)
+    assert (inside == inside[:, :1]).all()
+    assert (inside[:, 0].sum(axis=1) == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fraction": 0.001}, r"fraction 0.001 of 30 samples is 0; needed from 1 to 29"),
+        ({"fraction": 50}, "fraction is 50; needed a number between 0 and 1"),
+        ({"n_subsets": 0}, "n_subsets is 0; needed an integer >= 1"),
+        ({"by": "source"}, r"have the coords \['label'\]; needed 'source'"),
+        ({"by": np.arange(3)}, r"by has shape \(3,\); needed one label per sample, \(30,\)"),
+        ({"by": pd.array([None] * 2 + [1] * 28)}, "2 of 30 samples have no label"),
+        ({"samples": xr.DataArray([1], dims="x")}, r"dimensions \['x'\]; needed 'sample'"),
+        ({"samples": 2.5}, "samples is 2.5; needed an integer"),
+    ],
+)
+def test_subsets__refused(change: dict[str, object], message: str) -> None:
+    given = {"samples": FEATURES, "n_subsets": 4, **change}
+    with pytest.raises(ValueError, match=message):
+        td.evaluate.subsets(**given)
+
+
+def test_leave_one_out__each_once_or_some() -> None:
+    with raise_if_dask_computes():
+        masks = td.evaluate.leave_one_out(FEATURES)
+        some = td.evaluate.leave_one_out(30, [7, 7, 2])
+    np.testing.assert_array_equal(~masks, np.eye(30, dtype=bool))
+    assert (~some.values).nonzero()[1].tolist() == some.left_out.values.tolist() == [7, 7, 2]
+
+
+def test_leave_one_out__refused() -> None:
+    with pytest.raises(ValueError, match="go from 3 to 30; needed 0 to 29"):
+        td.evaluate.leave_one_out(30, [3, 30])
+    with pytest.raises(ValueError, match=r"positions are float64 of shape \(1,\); needed integers"):
+        td.evaluate.leave_one_out(30, [0.5])

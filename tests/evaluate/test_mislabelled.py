@@ -1,0 +1,58 @@
+"""AUC of suspect labels, against the share of pairs that are in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.testing import raise_if_dask_computes
+
+RNG = np.random.default_rng(0)
+WRONG = RNG.random(50) < 0.2
+VALUES = xr.DataArray(
+    RNG.integers(8, size=(50, 3)) + 3 * WRONG[:, None], dims=("sample", "checkpoint")
+).assign_coords(checkpoint=["a", "b", "c"])
+
+
+def pairs_in_order(values: np.ndarray) -> float:
+    above = values[WRONG][:, None] - values[~WRONG]
+    return float(np.mean((above > 0) + 0.5 * (above == 0)))
+
+
+def test_mislabelled_auc__of_every_entry() -> None:
+    with raise_if_dask_computes():
+        result = td.evaluate.mislabelled_auc(VALUES.chunk(sample=7, checkpoint=1), WRONG)
+        assert "auc" in repr(result)
+    expected = [pairs_in_order(column) for column in VALUES.values.T]
+    np.testing.assert_allclose(result.auc, expected)
+    assert result.checkpoint.values.tolist() == ["a", "b", "c"]
+    low, high = result.interval.values
+    assert (low < result.auc).all()
+    assert (result.auc < high).all()
+    wider = td.evaluate.mislabelled_auc(VALUES, WRONG, confidence=0.99).interval.values
+    assert (wider[0] < low).all()
+    assert (wider[1] > high).all()
+
+
+def test_mislabelled_auc__of_one_vector() -> None:
+    result = td.evaluate.mislabelled_auc(VALUES[:, 0], xr.DataArray(WRONG, dims="sample"))
+    assert float(result.auc) == pytest.approx(pairs_in_order(VALUES.values[:, 0]))
+    assert result.interval.sel(bound="low") < result.auc < result.interval.sel(bound="high")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_mislabelled": WRONG[:9]}, "is_mislabelled has 9 along 'sample', values has 50"),
+        ({"is_mislabelled": WRONG.astype(int)}, "is_mislabelled is int64 .* needed bool"),
+        ({"is_mislabelled": WRONG & ~WRONG}, "0 of 50 labels are wrong; needed some of both"),
+        ({"values": VALUES.values}, "values is ndarray; needed a DataArray"),
+        ({"confidence": 0}, "confidence is 0; needed a number between 0 and 1"),
+    ],
+)
+def test_mislabelled_auc__refused(change: dict[str, object], message: str) -> None:
+    given = {"values": VALUES, "is_mislabelled": WRONG, **change}
+    with pytest.raises(ValueError, match=message):
+        td.evaluate.mislabelled_auc(**given)

@@ -1,0 +1,263 @@
+"""Retraining: every model once, on the samples it should, kept whatever is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+
+import cloudpickle
+import dask
+import numpy as np
+import pytest
+import xarray as xr
+from distributed import Client
+
+import trakdask as td
+from trakdask.evaluate.records import model_key
+from trakdask.testing import raise_if_dask_computes, simulate_features
+
+N, TARGETS = 20, 3
+MASKS = td.evaluate.subsets(N, 6)
+retrain = td.evaluate.retrain
+
+
+def model(positions: np.ndarray, seed: int) -> np.ndarray:
+    """Pass for training: what it was given is all in the outputs."""
+    rng = np.random.default_rng(seed)
+    return positions.sum() + np.arange(TARGETS) + rng.random(TARGETS)
+
+
+def expected(masks: xr.DataArray, seeds: int) -> np.ndarray:
+    """Model after model, in a loop; the seed as the documentation defines it."""
+    rows = []
+    for mask in masks.values:
+        row = []
+        for seed in range(seeds):
+            number = int(model_key(mask, seed)[:8], 16) // 2
+            row.append(model(np.array([i for i in range(N) if mask[i]]), number))
+        rows.append(row)
+    return np.array(rows)
+
+
+class Counting:
+    """The same model; each training leaves a line in a file, in whatever process."""
+
+    def __init__(self, path: Path, fail_after: int | None = None) -> None:
+        self.path, self.fail_after = path, fail_after
+        path.touch()
+
+    def __call__(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        if self.fail_after is not None and len(self.trained()) >= self.fail_after:
+            raise RuntimeError("out of budget")
+        with self.path.open("a") as file:
+            file.write(f"{positions.tolist()} {seed}\n")
+        return model(positions, seed)
+
+    def trained(self) -> list[str]:
+        return self.path.read_text().splitlines()
+
+
+def run(train_fn, store: Path | str, masks: xr.DataArray = MASKS, **options) -> xr.DataArray:
+    return retrain(train_fn, masks, TARGETS, store=store, tag="model", progress=False, **options)
+
+
+def files(store: Path) -> list[Path]:
+    return sorted((store / "models").glob("*.npy"))
+
+
+def test_retrain__every_subset_and_seed() -> None:
+    with raise_if_dask_computes():
+        outputs = retrain(model, MASKS, TARGETS, seeds=2)
+        assert "output" in repr(outputs)
+    assert outputs.dims == ("subset", "seed", "target")
+    assert outputs.chunks == ((1,) * 6, (1, 1), (3,))
+    np.testing.assert_array_equal(outputs, expected(MASKS, 2))
+
+
+def test_retrain__carries_the_labels_of_scores_and_masks() -> None:
+    train, targets = simulate_features(n_samples=N), simulate_features(n_samples=TARGETS, seed=1)
+    scores = td.score(train, targets)
+    masks = td.evaluate.leave_one_out(scores, [4, 2])
+    outputs = retrain(model, masks, scores, seeds=[5, 3])
+    assert set(outputs.coords) == {"left_out", "seed", "target_label"}
+    assert outputs.seed.values.tolist() == [5, 3]
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "threads", "processes"])
+def test_retrain__scheduler_and_chunks_are_invisible(scheduler: str) -> None:
+    with dask.config.set(scheduler=scheduler, num_workers=2):
+        found = retrain(model, MASKS.chunk(subset=4, sample=7), TARGETS, seeds=2).values
+    np.testing.assert_array_equal(found, expected(MASKS, 2))
+
+
+def test_retrain__on_worker_processes_with_a_store(process_client: Client, tmp_path: Path) -> None:
+    counting = Counting(tmp_path / "log")
+    np.testing.assert_array_equal(run(counting, tmp_path / "s", seeds=2), expected(MASKS, 2))
+    assert len(counting.trained()) == len(files(tmp_path / "s")) == 12
+    np.testing.assert_array_equal(retrain(model, MASKS, TARGETS, seeds=2), expected(MASKS, 2))
+
+
+def test_retrain__one_model_at_a_time_in_a_process() -> None:
+    """Global generators are safe, even on the threaded scheduler."""
+
+    def careless(positions: np.ndarray, seed: int) -> np.ndarray:
+        np.random.seed(seed)  # noqa: NPY002
+        time.sleep(0.001)
+        return np.random.rand(TARGETS)  # noqa: NPY002
+
+    found = retrain(careless, MASKS, TARGETS).compute(scheduler="threads", num_workers=4)
+    alone = retrain(careless, MASKS, TARGETS).compute(scheduler="sync")
+    np.testing.assert_array_equal(found, alone)
+
+
+def test_retrain__a_second_run_trains_nothing(tmp_path: Path) -> None:
+    counting = Counting(tmp_path / "log")
+    first = run(counting, tmp_path / "s")
+    second = run(counting, tmp_path / "s")
+    assert len(counting.trained()) == 6
+    xr.testing.assert_identical(first, second)
+    np.testing.assert_array_equal(first, expected(MASKS, 1))
+
+
+def test_retrain__more_subsets_or_seeds_train_what_is_new(tmp_path: Path) -> None:
+    counting = Counting(tmp_path / "log")
+    run(counting, tmp_path / "s")
+    more = td.evaluate.subsets(N, 8)
+    found = run(counting, tmp_path / "s", more, seeds=2)
+    assert len(counting.trained()) == len(set(counting.trained())) == 8 * 2
+    np.testing.assert_array_equal(found, expected(more, 2))
+
+
+def test_retrain__goes_on_after_a_failure(tmp_path: Path) -> None:
+    counting = Counting(tmp_path / "log", fail_after=4)
+    with (
+        dask.config.set(scheduler="sync"),
+        pytest.raises(
+            td.BlockError, match=r"training on subset \d \(10 samples\), seed 0, failed: RuntimeErr"
+        ),
+    ):
+        run(counting, tmp_path / "s")
+    assert len(files(tmp_path / "s")) == 4
+    counting.fail_after = None
+    np.testing.assert_array_equal(run(counting, tmp_path / "s"), expected(MASKS, 1))
+    assert set(Counter(counting.trained()).values()) == {1}
+
+
+def test_retrain__killed_and_resumed(tmp_path: Path) -> None:
+    """At most the model in flight is trained again: a line is written when training begins."""
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        import dask, trakdask as td
+        from tests.evaluate.test_retraining import Counting, TARGETS, N
+        class Slow(Counting):
+            def __call__(self, positions, seed):
+                outputs = super().__call__(positions, seed)
+                time.sleep(0.05)
+                return outputs
+        with dask.config.set(scheduler="sync"):
+            td.evaluate.retrain(
+                Slow(Path(sys.argv[1]) / "log"), td.evaluate.subsets(N, 60), TARGETS,
+                store=sys.argv[1] + "/s", tag="model", progress=False,
+            )
+        """
+    )
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=root)
+    deadline = time.monotonic() + 60
+    while len(files(tmp_path / "s")) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(files(tmp_path / "s"))
+    assert 5 <= done < 60
+    counting, masks = Counting(tmp_path / "log"), td.evaluate.subsets(N, 60)
+    begun = len(counting.trained())
+    assert done <= begun <= done + 1
+    np.testing.assert_array_equal(run(counting, tmp_path / "s", masks), expected(masks, 1))
+    assert len(counting.trained()) - begun == 60 - done
+
+
+def test_retrain__what_was_being_written_is_no_model(tmp_path: Path) -> None:
+    counting = Counting(tmp_path / "log")
+    run(counting, tmp_path / "s")
+    whole = files(tmp_path / "s")[0]
+    whole.rename(whole.with_name(whole.name + ".0123.partial"))
+    run(counting, tmp_path / "s")
+    assert len(counting.trained()) == 7
+
+
+def test_retrain__other_spec_is_refused_by_name(tmp_path: Path) -> None:
+    run(model, tmp_path / "s")
+    other = td.evaluate.subsets(N + 1, 6)
+    with pytest.raises(td.StoreMismatchError, match="differ in tag: found 'mlp', needed 'model'"):
+        retrain(model, MASKS, TARGETS, store=tmp_path / "s", tag="mlp")
+    with pytest.raises(td.StoreMismatchError, match="differ in samples: found 21, needed 20"):
+        run(model, tmp_path / "s", other)
+    with pytest.raises(td.StoreMismatchError, match="differ in targets: found 9, needed 3"):
+        retrain(model, MASKS, 9, store=tmp_path / "s", tag="model")
+
+
+def test_retrain__known_by_its_name(tmp_path: Path) -> None:
+    retrain(model, MASKS, TARGETS, store=tmp_path / "s", progress=False)
+    assert '"tag": "model"' in (tmp_path / "s" / "spec.json").read_text()
+    with pytest.raises(ValueError, match=r"has no name of its own.*Type tag='resnet, 20 epochs'"):
+        retrain(lambda *_: np.zeros(TARGETS), MASKS, TARGETS, store=tmp_path / "t")
+
+
+@pytest.mark.parametrize("url", ["file://{}/s", "memory://{}/s"])
+def test_retrain__urls(tmp_path: Path, url: str) -> None:
+    counting = Counting(tmp_path / "log")
+    for _ in range(2):
+        found = run(counting, url.format(tmp_path))
+        np.testing.assert_array_equal(found, expected(MASKS, 1))
+    assert len(counting.trained()) == 6
+
+
+def test_retrain__shows_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    retrain(model, MASKS, TARGETS, seeds=2, store=tmp_path / "models")
+    shown = capsys.readouterr().out
+    assert "train models" in shown
+    assert "12/12" in shown
+
+
+def test_retrain__outputs_of_another_shape() -> None:
+    with pytest.raises(td.BlockError, match=r"shape \(3,\); needed one output per target, \(4,\)"):
+        retrain(model, MASKS, 4).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"masks": MASKS.values}, "masks is ndarray; needed"),
+        ({"masks": MASKS.astype(int)}, "masks are int64; needed bool"),
+        ({"seeds": 0}, "seeds are 0; needed an integer >= 1, or different integers"),
+        ({"seeds": [1, 1]}, r"seeds are \[1, 1\]; needed"),
+        ({"targets": 0}, "targets is 0; needed an integer >= 1"),
+        ({"targets": MASKS}, r"targets is a DataArray \('subset', 'sample'\); needed scores"),
+    ],
+)
+def test_retrain__refused(change: dict[str, object], message: str) -> None:
+    given = {"masks": MASKS, "targets": TARGETS, **change}
+    with pytest.raises(ValueError, match=message):
+        retrain(model, **given)
+
+
+def test_retrain__needs_a_function() -> None:
+    with pytest.raises(TypeError, match=r"train_fn is a ndarray; needed a function"):
+        retrain(np.zeros(3), MASKS, TARGETS)
+
+
+def test_retrain__function_is_sent_once_not_with_every_task() -> None:
+    """A function that holds a megabyte: one node of the graph that is computed is as large."""
+    data = np.zeros(10**6, np.uint8)
+    (outputs,) = dask.optimize(retrain(lambda *_: data[:TARGETS], MASKS, TARGETS, seeds=3))
+    sizes = [len(cloudpickle.dumps(task)) for task in dict(outputs.__dask_graph__()).values()]
+    assert len(sizes) > 18
+    assert sum(size > 10**5 for size in sizes) == 1

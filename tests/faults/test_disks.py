@@ -1,0 +1,175 @@
+"""Disks that are full or closed, and a network that refuses: clear errors, nothing lost.
+
+The oracle is the features themselves, and the count of blocks that are computed after the mend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import dask
+import dask.array as da
+import fsspec
+import numpy as np
+import pytest
+import xarray as xr
+from fsspec.implementations.memory import MemoryFileSystem
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+WHOLE = "feature-" + 32 * "0"
+LARGE = simulate_features(n_samples=2048, proj_dim=128, n_checkpoints=1, chunks=256)  # 8 × 128 KiB
+SMALL = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+
+
+def counted(features: xr.Dataset) -> tuple[xr.Dataset, list[int]]:
+    calls: list[int] = []
+
+    def count(block: np.ndarray) -> np.ndarray:
+        if block.size:
+            calls.append(1)
+        return block
+
+    data = da.map_blocks(
+        count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"), name=WHOLE
+    )
+    return features.assign(feature=(features.feature.dims, data)), calls
+
+
+@contextmanager
+def tmpfs(folder: Path, options: str) -> Iterator[None]:
+    """Mount a small disk, or skip where that is not allowed."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("tmpfs cannot be mounted")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_save__disk_full(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "size=768k"), dask.config.set(scheduler="sync"):
+        features, calls = counted(LARGE)
+        with pytest.raises(OSError, match=r"No space left.*completed blocks are safe") as caught:
+            td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+        assert caught.value.errno == 28
+        done = len(list(tmp_path.glob("f.zarr/records/*/*/[0-9].json")))
+        assert 1 <= done < 8
+        assert list(tmp_path.rglob("*.partial")) == []
+        subprocess.run(["mount", "-o", "remount,size=8m", tmp_path], check=True)
+        features, calls = counted(LARGE)
+        opened = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+        assert len(calls) == 8 - done
+        np.testing.assert_array_equal(opened.feature, LARGE.feature)
+        assert td.verify(tmp_path / "f.zarr", checksums=True).empty
+
+
+def test_save__read_only_disk(tmp_path: Path) -> None:
+    with tmpfs(tmp_path, "size=4m"):
+        opened = td.save(SMALL, tmp_path / "f.zarr", progress=False)
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        for name in ("f.zarr", "new.zarr"):
+            with pytest.raises(OSError, match=r"Read-only file system.*needed to write"):
+                td.save(SMALL, tmp_path / name, progress=False)
+        np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, opened.feature)
+        assert td.verify(tmp_path / "f.zarr", checksums=True).empty
+
+
+def test_save__permission_denied() -> None:
+    """As a user who may not write: root may."""
+    script = """if True:
+        import os, sys
+        import trakdask as td
+        from trakdask.testing import simulate_features
+        features = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+        td.save  # imported while everything may still be read
+        if os.getuid() == 0:
+            os.setgid(65534); os.setuid(65534)
+        try:
+            td.save(features, sys.argv[1], progress=False)
+        except PermissionError as err:
+            print(err)
+    """
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to others
+        Path(folder).chmod(0o555)
+        done = subprocess.run(
+            [sys.executable, "-c", script, f"{folder}/f.zarr"], capture_output=True, text=True
+        )
+    assert "Permission denied" in done.stdout, done.stderr
+    assert "needed to write" in done.stdout
+
+
+class RefusingFileSystem(MemoryFileSystem):
+    """A store on a network that refuses each third request, or all after some number."""
+
+    protocol = "refusing"
+    store: dict[str, object] = {}  # noqa: RUF012 - as in the class it extends
+    pseudo_dirs = [""]  # noqa: RUF012
+    requests = itertools.count(1)
+    after = 10**9
+
+    @classmethod
+    def ask(cls) -> None:
+        number = next(cls.requests)
+        if number % 3 == 0 or number > cls.after:
+            raise ConnectionResetError("503 slow down")
+
+    def cat_file(self, *args, **kwargs):
+        self.ask()
+        return super().cat_file(*args, **kwargs)
+
+    def pipe_file(self, *args, **kwargs):
+        self.ask()
+        return super().pipe_file(*args, **kwargs)
+
+    def ls(self, *args, **kwargs):
+        self.ask()
+        return super().ls(*args, **kwargs)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> type[RefusingFileSystem]:
+    fsspec.register_implementation("refusing", RefusingFileSystem, clobber=True)
+    monkeypatch.setattr("trakdask.storage.place._WAITS_S", (0.0, 0.0, 0.0))
+    RefusingFileSystem.store.clear()
+    RefusingFileSystem.pseudo_dirs[:] = [""]
+    monkeypatch.setattr(RefusingFileSystem, "requests", itertools.count(1))
+    return RefusingFileSystem
+
+
+def test_save__network_refuses_every_third_request(refusing: type[RefusingFileSystem]) -> None:
+    with dask.config.set(scheduler="sync"):
+        opened = td.save(SMALL, "refusing://bucket/f.zarr", progress=False)
+        np.testing.assert_array_equal(opened.feature, SMALL.feature)
+        assert td.verify("refusing://bucket/f.zarr", checksums=True).empty
+    assert next(refusing.requests) > 100
+
+
+@pytest.mark.parametrize("after", [10, 60, 120, 150])
+def test_save__network_goes_away(
+    after: int, refusing: type[RefusingFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "refusing://bucket/f.zarr"
+    with dask.config.set(scheduler="sync"):
+        monkeypatch.setattr(refusing, "after", after)
+        with pytest.raises(OSError, match="503 slow down"):
+            td.save(SMALL, url, progress=False)
+        done = sum(
+            name.split("/")[-1][:-5].isdigit() for name in refusing.store if "records" in name
+        )
+        monkeypatch.setattr(refusing, "after", 10**9)
+        for name in [name for name in refusing.store if "/lease-" in name]:
+            del refusing.store[name]  # it could not be given back
+        features, calls = counted(SMALL)
+        np.testing.assert_array_equal(td.save(features, url, progress=False).feature, SMALL.feature)
+        assert len(calls) == 6 - done

@@ -1,0 +1,262 @@
+"""kill -9 of anything at any moment: the store is the same to the bit, and nothing done twice.
+
+The oracle: a store that nobody disturbed, and the files that every computed block leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import trakdask as td
+from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, features
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 0.05
+HEARD_S = 1.0
+"""Until the driver has heard of a completed block: before that, its worker's death undoes it."""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "counts").mkdir()
+    td.save(features(folder / "counts", 0), folder / "f.zarr", progress=False)
+    return content(folder / "f.zarr")
+
+
+def content(store: Path) -> dict[str, str]:
+    """Return hashes of all files but records, which tell of times and hosts."""
+    return {
+        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in store.rglob("*")
+        if path.is_file() and "records" not in path.parts
+    }
+
+
+def completed(store: Path) -> set[str]:
+    """Return the blocks with a record, as <checkpoint>-<block>."""
+    return {
+        f"{int(path.parent.name, 16)}-{path.stem}"
+        for path in store.glob("records/*/*/*.json")
+        if path.stem.isdigit()
+    }
+
+
+def computed(counts: Path) -> Counter[str]:
+    return Counter(path.name.rpartition("-")[0] for path in counts.iterdir())
+
+
+class Cluster:
+    """A scheduler and two workers, each a process of its own that can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.start_scheduler()
+        self.workers = [self._start_worker() for _ in range(2)]
+
+    def start_scheduler(self) -> None:
+        log = self._folder / f"scheduler-{time.monotonic_ns()}.log"
+        arguments = ["distributed.cli.dask_scheduler", "--port", "0", "--no-dashboard"]
+        self.scheduler = start(log, "-m", *arguments, "--host", "127.0.0.1")
+        wait_for(lambda: "tcp://" in log.read_text(), "the scheduler")
+        self.address = re.findall(r"tcp://[0-9.]+:\d+", log.read_text())[0]
+
+    def _start_worker(self) -> subprocess.Popen[bytes]:
+        arguments = ["distributed.cli.dask_worker", self.address, "--no-nanny", "--nthreads", "1"]
+        more = ["--no-dashboard", "--death-timeout", "120", "--local-directory", str(self._folder)]
+        return start(self._folder / "worker.log", "-m", *arguments, *more)
+
+    def replace(self, number: int) -> None:
+        """Let a new worker take the place of one that was killed."""
+        self.workers[number] = self._start_worker()
+
+    def end(self) -> None:
+        for process in (self.scheduler, *self.workers):
+            kill(process)
+
+
+def start(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT"] = "5s"
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, *arguments], stdout=file, stderr=file, env=environment, cwd=ROOT
+        )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come"
+        time.sleep(0.005)
+
+
+@contextmanager
+def a_cluster(folder: Path) -> Iterator[Cluster]:
+    cluster = Cluster(folder)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+
+
+class Run:
+    """Saves into one store, by drivers that come one after the other."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.folder, self.rng = folder, rng
+        self.store, self.counts = folder / "f.zarr", folder / "counts"
+        self.counts.mkdir()
+        self.done_before: set[str] = set()
+
+    def driver(self, address: str = "") -> subprocess.Popen[bytes]:
+        arguments = [str(self.store), str(self.counts), str(SECONDS), address]
+        return start(self.folder / "driver.log", "-m", "tests.faults._run", *arguments)
+
+    def wait_for_a_moment(self, driver: subprocess.Popen[bytes]) -> None:
+        """Wait for one to six more blocks, and a little."""
+        least = len(completed(self.store)) + self.rng.randrange(1, 7)
+        wait_for(
+            lambda: len(completed(self.store)) >= least or driver.poll() is not None, "a block"
+        )
+        time.sleep(self.rng.random() * SECONDS)
+
+    def require_nothing_twice(self, before: Counter[str], done: set[str]) -> None:
+        """Require that no block with a record was computed since."""
+        again = computed(self.counts) - before
+        assert not done & set(again)
+
+    def finish(self, expected: dict[str, str], address: str = "") -> None:
+        done, before = completed(self.store), computed(self.counts)
+        driver = self.driver(address)
+        assert driver.wait(280) == 0, (self.folder / "driver.log").read_text()
+        self.require_nothing_twice(before, done)
+        assert len(computed(self.counts)) == N_BLOCKS * N_CHECKPOINTS
+        assert content(self.store) == expected
+        assert td.verify(self.store, checksums=True).empty
+
+
+def kill_drivers(folder: Path, times: int, seed: int, expected: dict[str, str]) -> int:
+    """Kill drivers on threads until the store is whole; return how many died."""
+    run, killed = Run(folder, random.Random(seed)), 0
+    while killed < times:
+        done, before = completed(run.store), computed(run.counts)
+        driver = run.driver()
+        run.wait_for_a_moment(driver)
+        if driver.poll() is not None:
+            break
+        kill(driver)
+        killed += 1
+        run.require_nothing_twice(before, done)
+    run.finish(expected)
+    return killed
+
+
+def test_driver__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    assert kill_drivers(tmp_path, 2, seed=0, expected=undisturbed) == 2
+
+
+def test_worker__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    """One dies, later both: the same call of save goes on by itself."""
+    run = Run(tmp_path, random.Random(1))
+    with a_cluster(tmp_path) as cluster:
+        driver = run.driver(cluster.address)
+        for numbers in ([0], [0, 1]):
+            run.wait_for_a_moment(driver)
+            done, before = completed(run.store), computed(run.counts)
+            time.sleep(HEARD_S)
+            for number in numbers:
+                kill(cluster.workers[number])
+            for number in numbers:
+                cluster.replace(number)
+        assert driver.wait(280) == 0, (tmp_path / "driver.log").read_text()
+        run.require_nothing_twice(before, done)
+    run.finish(undisturbed)
+
+
+def test_scheduler__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    """All futures are lost with it; the same call goes on, here on threads."""
+    run = Run(tmp_path, random.Random(2))
+    with a_cluster(tmp_path) as cluster:
+        driver = run.driver(cluster.address)
+        run.wait_for_a_moment(driver)
+        kill(cluster.scheduler)
+        wait_for(lambda: driver.poll() is not None, "the driver's end")
+        assert driver.returncode != 0
+    run.finish(undisturbed)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(6))
+def test_driver__killed_at_many_moments(
+    tmp_path: Path, undisturbed: dict[str, str], seed: int
+) -> None:
+    assert kill_drivers(tmp_path, 6, seed=100 + seed, expected=undisturbed) >= 3
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(6))
+def test_anything__killed_at_many_moments(
+    tmp_path: Path, undisturbed: dict[str, str], seed: int
+) -> None:
+    run, killed = Run(tmp_path, random.Random(seed)), 0
+    cluster = Cluster(tmp_path)
+    try:
+        driver = run.driver(cluster.address)
+        for _ in range(5):
+            run.wait_for_a_moment(driver)
+            done, before = completed(run.store), computed(run.counts)
+            time.sleep(HEARD_S)
+            if driver.poll() is not None:
+                break
+            driver, cluster = kill_something(run, driver, cluster)
+            killed += 1
+            run.require_nothing_twice(before, done)
+        kill(driver)
+    finally:
+        cluster.end()
+    assert killed >= 3
+    run.finish(undisturbed)
+
+
+def kill_something(
+    run: Run, driver: subprocess.Popen[bytes], cluster: Cluster
+) -> tuple[subprocess.Popen[bytes], Cluster]:
+    """Kill the driver, a worker, both, or the scheduler; return who goes on in their place."""
+    victim = run.rng.choice(["driver", "worker", "workers", "scheduler"])
+    if victim in ("worker", "workers"):
+        numbers = [run.rng.randrange(2)] if victim == "worker" else [0, 1]
+        for number in numbers:
+            kill(cluster.workers[number])
+        for number in numbers:
+            cluster.replace(number)
+        return driver, cluster
+    kill(driver if victim == "driver" else cluster.scheduler)
+    if victim == "scheduler":
+        wait_for(lambda: driver.poll() is not None, "the driver's end")
+        cluster.end()
+        cluster = Cluster(run.folder)
+    return run.driver(cluster.address), cluster

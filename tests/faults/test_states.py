@@ -1,0 +1,176 @@
+"""Any order of saving, crashing, resuming, appending, dropping, damaging and mending.
+
+The oracle is what a list of integer arrays in memory says: sums of them are exact.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+ROWS, BLOCK, P = 10, 4, 3
+BLOCKS = 3
+Save = tuple[str, tuple[str, ...], str | None]
+"""Source, checkpoints and append_dim of a call of save."""
+
+
+class Crash(BaseException):
+    """Ends a save between two blocks, as a signal would."""
+
+
+def values(source: str, checkpoint: str) -> np.ndarray:
+    seed = [int(source[1:]), int(checkpoint[1:])]
+    return np.random.default_rng(seed).integers(-3, 4, (ROWS, P)).astype("f4")
+
+
+def features(source: str, checkpoints: tuple[str, ...], budget: int) -> xr.Dataset:
+    """Return features whose blocks crash once the budget is spent."""
+    ds = simulate_features(n_samples=ROWS, proj_dim=P, n_checkpoints=len(checkpoints), chunks=BLOCK)
+    left = [budget]
+
+    def spend(block: np.ndarray) -> np.ndarray:
+        if block.size:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash
+        return block
+
+    data = np.stack([values(source, name) for name in checkpoints], axis=-1)
+    feature = da.map_blocks(
+        spend, da.from_array(data, chunks=(BLOCK, -1, 1)), dtype="f4",
+        meta=np.empty((0, 0, 0), "f4"), name="feature-" + dask.base.tokenize(source, checkpoints),
+    )  # fmt: skip
+    ids = {name: int(name[1:]) for name in checkpoints}
+    number = 100 * int(source[1:]) + np.arange(ROWS)
+    return ds.assign(feature=(ds.feature.dims, feature)).assign_coords(
+        checkpoint=np.array(checkpoints, dtype=object), number=("sample", number)
+    ).assign_attrs(
+        source=source, checkpoints={name: name for name in checkpoints}, checkpoint_ids=ids
+    )  # fmt: skip
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.store = self.folder / "f.zarr"
+        self.sources = ["s0"]
+        self.checkpoints = ["c0"]
+        self.saves: list[Save] = [("s0", ("c0",), None)]
+        self.pending: list[Save] = list(self.saves)
+        self.dropped: set[int] = set()
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def save(self, call: Save, budget: int) -> bool:
+        """Save; return whether it came to its end."""
+        source, checkpoints, append_dim = call
+        try:
+            td.save(
+                features(source, checkpoints, budget), self.store, append_dim=append_dim,
+                progress=False,
+            )  # fmt: skip
+        except Crash:
+            return False
+        except td.IncompleteFeaturesError:
+            assert len(self.pending) > 1  # others lack blocks, or this checkpoint
+        return True
+
+    @rule(budget=st.integers(0, 8))
+    @precondition(lambda self: self.pending)
+    def resume(self, budget: int) -> None:
+        if self.save(self.pending[0], budget):
+            self.pending.pop(0)
+
+    @rule(budget=st.integers(0, 8))
+    @precondition(lambda self: not self.pending and len(self.sources) < 3)
+    def append_samples(self, budget: int) -> None:
+        source = f"s{len(self.sources)}"
+        self.sources.append(source)
+        self.begin([(source, tuple(self.checkpoints), "sample")], budget)
+
+    @rule(budget=st.integers(0, 8))
+    @precondition(lambda self: not self.pending and len(self.checkpoints) < 3)
+    def append_checkpoint(self, budget: int) -> None:
+        name = f"c{len(self.checkpoints)}"
+        self.checkpoints.append(name)
+        self.begin([(source, (name,), "checkpoint") for source in self.sources], budget)
+
+    def begin(self, calls: list[Save], budget: int) -> None:
+        self.saves += calls
+        self.pending = calls
+        self.resume(budget)
+
+    @rule(number=st.integers(0, 299))
+    @precondition(lambda self: not self.pending)
+    def drop(self, number: int) -> None:
+        here = {100 * int(source[1:]) + i for source in self.sources for i in range(ROWS)}
+        gone = ({number} & here) - self.dropped
+        opened = td.drop(self.store, where=lambda ds: ds.number == number)
+        self.dropped |= gone
+        assert opened.sizes["sample"] == len(here) - len(self.dropped)
+
+    @rule(which=st.integers(0, 10**6), kind=st.sampled_from(["flip", "tear", "lose"]))
+    @precondition(lambda self: not self.pending)
+    def damage_and_mend(self, which: int, kind: str) -> None:
+        chunks = sorted(self.store.glob("**/feature/c/*/0/*"))
+        chunk = chunks[which % len(chunks)]
+        data = bytearray(chunk.read_bytes())
+        data[which % len(data)] ^= 1 << which % 8
+        if kind == "lose":
+            chunk.unlink()
+        else:
+            chunk.write_bytes(data if kind == "flip" else data[:-1])
+        found = td.verify(self.store, checksums=True, repair=True)
+        assert list(found.path) == [str(chunk.relative_to(self.store))]
+        for call in self.saves:  # all but one have nothing to do
+            self.pending = [*self.saves]
+            assert self.save(call, 1)
+        self.pending = []
+
+    @invariant()
+    def opens_as_it_should(self) -> None:
+        if not self.store.exists():
+            return
+        if self.pending:
+            with pytest.raises((td.IncompleteFeaturesError, FileNotFoundError)):
+                td.open(self.store)
+            return
+        opened = td.open(self.store)
+        expected = [
+            np.stack([values(source, name) for name in self.checkpoints], axis=-1)
+            for source in self.sources
+        ]
+        numbers = np.concatenate([100 * int(s[1:]) + np.arange(ROWS) for s in self.sources])
+        left = ~np.isin(numbers, sorted(self.dropped))
+        x = np.concatenate(expected)[left]
+        np.testing.assert_array_equal(opened.number, numbers[left])
+        np.testing.assert_array_equal(opened.feature, x)
+        assert [str(name) for name in opened.checkpoint.values] == self.checkpoints
+        np.testing.assert_array_equal(opened.gram, np.einsum("npc,nqc->pqc", x, x))
+        assert td.verify(self.store, checksums=True).empty
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_store__any_order_of_events() -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    profile = settings()
+    short = settings(max_examples=max(5, profile.max_examples // 4), stateful_step_count=10)
+    with dask.config.set(scheduler="sync"):
+        run_state_machine_as_test(StoreMachine, settings=short)

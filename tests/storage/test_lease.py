@@ -1,0 +1,151 @@
+"""One writer at a time, whoever comes second and however the first ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import trakdask as td
+from trakdask.storage import lease as lease_module
+from trakdask.storage.lease import lease
+from trakdask.storage.place import Place
+from trakdask.testing import simulate_features
+
+FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+DEAD = {"host": "elsewhere", "pid": 1, "process_started": 0, "token": "x", "since": 0}
+
+
+def leases(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("records/lease-*"))
+
+
+def put(folder: Path, name: str, content: dict[str, object] | bytes) -> None:
+    (folder / "records").mkdir(exist_ok=True)
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (folder / "records" / name).write_bytes(data)
+
+
+def test_lease__second_is_refused_and_told_who(tmp_path: Path) -> None:
+    place = Place(str(tmp_path))
+    with lease(place, "td.save"):
+        with (
+            pytest.raises(td.StoreBusyError, match=rf"process {os.getpid()} on .*td.save, since"),
+            lease(place, "td.save"),
+        ):
+            raise AssertionError("two hold it")
+        assert leases(tmp_path) == ["lease-1.json"]
+    assert leases(tmp_path) == []
+
+
+def test_lease__refusal_says_how_to_break_it(tmp_path: Path) -> None:
+    put(tmp_path, "lease-3.json", {**DEAD, "renewed": time.time()})
+    with (
+        pytest.raises(td.StoreBusyError, match=r"wait \d+ s or delete .*/records/lease-3.json"),
+        lease(Place(str(tmp_path)), "td.save"),
+    ):
+        pass
+    (tmp_path / "records/lease-3.json").unlink()
+    with lease(Place(str(tmp_path)), "td.save"):
+        pass
+
+
+def test_lease__of_another_machine_expires(tmp_path: Path) -> None:
+    put(tmp_path, "lease-3.json", {**DEAD, "renewed": time.time() - 121})
+    with lease(Place(str(tmp_path)), "td.save"):
+        assert leases(tmp_path) == ["lease-4.json"]
+
+
+def test_lease__of_a_dead_process_of_this_machine(tmp_path: Path) -> None:
+    content = lease_module._self("td.save") | {"process_started": 0, "renewed": time.time()}
+    put(tmp_path, "lease-1.json", content)
+    with lease(Place(str(tmp_path)), "td.save"):
+        assert leases(tmp_path) == ["lease-2.json"]
+
+
+def test_lease__torn(tmp_path: Path) -> None:
+    put(tmp_path, "lease-1.json", b'{"host": ')
+    with lease(Place(str(tmp_path)), "td.save"):
+        assert leases(tmp_path) == ["lease-2.json"]
+
+
+def test_lease__taken_away(tmp_path: Path) -> None:
+    with (  # noqa: PT012 - the end of the block is what raises
+        pytest.raises(td.StoreBusyError, match=r"was taken away.*process 1 on elsewhere"),
+        lease(Place(str(tmp_path)), "td.save"),
+    ):
+        (tmp_path / "records/lease-1.json").unlink()
+        put(tmp_path, "lease-2.json", {**DEAD, "renewed": time.time()})
+    assert leases(tmp_path) == ["lease-2.json"]
+
+
+def test_lease__is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "_RENEWED_EVERY_S", 0.01)
+    path = tmp_path / "records/lease-1.json"
+    with lease(Place(str(tmp_path)), "td.save"):
+        first = json.loads(path.read_bytes())["renewed"]
+        deadline = time.monotonic() + 30
+        while json.loads(path.read_bytes())["renewed"] == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("url", ["{}", "memory://{}/lease"])
+@pytest.mark.parametrize("before", [False, True])
+def test_lease__of_many_at_once_one_at_a_time(tmp_path: Path, url: str, before: bool) -> None:
+    """Eight threads, with nobody before them or an expired lease: never two inside."""
+    place = Place(url.format(tmp_path))
+    if before:
+        content = json.dumps({**DEAD, "renewed": 0}).encode()
+        place.write("records/lease-3.json", content)
+    inside, most, held = [0], [0], [0]
+
+    def hold() -> None:
+        for _ in range(5):
+            try:
+                with lease(place, "td.save"):
+                    inside[0] += 1
+                    most[0] = max(most[0], inside[0])
+                    held[0] += 1
+                    time.sleep(0.002)
+                    inside[0] -= 1
+            except td.StoreBusyError:
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=hold) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 1
+    assert held[0] >= 1
+
+
+def test_save__two_drivers_never_interleave(tmp_path: Path) -> None:
+    put(tmp_path, "lease-1.json", {**DEAD, "renewed": time.time()})
+    for call in (td.save, lambda _, store, **__: td.verify(store, repair=True)):
+        with pytest.raises(td.StoreBusyError):
+            call(FEATURES, tmp_path, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["records"]
+    (tmp_path / "records/lease-1.json").unlink()
+    assert td.save(FEATURES, tmp_path, progress=False).sizes["sample"] == 40
+
+
+def test_lease__killed_holder_is_replaced_at_once(tmp_path: Path) -> None:
+    script = """if True:
+        import os, sys
+        from trakdask.storage.lease import lease
+        from trakdask.storage.place import Place
+        with lease(Place(sys.argv[1]), "td.save"):
+            os._exit(9)
+    """
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)]).returncode == 9
+    assert leases(tmp_path) == ["lease-1.json"]
+    with lease(Place(str(tmp_path)), "td.save"):
+        assert leases(tmp_path) == ["lease-2.json"]

@@ -1,0 +1,88 @@
+"""The same store on a real server that speaks S3, in this process; what a folder does, it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import dask
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+
+import trakdask as td
+from trakdask.storage.lease import lease
+from trakdask.storage.place import Place
+from trakdask.testing import simulate_features
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:moto"),
+]
+
+FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[dict[str, object]]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        yield {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def place(options: dict[str, object], request: pytest.FixtureRequest) -> Place:
+    bucket = f"s3://bucket-{abs(hash(request.node.name))}"
+    fs, path = Place(bucket, options)._fs()
+    fs.mkdir(path)
+    return Place(f"{bucket}/f.zarr", options)
+
+
+def save(place: Place, **more: object) -> object:
+    with dask.config.set(scheduler="threads", num_workers=2):
+        return td.save(FEATURES, place.url, storage_options=place.options, progress=False, **more)
+
+
+def test_save__to_s3_and_again(place: Place) -> None:
+    opened = save(place)
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+    np.testing.assert_array_equal(opened.label, FEATURES.label)
+    before = place.sizes()
+    save(place)
+    changed = set(place.sizes()) ^ set(before)
+    assert all("/runs/" in path for path in changed)
+    assert not [path for path in before if "lease" in path or path.endswith(".partial")]
+    assert td.verify(place.url, checksums=True, storage_options=place.options).empty
+
+
+def test_verify__damage_on_s3(place: Place) -> None:
+    save(place)
+    data = bytearray(place.read("feature/c/1/0/0"))
+    data[7] ^= 1
+    place.write("feature/c/1/0/0", bytes(data))
+    place.remove("feature/c/2/0/1")
+    options = {"storage_options": place.options}
+    found = td.verify(place.url, checksums=True, repair=True, **options)
+    assert sorted(found.path) == ["feature/c/1/0/0", "feature/c/2/0/1"]
+    with pytest.raises(td.IncompleteFeaturesError):
+        td.open(place.url, **options)
+    np.testing.assert_array_equal(save(place).feature, FEATURES.feature)
+
+
+def test_lease__of_s3_is_created_if_absent(place: Place) -> None:
+    place.create("records/x", b"1")
+    with pytest.raises(FileExistsError):
+        place.create("records/x", b"2")
+    assert place.read("records/x") == b"1"
+    place.remove("records/x")
+    with lease(place, "td.save"), pytest.raises(td.StoreBusyError, match=r"td\.save, since"):
+        save(place)
+
+
+def test_open__nowhere_on_s3(place: Place) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no store"):
+        td.open(place.url, storage_options=place.options)

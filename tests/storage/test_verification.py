@@ -1,0 +1,168 @@
+"""Damage of every kind is found, named, and mended by computing nothing else again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+WHOLE = "feature-" + 32 * "0"
+FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    td.save(FEATURES, tmp_path / "f.zarr", progress=False)
+    return tmp_path / "f.zarr"
+
+
+def save_and_count(store: Path) -> int:
+    """Save again; return how many blocks were computed for it, and check all of the result."""
+    calls: list[int] = []
+
+    def count(block: np.ndarray) -> np.ndarray:
+        calls.append(bool(block.size))
+        return block
+
+    data = da.map_blocks(
+        count, FEATURES.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"), name=WHOLE
+    )
+    counted = FEATURES.assign(feature=(FEATURES.feature.dims, data))
+    opened = td.save(counted, store, progress=False)
+    whole = xr.merge([FEATURES, td.gram(FEATURES)], compat="override", join="override").compute()
+    for name in ("feature", "output", "out_to_loss", "label"):
+        np.testing.assert_array_equal(opened[name], whole[name])
+    np.testing.assert_allclose(opened.gram, whole.gram, rtol=1e-6, atol=1e-5)
+    assert td.verify(store, checksums=True).empty
+    return sum(calls)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify__nothing_is_wrong(store: Path) -> None:
+    for checksums in (False, True):
+        found = td.verify(store, checksums=checksums)
+        assert found.empty
+        assert list(found) == ["path", "found", "block", "checkpoint", "remedy"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(truncate, "513 bytes instead of 516"), (Path.unlink, "no such file")],
+)
+def test_verify__torn_or_lost_chunk(
+    store: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    damage(store / "feature/c/1/0/0")
+    (fault,) = td.verify(store).to_dict("records")
+    assert (fault["path"], fault["block"], fault["checkpoint"]) == ("feature/c/1/0/0", "1", 0)
+    assert words in fault["found"]
+    assert "td.save(features, store)" in fault["remedy"]
+    assert save_and_count(store) == 1  # sizes are looked at by every save
+
+
+def test_verify__bit_flip(store: Path) -> None:
+    flip(store / "feature/c/2/0/1")
+    assert td.verify(store).empty
+    (fault,) = td.verify(store, checksums=True).to_dict("records")
+    assert (fault["path"], fault["block"], fault["checkpoint"]) == ("feature/c/2/0/1", "2", 1)
+    with pytest.raises(ValueError, match="checksum"):  # no reader takes it for numbers
+        td.open(store).feature.compute()
+    td.verify(store, checksums=True, repair=True)
+    with pytest.raises(td.IncompleteFeaturesError, match="7 of 8"):
+        td.open(store)
+    assert save_and_count(store) == 1
+
+
+def test_verify__damaged_gram(store: Path) -> None:
+    flip(store / "gram/c/0/0/1")
+    (fault,) = td.verify(store, checksums=True, repair=True).to_dict("records")
+    assert (fault["path"], fault["block"]) == ("gram/c/0/0/1", "gram")
+    assert save_and_count(store) == 0
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "feature/zarr.json", "label/zarr.json"])
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_verify__metadata(store: Path, name: str, damage: Callable[[Path], None]) -> None:
+    before = (store / name).read_bytes()
+    damage(store / name)
+    (fault,) = td.verify(store).to_dict("records")
+    assert fault["path"] == name
+    td.verify(store, repair=True)
+    assert (store / name).read_bytes() == before
+    assert save_and_count(store) == 0
+
+
+def test_save__damaged_metadata_are_not_another_store(store: Path) -> None:
+    truncate(store / "zarr.json")
+    with pytest.raises(FileExistsError, match=r"damaged.*td.verify\(store, repair=True\)"):
+        td.save(FEATURES, store, progress=False)
+    with pytest.raises(FileNotFoundError, match=r"td.verify\(store\)"):
+        td.open(store)
+
+
+def test_verify__damaged_record(store: Path) -> None:
+    record = next(store.glob("records/*/*/1.json"))
+    truncate(record)
+    (fault,) = td.verify(store, checksums=True, repair=True).to_dict("records")
+    assert fault["path"] == str(record.relative_to(store))
+    assert save_and_count(store) == 1
+
+
+def test_verify__coord(store: Path) -> None:
+    flip(next((store / "label/c").iterdir()))
+    (fault,) = td.verify(store, checksums=True).to_dict("records")
+    assert fault["path"].startswith("label/c/")
+    assert "new_store" in fault["remedy"]
+
+
+def test_verify__foreign_and_partial_files(store: Path) -> None:
+    (store / "feature/notes.txt").write_text("mine")
+    (store / "feature/c/0/0/0.abc.partial").write_text("half")
+    found = td.verify(store).set_index("path").found
+    assert dict(found) == {
+        "feature/notes.txt": "a foreign file",
+        "feature/c/0/0/0.abc.partial": "left half written by a writer that was killed",
+    }
+    td.verify(store, repair=True)
+    assert list(td.verify(store).path) == ["feature/notes.txt"]
+    assert (store / "feature/notes.txt").read_text() == "mine"
+
+
+def test_save__sweeps_partial_files(store: Path) -> None:
+    (store / "feature/c/0/0/0.abc.partial").write_text("half")
+    assert save_and_count(store) == 0
+
+
+def test_verify__without_its_list_of_files(store: Path) -> None:
+    template = next(store.glob("records/*/template.json"))
+    truncate(template)
+    with pytest.raises(FileNotFoundError, match=r"no readable template\.json.*new store"):
+        td.verify(store)
+    with pytest.raises(FileNotFoundError, match="there is no store"):
+        td.verify(store.parent / "nowhere")
+
+
+def test_records__hold_sizes_and_checksums(store: Path) -> None:
+    record = json.loads(min(store.glob("records/*/*/0.json")).read_text())
+    assert {path: size for path, (size, _) in record["files"].items()} == {
+        "feature/c/0/0/0": 16 * 8 * 4 + 4,
+        "output/c/0/0": 16 * 4 + 4,
+        "out_to_loss/c/0/0": 16 * 4 + 4,
+    }

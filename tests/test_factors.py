@@ -1,0 +1,247 @@
+"""Every estimator against a few lines of float64 numpy, to 1e-10; and what refuses to meet."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+N, M, P, C = 60, 11, 5, 3
+RATES = {"c0": 0.1, "c1": 0.3, "c2": 0.02}
+
+
+def dataset(n: int, seed: int, chunks: int, shift: float = 0.0) -> xr.Dataset:
+    """Float64 features; ``shift`` makes Q negative for some."""
+    made = simulate_features(n, P, C, chunks=chunks)
+    rng = np.random.default_rng(seed)
+    values = {"feature": rng.standard_normal((n, P, C)), "out_to_loss": rng.random((n, C)) - shift}
+    return made.assign(
+        {
+            name: made[name].copy(data=da.from_array(v, chunks=made[name].data.chunks))
+            for name, v in values.items()
+        }
+    )
+
+
+TRAIN, TARGETS, SIGNED = dataset(N, 0, 16), dataset(M, 1, 4), dataset(N, 0, 16, shift=0.5)
+
+
+def parts(train: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return train.feature.values, TARGETS.feature.values, train.out_to_loss.values
+
+
+def kernels(train: xr.Dataset, h: np.ndarray, lam: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
+    """φ(z)ᵀ (K + λI)⁻¹ φ(t), (n, m, C), and φ(z)ᵀ (K + λI)⁻¹ φ(z), (n, C)."""
+    x, t, _ = parts(train)
+    across, own = [], []
+    for c in range(C):
+        inverse = np.linalg.inv((x[..., c] * h[:, [c]]).T @ x[..., c] + lam * np.eye(P))
+        across.append(x[..., c] @ inverse @ t[..., c].T)
+        own.append(np.diag(x[..., c] @ inverse @ x[..., c].T))
+    return np.stack(across, -1), np.stack(own, -1)
+
+
+def oracle(train: xr.Dataset, estimator: str, power: float = 0.5) -> np.ndarray:
+    """Per-checkpoint scores (n, m, C) whose mean is the score."""
+    x, t, q = parts(train)
+    pooled = q.mean(1)[:, None, None]
+    sign = np.where(pooled < 0, -1, 1)
+    dot = np.einsum("spc,tpc->stc", x, t)
+    if estimator == "trak":
+        return kernels(train, np.ones_like(q))[0] * pooled
+    if estimator == "soft":
+        across, _ = kernels(train, q**power * (1 - q))
+        return across * (q**power).mean(1)[:, None, None]
+    if estimator == "relatif":
+        across, own = kernels(train, np.ones_like(q))
+        return across * pooled / np.sqrt(own.mean(1)[:, None, None] * pooled**2)
+    if estimator == "grad_dot":
+        return dot * pooled
+    if estimator == "grad_cos":
+        norms = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(t, axis=1)
+        return dot / norms * sign
+    return C * dot * q[:, None] * np.array(list(RATES.values()))
+
+
+def options(estimator: str) -> dict[str, object]:
+    if estimator == "tracin":
+        return {"learning_rates": RATES}
+    return {} if estimator.startswith("grad") else {"damping": td.Absolute(2.0)}
+
+
+ESTIMATORS = ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "train"),
+    [(each, TRAIN) for each in ESTIMATORS]
+    + [(each, SIGNED) for each in ESTIMATORS if each != "soft"],
+)
+def test_score__float64_equals_dense_numpy(estimator: str, train: xr.Dataset) -> None:
+    expected = oracle(train, estimator)
+    found = td.score(train, TARGETS, estimator=estimator, **options(estimator))
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected.mean(-1), rtol=1e-10, atol=1e-12)
+    apart = td.score(train, TARGETS, estimator=estimator, average=False, **options(estimator))
+    np.testing.assert_allclose(apart, expected, rtol=1e-10, atol=1e-12)
+    assert apart.dims == ("sample", "target", "checkpoint")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_group_score__float64_equals_sums_of_dense_numpy(estimator: str) -> None:
+    found = td.group_score(TRAIN, TARGETS, by="label", estimator=estimator, **options(estimator))
+    dense = oracle(TRAIN, estimator).mean(-1)
+    expected = [dense[TRAIN.label.values == label].sum(0) for label in (0, 1)]
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("power", [0, 0.25, 1])
+def test_score__power(power: float) -> None:
+    found = td.score(TRAIN, TARGETS, estimator="soft", power=power, damping=td.Absolute(2))
+    np.testing.assert_allclose(found, oracle(TRAIN, "soft", power).mean(-1), rtol=1e-10)
+
+
+def test_score__automatic_soft_is_the_damping_it_reports() -> None:
+    rng = np.random.default_rng(0)
+    scale = xr.DataArray(0.6 ** np.arange(P, dtype="f4"), dims="proj_dim")
+    train, targets = (
+        made.assign(feature=made.feature * scale)
+        for made in (simulate_features(200, P, C, chunks=64), simulate_features(60, P, C, seed=1))
+    )
+    step = (train.feature * train.out_to_loss).sum("sample") / (200 * scale**2 + (scale**2).sum())
+    f = (targets.feature * step).sum("proj_dim").values
+    f += 0.2 * f.std() * rng.standard_normal(f.shape)
+    targets = targets.assign(output=targets.output.copy(data=da.from_array(f, chunks=(16, 1))))
+    chosen = td.damping(train, targets, estimator="soft").compute()
+    assert np.isfinite(chosen.relative)
+    found = td.score(train, targets, estimator="soft", average=False)
+    for c in range(C):
+        one = [ds.isel(checkpoint=[c]) for ds in (train, targets)]
+        lam = td.Absolute(float(chosen.damping[c]))
+        apart = td.score(*one, estimator="soft", damping=lam)
+        g = np.sqrt(train.out_to_loss.values.astype("f8"))
+        ratio = (g.mean(1) / g[:, c])[:, None]
+        np.testing.assert_allclose(found[..., c], apart * ratio, rtol=1e-4, atol=1e-6)
+    assert found.dtype == np.float32
+
+
+def test_score__grad_cos_of_a_zero_feature_is_nan_without_warning() -> None:
+    x = TRAIN.feature.values.copy()
+    x[3, :, 1] = 0
+    train = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(16, P, 1))))
+    found = td.score(train, TARGETS, estimator="grad_cos").values
+    assert np.isnan(found[3]).all()
+    assert np.isfinite(np.delete(found, 3, 0)).all()
+
+
+def test_score__learning_rates_as_array_in_any_order() -> None:
+    rates = xr.DataArray([0.02, 0.1, 0.3], coords={"checkpoint": ["c2", "c0", "c1"]})
+    found = td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=rates)
+    expected = td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=RATES)
+    np.testing.assert_array_equal(found, expected)
+    assert found.attrs["learning_rates"] == "0.1, 0.3, 0.02"
+
+
+def test_score__attrs_say_the_formula() -> None:
+    soft = td.score(TRAIN, TARGETS, estimator="soft", damping=0.1).attrs
+    assert soft["formula"].endswith("mean_c[q^0.5]")
+    assert soft["gram_weights"] == "q^0.5 (1 - q)"
+    assert soft["damping"] == "0.1 tr(K^2)/tr(K)"
+    assert "gram_weights" not in td.score(TRAIN, TARGETS, estimator="grad_dot").attrs
+
+
+@pytest.mark.parametrize("estimator", ["trak", "soft", "grad_dot"])
+def test_self_influence__equals_dense_numpy(estimator: str) -> None:
+    x, _, q = parts(TRAIN)
+    g = (np.sqrt(q) if estimator == "soft" else q).mean(1)[:, None]
+    own = np.square(x).sum(1)
+    if estimator != "grad_dot":
+        own = kernels(TRAIN, np.sqrt(q) * (1 - q) if estimator == "soft" else np.ones_like(q))[1]
+    found = td.self_influence(TRAIN, estimator=estimator, **options(estimator))
+    np.testing.assert_allclose(found, (own * g**2).mean(1), rtol=1e-10)
+    apart = td.self_influence(TRAIN, estimator=estimator, average=False, **options(estimator))
+    np.testing.assert_allclose(apart, own * g**2, rtol=1e-10)
+    assert (found >= 0).all()
+    assert found.dims == ("sample",)
+    assert set(found.coords) == {"label"}
+
+
+def test_self_influence__is_the_score_of_a_sample_with_itself_times_g() -> None:
+    for estimator in ("trak", "soft"):
+        scores = td.score(TRAIN, TRAIN, estimator=estimator, damping=0.1).values
+        q = TRAIN.out_to_loss.values
+        g = (np.sqrt(q) if estimator == "soft" else q).mean(1)
+        found = td.self_influence(TRAIN, estimator=estimator, damping=0.1)
+        np.testing.assert_allclose(found, np.diag(scores) * g, rtol=1e-10)
+
+
+def test_score__soft_for_regression_is_trak() -> None:
+    task = "Regression(inputs=('x',), target='y', positional=True)"
+    train, targets = (ds.assign_attrs(task=task) for ds in (SIGNED, TARGETS))
+    soft = td.score(train, targets, estimator="soft", power=1, damping="closed_form")
+    np.testing.assert_array_equal(soft, td.score(train, targets, estimator="trak"))
+    with pytest.raises(ValueError, match=r"power is 0.5 and the task Regression"):
+        td.score(train, targets, estimator="soft", damping="closed_form")
+
+
+def test_score__options_that_do_not_meet() -> None:
+    with pytest.raises(ValueError, match=r"estimator is 'best'; needed one of \['auto', 'trak'"):
+        td.score(TRAIN, TARGETS, estimator="best")
+    with pytest.raises(ValueError, match=r"given with estimator='grad_dot'; needed none"):
+        td.score(TRAIN, TARGETS, estimator="grad_dot", damping=0.1)
+    with pytest.raises(ValueError, match=r"learning_rates are given with estimator='auto'"):
+        td.score(TRAIN, TARGETS, learning_rates=RATES)
+    for rates in (None, {"c0": 0.1}, [0.1] * 3, xr.DataArray([0.1] * 3, dims="checkpoint")):
+        with pytest.raises(ValueError, match=r"needed one of each checkpoint \['c0', 'c1', 'c2'\]"):
+            td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=rates)
+    for power in (-0.1, 1.1, np.nan, "half", True):
+        with pytest.raises(ValueError, match=r"power is .*; needed a number in \[0, 1\]"):
+            td.score(TRAIN, TARGETS, estimator="soft", power=power)
+    with pytest.raises(ValueError, match=r"estimator is 'relatif'; needed one of"):
+        td.self_influence(TRAIN, estimator="relatif")
+
+
+@pytest.mark.parametrize(
+    ("attrs", "chosen"),
+    [
+        ({"task": "ImageClassification(image='x')", "batch_norm": False}, "soft"),
+        ({"task": "TextClassification()", "batch_norm": False}, "soft"),
+        ({"task": "ImageClassification()", "batch_norm": True}, "trak"),
+        ({"task": "ImageClassification()"}, "trak"),
+        ({"task": "CausalLM()", "batch_norm": False}, "trak"),
+        ({"task": "Regression()", "batch_norm": False}, "trak"),
+        ({}, "trak"),
+    ],
+)
+def test_score__automatic_estimator(attrs: dict, chosen: str) -> None:
+    train = TRAIN.assign_attrs(attrs)
+    targets = TARGETS.assign_attrs(attrs)
+    for ds in (train, targets):
+        for name in {"task", "batch_norm"} - set(attrs):
+            ds.attrs.pop(name, None)
+    found = td.score(train, targets, damping=0.1)
+    assert found.attrs["estimator"] == chosen
+    expected = td.score(train, targets, damping=0.1, estimator=chosen)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(
+        td.self_influence(train, damping=0.1),
+        td.self_influence(train, damping=0.1, estimator=chosen),
+    )
+
+
+def test_score__damping_that_was_chosen_before() -> None:
+    chosen = td.damping(TRAIN, damping=0.2, estimator="soft").compute()
+    again = td.score(TRAIN, TARGETS, estimator="soft", damping=chosen.isel(checkpoint=[2, 0, 1]))
+    np.testing.assert_array_equal(again, td.score(TRAIN, TARGETS, estimator="soft", damping=0.2))
+    assert again.attrs["damping"] == "given"
+    alone = td.score(TRAIN, TARGETS, estimator="soft", damping=chosen.damping)
+    np.testing.assert_array_equal(again, alone)
+    for bad in (TRAIN, chosen.damping.drop_vars("checkpoint"), chosen.curve):
+        with pytest.raises(ValueError, match=r"needed 'damping' of each checkpoint.*td\.damping"):
+            td.score(TRAIN, TARGETS, damping=bad)
+    with pytest.raises(ValueError, match=r"is of \['c0', 'c2'\]; needed checkpoint 'c1' too"):
+        td.score(TRAIN, TARGETS, damping=chosen.isel(checkpoint=[0, 2]))

@@ -1,0 +1,296 @@
+"""Samples that fail are recorded, and everything after is as if they were not there."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import trakdask as td
+
+N = 20
+RAISES, NOT_FINITE = [3, 4, 17], [9, 16]
+BAD = sorted(RAISES + NOT_FINITE)
+GOOD = [i for i in range(N) if i not in BAD]
+
+
+class Counting(td.tasks.ImageClassification):
+    """Counts what it was given."""
+
+    seen: ClassVar[list[int]] = []
+
+    def output(self, forward, batch):
+        self.seen.append(len(batch["image"]))
+        return super().output(forward, batch)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def model(n: int = 2, task: td.Task | str = "image_classification") -> td.Model:
+    states = {}
+    for seed in range(n):
+        torch.manual_seed(seed)
+        states[f"c{seed}"] = build().state_dict()
+    return td.Model(build, states, task=task)
+
+
+def samples(*, raises: list[int] = RAISES, not_finite: list[int] = NOT_FINITE) -> xr.Dataset:
+    x = np.random.default_rng(0).standard_normal((N, 2, 3)).astype("f4")
+    x[not_finite, 1, 2] = np.inf
+    label = np.arange(N) % 3
+    label[raises] = 99  # of three
+    return td.from_arrays({"image": x}, coords={"label": label}, chunks=8)
+
+
+def featurize(data: xr.Dataset, **options) -> xr.Dataset:
+    options = {"projector": td.Identity(), "on_error": "record", **options}
+    return td.featurize(data, model(), **options)
+
+
+def oracle(**options) -> xr.Dataset:
+    """The samples that do not fail, alone."""
+    good = samples(raises=[], not_finite=[]).isel(sample=GOOD).chunk(sample=8)
+    return td.featurize(good, model(), **options)
+
+
+@pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
+@pytest.mark.parametrize("batch_size", ["auto", 1, 3])
+def test_featurize__failures_are_recorded_and_the_rest_is_right(
+    gradients: str, batch_size: int | str
+) -> None:
+    lazy = featurize(samples(), gradients=gradients, batch_size=batch_size)
+    assert lazy.attrs["on_error"] == "record"
+    assert lazy.error.chunks == ((8, 8, 4), (1, 1))
+    found = lazy.compute(scheduler="sync")
+    expected = oracle(projector=td.Identity(), gradients=gradients).compute(scheduler="sync")
+    for name in ("feature", "output", "out_to_loss"):
+        np.testing.assert_allclose(found[name][GOOD], expected[name], rtol=1e-5, atol=1e-7)
+        assert found[name][BAD].isnull().all()
+    assert (found.error[GOOD] == "").all()
+    for why in found.error[RAISES].values.ravel():
+        assert re.fullmatch(r"\w+Error: index 99 is out of bounds.*", why)
+    # tanh makes 1 of infinity; its gradient is not finite
+    assert set(found.error[NOT_FINITE].values.ravel()) == {"the gradient is NaN or infinite"}
+
+
+@pytest.mark.parametrize("projector", [td.Identity(), td.Rademacher(32), td.SJLT(32)], ids=repr)
+def test_featurize__other_samples_of_a_block_do_not_notice(projector: td.Projector) -> None:
+    """To the bit: a NaN beside a sample must not reach its digits."""
+    with_nan = featurize(samples(raises=[]), projector=projector)
+    without = featurize(samples(raises=[], not_finite=[]), projector=projector)
+    found, expected = (ds.feature.compute(scheduler="sync") for ds in (with_nan, without))
+    kept = [i for i in range(N) if i not in NOT_FINITE]
+    np.testing.assert_array_equal(found[kept], expected[kept])
+
+
+def test_featurize__recording_changes_nothing_where_nothing_fails() -> None:
+    fine = samples(raises=[], not_finite=[])
+    record, raising = (featurize(fine, on_error=how).compute() for how in ("record", "raise"))
+    assert "error" not in raising
+    np.testing.assert_array_equal(record.feature, raising.feature)
+    assert (record.error == "").all()
+
+
+def test_featurize__a_failure_is_found_by_halving() -> None:
+    counted = model(1, task=Counting())
+    data = td.featurize(samples(raises=[3], not_finite=[]), counted, on_error="record")
+    data = data.isel(sample=slice(8))
+    data.compute(scheduler="sync")  # the first time also checks the engine
+    Counting.seen.clear()
+    data.compute(scheduler="sync")
+    assert Counting.seen == [8, 4, 2, 2, 1, 1, 4]
+
+
+def test_featurize__every_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "trakdask"):
+        featurize(samples()).isel(checkpoint=[1]).compute(scheduler="sync")
+    assert "sample 17 failed at checkpoint 'c1': " in caplog.text
+    assert len(caplog.records) == len(BAD)
+
+
+def test_featurize__what_every_sample_of_a_block_raises_is_no_record() -> None:
+    with pytest.raises(td.BlockError, match=r"samples 8:16 of .* failed: .*index 99 is out"):
+        featurize(samples(raises=list(range(8, 16)))).compute(scheduler="sync")
+    with pytest.raises(td.BlockError, match="the task needs 'text'"):
+        td.featurize(samples(), model(task=_NoNames()), on_error="record").compute()
+    alone = featurize(samples(raises=[0]).isel(sample=[0])).compute(scheduler="sync")
+    assert (alone.error != "").all()
+
+
+class _NoNames:
+    def output(self, forward, batch):
+        return forward(batch["text"])[:, 0]
+
+    def out_to_loss(self, forward, batch):
+        return batch["text"]
+
+
+class _Flaky(td.tasks.ImageClassification):
+    error: ClassVar[type[Exception]]
+
+    def output(self, forward, batch):
+        raise self.error("no space left")
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError, torch.OutOfMemoryError])
+def test_featurize__errors_of_the_machine_are_not_of_a_sample(error: type[Exception]) -> None:
+    task = _Flaky()
+    task.error = error
+    features = td.featurize(samples(), model(task=task), on_error="record")
+    with pytest.raises(td.BlockError, match=f"{error.__name__}: no space left"):
+        features.compute(scheduler="sync")
+
+
+def test_featurize__engine_is_checked_on_samples_that_pass() -> None:
+    """The first two fail; the third and fourth show that the model mixes samples."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.flatten(1)
+            return self.head(x - x.mean(0))
+
+    data = samples(raises=[0], not_finite=[1])
+    with pytest.raises(td.BlockError, match=r"a gradient that differs.*mix samples"):
+        td.featurize(data, td.Model(Mixing()), on_error="record").compute()
+
+
+def test_featurize__on_error_is_one_of_two() -> None:
+    with pytest.raises(ValueError, match="on_error is 'skip'; needed 'raise' or 'record'"):
+        featurize(samples(), on_error="skip")
+
+
+def partly_failed(n: int = 60, proj_dim: int = 8) -> tuple[xr.Dataset, xr.Dataset]:
+    """Simulated features of which some samples failed, two at one checkpoint only; and the rest."""
+    whole = td.testing.simulate_features(n, proj_dim, 3).compute()
+    failed = np.zeros((n, 3), bool)
+    failed[[3, 20, 41]] = True
+    failed[[7, 50], [0, 2]] = True
+    error = xr.DataArray(np.where(failed, "why", ""), dims=("sample", "checkpoint"))
+    with_failures = whole.where(error == "").assign(error=error.astype(np.dtypes.StringDType()))
+    return with_failures.chunk(sample=16), whole.isel(sample=~failed.any(axis=1))
+
+
+ESTIMATORS = [
+    {"estimator": "trak"},
+    {"estimator": "relatif"},
+    {"estimator": "soft", "damping": "closed_form"},
+    {"estimator": "grad_dot"},
+    {"estimator": "grad_cos"},
+    {"estimator": "tracin", "learning_rates": {"c0": 0.1, "c1": 0.2, "c2": 0.3}},
+]
+TARGETS = td.testing.simulate_features(60, 8, 3, seed=1)
+
+
+@pytest.mark.parametrize("options", ESTIMATORS, ids=lambda options: options["estimator"])
+def test_score__failed_samples_are_nan_and_the_others_right(options: dict) -> None:
+    features, rest = partly_failed()
+    failed = (features.error != "").compute()
+    features = features.drop_vars("error").where(~failed.any("checkpoint"))
+    scores = td.score(features, TARGETS, **options).compute()
+    expected = td.score(rest, TARGETS, **options)
+    bad = failed.any("checkpoint").values
+    assert np.isnan(scores[bad]).all()
+    np.testing.assert_allclose(scores[~bad], expected, rtol=1e-4, atol=1e-7)
+    top = td.top_k(scores, 57 - 2).compute()
+    assert not np.isin(top.position, np.flatnonzero(bad)).any()
+    groups = td.group_score(features, TARGETS, by="label", **options)
+    np.testing.assert_allclose(groups, scores.groupby("label").sum(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", ESTIMATORS, ids=lambda options: options["estimator"])
+def test_score__failure_at_one_checkpoint(options: dict) -> None:
+    """Such a sample has no score; the gram matrices of the other checkpoints keep it."""
+    features, _ = partly_failed()
+    failed = (features.error != "").any("checkpoint").values
+    scores = td.score(features, TARGETS, **options).compute()
+    assert (np.isnan(scores).all("target").values == failed).all()
+    assert np.isfinite(scores[~failed]).all()
+    groups = td.group_score(features, TARGETS, by="label", **options)
+    np.testing.assert_allclose(groups, scores.groupby("label").sum(), rtol=1e-4, atol=1e-6)
+    gram = td.gram(features)
+    known = features.feature.fillna(0).astype("f8").values
+    np.testing.assert_allclose(gram, np.einsum("spc,sqc->pqc", known, known), rtol=1e-4, atol=1e-4)
+
+
+def test_score__by_completeness_with_failures() -> None:
+    features, rest = partly_failed()
+    phi, q = rest.feature.values.astype("f8"), rest.out_to_loss.values.astype("f8")
+    known = np.einsum("spc,sc,sqc->cpq", phi, q**0.5 * (1 - q), phi)
+    step = np.einsum("spc,s->cp", phi, (q**0.5).mean(axis=1))
+    newton = [
+        np.linalg.solve(k + np.trace(k) / len(q) * np.eye(8), r)
+        for k, r in zip(known, step, strict=True)
+    ]
+    targets = TARGETS.compute()
+    targets["output"][:] = np.einsum("spc,cp->sc", targets.feature, newton)  # ρ = 1
+    options = {"estimator": "soft", "damping": "completeness"}
+    scores = td.score(features, targets, **options).compute()
+    failed = (features.error != "").any("checkpoint").values
+    assert (np.isnan(scores).all("target").values == failed).all()
+    found, expected = (td.damping(ds, targets, **options).compute() for ds in (features, rest))
+    assert expected.relative == 1
+    assert 0.5 < found.relative < 2  # two samples are in some of the gram matrices
+    assert found.peak > 0.99
+
+
+def test_self_influence__of_failed_samples_is_nan() -> None:
+    features, _ = partly_failed()
+    failed = (features.error != "").any("checkpoint").values
+    for estimator in ("trak", "soft", "grad_dot"):
+        options = {} if estimator == "grad_dot" else {"damping": "closed_form"}
+        own = td.self_influence(features, estimator=estimator, **options)
+        assert (np.isnan(own.compute()).values == failed).all()
+
+
+def test_top_k__of_a_failed_target_is_empty() -> None:
+    targets, _ = partly_failed()
+    top = td.top_k(td.score(TARGETS, targets), 2).compute()
+    failed = (targets.error != "").any("checkpoint").values
+    assert ((top.position == -1).all("rank").values == failed).all()
+    assert top.label.dtype == np.float64
+    assert (np.isnan(top.label).all("rank").values == failed).all()
+
+
+def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:
+    lazy = featurize(samples())
+    opened = td.save(lazy, tmp_path / "f.zarr", progress=False)
+    assert set(opened.coords) == {"label", "checkpoint", "error"}
+    np.testing.assert_array_equal(opened.error, lazy.error)
+    failed = opened.error.to_series().loc[lambda why: why != ""]
+    assert sorted({position for position, _ in failed.index}) == BAD
+    assert np.isfinite(opened.gram).all()
+    targets = oracle(projector=td.Identity()).isel(sample=slice(4))
+    expected = td.score(oracle(projector=td.Identity()), targets, damping="closed_form")
+    scores = td.score(opened, targets, damping="closed_form")
+    np.testing.assert_allclose(scores[GOOD], expected, rtol=1e-3, atol=1e-9)
+    good = opened.where((opened.error == "").all("checkpoint"), drop=True)
+    assert good.sizes["sample"] == len(GOOD)
+
+
+def test_save__goes_on_recording_where_a_run_that_raises_stopped(tmp_path: Path) -> None:
+    store = tmp_path / "f.zarr"
+    with pytest.raises(td.BlockError):
+        td.save(featurize(samples(raises=[17]), on_error="raise"), store, progress=False)
+    assert "error" not in td.open(store, require_complete=False)
+    recorded = td.save(featurize(samples(raises=[17])), store, progress=False)
+    assert np.argwhere(recorded.error.values != "")[:, 0].tolist() == [9, 9, 16, 16, 17, 17]
+    again = td.save(featurize(samples(raises=[17]), on_error="raise"), store, progress=False)
+    np.testing.assert_array_equal(again.error, recorded.error)
+
+
+def test_save__no_failure_is_no_file(tmp_path: Path) -> None:
+    td.save(featurize(samples(raises=[], not_finite=[])), tmp_path / "f.zarr", progress=False)
+    assert [path.name for path in (tmp_path / "f.zarr" / "error").iterdir()] == ["zarr.json"]

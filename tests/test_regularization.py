@@ -1,0 +1,376 @@
+"""The automatic damping against dense float64 numpy; its order of rules, and its warnings."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import dask
+import dask.array as da
+import dask.callbacks
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+GRID = 10.0 ** np.linspace(-2, 2, 17)
+N, P, C, M = 120, 8, 3, 60
+
+
+def dataset(n: int, seed: int, chunks: int = 32, task: str = "simulated") -> xr.Dataset:
+    """Float64 features with falling eigenvalues, shaped as those of featurize."""
+    made = simulate_features(n, P, C, chunks=chunks)
+    rng = np.random.default_rng(seed)
+    feature = rng.standard_normal((n, P, C)) * 0.6 ** np.arange(P)[:, None]
+    values = {"feature": feature, "out_to_loss": rng.random((n, C)), "output": np.zeros((n, C))}
+    return made.assign(
+        {
+            name: made[name].copy(data=da.from_array(v, chunks=made[name].data.chunks))
+            for name, v in values.items()
+        }
+    ).assign_attrs(source=f"{seed}", task=task)
+
+
+def weights(ds: xr.Dataset, power: float) -> tuple[np.ndarray, np.ndarray]:
+    q = ds.out_to_loss.values.astype("f8")
+    return q**power * (1 - q), (q**power).mean(1)
+
+
+def totals(train: xr.Dataset, rows: xr.Dataset, rho: float, h, g) -> np.ndarray:
+    """Mean over checkpoints of φ(t)ᵀ (K + λI)⁻¹ r, one checkpoint after the other."""
+    found = []
+    for c in range(C):
+        x, t = train.feature.values[..., c].astype("f8"), rows.feature.values[..., c]
+        k = (x * h[:, [c]]).T @ x
+        lam = rho * np.trace(k) / len(x)
+        found.append(t @ np.linalg.inv(k + lam * np.eye(P)) @ (g @ x))
+    return np.mean(found, axis=0)
+
+
+def totals_left_out(train: xr.Dataset, rho: float, h, g) -> np.ndarray:
+    """As totals, of each row under the sums of the others, at the λ of all."""
+    found = np.zeros(len(g))
+    for c in range(C):
+        x = train.feature.values[..., c].astype("f8")
+        lam = rho * np.trace((x * h[:, [c]]).T @ x) / len(x)
+        for z in range(len(x)):
+            o = np.arange(len(x)) != z
+            k = (x[o] * h[o][:, [c]]).T @ x[o] + lam * np.eye(P)
+            found[z] += x[z] @ np.linalg.inv(k) @ (g[o] @ x[o]) / C
+    return found
+
+
+def oracle(curve: np.ndarray, m: int) -> float:
+    best = curve.max()
+    return max(
+        r for r, c in zip(GRID, curve, strict=True) if c >= best - (1 - best**2) / m**0.5 / 2
+    )
+
+
+def following(train: xr.Dataset, rows: xr.Dataset, rho: float, noise: float = 0.3) -> xr.Dataset:
+    """Give rows outputs that are their totals at a damping, and noise."""
+    f = totals(train, rows, rho, *weights(train, 0.5))
+    f = f + noise * f.std() * np.random.default_rng(9).standard_normal(len(f))
+    return with_outputs(rows, f)
+
+
+def with_outputs(rows: xr.Dataset, f: np.ndarray) -> xr.Dataset:
+    apart = f[:, None] + np.linspace(-1, 1, C)  # the mean over checkpoints is f
+    data = da.from_array(apart, chunks=rows.output.data.chunks)
+    return rows.assign(output=rows.output.copy(data=data))
+
+
+TRAIN = dataset(N, 0)
+TARGETS = following(TRAIN, dataset(M, 1, 25), 0.5)
+RANDOM = with_outputs(TARGETS, np.random.default_rng(5).standard_normal(M))
+
+
+def quiet(function, *args, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **options).compute(scheduler="sync")
+
+
+def closed_form(train: xr.Dataset, h: np.ndarray) -> np.ndarray:
+    x = train.feature.values
+    k = np.stack([(x[..., c] * h[:, [c]]).T @ x[..., c] for c in range(C)])
+    return 0.03 * (k**2).sum((1, 2)) / np.trace(k, axis1=1, axis2=2)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_damping__by_targets(power: float) -> None:
+    """The outputs choose under weights of power ½; ρ is then one of the estimator's own matrix."""
+    h, g = weights(TRAIN, 0.5)
+    curve = np.array(
+        [
+            np.corrcoef(totals(TRAIN, TARGETS, rho, h, g), TARGETS.output.mean("checkpoint"))[0, 1]
+            for rho in GRID
+        ]
+    )
+    found = td.damping(TRAIN, TARGETS, estimator="soft", power=power).compute()
+    np.testing.assert_allclose(found.curve, curve, atol=1e-10)
+    assert float(found.relative) == oracle(curve, M)
+    assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
+    assert float(found.threshold) == pytest.approx(
+        curve.max() - (1 - curve.max() ** 2) / M**0.5 / 2, abs=1e-10
+    )
+    assert str(found.rule.values) == "completeness, targets"
+    x = TRAIN.feature.values
+    trace = np.einsum("spc,spc,sc->c", x, x, weights(TRAIN, power)[0])
+    np.testing.assert_allclose(found.damping, float(found.relative) * trace / N, rtol=1e-12)
+    np.testing.assert_array_equal(found.relative_damping, GRID)
+    np.testing.assert_array_equal(found.checkpoint, TRAIN.checkpoint)
+
+
+def test_damping__by_training_rows_left_out() -> None:
+    h, g = weights(TRAIN, 0.5)
+    f = totals_left_out(TRAIN, 0.5, h, g)
+    f = f + 0.2 * f.std() * np.random.default_rng(9).standard_normal(N)
+    train = with_outputs(TRAIN, f)
+    found = td.damping(train, estimator="soft").compute()
+    curve = np.array([np.corrcoef(totals_left_out(train, r, h, g), f)[0, 1] for r in GRID])
+    np.testing.assert_allclose(found.curve, curve, atol=1e-10)
+    assert float(found.relative) == oracle(curve, N)
+    assert str(found.rule.values) == "completeness, training rows left out"
+
+
+def test_damping__trak_takes_the_relative_value_of_soft_weights() -> None:
+    soft = td.damping(TRAIN, TARGETS, estimator="soft").compute()
+    trak = td.damping(TRAIN, TARGETS, "completeness", estimator="trak").compute()
+    np.testing.assert_allclose(trak.curve, soft.curve, atol=1e-12)
+    trace = (TRAIN.feature.values**2).sum((0, 1))
+    np.testing.assert_allclose(trak.damping, float(soft.relative) * trace / N, rtol=1e-12)
+    assert str(td.damping(TRAIN, TARGETS).rule.compute().values) == "0.03 tr(K^2)/tr(K)"
+
+
+def test_damping__given_weights_of_the_gram_matrix() -> None:
+    h = np.random.default_rng(3).random((N, C))
+    given = xr.DataArray(h, dims=("sample", "checkpoint"))
+    found = td.damping(TRAIN, TARGETS, estimator="soft", weights=given).compute()
+    g = weights(TRAIN, 0.5)[1]
+    curve = [
+        np.corrcoef(totals(TRAIN, TARGETS, rho, h, g), TARGETS.output.mean("checkpoint"))[0, 1]
+        for rho in GRID
+    ]
+    np.testing.assert_allclose(found.curve, curve, atol=1e-10)
+
+
+@settings(max_examples=8)
+@given(
+    st.integers(10, N),
+    st.integers(10, M),
+    st.lists(st.floats(1e-4, 1e4), min_size=C, max_size=C),
+    st.sampled_from(["sync", "threads"]),
+)
+def test_damping__free_of_chunks_scheduler_and_gradient_scales(
+    rows: int, target_rows: int, scales: list[float], scheduler: str
+) -> None:
+    expected = td.damping(TRAIN, TARGETS, estimator="soft").compute()
+    scale = xr.DataArray(scales, dims="checkpoint")
+    ours, theirs = (
+        ds.assign(feature=ds.feature * scale).chunk(sample=size)
+        for ds, size in ((TRAIN, rows), (TARGETS, target_rows))
+    )
+    found = td.damping(ours, theirs, estimator="soft").compute(scheduler=scheduler)
+    assert float(found.relative) == float(expected.relative)
+    np.testing.assert_allclose(found.curve, expected.curve, atol=1e-9)
+    np.testing.assert_allclose(found.damping, expected.damping * np.square(scales), rtol=1e-9)
+
+
+def test_damping__same_bits_on_schedulers_and_a_cluster(client) -> None:
+    lazy = td.damping(TRAIN, TARGETS, estimator="soft").damping
+    here = lazy.compute(scheduler="sync").values.tobytes()
+    assert here == lazy.compute(scheduler="threads").values.tobytes()
+    assert here == lazy.compute().values.tobytes()
+
+
+def test_damping__order_of_the_rules() -> None:
+    calibrate = following(TRAIN, dataset(70, 2), 0.1)
+    with_calibration = td.damping(TRAIN, RANDOM, estimator="soft", calibrate=calibrate)
+    assert str(with_calibration.rule.values) == "completeness, calibration set"
+    random = with_outputs(calibrate, np.random.default_rng(6).standard_normal(70))
+    with pytest.warns(UserWarning, match="calibration set correlate .* the targets instead"):
+        found = td.damping(TRAIN, TARGETS, estimator="soft", calibrate=random).compute()
+    assert str(found.rule.values) == "completeness, targets"
+    h, g = weights(TRAIN, 0.5)
+    train = with_outputs(TRAIN, totals_left_out(TRAIN, 0.5, h, g))
+    with pytest.warns(UserWarning, match="the training rows left out instead"):
+        found = td.damping(train, RANDOM, estimator="soft").compute()
+    assert str(found.rule.values) == "completeness, training rows left out"
+
+
+def test_damping__closed_form_is_last() -> None:
+    with pytest.warns(UserWarning, match="instead") as caught:
+        found = td.damping(TRAIN, RANDOM, estimator="soft").compute(scheduler="sync")
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == 2
+    assert "of the targets correlate at most" in texts[0]
+    assert "are all alike" in texts[1]  # the outputs of TRAIN are 0
+    assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
+    assert np.isnan(found.relative)
+    np.testing.assert_allclose(found.damping, closed_form(TRAIN, weights(TRAIN, 0.5)[0]))
+
+
+def test_damping__few_targets_or_samples() -> None:
+    few = TARGETS.isel(sample=slice(49))
+    with pytest.warns(UserWarning, match=r"there are 49 targets; .* needs 50.*calibrate="):
+        lazy = td.damping(TRAIN, few, estimator="soft")
+    assert "targets" not in str(quiet(lambda: lazy).rule.values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        td.damping(TRAIN, few, estimator="soft", calibrate=following(TRAIN, dataset(50, 2), 1))
+        found = td.damping(TRAIN.isel(sample=slice(49)), estimator="soft").compute()
+    assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
+    one = td.damping(TRAIN.isel(sample=[3]), estimator="soft").compute()
+    assert np.isfinite(one.damping).all()
+    with pytest.raises(ValueError, match=r"calibrate has 49 samples; needed 50 or more"):
+        td.damping(TRAIN, TARGETS, estimator="soft", calibrate=few)
+
+
+def test_damping__few_checkpoints() -> None:
+    two = [ds.isel(checkpoint=[0, 1]) for ds in (TRAIN, TARGETS)]
+    with pytest.warns(UserWarning, match=r"from 2 checkpoints; 3 or more .* two small models"):
+        td.damping(*two, estimator="soft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        td.damping(*two, estimator="soft", damping="closed_form")
+        td.score(*two)
+
+
+def test_damping__nan_targets_are_left_out() -> None:
+    f = TARGETS.feature.values.copy()
+    f[7] = np.nan
+    holed = TARGETS.assign(feature=TARGETS.feature.copy(data=da.from_array(f, chunks=(25, P, 1))))
+    found = td.damping(TRAIN, holed, estimator="soft").compute()
+    good = td.damping(TRAIN, TARGETS.isel(sample=np.arange(M) != 7), estimator="soft").compute()
+    np.testing.assert_allclose(found.curve, good.curve, atol=1e-12)
+
+
+def test_damping__rows_that_are_nan_in_part_and_bad_q_are_errors() -> None:
+    x = TRAIN.feature.values.copy()
+    x[5, 0, 1] = np.nan  # a whole row would be a sample that was recorded as failed
+    holed = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(32, P, 1))))
+    with pytest.raises(ValueError, match="checkpoint 'c1' is not finite"):
+        td.damping(holed, TARGETS, estimator="soft").compute(scheduler="sync")
+    signed = TRAIN.assign(out_to_loss=TRAIN.out_to_loss - 0.5)
+    with pytest.raises(ValueError, match=r"out_to_loss lies in \[-0\.\d+.*Type estimator='trak'"):
+        td.damping(signed, TARGETS, estimator="soft").compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("q", [0.0, 1.0])
+def test_damping__all_weights_zero(q: float) -> None:
+    flat = TRAIN.assign(out_to_loss=TRAIN.out_to_loss * 0 + q)
+    found = quiet(td.damping, flat, TARGETS, estimator="soft")
+    np.testing.assert_array_equal(found.damping, 0)
+    assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(np.linalg.LinAlgError, match="not positive definite"):
+            td.score(flat, TARGETS, estimator="soft").compute(scheduler="sync")
+
+
+def test_damping__q_of_some_samples_exactly_0_or_1() -> None:
+    q = TRAIN.out_to_loss.values.copy()
+    q[:20], q[20:40] = 0, 1
+    train = TRAIN.assign(out_to_loss=TRAIN.out_to_loss.copy(data=da.from_array(q, chunks=(32, 1))))
+    found = td.damping(train, TARGETS, estimator="soft").compute()
+    h, g = weights(train, 0.5)
+    curve = [
+        np.corrcoef(totals(train, TARGETS, rho, h, g), TARGETS.output.mean("checkpoint"))[0, 1]
+        for rho in GRID
+    ]
+    np.testing.assert_allclose(found.curve, curve, atol=1e-10)
+
+
+def test_damping__each_block_is_read_once_and_nothing_is_large() -> None:
+    read: list[tuple[int, ...]] = []
+
+    def block(block_id: tuple[int, ...]) -> np.ndarray:
+        read.append(block_id)
+        return np.random.default_rng(block_id).standard_normal((200, P, 1)).astype("f4")
+
+    n, m = 1000, 900
+    data = da.map_blocks(
+        block, chunks=((200,) * 5, (P,), (1,) * C), dtype="f4", meta=np.empty((0, 0, 0), "f4")
+    )
+    made = simulate_features(n, P, C, chunks=200)
+    train = made.assign(feature=made.feature.copy(data=data))
+    targets = simulate_features(m, P, C, chunks=300, seed=1)
+    sizes: list[int] = []
+
+    def count(key, result, graph, state, worker) -> None:
+        if isinstance(result, np.ndarray):
+            sizes.append(result.size)
+
+    with dask.callbacks.Callback(posttask=count):
+        quiet(td.damping, train, targets, estimator="soft")
+    assert sorted(read) == [(b, 0, c) for b in range(5) for c in range(C)]
+    assert len(sizes) > 15
+    assert max(sizes) < n * m / 10
+
+
+@pytest.mark.parametrize(
+    ("damping", "rule"), [(0.5, "0.5 tr(K^2)/tr(K)"), ("closed_form", "0.03 tr(K^2)/tr(K)")]
+)
+def test_damping__rules_without_outputs(damping, rule: str) -> None:
+    found = td.damping(TRAIN, damping=damping, estimator="soft").compute()
+    expected = closed_form(TRAIN, weights(TRAIN, 0.5)[0])
+    factor = damping / 0.03 if damping == 0.5 else 1
+    np.testing.assert_allclose(found.damping, factor * expected, rtol=1e-12)
+    assert str(found.rule.values) == rule
+    assert np.isnan(found.relative)
+    assert np.isnan(found.curve).all()
+
+
+def test_damping__dataset_survives_a_store(tmp_path) -> None:
+    found = td.damping(TRAIN, TARGETS, estimator="soft").compute()
+    numbers = found.drop_vars(["rule", "checkpoint"])
+    numbers.to_zarr(tmp_path / "d.zarr", consolidated=False)
+    opened = xr.open_zarr(tmp_path / "d.zarr", consolidated=False)
+    xr.testing.assert_identical(opened.compute(), numbers)
+
+
+def test_damping__options_that_do_not_meet() -> None:
+    calibrate = following(TRAIN, dataset(70, 2), 0.1)
+    with pytest.raises(ValueError, match=r"calibrate is given with damping='auto'.*'trak'"):
+        td.damping(TRAIN, TARGETS, calibrate=calibrate)
+    with pytest.raises(td.StoreMismatchError, match="calibration and training features differ"):
+        td.damping(
+            TRAIN, estimator="soft", calibrate=calibrate.assign_attrs(projector={"kind": "other"})
+        )
+    with pytest.raises(ValueError, match=r"estimator is 'tracin'; needed one of"):
+        td.damping(TRAIN, TARGETS, estimator="tracin")
+    with pytest.raises(ValueError, match=re.escape("needed 'output'")):
+        td.damping(TRAIN, TARGETS.drop_vars("output"), estimator="soft")
+
+
+def test_damping__quadratic_loss_has_weights_one() -> None:
+    task = "Regression(inputs=('x',), target='y', positional=True)"
+    train = dataset(N, 0, task=task)
+    signed = train.assign(out_to_loss=train.out_to_loss - 0.5)
+    r = signed.out_to_loss.values.mean(1)
+    f = totals(signed, TARGETS, 0.5, np.ones((N, C)), r)
+    targets = with_outputs(TARGETS, f).assign_attrs(task=task)
+    found = td.damping(signed, targets, "completeness").compute()
+    curve = [np.corrcoef(totals(signed, TARGETS, rho, np.ones((N, C)), r), f)[0, 1] for rho in GRID]
+    np.testing.assert_allclose(found.curve, curve, atol=1e-10)
+    soft = td.damping(signed, targets, estimator="soft", power=1).compute()
+    np.testing.assert_array_equal(soft.damping, found.damping)
+    with pytest.raises(ValueError, match=r"power is 0.5 and the task Regression.*Type power=1"):
+        td.damping(signed, targets, estimator="soft")
+
+
+@pytest.mark.slow
+def test_damping__on_worker_processes(process_client) -> None:
+    lazy = td.damping(TRAIN, TARGETS, estimator="soft")
+    xr.testing.assert_identical(dask.compute(lazy)[0], lazy.compute(scheduler="sync"))
+
+
+@pytest.mark.parametrize(("n", "rule"), [(60, "training rows left out"), (20, "closed form")])
+def test_damping__few_targets_says_what_chooses_instead(n: int, rule: str) -> None:
+    with pytest.warns(UserWarning, match=rf"3 targets.*It is chosen by (the )?{rule}"):
+        td.damping(TRAIN.isel(sample=slice(n)), TARGETS.isel(sample=slice(3)), estimator="soft")

@@ -1,0 +1,117 @@
+"""Submissions: tried again after errors that pass, failures named, on threads and on clusters."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from uuid import uuid4
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from distributed import Client, KilledWorker, LocalCluster
+
+import trakdask as td
+from trakdask.scheduling import active_client, n_slots, run
+
+FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
+
+
+def flaky(failures: int, calls: Path) -> xr.Dataset:
+    """The same features; the first calls fail, as on a network that comes back; by files."""
+    calls.mkdir()
+
+    def fail(block: np.ndarray) -> np.ndarray:
+        if block.size:
+            (calls / uuid4().hex).touch()
+            if len(list(calls.iterdir())) <= failures:
+                raise OSError("connection reset")
+        return block
+
+    whole = "feature-" + 32 * "0"  # a layer that passes for featurize's own
+    meta = np.empty((0, 0, 0), "f4")
+    data = da.map_blocks(fail, FEATURES.feature.data, dtype="f4", meta=meta, name=whole)
+    return FEATURES.assign(feature=(FEATURES.feature.dims, data))
+
+
+def test_save__further_attempts_compute_only_what_is_missing(tmp_path: Path) -> None:
+    features, broken = flaky(2, tmp_path / "calls"), flaky(100, tmp_path / "broken")
+    with dask.config.set(scheduler="sync"):
+        opened = td.save(features, tmp_path / "f.zarr", progress=False, retries=2)
+        assert len(list((tmp_path / "calls").iterdir())) == 6 + 2
+        np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+        with pytest.raises(OSError, match="connection reset"):
+            td.save(broken, tmp_path / "b.zarr", progress=False, retries=2)
+    assert len(list((tmp_path / "broken").iterdir())) == 3
+
+
+def test_save__further_attempts_on_a_cluster(client: Client, tmp_path: Path) -> None:
+    features = flaky(2, tmp_path / "calls")
+    opened = td.save(features, tmp_path / "f.zarr", progress=False, retries=2)
+    assert 6 < len(list((tmp_path / "calls").iterdir())) <= 6 + 2
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+
+
+def test_run__nothing_to_do() -> None:
+    run(lambda: None, retries=3)
+
+
+def test_run__block_that_kills_its_workers_is_named() -> None:
+    worker = type("Worker", (), {"address": "tcp://somewhere"})()
+
+    def submission(name: str) -> da.Array:
+        def killed(block_id: tuple[int, ...]) -> np.ndarray:
+            raise KilledWorker((name, 3, 0), worker, 3)
+
+        meta = np.empty(0, bool)
+        return da.map_blocks(killed, chunks=((1,),), dtype=bool, meta=meta, name=name)
+
+    def samples_of(block: int) -> str:
+        return f"samples {8 * block}:{8 * block + 8} of checkpoint 'c1'"
+
+    with dask.config.set(scheduler="sync"):
+        with pytest.raises(td.BlockError, match=r"samples 24:32 of .*'c1' failed: 4 worker proc"):
+            run(lambda: submission("featurize-0"), retries=0, samples_of=samples_of)
+        # Numbered by what is missing: no block's number.
+        with pytest.raises(td.BlockError, match=r"task \('save-0', 3, 0\) failed: 4 worker"):
+            run(lambda: submission("save-0"), retries=0, samples_of=samples_of)
+
+
+class Deadly(td.tasks.ImageClassification):
+    """Ends the process at one image."""
+
+    def output(self, forward, batch):
+        if (batch["image"][:, 0] == 13).any():
+            os._exit(1)
+        return super().output(forward, batch)
+
+
+@pytest.mark.slow
+def test_save__block_that_kills_its_workers_is_named(tmp_path: Path) -> None:
+    x = np.arange(40, dtype="f4")[:, None].repeat(4, 1)
+    samples = td.from_arrays({"image": x, "label": np.arange(40) % 3}, chunks=8)
+    model = td.Model(torch.nn.Linear(4, 3), task=Deadly())
+    features = td.featurize(samples, model, projector=td.Identity())
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
+        LocalCluster(**options) as cluster,
+        Client(cluster),
+        pytest.raises(td.BlockError, match=r"samples 8:16 of checkpoint '0' failed: 2 worker"),
+    ):
+        td.save(features, tmp_path / "f.zarr", progress=False)
+
+
+def test_n_slots__of_each_scheduler(client: Client) -> None:
+    assert n_slots() == 2
+    assert active_client() is client
+    with dask.config.set(scheduler="threads"):
+        assert active_client() is None
+        assert n_slots() == dask.system.CPU_COUNT
+        with dask.config.set(num_workers=3):
+            assert n_slots() == 3
+    with dask.config.set(scheduler="sync"):
+        assert n_slots() == 1

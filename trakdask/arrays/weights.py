@@ -1,0 +1,140 @@
+"""Weights of samples, from model outputs and from the norms of features."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import dask.array as da
+import numpy as np
+from dask.base import tokenize
+
+from trakdask.arrays.blocks import Block, Blocks, flat, require_features
+
+__all__ = ["inverse_norm", "soft_gram_weights", "soft_loss_weights", "squared_norm"]
+
+#: How far outside [0, 1] rounding may put 1 - p.
+_ROUNDING = 1e-6
+
+
+def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
+    """Return g = q^a of Q = q in [0, 1]; a is ``power``.
+
+    Parameters
+    ----------
+    out_to_loss
+        q, (sample, checkpoint), float, any chunks; what rounding puts outside [0, 1] is clipped,
+        and NaN, of a sample that was recorded as failed, stays NaN.
+    power
+        a, in [0, 1].
+
+    Returns
+    -------
+    (sample, checkpoint) float64, lazy.
+
+    Raises
+    ------
+    ValueError
+        At compute time, if q is not in [0, 1].
+
+    Examples
+    --------
+    >>> soft_loss_weights(da.from_array(np.array([[0.25, 1.0]])), 0.5).compute().tolist()
+    [[0.5, 1.0]]
+    """
+    return _elementwise(_loss_weights, out_to_loss, power)
+
+
+def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
+    """Return h = q^a (1 - q): up to a factor the slope of q^a in f = log((1 - q)/q).
+
+    Parameters and errors are those of :func:`soft_loss_weights`.
+
+    Examples
+    --------
+    >>> soft_gram_weights(da.from_array(np.array([[0.25, 1.0]])), 0.5).compute().tolist()
+    [[0.375, 0.0]]
+    """
+    return _elementwise(_gram_weights, out_to_loss, power)
+
+
+def _elementwise(function: Callable[..., Block], out_to_loss: da.Array, power: float) -> da.Array:
+    result: da.Array = da.map_blocks(
+        functools.partial(function, power=float(power)),
+        out_to_loss,
+        name=f"soft{function.__name__.replace('_', '-')}-{tokenize(out_to_loss.name, power)}",
+        dtype=np.float64,
+        meta=np.empty((0, 0), np.float64),
+    )
+    return result
+
+
+def _loss_weights(q: Block, power: float) -> Block:
+    return np.power(_probability(q), power)
+
+
+def _gram_weights(q: Block, power: float) -> Block:
+    q = _probability(q)
+    weights: Block = np.power(q, power) * (1 - q)
+    return weights
+
+
+def _probability(q: Block) -> Block:
+    if ((q < -_ROUNDING) | (q > 1 + _ROUNDING)).any():  # never true of NaN
+        raise ValueError(
+            f"out_to_loss lies in [{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; soft weights need "
+            "1 - p, in [0, 1]. Type estimator='trak', with damping='closed_form' or a number."
+        )
+    return np.clip(q.astype(np.float64), 0, 1)
+
+
+def squared_norm(feature: da.Array) -> da.Array:
+    """Return ‖φ_c(z)‖², (sample, checkpoint) float64, lazy, in the chunks of ``feature``.
+
+    Examples
+    --------
+    >>> squared_norm(da.full((1, 2, 1), 3.0, chunks=(1, 2, 1))).compute().tolist()
+    [[18.0]]
+    """
+    require_features(feature, name="feature", caller="squared_norm")
+    result: da.Array = da.blockwise(
+        _squared_norm,
+        "sc",
+        feature,
+        "spc",
+        concatenate=False,
+        align_arrays=False,
+        name="squared-norm-" + tokenize(feature.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0), np.float64),
+    )
+    return result
+
+
+def _squared_norm(feature: Blocks) -> Block:
+    (phi,) = flat(feature)
+    squared: Block = np.einsum("spc,spc->sc", phi, phi, dtype=np.float64)
+    return squared
+
+
+def inverse_norm(squared: da.Array) -> da.Array:
+    """Return 1/√x, NaN where x is 0; lazy.
+
+    Examples
+    --------
+    >>> inverse_norm(da.from_array(np.array([4.0, 0.0]))).compute().tolist()
+    [0.5, nan]
+    """
+    result: da.Array = da.map_blocks(
+        _inverse_root,
+        squared,
+        name="inverse-norm-" + tokenize(squared.name),
+        dtype=np.float64,
+        meta=np.empty((0,) * squared.ndim, np.float64),
+    )
+    return result
+
+
+def _inverse_root(x: Block) -> Block:
+    positive = x > 0
+    return np.where(positive, 1 / np.sqrt(np.where(positive, x, 1)), np.nan)

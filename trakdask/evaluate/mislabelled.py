@@ -1,0 +1,99 @@
+"""Do attributions find wrong labels? The area under the ROC curve, with its interval."""
+
+from __future__ import annotations
+
+import numpy as np
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.evaluate.labels import (
+    BOUND,
+    BOUNDS,
+    coords_along,
+    lazy_data,
+    lazy_results,
+    require_dims,
+    require_fraction,
+    require_size,
+)
+from trakdask.variables import SAMPLE
+
+__all__ = ["mislabelled_auc"]
+
+
+def mislabelled_auc(
+    values: xr.DataArray,
+    is_mislabelled: np.ndarray | xr.DataArray,
+    *,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Measure how well values tell wrong labels from right ones.
+
+    Parameters
+    ----------
+    values
+        One per training sample, higher where the label is more suspect, such as the self-influence;
+        (sample) or any further dimensions behind, each entry of which is evaluated.
+    is_mislabelled
+        Which labels are wrong, bool (sample,).
+    confidence
+        Of the interval.
+
+    Returns
+    -------
+    Lazy Dataset of ``auc``, the probability that a wrong label has the higher value (0.5 by chance;
+    ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit scale. NaN if a
+    value is NaN.
+
+    Raises
+    ------
+    ValueError
+        If sizes do not agree, or all labels are wrong, or none is.
+
+    References
+    ----------
+    DeLong et al. 1988; Koh and Liang 2017, section 5.4.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
+    >>> td.evaluate.mislabelled_auc(values, [False, True, False, True]).auc.values.item()
+    1.0
+    """
+    values = require_dims(
+        values, (SAMPLE,), name="values", more=True, remedy="Type xr.DataArray(v, dims='sample')."
+    )
+    wrong = np.asarray(is_mislabelled)
+    if wrong.dtype != bool or wrong.ndim != 1:
+        raise ValueError(
+            f"is_mislabelled is {wrong.dtype} of shape {wrong.shape}; needed bool (sample,). "
+            "Type is_mislabelled=(given_label != true_label)."
+        )
+    remedy = "Select the same samples from both."
+    require_size(SAMPLE, ("is_mislabelled", len(wrong)), ("values", values.sizes[SAMPLE]), remedy)
+    if wrong.all() or not wrong.any():
+        raise ValueError(
+            f"{int(wrong.sum())} of {len(wrong)} labels are wrong; needed some of both kinds. "
+            "Flip some labels before training."
+        )
+    require_fraction(confidence, name="confidence", example="confidence=0.95")
+    more = values.dims[1:]
+    sizes = tuple(values.sizes[dim] for dim in more)
+    result = lazy_results(
+        _auc, lazy_data(values), wrong, confidence,
+        variables={
+            "auc": (more, sizes, "probability that a wrong label has the higher value"),
+            "interval": ((BOUND, *more), (2, *sizes), "of auc"),
+        },
+    )  # fmt: skip
+    return result.assign_coords({**coords_along(values, *more), BOUND: BOUNDS})
+
+
+def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
+    more, columns = values.shape[1:], values.reshape(len(values), -1).T
+    found = [arrays.intervals.roc_auc(column, wrong, confidence) for column in columns]
+    return {
+        "auc": np.array([area for area, _ in found]).reshape(more),
+        "interval": np.stack([bounds for _, bounds in found], axis=1).reshape(2, *more),
+    }

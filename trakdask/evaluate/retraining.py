@@ -1,0 +1,277 @@
+"""Models trained on subsets of the samples, one Dask task each, kept in a store."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import xarray as xr
+from dask.base import tokenize
+from numpy.typing import ArrayLike, NDArray
+
+from trakdask.errors import BlockError
+from trakdask.evaluate.labels import (
+    SEED,
+    SUBSET,
+    coords_along,
+    lazy_data,
+    require_dims,
+    require_positive,
+)
+from trakdask.evaluate.records import Records, model_key, open_records
+from trakdask.progress import polled_bar
+from trakdask.variables import SAMPLE, TARGET
+
+__all__ = ["Seeds", "Store", "TrainFn", "retrain", "train_models"]
+
+TrainFn = Callable[[NDArray[np.int64], int], ArrayLike]
+Seeds = int | Sequence[int]
+Store = str | os.PathLike[str]
+
+_one_at_a_time = threading.Lock()
+
+
+def retrain(
+    train_fn: TrainFn,
+    masks: xr.DataArray,
+    targets: int | xr.DataArray,
+    *,
+    seeds: Seeds = 1,
+    store: Store | None = None,
+    tag: str | None = None,
+    progress: bool = True,
+) -> xr.DataArray:
+    """Train a model on every subset, once per seed, and return its outputs for the targets.
+
+    Parameters
+    ----------
+    train_fn
+        A function of the positions of the training samples, int64 and rising, and of a seed below
+        2³¹. It trains a model and returns the outputs f of all targets, (target,). The seed is
+        another one for every model: a function of mask and number in ``seeds``.
+    masks
+        Which samples to train on, bool (subset, sample), of :func:`subsets` or
+        :func:`leave_one_out`.
+    targets
+        How many outputs ``train_fn`` returns, or the scores (sample, target), whose target coords
+        the outputs are to carry.
+    seeds
+        Models per subset, or their numbers. Two or more show how much of an output is noise; see
+        ``ceiling`` of :func:`lds`.
+    store
+        Folder or fsspec URL that all workers reach. With it the models are trained now, on the
+        active Dask client or on threads, and each is kept when it is completed: calling again
+        trains only what is missing, and so does a call with more subsets or seeds.
+    tag
+        What the store knows ``train_fn`` by: its qualified name unless given. The code of the
+        function is not compared; change the tag when it trains differently.
+    progress
+        Show a bar of completed models while the store is filled.
+
+    Returns
+    -------
+    DataArray ``output`` (subset, seed, target), float64: lazy, one task per model; in memory if
+    there is a store.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the store holds models of another tag, number of samples or of targets.
+    BlockError
+        When trained: if ``train_fn`` fails or returns another number of outputs. It names subset
+        and seed.
+    ValueError
+        If masks have other dimensions or are not bool, or options make no sense.
+
+    Notes
+    -----
+    One process trains one model at a time, so that ``train_fn`` may seed global generators, as
+    ``torch.manual_seed`` does; parallel training takes a cluster of processes. Data that
+    ``train_fn`` uses travel with it, once to each worker: let it read what is large.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import trakdask as td
+    >>> from sklearn.datasets import load_iris
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> x, y = load_iris(return_X_y=True)
+    >>> x, y = x[50:], y[50:] - 1
+    >>> def train(positions, seed):
+    ...     model = LogisticRegression(random_state=seed).fit(x[positions], y[positions])
+    ...     return (2 * y[:20] - 1) * model.decision_function(x[:20])
+    >>> outputs = td.evaluate.retrain(train, td.evaluate.subsets(100, 4), 20)
+    >>> outputs.sizes
+    Frozen({'subset': 4, 'seed': 1, 'target': 20})
+    >>> outputs.compute().mean().item() > 0
+    True
+    """
+    masks = require_dims(
+        masks, (SUBSET, SAMPLE), name="masks", remedy="Type td.evaluate.subsets(samples, 100)."
+    )
+    if masks.dtype != bool:
+        raise ValueError(f"masks are {masks.dtype}; needed bool. Type masks.astype(bool).")
+    n_targets, coords = _targets(targets)
+    coords |= coords_along(masks, SUBSET) | {SEED: _seed_numbers(seeds)}
+    names = [f"subset {index}" for index in range(masks.sizes[SUBSET])]
+    data = train_models(
+        train_fn, lazy_data(masks), names, n_targets,
+        seeds=seeds, store=store, tag=tag, progress=progress,
+    )  # fmt: skip
+    attrs = {"description": "output of a model trained on the subset"}
+    return xr.DataArray(
+        data, dims=(SUBSET, SEED, TARGET), coords=coords, name="output", attrs=attrs
+    )
+
+
+def _targets(targets: int | xr.DataArray) -> tuple[int, dict[Any, Any]]:
+    if not isinstance(targets, xr.DataArray):
+        return require_positive(targets, name="targets", example="targets=len(test_labels)"), {}
+    if TARGET not in targets.dims:
+        raise ValueError(
+            f"targets is a DataArray {targets.dims}; needed scores with 'target'. Pass the scores "
+            "of td.score, or the number of targets."
+        )
+    return targets.sizes[TARGET], coords_along(targets, TARGET)
+
+
+def _seed_numbers(seeds: Seeds) -> NDArray[np.int64]:
+    """Return the numbers of the seeds: 0, 1, ... if their count is given."""
+    numbers = np.arange(seeds) if isinstance(seeds, (int, np.integer)) else np.asarray(seeds)
+    is_whole = numbers.ndim == 1 and numbers.dtype.kind in "iu" and len(numbers)
+    if isinstance(seeds, bool) or not is_whole or len(set(numbers.tolist())) < len(numbers):
+        raise ValueError(
+            f"seeds are {seeds!r}; needed an integer >= 1, or different integers. Type seeds=3."
+        )
+    return numbers.astype(np.int64)
+
+
+def train_models(
+    train_fn: TrainFn,
+    masks: da.Array,
+    names: Sequence[str],
+    n_targets: int,
+    *,
+    seeds: Seeds,
+    store: Store | None,
+    tag: str | None,
+    progress: bool,
+) -> da.Array | np.ndarray:
+    """Return outputs (model, seed, target) of masks (model, sample): lazy without a store.
+
+    ``names`` say in errors which model it was.
+    """
+    if not callable(train_fn):
+        raise TypeError(
+            f"train_fn is a {type(train_fn).__name__}; needed a function of (positions, seed). "
+            "Type def train(positions, seed): ..., and pass train."
+        )
+    numbers = _seed_numbers(seeds)
+    if store is None:
+        return _lazy_outputs(train_fn, masks, names, numbers, n_targets, None)
+    spec = {"tag": tag or _tag(train_fn), "samples": masks.shape[1], "targets": n_targets}
+    records = open_records(store, spec)
+    wanted = _keys(masks, numbers)
+    data = _lazy_outputs(train_fn, masks, names, numbers, n_targets, records)
+    title = f"train {records.store.rpartition('/')[2]}"
+    count = functools.partial(_count_done, records, wanted)
+    with polled_bar(title, len(wanted), count, show=progress):
+        (outputs,) = dask.compute(data)
+    return np.asarray(outputs)
+
+
+def _tag(train_fn: TrainFn) -> str:
+    name: str | None = getattr(train_fn, "__qualname__", None)
+    if name is None or "<lambda>" in name:
+        raise ValueError(
+            f"train_fn is {train_fn!r}, which has no name of its own; needed one that the store "
+            "knows it by. Type tag='resnet, 20 epochs'."
+        )
+    return name
+
+
+def _keys(masks: da.Array, seeds: NDArray[np.int64]) -> set[str]:
+    """Name all models, without holding all masks."""
+    rows = masks.rechunk({1: -1})
+    keys = da.map_blocks(
+        functools.partial(_keys_of_rows, seeds=seeds), rows,
+        chunks=(rows.chunks[0], (len(seeds),)), name="keys-" + tokenize(rows.name, seeds),
+        dtype=object, meta=np.empty((0, 0), object),
+    )  # fmt: skip
+    return set(keys.compute().ravel().tolist())
+
+
+def _keys_of_rows(masks: NDArray[np.bool_], seeds: NDArray[np.int64]) -> np.ndarray:
+    keys = [[model_key(mask, seed) for seed in seeds.tolist()] for mask in masks]
+    return np.array(keys, dtype=object)
+
+
+def _count_done(records: Records, wanted: set[str]) -> int:
+    return len(records.done() & wanted)
+
+
+def _lazy_outputs(
+    train_fn: TrainFn,
+    masks: da.Array,
+    names: Sequence[str],
+    seeds: NDArray[np.int64],
+    n_targets: int,
+    records: Records | None,
+) -> da.Array:
+    """Build the graph: one task per (mask, seed); the function is a node, sent to a worker once."""
+    token = tokenize(train_fn, masks.name, names, seeds, n_targets, records)
+    function = dask.delayed(train_fn, name=f"train-fn-{token}", traverse=False)
+    outputs: da.Array = da.blockwise(
+        functools.partial(_train_block, n_targets, records), "mst",
+        masks.rechunk((1, -1)), "mn",
+        da.from_array(np.array(names, dtype=object), chunks=1, name=f"model-name-{token}"), "m",
+        da.from_array(seeds, chunks=1, name=f"seed-{token}"), "s",
+        new_axes={"t": n_targets}, name=f"train-{token}", concatenate=True, align_arrays=False,
+        dtype=np.float64, meta=np.empty((0, 0, 0)), train_fn=function,
+    )  # fmt: skip
+    return outputs
+
+
+def _train_block(
+    n_targets: int,
+    records: Records | None,
+    masks: NDArray[np.bool_],
+    names: np.ndarray,
+    seeds: NDArray[np.int64],
+    *,
+    train_fn: TrainFn,
+) -> NDArray[np.float64]:
+    """Read the outputs of one model, or train it and write them."""
+    (mask,), (name,), seed = masks, names, int(seeds[0])
+    key = model_key(mask, seed)
+    outputs = None if records is None else records.read(key)
+    if outputs is None:
+        try:
+            outputs = _train(train_fn, np.flatnonzero(mask), key, n_targets)
+        except Exception as err:
+            raise BlockError(
+                f"training on {name} ({int(mask.sum())} samples), seed {seed}, failed: "
+                f"{type(err).__name__}: {err}"
+            ) from err
+        if records is not None:
+            records.write(key, outputs)
+    return outputs[None, None]
+
+
+def _train(
+    train_fn: TrainFn, positions: NDArray[np.int64], key: str, n_targets: int
+) -> NDArray[np.float64]:
+    with _one_at_a_time:
+        outputs = np.asarray(train_fn(positions, int(key[:8], 16) >> 1), np.float64)
+    if outputs.shape != (n_targets,):
+        raise ValueError(
+            f"train_fn returned an array of shape {outputs.shape}; needed one output per target, "
+            f"({n_targets},). Return the outputs of all targets, and nothing else."
+        )
+    return outputs

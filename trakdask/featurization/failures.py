@@ -1,0 +1,50 @@
+"""Samples that fail: which errors are theirs, and what is written down of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+__all__ = ["ERROR_DTYPE", "OnError", "is_of_samples", "not_finite", "reason"]
+
+OnError = Literal["raise", "record"]
+
+ERROR_DTYPE = np.dtypes.StringDType()
+_LONGEST_REASON = 200
+_NAMES = ("gradient", "output", "out_to_loss")
+_NOT_OF_SAMPLES = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Of the machine: another attempt may succeed, and the next sample would fail, too."""
+
+
+def is_of_samples(err: Exception) -> bool:
+    """Tell whether an error of a micro-batch may be the fault of what is in it."""
+    return not isinstance(err, _NOT_OF_SAMPLES)
+
+
+def reason(err: Exception) -> str:
+    """Return one line of an error.
+
+    Examples
+    --------
+    >>> reason(IndexError("label 10  is out of bounds"))
+    'IndexError: label 10 is out of bounds'
+    """
+    text = " ".join(f"{type(err).__name__}: {err}".split())
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
+
+
+def not_finite(*arrays: np.ndarray) -> dict[int, str]:
+    """Return which rows of gradient, output and out_to_loss are not finite, and in which of them.
+
+    Examples
+    --------
+    >>> not_finite(np.ones((2, 3)), np.array([1, np.nan]), np.array([np.inf, np.nan]))
+    {0: 'out_to_loss', 1: 'output'}
+    """
+    finite = [np.isfinite(array).reshape(len(array), -1).all(axis=1) for array in arrays]
+    bad = np.flatnonzero(~np.logical_and.reduce(finite))
+    # A bad output makes a bad gradient, so it is the one to name.
+    order = [(_NAMES[i], finite[i]) for i in (1, 0, 2)]
+    return {int(row): next(name for name, good in order if not good[row]) for row in bad}

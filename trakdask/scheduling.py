@@ -1,0 +1,106 @@
+"""Submissions to the active scheduler: further attempts, and names of blocks that fail."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import dask
+import dask.array as da
+from dask.base import get_scheduler
+from distributed import Client, KilledWorker
+
+from trakdask.errors import BlockError
+
+__all__ = ["n_slots", "run"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+def run(
+    submission: Callable[[], da.Array | None],
+    *,
+    retries: int,
+    samples_of: Callable[[int], str] | None = None,
+    compute: Callable[..., T] = dask.compute,
+) -> T | None:
+    """Compute what a submission finds to do, with further attempts after errors that pass.
+
+    Parameters
+    ----------
+    submission
+        Builds the tasks that are missing now; None where nothing is.
+    retries
+        Further attempts: of a task on a cluster, of all that is still missing elsewhere.
+    samples_of
+        Names the samples of a block by its number, for errors.
+    compute
+        Computes the tasks, with ``retries=`` on a cluster.
+
+    Returns
+    -------
+    What ``compute`` returns; None where there was nothing to do.
+
+    Raises
+    ------
+    BlockError
+        If a block ends every worker process that it comes to.
+    """
+    cluster = active_client()
+    attempts = 1 if cluster else retries + 1
+    for left in reversed(range(attempts)):
+        work = submission()
+        if work is None:
+            return None
+        try:
+            return compute(work, **({"retries": retries} if cluster else {}))
+        except KilledWorker as err:
+            raise BlockError(_killed(err, samples_of)) from err
+        except Exception as err:
+            if not left:
+                raise
+            _log.warning("%s: %s; %d more attempts", type(err).__name__, err, left)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def active_client() -> Client | None:
+    """Return the client that dask would compute on, if any."""
+    client = getattr(get_scheduler(), "__self__", None)
+    return client if isinstance(client, Client) else None
+
+
+def n_slots() -> int:
+    """Return how many tasks the active scheduler runs at once.
+
+    Examples
+    --------
+    >>> with dask.config.set(scheduler="sync"):
+    ...     n_slots()
+    1
+    """
+    client = active_client()
+    if client is not None:
+        workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+        return sum(int(worker["nthreads"]) for worker in workers.values())
+    if get_scheduler() is dask.local.get_sync:
+        return 1
+    return int(dask.config.get("num_workers", None) or dask.system.CPU_COUNT)
+
+
+def _killed(err: KilledWorker, samples_of: Callable[[int], str] | None) -> str:
+    # Layers that write are numbered by what is missing, those that make blocks by the blocks.
+    number = re.search(r"^\('(?!save-).*?', (\d+)", str(err.task))
+    what = f"task {err.task}"
+    if number and samples_of is not None:
+        what = samples_of(int(number[1]))
+    return (
+        f"{what} failed: {err.allowed_failures + 1} worker processes died while they computed it; "
+        f"needed no more than {err.allowed_failures} (distributed.scheduler.allowed-failures). If "
+        "they ran out of memory, type samples.chunk(sample=...) with smaller blocks, or a "
+        "batch_size=, or start workers with more memory. Where machines are taken away, raise that "
+        "number before the scheduler starts."
+    )

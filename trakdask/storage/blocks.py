@@ -1,0 +1,134 @@
+"""The tasks that store blocks: chunks first, then the record that says they are there."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import dask
+import dask.array as da
+import numpy as np
+import xarray as xr
+from distributed import as_completed, futures_of
+
+from trakdask import scheduling
+from trakdask._version import __version__
+from trakdask.arrays.half import encode
+from trakdask.provenance import digest
+from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
+from trakdask.storage.place import Recorded, explained
+from trakdask.variables import CHECKPOINT
+
+__all__ = ["about", "run", "save_checkpoint", "storing"]
+
+
+def save_checkpoint(piece: Piece, features: xr.Dataset, index: int, retries: int = 0) -> set[str]:
+    """Compute and store the blocks of a checkpoint that are not there; return the hosts."""
+    missing = functools.partial(_missing, piece, features, index)
+    samples_of = _samples_of(piece, features, index)
+    found = scheduling.run(missing, retries=retries, samples_of=samples_of, compute=run)
+    return found or set()
+
+
+def _samples_of(piece: Piece, features: xr.Dataset, index: int) -> Callable[[int], str] | None:
+    """Return what names the samples of a block, where blocks are those of featurize."""
+    if piece.spec.get("source") != features.attrs.get("source"):
+        return None
+    checkpoint, size = str(features[CHECKPOINT].values[index]), piece.layout["block"]
+
+    def samples_of(block: int) -> str:
+        stop = min((block + 1) * size, piece.layout["samples"])
+        return f"samples {block * size}:{stop} of checkpoint {checkpoint!r}"
+
+    return samples_of
+
+
+def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:
+    done = piece.done(index)
+    todo = [block for block in range(piece.n_blocks) if str(block) not in done]
+    if not todo:
+        return None
+    names = [name for name in (*FEATURE_NAMES, ERROR) if name in features]
+    feature, *others = (features[name].data for name in names)
+    token = digest({"to": piece.place.url, "of": feature.name, "checkpoint": index, "todo": todo})
+    written: da.Array = da.blockwise(
+        functools.partial(_write_block, piece, index), "s",
+        feature.blocks[todo, :, index], "spc",
+        *(item for other in others for item in (other.blocks[todo, index], "sc")),
+        da.from_array(np.array(todo), chunks=1), "s",
+        name=f"save-{token[:32]}",
+        concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
+        dtype=bool, meta=np.empty(0, bool),
+    )  # fmt: skip
+    return written
+
+
+def run(written: da.Array, retries: int = 0) -> set[str]:
+    """Compute tasks for what they store; return the hosts, or raise what the first raises.
+
+    On a cluster each is let go of as soon as it is done, without asking for its empty answer: the
+    scheduler would else compute it again when the worker that holds the answer dies.
+    """
+    options = {"retries": retries} if retries else {}
+    (written,) = dask.persist(written, **options)
+    if not (futures := futures_of(written)):
+        return {socket.gethostname()}  # threads, or this thread: all is done
+    client, finished = futures[0].client, as_completed(futures)
+    del written, futures
+    for future in finished:
+        if future.status != "finished":
+            future.result()
+    return {str(urlsplit(address).hostname) for address in client.nthreads()}
+
+
+def about(started: float) -> dict[str, Any]:
+    """Return what a record tells of the task that wrote it."""
+    return {
+        "host": socket.gethostname(),
+        "started": started,
+        "ended": time.time(),
+        "trakdask_version": __version__,
+    }
+
+
+@contextmanager
+def storing(piece: Piece, what: str) -> Iterator[None]:
+    """Say what could not be stored, and that the rest is safe."""
+    try:
+        yield
+    except OSError as err:
+        text = (
+            f"{what} could not be stored in {piece.place.url!r} ({type(err).__name__}: {err}); "
+            "completed blocks are safe. Mend the cause and type the same td.save(...) again: it "
+            "goes on from here."
+        )
+        raise explained(err, text) from err
+
+
+def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
+    started = time.time()
+    *values, (block,) = blocks
+    with storing(piece, f"block {block} of checkpoint {index}"):
+        store = Recorded(piece.place.zarr())
+        group = piece.group(store)
+        start = int(block) * piece.layout["block"]
+        rows = slice(start, start + len(values[0]))
+        for name, value in _stored(piece, values).items():
+            # No chunk of errors means none; one that an earlier attempt wrote is removed.
+            of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
+            of[(rows, ..., slice(index, index + 1))] = value
+        piece.write_record(index, str(block), store.written, about(started))
+    return np.ones(1, bool)
+
+
+def _stored(piece: Piece, values: list[np.ndarray]) -> dict[str, np.ndarray]:
+    named = dict(zip((*FEATURE_NAMES, ERROR), values, strict=False))
+    named.setdefault(ERROR, np.full(values[1].shape, "", np.dtypes.StringDType()))
+    if piece.layout["dtype"] == "float16":
+        named["feature"], named[SCALE] = encode(named["feature"])
+    return named

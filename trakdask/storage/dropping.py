@@ -1,0 +1,150 @@
+"""Samples that are left out of a store: marked, and taken out of its sums."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import dask
+import numpy as np
+import xarray as xr
+import zarr
+from zarr.codecs import Crc32cCodec
+
+from trakdask.estimators import Weights
+from trakdask.locations import location
+from trakdask.storage.drops import DROPS, latest
+from trakdask.storage.lease import lease
+from trakdask.storage.opening import open
+from trakdask.storage.parts import pieces
+from trakdask.storage.piece import GRAM, SUMS, array
+from trakdask.storage.place import Place, Recorded
+from trakdask.storage.sums import reduced
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+
+__all__ = ["drop"]
+
+
+def drop(
+    store: str | os.PathLike[str],
+    *,
+    where: xr.DataArray | Callable[[xr.Dataset], xr.DataArray],
+    storage_options: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Leave samples out of a store from now on, and out of the gram matrix that it keeps.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote, complete.
+    where
+        True for the samples to drop: boolean (sample), along what :func:`open` returns; or a
+        function of that Dataset, as in ``where=lambda ds: ds.source == "spam"``.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+
+    Returns
+    -------
+    What :func:`open` returns from now on.
+
+    Raises
+    ------
+    ValueError
+        If ``where`` is no boolean (sample), or drops all.
+    IncompleteFeaturesError
+        If the store is not complete.
+    StoreBusyError
+        If another process writes the store.
+
+    Notes
+    -----
+    The features stay on the disk; ``td.open(store, dropped=True)`` shows and marks them. What is
+    kept beside them is corrected by the dropped rows alone. Integers give the same bits as a sum
+    over what is left; else the difference adds a rounding error like that of the sum itself, as
+    long as what goes weighs less (by the trace) than what is left. Where it weighs more, or is not
+    finite, the sums of the checkpoint are reduced again from what is left.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
+    ...     left = td.drop(f"{folder}/f.zarr", where=saved.label == 1)
+    ...     left.sizes["sample"]
+    4
+    """
+    place = Place(location(store), storage_options or {})
+    with lease(place, "td.drop"):
+        ds = open(store, storage_options=storage_options)
+        chosen = _chosen(ds, where)
+        if chosen.any():
+            _write(place, ds, chosen)
+    return open(store, storage_options=storage_options)
+
+
+def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
+    mask = where(ds) if callable(where) else where
+    found = type(mask).__name__
+    if isinstance(mask, xr.DataArray):
+        found = f"{mask.dtype} {dict(mask.sizes)}"
+        if mask.dtype == bool and dict(mask.sizes) == {SAMPLE: ds.sizes[SAMPLE]}:
+            chosen = np.asarray(mask.values)
+            if not chosen.all():
+                return chosen
+            found = "true for all"
+    raise ValueError(
+        f"where is {found}; needed a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), true for "
+        "some samples. Type where=lambda ds: ds.source == 'spam', with a coord of yours."
+    )
+
+
+def _write(place: Place, ds: xr.Dataset, chosen: np.ndarray) -> None:
+    """Write the mask of all that are dropped by now, and the sums over the others."""
+    n_pieces, before = len(pieces(place)), latest(place)
+    mask = open(place.url, storage_options=place.options, dropped=True).dropped.values.copy()
+    mask[np.flatnonzero(~mask)[chosen]] = True
+    number = 1 if before is None else before.number + 1
+    zarr.open_group(place.zarr(), mode="r+", zarr_format=3).require_group(DROPS)
+    place.remove(f"{DROPS}/{number}")  # what an attempt that was killed left
+    store = Recorded((place / DROPS / str(number)).zarr())
+    group = zarr.create_group(store, zarr_format=3)
+    group.create_array("dropped", data=mask, chunks=mask.shape, compressors=[Crc32cCodec()])
+    _write_sums(group, ds, chosen)
+    attrs: dict[str, Any] = {
+        "pieces": n_pieces,
+        "checkpoints": [str(name) for name in ds[CHECKPOINT].values],
+        "files": dict(store.written),
+    }
+    group.attrs.update(attrs)  # from now on it counts
+    if before is not None:
+        place.remove(f"{DROPS}/{before.number}")
+
+
+def _write_sums(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> None:
+    names = [name for name in SUMS if name in ds]
+    for name in names:
+        group.create_array(
+            name, shape=ds[name].shape, chunks=(*ds[name].shape[:-1], 1), dtype=ds[name].dtype,
+            compressors=[Crc32cCodec()], fill_value=np.nan, attributes=ds[name].attrs,
+            dimension_names=VARIABLES[name].dims,
+        )  # fmt: skip
+    for index in range(ds.sizes[CHECKPOINT] if names else 0):
+        for name, matrix in zip(names, _sums(ds, chosen, names, index), strict=True):
+            array(group, name)[..., index : index + 1] = matrix
+
+
+def _sums(ds: xr.Dataset, chosen: np.ndarray, names: list[str], index: int) -> list[np.ndarray]:
+    """Return the sums of one checkpoint without the chosen rows."""
+    attrs = ds[GRAM].attrs
+    weights = Weights(attrs["gram_weights"], attrs["loss_weights"], attrs.get("power"))
+    gone, left = (ds.isel({SAMPLE: np.flatnonzero(rows)}) for rows in (chosen, ~chosen))
+    old = [ds[name].data[..., index : index + 1] for name in names]
+    before, less = dask.compute(old, reduced(gone, weights, index))
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        matrices = [total - part for total, part in zip(before, less, strict=True)]
+    if np.trace(less[0][..., 0]) <= np.trace(matrices[0][..., 0]):  # false for NaN
+        return matrices
+    return list(dask.compute(*reduced(left, weights, index)))

@@ -1,0 +1,100 @@
+"""Saved features as a lazy Dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from trakdask.errors import IncompleteFeaturesError
+from trakdask.locations import location
+from trakdask.storage.drops import latest
+from trakdask.storage.failures import with_errors
+from trakdask.storage.parts import DROPPED, assembled, pieces
+from trakdask.storage.piece import FEATURE_NAMES, GRAM, RECORDS, SUMS, Piece
+from trakdask.storage.place import Place
+from trakdask.storage.reading import require_sense
+from trakdask.storage.runs import runs
+from trakdask.storage.template import UNFINISHED
+from trakdask.variables import SAMPLE, load_coords
+
+__all__ = ["open"]
+
+
+def open(
+    store: str | os.PathLike[str],
+    *,
+    require_complete: bool = True,
+    dropped: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Open saved features as a lazy Dataset; metadata coords are loaded, arrays are not.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote.
+    require_complete
+        Refuse a store that lacks blocks: they would read as NaN.
+    dropped
+        Show the samples that :func:`drop` left out, too, marked by the coord ``dropped``; without
+        the sums that do not cover them.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+
+    Returns
+    -------
+    Dataset with ``feature`` (sample, proj_dim, checkpoint), ``output`` and ``out_to_loss`` (sample,
+    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint) and ``loss_gradient``
+    (proj_dim, checkpoint); if samples failed, the coord ``error`` (sample, checkpoint) says why, ""
+    where they did not. ``sample`` has no index. Its ``attrs`` say how the features were made
+    (hashes of weights, source, projector, parameters, task, precision, versions) and, in ``saved``,
+    when, by how many hosts, and in how many runs.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such store.
+    IncompleteFeaturesError
+        If blocks are missing.
+    ValueError
+        If its metadata make no sense, or coords or blocks would not fit in memory.
+    """
+    place = Place(location(store), storage_options or {})
+    found = pieces(place)
+    if require_complete:
+        _require_complete(found)
+    for piece in found:
+        require_sense(piece)
+    ds = assembled(found, latest(place))
+    names = [name for name in (*FEATURE_NAMES, *SUMS) if name in ds]
+    ds = with_errors(load_coords(ds[names]), found)
+    return _without_dropped(ds, show=dropped).assign_attrs(saved=runs(found))
+
+
+def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
+    if DROPPED not in ds.coords:
+        return (
+            ds.assign_coords({DROPPED: (SAMPLE, np.zeros(ds.sizes[SAMPLE], bool))}) if show else ds
+        )
+    if show:
+        return ds.drop_vars(SUMS, errors="ignore")
+    return ds.isel({SAMPLE: np.flatnonzero(~ds[DROPPED].values)}).drop_vars(DROPPED)
+
+
+def _require_complete(found: Sequence[Piece]) -> None:
+    total = done = 0
+    for piece in found:
+        total += len(piece.checkpoints) * (piece.n_blocks + (GRAM in piece.group()))
+        is_unfinished = UNFINISHED in (piece.place / RECORDS).names()
+        done += 0 if is_unfinished else piece.count_done()
+    if done < total:
+        url = found[0].place.url
+        raise IncompleteFeaturesError(
+            f"the store {url!r} has {done} of {total} blocks; needed all, since the rest "
+            f"reads as NaN. Type td.save(features, {url!r}) to compute what is missing, or "
+            "td.open(store, require_complete=False) to look at it."
+        )

@@ -1,0 +1,226 @@
+"""A folder on any file system: listed, never assumed; files in it appear whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import errno
+import json
+import os
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import fsspec
+from zarr.abc.store import Store
+from zarr.core.buffer import Buffer
+from zarr.storage import FsspecStore, LocalStore, WrapperStore
+
+__all__ = ["PARTIAL", "Place", "Recorded", "checksum", "explained"]
+
+T = TypeVar("T")
+
+_UNCACHED = {"use_listings_cache": False}
+"""Other processes write: a listing of before, which fsspec would keep, knows nothing of that."""
+
+PARTIAL = ".partial"
+_WAITS_S = (0.1, 0.5, 2.0)
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder, by an absolute path or URL, and the options that fsspec opens it with."""
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __truediv__(self, name: str) -> Place:
+        return Place(f"{self.url}/{name}", self.options)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path of this machine's file systems."""
+        return "://" not in self.url
+
+    def zarr(self, *, read_only: bool = False) -> Store:
+        """Return it as a zarr store."""
+        if self.is_local:
+            return LocalStore(self.url, read_only=read_only)
+        options = {**_UNCACHED, **self.options}
+        return _Patient(FsspecStore.from_url(self.url, options, read_only=read_only))
+
+    def names(self) -> list[str]:
+        """List what is in it; nothing where it does not exist."""
+        fs, path = self._fs()
+
+        def listed() -> list[str]:
+            fs.invalidate_cache()
+            try:
+                return list(fs.ls(path, detail=False))
+            except FileNotFoundError:
+                return []
+
+        found = (name.rstrip("/") for name in _patiently(listed))
+        return sorted(name.rpartition("/")[2] for name in found if name != path)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of all files below it, by their relative paths; one listing."""
+        if self.is_local:
+            return dict(_walk(self.url))
+        fs, path = self._fs()
+
+        def listed() -> dict[str, int]:
+            fs.invalidate_cache()
+            found = fs.find(path, detail=True)
+            return {name[len(path) + 1 :]: info["size"] for name, info in found.items()}
+
+        return _patiently(listed)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file."""
+        fs, path = self._fs()
+        return bytes(_patiently(lambda: fs.cat_file(f"{path}/{name}")))
+
+    def read_json(self, name: str) -> Any:
+        """Return the content of a JSON file."""
+        return json.loads(self.read(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write or replace a file; a reader finds the old one or the new one."""
+        fs, path = self._fs()
+        if self.is_local:
+            with _written(f"{path}/{name}", data) as partial:
+                os.replace(partial, f"{path}/{name}")
+        else:
+            _patiently(lambda: fs.pipe_file(f"{path}/{name}", data))
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a new file; FileExistsError if there is one, whoever else tries at the time.
+
+        Or if it was written by this call, and only the answer was lost: look at the content.
+        """
+        fs, path = self._fs()
+        if self.is_local:
+            with _written(f"{path}/{name}", data) as partial:
+                os.link(partial, f"{path}/{name}")
+        else:
+            _patiently(lambda: fs.pipe_file(f"{path}/{name}", data, mode="create"))
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder, if it is there."""
+        fs, path = self._fs()
+        with suppress(FileNotFoundError):
+            _patiently(lambda: fs.rm(f"{path}/{name}", recursive=True))
+
+    def _fs(self) -> tuple[Any, str]:
+        fs, path = fsspec.core.url_to_fs(self.url, **{**_UNCACHED, **self.options})
+        return fs, path.rstrip("/")
+
+
+def explained(err: OSError, text: str) -> OSError:
+    """Return the error with another text, of the same built-in class where it has one."""
+    return OSError(err.errno, text) if err.errno else OSError(text)
+
+
+def checksum(data: Any) -> int:
+    """Return the CRC-32 of some bytes."""
+    return zlib.crc32(data)
+
+
+@contextmanager
+def _written(target: str, data: bytes) -> Iterator[str]:
+    """Hold a file beside its target that is whole, and on the disk, before it gets its name."""
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    partial = f"{target}.{uuid4().hex}{PARTIAL}"
+    try:
+        with builtins.open(partial, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        yield partial
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(partial)
+
+
+def _walk(folder: str) -> Iterator[tuple[str, int]]:
+    waiting = [(folder, "")]
+    while waiting:
+        path, prefix = waiting.pop()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append((entry.path, f"{prefix}{entry.name}/"))
+                    continue
+                with suppress(FileNotFoundError):  # another's temporary file, gone by now
+                    yield f"{prefix}{entry.name}", entry.stat(follow_symlinks=False).st_size
+
+
+def _may_pass(err: OSError) -> bool:
+    lasting = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+    return not isinstance(err, (*lasting, PermissionError)) and err.errno not in _LASTING
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """Call again where an error may pass: a network refuses a request now and then."""
+    for wait in _WAITS_S:
+        try:
+            return call()
+        except OSError as err:
+            if not _may_pass(err):
+                raise
+            time.sleep(wait)
+    return call()
+
+
+async def _patiently_async(call: Callable[[], Awaitable[T]]) -> T:
+    for wait in _WAITS_S:
+        try:
+            return await call()
+        except OSError as err:
+            if not _may_pass(err):
+                raise
+            await asyncio.sleep(wait)
+    return await call()
+
+
+class _Patient(WrapperStore[Store]):
+    """A store on a network: asked again where an error may pass."""
+
+    async def get(self, *args: Any, **options: Any) -> Buffer | None:
+        return await _patiently_async(lambda: self._store.get(*args, **options))
+
+    async def set(self, key: str, value: Buffer) -> None:
+        await _patiently_async(lambda: self._store.set(key, value))
+
+    async def exists(self, key: str) -> bool:
+        return await _patiently_async(lambda: self._store.exists(key))
+
+    async def delete(self, key: str) -> None:
+        await _patiently_async(lambda: self._store.delete(key))
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        async def listed() -> list[str]:
+            return [name async for name in self._store.list_dir(prefix)]
+
+        for name in await _patiently_async(listed):
+            yield name
+
+
+class Recorded(WrapperStore[Store]):
+    """Remembers the size and checksum of every file that is written through it."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.written: dict[str, list[int]] = {}
+
+    async def set(self, key: str, value: Buffer) -> None:
+        """Write one file."""
+        await self._store.set(key, value)
+        data = value.as_numpy_array()
+        self.written[key] = [data.nbytes, checksum(data)]

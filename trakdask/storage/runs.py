@@ -1,0 +1,62 @@
+"""When, where and with what versions a store was written: one small file per call of save."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import dask
+import zarr
+
+from trakdask._version import __version__
+from trakdask.storage.piece import Piece
+
+__all__ = ["RUNS", "recorded_run", "runs"]
+
+RUNS = "runs"
+
+
+@contextmanager
+def recorded_run(piece: Piece) -> Iterator[set[str]]:
+    """Record a run over the block, which adds the hosts that took part to the set it is given."""
+    hosts: set[str] = set()
+    name = f"{_now().replace(':', '')}-{uuid4().hex[:8]}.json"
+    run: dict[str, Any] = {
+        "started": _now(),
+        "ended": None,
+        "hosts": [],
+        "versions": {
+            "trakdask": __version__, "dask": dask.__version__, "zarr": zarr.__version__
+        },
+    }  # fmt: skip
+    _write(piece, name, run)
+    yield hosts
+    _write(piece, name, {**run, "ended": _now(), "hosts": sorted(hosts)})
+
+
+def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return the first start and the last end, the number of hosts and of runs, and versions."""
+    folders = [piece.records / RUNS for piece in pieces]
+    found = [folder.read_json(name) for folder in folders for name in folder.names()]
+    if not found:
+        return {}
+    ended = [run["ended"] for run in found if run["ended"]]
+    return {
+        "started": min(run["started"] for run in found),
+        "ended": max(ended) if ended else None,
+        "runs": len(found),
+        "hosts": len({host for run in found for host in run["hosts"]}),
+        "versions": found[-1]["versions"],
+    }
+
+
+def _write(piece: Piece, name: str, run: dict[str, Any]) -> None:
+    piece.records.write(f"{RUNS}/{name}", json.dumps(run).encode())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

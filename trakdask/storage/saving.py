@@ -1,0 +1,222 @@
+"""Compute features into a store, block by block; go on where an earlier call stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import xarray as xr
+import zarr
+
+from trakdask.estimators import (
+    DEFAULT_ESTIMATOR,
+    Estimator,
+    Weights,
+    estimator_weights,
+    require_estimator,
+)
+from trakdask.locations import location
+from trakdask.progress import polled_bar
+from trakdask.provenance import STORE_SPEC, require_same
+from trakdask.storage.blocks import save_checkpoint, storing
+from trakdask.storage.failures import as_variable
+from trakdask.storage.lease import PREFIX, lease
+from trakdask.storage.opening import open
+from trakdask.storage.parts import AppendDim, appended, dropped_rows
+from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
+from trakdask.storage.place import Place
+from trakdask.storage.runs import recorded_run
+from trakdask.storage.sums import save_sums
+from trakdask.storage.template import UNFINISHED, create, require_place
+from trakdask.storage.verification import faults, sweep, withdraw
+from trakdask.variables import CHECKPOINT, SAMPLE, lazy_features, validate
+
+__all__ = ["save"]
+
+_log = logging.getLogger(__name__)
+
+
+def save(
+    features: xr.Dataset,
+    store: str | os.PathLike[str],
+    *,
+    gram: bool = True,
+    estimator: Estimator = DEFAULT_ESTIMATOR,
+    power: float = 0.5,
+    append_dim: AppendDim | None = None,
+    dtype: Literal["float16"] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = True,
+    retries: int = 0,
+) -> xr.Dataset:
+    """Compute features into a zarr store, block by block; go on where an earlier call stopped.
+
+    Runs on the active Dask client, or on threads. Each checkpoint is one submission; each task
+    stores its block and then a completion record, so that killing anything loses the blocks in
+    flight and nothing else, and calling again computes only what is missing.
+
+    Parameters
+    ----------
+    features
+        Lazy Dataset of :func:`featurize`.
+    store
+        Folder or fsspec URL; all workers must reach it.
+    gram
+        Also reduce and keep the gram matrix of each checkpoint, which every score of these
+        (training) samples needs. Targets need none.
+    estimator, power
+        Which :func:`score` the gram matrix is for; for ``"soft"`` the sum of the weighted features,
+        ``loss_gradient``, is kept beside it. Other estimators can still be scored: they reduce
+        theirs from the features.
+    append_dim
+        ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
+        that it has (those that it has already are left out), as xarray's ``append_dim`` does. They
+        lie beside what is there, which nobody rewrites; the gram matrix is that of the first plus
+        that of the new. Appending a checkpoint to several sets of samples takes one call for each:
+        :func:`open` refuses what lacks some of them, also at the end of the first of these calls.
+    dtype
+        ``"float16"`` stores features in half the bytes, with an exact power of two for each sample
+        and checkpoint: no element is off by more than 2^-11 of the largest of its row.
+        :func:`open` gives float32 again.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+    progress
+        Show a bar of completed blocks.
+    retries
+        Further attempts at a block after an error, such as one of a network file system.
+
+    Returns
+    -------
+    What :func:`open` returns: the saved features, lazy.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the store holds features that were made differently; the differing field is named.
+    StoreBusyError
+        If another process writes the store.
+    FileExistsError
+        If the store holds something else.
+    ValueError
+        If sample chunks are unequal, so that blocks would not be chunks of the store.
+    BlockError
+        If a block fails, or ends every worker process that it comes to; completed blocks stay.
+    OSError
+        If a block cannot be stored, with the reason; completed blocks stay.
+
+    Notes
+    -----
+    zarr v3, uncompressed (features do not compress), one chunk per block with a CRC-32C that every
+    reader checks, NaN fill.
+
+    Resuming lists the store once: a record counts if the files of its block have their full size;
+    :func:`verify` compares their contents, too. Any workers, scheduler and micro-batch may resume
+    a store, with the same blocks of samples. Chunks are not forced onto the disk: after a
+    power failure, type ``td.verify(store, checksums=True)``.
+
+    A cluster blames a block for the death of its worker, and gives it up after
+    ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
+    time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
+    in a notebook does nothing for a scheduler that runs elsewhere.
+    """
+    validate(features, FEATURE_NAMES, what="features")
+    if dtype not in (None, "float16"):
+        raise ValueError(f"dtype is {dtype!r}; needed 'float16', or None for that of the features.")
+    if dtype == "float16" and features.feature.dtype != np.float32:
+        raise ValueError(
+            f"features are {features.feature.dtype}; needed float32 for dtype='float16'. Type "
+            "features.assign(feature=features.feature.astype('float32'))."
+        )
+    if append_dim not in (None, SAMPLE, CHECKPOINT):
+        raise ValueError(f"append_dim is {append_dim!r}; needed None, 'sample' or 'checkpoint'.")
+    require_estimator(estimator)
+    features = lazy_features(as_variable(features))
+    place = Place(location(store), storage_options or {})
+    piece = Piece(place, *describe(features, dtype))
+    _require_ours(place)
+    with lease(place, "td.save"):
+        if append_dim is not None and _require_ours(place):
+            piece, features = appended(place, piece, features, append_dim)
+        if features.sizes[CHECKPOINT] > 0:
+            kept = estimator_weights(features, estimator, power) if gram else None
+            _create_or_check(piece, features, kept)
+            _save(place, piece, features, kept, progress=progress, retries=retries)
+    return open(store, storage_options=storage_options)
+
+
+def _save(
+    place: Place,
+    piece: Piece,
+    features: xr.Dataset,
+    kept: Weights | None,
+    *,
+    progress: bool,
+    retries: int,
+) -> None:
+    sizes = piece.place.sizes()
+    sweep(piece, sizes)
+    for fault in faults(piece, sizes):
+        _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
+        withdraw(piece, fault)
+    total = len(piece.checkpoints) * (piece.n_blocks + (kept is not None))
+    title = f"save {piece.place.url.rpartition('/')[2]}"
+    bar = polled_bar(title, total, piece.count_done, show=progress)
+    with recorded_run(piece) as hosts, bar:
+        for index in range(len(piece.checkpoints)):
+            hosts |= save_checkpoint(piece, features, index, retries)
+        if kept is not None:  # after all features: score weights are means over checkpoints
+            dropped = dropped_rows(place, piece)
+            for index in range(len(piece.checkpoints)):
+                hosts |= save_sums(piece, kept, index, dropped)
+
+
+def _require_ours(place: Place) -> bool:
+    """Refuse a folder with something else in it; return whether a store is there."""
+    names, control = place.names(), (place / RECORDS).names()
+    is_new = names in ([], [RECORDS]) and all(name.startswith(PREFIX) for name in control)
+    if is_new or UNFINISHED in control:
+        return False
+    try:
+        group = zarr.open_group(place.zarr(read_only=True), mode="r", zarr_format=3)
+    except (FileNotFoundError, KeyError, ValueError) as err:
+        raise FileExistsError(_not_ours(place, names)) from err
+    if "layout" not in group.attrs:
+        raise FileExistsError(
+            f"{place.url!r} is a zarr store without features; needed a new path, or a feature "
+            "store to resume. Choose another path."
+        )
+    if all(name.startswith(PREFIX) for name in control):
+        raise FileExistsError(
+            f"the store {place.url!r} has lost its records; needed them to know which blocks are "
+            "complete. Restore the folder 'records', or save to another path."
+        )
+    return True
+
+
+def _not_ours(place: Place, names: list[str]) -> str:
+    if RECORDS in names:
+        return (
+            f"the metadata of the store {place.url!r} is damaged; needed to read it. Type "
+            "td.verify(store, repair=True)."
+        )
+    return (
+        f"{place.url!r} exists and is no feature store; needed a new path, or a store to "
+        "resume. Choose another path."
+    )
+
+
+def _create_or_check(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
+    """Make the store once, or check that the one there is ours and was made in the same way."""
+    if not _require_ours(piece.place):
+        with storing(piece, "metadata"):
+            create(piece, features, kept)
+        return
+    group = piece.group()
+    ours = {**piece.spec, "layout": piece.layout}
+    what = f"these features and the store {piece.place.url!r}"
+    require_same(ours, dict(group.attrs), what=what, names=(*STORE_SPEC, "layout"))
+    if kept:
+        require_place(piece, group, kept)
