@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from trakdask.errors import KernelError
+
 __all__ = ["ERROR_DTYPE", "OnError", "is_of_samples", "not_finite", "reason"]
 
 OnError = Literal["raise", "record"]
@@ -14,7 +16,14 @@ OnError = Literal["raise", "record"]
 ERROR_DTYPE = np.dtypes.StringDType()
 _LONGEST_REASON = 200
 _NAMES = ("gradient", "output", "out_to_loss")
-_NOT_OF_SAMPLES = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+_NOT_OF_SAMPLES = (
+    OSError,
+    MemoryError,
+    ImportError,
+    KernelError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+)
 """Of the machine: another attempt may succeed, and the next sample would fail, too."""
 
 

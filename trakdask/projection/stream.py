@@ -171,7 +171,7 @@ class ProjectionStream:
                 f"the gradient of {name!r} has dtype {gradient.dtype}; it must be a float dtype. "
                 "Use gradient.float()."
             )
-        if gradient.device.type != self._sums.device.type:
+        if gradient.device != self._sums.device:
             raise ValueError(
                 f"the gradient of {name!r} is on {gradient.device}; the stream needs it on "
                 f"{self._sums.device}. Use ProjectionStream(..., device=gradient.device)."

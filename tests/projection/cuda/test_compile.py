@@ -9,6 +9,7 @@ import ctypes
 import importlib.metadata
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import pytest
 from trakdask.kernels import kernel_files, kernel_program
 from trakdask.projection.cuda.launch import FAMILIES, OPTIONS
 
-OF_CUPY = ["--device-as-default-execution-space"]  # what CuPy adds
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 
 pytestmark = pytest.mark.slow
@@ -32,25 +32,28 @@ def nvrtc() -> ctypes.CDLL | None:
             files = importlib.metadata.files(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        for file in files:
-            if file.name.startswith("libnvrtc.so"):
-                return ctypes.CDLL(str(file.locate()))
+        found = [file.locate() for file in files]
+        for builtins in (str(file) for file in found if "libnvrtc-builtins.so" in str(file)):
+            ctypes.CDLL(builtins)  # of some versions, NVRTC does not find it beside itself
+        for library in (str(file) for file in found if "libnvrtc.so" in str(file)):
+            return ctypes.CDLL(library)
     return None
 
 
-def by_nvrtc(source: str, architecture: str) -> bytes:
-    """Compile to machine code, and return it."""
+def by_nvrtc(source: str, options: Sequence[str], kind: str) -> bytes:
+    """Compile to machine code (``"CUBIN"``) or to text (``"PTX"``), and return it."""
     library, program = nvrtc(), ctypes.c_void_p()
     assert library
     code = source.encode()
     assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"k.cu", 0, None, None) == 0
     try:
-        given = [option.encode() for option in (*OPTIONS, *OF_CUPY, f"-arch={architecture}")]
-        options = (ctypes.c_char_p * len(given))(*given)
-        status = library.nvrtcCompileProgram(program, len(given), options)
+        given = [option.encode() for option in options]
+        array = (ctypes.c_char_p * len(given))(*given)
+        status = library.nvrtcCompileProgram(program, len(given), array)
         log = read(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
         assert (status, log.strip(b"\0")) == (0, b""), log.decode()
-        return read(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
+        of = getattr(library, f"nvrtcGet{kind}Size"), getattr(library, f"nvrtcGet{kind}")
+        return read(*of, program)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -63,29 +66,45 @@ def read(size_of: Any, get: Any, program: object) -> bytes:
     return buffer.raw
 
 
-def by_nvcc(source: str, architecture: str, folder: Path) -> bytes:
-    """Compile to machine code, and return it."""
+def by_nvcc(source: str, options: Sequence[str], kind: str, folder: Path) -> bytes:
+    """Compile to machine code (``"CUBIN"``) or to text (``"PTX"``), and return it."""
     (folder / "k.cu").write_text(source)
-    command = ["nvcc", *OPTIONS, f"-arch={architecture}", "-cubin", "-o", "k.cubin", "k.cu"]
+    command = ["nvcc", *options, f"-{kind.lower()}", "-o", "k.out", "k.cu"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (0, "")
-    return (folder / "k.cubin").read_bytes()
+    return (folder / "k.out").read_bytes()
 
 
-def compiled(source: str, architecture: str, folder: Path) -> bytes:
+def compiled(source: str, options: Sequence[str], kind: str, folder: Path) -> bytes:
     if nvrtc() is not None:
-        return by_nvrtc(source, architecture)
+        return by_nvrtc(source, options, kind)
     if shutil.which("nvcc") is None:
         pytest.skip("neither nvidia-cuda-nvrtc nor nvcc is installed")
-    return by_nvcc(source, architecture, folder)
+    return by_nvcc(source, options, kind, folder)
+
+
+def assembly(source: str, options: Sequence[str], folder: Path) -> bytes:
+    return compiled(source, (*options, "-arch=compute_90"), "PTX", folder)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels__compile_without_a_warning(family: str, architecture: str, tmp_path: Path) -> None:
-    code = compiled(kernel_program(f"{family}.cu"), architecture, tmp_path)
+    options = (*OPTIONS, f"-arch={architecture}")
+    code = compiled(kernel_program(f"{family}.cu"), options, "CUBIN", tmp_path)
     missing = [name for name in FAMILIES[family] if b"\0" + name.encode() + b"\0" not in code]
     assert not missing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels__no_subnormal_becomes_zero(family: str, tmp_path: Path) -> None:
+    # Options that come later win: who adds -ftz=true (CuPy's RawModule does) changes bits.
+    code = assembly(kernel_program(f"{family}.cu"), OPTIONS, tmp_path)
+    assert b".entry" in code
+    assert b".ftz" not in code
+    if family == "quantize":
+        flushing = [option.replace("ftz=false", "ftz=true") for option in OPTIONS]
+        assert b".ftz" in assembly(kernel_program(f"{family}.cu"), flushing, tmp_path)
 
 
 def test_families__are_the_files_of_the_folder() -> None:

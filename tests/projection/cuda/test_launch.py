@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from trakdask.errors import KernelError
 from trakdask.kernels import kernel_files
 from trakdask.projection import Rademacher
 from trakdask.projection.cuda import launch
@@ -63,6 +65,10 @@ def test_families__name_each_kernel_once() -> None:
     assert launch.family_of("sjlt_float16_int64") == "sjlt"
 
 
+class _DriverError(RuntimeError):
+    pass
+
+
 class _Function:
     max_dynamic_shared_size_bytes = 0
 
@@ -70,18 +76,46 @@ class _Function:
         self.calls, self.name = calls, name
 
     def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
+        if block == (4096,):
+            raise _DriverError("CUDA_ERROR_INVALID_VALUE")
         self.calls.append((self.name, grid, block, arguments, shared_mem))
 
 
+class _Nvrtc:
+    """Compiles to the source itself."""
+
+    NVRTCError = type("NVRTCError", (RuntimeError,), {})
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls, self.open = calls, 0
+
+    def createProgram(self, source: str, name: str, headers: Any, names: Any) -> str:
+        self.open += 1
+        return source
+
+    def compileProgram(self, program: str, options: tuple[str, ...]) -> None:
+        self.calls.append(("compiled", options))
+        if "-arch=sm_99" in options:
+            raise self.NVRTCError("NVRTC_ERROR_INVALID_OPTION (5)")
+
+    def getProgramLog(self, program: str) -> str:
+        return "invalid value for --gpu-architecture"
+
+    def getCUBIN(self, program: str) -> bytes:
+        return program.encode()
+
+    def destroyProgram(self, program: str) -> None:
+        self.open -= 1
+
+
 class _Module:
-    def __init__(self, calls: list[Any], code: str, options: tuple[str, ...]) -> None:
-        self.calls, self.code = calls, code
-        calls.append(("compiled", options))
-        self.functions: dict[str, _Function] = {}
+    def __init__(self, calls: list[Any], path: str) -> None:
+        self.calls, self.code = calls, Path(path).read_text()
 
     def get_function(self, name: str) -> _Function:
-        assert name in self.code
-        return self.functions.setdefault(name, _Function(self.calls, name))
+        # Names of some kernels are put together by the preprocessor.
+        assert name.split("_")[0] in self.code
+        return _Function(self.calls, name)
 
 
 @pytest.fixture
@@ -90,13 +124,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     cupy = ModuleType("cupy")
     cupy.__version__ = "14.0"  # type: ignore[attr-defined]
-    cupy.RawModule = lambda code, options: _Module(seen, code, options)  # type: ignore[attr-defined]
+    cupy.RawModule = lambda path: _Module(seen, path)  # type: ignore[attr-defined]
     cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         Device=lambda index: nullcontext(seen.append(("device", index))),
         Stream=SimpleNamespace(
             from_external=lambda given: nullcontext(seen.append(given.__cuda_stream__()))
         ),
         runtime=SimpleNamespace(driverGetVersion=lambda: 13000),
+        driver=SimpleNamespace(CUDADriverError=_DriverError),
+        nvrtc=_Nvrtc(seen),
     )
     properties = SimpleNamespace(name="H0", major=9, minor=0, L2_cache_size=2**25)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -120,7 +156,7 @@ def test_launch__on_torchs_stream_compiled_once(calls: list[Any]) -> None:
         ("combine_int32", (3, 2, 1), (128,), (tensor.data_ptr(), 5), n_bytes)
         for n_bytes in (256, 60000, 100)
     ]
-    compiled = ("compiled", launch.OPTIONS)
+    compiled = ("compiled", (*launch.OPTIONS, "-arch=sm_90"))
     assert calls == [*place, compiled, launches[0], *place, launches[1], *place, launches[2]]
 
 
@@ -129,6 +165,38 @@ def test_launch__much_shared_memory_is_asked_for(calls: list[Any]) -> None:
     kernels.launch("combine_int32", (1, 1), 32, [], 60000)
     assert isinstance(kernels, launch.CupyKernels)
     assert kernels._function("combine_int32").max_dynamic_shared_size_bytes == 60000
+
+
+def test_launch__what_the_driver_refuses(calls: list[Any]) -> None:
+    kernels = launch.kernels_for(torch.device("cuda", 0))
+    with pytest.raises(KernelError, match=r"combine_int32 .*did not start on H0.*INVALID_VALUE"):
+        kernels.launch("combine_int32", (1, 1), 4096, [])
+
+
+def test_machine_code__says_what_the_compiler_says() -> None:
+    nvrtc = _Nvrtc([])
+    message = r"sjlt.cu cannot be compiled for sm_99.*gpu-architecture.*nvidia-cuda-nvrtc"
+    with pytest.raises(KernelError, match=message):
+        launch.machine_code(nvrtc, "sjlt", "sm_99")
+    assert launch.machine_code(nvrtc, "sjlt", "sm_90").startswith(b"// Sums of rounded")
+    assert not nvrtc.open
+
+
+def test_launch__a_gpu_that_the_compiler_does_not_know(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = SimpleNamespace(name="Z9", major=9, minor=9, L2_cache_size=2**25)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: new)
+    kernels = launch.kernels_for(torch.device("cuda", 0))
+    with pytest.raises(KernelError, match=r"sm_99.*This is Z9 \(sm_99.*Type device='cpu'"):
+        kernels.launch("combine_int32", (1, 1), 32, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", launch.FAMILIES)
+def test_machine_code__by_the_compiler_of_cupy(family: str) -> None:
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    assert launch.machine_code(nvrtc, family, "sm_90").startswith(b"\x7fELF")
 
 
 def test_project_block__of_a_gpu_without_cupy_names_the_extra(

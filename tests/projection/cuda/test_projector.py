@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
+from trakdask.errors import KernelError
 from trakdask.projection import SJLT, Gaussian, Identity, Mask, Rademacher, RowMap
 from trakdask.projection import protocol as protocol_of_projectors
 from trakdask.projection import stream as stream_of_blocks
@@ -126,6 +127,32 @@ def test_project_block__type_and_layout_are_invisible(
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(3, 16),
+        torch.zeros(2, 16, dtype=torch.float64),
+        torch.zeros(3, 15, dtype=torch.float64),
+        torch.zeros(16, 3, dtype=torch.float64).T,
+        torch.zeros(3, 16, dtype=torch.float64, device="meta"),
+    ],
+    ids=["dtype", "samples", "columns", "transposed", "device"],
+)
+def test_project_rows__writes_to_no_other_memory(out: Tensor, kernels: EmulatedKernels) -> None:
+    with pytest.raises(ValueError, match=r"out is .*; kernels need .*Use torch.zeros"):
+        SJLT(16).project_rows(torch.ones(3, 20), 0, 0, out)
+    assert not kernels.launched
+
+
+@pytest.mark.parametrize("shape", [(0, 20), (3, 0)])
+def test_project_rows__nothing_to_do(shape: tuple[int, int], kernels: EmulatedKernels) -> None:
+    # A grid of no blocks is launched by CuPy as one of one block.
+    out = torch.full((shape[0], 16), 0.5, dtype=torch.float64)
+    SJLT(16).project_rows(torch.ones(shape), 0, 0, out)
+    assert not kernels.launched
+    assert (out == 0.5).all()
+
+
 @pytest.mark.parametrize("projector", [Rademacher(8), Gaussian(8), SJLT(8)], ids=str)
 def test_require_proven__other_bits_name_the_device(
     projector: Rademacher | Gaussian | SJLT, monkeypatch: pytest.MonkeyPatch
@@ -133,7 +160,7 @@ def test_require_proven__other_bits_name_the_device(
     pretend(monkeypatch, WrongKernels())
     out = torch.zeros(1, 8, dtype=torch.float64)
     message = rf"{type(projector).__name__}\(.*of 40 sums other bits.*a broken GPU; needed the same"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(KernelError, match=message):
         projector.project_block(torch.ones(1, 5), 0, 0, out)
     assert not out.any()
     assert not on_device._proven

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.errors import KernelError
 from trakdask.kernels import kernel_program
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")
@@ -111,19 +115,21 @@ class CupyKernels:
 
     Notes
     -----
-    The first launch of a family compiles it, for seconds; CuPy keeps machine code on disk. A launch
-    that the driver refuses raises; what goes wrong later is seen where results are read.
+    The first launch of a family compiles it, once per process and device. A launch that the driver
+    refuses raises; what goes wrong later is seen where results are read.
     """
 
     def __init__(self, index: int) -> None:
         self._cupy = _cupy()
         self._index = index
-        self._modules: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
+        self._compiling = Lock()
         properties: Any = torch.cuda.get_device_properties(index)
+        self._architecture = f"sm_{properties.major}{properties.minor}"
         self.cache_bytes = int(properties.L2_cache_size)
         driver = self._cupy.cuda.runtime.driverGetVersion()
         self.description = (
-            f"{properties.name} (sm_{properties.major}{properties.minor}, CUDA driver {driver}, "
+            f"{properties.name} ({self._architecture}, CUDA driver {driver}, "
             f"torch {torch.__version__}, CuPy {self._cupy.__version__})"
         )
 
@@ -135,21 +141,73 @@ class CupyKernels:
         arguments: Sequence[Argument],
         shared_bytes: int = 0,
     ) -> None:
-        """Start a kernel; see :class:`Kernels`."""
+        """Start a kernel; see :class:`Kernels`.
+
+        Raises
+        ------
+        KernelError
+            If the kernel cannot be compiled, or the driver refuses to start it.
+        """
         cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
         stream = _Stream(current.cuda_stream)
         with cuda.Device(self._index), cuda.Stream.from_external(stream):
             function = self._function(name)
-            if shared_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
-                function.max_dynamic_shared_size_bytes = shared_bytes
-            function((*grid, 1), (threads,), packed(arguments), shared_mem=shared_bytes)
+            try:
+                if shared_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
+                    function.max_dynamic_shared_size_bytes = shared_bytes
+                function((*grid, 1), (threads,), packed(arguments), shared_mem=shared_bytes)
+            except self._cupy.cuda.driver.CUDADriverError as err:
+                raise KernelError(
+                    f"kernel {name} with grid {grid} and {shared_bytes} bytes of shared memory "
+                    f"did not start on {self.description}: {err}. Type device='cpu'."
+                ) from err
 
     def _function(self, name: str) -> Any:
-        family = family_of(name)
-        if family not in self._modules:
-            source = kernel_program(f"{family}.cu")
-            self._modules[family] = self._cupy.RawModule(code=source, options=OPTIONS)
-        return self._modules[family].get_function(name)
+        with self._compiling:
+            if name not in self._functions:
+                self._functions.update(self._family(family_of(name)))
+            return self._functions[name]
+
+    def _family(self, family: str) -> dict[str, Any]:
+        try:
+            code = machine_code(self._cupy.cuda.nvrtc, family, self._architecture)
+        except KernelError as err:
+            raise KernelError(f"{err} This is {self.description}. Type device='cpu'.") from err
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"{family}.cubin")
+            path.write_bytes(code)
+            module = self._cupy.RawModule(path=str(path))
+            return {name: module.get_function(name) for name in FAMILIES[family]}  # loads them
+
+
+def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
+    """Compile a family of kernels; needs CuPy's ``nvrtc``, but neither GPU nor driver.
+
+    Raises
+    ------
+    KernelError
+        If NVRTC is missing or does not know the architecture; the message has what it says.
+
+    Notes
+    -----
+    ``RawModule(code=...)`` would add ``-ftz=true`` behind all options, and the last one counts:
+    subnormal gradients would become zero.
+    """
+    program = None
+    try:
+        program = nvrtc.createProgram(kernel_program(f"{family}.cu"), f"{family}.cu", (), ())
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
+        code: bytes = nvrtc.getCUBIN(program)
+    except (RuntimeError, OSError, ImportError) as err:  # NVRTCError, or no library
+        log = nvrtc.getProgramLog(program) if program else ""
+        raise KernelError(
+            f"{family}.cu cannot be compiled for {architecture}: {err} {log} Needed NVRTC of a "
+            "CUDA that knows this GPU. Type pip install -U nvidia-cuda-nvrtc."
+        ) from err
+    finally:
+        if program:
+            nvrtc.destroyProgram(program)
+    return code
 
 
 @dataclass(frozen=True)

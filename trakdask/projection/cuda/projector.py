@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trakdask.errors import KernelError
 from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.cuda.launch import Kernels, kernels_for
 from trakdask.projection.protocol import Projector
@@ -58,16 +59,32 @@ class GpuProjector(Projector):
         ------
         ImportError
             If the rows are on a GPU and CuPy is missing.
-        RuntimeError
-            If the kernels of that GPU give other bits than the CPU.
+        KernelError
+            If the kernels of that GPU cannot run, or give other bits than the CPU.
+        ValueError
+            If ``out`` is not the float64 tensor on the same device that kernels write to.
         """
         if not on_gpu(rows):
             super().project_rows(rows, row_offset, checkpoint, out)
+            return
+        self._check_out(rows, out)
+        if not rows.numel():
             return
         kernels = kernels_for(rows.device)
         rows = readable(rows)
         require_proven(self, kernels, rows)
         self.project_on_gpu(kernels, rows, row_offset, checkpoint, out)
+
+    def _check_out(self, rows: Tensor, out: Tensor) -> None:
+        """Refuse what kernels, that have addresses alone, would write beside."""
+        expected = (len(rows), self.proj_dim), torch.float64, rows.device
+        found = tuple(out.shape), out.dtype, out.device
+        if found != expected or out.stride(1) != 1 != out.shape[1]:
+            raise ValueError(
+                f"out is {found}, strides {out.stride()}; kernels need {expected} with adjacent "
+                "columns. Use torch.zeros(len(rows), proj_dim, dtype=torch.float64, "
+                "device=rows.device)."
+            )
 
 
 def readable(rows: Tensor) -> Tensor:
@@ -82,7 +99,7 @@ def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> N
 
     Raises
     ------
-    RuntimeError
+    KernelError
         If any bit differs.
     """
     small = replace(projector, proj_dim=min(projector.proj_dim, _PROOF_WIDTH))
@@ -99,7 +116,7 @@ def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> N
         found = on_device.cpu()
         wrong = (found != expected) & ~(found.isnan() & expected.isnan())
         if wrong.any():
-            raise RuntimeError(
+            raise KernelError(
                 f"the kernels of {small} give {int(wrong.sum())} of {wrong.numel()} sums other "
                 f"bits than the CPU, for {rows.dtype} gradients on {kernels.description}; needed "
                 "the same. Type device='cpu', and report this line."
