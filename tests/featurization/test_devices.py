@@ -5,34 +5,39 @@ The device ``meta`` refuses to meet tensors of the CPU, as a GPU does.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
-import dask
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client, SpecCluster, Worker
+from distributed import Client, Nanny, SpecCluster
 from distributed.scheduler import Scheduler
 from torch import Tensor, nn
 
 import trakdask as td
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
-from trakdask.featurization import devices
+from trakdask.errors import KernelError
+from trakdask.featurization import block, devices
 from trakdask.featurization.devices import (
     check_device,
-    compute_options,
+    described,
     device_of_task,
     on_device,
 )
 from trakdask.featurization.memory import available_bytes
 from trakdask.featurization.precision import Precision
 from trakdask.models import gradients
-from trakdask.models.tasks import Batch
+from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import stream
+from trakdask.projection.cuda import launch
 from trakdask.projection.cuda import projector as with_kernels
+from trakdask.scheduling import gpu_options
 
 META = torch.device("meta")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -166,33 +171,134 @@ def test_precision__autocast_for_gpus_is_seen() -> None:
         torch.set_autocast_enabled("cuda", before)
 
 
-@pytest.fixture
-def mixed_cluster() -> Iterator[Client]:
-    """One worker that declares a GPU, and two that do not."""
+class TellsProcess(td.tasks.ImageClassification):
+    """Q is the process in which it was computed."""
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return torch.full((len(batch["label"]),), float(os.getpid()))
+
+
+@contextmanager
+def cluster(**resources: dict[str, int]) -> Iterator[Client]:
+    """Worker processes by name, and what they declare; the client is the active one."""
     options = {"nthreads": 1, "dashboard_address": ":0"}
     workers = {
-        name: {"cls": Worker, "options": {**options, "resources": resources}}
-        for name, resources in (("cpu-0", None), ("gpu-0", {"GPU": 1}), ("cpu-1", None))
+        name: {"cls": Nanny, "options": {**options, "resources": given}}
+        for name, given in resources.items()
     }
     scheduler = {"cls": Scheduler, "options": {"dashboard_address": ":0"}}
-    with SpecCluster(workers=workers, scheduler=scheduler) as cluster, Client(cluster) as client:
+    with (
+        SpecCluster(workers=workers, scheduler=scheduler) as made,
+        Client(made, set_as_default=False) as client,
+        client.as_current(),
+    ):
         yield client
 
 
-def test_compute_options__tasks_go_to_workers_that_declare_a_gpu(mixed_cluster: Client) -> None:
+def processes(client: Client) -> dict[str, int]:
+    """Return the process of each worker, by its name."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    return {workers[address]["name"]: pid for address, pid in client.run(os.getpid).items()}
+
+
+def test_save__gradients_go_to_the_workers_that_declare_a_gpu(tmp_path: Path) -> None:
+    many = td.Model(Net, [Net().state_dict(), Net().state_dict()], task=TellsProcess())
+    features = td.featurize(samples(), many, projector=td.Rademacher(8))
+    with cluster(plain={}, declares={"GPU": 1}) as client:
+        found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+        of = processes(client)
+        assert (found.out_to_loss == of["declares"]).all()  # 3 blocks of 2 checkpoints
+        told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
+        assert [each["device"] for each in told] == 6 * ["cpu"]
+        # Nothing is asked for where gradients are there already, or are taken on a CPU.
+        here = td.featurize(samples(), many, projector=td.Rademacher(8), device="cpu")
+        assert gpu_options(features) == {"resources": {"GPU": 1}}
+        assert gpu_options(here) == gpu_options(found) == gpu_options(features.persist()) == {}
+
+
+def test_save__where_no_worker_declares_a_gpu(process_client: Client, tmp_path: Path) -> None:
     features = td.featurize(samples(), model(), projector=td.Rademacher(8))
-    (kept,) = dask.persist(features, **compute_options(features.attrs["device"]))
-    kept.compute()
-    info = mixed_cluster.scheduler_info(n_workers=-1)["workers"]
-    places = {address for found in mixed_cluster.who_has(kept).values() for address in found}
-    assert {info[address]["name"] for address in places} == {"gpu-0"}
+    assert gpu_options(features) == {}
+    found = td.save(features, tmp_path / "f.zarr", progress=False)
+    assert found.feature.notnull().all()
 
 
-def test_compute_options__nothing_is_asked_for(client: Client) -> None:
-    assert compute_options("auto") == {}
-    workers = {"a": {"resources": {"GPU": 1}}}
-    asked = SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "get_client", lambda: asked)
-        assert compute_options("cpu") == {}
-        assert compute_options("cuda") == {"resources": {"GPU": 1}}
+RECORD = "records/*/*/?.json"
+
+
+def pretend() -> None:
+    """Take tensors of the CPU of this process for those of a GPU, whose kernels are emulated."""
+    launch.launched.clear()
+    for module in (with_kernels, stream):
+        module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
+    with_kernels.kernels_for = lambda device: Counting()  # type: ignore[attr-defined]
+    block.described = lambda device: {  # type: ignore[attr-defined]
+        "device": "emulated", "kernels": sorted(launch.launched)
+    }  # fmt: skip
+
+
+class Counting(EmulatedKernels):
+    def launch(self, name: str, *arguments: Any, **options: Any) -> None:
+        launch.launched.add(name)
+        super().launch(name, *arguments, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+def test_save__workers_with_and_without_kernels_give_the_same_bits(tmp_path: Path) -> None:
+    """Of the projection: here, unlike on a GPU, both take the gradients on a CPU."""
+    features = td.featurize(samples(40), model(), projector=td.SJLT(8))
+    expected = features.compute(scheduler="sync")
+    with cluster(plain={}, gpu={}) as client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        client.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "gpu"])
+        found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False).compute()
+    told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
+    assert {each["device"] for each in told} == {"cpu", "emulated"}
+    kernels = {tuple(each["kernels"]) for each in told if each["device"] == "emulated"}
+    assert kernels == {("combine_int32", "sjlt_float32_int32")}
+    np.testing.assert_array_equal(found.feature, expected.feature)
+
+
+def test_described__a_gpu_and_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H0 at {device}")
+    monkeypatch.setattr(devices, "launched", {"b", "a"})
+    assert described(torch.device("cpu")) == {"device": "cpu"}
+    told = described(torch.device("cuda", 1))
+    assert told == {"device": "H0 at cuda:1", "kernels": ["a", "b"]}
+
+
+@pytest.mark.parametrize("error", [KernelError, ImportError, torch.OutOfMemoryError])
+def test_featurize__no_sample_is_blamed_for_its_device(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("of the machine")
+
+    monkeypatch.setattr(stream.ProjectionStream, "add", fail)
+    options = {"projector": td.Rademacher(8), "gradients": "loop", "on_error": "record"}
+    features = td.featurize(samples(1), model(), **options)
+    with pytest.raises(td.BlockError, match="of the machine"):
+        features.compute(scheduler="sync")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
+)
+def test_featurize__micro_batch_is_halved_where_a_gpu_runs_out_of_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"projector": td.Rademacher(8), "gradients": "loop"}
+    expected = td.featurize(samples(), model(), **options).compute(scheduler="sync")
+    add = stream.ProjectionStream.add
+
+    def fail(self: stream.ProjectionStream, name: str, gradient: Tensor, *rest: Any) -> None:
+        if len(gradient) > 1:
+            raise error
+        add(self, name, gradient, *rest)
+
+    monkeypatch.setattr(stream.ProjectionStream, "add", fail)
+    found = td.featurize(samples(), model(), **options).compute(scheduler="sync")
+    xr.testing.assert_identical(found, expected)
+    assert "out of memory: going on with micro-batches of 1 samples" in caplog.text

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import BlockError
-from trakdask.featurization.devices import device_of_task, on_device
+from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import (
     ERROR_DTYPE,
     OnError,
@@ -29,6 +29,7 @@ from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import ProjectionStream, Projector, RowMap
 from trakdask.provenance import digest
+from trakdask.scheduling import remember
 
 __all__ = ["Block", "Job", "featurize_block"]
 
@@ -66,7 +67,9 @@ def featurize_block(
     try:
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
-            return _featurize_samples(job, checkpoint, device, positions, arrays)
+            block = _featurize_samples(job, checkpoint, device, positions, arrays)
+        remember(described(device))
+        return block
     except Exception as err:
         raise BlockError(
             f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r} failed: "
@@ -216,8 +219,9 @@ def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int
 
 
 def _is_out_of_memory(err: Exception) -> bool:
-    """Tell it of CUDA, and of torch on a CPU, which has no error of its own for it."""
-    return isinstance(err, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(err)
+    """Tell it of CUDA, and of what has no error of its own for it: torch on a CPU, and cuBLAS."""
+    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(err, torch.OutOfMemoryError) or any(word in str(err) for word in words)
 
 
 def _batch(job: Job, arrays: tuple[np.ndarray, ...], part: slice, device: torch.device) -> Batch:

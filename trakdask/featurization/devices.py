@@ -7,12 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from distributed import get_client
 
 from trakdask.models.tasks import Forward
-from trakdask.projection.cuda import missing
+from trakdask.projection.cuda import launched, missing
 
-__all__ = ["check_device", "compute_options", "device_of_task", "on_device"]
+__all__ = ["check_device", "described", "device_of_task", "on_device"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,20 +70,8 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
     return Forward(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
 
 
-def compute_options(device: str) -> dict[str, Any]:
-    """Return what to give to ``compute`` so that tasks go to workers that declare a GPU.
-
-    Nothing, unless a worker of the active client was started with ``resources={"GPU": ...}``. It
-    has to be given to ``compute``: Dask drops annotations when it fuses tasks.
-
-    Examples
-    --------
-    >>> compute_options("auto")
-    {}
-    """
-    try:
-        workers = get_client().scheduler_info(n_workers=-1)["workers"].values()
-    except ValueError:  # no client: threads of this process
-        return {}
-    declared = any(worker["resources"].get("GPU") for worker in workers)
-    return {"resources": {"GPU": 1}} if declared and device != "cpu" else {}
+def described(device: torch.device) -> dict[str, Any]:
+    """Return what records tell of a device: its name, and the kernels started here so far."""
+    if device.type == "cpu":
+        return {"device": "cpu"}
+    return {"device": torch.cuda.get_device_name(device), "kernels": sorted(launched.copy())}

@@ -82,8 +82,7 @@ def featurize(
         Where gradients are computed and projected. ``"auto"`` is the NVIDIA GPU of the worker that
         runs a task, if torch sees one and CuPy is installed (``pip install 'trakdask[cuda]'``),
         else its CPU; or ``"cpu"``, ``"cuda"``. One worker process per GPU, as of
-        ``dask_cuda.LocalCUDACluster``. The projection has the same bits everywhere; the gradients
-        are those of torch on that device. Results are in host memory.
+        ``dask_cuda.LocalCUDACluster``. Results are in host memory. **Has not run on a GPU yet.**
     on_error
         What becomes of a sample whose output, gradient or Q is not finite, or at which the model
         raises an error (found by halving its micro-batch). ``"raise"``: the block fails.
@@ -115,6 +114,14 @@ def featurize(
     One task per (sample block × checkpoint) makes all variables: compute them in one call, or
     better with :func:`save`, which keeps what is done. Memory of a task: inputs and features of one
     block, gradients of one micro-batch.
+
+    Where workers with and without a GPU take part, the projection of the same gradients has the
+    same bits (:class:`Kronecker` multiplies on the CPU of either). The gradients are those of
+    torch, and differ by its rounding: on GPUs, convolutions are TF32 unless torch is told otherwise.
+    ``attrs["device"]`` is what was asked for; each completion record in a store tells the device
+    and the kernels. If workers declare ``resources={"GPU": 1}``, :func:`save` takes gradients on
+    these alone. ``features.compute()`` cannot know of it: type
+    ``features.compute(resources={"GPU": 1})``.
 
     References
     ----------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trakdask.projection.cuda.launch import Kernels, kernels_for, missing
+from trakdask.projection.cuda.launch import Kernels, kernels_for, launched, missing
 from trakdask.projection.cuda.projector import GpuProjector
 
-__all__ = ["GpuProjector", "Kernels", "kernels_for", "missing"]
+__all__ = ["GpuProjector", "Kernels", "kernels_for", "launched", "missing"]

@@ -35,6 +35,9 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """File of ``kernels/`` without its suffix -> the kernels in it."""
 
+launched: set[str] = set()
+"""The kernels that this process has started."""
+
 Argument = Tensor | np.generic | None
 
 _MOST_SHARED_BYTES = 48 * 2**10  # more has to be asked for
@@ -161,6 +164,7 @@ class CupyKernels:
                     f"kernel {name} with grid {grid} and {shared_bytes} bytes of shared memory "
                     f"did not start on {self.description}: {err}. Type device='cpu'."
                 ) from err
+        launched.add(name)
 
     def _function(self, name: str) -> Any:
         with self._compiling:
