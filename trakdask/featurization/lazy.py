@@ -117,7 +117,7 @@ def featurize(
 
     Where workers with and without a GPU take part, the projection of the same gradients has the
     same bits (:class:`Kronecker` multiplies on the CPU of either). The gradients are those of
-    torch, and differ by its rounding: on GPUs, convolutions are TF32 unless torch is told otherwise.
+    torch, and differ by its rounding: on GPUs, it takes TF32 for convolutions unless told not to.
     ``attrs["device"]`` is what was asked for; each completion record in a store tells the device
     and the kernels. If workers declare ``resources={"GPU": 1}``, :func:`save` takes gradients on
     these alone. ``features.compute()`` cannot know of it: type
