@@ -5,6 +5,7 @@ What cannot be seen so: memory and timing of a GPU, and its compiler.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,29 @@ def equal_bits(found: Tensor, expected: Tensor) -> bool:
     """Compare as integers, so that -0 is not 0; any NaN is like any other."""
     nan = found.isnan() & expected.isnan()
     return bool(((found.view(torch.int64) == expected.view(torch.int64)) | nan).all())
+
+
+class StrictTorch:
+    """Torch with an integer product that refuses what torch, or cuBLAS, refuses on a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _int_mm(self, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+        (m, k), n = left.shape, right.shape[1]
+        assert m > 16
+        assert k % 8 == n % 8 == 0
+        assert left.is_contiguous()  # rows by rows times columns by columns: the one layout that
+        assert right.T.is_contiguous()  # integer products of all GPUs take
+        assert out.is_contiguous()
+        assert out.dtype == torch.int32
+        assert not any(tensor.data_ptr() % 16 for tensor in (left, right, out))
+        return torch._int_mm(left, right, out=out)
+
+
+@pytest.fixture(autouse=True)
+def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "torch", StrictTorch())
 
 
 # ------------------------------------------------------------------------------- kernel by kernel
@@ -201,6 +225,33 @@ def test_project_on_gpu__has_the_bits_of_the_cpu(
     projector.project_on_gpu(EmulatedKernels(reverse=reverse), rows, row, 2**32 - 1, found)
     project_on_cpu(projector, rows, row, 2**32 - 1, expected)
     assert equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("kind", [Rademacher, Gaussian, SJLT])
+@pytest.mark.parametrize(("n_samples", "width"), [(513, 1), (513, 77), (1, 4096), (17, 4096)])
+def test_project_on_gpu__large_batches_and_widths(
+    kind: type[Any], n_samples: int, width: int
+) -> None:
+    rows, projector = gradients(n_samples, 131), kind(width)
+    found, expected = (torch.zeros(n_samples, width, dtype=torch.float64) for _ in range(2))
+    projector.project_on_gpu(EmulatedKernels(), rows, 0, 7, found)
+    project_on_cpu(projector, rows, 0, 7, expected)
+    assert equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("projector", [Rademacher(5), SJLT(5)], ids=str)
+def test_project_on_gpu__samples_far_apart(projector: GpuProjector, tmp_path: Path) -> None:
+    # As in the gradients of 2**31 parameters; of the file, only what is written takes room.
+    stride = 2**31 + 1000
+    whole = np.memmap(tmp_path / "rows", np.float16, "w+", shape=(3 * stride,))
+    sums = np.memmap(tmp_path / "sums", np.float64, "w+", shape=(2 * stride + 5,))
+    rows = torch.from_numpy(whole).view(3, stride)[:, -300:]
+    found = torch.from_numpy(sums).as_strided((3, 5), (stride, 1))
+    rows.copy_(gradients(3, 300, torch.float16))
+    projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, found)
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    project_on_cpu(projector, rows.contiguous(), 0, 0, expected)
+    assert equal_bits(found.contiguous(), expected)
 
 
 @settings(max_examples=15)
