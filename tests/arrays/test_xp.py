@@ -121,6 +121,16 @@ def test_kernels__by_cupy(told: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     assert not told
 
 
+@pytest.mark.gpu
+def test_kernels__on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never ran yet."""
+    expected = products()
+    monkeypatch.setenv("TRAKDASK_XP", "cupy")
+    for ours, theirs in zip(products(), expected, strict=True):
+        assert type(ours) is np.ndarray
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
 def test_array_module__numpy_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAKDASK_XP", raising=False)
     assert array_module() is np

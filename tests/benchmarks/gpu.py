@@ -3,25 +3,22 @@
     python tests/benchmarks/gpu.py --dry-run                 # what would be measured; needs no GPU
     python tests/benchmarks/gpu.py --out gpu.json            # minutes
 
-Needs torch, cupy and numpy. What needs more says so where it is missing, and the rest goes on: the
-tests need pytest, ``--build-fast-jl`` nvcc, the rows of ResNet-18 cloudpickle and fsspec, the last
-of them traker.
+Needs torch, cupy and numpy. What needs more says so where it is missing, and the rest goes on:
+``--build-fast-jl`` nvcc, the rows of traker traker. Has not run on a GPU yet.
 Every number printed was measured by this run.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import datetime
 import json
-import os
 import platform
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,13 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-if importlib.util.find_spec("lazy_loader") is None:  # it only makes names load late
-    _names = types.SimpleNamespace(attach_stub=lambda *_: (None, lambda: [], []))
-    sys.modules["lazy_loader"] = _names  # type: ignore[assignment]
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import _bare  # noqa: E402
+
+_bare.prepare()
+
+from _resnet import resnet18  # noqa: E402
 
 from trakdask.projection import (  # noqa: E402
     SJLT,
@@ -145,35 +145,6 @@ def part(name: str, width: int, batch: int) -> Prepare:
 # ------------------------------------------------------------------------------------ end to end
 
 
-class Residual(nn.Module):
-    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU(),
-            nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False), nn.BatchNorm2d(n_out),
-        )  # fmt: skip
-        same = n_in == n_out and stride == 1
-        self.skip = (
-            nn.Identity()
-            if same
-            else nn.Sequential(nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.body(x) + self.skip(x))
-
-
-def resnet18() -> nn.Module:
-    """Return ResNet-18 for 32 × 32 images: 11.2 million parameters."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-    n_in = 64
-    for n_out, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-        layers += [Residual(n_in, n_out, stride), Residual(n_out, n_out, 1)]
-        n_in = n_out
-    pooled = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
-    return nn.Sequential(*layers, *pooled).eval().cuda()
-
-
 def images(batch: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, 3, 32, 32, device="cuda"), torch.zeros(batch, device="cuda").long()
 
@@ -183,7 +154,7 @@ def featurize_ours(projector: Any, batch: int) -> Prepare:
         from trakdask.models.gradients import hooks_gradients
         from trakdask.models.tasks import Batch, Forward, resolve_task
 
-        model, task = resnet18(), resolve_task("image_classification")
+        model, task = resnet18().cuda(), resolve_task("image_classification")
         parameters = {name: p.detach() for name, p in model.named_parameters()}
         forward = Forward(model, parameters, dict(model.named_buffers()))
         for parameter in model.parameters():
@@ -208,7 +179,7 @@ def featurize_traker(width: int, batch: int) -> Prepare:
         from trak import TRAKer
 
         folder = tempfile.mkdtemp()
-        model = resnet18()
+        model = resnet18().cuda()
         traker = TRAKer(
             model=model, task="image_classification", train_set_size=10**6, save_dir=folder,
             proj_dim=width, device="cuda", use_half_precision=False, logging_level=40,
@@ -239,7 +210,7 @@ def plan() -> Iterator[Measurement]:
         work = 2 * 32 * D_LARGE * 4096
         yield Measurement("streamed", name_of(projector), D_LARGE, 4096, 32, run, pieces, work)
     for batch in (32, 128):
-        for projector in (Rademacher(2048), SJLT(4096)):
+        for projector in (Rademacher(2048), SJLT(2048)):
             run = featurize_ours(projector, batch)
             name = f"featurize, {name_of(projector)}"
             yield Measurement("ResNet-18", name, D_MODEL, projector.proj_dim, batch, run)
@@ -297,7 +268,7 @@ def measure(measurement: Measurement) -> dict[str, Any]:
         if measurement.work:
             row["per_second"] = 1e3 * measurement.work / row["ms"]
     except Exception as err:  # a row that fails must not cost the others
-        row["failed"] = f"{type(err).__name__}: {str(err).splitlines()[0][:200]}"
+        row["failed"] = f"{type(err).__name__}: {' '.join(str(err).split())[:200]}"
     torch.cuda.empty_cache()
     return row
 
@@ -308,42 +279,77 @@ def line(row: dict[str, Any]) -> str:
     return f"{place}B={row['batch']:<5} {found}"
 
 
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what rows come to: shares of the roofs, and how much faster than fast_jl and traker."""
+    measured = [row for row in rows if "ms" in row]
+    roofs = {row["name"]: row["per_second"] for row in measured if row["group"].startswith("roof")}
+    others = {"projection": "fast_jl", "projection (bytes)": "fast_jl", "ResNet-18": "traker"}
+    before = {
+        (other, row["width"], row["batch"]): row["ms"]
+        for other in set(others.values())
+        for row in measured
+        if row["name"].endswith(other)
+    }
+    for row in measured:
+        said = []
+        digits = re.search(r"int8x(\d)$", row["name"])
+        if digits and "per_second" in row and "int8" in roofs:
+            said.append(f"{int(digits[1]) * row['per_second'] / roofs['int8']:.0%} of int8")
+        if row["group"].endswith("(bytes)") and row["name"] != "copy" and "copy" in roofs:
+            said.append(f"{row['per_second'] / roofs['copy']:.0%} of copy")
+        key = (others.get(row["group"]), row["width"], row["batch"])
+        if key in before and not row["name"].endswith(str(key[0])):
+            said.append(f"{before[key] / row['ms']:.2f} x as fast as {key[0]}")
+        if said:
+            yield f"{row['name']:34} p={row['width']:<5} B={row['batch']:<5} {', '.join(said)}"
+
+
 def gpu_tests() -> str:
-    """Run the tests that are marked ``gpu``, without the fixtures of the others."""
-    if importlib.util.find_spec("pytest") is None:
-        return "not run: pytest is not installed"
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--noconftest"]
-    command += ["--rootdir", str(ROOT), "-W", "ignore", "tests/projection/cuda/test_gpu.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
-    print(done.stdout[-6000:], flush=True)
-    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
+    """Run the tests that are marked ``gpu``, in a process of their own, and return the outcome."""
+    file = HERE.parent / "projection" / "cuda" / "test_gpu.py"
+    command = [sys.executable, str(HERE / "_bare.py"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
+    return (done.stdout.strip() or done.stderr.strip() or "no outcome").splitlines()[-1]
 
 
-def build_fast_jl(folder: Path) -> None:
+def build_fast_jl(archive: Path | None) -> str:
     """Build fast_jl for the GPU here: as published, it asks nvcc for one that nvcc 13 dropped."""
+    folder = Path(tempfile.mkdtemp())
+    architecture = "{}.{}".format(*torch.cuda.get_device_capability())
     pip = [sys.executable, "-m", "pip"]
     fetch = ["download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "fast_jl"]
-    subprocess.run([*pip, *fetch, "-d", str(folder)], check=True)
-    (archive,) = folder.glob("fast_jl-*.tar.gz")
-    subprocess.run(["tar", "xzf", str(archive), "-C", str(folder)], check=True)
-    (source,) = (path for path in folder.glob("fast_jl-*") if path.is_dir())
-    architecture = "{}.{}".format(*torch.cuda.get_device_capability())
-    setup = source / "setup.py"
-    setup.write_text(re.sub(r"7\.0\+PTX", architecture, setup.read_text()))
     install = ["install", "--no-deps", "--no-build-isolation", "--target", str(folder / "built")]
-    subprocess.run([*pip, *install, str(source)], check=True)
+    try:
+        if archive is None:
+            subprocess.run([*pip, *fetch, "-d", str(folder)], check=True)
+            (archive,) = folder.glob("fast_jl-*.tar.gz")
+        subprocess.run(["tar", "xzf", str(archive), "-C", str(folder)], check=True)
+        (setup,) = folder.glob("fast_jl-*/setup.py")
+        setup.write_text(re.sub(r"7\.0\+PTX", architecture, setup.read_text()))
+        subprocess.run([*pip, *install, str(setup.parent)], check=True)
+    except (OSError, ValueError, subprocess.CalledProcessError) as err:
+        return f"not built: {err}"
     sys.path.insert(0, str(folder / "built"))
-    print(f"fast_jl was patched to build for {architecture}, and nothing else", flush=True)
+    return f"patched to build for {architecture}, and nothing else"
+
+
+def driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as err:
+        return f"unknown: {err}"
+    return "; ".join(done.stdout.split("\n")).strip("; ")
 
 
 def circumstances() -> dict[str, Any]:
     import cupy
 
-    runtime = cupy.cuda.runtime
     return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "gpu": kernels_for(torch.device("cuda")).description,
-        "driver": runtime.driverGetVersion(),
+        "driver": driver(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "cupy": cupy.__version__,
@@ -356,7 +362,10 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--only", default="", help="measure rows whose line has this in it")
     parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--build-fast-jl", action="store_true", help="needs nvcc and the network")
+    parser.add_argument("--build-fast-jl", action="store_true", help="needs nvcc")
+    parser.add_argument(
+        "--fast-jl", type=Path, help="its source archive, where there is no network"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = [row for row in plan() if options.only in f"{row.group} {row.name}"]
@@ -372,13 +381,15 @@ def main() -> None:
     print(json.dumps(found["circumstances"], indent=1), flush=True)
     found["tests"] = "not run" if options.no_tests else gpu_tests()
     if options.build_fast_jl:
-        build_fast_jl(Path(tempfile.mkdtemp()))
+        found["fast_jl"] = build_fast_jl(options.fast_jl)
+        print("fast_jl:", found["fast_jl"], flush=True)
     found["rows"] = []
     for row in rows:
         found["rows"].append(measure(row))
         print(line(found["rows"][-1]), flush=True)
         if options.out:
             options.out.write_text(json.dumps(found, indent=1))
+    print("", *summary(found["rows"]), sep="\n")
 
 
 if __name__ == "__main__":

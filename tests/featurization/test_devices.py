@@ -302,3 +302,17 @@ def test_featurize__micro_batch_is_halved_where_a_gpu_runs_out_of_memory(
     found = td.featurize(samples(), model(), **options).compute(scheduler="sync")
     xr.testing.assert_identical(found, expected)
     assert "out of memory: going on with micro-batches of 1 samples" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("projector", [td.Rademacher(64), td.SJLT(64), td.Kronecker(8, 8)], ids=str)
+def test_featurize__on_a_gpu_as_on_a_cpu(projector: td.Projector, tmp_path: Path) -> None:
+    """The gradients differ by rounding, which is that of TF32; never ran yet."""
+    made = [
+        td.featurize(samples(), model(), projector=projector, device=d) for d in ("cuda", "cpu")
+    ]
+    stored = td.save(made[0], tmp_path / "f.zarr", progress=False)
+    found, expected = stored.feature.values, made[1].feature.values
+    assert np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected)
+    told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
+    assert {each["device"] for each in told} == {torch.cuda.get_device_name()}

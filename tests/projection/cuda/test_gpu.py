@@ -36,8 +36,9 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def agree(projector: GpuProjector, rows: torch.Tensor, row: int = 0, checkpoint: int = 9) -> bool:
     expected = torch.full((len(rows), projector.proj_dim), 0.1, dtype=torch.float64)
     found = expected.cuda()
+    here = rows.cpu()
     for first in range(0, rows.shape[1], 16384):
-        part = rows[:, first : first + 16384]
+        part = here[:, first : first + 16384]
         projector.project_on_cpu(part, row + first, checkpoint, expected)
     projector.project_rows(rows.cuda(), row, checkpoint, found)
     return same(found, expected)
@@ -71,7 +72,7 @@ def test_project_rows__types(projector: GpuProjector, dtype: torch.dtype) -> Non
 
 
 def test_project_rows__misaligned_and_strided() -> None:
-    around = gradients(9, 40000)
+    around = gradients(9, 40000).cuda()  # before it is cut: a copy would be aligned
     for projector in (Rademacher(100), Gaussian(100), SJLT(100)):
         for window in (around[:, 3:-5], around[:, ::3], around[::2, 1:20000]):
             assert agree(projector, window)
