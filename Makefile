@@ -76,7 +76,7 @@ unit: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)
-	@$(PY) -m pytest --quiet -n $(JOBS) -m faults tests/faults
+	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest --quiet -n $(JOBS) tests/faults
 
 benchmarks: $(PEERS)
 	@set -e; for script in $(BENCHMARKS); do printf '\n== %s\n' "$$script"; $(PY) "$$script"; done

@@ -202,3 +202,14 @@ def test_to_zarr__scores_and_rankings(tmp_path: Path) -> None:
     )
     with pytest.raises(FileExistsError, match="overwrite=True"):
         td.to_zarr(top, tmp_path / "t.zarr")
+
+
+@pytest.mark.parametrize("write", [td.to_parquet, td.to_zarr])
+def test_to__overwrites_results_only(tmp_path: Path, write: Callable[..., None]) -> None:
+    scores = td.score(FEATURES, TARGETS, damping=0.1)
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(FileExistsError, match=r"\['thesis.tex'\]; needed an earlier result"):
+        write(scores, tmp_path, overwrite=True)
+    assert (tmp_path / "thesis.tex").read_text() == "all of it"
+    for _ in range(2):
+        write(scores, tmp_path / "result", overwrite=True)

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import dask
@@ -54,11 +54,11 @@ def to_zarr(
     ValueError
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
-        If the store exists and ``overwrite`` is false.
+        If the store exists and ``overwrite`` is false, or if something else is there.
     """
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
     _require_size(ds, ds.nbytes, max_bytes)
-    place = _free_place(store, overwrite)
+    place = _free_place(store, overwrite, lambda names: "zarr.json" in names)
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
@@ -92,7 +92,7 @@ def to_parquet(
     ValueError
         If ``data`` is no such result, or takes more than ``max_bytes``.
     FileExistsError
-        If the folder exists and ``overwrite`` is false.
+        If the folder exists and ``overwrite`` is false, or if something else is in it.
 
     Notes
     -----
@@ -106,10 +106,8 @@ def to_parquet(
     columns = _columns(ds)
     width = sum(4 if array.dtype.kind in "OTU" else array.dtype.itemsize for _, array in columns)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    place = _free_place(path, overwrite)
+    place = _free_place(path, overwrite, _are_parquet)
     fs, folder = fsspec.core.url_to_fs(place)
-    if fs.exists(folder):
-        fs.rm(folder, recursive=True)
     fs.makedirs(folder, exist_ok=True)
     dask.compute(_written(ds, columns, place))
 
@@ -126,14 +124,30 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
         )
 
 
-def _free_place(path: str | os.PathLike[str], overwrite: bool) -> str:
+def _free_place(
+    path: str | os.PathLike[str], overwrite: bool, are_ours: Callable[[list[str]], bool]
+) -> str:
+    """Return where to write; what is there is removed if it may be, and looks like a result."""
     place = location(path)
     fs, inside = fsspec.core.url_to_fs(place)
-    if not overwrite and fs.exists(inside):
+    if not fs.exists(inside):
+        return place
+    if not overwrite:
         raise FileExistsError(
             f"{place!r} exists; needed a new path. Type overwrite=True to replace it."
         )
+    names = [name.rstrip("/").rpartition("/")[2] for name in fs.ls(inside, detail=False)]
+    if names and not are_ours(names):
+        raise FileExistsError(
+            f"{place!r} holds {sorted(names)[:3]}; needed an earlier result, to overwrite it. "
+            "Choose another path, or delete the folder yourself."
+        )
+    fs.rm(inside, recursive=True)
     return place
+
+
+def _are_parquet(names: list[str]) -> bool:
+    return all(name.endswith(".parquet") for name in names)
 
 
 def _as_table(data: object) -> xr.Dataset:

@@ -19,6 +19,7 @@ from dask.utils import format_bytes, format_time
 from rich.table import Table
 
 from trakdask import arrays
+from trakdask.featurization import model_operations
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.specs import from_spec
 from trakdask.scheduling import n_slots
@@ -65,11 +66,11 @@ def plan(
 
     Notes
     -----
-    Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``.
-    Operations are those of the projection and of the gram matrix; the passes through the model come
-    on top. Errors are those that theory and the arithmetic lead to expect, not measurements of
-    these features. A pilot's estimate takes all threads to be as fast as the one that ran it, and
-    leaves out what storing takes.
+    Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``. The
+    operations of the model are counted by torch on tensors without data, where features are lazy
+    and the model does not look at values. Errors are those that theory and the arithmetic lead to
+    expect, not measurements of these features. A pilot's estimate takes all threads to be as fast
+    as the one that ran it, and leaves out what storing takes.
 
     Examples
     --------
@@ -99,6 +100,7 @@ def plan(
         projections=tuple(
             _planned(projector, shapes, n_samples, n_checkpoints) for projector in all_projectors
         ),
+        model_operations=model_operations(features),
         pilot=_measured(features) if pilot else None,
     )
 
@@ -200,6 +202,8 @@ class Plan:
         Parameters that gradients are taken of.
     batch_size
         Samples per micro-batch, if the features' ``attrs`` name it.
+    model_operations
+        Operations of one forward and one backward pass of a single sample; None if unknown.
     projections
         The features' own projector, then those to compare with.
     pilot
@@ -212,6 +216,7 @@ class Plan:
     n_parameters: int
     batch_size: int | None
     projections: tuple[PlannedProjection, ...]
+    model_operations: int | None = None
     pilot: Pilot | None = None
 
     @property
@@ -276,7 +281,14 @@ class Plan:
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
             f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
         )
-        return [title] if self.pilot is None else [title, self._pilot_title(self.pilot)]
+        titles = [title]
+        if self.model_operations is not None:
+            total = self.model_operations * self.n_samples * self.n_checkpoints
+            titles.append(
+                f"Model: {_power(self.model_operations)} operations per sample and checkpoint, "
+                f"{_power(total)} in total"
+            )
+        return titles if self.pilot is None else [*titles, self._pilot_title(self.pilot)]
 
     def _pilot_title(self, pilot: Pilot) -> str:
         estimated = format_time(pilot.estimate(self.n_blocks, self.n_checkpoints))

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import logging
-import re
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import dask
 import dask.array as da
 import xarray as xr
 from dask.base import get_scheduler
-from distributed import Client, KilledWorker
+from distributed import Client, KilledWorker, get_worker
 
 from trakdask.errors import BlockError
 
-__all__ = ["active_client", "gpu_options", "n_slots", "remember", "remembered", "run"]
+__all__ = [
+    "active_client",
+    "gpu_options",
+    "n_slots",
+    "note_start",
+    "remember",
+    "remembered",
+    "run",
+]
 
 T = TypeVar("T")
+
+_STARTED = "trakdask-started"
 
 _log = logging.getLogger(__name__)
 _remembered: dict[str, Any] = {}
@@ -27,7 +38,6 @@ def run(
     submission: Callable[[], da.Array | None],
     *,
     retries: int,
-    samples_of: Callable[[int], str] | None = None,
     compute: Callable[..., T] = dask.compute,
 ) -> T | None:
     """Compute what a submission finds to do, with further attempts after errors that pass.
@@ -38,8 +48,6 @@ def run(
         Builds the tasks that are missing now; None where nothing is.
     retries
         Further attempts: of a task on a cluster, of all that is still missing elsewhere.
-    samples_of
-        Names the samples of a block by its number, for errors.
     compute
         Computes the tasks, with ``retries=`` on a cluster.
 
@@ -61,7 +69,7 @@ def run(
         try:
             return compute(work, **({"retries": retries} if cluster else {}))
         except KilledWorker as err:
-            raise BlockError(_killed(err, samples_of)) from err
+            raise BlockError(_killed(err, cluster)) from err
         except Exception as err:
             if not left:
                 raise
@@ -126,16 +134,35 @@ def n_slots() -> int:
     return int(dask.config.get("num_workers", None) or dask.system.CPU_COUNT)
 
 
-def _killed(err: KilledWorker, samples_of: Callable[[int], str] | None) -> str:
-    # Layers that write are numbered by what is missing, those that make blocks by the blocks.
-    number = re.search(r"^\('(?!save-).*?', (\d+)", str(err.task))
-    what = f"task {err.task}"
-    if number and samples_of is not None:
-        what = samples_of(int(number[1]))
+def note_start(what: str) -> None:
+    """Let the scheduler know what a worker begins: if it dies, that is what it died of.
+
+    The scheduler itself blames every task that waits at a worker which dies.
+    """
+    with suppress(ValueError):  # no worker runs this
+        get_worker().log_event(_STARTED, {"what": what})
+
+
+def _killed(err: KilledWorker, client: Client | None) -> str:
+    n_deaths = err.allowed_failures + 1
     return (
-        f"{what} failed: {err.allowed_failures + 1} worker processes died while they computed it; "
-        f"needed no more than {err.allowed_failures} (distributed.scheduler.allowed-failures). If "
-        "they ran out of memory, type samples.chunk(sample=...) with smaller blocks, or a "
-        "batch_size=, or start workers with more memory. Where machines are taken away, raise that "
-        "number before the scheduler starts."
+        f"{_died_of(client, n_deaths) or f'task {err.task}'} failed: {n_deaths} worker processes "
+        f"died while they computed it; needed no more than {err.allowed_failures} "
+        "(distributed.scheduler.allowed-failures). If they ran out of memory, type "
+        "samples.chunk(sample=...) with smaller blocks, or a batch_size=, or start workers with "
+        "more memory. Where machines are taken away, raise that number before the scheduler starts."
     )
+
+
+def _died_of(client: Client | None, n_deaths: int) -> str | None:
+    """Return what most of the workers that died last had begun, if they told."""
+    if client is None:
+        return None
+    alive: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    begun: dict[str, str] = {}
+    for _, event in client.get_events(_STARTED) or ():
+        if event["worker"] not in alive:
+            begun.pop(event["worker"], None)  # the last of each, in the order of the last
+            begun[event["worker"]] = event["what"]
+    found = Counter(list(begun.values())[-n_deaths:]).most_common(1)
+    return found[0][0] if found and 2 * found[0][1] > n_deaths else None

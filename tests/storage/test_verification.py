@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -166,3 +168,49 @@ def test_records__hold_sizes_and_checksums(store: Path) -> None:
         "output/c/0/0": 16 * 4 + 4,
         "out_to_loss/c/0/0": 16 * 4 + 4,
     }
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "threads"])
+@pytest.mark.parametrize("lost", ["feature/c/1/0/1", "output/c/0/0", "gram/c/0/0/0"])
+def test_open__lost_chunk_raises_when_it_is_read(store: Path, lost: str, scheduler: str) -> None:
+    opened = td.open(store)
+    (store / lost).unlink()
+    name = lost.partition("/")[0]
+    for ds in (opened, td.open(store)):
+        with (
+            dask.config.set(scheduler=scheduler),
+            pytest.raises(
+                td.IncompleteFeaturesError, match=rf"lost the file '{lost}'.*repair=True"
+            ),
+        ):
+            ds[name].compute()
+    looked_at = td.open(store, require_complete=False)
+    assert looked_at[name].isnull().any()
+    assert save_and_count(store) == ("gram" not in lost)
+
+
+def test_open__lost_chunk_on_a_worker_process(store: Path, process_client) -> None:
+    (store / "feature/c/1/0/1").unlink()
+    opened = td.open(store)
+    with pytest.raises(td.IncompleteFeaturesError, match="lost the file 'feature/c/1/0/1'"):
+        td.score(opened, opened.isel(sample=slice(4)), damping=0.1).compute()
+
+
+def test_open__lost_chunk_of_a_coord(store: Path) -> None:
+    (store / "label/c/0").unlink()
+    with pytest.raises(td.IncompleteFeaturesError, match="lost the file 'label/c/0'"):
+        td.open(store)
+
+
+def test_open__coord_that_is_zero_everywhere(tmp_path: Path) -> None:
+    zero = FEATURES.assign_coords(label=FEATURES.label * 0, of_all=0)
+    opened = td.save(zero, tmp_path / "f.zarr", progress=False)
+    np.testing.assert_array_equal(opened.label, 0)
+
+
+def test_open__names_follow_the_content(store: Path) -> None:
+    name = td.open(store).feature.data.name
+    assert td.open(store).feature.data.name == name
+    shutil.rmtree(store)
+    td.save(FEATURES, store, progress=False)
+    assert td.open(store).feature.data.name != name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, current_thread, main_thread
@@ -26,10 +26,11 @@ from trakdask.featurization.precision import Precision
 from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.gradients import ENGINES, require_same_as_loop
 from trakdask.models.model import Model
+from trakdask.models.operations import Input
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import ProjectionStream, Projector, RowMap
 from trakdask.provenance import digest
-from trakdask.scheduling import remember
+from trakdask.scheduling import note_start, remember
 
 __all__ = ["Block", "Job", "featurize_block"]
 
@@ -53,7 +54,7 @@ class Job:
     fits_memory: bool
     """Whether a micro-batch may be smaller than ``batch_size`` where memory is short."""
     elements_at_once: int
-    inputs: tuple[str, ...]
+    inputs: Mapping[str, Input]
     precision: Precision
     device: str
     on_error: OnError
@@ -64,6 +65,8 @@ def featurize_block(
 ) -> Block:
     """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint."""
     checkpoint = job.model.checkpoints[int(index[0])]
+    what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
+    note_start(what)
     try:
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
@@ -72,8 +75,7 @@ def featurize_block(
         return block
     except Exception as err:
         raise BlockError(
-            f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r} failed: "
-            f"{type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
+            f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
         ) from err
 
 

@@ -16,13 +16,14 @@ OnError = Literal["raise", "record"]
 ERROR_DTYPE = np.dtypes.StringDType()
 _LONGEST_REASON = 200
 _NAMES = ("gradient", "output", "out_to_loss")
+_OF_DEVICES = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # since torch 2.8
 _NOT_OF_SAMPLES = (
     OSError,
     MemoryError,
     ImportError,
     KernelError,
     torch.OutOfMemoryError,
-    torch.AcceleratorError,
+    _OF_DEVICES,
 )
 """Of the machine: another attempt may succeed, and the next sample would fail, too."""
 

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
+from weakref import WeakValueDictionary
 
 import dask.array as da
 import numpy as np
@@ -20,14 +21,18 @@ from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model
+from trakdask.models.operations import count_operations
 from trakdask.projection import Projector, Rademacher, RowMap
 from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
-__all__ = ["featurize"]
+__all__ = ["featurize", "model_operations"]
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
+
+_jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
+"""What each graph of this process does, by the name of its layer, as long as there is the graph."""
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +177,7 @@ def featurize(
         batch_size=size,
         fits_memory=batch_size == "auto",
         elements_at_once=held,
-        inputs=tuple(inputs),
+        inputs={name: (array.shape[1:], array.dtype) for name, array in inputs.items()},
         precision=Precision.here(dtype),
         device=check_device(device),
         on_error=on_error,
@@ -182,6 +187,20 @@ def featurize(
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, _checkpoint_names(model))}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
+
+
+def model_operations(features: xr.Dataset) -> int | None:
+    """Return the operations of the passes through the model, per sample and checkpoint.
+
+    None where features were not made lazily in this process, or where they cannot be counted.
+    """
+    data = features.feature.variable.data
+    layers = data.dask.layers if isinstance(data, da.Array) else ()
+    job = next((_jobs[name] for name in layers if name in _jobs), None)
+    if job is None:
+        return None
+    model = job.model
+    return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
 
 
 def _projector(projector: Projector | None) -> Projector:
@@ -252,6 +271,7 @@ def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
     """Build the graph: 1 one bundle per (sample block × checkpoint), 2 one getter per variable."""
+    _jobs[f"featurize-{token}"] = job
     chunks = next(iter(inputs.values())).chunks[0]
     checkpoints = len(job.model.checkpoints)
     bundle = da.blockwise(

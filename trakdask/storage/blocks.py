@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +22,6 @@ from trakdask.arrays.half import encode
 from trakdask.provenance import digest
 from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained
-from trakdask.variables import CHECKPOINT
 
 __all__ = ["about", "run", "save_checkpoint", "storing"]
 
@@ -30,23 +29,8 @@ __all__ = ["about", "run", "save_checkpoint", "storing"]
 def save_checkpoint(piece: Piece, features: xr.Dataset, index: int, retries: int = 0) -> set[str]:
     """Compute and store the blocks of a checkpoint that are not there; return the hosts."""
     missing = functools.partial(_missing, piece, features, index)
-    samples_of = _samples_of(piece, features, index)
     compute = functools.partial(run, **scheduling.gpu_options(features))
-    found = scheduling.run(missing, retries=retries, samples_of=samples_of, compute=compute)
-    return found or set()
-
-
-def _samples_of(piece: Piece, features: xr.Dataset, index: int) -> Callable[[int], str] | None:
-    """Return what names the samples of a block, where blocks are those of featurize."""
-    if piece.spec.get("source") != features.attrs.get("source"):
-        return None
-    checkpoint, size = str(features[CHECKPOINT].values[index]), piece.layout["block"]
-
-    def samples_of(block: int) -> str:
-        stop = min((block + 1) * size, piece.layout["samples"])
-        return f"samples {block * size}:{stop} of checkpoint {checkpoint!r}"
-
-    return samples_of
+    return scheduling.run(missing, retries=retries, compute=compute) or set()
 
 
 def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:

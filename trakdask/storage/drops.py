@@ -11,7 +11,7 @@ import xarray as xr
 import zarr
 
 from trakdask.storage.piece import SUMS, array
-from trakdask.storage.place import Place
+from trakdask.storage.place import Complete, Place
 from trakdask.variables import CHECKPOINT, VARIABLES
 
 __all__ = ["DROPS", "Drop", "latest"]
@@ -57,7 +57,8 @@ class Drop:
         return xr.Dataset(data, coords={CHECKPOINT: self.attrs["checkpoints"]})
 
     def _group(self) -> zarr.Group:
-        return zarr.open_group(self.place.zarr(read_only=True), mode="r", zarr_format=3)
+        store = Complete(self.place.zarr(read_only=True), self.place, str(self.attrs["files"]))
+        return zarr.open_group(store, mode="r", zarr_format=3)
 
 
 def latest(place: Place) -> Drop | None:

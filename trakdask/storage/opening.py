@@ -59,7 +59,7 @@ def open(
     FileNotFoundError
         If there is no such store.
     IncompleteFeaturesError
-        If blocks are missing.
+        If blocks are missing; when it is computed, if the file of a block has been lost since.
     ValueError
         If its metadata make no sense, or coords or blocks would not fit in memory.
     """
@@ -69,7 +69,7 @@ def open(
         _require_complete(found)
     for piece in found:
         require_sense(piece)
-    ds = assembled(found, latest(place))
+    ds = assembled(found, latest(place), complete=require_complete)
     names = [name for name in (*FEATURE_NAMES, *SUMS) if name in ds]
     ds = with_errors(load_coords(ds[names]), found)
     return _without_dropped(ds, show=dropped).assign_attrs(saved=runs(found))

@@ -128,18 +128,21 @@ def _require_variables(features: xr.Dataset, first: Piece) -> None:
         )
 
 
-def assembled(found: Sequence[Piece], drop: Drop | None = None) -> xr.Dataset:
+def assembled(
+    found: Sequence[Piece], drop: Drop | None = None, *, complete: bool = True
+) -> xr.Dataset:
     """Return the pieces of a store as one lazy Dataset; a coord ``dropped`` marks samples."""
     if len(found) == 1 and drop is None:
-        return stored(found[0])
+        return stored(found[0], complete=complete)
     names = list(_with_checkpoints(found).spec["checkpoints"])
-    rows = [_row(row, names) for row in by_source(found)]
+    rows = [_row(row, names, complete) for row in by_source(found)]
     ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE) if len(rows) > 1 else rows[0]
     ds = ds[list(FEATURE_NAMES)].assign_attrs(
         source=" + ".join(str(row.attrs.get("source")) for row in rows),
         layout={**found[0].layout, "samples": ds.sizes[SAMPLE]},
     )
-    summed = [stored(piece) for piece in (found if drop is None else found[drop.attrs["pieces"] :])]
+    own = found if drop is None else found[drop.attrs["pieces"] :]
+    summed = [stored(piece, complete=complete) for piece in own]
     if drop is not None:
         mask = drop.mask(ds.sizes[SAMPLE])
         ds = ds.assign_coords({DROPPED: (SAMPLE, mask)})
@@ -147,9 +150,9 @@ def assembled(found: Sequence[Piece], drop: Drop | None = None) -> xr.Dataset:
         ds.attrs["source"] += f" without {digest({'dropped': packed})[:16]}"
         summed.append(drop.sums())
     n_dropped = int(ds[DROPPED].sum()) if drop is not None else 0
-    own = {"samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
+    about = {"samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
     sums = {name: _sum(name, summed, names) for name in SUMS}
-    return ds.assign({n: v.assign_attrs(own) for n, v in sums.items() if v is not None})
+    return ds.assign({n: v.assign_attrs(about) for n, v in sums.items() if v is not None})
 
 
 def dropped_rows(place: Place, piece: Piece) -> np.ndarray:
@@ -220,9 +223,9 @@ def by_source(found: Sequence[Piece]) -> list[list[Piece]]:
     return list(rows.values())
 
 
-def _row(row: Sequence[Piece], names: list[str]) -> xr.Dataset:
+def _row(row: Sequence[Piece], names: list[str], complete: bool) -> xr.Dataset:
     """Return all checkpoints of the samples of one source."""
-    parts = [stored(piece) for piece in row]
+    parts = [stored(piece, complete=complete) for piece in row]
     attrs = {**parts[0].attrs, **_with_checkpoints(row).spec}
     parts = [part[list(FEATURE_NAMES)] for part in parts]
     ds = _concat(parts, CHECKPOINT) if len(parts) > 1 else parts[0]

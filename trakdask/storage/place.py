@@ -20,7 +20,9 @@ from zarr.abc.store import Store
 from zarr.core.buffer import Buffer
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
-__all__ = ["PARTIAL", "Place", "Recorded", "checksum", "explained"]
+from trakdask.errors import IncompleteFeaturesError
+
+__all__ = ["PARTIAL", "Complete", "Place", "Recorded", "checksum", "explained"]
 
 T = TypeVar("T")
 
@@ -210,6 +212,50 @@ class _Patient(WrapperStore[Store]):
 
         for name in await _patiently_async(listed):
             yield name
+
+
+class Complete(WrapperStore[Store]):
+    """A store whose chunks are there: zarr would read a lost one as fill values, without a word.
+
+    Parameters
+    ----------
+    store
+        What it wraps.
+    place
+        Where that is.
+    token
+        What tells its content from others', for names of tasks.
+    may_lack
+        Names of arrays whose absent chunks mean fill values.
+    """
+
+    def __init__(
+        self, store: Store, place: Place, token: str = "", may_lack: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(store)
+        self._about = place, token, may_lack
+
+    def _with_store(self, store: Store) -> Complete:
+        return type(self)(store, *self._about)
+
+    def __dask_tokenize__(self) -> tuple[str, ...]:
+        place, token, _ = self._about
+        return type(self).__name__, place.url, token
+
+    async def get(self, key: str, *args: Any, **options: Any) -> Buffer | None:
+        """Read one file."""
+        found = await self._store.get(key, *args, **options)
+        if found is not None:
+            return found
+        place, _, may_lack = self._about
+        name, *chunk = key.split("/")
+        if chunk[:1] == ["c"] and name not in may_lack:
+            raise IncompleteFeaturesError(
+                f"the store {place.url!r} has lost the file {key!r} of a completed block; needed "
+                "all of them. Type td.verify(store, repair=True), then td.save(features, store) "
+                "to compute what is missing."
+            )
+        return None
 
 
 class Recorded(WrapperStore[Store]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ import zarr
 from trakdask.arrays.half import decoded
 from trakdask.provenance import STORE_SPEC
 from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, SUMS, Piece
-from trakdask.storage.place import Place
+from trakdask.storage.place import Complete, Place
 
 __all__ = ["find", "opened", "require_sense", "stored"]
 
@@ -46,21 +47,32 @@ def find(place: Place) -> Piece:
     return Piece(place, found, layout)
 
 
-def stored(piece: Piece) -> xr.Dataset:
-    """Return all that is in a piece, lazy; features in the dtype that they are used in."""
-    ds = opened(piece, chunks={})
+def stored(piece: Piece, *, complete: bool = True) -> xr.Dataset:
+    """Return all that is in a piece, lazy; features in the dtype that they are used in.
+
+    A lost chunk raises when it is read; if it need not be complete, it reads as NaN.
+    """
+    ds = opened(piece, chunks={}, complete=complete)
     if SCALE in ds:
         feature = ds.feature.copy(data=decoded(ds.feature.data, ds[SCALE].data))
         ds = ds.assign(feature=feature)
     return ds
 
 
-def opened(piece: Piece, *, chunks: dict[str, int] | None) -> xr.Dataset:
+def opened(piece: Piece, *, chunks: dict[str, int] | None, complete: bool = True) -> xr.Dataset:
     """Return the arrays of a piece as they are on disk."""
+    store = piece.place.zarr(read_only=True)
+    if complete:
+        store = Complete(store, piece.place, _token(piece), may_lack=(ERROR,))
     # A version is named: the older format knows codecs that run code.
-    store = piece.place.url if piece.place.is_local else piece.place.zarr(read_only=True)
     ds: xr.Dataset = xr.open_zarr(store, consolidated=False, chunks=chunks, zarr_format=3)
     return ds
+
+
+def _token(piece: Piece) -> str:
+    """Tell what is there from what was there before, if the store was deleted and made anew."""
+    made = os.stat(f"{piece.place.url}/zarr.json").st_mtime_ns if piece.place.is_local else ""
+    return f"{piece.digest} {made}"
 
 
 def _require_plain(place: Place, described: Mapping[str, Any], layout: Any) -> None:
@@ -83,7 +95,7 @@ def require_sense(piece: Piece) -> None:
     own = (*FEATURE_NAMES, ERROR, SCALE, *SUMS)
     available = psutil.virtual_memory().available
     for name, of in piece.group().arrays():
-        rows = of.shape[0], of.chunks[0]
+        rows = (*of.shape[:1], *of.chunks[:1])
         needed_rows = piece.layout["samples"], piece.layout["block"]
         if name in (*FEATURE_NAMES, ERROR) and rows != needed_rows:
             raise ValueError(

@@ -86,7 +86,7 @@ def save(
     progress
         Show a bar of completed blocks.
     retries
-        Further attempts at a block after an error, such as one of a network file system.
+        Further attempts at a block or a sum after an error, such as one of a network file system.
 
     Returns
     -------
@@ -170,7 +170,7 @@ def _save(
         if kept is not None:  # after all features: score weights are means over checkpoints
             dropped = dropped_rows(place, piece)
             for index in range(len(piece.checkpoints)):
-                hosts |= save_sums(piece, kept, index, dropped)
+                hosts |= save_sums(piece, kept, index, dropped, retries)
 
 
 def _require_ours(place: Place) -> bool:

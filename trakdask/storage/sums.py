@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from trakdask import arrays
+from trakdask import arrays, scheduling
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.estimators import Weights
 from trakdask.storage.blocks import about, run, storing
@@ -22,21 +22,28 @@ from trakdask.variables import SAMPLE
 __all__ = ["reduced", "save_sums"]
 
 
-def save_sums(piece: Piece, kept: Weights, index: int, dropped: np.ndarray) -> set[str]:
+def save_sums(
+    piece: Piece, kept: Weights, index: int, dropped: np.ndarray, retries: int = 0
+) -> set[str]:
     """Reduce what is kept from the stored features, not from the graph; return the hosts."""
+    missing = functools.partial(_missing, piece, kept, index, dropped)
+    return scheduling.run(missing, retries=retries, compute=run) or set()
+
+
+def _missing(piece: Piece, kept: Weights, index: int, dropped: np.ndarray) -> da.Array | None:
     if GRAM in piece.done(index):
-        return set()
+        return None
     features = stored(piece)
     if dropped.any():
         features = features.isel({SAMPLE: np.flatnonzero(~dropped)})
     matrices = reduced(features, kept, index)
     name = f"save-gram-{tokenize(piece.digest, piece.place.url, matrices)}"
-    written = da.blockwise(
+    written: da.Array = da.blockwise(
         functools.partial(_write_sums, piece, kept.sums, index), "c",
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
         dtype=bool, meta=np.empty(0, bool), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
-    return run(written)
+    return written
 
 
 def reduced(features: xr.Dataset, weights: Weights, index: int) -> tuple[da.Array, ...]:

@@ -73,9 +73,9 @@ def create(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
 
 
 def write_coords(store: Recorded, features: xr.Dataset) -> None:
-    """Write the coords, as xarray encodes them."""
+    """Write the coords, as xarray encodes them; every chunk, since an absent one is lost."""
     coords = features.coords.to_dataset().drop_attrs(deep=False).drop_encoding()
-    coords.to_zarr(store, mode="a", consolidated=False, zarr_format=3)
+    coords.to_zarr(store, mode="a", consolidated=False, zarr_format=3, write_empty_chunks=True)
 
 
 def inventory(place: Place) -> dict[str, Any]:
