@@ -123,7 +123,7 @@ def test_kernels__by_cupy(told: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_kernels__on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never ran yet."""
+    """Has not run on a GPU yet."""
     expected = products()
     monkeypatch.setenv("TRAKDASK_XP", "cupy")
     for ours, theirs in zip(products(), expected, strict=True):

@@ -52,7 +52,7 @@ class FastJL(Projector):
     -----
     All rows go at once: 4 bytes per sample and parameter on the GPU. ``fast_jl`` rounds gradients
     to float16 (larger than 65504 becomes NaN here, smaller than 6e-8 zero) and takes 8, 16 or 32
-    samples; others are padded with zeros. Never ran with the extension itself yet: its calls are
+    samples; others are padded with zeros. Has not run with the extension itself yet: its calls are
     those of traker 0.3.2, tested with a stand-in.
 
     References

@@ -37,7 +37,7 @@ class ProjectionStream:
         Checkpoint id in [0, 2**32).
     device
         Device of the gradients and of the result. Kernels of CUDA project what is on an NVIDIA GPU,
-        with the same bits as on a CPU.
+        with the same bits as on a CPU (they have not run on one yet).
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Kernels on a GPU, against the CPU, bit for bit. None of this ever ran yet: no GPU was at hand."""
+"""Kernels on a GPU, against the CPU, bit for bit. It has not run on a GPU yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Projection on NVIDIA GPUs: the kernels of ``kernels/``, compiled at run time through CuPy."""
+"""Projection on NVIDIA GPUs: the kernels of ``kernels/``, compiled at run time through CuPy.
+
+Has not run on a GPU yet: the tests compile the kernels, and run them on a CPU, thread by thread.
+"""
 
 from __future__ import annotations
 

@@ -46,8 +46,9 @@ class GpuProjector(Projector):
 
         Notes
         -----
-        On an NVIDIA GPU, kernels of CUDA do it, with the same bits; a block on any other device is
-        copied to the CPU, multiplied there, and the sums copied back.
+        On an NVIDIA GPU, kernels of CUDA do it, with the same bits (they have not run on one yet);
+        a block on any other device is copied to the CPU, multiplied there, and the sums copied
+        back.
         """
         project = self.project_rows if on_gpu(block) else self.project_on_cpu
         project(block, row_offset, checkpoint, out)
