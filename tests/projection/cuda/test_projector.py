@@ -159,7 +159,10 @@ def test_require_proven__other_bits_name_the_device(
 ) -> None:
     pretend(monkeypatch, WrongKernels())
     out = torch.zeros(1, 8, dtype=torch.float64)
-    message = rf"{type(projector).__name__}\(.*of 40 sums other bits.*a broken GPU; needed the same"
+    kind = type(projector).__name__
+    message = (
+        rf"'combine_int32'\] of {kind}\(.*of 40 sums other bits.*a broken GPU; needed the same"
+    )
     with pytest.raises(KernelError, match=message):
         projector.project_block(torch.ones(1, 5), 0, 0, out)
     assert not out.any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trakdask.errors import KernelError
 from trakdask.projection.acceleration import on_gpu
-from trakdask.projection.cuda.launch import Kernels, kernels_for
+from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for
 from trakdask.projection.protocol import Projector
 from trakdask.projection.rows import ROW_BLOCK
 
@@ -113,16 +113,38 @@ def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> N
         for row in range(0, _PROOF_ROWS, ROW_BLOCK):
             small.project_on_cpu(tile[:, row : row + ROW_BLOCK], row, 1, expected)
         on_device = torch.zeros_like(expected, device=rows.device)
-        small.project_on_gpu(kernels, tile.to(rows.device), 0, 1, on_device)
+        noted = _Noted(kernels)
+        small.project_on_gpu(noted, tile.to(rows.device), 0, 1, on_device)
         found = on_device.cpu()
         wrong = (found != expected) & ~(found.isnan() & expected.isnan())
         if wrong.any():
             raise KernelError(
-                f"the kernels of {small} give {int(wrong.sum())} of {wrong.numel()} sums other "
-                f"bits than the CPU, for {rows.dtype} gradients on {kernels.description}; needed "
-                "the same. Type device='cpu', and report this line."
+                f"the kernels {noted.names} of {small} give {int(wrong.sum())} of {wrong.numel()} "
+                f"sums other bits than the CPU, for {rows.dtype} gradients on "
+                f"{kernels.description}; needed the same. Type device='cpu', and report this line."
             )
         _proven.add(key)
+
+
+class _Noted:
+    """Kernels, and the names of those that were started."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.description, self.cache_bytes = kernels.description, kernels.cache_bytes
+        self.names: list[str] = []
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        if name not in self.names:
+            self.names.append(name)
+        self._kernels.launch(name, grid, threads, arguments, shared_bytes)
 
 
 def proof_tile(dtype: torch.dtype) -> Tensor:
