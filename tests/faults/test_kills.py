@@ -124,14 +124,14 @@ def a_cluster(folder: Path) -> Iterator[Cluster]:
 class Run:
     """Saves into one store, by drivers that come one after the other."""
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
-        self.folder, self.rng = folder, rng
+    def __init__(self, folder: Path, rng: random.Random, seconds: float = SECONDS) -> None:
+        self.folder, self.rng, self.seconds = folder, rng, seconds
         self.store, self.counts = folder / "f.zarr", folder / "counts"
         self.counts.mkdir()
         self.done_before: set[str] = set()
 
     def driver(self, address: str = "") -> subprocess.Popen[bytes]:
-        arguments = [str(self.store), str(self.counts), str(SECONDS), address]
+        arguments = [str(self.store), str(self.counts), str(self.seconds), address]
         return start(self.folder / "driver.log", "-m", "tests.faults._run", *arguments)
 
     def wait_for_a_moment(self, driver: subprocess.Popen[bytes]) -> None:
@@ -140,7 +140,7 @@ class Run:
         wait_for(
             lambda: len(completed(self.store)) >= least or driver.poll() is not None, "a block"
         )
-        time.sleep(self.rng.random() * SECONDS)
+        time.sleep(self.rng.random() * self.seconds)
 
     def require_nothing_twice(self, before: Counter[str], done: set[str]) -> None:
         """Require that no block with a record was computed since."""
@@ -222,7 +222,7 @@ def test_driver__killed_at_many_moments(
 def test_anything__killed_at_many_moments(
     tmp_path: Path, undisturbed: dict[str, str], seed: int
 ) -> None:
-    run, killed = Run(tmp_path, random.Random(seed)), 0
+    run, killed = Run(tmp_path, random.Random(seed), seconds=4 * SECONDS), 0
     cluster = Cluster(tmp_path)
     try:
         driver = run.driver(cluster.address)

@@ -166,6 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # the nightly profile takes minutes
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_store__any_order_of_events() -> None:
     from hypothesis.stateful import run_state_machine_as_test
