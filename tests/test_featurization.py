@@ -370,7 +370,7 @@ def test_featurize__micro_batch_fits_the_memory(
     counted = model(1, task=_Counts())
     # Of a sample: what autograd keeps, the largest gradient not cut (a bias), 53 features.
     needed = 80 + 4 * 5 + 16 * 53
-    monkeypatch.setattr(block, "available_bytes", lambda: 2 * fits * needed)
+    monkeypatch.setattr(block, "available_bytes", lambda device: 2 * fits * needed)
     assert sizes_of_micro_batches(counted) == sizes
     assert sizes_of_micro_batches(counted, batch_size=6) == [6, 6, 4, 2, 2]
 

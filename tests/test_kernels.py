@@ -63,3 +63,18 @@ def test_kernel_files__folder_of_another_distribution_is_not_ours(package: Path)
 def test_kernel_source__unknown_name_lists_the_known() -> None:
     with pytest.raises(FileNotFoundError, match=r"'sjlt\.gpu'.*README\.md.*kernel_files"):
         kernels.kernel_source("sjlt.gpu")
+
+
+def test_kernel_program__puts_included_files_in_place(package: Path) -> None:
+    (package / "_kernels" / "family").mkdir(parents=True)
+    (package / "_kernels" / "a.cu").write_text('// a\n#include "family/b.cuh"\nint a;\n')
+    (package / "_kernels" / "family" / "b.cuh").write_text('#include "c.cuh"\nint b;')
+    (package / "_kernels" / "c.cuh").write_text("int c;")
+    assert kernels.kernel_program("a.cu") == "// a\nint c;\nint b;\nint a;\n"
+
+
+def test_kernel_program__missing_include(package: Path) -> None:
+    (package / "_kernels").mkdir(parents=True)
+    (package / "_kernels" / "a.cu").write_text('#include "b.cuh"\n')
+    with pytest.raises(FileNotFoundError, match=r"'b\.cuh'.*needed one of \['a\.cu'\]"):
+        kernels.kernel_program("a.cu")

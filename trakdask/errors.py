@@ -6,6 +6,7 @@ __all__ = [
     "BlockError",
     "CheckpointError",
     "IncompleteFeaturesError",
+    "KernelError",
     "StoreBusyError",
     "StoreMismatchError",
 ]
@@ -25,6 +26,10 @@ class StoreBusyError(RuntimeError):
 
 class IncompleteFeaturesError(ValueError):
     """A store lacks blocks that were never completed."""
+
+
+class KernelError(RuntimeError):
+    """A GPU cannot run the kernels, or runs them wrongly; no fault of the samples."""
 
 
 class BlockError(RuntimeError):

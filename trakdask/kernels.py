@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-__all__ = ["kernel_files", "kernel_source"]
+__all__ = ["kernel_files", "kernel_program", "kernel_source"]
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
 
 def kernel_files() -> dict[str, Traversable]:
@@ -64,6 +67,32 @@ def kernel_source(name: str) -> str:
             "Pass a name that trakdask.kernels.kernel_files() lists."
         )
     return found[name].read_text(encoding="utf-8")
+
+
+def kernel_program(name: str) -> str:
+    """Read a kernel file with the kernel files that it includes in place.
+
+    Parameters
+    ----------
+    name
+        As for :func:`kernel_source`. Included files are named from the kernel folder.
+
+    Returns
+    -------
+    One text that a compiler takes without looking for files: it may lie in a zip file.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such kernel file, or one that it includes.
+
+    Examples
+    --------
+    >>> from trakdask.kernels import kernel_program
+    >>> "#include" in kernel_program("quantize.cu")
+    False
+    """
+    return _INCLUDE.sub(lambda match: kernel_program(match[1]), kernel_source(name))
 
 
 def _kernel_folder() -> Traversable:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import dask
 import dask.array as da
+import xarray as xr
 from dask.base import get_scheduler
 from distributed import Client, KilledWorker, get_worker
 
 from trakdask.errors import BlockError
 
-__all__ = ["n_slots", "note_start", "run"]
+__all__ = [
+    "active_client",
+    "gpu_options",
+    "n_slots",
+    "note_start",
+    "remember",
+    "remembered",
+    "run",
+]
 
 T = TypeVar("T")
 
 _STARTED = "trakdask-started"
 
 _log = logging.getLogger(__name__)
+_remembered: dict[str, Any] = {}
 
 
 def run(
@@ -71,6 +81,39 @@ def active_client() -> Client | None:
     """Return the client that dask would compute on, if any."""
     client = getattr(get_scheduler(), "__self__", None)
     return client if isinstance(client, Client) else None
+
+
+def gpu_options(features: xr.Dataset) -> dict[str, Any]:
+    """Return what to give to ``compute`` so that gradients are taken by workers that declare a GPU.
+
+    Nothing, unless a worker of the active client was started with ``resources={"GPU": ...}`` and
+    the features are still to be made, on a GPU if there is one. It has to be given to ``compute``:
+    Dask drops annotations when it fuses tasks.
+
+    Examples
+    --------
+    >>> gpu_options(xr.Dataset(attrs={"device": "auto"}))
+    {}
+    """
+    client = active_client()
+    if client is None or features.attrs.get("device", "cpu") == "cpu":
+        return {}
+    graph = features.__dask_graph__()
+    if not any(name.startswith("featurize-") for name in getattr(graph, "layers", ())):
+        return {}
+    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    declared = any(worker["resources"].get("GPU") for worker in workers)
+    return {"resources": {"GPU": 1}} if declared else {}
+
+
+def remember(what: Mapping[str, Any]) -> None:
+    """Keep what later tasks of this process may write down of earlier ones."""
+    _remembered.update(what)
+
+
+def remembered() -> dict[str, Any]:
+    """Return what tasks of this process told: where the last gradients were taken, and by what."""
+    return dict(_remembered)
 
 
 def n_slots() -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trakdask.models.gradients import (
     ENGINES,
+    _tolerance,
     choose_engine,
     require_same_as_loop,
     vmap_gradients,
@@ -347,3 +348,11 @@ def test_require_same_as_loop__finds_a_wrong_gradient(
     monkeypatch.setitem(ENGINES, engine, wrong)
     with pytest.raises(ValueError, match=rf"{engine}' gives 'conv.weight' a gradient that differs"):
         require_same_as_loop(engine, forward, model.task, data, names)
+
+
+def test_tolerance__by_precision_and_device() -> None:
+    assert _tolerance(torch.float64, "cpu") == _tolerance(torch.float32, "cpu") == 1e-3
+    assert _tolerance(torch.float32, "cuda") == 8 * 2.0**-10
+    assert _tolerance(torch.bfloat16, "cuda") == 8 * 2.0**-7
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _tolerance(torch.float32, "cpu") == 8 * 2.0**-7

@@ -301,12 +301,18 @@ def test_hooks__equal_backward(layer: str) -> None:
 def test_hooks__large_gradients_in_parts(
     layer: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hooks, "_PART_BYTES", n_bytes)
+    monkeypatch.setitem(hooks._PART_BYTES, "cpu", n_bytes)
     check(*LAYERS[layer])
 
 
+def test_part_bytes__larger_on_a_gpu() -> None:
+    of = {kind: hooks._part_bytes(torch.empty(1, device=kind)) for kind in ("cpu", "meta")}
+    on_gpu = type("Parameter", (), {"device": torch.device("cuda", 1)})()
+    assert of["cpu"] == of["meta"] == 2**22 < hooks._part_bytes(on_gpu) == 2**28
+
+
 def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_PART_BYTES", 400)
+    monkeypatch.setitem(hooks._PART_BYTES, "cpu", 400)
     model, sizes = Model(Tied().double(), task=Total()), []
     forward = model.forward(model.checkpoints[0])
     x = tokens(3, 4, 5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trakdask.projection import Identity, Projector, Rademacher, RowMap
+from trakdask.projection import FastJL, Identity, Projector, Rademacher, RowMap
 from trakdask.projection.gaussian import Gaussian
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
@@ -27,6 +27,8 @@ PROJECTORS = [
     Mask(keep=40, then=SJLT(proj_dim=8, seed=3), seed=2**64 - 1),
     Kronecker(),
     Kronecker(left=3, right=5, seed=2**64 - 1),
+    FastJL(num_sms=132),
+    FastJL(512, seed=2**31 - 1, entries="normal", num_sms=108),
 ]
 
 
@@ -60,8 +62,8 @@ def changed(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({}, r"kind is None; this version of trakdask knows \['gaussian'.*\]\. Use"),
-        (changed(kind="fastjl"), r"kind is 'fastjl'.*featurize again"),
+        ({}, r"kind is None; this version of trakdask knows \['fast_jl', 'gaussian'.*\]\. Use"),
+        (changed(kind="fastfood"), r"kind is 'fastfood'.*featurize again"),
         (changed(definition=2), r"rademacher projector has definition 2; .* 1\. Use the version"),
         (changed(row_block=4096), r"'row_block' of the rademacher.*is 4096; .*16384\. Use"),
         (changed(rows="odd"), r"'rows' of the rademacher.*is 'odd'; .*needs 'missing'\. Use"),

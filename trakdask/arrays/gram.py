@@ -19,6 +19,7 @@ from trakdask.arrays.blocks import (
     require_split_every,
     tree_sum,
 )
+from trakdask.arrays.xp import array_module, asnumpy
 
 __all__ = ["accumulation_dtype", "gram", "gram_and_sum", "pooled"]
 
@@ -71,8 +72,8 @@ def gram(
     in the tree (split_every + 1) p² itemsize.
 
     Exactness: products in the dtype above, sums in ``dtype``. The same bits on any scheduler for
-    given chunks and BLAS. A row that is infinite, or NaN in part, makes its checkpoint's matrix
-    non-finite.
+    given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its GPU). A row that is
+    infinite, or NaN in part, makes its checkpoint's matrix non-finite.
 
     References
     ----------
@@ -221,22 +222,26 @@ def _partial(
 ) -> Block:
     """Return (1, p, p or p + 1, 1) of one group; in slabs so that casts and weighing stay small."""
     rows, p, _ = x.shape
-    dtype = product_dtype(x)
-    total = np.zeros((p, p if g is None else p + 1), sum_dtype)
-    product = np.empty((p, p), dtype)
+    dtype, xp = product_dtype(x), array_module()
+    total = xp.zeros((p, p if g is None else p + 1), sum_dtype)
+    product = xp.empty((p, p), dtype)
     slab = max(4 * p, 1024)
     for start in range(0, rows, slab):
         chosen = slice(start, start + slab)
-        a, failed = x[chosen, :, 0].astype(dtype, copy=False), failed_rows(x[chosen])[:, None]
+        failed = failed_rows(x[chosen])[:, None]
+        a = xp.asarray(x[chosen, :, 0]).astype(dtype, copy=False)
         if failed.any():
-            a = np.where(failed, dtype.type(0), a)
-        b = a if h is None else a * np.where(failed, 0, h[chosen]).astype(dtype, copy=False)
+            a = xp.where(xp.asarray(failed), dtype.type(0), a)
+        b = a
+        if h is not None:
+            b = a * xp.asarray(np.where(failed, 0, h[chosen]).astype(dtype, copy=False))
         # Some processors' products warn of infinity; the solve says which checkpoint has it.
         with np.errstate(invalid="ignore", over="ignore"):
-            total[:, :p] += np.matmul(a.T, b, out=product)
+            total[:, :p] += xp.matmul(a.T, b, out=product)
             if g is not None:
-                total[:, p] += np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype) @ a
-    return total.reshape(1, *total.shape, 1)
+                weights = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
+                total[:, p] += xp.asarray(weights) @ a
+    return asnumpy(total).reshape(1, *total.shape, 1)
 
 
 def _add_symmetric(blocks: Blocks, axis: object = None, keepdims: bool = False) -> Block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -18,6 +19,7 @@ from trakdask.arrays.blocks import (
     product_dtype,
     require_features,
 )
+from trakdask.arrays.xp import array_module, asnumpy
 
 __all__ = ["score"]
 
@@ -65,7 +67,8 @@ def score(
     per entry of the tile; the sum over checkpoints is made in place.
 
     Exactness: products and sums in the dtype of the result, checkpoints in order: the same bits on
-    any scheduler for given chunks. A NaN feature or weight makes the scores of its own sample NaN.
+    any scheduler for given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its
+    GPU). A NaN feature or weight makes the scores of its own sample NaN.
 
     References
     ----------
@@ -109,13 +112,14 @@ def score(
 
 def _averaged(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:
     """Return one (rows, targets) tile from lists over checkpoints."""
-    products = (matrix(x) @ matrix(w).T for x, w in zip(flat(feature), flat(solved), strict=True))
-    total, count = _sum_in_place(products)
+    xp = array_module()
+    pairs = zip(flat(feature), flat(solved), strict=True)
+    total, count = _sum_in_place(_product(xp, x, w) for x, w in pairs)
     if weight is None:
         total /= total.dtype.type(count)
     else:
-        total *= (mean_weight(weight) / count).astype(total.dtype)[:, None]
-    return total
+        total *= xp.asarray((mean_weight(weight) / count).astype(total.dtype)[:, None])
+    return asnumpy(total)
 
 
 def _averaged_apart_weights(feature: Blocks, solved: Blocks, weight: Blocks) -> Block:
@@ -123,13 +127,16 @@ def _averaged_apart_weights(feature: Blocks, solved: Blocks, weight: Blocks) -> 
     blocks = zip(flat(feature), flat(solved), flat(weight), strict=True)
     total, count = _sum_in_place(_apart(*each)[:, :, 0] for each in blocks)
     total /= total.dtype.type(count)
-    return total
+    return asnumpy(total)
 
 
-def _sum_in_place(products: Iterable[Block]) -> tuple[Block, int]:
+def _sum_in_place(products: Iterable[Any]) -> tuple[Any, int]:
     total, count = None, 0
     for product in products:
-        total = product if total is None else np.add(total, product, out=total)
+        if total is None:
+            total = product
+        else:
+            total += product
         count += 1
     assert total is not None
     return total, count
@@ -137,7 +144,12 @@ def _sum_in_place(products: Iterable[Block]) -> tuple[Block, int]:
 
 def _apart(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:
     """Return one (rows, targets, 1) tile of one checkpoint."""
-    product = matrix(feature) @ matrix(solved).T
+    product = asnumpy(_product(array_module(), feature, solved))
     if weight is not None:
         product *= mean_weight(weight).astype(product.dtype)[:, None]
     return product.reshape(*product.shape, 1)
+
+
+def _product(xp: Any, feature: Blocks, solved: Blocks) -> Any:
+    """Return (rows, targets) of one checkpoint, where ``xp`` forms it."""
+    return xp.asarray(matrix(feature)) @ xp.asarray(matrix(solved)).T

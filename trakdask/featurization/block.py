@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import BlockError
+from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import (
     ERROR_DTYPE,
     OnError,
@@ -29,7 +30,7 @@ from trakdask.models.operations import Input
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import ProjectionStream, Projector, RowMap
 from trakdask.provenance import digest
-from trakdask.scheduling import note_start
+from trakdask.scheduling import note_start, remember
 
 __all__ = ["Block", "Job", "featurize_block"]
 
@@ -55,6 +56,7 @@ class Job:
     elements_at_once: int
     inputs: Mapping[str, Input]
     precision: Precision
+    device: str
     on_error: OnError
 
 
@@ -66,8 +68,11 @@ def featurize_block(
     what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
     note_start(what)
     try:
-        with _few_torch_threads(), job.precision.applied():
-            return _featurize_samples(job, checkpoint, positions, arrays)
+        device = device_of_task(job.device)
+        with _few_torch_threads(), job.precision.applied(device.type):
+            block = _featurize_samples(job, checkpoint, device, positions, arrays)
+        remember(described(device))
+        return block
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
@@ -87,19 +92,25 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
 
 
 def _featurize_samples(
-    job: Job, checkpoint: Checkpoint, positions: np.ndarray, arrays: tuple[np.ndarray, ...]
+    job: Job,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    positions: np.ndarray,
+    arrays: tuple[np.ndarray, ...],
 ) -> Block:
     forward = job.model.forward(checkpoint)
     if job.precision.dtype is not None:
         forward = forward.to(getattr(torch, job.precision.dtype))
-    size = _micro_batch(job, _check_once(job, forward, arrays))
+    forward = on_device(forward, device)
+    size = _micro_batch(job, _check_once(job, forward, device, arrays), device)
     rows = _Rows.empty(job, checkpoint, positions)
     todo = _parts(0, len(positions), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            found = _featurize_micro_batch(job, forward, checkpoint, _batch(job, arrays, part))
+            batch = _batch(job, arrays, part, device)
+            found = _featurize_micro_batch(job, forward, checkpoint, device, batch)
         except Exception as err:
             if n > 1 and _is_out_of_memory(err):
                 _log.warning("out of memory: going on with micro-batches of %d samples", n // 2)
@@ -189,61 +200,68 @@ class _Rows:
 
 
 def _featurize_micro_batch(
-    job: Job, forward: Forward, checkpoint: Checkpoint, batch: Batch
+    job: Job, forward: Forward, checkpoint: Checkpoint, device: torch.device, batch: Batch
 ) -> Block:
     n = len(next(iter(batch.values())))
-    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id)
+    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, device)
     f, q = ENGINES[job.engine](forward, job.model.task, batch, job.row_map.names, stream.add)
-    return stream.result().numpy(), f.numpy(), q.numpy()
+    return stream.result().numpy(force=True), f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(job: Job, activations: int | None) -> int:
+def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int:
     """Return the number of samples whose activations and gradients fit in the task's memory."""
     if not job.fits_memory or activations is None:
         return job.batch_size
     width = job.projector.width(job.row_map.n_rows)
     beside = 4 * job.elements_at_once + 16 * width  # gradients; sums in float64 and their copies
-    fits = max(1, int(_SHARE_OF_MEMORY * available_bytes()) // (activations + beside))
+    fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + beside))
     if fits < job.batch_size:
         _log.info("memory is for micro-batches of %d samples, not %d", fits, job.batch_size)
     return min(job.batch_size, fits)
 
 
 def _is_out_of_memory(err: Exception) -> bool:
-    """Tell it of CUDA, and of torch on a CPU, which has no error of its own for it."""
-    return isinstance(err, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(err)
+    """Tell it of CUDA, and of what has no error of its own for it: torch on a CPU, and cuBLAS."""
+    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(err, torch.OutOfMemoryError) or any(word in str(err) for word in words)
 
 
-def _batch(job: Job, arrays: tuple[np.ndarray, ...], part: slice) -> Batch:
+def _batch(job: Job, arrays: tuple[np.ndarray, ...], part: slice, device: torch.device) -> Batch:
     # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
     inputs = zip(job.inputs, arrays, strict=True)
-    return Batch({name: torch.tensor(array[part]) for name, array in inputs})
+    return Batch({name: torch.tensor(array[part], device=device) for name, array in inputs})
 
 
-def _check_once(job: Job, forward: Forward, arrays: tuple[np.ndarray, ...]) -> int | None:
-    """Compare two samples with the loop, once per process, architecture and engine.
+def _check_once(
+    job: Job, forward: Forward, device: torch.device, arrays: tuple[np.ndarray, ...]
+) -> int | None:
+    """Compare two samples with the loop, once per process, architecture, engine and device.
 
     Returns the bytes of a sample's activations; None where no two samples pass.
     """
-    how = {"engine": job.engine, **job.precision.attrs()}
+    how = {"engine": job.engine, "device": str(device), **job.precision.attrs()}
     key = digest({**job.model.spec(), "checkpoints": job.model.token, "how": how})
     if key not in _activation_bytes:
-        pair = _pair(job, forward, arrays)
+        pair = _pair(job, forward, device, arrays)
         if pair is None:
             return None
-        two, task = _batch(job, arrays, pair), job.model.task
+        two, task = _batch(job, arrays, pair, device), job.model.task
         if job.engine != "loop":
             require_same_as_loop(job.engine, forward, task, two, job.row_map.names)
         _activation_bytes[key] = activation_bytes(forward, task, two)
     return _activation_bytes[key]
 
 
-def _pair(job: Job, forward: Forward, arrays: tuple[np.ndarray, ...]) -> slice | None:
+def _pair(
+    job: Job, forward: Forward, device: torch.device, arrays: tuple[np.ndarray, ...]
+) -> slice | None:
     """Return the first two samples; if failures are recorded, the first two that do not fail."""
     if job.on_error == "raise":
         return slice(0, 2)
     pairs = (slice(start, start + 2) for start in range(0, len(arrays[0]), 2))
-    return next((pair for pair in pairs if _passes(job, forward, _batch(job, arrays, pair))), None)
+    return next(
+        (pair for pair in pairs if _passes(job, forward, _batch(job, arrays, pair, device))), None
+    )
 
 
 def _passes(job: Job, forward: Forward, batch: Batch) -> bool:

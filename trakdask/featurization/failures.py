@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from trakdask.errors import KernelError
+
 __all__ = ["ERROR_DTYPE", "OnError", "is_of_samples", "not_finite", "reason"]
 
 OnError = Literal["raise", "record"]
@@ -15,7 +17,14 @@ ERROR_DTYPE = np.dtypes.StringDType()
 _LONGEST_REASON = 200
 _NAMES = ("gradient", "output", "out_to_loss")
 _OF_DEVICES = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # since torch 2.8
-_NOT_OF_SAMPLES = (OSError, MemoryError, torch.OutOfMemoryError, _OF_DEVICES)
+_NOT_OF_SAMPLES = (
+    OSError,
+    MemoryError,
+    ImportError,
+    KernelError,
+    torch.OutOfMemoryError,
+    _OF_DEVICES,
+)
 """Of the machine: another attempt may succeed, and the next sample would fail, too."""
 
 

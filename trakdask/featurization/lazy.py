@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
 from trakdask.featurization.block import Block, Job, featurize_block
+from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
@@ -47,6 +48,7 @@ def featurize(
     gradients: Gradients = "auto",
     batch_size: int | Literal["auto"] = "auto",
     dtype: DType | None = None,
+    device: str = "auto",
     on_error: OnError = "raise",
 ) -> xr.Dataset:
     """Compute the projected gradient of the model output for every sample and checkpoint.
@@ -81,6 +83,11 @@ def featurize(
         cast to it. As they are unless given. Output and Q are float32 in any case. The task also
         runs under ``torch.autocast`` and ``torch.set_float32_matmul_precision`` as they are where
         featurize is called; all of it is in ``attrs``.
+    device
+        Where gradients are computed and projected. ``"auto"`` is the NVIDIA GPU of the worker that
+        runs a task, if torch sees one and CuPy is installed (``pip install 'trakdask[cuda]'``),
+        else its CPU; or ``"cpu"``, ``"cuda"``. One worker process per GPU, as of
+        ``dask_cuda.LocalCUDACluster``. Results are in host memory. **Has not run on a GPU yet.**
     on_error
         What becomes of a sample whose output, gradient or Q is not finite, or at which the model
         raises an error (found by halving its micro-batch). ``"raise"``: the block fails.
@@ -112,6 +119,14 @@ def featurize(
     One task per (sample block × checkpoint) makes all variables: compute them in one call, or
     better with :func:`save`, which keeps what is done. Memory of a task: inputs and features of one
     block, gradients of one micro-batch.
+
+    Where workers with and without a GPU take part, the projection of the same gradients has the
+    same bits (:class:`Kronecker` multiplies on the CPU of either). The gradients are those of
+    torch, and differ by its rounding: on GPUs, it takes TF32 for convolutions unless told not to.
+    ``attrs["device"]`` is what was asked for; each completion record in a store tells the device
+    and the kernels. If workers declare ``resources={"GPU": 1}``, :func:`save` takes gradients on
+    these alone. ``features.compute()`` cannot know of it: type
+    ``features.compute(resources={"GPU": 1})``.
 
     References
     ----------
@@ -164,6 +179,7 @@ def featurize(
         elements_at_once=held,
         inputs={name: (array.shape[1:], array.dtype) for name, array in inputs.items()},
         precision=Precision.here(dtype),
+        device=check_device(device),
         on_error=on_error,
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
@@ -234,6 +250,7 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         "gradients": job.engine,
         "batch_size": job.batch_size,
         **job.precision.attrs(),
+        "device": job.device,
         "on_error": job.on_error,
         "formula": "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,

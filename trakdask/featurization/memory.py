@@ -16,6 +16,8 @@ from trakdask.models.tasks import Batch, Forward, Task
 
 __all__ = ["activation_bytes", "available_bytes", "on_worker"]
 
+_CPU = torch.device("cpu")
+
 
 def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
     """Return what autograd keeps of the forward pass of one sample, beside the parameters."""
@@ -38,14 +40,23 @@ def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
     return math.ceil(sum(kept.values()) / len(next(iter(batch.values()))))
 
 
-def available_bytes() -> int:
-    """Return the memory of a task: its thread's share of the worker's, or of the machine's."""
+def available_bytes(device: torch.device = _CPU) -> int:
+    """Return the memory of a task: its thread's share of the worker's, or of the machine's.
+
+    On a GPU, its share of what is free there.
+    """
     try:
         worker: Any = get_worker()
     except ValueError:
-        return int(min(psutil.virtual_memory().available, MEMORY_LIMIT) // CPU_COUNT)
-    limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
-    return int(limit // worker.state.nthreads)
+        n_threads, limit = CPU_COUNT, min(psutil.virtual_memory().available, MEMORY_LIMIT)
+    else:
+        n_threads = worker.state.nthreads
+        limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limit = free + kept  # torch keeps what it has freed
+    return int(limit // n_threads)
 
 
 def on_worker() -> bool:

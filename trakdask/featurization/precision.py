@@ -23,7 +23,8 @@ class Precision:
     dtype
         What weights and inputs are cast to; None to leave them as they are.
     autocast
-        The dtype of ``torch.autocast`` on the CPU; None where it is off.
+        The dtype of ``torch.autocast``, for GPUs or else for the CPU; None where it is off. Tasks
+        run under it on whatever device they run.
     matmul
         ``torch.get_float32_matmul_precision()``: "highest" is float32, others allow TF32 or
         bfloat16 inside of float32 products.
@@ -37,8 +38,9 @@ class Precision:
     def here(cls, dtype: DType | None) -> Precision:
         """Return the settings under which the caller runs."""
         autocast = None
-        if torch.is_autocast_enabled("cpu"):
-            autocast = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         return cls(dtype, autocast, torch.get_float32_matmul_precision())
 
     def attrs(self) -> dict[str, str]:
@@ -50,14 +52,14 @@ class Precision:
         }
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Run under these settings."""
+    def applied(self, device: str = "cpu") -> Iterator[None]:
+        """Run under these settings, on a type of device."""
         before = torch.get_float32_matmul_precision()
         if before != self.matmul:  # a setting of the process: touched only where it must be
             torch.set_float32_matmul_precision(self.matmul)
         dtype = getattr(torch, self.autocast) if self.autocast else None
         try:
-            with torch.autocast("cpu", dtype=dtype, enabled=self.autocast is not None):
+            with torch.autocast(device, dtype=dtype, enabled=self.autocast is not None):
                 yield
         finally:
             if before != self.matmul:

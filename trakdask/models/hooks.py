@@ -44,7 +44,8 @@ Axes = dict[str, list[CallAxes]]
 Shapes = dict[str, list[CallShapes]]
 
 
-_PART_BYTES = 2**22  # stays in a cache until it is projected
+_PART_BYTES = {"cpu": 2**22, "cuda": 2**28}
+"""By type of device: stays in a cache until it is projected; keeps a GPU busy between launches."""
 
 
 class Remembering(Forward):
@@ -135,7 +136,8 @@ class Recorder:
         Batch size.
     sink
         Takes the gradients, (batch, numel), when all uses of a parameter have been seen. Those that
-        are larger than 4 MB come in parts, each with its first element, where rules allow it.
+        are larger than 4 MB (on a GPU, 256 MB) come in parts, each with its first element, where
+        rules allow it.
     """
 
     def __init__(
@@ -258,7 +260,9 @@ class Recorder:
 
     def _is_large(self, name: str) -> bool:
         parameter = self._forward.parameters[name]
-        return self._n_samples * parameter.numel() * parameter.element_size() > _PART_BYTES
+        return self._n_samples * parameter.numel() * parameter.element_size() > _part_bytes(
+            parameter
+        )
 
     def _put_off(self, name: str, part: Part) -> None:
         """Form a large gradient part by part, when all uses of the parameter are known."""
@@ -271,7 +275,7 @@ class Recorder:
         parts, parameter = self._parts.pop(name), self._forward.parameters[name]
         n_rows, width = len(parameter), parameter[0].numel()
         bytes_of_row = self._n_samples * width * parameter.element_size()
-        step = max(1, _PART_BYTES // bytes_of_row)
+        step = max(1, _part_bytes(parameter) // bytes_of_row)
         del self._due[name]
         for start in range(0, n_rows, step):
             rows = slice(start, min(start + step, n_rows))
@@ -297,6 +301,10 @@ class Recorder:
             gradient = parameter.new_zeros(1).expand(self._n_samples, parameter.numel())
         del self._due[name]
         self._sink(name, gradient)
+
+
+def _part_bytes(parameter: Tensor) -> int:
+    return _PART_BYTES.get(parameter.device.type, _PART_BYTES["cpu"])
 
 
 def _inside(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trakdask.projection.fast_jl import FastJL
 from trakdask.projection.gaussian import Gaussian
 from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
@@ -17,6 +18,7 @@ __all__ = [
     "ROW_BLOCK",
     "SJLT",
     "Cost",
+    "FastJL",
     "Gaussian",
     "Identity",
     "Kronecker",

@@ -1,6 +1,6 @@
-"""Where numba is installed, its kernels replace numpy's: faster, never different.
+"""What replaces numpy, faster and never different: numba where it is installed, and GPUs.
 
-``TRAKDASK_NUMBA=0`` in the environment turns them off.
+``TRAKDASK_NUMBA=0`` in the environment turns numba off.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import importlib
 import os
 from functools import cache
 from typing import Any
+
+from torch import Tensor
 
 
 def compiled(name: str) -> Any:
@@ -20,6 +22,11 @@ def compiled(name: str) -> Any:
     for seconds, and keeps the machine code on disk. Kernels release the GIL and start no threads.
     """
     return _load(name) if os.environ.get("TRAKDASK_NUMBA", "1") != "0" else None
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Tell whether a tensor is on an NVIDIA GPU, where the kernels of CUDA are for it."""
+    return tensor.device.type == "cuda"
 
 
 @cache

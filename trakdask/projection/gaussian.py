@@ -14,6 +14,7 @@ random byte:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trakdask.projection.cuda import GpuProjector, Kernels
+from trakdask.projection.cuda import dense as dense_on_gpu
 from trakdask.projection.dense import digit_sum, integer_matmul
 from trakdask.projection.philox import BYTES_PER_COUNTER, STREAM_NORMAL
 from trakdask.projection.protocol import (
@@ -28,7 +31,6 @@ from trakdask.projection.protocol import (
     DEFINITION_VERSION,
     ROUNDING_ERROR,
     Cost,
-    Projector,
     check_arithmetic,
     check_integer,
 )
@@ -67,7 +69,7 @@ _scratch = Scratch()
 
 
 @dataclass(frozen=True)
-class Gaussian(Projector):
+class Gaussian(GpuProjector):
     """Project with a dense matrix of normal numbers, quantised to 8 bits.
 
     An entry of the matrix P is one of 256 integers, a pure function of (seed, checkpoint, row,
@@ -159,20 +161,44 @@ class Gaussian(Projector):
             product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
         )
 
-    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``; see :class:`Projector`.
+    def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``, by way of the CPU.
 
         Notes
         -----
         Cost: 2 * n_digits * B * rows * proj_dim integer operations and 8 * rows * proj_dim random
-        bits, never held at once. A block on another device is copied to the CPU, multiplied there,
-        and the sums copied back.
+        bits, never held at once.
         """
         quantized = quantize_block(block.cpu(), ARITHMETIC[self.arithmetic], _scratch)
         for column in range(0, self.proj_dim, _COLUMN_TILE):
             n_cols = min(_COLUMN_TILE, self.proj_dim - column)
             sums = _tile_product(quantized, row_offset, column, n_cols, self.seed, checkpoint)
             out[:, column : column + n_cols].add_(sums.T.to(out.device))
+
+    def project_on_gpu(
+        self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
+    ) -> None:
+        """Add the projection of consecutive row blocks to ``out``, on their GPU.
+
+        Notes
+        -----
+        Cost: see :func:`trakdask.projection.cuda.dense.accumulate_rademacher`.
+        """
+        dense_on_gpu.accumulate_gaussian(
+            kernels,
+            rows,
+            row_offset,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            n_digits=ARITHMETIC[self.arithmetic],
+            table=_table_on(rows.device),
+            out=out,
+        )
+
+
+@cache
+def _table_on(device: torch.device) -> Tensor:
+    return torch.from_numpy(TABLE).to(device)
 
 
 def _tile_product(

@@ -41,4 +41,4 @@ class Identity(Projector):
         """Add one row block to its own columns of ``out``; see :class:`Projector`."""
         block = block.float()  # 1e300 is infinite as a feature, whole block or not
         out[:, row_offset : row_offset + block.shape[1]].add_(block)
-        out[~torch.isfinite(block).all(1)] = torch.nan
+        out.masked_fill_(~torch.isfinite(block).all(1, keepdim=True), torch.nan)

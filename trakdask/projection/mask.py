@@ -103,7 +103,7 @@ class Mask(Projector):
                 f"then is {self.then!r}; it must be a projector. "
                 "Use then=Rademacher(proj_dim=2048)."
             )
-        if isinstance(self.then, Mask | Kronecker):
+        if isinstance(self.then, Mask | Kronecker) or self.then.takes_all_rows:
             why = "the shapes of parameters" if isinstance(self.then, Kronecker) else "all rows"
             raise TypeError(
                 f"then is {self.then}; it needs {why}, which a mask takes away. "
@@ -194,7 +194,14 @@ class Mask(Projector):
         ranks = self._kept(checkpoint)[1][row_offset : row_offset + block.shape[1]]
         values = block.float()
         out.index_add_(1, torch.from_numpy(ranks).to(out.device), values.double())
-        out[~torch.isfinite(values).all(1)] = torch.nan
+        out.masked_fill_(~torch.isfinite(values).all(1, keepdim=True), torch.nan)
+
+    def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of consecutive blocks of kept rows; see :class:`Projector`."""
+        if isinstance(self.then, Identity):
+            super().project_rows(rows, row_offset, checkpoint, out)
+        else:
+            self.then.project_rows(rows, row_offset, checkpoint, out)
 
     def _kept(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
         if self._n_rows is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from trakdask.projection.rows import RowMap
+from trakdask.projection.rows import ROW_BLOCK, RowMap
 
 DEFINITION_VERSION = 1
 """Version of the mathematical definition; a change makes stores incomparable."""
@@ -55,6 +55,9 @@ class Projector(Protocol):
     behind ``project_block``, which chooses by ``block.device``.
     """
 
+    takes_all_rows: ClassVar[bool] = False
+    """Whether all rows are one block, which is then held as a whole."""
+
     @property
     def row_alignment(self) -> int:
         """Rows at which a parameter tensor may start."""
@@ -87,6 +90,16 @@ class Projector(Protocol):
             Shape (B, width), float64, on the same device, changed in place. A sample whose gradient
             is not finite gets a row of NaN.
         """
+
+    def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of consecutive row blocks to ``out``, in their order.
+
+        Parameters are those of :meth:`project_block`, but for more ``rows``. One block after the
+        other, unless the projector has a faster way to the same bits.
+        """
+        for first in range(0, rows.shape[1], ROW_BLOCK):
+            block = rows[:, first : first + ROW_BLOCK]
+            self.project_block(block, row_offset + first, checkpoint, out)
 
     def bind(self, row_map: RowMap) -> Self:
         """Return the projector for one layout of rows; itself unless it has to know the layout.

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from trakdask.projection.cuda import GpuProjector, Kernels
+from trakdask.projection.cuda import dense as dense_on_gpu
 from trakdask.projection.dense import accumulate_rademacher, dense_buffer_bytes
 from trakdask.projection.protocol import (
     ARITHMETIC,
     DEFINITION_VERSION,
     ROUNDING_ERROR,
     Cost,
-    Projector,
     check_arithmetic,
     check_integer,
 )
@@ -22,7 +23,7 @@ from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK
 
 
 @dataclass(frozen=True)
-class Rademacher(Projector):
+class Rademacher(GpuProjector):
     """Project with a dense matrix of random signs.
 
     The matrix P has entries +1 and -1 that are a pure function of (seed, checkpoint, row, column);
@@ -105,13 +106,12 @@ class Rademacher(Projector):
             product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
         )
 
-    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``; see :class:`Projector`.
+    def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``, by way of the CPU.
 
         Notes
         -----
         Cost: see :func:`~trakdask.projection.dense.accumulate_rademacher`.
-        A block on another device is copied to the CPU, multiplied there, and the sums copied back.
         """
         on_cpu = block.device.type == "cpu"
         target = out if on_cpu else torch.zeros(out.shape, dtype=torch.float64)
@@ -125,3 +125,22 @@ class Rademacher(Projector):
         )
         if not on_cpu:
             out += target.to(out.device)
+
+    def project_on_gpu(
+        self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
+    ) -> None:
+        """Add the projection of consecutive row blocks to ``out``, on their GPU.
+
+        Notes
+        -----
+        Cost: see :func:`trakdask.projection.cuda.dense.accumulate_rademacher`.
+        """
+        dense_on_gpu.accumulate_rademacher(
+            kernels,
+            rows,
+            row_offset,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            n_digits=ARITHMETIC[self.arithmetic],
+            out=out,
+        )

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from trakdask.projection.acceleration import compiled
+from trakdask.projection.cuda import GpuProjector, Kernels
+from trakdask.projection.cuda import sparse as sparse_on_gpu
 from trakdask.projection.philox import STREAM_SJLT
 from trakdask.projection.protocol import (
     DEFINITION_VERSION,
     ROUNDING_ERROR,
     Cost,
-    Projector,
     check_integer,
 )
 from trakdask.projection.quantize import (
@@ -41,7 +42,7 @@ _scratch = Scratch()
 
 
 @dataclass(frozen=True)
-class SJLT(Projector):
+class SJLT(GpuProjector):
     """Project with a sparse matrix: every row has ``sparsity`` random signs in random columns.
 
     A gradient element costs ``sparsity`` additions, whatever ``proj_dim`` is; a dense matrix costs
@@ -148,13 +149,12 @@ class SJLT(Projector):
             product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
         )
 
-    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``; see :class:`Projector`.
+    def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``, by way of the CPU.
 
         Notes
         -----
-        Cost: see :func:`accumulate_sjlt`. A block on another device is copied to the CPU, added up
-        there, and the sums copied back.
+        Cost: see :func:`accumulate_sjlt`.
         """
         on_cpu = block.device.type == "cpu"
         target = out if on_cpu else torch.zeros(out.shape, dtype=torch.float64)
@@ -168,6 +168,25 @@ class SJLT(Projector):
         )
         if not on_cpu:
             out += target.to(out.device)
+
+    def project_on_gpu(
+        self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
+    ) -> None:
+        """Add the projection of consecutive row blocks to ``out``, on their GPU.
+
+        Notes
+        -----
+        Cost: see :func:`trakdask.projection.cuda.sparse.accumulate_sjlt`.
+        """
+        sparse_on_gpu.accumulate_sjlt(
+            kernels,
+            rows,
+            row_offset,
+            seed=self.seed,
+            checkpoint=checkpoint,
+            sparsity=self.sparsity,
+            out=out,
+        )
 
 
 def accumulate_sjlt(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from trakdask.projection.fast_jl import FastJL
 from trakdask.projection.gaussian import Gaussian
 from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
@@ -15,6 +16,7 @@ from trakdask.projection.rademacher import Rademacher
 from trakdask.projection.sjlt import SJLT
 
 KINDS: dict[str, type[Projector]] = {
+    "fast_jl": FastJL,
     "gaussian": Gaussian,
     "identity": Identity,
     "kronecker": Kronecker,

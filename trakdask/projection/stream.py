@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.protocol import Projector, check_integer
 from trakdask.projection.rows import ROW_BLOCK, RowMap
 
@@ -20,8 +21,9 @@ class ProjectionStream:
     Tensors, or consecutive parts of one, are cut at the global grid of 16384 rows; what is left of
     one waits in a buffer until its neighbours have filled the block. In the order of the row map
     the result is bitwise that of one flat vector; another order can change the last bit of the
-    float64 sums. Samples that are zero in a block, as most are in the rows of an embedding, are
-    left out of its product.
+    float64 sums. On a CPU, samples that are zero in a block, as most are in the rows of an
+    embedding, are left out of its product; on a GPU, nothing waits for the device before the result
+    is read.
 
     Parameters
     ----------
@@ -34,7 +36,8 @@ class ProjectionStream:
     checkpoint
         Checkpoint id in [0, 2**32).
     device
-        Device of the gradients and of the result.
+        Device of the gradients and of the result. Kernels of CUDA project what is on an NVIDIA GPU,
+        with the same bits as on a CPU (they have not run on one yet).
 
     Raises
     ------
@@ -71,10 +74,12 @@ class ProjectionStream:
         self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
         self._checkpoint = checkpoint
-        self._selected = projector.selected_rows(checkpoint)
-        self._n_rows = row_map.n_rows if self._selected is None else len(self._selected)
+        self._selected = selected = projector.selected_rows(checkpoint)
+        self._chosen = None if selected is None else torch.tensor(selected, device=device)
+        self._n_rows = row_map.n_rows if selected is None else len(selected)
         spans = dict(zip(row_map.names, self._all_spans(), strict=True))
-        self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows)
+        self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
+        self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
         self._waiting: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that was not added yet
@@ -104,12 +109,11 @@ class ProjectionStream:
         flat = self._checked(name, gradient, first)
         start = self._row_map.offset(name) + (first or 0)
         stop = start + flat.shape[1]
-        if self._selected is not None:
+        if self._selected is not None and self._chosen is not None:
             offset = start
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
-            rows = torch.from_numpy(self._selected[start:stop] - offset)
-            flat = flat[:, rows.to(flat.device)]
-        for row, last in _cut(start, stop):
+            flat = flat[:, self._chosen[start:stop] - offset]
+        for row, last in _cut(start, stop, self._block, runs=on_gpu(self._sums)):
             self._take(row, flat[:, row - start : last - start])
 
     def result(self) -> Tensor:
@@ -167,7 +171,7 @@ class ProjectionStream:
                 f"the gradient of {name!r} has dtype {gradient.dtype}; it must be a float dtype. "
                 "Use gradient.float()."
             )
-        if gradient.device.type != self._sums.device.type:
+        if gradient.device != self._sums.device:
             raise ValueError(
                 f"the gradient of {name!r} is on {gradient.device}; the stream needs it on "
                 f"{self._sums.device}. Use ProjectionStream(..., device=gradient.device)."
@@ -177,10 +181,10 @@ class ProjectionStream:
         return flat
 
     def _take(self, first: int, part: Tensor) -> None:
-        """Project rows of one block at once, or when the block is full."""
-        block, position = divmod(first, ROW_BLOCK)
-        length = min(ROW_BLOCK, self._n_rows - block * ROW_BLOCK)
-        if part.shape[1] == length:
+        """Project rows of whole blocks at once, others when their block is full."""
+        block, position = divmod(first, self._block)
+        length = min(self._block, self._n_rows - block * self._block)
+        if part.shape[1] >= length:
             self._project(part, first)
             return
         missing = self._missing.get(block, length)
@@ -192,7 +196,7 @@ class ProjectionStream:
         self._missing[block] = missing - part.shape[1]
         if not self._missing[block]:
             full = self._waiting.pop(block)
-            self._project(full, block * ROW_BLOCK)
+            self._project(full, block * self._block)
             self._spare.append(full)
 
     def _buffer(self, length: int) -> Tensor:
@@ -203,8 +207,9 @@ class ProjectionStream:
         return self._sums.new_empty(len(self._sums), length, dtype=torch.float32)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
-        project = self._projector.project_block
-        if (samples := _nonzero_samples(block)) is None:
+        project = self._projector.project_rows
+        # To look for zeros would be to wait for the GPU.
+        if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
             project(block, row_offset, self._checkpoint, self._sums)
         elif len(samples):
             sums = self._sums[samples]
@@ -221,20 +226,24 @@ def _nonzero_samples(block: Tensor) -> Tensor | None:
     return samples if 2 * len(samples) <= len(block) else None
 
 
-def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut rows at the grid of blocks."""
+def _cut(start: int, stop: int, size: int, *, runs: bool) -> Iterator[tuple[int, int]]:
+    """Cut rows at the grid of blocks; with ``runs``, leave neighbours that are complete as one."""
     while start < stop:
-        end = min(stop, (start // ROW_BLOCK + 1) * ROW_BLOCK)
+        block = start // size
+        n = (stop - start) // size if runs and start == block * size else 1
+        end = min(stop, (block + max(n, 1)) * size)
         yield start, end
         start = end
 
 
-def _rows_of_shared_blocks(spans: Iterable[tuple[int, int]], n_rows: int) -> dict[int, int]:
+def _rows_of_shared_blocks(
+    spans: Iterable[tuple[int, int]], n_rows: int, size: int
+) -> dict[int, int]:
     """Return how many rows parameters have in each block that no single one of them fills."""
     found: dict[int, int] = {}
     for start, stop in spans:
-        for block in {start // ROW_BLOCK, (stop - 1) // ROW_BLOCK} if start < stop else ():
-            first, last = block * ROW_BLOCK, min((block + 1) * ROW_BLOCK, n_rows)
+        for block in {start // size, (stop - 1) // size} if start < stop else ():
+            first, last = block * size, min((block + 1) * size, n_rows)
             inside = min(stop, last) - max(start, first)
             if inside < last - first:
                 found[block] = found.get(block, 0) + inside

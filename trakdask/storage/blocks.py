@@ -29,7 +29,8 @@ __all__ = ["about", "run", "save_checkpoint", "storing"]
 def save_checkpoint(piece: Piece, features: xr.Dataset, index: int, retries: int = 0) -> set[str]:
     """Compute and store the blocks of a checkpoint that are not there; return the hosts."""
     missing = functools.partial(_missing, piece, features, index)
-    return scheduling.run(missing, retries=retries, compute=run) or set()
+    compute = functools.partial(run, **scheduling.gpu_options(features))
+    return scheduling.run(missing, retries=retries, compute=compute) or set()
 
 
 def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:
@@ -52,13 +53,14 @@ def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:
     return written
 
 
-def run(written: da.Array, retries: int = 0) -> set[str]:
+def run(written: da.Array, **options: Any) -> set[str]:
     """Compute tasks for what they store; return the hosts, or raise what the first raises.
+
+    ``options`` are those of :meth:`distributed.Client.persist`; on threads there are none.
 
     On a cluster each is let go of as soon as it is done, without asking for its empty answer: the
     scheduler would else compute it again when the worker that holds the answer dies.
     """
-    options = {"retries": retries} if retries else {}
     (written,) = dask.persist(written, **options)
     if not (futures := futures_of(written)):
         return {socket.gethostname()}  # threads, or this thread: all is done
@@ -106,7 +108,8 @@ def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
             # No chunk of errors means none; one that an earlier attempt wrote is removed.
             of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
             of[(rows, ..., slice(index, index + 1))] = value
-        piece.write_record(index, str(block), store.written, about(started))
+        told = {**about(started), **scheduling.remembered()}
+        piece.write_record(index, str(block), store.written, told)
     return np.ones(1, bool)
 
 

@@ -1,0 +1,318 @@
+"""Where tasks run. No GPU is needed: what one would do is done by emulated kernels, or on ``meta``.
+
+The device ``meta`` refuses to meet tensors of the CPU, as a GPU does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from distributed import Client, Nanny, SpecCluster
+from distributed.scheduler import Scheduler
+from torch import Tensor, nn
+
+import trakdask as td
+from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
+from trakdask.errors import KernelError
+from trakdask.featurization import block, devices
+from trakdask.featurization.devices import (
+    check_device,
+    described,
+    device_of_task,
+    on_device,
+)
+from trakdask.featurization.memory import available_bytes
+from trakdask.featurization.precision import Precision
+from trakdask.models import gradients
+from trakdask.models.tasks import Batch, Forward
+from trakdask.projection import stream
+from trakdask.projection.cuda import launch
+from trakdask.projection.cuda import projector as with_kernels
+from trakdask.scheduling import gpu_options
+
+META = torch.device("meta")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Linear(4, 3)
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        features = torch.relu(self.norm(self.conv(image))).mean((2, 3))
+        return self.head(features * self.scale)
+
+
+def model() -> td.Model:
+    torch.manual_seed(0)
+    return td.Model(Net, [Net().state_dict()])
+
+
+def samples(n: int = 10) -> xr.Dataset:
+    image = np.random.default_rng(0).standard_normal((n, 1, 6, 6)).astype("f4")
+    return td.from_arrays({"image": image}, coords={"label": np.arange(n) % 3}, chunks=4)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    devices._automatic.cache_clear()
+    yield
+    devices._automatic.cache_clear()
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
+def test_check_device__accepted(device: str) -> None:
+    assert check_device(device) == device
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", 3, None, torch.device("cpu")])
+def test_check_device__refused(device: object) -> None:
+    with pytest.raises(ValueError, match=r"device is .*; needed 'auto', .*Type device='auto'"):
+        td.featurize(samples(), model(), device=device)  # type: ignore[arg-type]
+
+
+@NO_GPU
+def test_device_of_task__automatic_is_the_cpu_where_there_is_no_gpu(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    assert device_of_task("auto") == torch.device("cpu")
+    assert "tasks run on the CPU: torch" in caplog.text
+
+
+def test_device_of_task__automatic_is_the_gpu_if_kernels_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "missing", lambda: None)
+    assert device_of_task("auto") == torch.device("cuda")
+
+
+@NO_GPU
+def test_featurize__gpu_asked_for_and_not_there() -> None:
+    features = td.featurize(samples(), model(), device="cuda")
+    with pytest.raises(td.BlockError, match=r"samples .*torch.*needs a GPU on every worker"):
+        features.compute(scheduler="sync")
+
+
+def test_featurize__attrs_say_the_device() -> None:
+    named = {td.featurize(samples(), model(), device=d).attrs["device"] for d in ("auto", "cuda")}
+    assert named == {"auto", "cuda"}
+
+
+def test_on_device__takes_all_tensors_along() -> None:
+    here = model()
+    forward = here.forward(here.checkpoints[0])
+    assert on_device(forward, torch.device("cpu")) is forward
+    there = on_device(forward, META)
+    tensors = {**there.parameters, **there.buffers}
+    assert set(tensors) == {*forward.parameters, "scale"}
+    assert {tensor.device for tensor in tensors.values()} == {META}
+    assert there(torch.zeros(2, 1, 6, 6, device=META)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("engine", ["vmap", "hooks"])
+def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "_reads_values", lambda *_: False)  # there are none on meta
+    here, found = model(), {}
+    forward = on_device(here.forward(here.checkpoints[0]), META)
+    label = torch.zeros(4, dtype=torch.long, device=META)
+    batch = Batch(image=torch.zeros(4, 1, 6, 6, device=META), label=label)
+
+    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
+        found[name] = gradient.device
+
+    # The scalar that hooks hang the graph on is on the CPU, which other devices do not mind.
+    with META if engine == "hooks" else nullcontext():
+        run = gradients.ENGINES[engine]
+        output, out_to_loss = run(forward, here.task, batch, list(here.shapes), sink)
+    assert {*found.values(), output.device, out_to_loss.device} == {META}
+    assert set(found) == set(here.shapes)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+@pytest.mark.parametrize("projector", [td.Rademacher(16), td.SJLT(16), td.Mask(50)], ids=str)
+def test_featurize__by_kernels_has_the_bits_of_the_cpu(
+    projector: td.Projector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = td.featurize(samples(), model(), projector=projector).compute(scheduler="sync")
+    for module in (with_kernels, stream):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(with_kernels, "kernels_for", lambda device: EmulatedKernels())
+    monkeypatch.setattr(with_kernels, "_proven", set())
+    found = td.featurize(samples(), model(), projector=projector).compute(scheduler="sync")
+    xr.testing.assert_identical(found, expected)
+
+
+def test_available_bytes__of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr("trakdask.featurization.memory.CPU_COUNT", 4)
+    assert available_bytes(torch.device("cuda")) == (600 + 200) // 4
+
+
+def test_precision__autocast_for_gpus_is_seen() -> None:
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert Precision.here(None).autocast == str(torch.get_autocast_dtype("cuda"))[6:]
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+class TellsProcess(td.tasks.ImageClassification):
+    """Q is the process in which it was computed."""
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return torch.full((len(batch["label"]),), float(os.getpid()))
+
+
+@contextmanager
+def cluster(**resources: dict[str, int]) -> Iterator[Client]:
+    """Worker processes by name, and what they declare; the client is the active one."""
+    options = {"nthreads": 1, "dashboard_address": ":0"}
+    workers = {
+        name: {"cls": Nanny, "options": {**options, "resources": given}}
+        for name, given in resources.items()
+    }
+    scheduler = {"cls": Scheduler, "options": {"dashboard_address": ":0"}}
+    with (
+        SpecCluster(workers=workers, scheduler=scheduler) as made,
+        Client(made, set_as_default=False) as client,
+        client.as_current(),
+    ):
+        yield client
+
+
+def processes(client: Client) -> dict[str, int]:
+    """Return the process of each worker, by its name."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    return {workers[address]["name"]: pid for address, pid in client.run(os.getpid).items()}
+
+
+def test_save__gradients_go_to_the_workers_that_declare_a_gpu(tmp_path: Path) -> None:
+    many = td.Model(Net, [Net().state_dict(), Net().state_dict()], task=TellsProcess())
+    features = td.featurize(samples(), many, projector=td.Rademacher(8))
+    with cluster(plain={}, declares={"GPU": 1}) as client:
+        found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+        of = processes(client)
+        assert (found.out_to_loss == of["declares"]).all()  # 3 blocks of 2 checkpoints
+        told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
+        assert [each["device"] for each in told] == 6 * ["cpu"]
+        # Nothing is asked for where gradients are there already, or are taken on a CPU.
+        here = td.featurize(samples(), many, projector=td.Rademacher(8), device="cpu")
+        assert gpu_options(features) == {"resources": {"GPU": 1}}
+        assert gpu_options(here) == gpu_options(found) == gpu_options(features.persist()) == {}
+
+
+def test_save__where_no_worker_declares_a_gpu(process_client: Client, tmp_path: Path) -> None:
+    features = td.featurize(samples(), model(), projector=td.Rademacher(8))
+    assert gpu_options(features) == {}
+    found = td.save(features, tmp_path / "f.zarr", progress=False)
+    assert found.feature.notnull().all()
+
+
+RECORD = "records/*/*/?.json"
+
+
+def pretend() -> None:
+    """Take tensors of the CPU of this process for those of a GPU, whose kernels are emulated."""
+    launch.launched.clear()
+    for module in (with_kernels, stream):
+        module.on_gpu = lambda tensor: True  # type: ignore[attr-defined]
+    with_kernels.kernels_for = lambda device: Counting()  # type: ignore[attr-defined]
+    block.described = lambda device: {  # type: ignore[attr-defined]
+        "device": "emulated", "kernels": sorted(launch.launched)
+    }  # fmt: skip
+
+
+class Counting(EmulatedKernels):
+    def launch(self, name: str, *arguments: Any, **options: Any) -> None:
+        launch.launched.add(name)
+        super().launch(name, *arguments, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+def test_save__workers_with_and_without_kernels_give_the_same_bits(tmp_path: Path) -> None:
+    """Of the projection: here, unlike on a GPU, both take the gradients on a CPU."""
+    features = td.featurize(samples(40), model(), projector=td.SJLT(8))
+    expected = features.compute(scheduler="sync")
+    with cluster(plain={}, gpu={}) as client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        client.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "gpu"])
+        found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False).compute()
+    told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
+    assert {each["device"] for each in told} == {"cpu", "emulated"}
+    kernels = {tuple(each["kernels"]) for each in told if each["device"] == "emulated"}
+    assert kernels == {("combine_int32", "sjlt_float32_int32")}
+    np.testing.assert_array_equal(found.feature, expected.feature)
+
+
+def test_described__a_gpu_and_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"H0 at {device}")
+    monkeypatch.setattr(devices, "launched", {"b", "a"})
+    assert described(torch.device("cpu")) == {"device": "cpu"}
+    told = described(torch.device("cuda", 1))
+    assert told == {"device": "H0 at cuda:1", "kernels": ["a", "b"]}
+
+
+@pytest.mark.parametrize("error", [KernelError, ImportError, torch.OutOfMemoryError])
+def test_featurize__no_sample_is_blamed_for_its_device(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("of the machine")
+
+    monkeypatch.setattr(stream.ProjectionStream, "add", fail)
+    options = {"projector": td.Rademacher(8), "gradients": "loop", "on_error": "record"}
+    features = td.featurize(samples(1), model(), **options)
+    with pytest.raises(td.BlockError, match="of the machine"):
+        features.compute(scheduler="sync")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")],
+)
+def test_featurize__micro_batch_is_halved_where_a_gpu_runs_out_of_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"projector": td.Rademacher(8), "gradients": "loop"}
+    expected = td.featurize(samples(), model(), **options).compute(scheduler="sync")
+    add = stream.ProjectionStream.add
+
+    def fail(self: stream.ProjectionStream, name: str, gradient: Tensor, *rest: Any) -> None:
+        if len(gradient) > 1:
+            raise error
+        add(self, name, gradient, *rest)
+
+    monkeypatch.setattr(stream.ProjectionStream, "add", fail)
+    found = td.featurize(samples(), model(), **options).compute(scheduler="sync")
+    xr.testing.assert_identical(found, expected)
+    assert "out of memory: going on with micro-batches of 1 samples" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("projector", [td.Rademacher(64), td.SJLT(64), td.Kronecker(8, 8)], ids=str)
+def test_featurize__on_a_gpu_as_on_a_cpu(projector: td.Projector, tmp_path: Path) -> None:
+    """The gradients differ by rounding, here that of TF32. Has not run yet."""
+    made = [
+        td.featurize(samples(), model(), projector=projector, device=d) for d in ("cuda", "cpu")
+    ]
+    stored = td.save(made[0], tmp_path / "f.zarr", progress=False)
+    found, expected = stored.feature.values, made[1].feature.values
+    assert np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected)
+    told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
+    assert {each["device"] for each in told} == {torch.cuda.get_device_name()}

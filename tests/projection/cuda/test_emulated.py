@@ -1,0 +1,328 @@
+"""Every kernel, run on this machine thread by thread, against numpy and the projectors of the CPU.
+
+What cannot be seen so: memory and timing of a GPU, and its compiler.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
+from trakdask.projection import SJLT, Gaussian, Rademacher
+from trakdask.projection.cuda import dense, layout
+from trakdask.projection.cuda.launch import FAMILIES
+from trakdask.projection.cuda.layout import Columns, Run
+from trakdask.projection.cuda.projector import GpuProjector
+from trakdask.projection.gaussian import TABLE
+from trakdask.projection.philox import philox4x32, rademacher_bits, split_seed
+from trakdask.projection.quantize import Scratch, quantize_block
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FAR = 16384 * (2**33 - 1)  # rows above it have another high word
+
+
+def project_on_cpu(
+    projector: GpuProjector, rows: Tensor, row: int, checkpoint: int, out: Tensor
+) -> None:
+    """Project block by block on the CPU: the reference for bits."""
+    for first in range(0, rows.shape[1], 16384):
+        block = rows[:, first : first + 16384]
+        projector.project_on_cpu(block, row + first, checkpoint, out)
+
+
+def gradients(n_samples: int, n_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return gradients of very different sizes, some of them zero, tiny or not finite."""
+    generator = torch.Generator().manual_seed(n_samples * n_rows)
+    rows = torch.randn(n_samples, n_rows, generator=generator, dtype=torch.float64)
+    largest = torch.finfo(dtype).max
+    sizes = [1, torch.finfo(dtype).tiny / 64, 0, largest / 8, 1e-3, 30]
+    rows *= torch.tensor(sizes, dtype=torch.float64).repeat(n_samples)[:n_samples, None]
+    rows = rows.clamp(-largest, largest).to(dtype)
+    if n_samples > 4:
+        rows[4, n_rows // 2] = torch.nan if n_rows % 2 else -torch.inf
+    return rows
+
+
+def equal_bits(found: Tensor, expected: Tensor) -> bool:
+    """Compare as integers, so that -0 is not 0; any NaN is like any other."""
+    nan = found.isnan() & expected.isnan()
+    return bool(((found.view(torch.int64) == expected.view(torch.int64)) | nan).all())
+
+
+class StrictTorch:
+    """Torch with an integer product that refuses what torch, or cuBLAS, refuses on a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _int_mm(self, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+        (m, k), n = left.shape, right.shape[1]
+        assert m > 16
+        assert k % 8 == n % 8 == 0
+        assert left.is_contiguous()  # rows by rows times columns by columns: the one layout that
+        assert right.T.is_contiguous()  # integer products of all GPUs take
+        assert out.is_contiguous()
+        assert out.dtype == torch.int32
+        assert not any(tensor.data_ptr() % 16 for tensor in (left, right, out))
+        return torch._int_mm(left, right, out=out)
+
+
+@pytest.fixture(autouse=True)
+def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "torch", StrictTorch())
+
+
+# ------------------------------------------------------------------------------- kernel by kernel
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_rademacher_bits__are_those_of_the_definition(data: st.DataObject) -> None:
+    n_columns, n_counters = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 30))
+    counter = data.draw(st.sampled_from([0, 1, 2**32 - 7, 2**40 - 30]))
+    column = data.draw(st.sampled_from([0, 5, 2**32 - 70]))
+    seed, checkpoint = data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(0, 2**32 - 1))
+    guarded = torch.full((n_columns * n_counters * 128 + 64,), 77, dtype=torch.int8)
+    address = (np.uint64(counter), np.int32(n_counters), np.uint32(column), np.int32(n_columns),
+               np.uint64(seed), np.uint32(checkpoint))  # fmt: skip
+    EmulatedKernels().launch(
+        "rademacher_bits",
+        layout.fill_grid(n_columns, n_counters),
+        layout.TILE_THREADS,
+        (*address, guarded),
+        16 * layout.TILE_THREADS,
+    )
+    window = (128 * counter, 128 * n_counters, column, n_columns)
+    expected = rademacher_bits(*window, seed=seed, checkpoint=checkpoint)
+    assert (guarded[:-64].view(n_columns, -1).numpy() == expected).all()
+    assert (guarded[-64:] == 77).all()
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_gaussian_entries__are_those_of_the_definition(data: st.DataObject) -> None:
+    n_columns, n_counters = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 30))
+    counter = data.draw(st.sampled_from([0, 1, 2**32 - 7, 2**43 - 30]))
+    seed, checkpoint = data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(0, 2**32 - 1))
+    guarded = torch.full((n_columns * n_counters * 16 + 64,), 126, dtype=torch.int8)
+    address = (np.uint64(counter), np.int32(n_counters), np.uint32(3), np.int32(n_columns),
+               np.uint64(seed), np.uint32(checkpoint))  # fmt: skip
+    grid = layout.fill_grid(n_columns, n_counters)
+    arguments = (torch.from_numpy(TABLE), *address, guarded)
+    EmulatedKernels().launch("gaussian_entries", grid, layout.TILE_THREADS, arguments, 256)
+    indices = np.arange(counter, counter + n_counters, dtype=np.uint64)
+    columns = np.arange(3, 3 + n_columns, dtype=np.uint64)[:, None]
+    low, high = indices & np.uint64(2**32 - 1), indices >> np.uint64(32) | np.uint64(5 << 16)
+    words = philox4x32((low, columns, checkpoint, high), split_seed(seed))
+    expected = TABLE[np.ascontiguousarray(np.moveaxis(words, 0, -1)).view(np.uint8)]
+    assert (guarded[:-64].view(n_columns, n_counters, 16).numpy() == expected).all()
+    assert (guarded[-64:] == 126).all()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_digits", [1, 2, 3])
+@pytest.mark.parametrize(("n_samples", "n_rows"), [(1, 1), (7, 3), (9, 129), (6, 2000)])
+def test_quantize__as_on_a_cpu(
+    n_samples: int, n_rows: int, n_digits: int, dtype: torch.dtype, reverse: bool
+) -> None:
+    n_blocks = 3
+    # Gradients are a window: what lies around them would be seen, as would a misaligned read.
+    around = torch.full((n_samples, n_blocks * n_rows + 5), torch.inf, dtype=dtype)
+    around[:, 3:-2] = gradients(n_samples, n_blocks * n_rows, dtype)
+    rows = around[:, 3:-2]
+    run = Run(0, n_blocks, n_rows)
+    found = dense.quantize(EmulatedKernels(reverse=reverse), rows, run, n_digits)
+    for block in range(n_blocks):
+        part = rows[:, block * n_rows : (block + 1) * n_rows]
+        expected = quantize_block(part, n_digits, Scratch())
+        assert torch.equal(found.steps[block].nan_to_num(), expected.step.nan_to_num())
+        assert torch.equal(found.steps[block].isnan(), expected.step.isnan())
+        finite = ~expected.step.isnan()
+        digits = torch.cat([slab.view(n_digits, n_samples, -1) for slab in expected.slabs], dim=2)
+        lines = found.digits[block, : n_digits * n_samples].view(n_digits, n_samples, -1)
+        assert torch.equal(lines[:, finite], digits[:, finite])
+        assert not found.digits[block, n_digits * n_samples :].any()
+        weights = 256 ** torch.arange(n_digits)[:, None]
+        totals = (digits.sum(2, dtype=torch.int64) * weights).sum(0)
+        assert torch.equal(found.totals[block][finite], totals[finite])
+
+
+@pytest.mark.parametrize(("dtype", "n_mantissas"), [(torch.float16, 1024), (torch.bfloat16, 128)])
+def test_quantize__reads_every_16_bit_number(dtype: torch.dtype, n_mantissas: int) -> None:
+    # A sample per sign and exponent: its numbers have few bits between them.
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    rows = numbers.view(-1, n_mantissas)
+    rows = rows[rows.isfinite().all(1)]
+    found = dense.quantize(EmulatedKernels(), rows, Run(0, 1, n_mantissas), 3)
+    digits = found.digits[0, : 3 * len(rows)].view(3, len(rows), n_mantissas).double()
+    values = (digits[0] + 256 * digits[1] + 65536 * digits[2]) * found.steps[0][:, None]
+    assert len(rows) > 60
+    assert torch.equal(values, rows.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("with_totals", [False, True])
+def test_combine__adds_block_by_block(dtype: torch.dtype, with_totals: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n_blocks, n_samples, n_digits, n_columns = 4, 5, 2, 300
+    shape = (n_blocks, 24, n_columns + 4)
+    sums = torch.randint(-(2**21), 2**21, shape, generator=generator, dtype=dtype)
+    totals = torch.randint(-(2**28), 2**28, (n_blocks, n_samples), generator=generator)
+    steps = 2.0 ** torch.randint(-60, 60, (n_blocks, n_samples), generator=generator).double()
+    steps[1, 3] = torch.nan
+    around = torch.full((n_samples, n_columns + 9), 0.1, dtype=torch.float64)
+    expected = around.clone()
+    for block in range(n_blocks):
+        digits = sums[block, : n_digits * n_samples, :n_columns].long().unflatten(0, (n_digits, -1))
+        values = digits[0] + 256 * digits[1]
+        if with_totals:
+            values = totals[block][:, None] - 2 * values
+        expected[:, 4:-5] += values.double() * steps[block][:, None]
+    kernels = EmulatedKernels()
+    dense.combine(kernels, sums, totals if with_totals else None, steps, 2, around[:, 4:-5])
+    assert equal_bits(around, expected)
+
+
+# ---------------------------------------------------------------------------------- the whole path
+
+PROJECTORS: list[GpuProjector] = [
+    Rademacher(77, seed=2**64 - 1),
+    Rademacher(1, arithmetic="int8x3"),
+    Rademacher(520, arithmetic="int8x1", seed=5),
+    Gaussian(77, seed=2**40 + 1),
+    Gaussian(9, arithmetic="int8x3"),
+    Gaussian(130, arithmetic="int8x1"),
+    SJLT(77, seed=3),
+    SJLT(1, sparsity=7),
+    SJLT(1, sparsity=64),
+    SJLT(4096, sparsity=1),
+    SJLT(20001, sparsity=5),
+    SJLT(9000, sparsity=9),
+]
+
+
+@pytest.mark.parametrize("projector", PROJECTORS, ids=str)
+@pytest.mark.parametrize(
+    ("n_samples", "n_rows", "row", "reverse"),
+    [(1, 1, 0, False), (6, 130, FAR, True), (5, 2 * 16384 + 301, 16384 * 3, False)],
+)
+def test_project_on_gpu__has_the_bits_of_the_cpu(
+    projector: GpuProjector, n_samples: int, n_rows: int, row: int, reverse: bool
+) -> None:
+    rows = gradients(n_samples, n_rows)
+    found, expected = (torch.full((n_samples, projector.proj_dim), 0.1).double() for _ in range(2))
+    projector.project_on_gpu(EmulatedKernels(reverse=reverse), rows, row, 2**32 - 1, found)
+    project_on_cpu(projector, rows, row, 2**32 - 1, expected)
+    assert equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("kind", [Rademacher, Gaussian, SJLT])
+@pytest.mark.parametrize(("n_samples", "width"), [(513, 1), (513, 77), (1, 4096), (17, 4096)])
+def test_project_on_gpu__large_batches_and_widths(
+    kind: type[Any], n_samples: int, width: int
+) -> None:
+    rows, projector = gradients(n_samples, 131), kind(width)
+    found, expected = (torch.zeros(n_samples, width, dtype=torch.float64) for _ in range(2))
+    projector.project_on_gpu(EmulatedKernels(), rows, 0, 7, found)
+    project_on_cpu(projector, rows, 0, 7, expected)
+    assert equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("projector", [Rademacher(5), SJLT(5)], ids=str)
+def test_project_on_gpu__samples_far_apart(projector: GpuProjector, tmp_path: Path) -> None:
+    # As in the gradients of 2**31 parameters; of the file, only what is written takes room.
+    stride = 2**31 + 1000
+    whole = np.memmap(tmp_path / "rows", np.float16, "w+", shape=(3 * stride,))
+    sums = np.memmap(tmp_path / "sums", np.float64, "w+", shape=(2 * stride + 5,))
+    rows = torch.from_numpy(whole).view(3, stride)[:, -300:]
+    found = torch.from_numpy(sums).as_strided((3, 5), (stride, 1))
+    rows.copy_(gradients(3, 300, torch.float16))
+    projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, found)
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    project_on_cpu(projector, rows.contiguous(), 0, 0, expected)
+    assert equal_bits(found.contiguous(), expected)
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_project_on_gpu__any_shape_and_type(data: st.DataObject) -> None:
+    draw: Any = data.draw
+    width, arithmetic = draw(st.integers(1, 300)), draw(st.sampled_from(["int8x1", "int8x3"]))
+    seed, sparsity = draw(st.integers(0, 2**64 - 1)), draw(st.integers(1, 12))
+    dense_kind = draw(st.sampled_from([Rademacher, Gaussian]))
+    projector = draw(
+        st.sampled_from([dense_kind(width, seed, arithmetic), SJLT(width, sparsity, seed)])
+    )
+    n_samples, n_rows = draw(st.integers(1, 40)), draw(st.integers(1, 700))
+    rows = gradients(n_samples, n_rows, draw(st.sampled_from(DTYPES)))
+    row, checkpoint = 16384 * draw(st.integers(0, 2**33 - 1)), draw(st.integers(0, 2**32 - 1))
+    found, expected = (torch.zeros(n_samples, width, dtype=torch.float64) for _ in range(2))
+    kernels = EmulatedKernels(reverse=draw(st.booleans()))
+    projector.project_on_gpu(kernels, rows, row, checkpoint, found)
+    project_on_cpu(projector, rows, row, checkpoint, expected)
+    assert equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("projector", [Rademacher(300), Gaussian(300), SJLT(300)], ids=str)
+def test_project_on_gpu__tiles_and_runs_are_invisible(
+    projector: GpuProjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = gradients(4, 3 * 16384 + 5)
+    results = []
+    for cache_bytes, run_bytes in ((1, 1), (2**22, 2**19), (2**30, 2**40)):
+        monkeypatch.setattr(layout, "_RUN_BYTES", run_bytes)
+        results.append(torch.zeros(4, 300, dtype=torch.float64))
+        projector.project_on_gpu(EmulatedKernels(cache_bytes), rows, 0, 0, results[-1])
+    assert equal_bits(results[0], results[1])
+    assert equal_bits(results[0], results[2])
+
+
+def test_project_on_gpu__exact_where_sums_are_the_largest() -> None:
+    rows = torch.full((2, 16384), 1 - 2.0**-24)
+    for projector in (SJLT(1, sparsity=7), SJLT(1, sparsity=8), Rademacher(1, 3, "int8x3")):
+        found, expected = (torch.zeros(2, 1, dtype=torch.float64) for _ in range(2))
+        projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, found)
+        project_on_cpu(projector, rows, 0, 0, expected)
+        assert equal_bits(found, expected)
+
+
+def test_project_on_gpu__writes_nothing_beside_its_columns() -> None:
+    rows = gradients(3, 400)
+    for projector in (Rademacher(13), Gaussian(13), SJLT(13)):
+        around = torch.full((3, 20), 0.5, dtype=torch.float64)
+        projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, around[:, 4:17])
+        assert (around[:, :4] == 0.5).all()
+        assert (around[:, 17:] == 0.5).all()
+        assert (around[0, 4:17] != 0.5).any()
+
+
+def test_columns__pad_with_columns_of_the_matrix_and_drop_them() -> None:
+    assert [tile.padded - tile.n for tile in layout.dense_columns(13, 2**30)] == [3]
+    assert next(iter(layout.dense_columns(16, 2**30))) == Columns(0, 16, 16)
+
+
+def test_families__every_kernel_was_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = EmulatedKernels()
+    for dtype in DTYPES:
+        rows = gradients(2, 40, dtype)
+        for projector in (
+            *(Rademacher(8, arithmetic=f"int8x{n}") for n in (1, 2, 3)),
+            *(SJLT(8, sparsity=sparsity) for sparsity in (1, 8)),
+            Gaussian(8),
+        ):
+            found, expected = (torch.zeros(2, 8, dtype=torch.float64) for _ in range(2))
+            projector.project_on_gpu(kernels, rows, 0, 0, found)
+            project_on_cpu(projector, rows, 0, 0, expected)
+            assert equal_bits(found, expected)
+    assert set(kernels.launched) == {name for names in FAMILIES.values() for name in names}

@@ -1,0 +1,211 @@
+"""What happens without CuPy, driver or GPU; and what is handed to CuPy, by a stand-in for it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trakdask.errors import KernelError
+from trakdask.kernels import kernel_files
+from trakdask.projection import Rademacher
+from trakdask.projection.cuda import launch
+
+NO_GPU = not torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    launch._cupy.cache_clear()
+    launch._kernels.cache_clear()
+
+
+@pytest.mark.skipif(not NO_GPU, reason="has a GPU")
+def test_missing__says_what_this_machine_lacks() -> None:
+    assert launch.missing() in {
+        f"torch {torch.__version__} is a build for CPUs",
+        f"torch {torch.__version__} sees no GPU",
+    }
+
+
+@pytest.mark.skipif(not NO_GPU, reason="has a GPU")
+def test_kernels_for__without_a_gpu() -> None:
+    with pytest.raises(RuntimeError, match=r"torch .*; .* needs an NVIDIA GPU.*device='cpu'"):
+        launch.kernels_for(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("version", "extra"), [("13.0", "cuda"), ("12.8", "cuda12")])
+def test_missing__cupy(version: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    message = launch.missing()
+    assert message
+    assert message.startswith("CuPy cannot be imported; projecting on a GPU needs it")
+    assert f"pip install 'trakdask[{extra}]'" in message
+
+
+def test_packed__addresses_and_numbers() -> None:
+    tensor = torch.zeros(3)
+    found = launch.packed([tensor, None, np.int32(-3)])
+    assert found == (tensor.data_ptr(), 0, -3)
+    assert [value.nbytes for value in found] == [8, 8, 4]
+
+
+def test_families__name_each_kernel_once() -> None:
+    names = [name for names in launch.FAMILIES.values() for name in names]
+    assert len(set(names)) == len(names)
+    assert {f"{family}.cu" for family in launch.FAMILIES} <= set(kernel_files())
+    assert launch.family_of("sjlt_float16_int64") == "sjlt"
+
+
+class _DriverError(RuntimeError):
+    pass
+
+
+class _Function:
+    max_dynamic_shared_size_bytes = 0
+
+    def __init__(self, calls: list[Any], name: str) -> None:
+        self.calls, self.name = calls, name
+
+    def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
+        if block == (4096,):
+            raise _DriverError("CUDA_ERROR_INVALID_VALUE")
+        self.calls.append((self.name, grid, block, arguments, shared_mem))
+
+
+class _Nvrtc:
+    """Compiles to the source itself."""
+
+    NVRTCError = type("NVRTCError", (RuntimeError,), {})
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls, self.open = calls, 0
+
+    def createProgram(self, source: str, name: str, headers: Any, names: Any) -> str:
+        self.open += 1
+        return source
+
+    def compileProgram(self, program: str, options: tuple[str, ...]) -> None:
+        self.calls.append(("compiled", options))
+        if "-arch=sm_99" in options:
+            raise self.NVRTCError("NVRTC_ERROR_INVALID_OPTION (5)")
+
+    def getProgramLog(self, program: str) -> str:
+        return "invalid value for --gpu-architecture"
+
+    def getCUBIN(self, program: str) -> bytes:
+        return program.encode()
+
+    def destroyProgram(self, program: str) -> None:
+        self.open -= 1
+
+
+class _Module:
+    def __init__(self, calls: list[Any], path: str) -> None:
+        self.calls, self.code = calls, Path(path).read_text()
+
+    def get_function(self, name: str) -> _Function:
+        # Names of some kernels are put together by the preprocessor.
+        assert name.split("_")[0] in self.code
+        return _Function(self.calls, name)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand in for CuPy and for torch's view of a GPU, and keep what is called."""
+    seen: list[Any] = []
+    cupy = ModuleType("cupy")
+    cupy.__version__ = "14.0"  # type: ignore[attr-defined]
+    cupy.RawModule = lambda path: _Module(seen, path)  # type: ignore[attr-defined]
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        Device=lambda index: nullcontext(seen.append(("device", index))),
+        Stream=SimpleNamespace(
+            from_external=lambda given: nullcontext(seen.append(given.__cuda_stream__()))
+        ),
+        runtime=SimpleNamespace(driverGetVersion=lambda: 13000),
+        driver=SimpleNamespace(CUDADriverError=_DriverError),
+        nvrtc=_Nvrtc(seen),
+    )
+    properties = SimpleNamespace(name="H0", major=9, minor=0, L2_cache_size=2**25)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    stream = SimpleNamespace(cuda_stream=4711)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    return seen
+
+
+def test_launch__on_torchs_stream_compiled_once(calls: list[Any]) -> None:
+    kernels = launch.kernels_for(torch.device("cuda", 1))
+    assert kernels is launch.kernels_for(torch.device("cuda", 1))
+    assert kernels.cache_bytes == 2**25
+    assert "H0 (sm_90, CUDA driver 13000, torch" in kernels.description
+    tensor = torch.zeros(2)
+    for n_bytes in (256, 60000, 100):
+        kernels.launch("combine_int32", (3, 2), 128, [tensor, np.int32(5)], n_bytes)
+    place = [("device", 1), (0, 4711)]
+    launches = [
+        ("combine_int32", (3, 2, 1), (128,), (tensor.data_ptr(), 5), n_bytes)
+        for n_bytes in (256, 60000, 100)
+    ]
+    compiled = ("compiled", (*launch.OPTIONS, "-arch=sm_90"))
+    assert calls == [*place, compiled, launches[0], *place, launches[1], *place, launches[2]]
+
+
+def test_launch__much_shared_memory_is_asked_for(calls: list[Any]) -> None:
+    kernels = launch.kernels_for(torch.device("cuda", 0))
+    kernels.launch("combine_int32", (1, 1), 32, [], 60000)
+    assert isinstance(kernels, launch.CupyKernels)
+    assert kernels._function("combine_int32").max_dynamic_shared_size_bytes == 60000
+
+
+def test_launch__what_the_driver_refuses(calls: list[Any]) -> None:
+    kernels = launch.kernels_for(torch.device("cuda", 0))
+    with pytest.raises(KernelError, match=r"combine_int32 .*did not start on H0.*INVALID_VALUE"):
+        kernels.launch("combine_int32", (1, 1), 4096, [])
+
+
+def test_machine_code__says_what_the_compiler_says() -> None:
+    nvrtc = _Nvrtc([])
+    message = r"sjlt.cu cannot be compiled for sm_99.*gpu-architecture.*nvidia-cuda-nvrtc"
+    with pytest.raises(KernelError, match=message):
+        launch.machine_code(nvrtc, "sjlt", "sm_99")
+    assert launch.machine_code(nvrtc, "sjlt", "sm_90").startswith(b"// Sums of rounded")
+    assert not nvrtc.open
+
+
+def test_launch__a_gpu_that_the_compiler_does_not_know(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = SimpleNamespace(name="Z9", major=9, minor=9, L2_cache_size=2**25)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: new)
+    kernels = launch.kernels_for(torch.device("cuda", 0))
+    with pytest.raises(KernelError, match=r"sm_99.*This is Z9 \(sm_99.*Type device='cpu'"):
+        kernels.launch("combine_int32", (1, 1), 32, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", launch.FAMILIES)
+def test_machine_code__by_the_compiler_of_cupy(family: str) -> None:
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    assert launch.machine_code(nvrtc, family, "sm_90").startswith(b"\x7fELF")
+
+
+def test_project_block__of_a_gpu_without_cupy_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr("trakdask.projection.cuda.projector.on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    out = torch.zeros(1, 4, dtype=torch.float64)
+    with pytest.raises(ImportError, match=r"CuPy.*trakdask\[cuda"):
+        Rademacher(4).project_block(torch.zeros(1, 5), 0, 0, out)

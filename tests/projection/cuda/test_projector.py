@@ -1,0 +1,210 @@
+"""The choice by device, and the proof before the first block, on emulated kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
+from trakdask.errors import KernelError
+from trakdask.projection import SJLT, Gaussian, Identity, Mask, Rademacher, RowMap
+from trakdask.projection import protocol as protocol_of_projectors
+from trakdask.projection import stream as stream_of_blocks
+from trakdask.projection.cuda import projector as on_device
+from trakdask.projection.cuda.launch import Kernels
+from trakdask.projection.stream import ProjectionStream, project
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+SHAPES = {"a": (7, 5000), "b": (3,), "c": (2 * 16384 + 77,), "d": (100, 9)}
+
+
+class WrongKernels(EmulatedKernels):
+    """A GPU that forgets the second of two blocks that go at once."""
+
+    description = "a broken GPU"
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | np.generic | None],
+        shared_bytes: int = 0,
+    ) -> None:
+        if name.startswith("combine"):
+            arguments = [*arguments[:3], np.int32(1), *arguments[4:]]
+        super().launch(name, grid, threads, arguments, shared_bytes)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> EmulatedKernels:
+    """Take tensors of the CPU for those of a GPU whose kernels are emulated."""
+    emulated = EmulatedKernels()
+    pretend(monkeypatch, emulated)
+    return emulated
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
+    monkeypatch.setattr(on_device, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(stream_of_blocks, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(on_device, "kernels_for", lambda device: kernels)
+    monkeypatch.setattr(on_device, "_proven", set())
+
+
+def gradients(n_samples: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(n_samples, *shape, generator=generator) for name, shape in SHAPES.items()
+    }
+
+
+PROJECTORS = [
+    Rademacher(33, seed=2),
+    Gaussian(20),
+    SJLT(50, seed=9),
+    Mask(20000, then=SJLT(64)),
+    Mask(17000, then=Rademacher(64)),
+    Mask(3000),
+    Identity(),
+]
+
+
+@pytest.mark.parametrize("projector", PROJECTORS, ids=str)
+def test_stream__same_bits_as_on_a_cpu(
+    projector: protocol_of_projectors.Projector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row_map = RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
+    expected = project(projector, gradients(), row_map, 5)
+    kernels = EmulatedKernels()
+    pretend(monkeypatch, kernels)
+    assert torch.equal(project(projector, gradients(), row_map, 5), expected)
+    uses_kernels = not isinstance(getattr(projector, "then", projector), Identity)
+    assert bool(kernels.launched) == uses_kernels
+
+
+def test_stream__neighbouring_blocks_go_at_once(kernels: EmulatedKernels) -> None:
+    row_map = RowMap.from_shapes({"flat": (100 + 5 * 16384,)}, alignment=512)
+    rows = torch.ones(2, row_map.n_rows)
+    project(Rademacher(8), {"flat": rows}, row_map, 0)  # proves
+    stream = ProjectionStream(Rademacher(8), row_map, 2, 0)
+    for first, last, expected in (
+        (0, 100, 0),  # waits
+        (100, 4 * 16384 + 5, 2),  # the rest of block 0, then 1 to 3
+        (4 * 16384 + 5, 5 * 16384, 1),
+        (5 * 16384, 5 * 16384 + 100, 1),  # the last, and short
+    ):
+        kernels.launched.clear()
+        stream.add("flat", rows[:, first:last], first)
+        assert kernels.launched.count("quantize_float32_2") == expected
+    assert torch.equal(stream.result(), project(Rademacher(8), {"flat": rows}, row_map, 0))
+
+
+def test_stream__takes_16_bits_as_they_are(kernels: EmulatedKernels) -> None:
+    row_map = RowMap.from_shapes({"flat": (16384,)}, alignment=512)
+    flat = gradients()["c"][:, :16384].bfloat16()
+    found = project(Rademacher(16), {"flat": flat}, row_map, 0)
+    assert "quantize_bfloat16_2" in kernels.launched
+    out = torch.zeros(4, 16, dtype=torch.float64)
+    Rademacher(16).project_on_cpu(flat, 0, 0, out)
+    assert torch.equal(found, (out * 0.25).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layout", [lambda x: x.T.contiguous().T, lambda x: x[:1].expand(3, -1)])
+def test_project_block__type_and_layout_are_invisible(
+    layout: object, dtype: torch.dtype, kernels: EmulatedKernels
+) -> None:
+    block = layout(gradients()["c"][:, :3000].to(dtype))  # type: ignore[operator]
+    found, expected = (torch.zeros(len(block), 16, dtype=torch.float64) for _ in range(2))
+    SJLT(16).project_block(block, 0, 0, found)
+    SJLT(16).project_on_cpu(block.float(), 0, 0, expected)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.zeros(3, 16),
+        torch.zeros(2, 16, dtype=torch.float64),
+        torch.zeros(3, 15, dtype=torch.float64),
+        torch.zeros(16, 3, dtype=torch.float64).T,
+        torch.zeros(3, 16, dtype=torch.float64, device="meta"),
+    ],
+    ids=["dtype", "samples", "columns", "transposed", "device"],
+)
+def test_project_rows__writes_to_no_other_memory(out: Tensor, kernels: EmulatedKernels) -> None:
+    with pytest.raises(ValueError, match=r"out is .*; kernels need .*Use torch.zeros"):
+        SJLT(16).project_rows(torch.ones(3, 20), 0, 0, out)
+    assert not kernels.launched
+
+
+@pytest.mark.parametrize("shape", [(0, 20), (3, 0)])
+def test_project_rows__nothing_to_do(shape: tuple[int, int], kernels: EmulatedKernels) -> None:
+    # A grid of no blocks is launched by CuPy as one of one block.
+    out = torch.full((shape[0], 16), 0.5, dtype=torch.float64)
+    SJLT(16).project_rows(torch.ones(shape), 0, 0, out)
+    assert not kernels.launched
+    assert (out == 0.5).all()
+
+
+@pytest.mark.parametrize("projector", [Rademacher(8), Gaussian(8), SJLT(8)], ids=str)
+def test_require_proven__other_bits_name_the_device(
+    projector: Rademacher | Gaussian | SJLT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, WrongKernels())
+    out = torch.zeros(1, 8, dtype=torch.float64)
+    kind = type(projector).__name__
+    message = (
+        rf"'combine_int32'\] of {kind}\(.*of 40 sums other bits.*a broken GPU; needed the same"
+    )
+    with pytest.raises(KernelError, match=message):
+        projector.project_block(torch.ones(1, 5), 0, 0, out)
+    assert not out.any()
+    assert not on_device._proven
+
+
+def test_require_proven__once_for_each_kernel(kernels: EmulatedKernels) -> None:
+    out = torch.zeros(1, 8, dtype=torch.float64)
+    counts = []
+    blocks = [torch.ones(1, 5), torch.ones(1, 5), torch.ones(1, 5).half()]
+    for block in blocks:
+        kernels.launched.clear()
+        Rademacher(8).project_block(block, 0, 0, out)
+        counts.append(len(kernels.launched))
+    assert counts[1] == 3  # one digit product: quantised, drawn, combined
+    assert counts[0] == counts[2] > counts[1]
+
+
+def test_require_proven__threads_wait_for_one_proof(kernels: EmulatedKernels) -> None:
+    outs = [torch.zeros(1, 8, dtype=torch.float64) for _ in range(4)]
+
+    def work(out: Tensor) -> None:
+        Rademacher(8).project_block(torch.ones(1, 5), 0, 0, out)
+
+    work(outs[0])
+    proof = len(kernels.launched) - 3
+    on_device._proven.clear()
+    kernels.launched.clear()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, outs[1:]))
+    assert len(kernels.launched) == proof + 3 * 3
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_proof_tile__has_what_is_difficult(dtype: torch.dtype) -> None:
+    tile = on_device.proof_tile(dtype)
+    assert tile.dtype == dtype
+    assert tile.shape[1] > 16384
+    finite = tile.isfinite().all(1)
+    assert finite.tolist() == [True, True, True, False, True]
+    sizes = tile[finite].double().abs().amax(1)
+    assert 0 < sizes[1] < torch.finfo(dtype).tiny
+    assert sizes[2] == 0
+    assert sizes[3] > 100 * sizes[0]

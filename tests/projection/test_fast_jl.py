@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trakdask.projection import FastJL, Mask, RowMap, fast_jl
+from trakdask.projection.specs import from_spec
+from trakdask.projection.stream import project
+
+SHAPES = {"a": (30, 600), "b": (7,), "c": (3, 5)}
+
+
+def matrix(n_rows: int, width: int, seed: int, num_sms: int) -> Tensor:
+    """Return signs that depend on what those of fast_jl depend on."""
+    generator = torch.Generator().manual_seed(seed * 1000 + num_sms)
+    return torch.randint(0, 2, (n_rows, width), generator=generator).float() * 2 - 1
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Stand in for the extension, and take tensors of the CPU for those of a GPU with 132 SMs."""
+    seen: list[tuple[str, Any]] = []
+
+    def stand_in(name: str, size: int) -> Any:
+        def run(rows: Tensor, width: int, seed: int, num_sms: int) -> Tensor:
+            assert rows.shape[0] == size
+            assert rows.is_contiguous()
+            assert rows.dtype == torch.float32
+            seen.append((name, (rows.shape, width, seed, num_sms)))
+            return rows @ matrix(rows.shape[1], width, seed, num_sms)
+
+        return run
+
+    module = ModuleType("fast_jl")
+    for size in (8, 16, 32):
+        for entries in ("rademacher", "normal"):
+            name = f"project_{entries}_{size}"
+            setattr(module, name, stand_in(name, size))
+    monkeypatch.setitem(sys.modules, "fast_jl", module)
+    monkeypatch.setattr(FastJL, "_require_device", lambda self, block: None)
+    return seen
+
+
+def gradients(n_samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randint(-9, 10, (n_samples, *shape), generator=generator).float()
+        for name, shape in SHAPES.items()
+    }
+
+
+@pytest.mark.parametrize("entries", ["rademacher", "normal"])
+@pytest.mark.parametrize(
+    ("n_samples", "sizes"),
+    [(1, [8]), (8, [8]), (9, [16]), (17, [32]), (32, [32]), (70, [32, 32, 8])],
+)
+def test_project__all_rows_at_once_in_padded_batches(
+    n_samples: int, sizes: list[int], entries: str, calls: list[Any]
+) -> None:
+    row_map = RowMap.from_shapes(SHAPES, alignment=1)
+    projector = FastJL(512, seed=3, entries=entries, num_sms=132)
+    found = project(projector, gradients(n_samples), row_map, 2)
+    flat = torch.cat([gradient.flatten(1) for gradient in gradients(n_samples).values()], 1)
+    expected = flat.double() @ matrix(18022, 512, 20003, 132).double() * 512**-0.5
+    assert torch.equal(found, expected.float())
+    places = [((size, 18022), 512, 20003, 132) for size in sizes]
+    names = [f"project_{entries}_{size}" for size in sizes]
+    assert calls == list(zip(names, places, strict=True))
+
+
+def test_project__sample_that_is_not_finite_is_nan(calls: list[Any]) -> None:
+    flat = torch.ones(3, 9)
+    flat[1, 2] = torch.inf
+    row_map = RowMap.from_shapes({"flat": (9,)}, alignment=1)
+    found = project(FastJL(512, num_sms=132), {"flat": flat}, row_map, 0)
+    assert found.isnan().all(1).tolist() == [False, True, False]
+    assert found.isnan().any(1).tolist() == [False, True, False]
+
+
+def test_project_block__too_many_rows(calls: list[Any]) -> None:
+    block = torch.zeros(1, 1).expand(1, 2**27 + 1)
+    with pytest.raises(ValueError, match=r"134217729 elements; .*2\*\*27.*td\.Rademacher"):
+        FastJL(512, num_sms=132).project_block(block, 0, 0, torch.zeros(1, 512).double())
+
+
+def test_project_block__needs_a_gpu() -> None:
+    with pytest.raises(RuntimeError, match=r"on cpu; fast_jl needs an NVIDIA GPU.*device='cuda'"):
+        FastJL(512, num_sms=132).project_block(torch.zeros(1, 5), 0, 0, torch.zeros(1, 512))
+
+
+def test_project_block__refuses_a_gpu_with_another_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    block: Any = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=r"has 108 multiprocessors; .* 132.*same GPU"):
+        FastJL(512, num_sms=132)._require_device(block)
+    FastJL(512, num_sms=108)._require_device(block)
+
+
+def test_extension__missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fast_jl", None)
+    with pytest.raises(ImportError, match=r"fast_jl cannot be imported.*trakdask\[fast-jl\]"):
+        fast_jl._extension()
+
+
+def test_fast_jl__number_of_multiprocessors_is_that_of_the_gpu_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert FastJL().spec()["num_sms"] == 114
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"num_sms is not given.*no GPU.*Type num_sms=132"):
+        FastJL()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"proj_dim": 1000}, r"proj_dim is 1000; .*multiple of 512. Use proj_dim=1024"),
+        ({"proj_dim": 0}, r"proj_dim is 0"),
+        ({"seed": 2**31}, r"seed is 2147483648"),
+        ({"entries": "sparse"}, r"entries is 'sparse'.*'rademacher' or 'normal'"),
+        ({"num_sms": 0}, r"num_sms is 0"),
+    ],
+)
+def test_fast_jl__refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FastJL(**{"num_sms": 132, **fields})
+
+
+def test_mask__before_fast_jl_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"then is FastJL.*needs all rows"):
+        Mask(10, then=FastJL(num_sms=132))
+
+
+def test_spec__tells_every_field_apart_and_comes_back() -> None:
+    projectors = [
+        FastJL(num_sms=132),
+        FastJL(num_sms=108),
+        FastJL(512, num_sms=132),
+        FastJL(seed=1, num_sms=132),
+        FastJL(entries="normal", num_sms=132),
+    ]
+    assert [from_spec(projector.spec()) for projector in projectors] == projectors
+    assert len({str(projector.spec()) for projector in projectors}) == 5

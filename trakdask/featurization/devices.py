@@ -1,0 +1,77 @@
+"""On which device a task runs: the GPU of its worker, where there is one."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+
+from trakdask.models.tasks import Forward
+from trakdask.projection.cuda import launched, missing
+
+__all__ = ["check_device", "described", "device_of_task", "on_device"]
+
+_log = logging.getLogger(__name__)
+
+
+def check_device(device: object) -> str:
+    """Refuse what names no device that tasks can run on."""
+    if device == "auto":
+        return "auto"
+    try:
+        if isinstance(device, str) and torch.device(device).type in ("cpu", "cuda"):
+            return device
+    except RuntimeError:
+        pass
+    raise ValueError(
+        f"device is {device!r}; needed 'auto', 'cpu', 'cuda', or one GPU of each worker, such as "
+        "'cuda:1'. Type device='auto'."
+    )
+
+
+def device_of_task(asked: str) -> torch.device:
+    """Return where a task of this process runs; ``"auto"`` is the GPU if kernels can run on it.
+
+    Raises
+    ------
+    RuntimeError
+        If a GPU was asked for and there is none.
+    """
+    if asked == "auto":
+        return _automatic()
+    device = torch.device(asked)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{missing()}, in the process of this task; device={asked!r} needs a GPU on every "
+            "worker. Type device='auto' to use those there are."
+        )
+    return device
+
+
+@cache
+def _automatic() -> torch.device:
+    why = missing()
+    _log.info("tasks run on the %s", f"CPU: {why}" if why else "GPU")
+    return torch.device("cpu" if why else "cuda")
+
+
+def on_device(forward: Forward, device: torch.device) -> Forward:
+    """Return the same model on a device; itself on the CPU, where its tensors are."""
+    if device.type == "cpu":
+        return forward
+    # No checkpoint has buffers that are not persistent: the skeleton keeps them, on the CPU.
+    own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
+    parameters, buffers = (
+        {name: tensor.to(device) for name, tensor in tensors.items()}
+        for tensors in (forward.parameters, {**own, **forward.buffers})
+    )
+    return Forward(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    """Return what records tell of a device: its name, and the kernels started here so far."""
+    if device.type == "cpu":
+        return {"device": "cpu"}
+    return {"device": torch.cuda.get_device_name(device), "kernels": sorted(launched.copy())}

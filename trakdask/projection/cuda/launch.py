@@ -1,0 +1,259 @@
+"""Kernels by name: compiled once per device, launched on torch's stream and memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trakdask.errors import KernelError
+from trakdask.kernels import kernel_program
+
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")
+"""What NVRTC is told: no product is fused with a sum, and no subnormal becomes zero."""
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "quantize": tuple(
+        f"quantize_{dtype}_{n}" for dtype in ("float32", "float16", "bfloat16") for n in (1, 2, 3)
+    ),
+    "rademacher": ("rademacher_bits",),
+    "gaussian": ("gaussian_entries",),
+    "sjlt": tuple(
+        f"sjlt_{dtype}_{sums}"
+        for dtype in ("float32", "float16", "bfloat16")
+        for sums in ("int32", "int64")
+    ),
+    "combine": ("combine_int32", "combine_int64"),
+}
+"""File of ``kernels/`` without its suffix -> the kernels in it."""
+
+launched: set[str] = set()
+"""The kernels that this process has started."""
+
+Argument = Tensor | np.generic | None
+
+_MOST_SHARED_BYTES = 48 * 2**10  # more has to be asked for
+
+
+class Kernels(Protocol):
+    """The kernels of one device."""
+
+    description: str
+    """The device, for messages: model, driver, versions."""
+
+    cache_bytes: int
+    """Size of the second-level cache: operands made on the fly should stay in it."""
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Start a kernel after what torch has started on the device.
+
+        Parameters
+        ----------
+        name
+            One of :data:`FAMILIES`.
+        grid, threads
+            Blocks of threads, and threads per block.
+        arguments
+            Tensors go as addresses, None as the null address, numbers as they are: they must have
+            the types that the kernel declares.
+        shared_bytes
+            Shared memory per block of threads.
+        """
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Return the kernels of a CUDA device; compiled when they are first launched.
+
+    Raises
+    ------
+    ImportError
+        If CuPy is missing; the message names the extra.
+    RuntimeError
+        If there is no such device.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _kernels(index)
+
+
+def missing() -> str | None:
+    """Return why this process cannot project on a GPU, in one line; None if it can."""
+    if not torch.cuda.is_available():
+        why = "is a build for CPUs" if torch.version.cuda is None else "sees no GPU"
+        return f"torch {torch.__version__} {why}"
+    try:
+        _cupy()
+    except ImportError as err:
+        return str(err)
+    return None
+
+
+@cache
+def family_of(name: str) -> str:
+    """Return the kernel file that has a kernel."""
+    return next(family for family, names in FAMILIES.items() if name in names)
+
+
+class CupyKernels:
+    """Kernels of one GPU, through CuPy and NVRTC.
+
+    Parameters
+    ----------
+    index
+        Number of the device in this process.
+
+    Notes
+    -----
+    The first launch of a family compiles it, once per process and device. A launch that the driver
+    refuses raises; what goes wrong later is seen where results are read.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._cupy = _cupy()
+        self._index = index
+        self._functions: dict[str, Any] = {}
+        self._compiling = Lock()
+        properties: Any = torch.cuda.get_device_properties(index)
+        self._architecture = f"sm_{properties.major}{properties.minor}"
+        self.cache_bytes = int(properties.L2_cache_size)
+        driver = self._cupy.cuda.runtime.driverGetVersion()
+        self.description = (
+            f"{properties.name} ({self._architecture}, CUDA driver {driver}, "
+            f"torch {torch.__version__}, CuPy {self._cupy.__version__})"
+        )
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        """Start a kernel; see :class:`Kernels`.
+
+        Raises
+        ------
+        KernelError
+            If the kernel cannot be compiled, or the driver refuses to start it.
+        """
+        cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
+        stream = _Stream(current.cuda_stream)
+        with cuda.Device(self._index), cuda.Stream.from_external(stream):
+            function = self._function(name)
+            try:
+                if shared_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
+                    function.max_dynamic_shared_size_bytes = shared_bytes
+                function((*grid, 1), (threads,), packed(arguments), shared_mem=shared_bytes)
+            except self._cupy.cuda.driver.CUDADriverError as err:
+                raise KernelError(
+                    f"kernel {name} with grid {grid} and {shared_bytes} bytes of shared memory "
+                    f"did not start on {self.description}: {err}. Type device='cpu'."
+                ) from err
+        launched.add(name)
+
+    def _function(self, name: str) -> Any:
+        with self._compiling:
+            if name not in self._functions:
+                self._functions.update(self._family(family_of(name)))
+            return self._functions[name]
+
+    def _family(self, family: str) -> dict[str, Any]:
+        try:
+            code = machine_code(self._cupy.cuda.nvrtc, family, self._architecture)
+        except KernelError as err:
+            raise KernelError(f"{err} This is {self.description}. Type device='cpu'.") from err
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"{family}.cubin")
+            path.write_bytes(code)
+            module = self._cupy.RawModule(path=str(path))
+            return {name: module.get_function(name) for name in FAMILIES[family]}  # loads them
+
+
+def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
+    """Compile a family of kernels; needs CuPy's ``nvrtc``, but neither GPU nor driver.
+
+    Raises
+    ------
+    KernelError
+        If NVRTC is missing or does not know the architecture; the message has what it says.
+
+    Notes
+    -----
+    ``RawModule(code=...)`` would add ``-ftz=true`` behind all options, and the last one counts:
+    subnormal gradients would become zero.
+    """
+    program = None
+    try:
+        program = nvrtc.createProgram(kernel_program(f"{family}.cu"), f"{family}.cu", (), ())
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
+        code: bytes = nvrtc.getCUBIN(program)
+    except (RuntimeError, OSError, ImportError) as err:  # NVRTCError, or no library
+        log = nvrtc.getProgramLog(program) if program else ""
+        raise KernelError(
+            f"{family}.cu cannot be compiled for {architecture}: {err} {log} Needed NVRTC of a "
+            "CUDA that knows this GPU. Type pip install -U nvidia-cuda-nvrtc."
+        ) from err
+    finally:
+        if program:
+            nvrtc.destroyProgram(program)
+    return code
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of torch, as CuPy takes it: older versions of torch do not say it themselves."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, and where the stream is."""
+        return 0, self.address
+
+
+def packed(arguments: Sequence[Argument]) -> tuple[np.generic, ...]:
+    """Return arguments as a launch takes them: numbers of the width that the kernel reads."""
+    return tuple(
+        np.uint64(0 if value is None else value.data_ptr())
+        if value is None or isinstance(value, Tensor)
+        else value
+        for value in arguments
+    )
+
+
+@cache
+def _kernels(index: int) -> Kernels:
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{missing()}; projecting on a GPU needs an NVIDIA GPU, its driver, and a build of "
+            "torch for CUDA. Type device='cpu', or see torch.cuda.is_available()."
+        )
+    return CupyKernels(index)
+
+
+@cache
+def _cupy() -> Any:
+    try:
+        import cupy  # optional: only what has a GPU needs it
+    except ImportError as err:
+        major = (torch.version.cuda or "13").partition(".")[0]
+        extra = "cuda12" if major == "12" else "cuda"
+        raise ImportError(
+            "CuPy cannot be imported; projecting on a GPU needs it to compile the kernels. Type "
+            f"pip install 'trakdask[{extra}]', or device='cpu'. ({err})"
+        ) from err
+    return cupy

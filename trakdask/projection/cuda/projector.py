@@ -1,0 +1,159 @@
+"""What projectors with kernels share: the choice by device, and a proof before the first block."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trakdask.errors import KernelError
+from trakdask.projection.acceleration import on_gpu
+from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for
+from trakdask.projection.protocol import Projector
+from trakdask.projection.rows import ROW_BLOCK
+
+_PROOF_ROWS = 2 * ROW_BLOCK + 300  # two whole blocks, that go at once, and a short one
+_PROOF_WIDTH = 77
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_proven: set[Hashable] = set()
+_proving = threading.Lock()
+
+
+@dataclass(frozen=True)
+class GpuProjector(Projector):
+    """A projector that has kernels: on a GPU that they run on, its blocks stay there."""
+
+    proj_dim: int
+
+    @abstractmethod
+    def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``, by way of the CPU."""
+
+    @abstractmethod
+    def project_on_gpu(
+        self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
+    ) -> None:
+        """Add the projection of consecutive row blocks to ``out``, on their GPU."""
+
+    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``; see :class:`Projector`.
+
+        Notes
+        -----
+        On an NVIDIA GPU, kernels of CUDA do it, with the same bits (they have not run on one yet);
+        a block on any other device is copied to the CPU, multiplied there, and the sums copied
+        back.
+        """
+        project = self.project_rows if on_gpu(block) else self.project_on_cpu
+        project(block, row_offset, checkpoint, out)
+
+    def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of consecutive row blocks to ``out``; see :class:`Projector`.
+
+        Raises
+        ------
+        ImportError
+            If the rows are on a GPU and CuPy is missing.
+        KernelError
+            If the kernels of that GPU cannot run, or give other bits than the CPU.
+        ValueError
+            If ``out`` is not the float64 tensor on the same device that kernels write to.
+        """
+        if not on_gpu(rows):
+            super().project_rows(rows, row_offset, checkpoint, out)
+            return
+        self._check_out(rows, out)
+        if not rows.numel():
+            return
+        kernels = kernels_for(rows.device)
+        rows = readable(rows)
+        require_proven(self, kernels, rows)
+        self.project_on_gpu(kernels, rows, row_offset, checkpoint, out)
+
+    def _check_out(self, rows: Tensor, out: Tensor) -> None:
+        """Refuse what kernels, that have addresses alone, would write beside."""
+        expected = (len(rows), self.proj_dim), torch.float64, rows.device
+        found = tuple(out.shape), out.dtype, out.device
+        if found != expected or out.stride(1) != 1 != out.shape[1]:
+            raise ValueError(
+                f"out is {found}, strides {out.stride()}; kernels need {expected} with adjacent "
+                "columns. Use torch.zeros(len(rows), proj_dim, dtype=torch.float64, "
+                "device=rows.device)."
+            )
+
+
+def readable(rows: Tensor) -> Tensor:
+    """Return gradients as kernels read them: 16 or 32 bits, neighbours adjacent."""
+    if rows.dtype not in _DTYPES:
+        rows = rows.float()
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> None:
+    """Project a small tile on the GPU and on the CPU, once per process, device and kernel.
+
+    Raises
+    ------
+    KernelError
+        If any bit differs.
+    """
+    small = replace(projector, proj_dim=min(projector.proj_dim, _PROOF_WIDTH))
+    key = (kernels.description, rows.device, rows.dtype, small)
+    with _proving:
+        if key in _proven:
+            return
+        tile = proof_tile(rows.dtype)
+        expected = torch.zeros(len(tile), small.proj_dim, dtype=torch.float64)
+        for row in range(0, _PROOF_ROWS, ROW_BLOCK):
+            small.project_on_cpu(tile[:, row : row + ROW_BLOCK], row, 1, expected)
+        on_device = torch.zeros_like(expected, device=rows.device)
+        noted = _Noted(kernels)
+        small.project_on_gpu(noted, tile.to(rows.device), 0, 1, on_device)
+        found = on_device.cpu()
+        wrong = (found != expected) & ~(found.isnan() & expected.isnan())
+        if wrong.any():
+            raise KernelError(
+                f"the kernels {noted.names} of {small} give {int(wrong.sum())} of {wrong.numel()} "
+                f"sums other bits than the CPU, for {rows.dtype} gradients on "
+                f"{kernels.description}; needed the same. Type device='cpu', and report this line."
+            )
+        _proven.add(key)
+
+
+class _Noted:
+    """Kernels, and the names of those that were started."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.description, self.cache_bytes = kernels.description, kernels.cache_bytes
+        self.names: list[str] = []
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        if name not in self.names:
+            self.names.append(name)
+        self._kernels.launch(name, grid, threads, arguments, shared_bytes)
+
+
+def proof_tile(dtype: torch.dtype) -> Tensor:
+    """Return gradients of five samples: dense, tiny, zero, not finite, and an outlier."""
+    # Without a generator: a proof must not touch torch's, nor depend on its version.
+    steps = torch.arange(5 * _PROOF_ROWS, dtype=torch.int64).view(5, -1)
+    tile = ((steps * 7919 + steps * steps % 613) % 2003 - 1001).to(dtype) / 1024
+    tile[1] *= torch.finfo(dtype).tiny / 8  # subnormal
+    tile[2] = 0
+    tile[3, 99] = torch.nan
+    tile[4, -1] = 1000
+    return tile

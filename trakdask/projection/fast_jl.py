@@ -1,0 +1,192 @@
+"""The matrix of the ``fast_jl`` extension, for features that must agree with those of traker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trakdask.projection.protocol import (
+    DEFINITION_VERSION,
+    Cost,
+    Projector,
+    check_integer,
+)
+
+_COLUMN_STEP = 512
+_BATCHES = (8, 16, 32)
+_MOST_ROWS = 2**27  # 32 samples of more wrap around in the extension's 32-bit addresses
+_SEED_STEP = 10**4  # per checkpoint, as in traker
+
+
+@dataclass(frozen=True)
+class FastJL(Projector):
+    """Project with the matrix of ``fast_jl``, the CUDA extension of the TRAK package.
+
+    For those who need the very features of ``traker.projectors.CudaProjector``, up to a factor.
+    Otherwise :class:`~trakdask.projection.rademacher.Rademacher` is the better choice: its matrix
+    does not depend on the GPU, and it runs without one.
+
+    Parameters
+    ----------
+    proj_dim
+        Number of feature columns, a multiple of 512.
+    seed
+        Integer in [0, 2**31). A checkpoint of id i has the seed ``seed + 10_000 * i``, modulo
+        2**31, as in TRAK: give the model ``checkpoint_ids=range(n)`` to get TRAK's.
+    entries
+        ``"rademacher"`` or ``"normal"``.
+    num_sms
+        Number of streaming multiprocessors of the GPU, which the matrix depends on; that of this
+        machine's GPU unless given. A GPU with another number is refused.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not of its kind, or outside its range.
+
+    Notes
+    -----
+    All rows go at once: 4 bytes per sample and parameter on the GPU. ``fast_jl`` rounds gradients
+    to float16 (larger than 65504 becomes NaN here, smaller than 6e-8 zero) and takes 8, 16 or 32
+    samples; others are padded with zeros. Has not run with the extension itself yet: its calls are
+    those of traker 0.3.2, tested with a stand-in.
+
+    References
+    ----------
+    Park et al. 2023, "TRAK: Attributing Model Behavior at Scale", and its package ``fast_jl``.
+
+    Examples
+    --------
+    >>> FastJL(proj_dim=2048, num_sms=132).width(n_rows=10**6)
+    2048
+    """
+
+    proj_dim: int = 2048
+    seed: int = 0
+    entries: str = "rademacher"
+    num_sms: int | None = None
+
+    row_alignment: ClassVar[int] = 1
+    takes_all_rows: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_integer("proj_dim", self.proj_dim, _COLUMN_STEP, 2**31, "proj_dim=2048")
+        check_integer("seed", self.seed, 0, 2**31, "seed=0")
+        if self.proj_dim % _COLUMN_STEP:
+            raise ValueError(
+                f"proj_dim is {self.proj_dim}; fast_jl needs a multiple of {_COLUMN_STEP}. "
+                f"Use proj_dim={-(-self.proj_dim // _COLUMN_STEP) * _COLUMN_STEP}."
+            )
+        if self.entries not in ("rademacher", "normal"):
+            raise ValueError(
+                f"entries is {self.entries!r}; it must be 'rademacher' or 'normal'. "
+                "Use entries='rademacher'."
+            )
+        if self.num_sms is None:
+            object.__setattr__(self, "num_sms", _num_sms_here())
+        check_integer("num_sms", self.num_sms, 1, 2**16, "num_sms=132")
+
+    def width(self, n_rows: int) -> int:
+        """Return ``proj_dim``."""
+        return self.proj_dim
+
+    def scale(self, n_rows: int) -> float:
+        """Return ``proj_dim**-0.5``, which makes feature products estimate gradient products."""
+        return float(self.proj_dim**-0.5)
+
+    def spec(self) -> dict[str, Any]:
+        """Return a JSON-able value that determines the map completely."""
+        return {
+            "kind": "fast_jl",
+            "proj_dim": self.proj_dim,
+            "seed": self.seed,
+            "entries": self.entries,
+            "num_sms": self.num_sms,
+            "row_alignment": self.row_alignment,
+            "definition": DEFINITION_VERSION,
+        }
+
+    def cost(self, n_rows: int) -> Cost:
+        """Return what projecting gradients of ``n_rows`` elements takes."""
+        return Cost(
+            operations=2 * n_rows * self.proj_dim,
+            random_bits=n_rows * self.proj_dim * (1 if self.entries == "rademacher" else 16),
+            buffer_bytes=512 * 4 * n_rows,
+            rounding_error=2.0**-12,  # of float16
+            product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
+        )
+
+    def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of all rows to ``out``; see :class:`Projector`."""
+        self.project_block(rows, row_offset, checkpoint, out)
+
+    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of all rows to ``out``; see :class:`Projector`.
+
+        Raises
+        ------
+        ImportError
+            If ``fast_jl`` is missing.
+        RuntimeError
+            If the rows are not on a GPU with ``num_sms`` multiprocessors.
+        ValueError
+            If there are more rows than ``fast_jl`` can address.
+        """
+        self._require_device(block)
+        if block.shape[1] > _MOST_ROWS:
+            raise ValueError(
+                f"gradients have {block.shape[1]} elements; fast_jl can address at most 2**27. "
+                f"Use td.Rademacher(proj_dim={self.proj_dim})."
+            )
+        seed = (self.seed + _SEED_STEP * checkpoint) % 2**31
+        for first in range(0, len(block), _BATCHES[-1]):
+            part = block[first : first + _BATCHES[-1]]
+            size = next(size for size in _BATCHES if len(part) <= size)
+            project = getattr(_extension(), f"project_{self.entries}_{size}")
+            padded = pad(part.float(), (0, 0, 0, size - len(part))).contiguous()
+            found = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
+            found.masked_fill_(~found.isfinite().all(1, keepdim=True), torch.nan)
+            out[first : first + len(part)] += found
+
+    def _require_device(self, block: Tensor) -> None:
+        if block.device.type != "cuda":
+            raise RuntimeError(
+                f"gradients are on {block.device}; fast_jl needs an NVIDIA GPU. "
+                f"Type device='cuda', or td.Rademacher(proj_dim={self.proj_dim})."
+            )
+        found = _num_sms(block.device)
+        if found != self.num_sms:
+            raise RuntimeError(
+                f"this GPU has {found} multiprocessors; the features need the matrix of one with "
+                f"{self.num_sms}, and fast_jl draws another for each number. Use the same GPU for "
+                f"all features, or td.Rademacher(proj_dim={self.proj_dim})."
+            )
+
+
+def _num_sms(device: torch.device) -> int:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count)
+
+
+def _num_sms_here() -> int:
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "num_sms is not given and there is no GPU here; the matrix of fast_jl depends on the "
+            "number of multiprocessors. Type num_sms=132 for an H100 SXM."
+        )
+    return _num_sms(torch.device("cuda"))
+
+
+def _extension() -> Any:
+    try:
+        import fast_jl  # optional, and built for one machine
+    except ImportError as err:
+        raise ImportError(
+            "fast_jl cannot be imported; td.FastJL needs it. Type pip install 'trakdask[fast-jl]' "
+            f"(it needs nvcc), or use td.Rademacher. ({err})"
+        ) from err
+    return fast_jl
