@@ -22,7 +22,7 @@ from trakdask import arrays
 from trakdask.featurization import model_operations
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.specs import from_spec
-from trakdask.scheduling import n_slots
+from trakdask.scheduling import gpu_options, n_slots
 from trakdask.variables import CHECKPOINT, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
@@ -367,6 +367,7 @@ def _measured(features: xr.Dataset) -> Pilot:
         )
     n = data.chunks[0][0]
     first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]
+    options = gpu_options(features)
     seconds, gram_s = [], 0.0
     for attempt in range(2):
         task = da.blockwise(
@@ -375,10 +376,10 @@ def _measured(features: xr.Dataset) -> Pilot:
             adjust_chunks={"s": 1}, dtype=np.float64, meta=np.empty(0),
         )  # fmt: skip
         start = time.perf_counter()
-        ((gram_s,),) = dask.compute(task)
+        ((gram_s,),) = dask.compute(task, **options)
         seconds.append(time.perf_counter() - start - gram_s)
     first_s, block_s = map(float, seconds)
-    return Pilot(n, first_s, block_s, float(gram_s), n_slots())
+    return Pilot(n, first_s, block_s, float(gram_s), n_slots(options.get("resources")))
 
 
 def _gram_seconds(feature: np.ndarray, *others: np.ndarray) -> np.ndarray:

@@ -116,8 +116,8 @@ def remembered() -> dict[str, Any]:
     return dict(_remembered)
 
 
-def n_slots() -> int:
-    """Return how many tasks the active scheduler runs at once.
+def n_slots(resources: Mapping[str, int] | None = None) -> int:
+    """Return how many tasks the active scheduler runs at once, of those that need resources.
 
     Examples
     --------
@@ -128,10 +128,16 @@ def n_slots() -> int:
     client = active_client()
     if client is not None:
         workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
-        return sum(int(worker["nthreads"]) for worker in workers.values())
+        return sum(_slots(worker, resources or {}) for worker in workers.values())
     if get_scheduler() is dask.local.get_sync:
         return 1
     return int(dask.config.get("num_workers", None) or dask.system.CPU_COUNT)
+
+
+def _slots(worker: Mapping[str, Any], resources: Mapping[str, int]) -> int:
+    has = worker["resources"]
+    fits = (int(has.get(name, 0) // needed) for name, needed in resources.items())
+    return int(min((worker["nthreads"], *fits)))
 
 
 def note_start(what: str) -> None:

@@ -214,6 +214,7 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(tmp_path: Path) ->
         here = td.featurize(samples(), many, projector=td.Rademacher(8), device="cpu")
         assert gpu_options(features) == {"resources": {"GPU": 1}}
         assert gpu_options(here) == gpu_options(found) == gpu_options(features.persist()) == {}
+        assert [td.plan(each, pilot=True).pilot.n_slots for each in (features, here)] == [1, 2]
 
 
 def test_save__where_no_worker_declares_a_gpu(process_client: Client, tmp_path: Path) -> None:
