@@ -172,6 +172,7 @@ def test_store__any_order_of_events() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     profile = settings()
-    short = settings(max_examples=max(5, profile.max_examples // 4), stateful_step_count=10)
+    n = min(200, max(5, profile.max_examples // 4))
+    short = settings(max_examples=n, stateful_step_count=10)
     with dask.config.set(scheduler="sync"):
         run_state_machine_as_test(StoreMachine, settings=short)
