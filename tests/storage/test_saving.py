@@ -440,3 +440,20 @@ def test_store__nothing_is_made_where_there_is_none(tmp_path: Path, call: str) -
     with pytest.raises(FileNotFoundError, match="there is no store"):
         CALLS[call](tmp_path / "f.zarr")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_save__store_that_a_worker_does_not_see(tmp_path: Path) -> None:
+    """As on a machine with another disk: the store is gone before the first block is written."""
+    store = tmp_path / "f.zarr"
+
+    def move(block: np.ndarray) -> np.ndarray:
+        if block.size:
+            store.rename(tmp_path / "elsewhere")
+        return block
+
+    data = da.map_blocks(move, FEATURES.feature.data, meta=np.empty((0, 0, 0), "f4"), name=WHOLE)
+    with (
+        dask.config.set(scheduler="sync"),
+        pytest.raises(OSError, match="does not see it: choose a path or URL that every worker"),
+    ):
+        save(FEATURES.assign(feature=(FEATURES.feature.dims, data)), store)

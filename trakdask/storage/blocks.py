@@ -88,10 +88,14 @@ def storing(piece: Piece, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as err:
+        remedy = "Mend the cause"
+        if isinstance(err, FileNotFoundError):
+            host = socket.gethostname()
+            remedy = f"{host} does not see it: choose a path or URL that every worker does,"
         text = (
             f"{what} could not be stored in {piece.place.url!r} ({type(err).__name__}: {err}); "
-            "completed blocks are safe. Mend the cause and type the same td.save(...) again: it "
-            "goes on from here."
+            f"completed blocks are safe. {remedy} and type the same td.save(...) again: it goes on "
+            "from here."
         )
         raise explained(err, text) from err
 
