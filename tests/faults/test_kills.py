@@ -209,7 +209,7 @@ def test_scheduler__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))  # with the short form: at least 53 kills
 def test_driver__killed_at_many_moments(
     tmp_path: Path, undisturbed: dict[str, str], seed: int
 ) -> None:
@@ -218,7 +218,7 @@ def test_driver__killed_at_many_moments(
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))  # with the short form: at least 53 kills
 def test_anything__killed_at_many_moments(
     tmp_path: Path, undisturbed: dict[str, str], seed: int
 ) -> None:
