@@ -127,7 +127,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 10**6), kind=st.sampled_from(["flip", "tear", "lose"]))
     @precondition(lambda self: not self.pending)
     def damage_and_mend(self, which: int, kind: str) -> None:
-        chunks = sorted(self.store.glob("**/feature/c/*/0/*"))
+        chunks = sorted(self.store.glob("**/feature/c.*.0.*"))
         chunk = chunks[which % len(chunks)]
         data = bytearray(chunk.read_bytes())
         data[which % len(data)] ^= 1 << which % 8

@@ -208,9 +208,9 @@ def test_append__bad_dim(store) -> None:
 
 def test_verify__names_files_of_pieces(store) -> None:
     save(part(B, NAMES[:2], "b"), store, append_dim="sample")
-    chunk = store / "parts/1/feature/c/1/0/0"
+    chunk = store / "parts/1/feature/c.1.0.0"
     chunk.write_bytes(chunk.read_bytes()[:-1])
     (fault,) = td.verify(store, repair=True).to_dict("records")
-    assert fault["path"] == "parts/1/feature/c/1/0/0"
+    assert fault["path"] == "parts/1/feature/c.1.0.0"
     assert_whole(save(part(B, NAMES[:2], "b"), store, append_dim="sample"), n_checkpoints=2)
     assert READ == ["b"]

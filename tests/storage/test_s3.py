@@ -61,13 +61,13 @@ def test_save__to_s3_and_again(place: Place) -> None:
 
 def test_verify__damage_on_s3(place: Place) -> None:
     save(place)
-    data = bytearray(place.read("feature/c/1/0/0"))
+    data = bytearray(place.read("feature/c.1.0.0"))
     data[7] ^= 1
-    place.write("feature/c/1/0/0", bytes(data))
-    place.remove("feature/c/2/0/1")
+    place.write("feature/c.1.0.0", bytes(data))
+    place.remove("feature/c.2.0.1")
     options = {"storage_options": place.options}
     found = td.verify(place.url, checksums=True, repair=True, **options)
-    assert sorted(found.path) == ["feature/c/1/0/0", "feature/c/2/0/1"]
+    assert sorted(found.path) == ["feature/c.1.0.0", "feature/c.2.0.1"]
     with pytest.raises(td.IncompleteFeaturesError):
         td.open(place.url, **options)
     np.testing.assert_array_equal(save(place).feature, FEATURES.feature)

@@ -354,7 +354,7 @@ class _Reads:
         original = LocalStore.get
 
         async def get(store, key, *args, **kwargs):
-            if "feature/c/" in key:
+            if "feature/c." in key:
                 self.chunks.add(f"{Path(store.root).name}:{key}")
             return await original(store, key, *args, **kwargs)
 

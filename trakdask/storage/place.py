@@ -260,7 +260,7 @@ class Complete(WrapperStore[Store]):
             return found
         place, _, may_lack = self._about
         name, *chunk = key.split("/")
-        if chunk[:1] == ["c"] and name not in may_lack:
+        if chunk and chunk[0].partition(".")[0] == "c" and name not in may_lack:
             raise IncompleteFeaturesError(
                 f"the store {place.url!r} has lost the file {key!r} of a completed block; needed "
                 "all of them. Type td.verify(store, repair=True), then td.save(features, store) "

@@ -40,6 +40,8 @@ UNFINISHED = "unfinished"
 TEMPLATE = "template.json"
 """Among the records: every file of the new piece, with its size, checksum and, if JSON, content."""
 METADATA = "zarr.json"
+_FLAT: dict[str, Any] = {"name": "default", "separator": "."}
+"""Chunks lie in one folder, not in one each: a listing on resume takes less than half the time."""
 
 
 def create(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
@@ -134,6 +136,7 @@ def _create_array(
         chunks=tuple(max(1, blocks[dim]) for dim in variable.dims),
         dtype=piece.layout["dtype"] if name == "feature" else dtype,
         compressors=[Crc32cCodec()],  # no compression: features do not compress
+        chunk_key_encoding=_FLAT,
         fill_value="" if name == ERROR else np.nan,
         dimension_names=variable.dims,
         attributes={**variable.attrs, **(attrs or {})},
