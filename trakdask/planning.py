@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-import dask
-import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
-from dask.base import tokenize
 from dask.utils import format_bytes, format_time
 from rich.table import Table
 
 from trakdask import arrays
 from trakdask.featurization import model_operations
+from trakdask.pilot import Pilot, run_pilot
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.specs import from_spec
-from trakdask.scheduling import gpu_options, n_slots
 from trakdask.variables import CHECKPOINT, SAMPLE, validate
 
 __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
@@ -101,7 +96,7 @@ def plan(
             _planned(projector, shapes, n_samples, n_checkpoints) for projector in all_projectors
         ),
         model_operations=model_operations(features),
-        pilot=_measured(features) if pilot else None,
+        pilot=run_pilot(features) if pilot else None,
     )
 
 
@@ -157,37 +152,6 @@ class PlannedProjection:
     rounding_error: float
     product_error: float
     worst_product_error: float
-
-
-@dataclass(frozen=True)
-class Pilot:
-    """One block of one checkpoint, measured.
-
-    Parameters
-    ----------
-    n_samples
-        Samples of the block.
-    first_s
-        Seconds it took, with what a process does once: load the model, check the gradients.
-    block_s
-        Seconds it took the second time, to be expected of all others.
-    gram_s
-        Seconds of its product φᵀφ alone.
-    n_slots
-        Tasks that the scheduler runs at once.
-    """
-
-    n_samples: int
-    first_s: float
-    block_s: float
-    gram_s: float
-    n_slots: int
-
-    def estimate(self, n_blocks: int, n_checkpoints: int) -> float:
-        """Return the seconds that all blocks will take, checkpoint after checkpoint."""
-        once = max(self.first_s - self.block_s, 0)
-        waves = n_checkpoints * math.ceil(n_blocks / self.n_slots)
-        return once + waves * (self.block_s + self.gram_s)
 
 
 @dataclass(frozen=True, repr=False)
@@ -354,39 +318,6 @@ def _planned(
         product_error=typical,
         worst_product_error=worst,
     )
-
-
-def _measured(features: xr.Dataset) -> Pilot:
-    """Run the first block of the first checkpoint twice, where tasks would run."""
-    data = features.feature.variable.data
-    layers = data.dask.layers if isinstance(data, da.Array) else ()
-    if not any(name.startswith("featurize-") for name in layers):
-        raise ValueError(
-            "pilot is True and the features are computed already; needed lazy ones of td.featurize."
-            " Leave pilot out, or plan what td.featurize(samples, model) returns."
-        )
-    n = data.chunks[0][0]
-    first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]
-    options = gpu_options(features)
-    seconds, gram_s = [], 0.0
-    for attempt in range(2):
-        task = da.blockwise(
-            _gram_seconds, "s", first[0], "spc", first[1], "sc", first[2], "sc",
-            name=f"pilot-{attempt}-{tokenize(data.name)}", concatenate=True, align_arrays=False,
-            adjust_chunks={"s": 1}, dtype=np.float64, meta=np.empty(0),
-        )  # fmt: skip
-        start = time.perf_counter()
-        ((gram_s,),) = dask.compute(task, **options)
-        seconds.append(time.perf_counter() - start - gram_s)
-    first_s, block_s = map(float, seconds)
-    return Pilot(n, first_s, block_s, float(gram_s), n_slots(options.get("resources")))
-
-
-def _gram_seconds(feature: np.ndarray, *others: np.ndarray) -> np.ndarray:
-    start = time.perf_counter()
-    phi = feature[:, :, 0]
-    np.matmul(phi.T, phi)
-    return np.array([time.perf_counter() - start])
 
 
 def _counted(number: int, noun: str) -> str:
