@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from trakdask.scheduling import gpu_options, n_slots
+from trakdask.scheduling import are_lazy, gpu_options, n_slots
 
 __all__ = ["Pilot", "run_pilot"]
 
@@ -50,13 +50,12 @@ class Pilot:
 
 def run_pilot(features: xr.Dataset) -> Pilot:
     """Run the first block of the first checkpoint twice, where tasks would run."""
-    data = features.feature.variable.data
-    layers = data.dask.layers if isinstance(data, da.Array) else ()
-    if not any(name.startswith("featurize-") for name in layers):
+    if not are_lazy(features[["feature"]]):
         raise ValueError(
             "pilot is True and the features are computed already; needed lazy ones of td.featurize."
             " Leave pilot out, or plan what td.featurize(samples, model) returns."
         )
+    data = features.feature.variable.data
     n = data.chunks[0][0]
     first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]
     options = gpu_options(features)

@@ -18,11 +18,13 @@ from trakdask.errors import BlockError
 
 __all__ = [
     "active_client",
+    "are_lazy",
     "gpu_options",
     "n_slots",
     "note_start",
     "remember",
     "remembered",
+    "remembered_by_all",
     "run",
 ]
 
@@ -96,14 +98,17 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
     {}
     """
     client = active_client()
-    if client is None or features.attrs.get("device", "cpu") == "cpu":
-        return {}
-    graph = features.__dask_graph__()
-    if not any(name.startswith("featurize-") for name in getattr(graph, "layers", ())):
+    if client is None or features.attrs.get("device", "cpu") == "cpu" or not are_lazy(features):
         return {}
     workers = client.scheduler_info(n_workers=-1)["workers"].values()
     declared = any(worker["resources"].get("GPU") for worker in workers)
     return {"resources": {"GPU": 1}} if declared else {}
+
+
+def are_lazy(features: xr.Dataset) -> bool:
+    """Tell whether gradients are still to be taken for some features."""
+    layers = getattr(features.__dask_graph__(), "layers", ())
+    return any(name.startswith("featurize-") for name in layers)
 
 
 def remember(what: Mapping[str, Any]) -> None:
@@ -114,6 +119,14 @@ def remember(what: Mapping[str, Any]) -> None:
 def remembered() -> dict[str, Any]:
     """Return what tasks of this process told: where the last gradients were taken, and by what."""
     return dict(_remembered)
+
+
+def remembered_by_all() -> list[dict[str, Any]]:
+    """Return what tasks told, of each worker that is there, or of this process."""
+    client = active_client()
+    if client is None:
+        return [remembered()]
+    return list(client.run(remembered, on_error="ignore").values())
 
 
 def n_slots(resources: Mapping[str, int] | None = None) -> int:

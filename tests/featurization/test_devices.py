@@ -210,6 +210,9 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(tmp_path: Path) ->
         assert (found.out_to_loss == of["declares"]).all()  # 3 blocks of 2 checkpoints
         told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
         assert [each["device"] for each in told] == 6 * ["cpu"]
+        assert found.attrs["saved"]["devices"] == ["cpu"]
+        again = td.save(found.compute(), tmp_path / "copy.zarr", gram=False, progress=False)
+        assert again.attrs["saved"]["devices"] == []  # nobody knows
         # Nothing is asked for where gradients are there already, or are taken on a CPU.
         here = td.featurize(samples(), many, projector=td.Rademacher(8), device="cpu")
         assert gpu_options(features) == {"resources": {"GPU": 1}}
@@ -258,6 +261,9 @@ def test_save__workers_with_and_without_kernels_give_the_same_bits(tmp_path: Pat
     assert {each["device"] for each in told} == {"cpu", "emulated"}
     kernels = {tuple(each["kernels"]) for each in told if each["device"] == "emulated"}
     assert kernels == {("combine_int32", "sjlt_float32_int32")}
+    saved = found.attrs["saved"]
+    assert saved["devices"] == ["cpu", "emulated"]
+    assert saved["kernels"] == ["combine_int32", "sjlt_float32_int32"]
     np.testing.assert_array_equal(found.feature, expected.feature)
 
 

@@ -51,7 +51,7 @@ def open(
     (proj_dim, checkpoint); if samples failed, the coord ``error`` (sample, checkpoint) says why, ""
     where they did not. ``sample`` has no index. Its ``attrs`` say how the features were made
     (hashes of weights, source, projector, parameters, task, precision, versions) and, in ``saved``,
-    when, by how many hosts, and in how many runs.
+    when, by how many hosts, on what devices, by what kernels, and in how many runs.
 
     Raises
     ------

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
 import dask
+import xarray as xr
 import zarr
 
 from trakdask._version import __version__
+from trakdask.scheduling import are_lazy, remembered_by_all
 from trakdask.storage.piece import Piece
 
 __all__ = ["RUNS", "recorded_run", "runs"]
@@ -21,25 +23,34 @@ RUNS = "runs"
 
 
 @contextmanager
-def recorded_run(piece: Piece) -> Iterator[set[str]]:
+def recorded_run(piece: Piece, features: xr.Dataset) -> Iterator[set[str]]:
     """Record a run over the block, which adds the hosts that took part to the set it is given."""
+    takes_gradients = are_lazy(features)
     hosts: set[str] = set()
     name = f"{_now().replace(':', '')}-{uuid4().hex[:8]}.json"
     run: dict[str, Any] = {
         "started": _now(),
         "ended": None,
         "hosts": [],
+        "devices": [],
+        "kernels": [],
         "versions": {
             "trakdask": __version__, "dask": dask.__version__, "zarr": zarr.__version__
         },
     }  # fmt: skip
     _write(piece, name, run)
     yield hosts
+    told = remembered_by_all() if takes_gradients else []
+    run["devices"] = sorted({each["device"] for each in told if "device" in each})
+    run["kernels"] = sorted({kernel for each in told for kernel in each.get("kernels", ())})
     _write(piece, name, {**run, "ended": _now(), "hosts": sorted(hosts)})
 
 
 def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Return the first start and the last end, the number of hosts and of runs, and versions."""
+    """Return the first start and the last end, the number of hosts and of runs, and versions.
+
+    And the devices that gradients were taken on, with the kernels that projected them there.
+    """
     folders = [piece.records / RUNS for piece in pieces]
     found = [folder.read_json(name) for folder in folders for name in folder.names()]
     if not found:
@@ -49,9 +60,15 @@ def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
         "started": min(run["started"] for run in found),
         "ended": max(ended) if ended else None,
         "runs": len(found),
-        "hosts": len({host for run in found for host in run["hosts"]}),
+        "hosts": len(_all(found, "hosts")),
+        "devices": _all(found, "devices"),
+        "kernels": _all(found, "kernels"),
         "versions": found[-1]["versions"],
     }
+
+
+def _all(found: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    return sorted({value for run in found for value in run.get(name, ())})
 
 
 def _write(piece: Piece, name: str, run: dict[str, Any]) -> None:
