@@ -157,7 +157,7 @@ def test_append__is_resumed(store) -> None:
     broken = features.assign(out_to_loss=(("sample", "checkpoint"), data))
     with pytest.raises(OSError, match="not today"):
         save(broken, store, append_dim="sample")
-    with pytest.raises(td.IncompleteFeaturesError, match="8 of 14 blocks"):
+    with pytest.raises(td.IncompleteFeaturesError, match=r"8 of 14 blocks; .* append_dim=\.\.\.\)"):
         td.open(store)
     assert_whole(save(features, store, append_dim="sample"), n_checkpoints=2)
     assert (store / "parts/1").exists()

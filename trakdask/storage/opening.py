@@ -85,15 +85,22 @@ def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
 
 
 def _require_complete(found: Sequence[Piece]) -> None:
-    total = done = 0
-    for piece in found:
-        total += len(piece.checkpoints) * (piece.n_blocks + (GRAM in piece.group()))
-        is_unfinished = UNFINISHED in (piece.place / RECORDS).names()
-        done += 0 if is_unfinished else piece.count_done()
+    counts = [_count(piece) for piece in found]
+    done, total = (sum(numbers) for numbers in zip(*counts, strict=True))
     if done < total:
-        url = found[0].place.url
+        url, (first_done, first_total) = found[0].place.url, counts[0]
+        is_append = first_done == first_total
+        which = "; those that lack were to be appended" if is_append else ""
+        append = ", append_dim=..." if is_append else ""
         raise IncompleteFeaturesError(
-            f"the store {url!r} has {done} of {total} blocks; needed all, since the rest "
-            f"reads as NaN. Type td.save(features, {url!r}) to compute what is missing, or "
-            "td.open(store, require_complete=False) to look at it."
+            f"the store {url!r} has {done} of {total} blocks{which}; needed all, since the "
+            f"rest reads as NaN. Type td.save(features, {url!r}{append}) to compute what is "
+            "missing, or td.open(store, require_complete=False) to look at it."
         )
+
+
+def _count(piece: Piece) -> tuple[int, int]:
+    """Return how many blocks are complete, and how many there should be."""
+    total = len(piece.checkpoints) * (piece.n_blocks + (GRAM in piece.group()))
+    is_unfinished = UNFINISHED in (piece.place / RECORDS).names()
+    return 0 if is_unfinished else piece.count_done(), total
