@@ -22,9 +22,9 @@ __all__ = [
     "gpu_options",
     "n_slots",
     "note_start",
+    "on_all_workers",
+    "recall",
     "remember",
-    "remembered",
-    "remembered_by_all",
     "run",
 ]
 
@@ -33,7 +33,8 @@ T = TypeVar("T")
 _STARTED = "trakdask-started"
 
 _log = logging.getLogger(__name__)
-_remembered: dict[str, Any] = {}
+_MOST_REMEMBERED = 1024
+_remembered: dict[str, dict[str, Any]] = {}
 
 
 def run(
@@ -111,22 +112,24 @@ def are_lazy(features: xr.Dataset) -> bool:
     return any(name.startswith("featurize-") for name in layers)
 
 
-def remember(what: Mapping[str, Any]) -> None:
-    """Keep what later tasks of this process may write down of earlier ones."""
-    _remembered.update(what)
+def remember(block: str, what: Mapping[str, Any]) -> None:
+    """Keep what is known of a block, until the task of this process that stores it asks."""
+    while len(_remembered) >= _MOST_REMEMBERED:  # of blocks that nobody stores
+        _remembered.pop(next(iter(_remembered)), None)
+    _remembered[block] = dict(what)
 
 
-def remembered() -> dict[str, Any]:
-    """Return what tasks of this process told: where the last gradients were taken, and by what."""
-    return dict(_remembered)
+def recall(block: str) -> dict[str, Any]:
+    """Return what this process knows of a block, and forget it; nothing of those made elsewhere."""
+    return _remembered.pop(block, {})
 
 
-def remembered_by_all() -> list[dict[str, Any]]:
-    """Return what tasks told, of each worker that is there, or of this process."""
+def on_all_workers(function: Callable[..., T], *arguments: Any) -> list[T]:
+    """Call a function on each worker that is there, or in this process where there are none."""
     client = active_client()
     if client is None:
-        return [remembered()]
-    return list(client.run(remembered, on_error="ignore").values())
+        return [function(*arguments)]
+    return list(client.run(function, *arguments, on_error="ignore").values())
 
 
 def n_slots(resources: Mapping[str, int] | None = None) -> int:

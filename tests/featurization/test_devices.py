@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 import torch
@@ -213,6 +214,9 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(tmp_path: Path) ->
         assert found.attrs["saved"]["devices"] == ["cpu"]
         again = td.save(found.compute(), tmp_path / "copy.zarr", gram=False, progress=False)
         assert again.attrs["saved"]["devices"] == []  # nobody knows
+        copied = [json.loads(each.read_text()) for each in (tmp_path / "copy.zarr").glob(RECORD)]
+        assert copied
+        assert not any("device" in each for each in copied)
         # Nothing is asked for where gradients are there already, or are taken on a CPU.
         here = td.featurize(samples(), many, projector=td.Rademacher(8), device="cpu")
         assert gpu_options(features) == {"resources": {"GPU": 1}}
@@ -258,13 +262,29 @@ def test_save__workers_with_and_without_kernels_give_the_same_bits(tmp_path: Pat
         client.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "gpu"])
         found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False).compute()
     told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
-    assert {each["device"] for each in told} == {"cpu", "emulated"}
-    kernels = {tuple(each["kernels"]) for each in told if each["device"] == "emulated"}
+    # A block that another worker stored than made it tells nothing.
+    assert {each["device"] for each in told if "device" in each} == {"cpu", "emulated"}
+    kernels = {tuple(each["kernels"]) for each in told if each.get("device") == "emulated"}
     assert kernels == {("combine_int32", "sjlt_float32_int32")}
     saved = found.attrs["saved"]
     assert saved["devices"] == ["cpu", "emulated"]
     assert saved["kernels"] == ["combine_int32", "sjlt_float32_int32"]
     np.testing.assert_array_equal(found.feature, expected.feature)
+
+
+def test_save__tells_nothing_of_what_others_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is complete stays of the CPU, whatever this process does elsewhere."""
+    ours, others = (td.featurize(samples(), model(), projector=td.Rademacher(p)) for p in (8, 16))
+    with dask.config.set(scheduler="sync"):
+        td.save(ours, tmp_path / "f.zarr", progress=False)
+        monkeypatch.setattr(block, "described", lambda device: {"device": "other"})
+        found = td.save(others, tmp_path / "g.zarr", progress=False)
+        again = td.save(ours, tmp_path / "f.zarr", progress=False)
+    assert found.attrs["saved"]["devices"] == ["other"]
+    assert again.attrs["saved"]["devices"] == ["cpu"]
+    assert again.attrs["saved"]["runs"] == 2
 
 
 def test_described__a_gpu_and_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,8 @@ class Job:
     precision: Precision
     device: str
     on_error: OnError
+    token: str = ""
+    """Names the features, as their layer of the graph does."""
 
 
 def featurize_block(
@@ -71,7 +73,7 @@ def featurize_block(
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
             block = _featurize_samples(job, checkpoint, device, positions, arrays)
-        remember(described(device))
+        remember(f"{job.token} {index[0]} {positions[0]}", described(device))
         return block
     except Exception as err:
         raise BlockError(

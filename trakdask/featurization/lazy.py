@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
@@ -271,6 +272,7 @@ def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
     """Build the graph: 1 one bundle per (sample block × checkpoint), 2 one getter per variable."""
+    job = replace(job, token=token)
     _jobs[f"featurize-{token}"] = job
     chunks = next(iter(inputs.values())).chunks[0]
     checkpoints = len(job.model.checkpoints)

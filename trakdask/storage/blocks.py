@@ -22,6 +22,7 @@ from trakdask.arrays.half import encode
 from trakdask.provenance import digest
 from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained
+from trakdask.storage.runs import tell
 
 __all__ = ["about", "run", "save_checkpoint", "storing"]
 
@@ -42,7 +43,7 @@ def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:
     feature, *others = (features[name].data for name in names)
     token = digest({"to": piece.place.url, "of": feature.name, "checkpoint": index, "todo": todo})
     written: da.Array = da.blockwise(
-        functools.partial(_write_block, piece, index), "s",
+        functools.partial(_write_block, piece, index, feature.name), "s",
         feature.blocks[todo, :, index], "spc",
         *(item for other in others for item in (other.blocks[todo, index], "sc")),
         da.from_array(np.array(todo), chunks=1), "s",
@@ -100,7 +101,7 @@ def storing(piece: Piece, what: str) -> Iterator[None]:
         raise explained(err, text) from err
 
 
-def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
+def _write_block(piece: Piece, index: int, layer: str, *blocks: np.ndarray) -> np.ndarray:
     started = time.time()
     *values, (block,) = blocks
     with storing(piece, f"block {block} of checkpoint {index}"):
@@ -112,8 +113,9 @@ def _write_block(piece: Piece, index: int, *blocks: np.ndarray) -> np.ndarray:
             # No chunk of errors means none; one that an earlier attempt wrote is removed.
             of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
             of[(rows, ..., slice(index, index + 1))] = value
-        told = {**about(started), **scheduling.remembered()}
-        piece.write_record(index, str(block), store.written, told)
+        made = scheduling.recall(f"{layer.removeprefix('feature-')} {index} {start}")
+        piece.write_record(index, str(block), store.written, {**about(started), **made})
+        tell(piece.digest, made)
     return np.ones(1, bool)
 
 

@@ -10,22 +10,21 @@ from typing import Any
 from uuid import uuid4
 
 import dask
-import xarray as xr
 import zarr
 
 from trakdask._version import __version__
-from trakdask.scheduling import are_lazy, remembered_by_all
+from trakdask.scheduling import on_all_workers
 from trakdask.storage.piece import Piece
 
-__all__ = ["RUNS", "recorded_run", "runs"]
+__all__ = ["RUNS", "recorded_run", "runs", "tell"]
 
 RUNS = "runs"
+_told: dict[str, dict[str, set[str]]] = {}  # by the digest of a piece
 
 
 @contextmanager
-def recorded_run(piece: Piece, features: xr.Dataset) -> Iterator[set[str]]:
+def recorded_run(piece: Piece) -> Iterator[set[str]]:
     """Record a run over the block, which adds the hosts that took part to the set it is given."""
-    takes_gradients = are_lazy(features)
     hosts: set[str] = set()
     name = f"{_now().replace(':', '')}-{uuid4().hex[:8]}.json"
     run: dict[str, Any] = {
@@ -40,16 +39,28 @@ def recorded_run(piece: Piece, features: xr.Dataset) -> Iterator[set[str]]:
     }  # fmt: skip
     _write(piece, name, run)
     yield hosts
-    told = remembered_by_all() if takes_gradients else []
-    run["devices"] = sorted({each["device"] for each in told if "device" in each})
-    run["kernels"] = sorted({kernel for each in told for kernel in each.get("kernels", ())})
+    told = on_all_workers(told_of, piece.digest)
+    run |= {field: _all(told, field) for field in ("devices", "kernels")}
     _write(piece, name, {**run, "ended": _now(), "hosts": sorted(hosts)})
+
+
+def tell(digest: str, made: Mapping[str, Any]) -> None:
+    """Keep in this process where blocks of a piece were made that it stored."""
+    told = _told.setdefault(digest, {"devices": set(), "kernels": set()})
+    told["devices"] |= {made["device"]} if "device" in made else set()
+    told["kernels"] |= set(made.get("kernels", ()))
+
+
+def told_of(digest: str) -> dict[str, list[str]]:
+    """Return what this process was told of a piece."""
+    return {field: sorted(values) for field, values in _told.get(digest, {}).items()}
 
 
 def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
     """Return the first start and the last end, the number of hosts and of runs, and versions.
 
-    And the devices that gradients were taken on, with the kernels that projected them there.
+    And the devices that gradients were taken on, with the kernels that projected them there, as far
+    as those who stored the blocks know.
     """
     folders = [piece.records / RUNS for piece in pieces]
     found = [folder.read_json(name) for folder in folders for name in folder.names()]

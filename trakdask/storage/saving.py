@@ -173,7 +173,7 @@ def _save(
     total = len(piece.checkpoints) * (piece.n_blocks + (kept is not None))
     title = f"save {piece.place.url.rpartition('/')[2]}"
     bar = polled_bar(title, total, piece.count_done, show=progress)
-    with recorded_run(piece, features) as hosts, bar:
+    with recorded_run(piece) as hosts, bar:
         for index in range(len(piece.checkpoints)):
             hosts |= save_checkpoint(piece, features, index, retries)
         if kept is not None:  # after all features: score weights are means over checkpoints
