@@ -1,0 +1,65 @@
+"""The row of a table of bad inputs, and the one test that each row is given to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import trakdask
+
+OURS = (str(Path(trakdask.__file__).parent), str(Path(__file__).parent))
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """A call that must fail, the error it must raise, and what the message must say.
+
+    Parameters
+    ----------
+    function
+        Name of the public function, class or method under ``trakdask``, as a user types it:
+        ``"featurize"``, ``"evaluate.lds"``, ``"Model"``.
+    case
+        What is wrong, in a few words.
+    call
+        Makes the call. It is given an empty folder.
+    error
+        The exception type, which ``pytest.raises`` compares with subclasses allowed.
+    words
+        Texts that the message must contain: the offending value, where it is, what to type.
+    """
+
+    function: str
+    case: str
+    call: Callable[[Path], object]
+    error: type[Exception]
+    words: Sequence[str]
+
+    def __post_init__(self) -> None:
+        assert self.words, f"{self}: a row without words accepts any message"
+
+
+def parametrize(rows: Iterable[BadInput]) -> pytest.MarkDecorator:
+    """Return the decorator that gives a test one row at a time, as its argument ``row``."""
+    rows = list(rows)
+    names = [f"{row.function}-{row.case.replace(' ', '_')}" for row in rows]
+    assert len(set(names)) == len(names), "two rows of one table have the same name"
+    return pytest.mark.parametrize("row", rows, ids=names)
+
+
+def check(row: BadInput, folder: Path) -> None:
+    """Fail unless the call raises the error of the row, with all of its words, from our own code.
+
+    An error that dask, torch or zarr raised is a traceback from the depths, whatever it says. One
+    raised in the table itself is Python's own, about the arguments of the call.
+    """
+    with pytest.raises(row.error) as caught:
+        row.call(folder)
+    message = str(caught.value)
+    missing = [word for word in row.words if word not in message]
+    assert not missing, f"{message!r} does not contain {missing}"
+    raised_in = str(caught.traceback[-1].path)
+    assert raised_in.startswith(OURS), f"{message!r} was raised in {raised_in}"
