@@ -20,6 +20,9 @@ export OPENBLAS_NUM_THREADS ?= 1
 export MPLBACKEND := Agg
 export HYPOTHESIS_PROFILE
 
+# Continuous integration sets CI, and shows the lines that no test reaches.
+COVERAGE := $(if $(CI),--cov --cov-report=term:skip-covered)
+
 heading = @printf '\n== %s\n' '$(1)'
 
 .NOTPARALLEL:
@@ -72,7 +75,7 @@ endif
 
 unit: $(INSTALLED)
 	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)
-	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile -m 'not faults' --ignore=tests/test_packaging.py
+	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile -m 'not faults' --ignore=tests/test_packaging.py $(COVERAGE)
 
 test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)
@@ -89,14 +92,14 @@ clean:
 
 comma := ,
 
-# hatchling first, by the same pins: the isolated build pip would make otherwise follows none.
+# The build tools first, by the same pins: the isolated builds that pip would make otherwise follow none.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(call heading,environment: $(VENV) (minutes$(comma) the first time))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); trakdask needs Python 3.11 or newer;" \
 			"try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(PIP_INSTALL) hatchling editables
+	@$(PIP_INSTALL) hatchling editables setuptools
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,demo]'
 # For its pretrained weights, by one test; its own pins forbid every torch of today.
 	@$(PIP_INSTALL) --no-deps facenet-pytorch
