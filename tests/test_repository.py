@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOP_LEVEL = {
     *("trakdask", "kernels", "notebooks", "tests"),
     *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "constraints.txt"),
-    *(".ci", ".github", ".gitignore"),
+    *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CITATION.cff", "docs"),
 }
 OPTIONAL = ("numba", "cupy", "fast_jl", "matplotlib", "sklearn", "bokeh", "trak", "dattri")
 
