@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,14 @@ PROJECTORS = [
     FastJL(num_sms=132),
     FastJL(512, seed=2**31 - 1, entries="normal", num_sms=108),
 ]
+
+SPECS = Path(__file__).with_name("specs.jsonl").read_text().splitlines()
+"""Stores carry these texts: a difference in one byte makes stored features unusable."""
+
+
+@pytest.mark.parametrize(("projector", "text"), zip(PROJECTORS, SPECS, strict=True), ids=repr)
+def test_spec__bytes_are_pinned(projector: Projector, text: str) -> None:
+    assert json.dumps(projector.spec()) == text
 
 
 @pytest.mark.parametrize("projector", PROJECTORS, ids=repr)
