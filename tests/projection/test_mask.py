@@ -253,16 +253,16 @@ def test_bind__aligned_rows_without_padding() -> None:
 
 def test_bind__padding_is_refused() -> None:
     row_map = RowMap.from_shapes({"a": (5,), "b": (6,)}, alignment=512)
-    with pytest.raises(ValueError, match=r"507 rows .* padding; .* needs .* without.*alignment=1"):
+    with pytest.raises(ValueError, match=r"507 rows of padding; .*alignment=1"):
         Mask(3).bind(row_map)
 
 
 def test_bind__too_few_rows() -> None:
     row_map = RowMap.from_shapes({"a": (5,)}, alignment=1)
     assert Mask(5).bind(row_map).selected_rows(0).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"keep is 6; .* at most the 5 rows.* Use keep=5\."):
+    with pytest.raises(ValueError, match=r"keep .*at most the 5 .*got 6; try keep=5"):
         Mask(6).bind(row_map)
-    with pytest.raises(ValueError, match=r"keep is 6"):
+    with pytest.raises(ValueError, match=r"keep .*got 6"):
         Mask(6).cost(5)
 
 
@@ -273,7 +273,7 @@ def test_selected_rows__cannot_be_changed() -> None:
 
 
 def test_mask__not_bound() -> None:
-    message = r"Mask\(keep=5, .*\) is not bound to a row map; .* Use projector\.bind\(row_map\)"
+    message = r"Mask\(keep=5, .*\); try projector\.bind\(row_map\)"
     with pytest.raises(ValueError, match=message):
         Mask(5).selected_rows(0)
     with pytest.raises(ValueError, match=message):
@@ -283,14 +283,14 @@ def test_mask__not_bound() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"keep": 0}, ValueError, r"keep is 0.*\[1, 2\*\*47\).*Use keep=65536"),
-        ({"keep": 2**47}, ValueError, r"keep is 140737488355328"),
-        ({"keep": 0.1}, TypeError, r"keep is 0\.1.*integer.*Use keep=65536"),
-        ({"seed": -1}, ValueError, r"seed is -1.*\[0, 2\*\*64\).*Use seed=0"),
-        ({"then": 512}, TypeError, r"then is 512; .*a projector\. Use then=Rademacher"),
-        ({"then": Rademacher}, TypeError, r"then is <class.*a projector\. Use"),
-        ({"then": Mask(4)}, TypeError, r"then is Mask\(keep=4, .*all rows.*Use then="),
-        ({"then": Kronecker()}, TypeError, r"then is Kronecker\(.*shapes of parameters.*Use then="),
+        ({"keep": 0}, ValueError, r"keep .*in \[1, 2\*\*47\), got 0; try keep=65536"),
+        ({"keep": 2**47}, ValueError, r"keep .*got 140737488355328"),
+        ({"keep": 0.1}, TypeError, r"integer for keep, got 0\.1; try keep=65536"),
+        ({"seed": -1}, ValueError, r"seed .*in \[0, 2\*\*64\), got -1; try seed=0"),
+        ({"then": 512}, TypeError, r"then .*got 512; try then=td.Rademacher"),
+        ({"then": Rademacher}, TypeError, r"then .*got <class"),
+        ({"then": Mask(4)}, TypeError, r"then .*got Mask\(keep=4, .*all rows"),
+        ({"then": Kronecker()}, TypeError, r"then .*got Kronecker\(.*shapes of parameters"),
     ],
 )
 def test_mask__refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:

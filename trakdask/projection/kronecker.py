@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,7 @@ from trakdask.projection.philox import (
     STREAM_KRONECKER_RIGHT,
     STREAM_RADEMACHER,
 )
-from trakdask.projection.protocol import (
-    DEFINITION_VERSION,
-    ROUNDING_ERROR,
-    Cost,
-    Projector,
-    check_integer,
-)
+from trakdask.projection.protocol import ROUNDING_ERROR, Cost, Projector, allowed
 from trakdask.projection.quantize import FRACTION_BITS, Scratch, quantize_integers
 from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 from trakdask.projection.words import fill_words
@@ -109,17 +103,14 @@ class Kronecker(Projector):
     2048
     """
 
-    left: int = 64
-    right: int = 64
-    seed: int = 0
-    _row_map: RowMap | None = field(default=None, init=False, repr=False)
-
+    kind: ClassVar[str] = "kronecker"
     row_alignment: ClassVar[int] = ROW_ALIGNMENT
+    rounds_row_blocks: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_integer("left", self.left, 1, 2**16, "left=64")
-        check_integer("right", self.right, 1, 2**16, "right=64")
-        check_integer("seed", self.seed, 0, 2**64, "seed=0")
+    left: int = field(default=64, metadata=allowed(range(1, 2**16), 64))
+    right: int = field(default=64, metadata=allowed(range(1, 2**16), 64))
+    seed: int = field(default=0, metadata=allowed(range(2**64), 0))
+    _row_map: RowMap | None = field(default=None, init=False, repr=False)
 
     def width(self, n_rows: int) -> int:
         """Return ``left * right``."""
@@ -128,18 +119,6 @@ class Kronecker(Projector):
     def scale(self, n_rows: int) -> float:
         """Return ``(left * right)**-0.5``, so that feature products estimate gradient products."""
         return float((self.left * self.right) ** -0.5)
-
-    def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely, given the row map."""
-        return {
-            "kind": "kronecker",
-            "left": self.left,
-            "right": self.right,
-            "seed": self.seed,
-            "row_alignment": self.row_alignment,
-            "row_block": ROW_BLOCK,
-            "definition": DEFINITION_VERSION,
-        }
 
     def cost(self, n_rows: int) -> Cost:
         """Return what projecting gradients of ``n_rows`` elements takes.
@@ -215,8 +194,8 @@ class Kronecker(Projector):
         """Cut the rows [first, last) of the row map into parameters, padding left out."""
         if (row_map := self._row_map) is None:
             raise ValueError(
-                f"{self} is not bound to a row map; projecting needs the shapes of the parameters. "
-                "Use projector.bind(row_map)."
+                f"expected a projector that is bound to a row map, since it needs the shapes of "
+                f"the parameters, got {self}; try projector.bind(row_map)"
             )
         offsets, shapes = row_map.offsets, row_map.shapes
         for i in range(max(0, bisect_right(offsets, first) - 1), bisect_right(offsets, last - 1)):

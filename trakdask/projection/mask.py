@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trakdask.checks import shown
 from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.philox import STREAM_MASK, UInt64Array
-from trakdask.projection.protocol import DEFINITION_VERSION, Cost, Projector, check_integer
+from trakdask.projection.protocol import Cost, Projector, allowed
 from trakdask.projection.rows import RowMap
 from trakdask.projection.words import fill_words
 
@@ -88,26 +89,23 @@ class Mask(Projector):
     512
     """
 
-    keep: int
+    kind: ClassVar[str] = "mask"
+
+    keep: int = field(metadata=allowed(range(1, 2**47), 65536))
     then: Projector = field(default_factory=Identity)
-    seed: int = 0
+    seed: int = field(default=0, metadata=allowed(range(2**64), 0))
     _n_rows: int | None = field(default=None, init=False, repr=False)
 
-    row_alignment: ClassVar[int] = 1
-
     def __post_init__(self) -> None:
-        check_integer("keep", self.keep, 1, 2**47, "keep=65536")
-        check_integer("seed", self.seed, 0, 2**64, "seed=0")
-        if isinstance(self.then, type) or not isinstance(self.then, Projector):
-            raise TypeError(
-                f"then is {self.then!r}; it must be a projector. "
-                "Use then=Rademacher(proj_dim=2048)."
-            )
+        super().__post_init__()
+        remedy = "try then=td.Rademacher(proj_dim=2048)"
+        if not isinstance(self.then, Projector):
+            raise TypeError(f"expected then to be a projector, got {shown(self.then)}; {remedy}")
         if isinstance(self.then, Mask | Kronecker) or self.then.takes_all_rows:
             why = "the shapes of parameters" if isinstance(self.then, Kronecker) else "all rows"
             raise TypeError(
-                f"then is {self.then}; it needs {why}, which a mask takes away. "
-                "Use then=Rademacher(proj_dim=2048)."
+                "expected then to be a projector that can follow a mask, got "
+                f"{self.then}, which needs {why}; {remedy}"
             )
 
     def width(self, n_rows: int) -> int:
@@ -117,17 +115,6 @@ class Mask(Projector):
     def scale(self, n_rows: int) -> float:
         """Return ``(n_rows / keep)**0.5`` times the scale of ``then``."""
         return float((n_rows / self.keep) ** 0.5) * self.then.scale(self.keep)
-
-    def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely, given the row map."""
-        return {
-            "kind": "mask",
-            "keep": self.keep,
-            "then": self.then.spec(),
-            "seed": self.seed,
-            "row_alignment": self.row_alignment,
-            "definition": DEFINITION_VERSION,
-        }
 
     def cost(self, n_rows: int) -> Cost:
         """Return what projecting gradients of ``n_rows`` elements takes.
@@ -161,9 +148,9 @@ class Mask(Projector):
         self._check_rows(row_map.n_rows)
         if row_map.n_rows != row_map.n_parameters:
             raise ValueError(
-                f"{row_map.n_rows - row_map.n_parameters} rows of the row map are padding; a mask "
-                "needs a row map without, or it would keep them. Use RowMap.from_shapes(shapes, "
-                "alignment=1)."
+                "expected a row map without padding, which a mask could otherwise select, got "
+                f"{row_map.n_rows - row_map.n_parameters} rows of padding; try "
+                "RowMap.from_shapes(shapes, alignment=1)"
             )
         inner = RowMap.from_shapes({"kept": (self.keep,)}, alignment=self.then.row_alignment)
         bound = replace(self, then=self.then.bind(inner))
@@ -206,16 +193,16 @@ class Mask(Projector):
     def _kept(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
         if self._n_rows is None:
             raise ValueError(
-                f"{self} is not bound to a row map; choosing rows needs their number. "
-                "Use projector.bind(row_map)."
+                "expected a projector that is bound to a row map, since it needs the number of "
+                f"rows, got {self}; try projector.bind(row_map)"
             )
         return kept_rows(self._n_rows, self.keep, self.seed, checkpoint)
 
     def _check_rows(self, n_rows: int) -> None:
         if self.keep > n_rows:
             raise ValueError(
-                f"keep is {self.keep}; it must be at most the {n_rows} rows that there are. "
-                f"Use keep={n_rows}."
+                f"expected keep to be at most the {n_rows} elements of a gradient, got "
+                f"{self.keep}; try keep={n_rows}"
             )
 
 
