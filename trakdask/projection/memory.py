@@ -50,7 +50,9 @@ def require_sums_fit(
     require_fit(projector, n_rows, n_samples, needed, limit)
 
 
-def require_fit(projector: Projector, n_rows: int, n_samples: int, needed: int, limit: int) -> None:
+def require_fit(
+    projector: Projector, n_rows: int, n_samples: int, needed: int, limit: float
+) -> None:
     """Reject features that take more bytes than there are.
 
     Parameters
