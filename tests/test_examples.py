@@ -65,7 +65,7 @@ def test_digits_arrays__seed_decides() -> None:
 
 @pytest.mark.parametrize("n_target", [0, -1, 1797])
 def test_digits_arrays__n_target_out_of_range(n_target: int) -> None:
-    with pytest.raises(ValueError, match=rf"n_target is {n_target}; needed 1 to 1796"):
+    with pytest.raises(ValueError, match=rf"n_target in \[1, 1797\), got {n_target};"):
         digits_arrays(n_target=n_target)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "lazy_results",
     "require_aligned",
     "require_bool",
+    "require_dataset",
     "require_dims",
     "require_fraction",
     "require_positive",
@@ -109,6 +110,34 @@ def require_dims(
             f"expected at least one {empty[0]} in {name}, got 0 along {empty[0]!r}; {remedy}"
         )
     return array.transpose(*dims, ...)
+
+
+def require_dataset(
+    result: object, variables: Mapping[str, tuple[str, ...]], name: str, remedy: str
+) -> None:
+    """Reject anything but a Dataset that has these variables with these dimensions, not empty.
+
+    Raises
+    ------
+    TypeError
+        If ``result`` is not a Dataset.
+    ValueError
+        If a variable is missing, has other dimensions, or is empty.
+    """
+    if not isinstance(result, xr.Dataset):
+        raise TypeError(f"expected {name} to be a Dataset, got a {type(result).__name__}; {remedy}")
+    if missing := [variable for variable in variables if variable not in result]:
+        raise ValueError(
+            f"expected {name} with the variable {missing[0]!r}, got a Dataset with "
+            f"{shown(list(map(str, result.data_vars)))}; {remedy}"
+        )
+    for variable, dims in variables.items():
+        array = result[variable]
+        if set(array.dims) != set(dims) or 0 in array.shape:
+            raise ValueError(
+                f"expected {variable!r} of {name} with the dimensions {dims}, none of them empty, "
+                f"got {tuple(map(str, array.dims))} of shape {array.shape}; {remedy}"
+            )
 
 
 def require_bool(masks: xr.DataArray, name: str) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trakdask.checks import shown
+
 ROW_ALIGNMENT = 512
 """Rows at which a parameter tensor may start in a random projection."""
 
@@ -151,6 +153,11 @@ def _check_layout(shapes: Mapping[str, Sequence[int]], alignment: int) -> None:
         raise ValueError(
             f"expected alignment to be a positive divisor of {ROW_BLOCK}, got {alignment}; try "
             "alignment=projector.row_alignment"
+        )
+    if not isinstance(shapes, Mapping):
+        raise TypeError(
+            f"expected a mapping of parameter names to shapes, got {shown(shapes)}; try "
+            "{name: parameter.shape for name, parameter in model.named_parameters()}"
         )
     if not shapes:
         raise ValueError(
