@@ -349,7 +349,7 @@ def lds(result: xr.Dataset) -> Figure:
 
 
 def removal_curve(curve: xr.Dataset) -> Figure:
-    """Draw how outputs change as ranked samples are removed, beside random removal.
+    """Draw how outputs change as ranked samples are removed, compared with random removal.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The matrix of the ``fast_jl`` extension, for features that must agree with those of traker."""
+"""The matrix of the ``fast_jl`` extension, for features that agree with those of traker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED_STEP = 10**4  # per checkpoint, as in traker
 class FastJL(Projector):
     """Project with the matrix of ``fast_jl``, the CUDA extension of the TRAK package.
 
-    For those who need the very features of ``traker.projectors.CudaProjector``, up to a factor.
+    Use it to reproduce the features of ``traker.projectors.CudaProjector``, up to a factor.
     Otherwise :class:`~trakdask.projection.rademacher.Rademacher` is the better choice: its matrix
     does not depend on the GPU, and it runs without one.
 
@@ -36,19 +36,19 @@ class FastJL(Projector):
         ``"rademacher"`` or ``"normal"``.
     num_sms
         Number of streaming multiprocessors of the GPU, which the matrix depends on; that of this
-        machine's GPU unless given. A GPU with another number is refused.
+        machine's GPU unless given. GPUs with another number raise an error.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
-    All rows go at once: 4 bytes per sample and parameter on the GPU. ``fast_jl`` rounds gradients
-    to float16 (larger than 65504 becomes NaN here, smaller than 6e-8 zero) and takes 8, 16 or 32
-    samples; others are padded with zeros. Has not run with the extension itself yet: its calls are
-    those of traker 0.3.2, tested with a stand-in.
+    All rows are projected at once: 4 bytes per sample and parameter on the GPU. ``fast_jl`` rounds
+    gradients to float16 (larger than 65504 becomes NaN here, smaller than 6e-8 zero) and takes 8,
+    16 or 32 samples; smaller batches are padded with zeros. Not yet run with the extension itself:
+    its calls are those of traker 0.3.2, tested with a substitute.
 
     References
     ----------
@@ -122,9 +122,9 @@ class FastJL(Projector):
             size = next(size for size in _BATCHES if len(part) <= size)
             project = getattr(_extension(), f"project_{self.entries}_{size}")
             padded = pad(part.float(), (0, 0, 0, size - len(part))).contiguous()
-            found = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
-            found.masked_fill_(~found.isfinite().all(1, keepdim=True), torch.nan)
-            out[first : first + len(part)] += found
+            sums = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
+            sums.masked_fill_(~sums.isfinite().all(1, keepdim=True), torch.nan)
+            out[first : first + len(part)] += sums
 
     def _require_device(self, block: Tensor) -> None:
         if block.device.type != "cuda":

@@ -69,7 +69,7 @@ class Gaussian(DenseProjector):
     column); a feature is ``(proj_dim * VARIANCE)**-0.5 * P.T @ gradient``. A smaller ``proj_dim``
     is a prefix of a larger one, up to that factor.
 
-    It is here to be compared with packages that draw normal matrices:
+    It exists for comparison with packages that draw normal matrices:
     :class:`~trakdask.projection.rademacher.Rademacher` is faster, as it draws 1 bit per entry and
     not 8, and its error is never larger.
 
@@ -86,14 +86,14 @@ class Gaussian(DenseProjector):
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
     Exactness: products are sums of integers, hence bitwise independent of batch, tile and thread
     count; the rounding of the gradients to digits is the only error, as large as with
     :class:`~trakdask.projection.rademacher.Rademacher`. The quantised normal is the definition of
-    P, no approximation to it.
+    P, not an approximation to it.
 
     Variance: for entries of variance 1 and fourth moment k, the variance of φ·φ' for gradients g
     and g' is (|g|²|g'|² + (g·g')² + (k - 3) Σ g_i² g'_i²) / proj_dim. Random signs have k = 1, the

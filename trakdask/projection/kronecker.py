@@ -62,7 +62,7 @@ class Kronecker(Projector):
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
@@ -83,11 +83,11 @@ class Kronecker(Projector):
     bound for factors that are the same. The dense value is approached as the rank of G and G' grows
     beyond left and right; the gradient of a parameter of shape (1, n) always has rank one.
 
-    Layers are summed, not set side by side as in LoGra: features have left * right columns whatever
-    the model. The variance is no larger at the same total width for gradients that are spread over
-    the layers alike: (Σ x_l)² <= n_layers * Σ x_l², where x_l is what layer l has of the squared
-    norm. Unlike in LoGra, gradients are formed first; activations are not projected before the
-    outer product.
+    Layers are summed, not set side by side as in LoGra: features have left * right columns for
+    every model. At the same total width the variance is no larger for gradients that are spread
+    evenly over the layers: (Σ x_l)² <= n_layers * Σ x_l², where x_l is the share of layer l in the
+    squared norm. Unlike in LoGra, gradients are formed first; activations are not projected before
+    the outer product.
 
     Exactness: gradients are rounded to 14 bits per (sample, 16384-row block); the sums of a block
     are exact, hence bitwise independent of batch, tile, tensor split and thread count.
@@ -152,7 +152,7 @@ class Kronecker(Projector):
         size = math.prod(shape)
         if len(shape) < 2 or not size:
             return size * self.left * self.right
-        # L is drawn in parts, R for every block anew.
+        # L is drawn in parts, R again for every block.
         return self.left * shape[0] + self.right * (size // shape[0]) * -(-size // ROW_BLOCK)
 
     def bind(self, row_map: RowMap) -> Self:
@@ -174,7 +174,7 @@ class Kronecker(Projector):
         Cost: for a part of m x n elements of a matrix, per sample: 4 * m * n * right integer and
         2 * m * left * right float64 operations, or the same with the sides exchanged, whichever is
         less; for a vector 4 * n * left * right integer operations. Working memory is at most about
-        64 MB, whatever the batch and the width. A block on another device is copied to the CPU,
+        64 MB for every batch and width. A block on another device is copied to the CPU,
         multiplied there, and the sums copied back.
         """
         parts = list(self._parts(row_offset, row_offset + block.shape[1]))
@@ -293,7 +293,7 @@ class _Tile:
 
 
 def _right_first(n_rows: int, n_columns: int, left: int, right: int) -> bool:
-    """Tell whether multiplying with R first takes fewer operations."""
+    """Return whether multiplying with R first takes fewer operations."""
     return n_rows * right * (n_columns + left) <= n_columns * left * (n_rows + right)
 
 

@@ -34,7 +34,7 @@ class Rademacher(DenseProjector):
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
@@ -43,7 +43,7 @@ class Rademacher(DenseProjector):
     rows, an element is off by at most 2**-7 (``int8x1``; 2**-6 for the largest), 2**-14 or 2**-22
     times the largest magnitude of the block, so the relative error of a block is at most that times
     largest / root mean square: outliers cost accuracy, most of all with ``int8x1``. Zeros and
-    subnormals are exact, as far as the digits reach; a sample with NaN or infinity becomes NaN.
+    subnormals are exact, as far as the digits suffice; a sample with NaN or infinity becomes NaN.
 
     References
     ----------

@@ -40,7 +40,7 @@ _scratch = Scratch()
 class SJLT(GpuProjector):
     """Project with a sparse matrix: every row has ``sparsity`` random signs in random columns.
 
-    A gradient element costs ``sparsity`` additions, whatever ``proj_dim`` is; a dense matrix costs
+    A gradient element costs ``sparsity`` additions for every ``proj_dim``; a dense matrix costs
     ``proj_dim`` of them. The error of feature products is the same on average.
 
     Parameters
@@ -56,7 +56,7 @@ class SJLT(GpuProjector):
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
@@ -78,7 +78,7 @@ class SJLT(GpuProjector):
     Tails: two rows meet in a bucket with a probability of about s² / proj_dim, and a meeting
     changes the product by 1 / s of their size. Where a few rows carry the gradients, errors of the
     same variance are rare and large: for two gradients of one row each, their kurtosis is about
-    3 + proj_dim / s². That is what ``sparsity=1`` pays for its speed.
+    3 + proj_dim / s². This is the price of the speed of ``sparsity=1``.
 
     Columns: a smaller ``proj_dim`` is not a prefix. Where it divides a larger one, summing adjacent
     groups of columns of the larger gives the smaller, exactly in exact arithmetic, since
@@ -190,7 +190,7 @@ def accumulate_sjlt(
     float64 addition per block.
     Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; one random
     number generator call per row and 4 nonzeros, once for all samples. Without numba, nonzeros are
-    sorted by bucket, too. Nothing is kept between calls but buffers.
+    also sorted by bucket. Only buffers persist between calls.
     """
     proj_dim = out.shape[1]
     words = _random_words(row_offset, block.shape[1], sparsity, seed, checkpoint)

@@ -50,7 +50,8 @@ class ProjectionStream:
     Notes
     -----
     Memory: B * 8 * width bytes, and B * 65536 for each block that waits (one, in the order of the
-    row map or its reverse), beside the projector's own.
+    row map or its reverse), in addition to those of the
+    projector.
 
     Examples
     --------
@@ -244,14 +245,14 @@ def _rows_of_shared_blocks(
     spans: Iterable[tuple[int, int]], n_rows: int, size: int
 ) -> dict[int, int]:
     """Return how many rows parameters have in each block that no single one of them fills."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for start, stop in spans:
         for block in {start // size, (stop - 1) // size} if start < stop else ():
             first, last = block * size, min((block + 1) * size, n_rows)
             inside = min(stop, last) - max(start, first)
             if inside < last - first:
-                found[block] = found.get(block, 0) + inside
-    return found
+                counts[block] = counts.get(block, 0) + inside
+    return counts
 
 
 def project(
