@@ -20,7 +20,6 @@ from trakdask.examples import (
     digits_checkpoints,
     digits_cnn,
     digits_mlp,
-    train_classifier,
 )
 
 
@@ -65,7 +64,7 @@ def test_digits_arrays__seed_decides() -> None:
 
 @pytest.mark.parametrize("n_target", [0, -1, 1797])
 def test_digits_arrays__n_target_out_of_range(n_target: int) -> None:
-    with pytest.raises(ValueError, match=rf"n_target is {n_target}; needed 1 to 1796"):
+    with pytest.raises(ValueError, match=rf"n_target in \[1, 1797\), got {n_target};"):
         digits_arrays(n_target=n_target)
 
 
@@ -103,19 +102,6 @@ def test_digits_mlp__parameters() -> None:
 def test_digits_cnn__parameters() -> None:
     convolutions = 16 * 9 + 16 + 2 * 16 + 32 * 16 * 9 + 32 + 2 * 32
     assert n_parameters(digits_cnn()) == convolutions + 512 * 140 + 140 + 140 * 10 + 10
-
-
-@pytest.mark.parametrize("build", [digits_mlp, digits_cnn])
-def test_train_classifier__deterministic(build: Any) -> None:
-    (images, labels), _ = digits_arrays()
-    before = torch.random.get_rng_state()
-    runs = [
-        train_classifier(build, images[:128], labels[:128], seed=seed, epochs=1)
-        for seed in (0, 0, 1)
-    ]
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-    assert any(not torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
 
 
 def test_digits_checkpoints__trains_once_and_well(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_plan__projectors_know_the_shapes() -> None:
 
 def test_plan__projector_that_cannot_serve_the_model() -> None:
     assert plan(FEATURES, [Mask(keep=53)]).projections[1].proj_dim == 53
-    with pytest.raises(ValueError, match=r"keep is 54; it must be at most the 53 rows.*Use"):
+    with pytest.raises(ValueError, match=r"keep .*at most the 53 .*got 54"):
         plan(FEATURES, [Mask(keep=54)])
 
 
@@ -266,23 +266,23 @@ def test_plan__pilot_needs_something_to_compute(tmp_path: Path) -> None:
     computed = features(td.Identity()).compute(scheduler="sync")
     opened = td.save(FEATURES, tmp_path / "f.zarr", progress=False)
     for data in (computed, opened):
-        with pytest.raises(ValueError, match="computed already; needed lazy ones"):
+        with pytest.raises(ValueError, match=r"lazy .*pilot=True, got .*computed already"):
             plan(data, pilot=True)
 
 
 def test_plan__refuses_what_is_not_featurized() -> None:
     bare = FEATURES.drop_attrs(deep=False)
-    with pytest.raises(ValueError, match=r"no attrs \['projector', 'parameters'\]; needed.*Keep"):
+    with pytest.raises(ValueError, match=r"got none named \['projector', 'parameters'\]"):
         plan(bare)
-    with pytest.raises(TypeError, match=r"features is a DataArray; needed an xarray\.Dataset"):
+    with pytest.raises(TypeError, match=r"features .*DataArray"):
         plan(FEATURES.feature)
-    with pytest.raises(ValueError, match=r"needed 'feature'.*Make it with td\.featurize"):
+    with pytest.raises(ValueError, match=r"'feature'.*td\.featurize"):
         plan(FEATURES.drop_vars("feature"))
-    with pytest.raises(ValueError, match=r"kind is 'simulated'; .* knows .*\. Use"):
+    with pytest.raises(ValueError, match=r"kind .*'rademacher'.*got 'simulated'"):
         plan(simulate_features())
 
 
 @pytest.mark.parametrize("bad", [512, td.Rademacher])
 def test_plan__refuses_what_is_no_projector(bad: Any) -> None:
-    with pytest.raises(TypeError, match=r"projectors hold .*; needed projectors only\. Type"):
+    with pytest.raises(TypeError, match=r"got .* in projectors; try"):
         plan(FEATURES, [bad])

@@ -52,13 +52,13 @@ def test_gallery__computes_drawn_targets_only() -> None:
 
 def test_gallery__refused() -> None:
     top = td.top_k(SCORES, 4)
-    with pytest.raises(ValueError, match=r"needed 'digit' to write above the images"):
+    with pytest.raises(ValueError, match=r"'label'.*got 'digit'"):
         td.plots.gallery(top, top, IMAGES, IMAGES, label="digit")
-    with pytest.raises(ValueError, match=r"needed positions below 8.*Leave out \[99, -1\]"):
+    with pytest.raises(ValueError, match=r"target in \[0, 8\), got 99"):
         td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0, 99, -1])
-    with pytest.raises(ValueError, match=r"needed positions below 3"):
-        td.plots.gallery(top, top, IMAGES, IMAGES[:3])
-    with pytest.raises(ValueError, match=r"is ranked, but there are 1 images"):
+    with pytest.raises(ValueError, match=r"target in \[0, 3\), got 3"):
+        td.plots.gallery(top, top, IMAGES, IMAGES[:3], targets=[3])
+    with pytest.raises(ValueError, match=r"got 1 images and the ranked sample \d+"):
         td.plots.gallery(top, top, IMAGES[:1], IMAGES)
 
 
@@ -91,7 +91,7 @@ def test_lds__draws_every_target_in_order() -> None:
 
 
 def test_lds__of_several_scores_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\('target', 'estimator'\); needed \('target',\)"):
+    with pytest.raises(ValueError, match=r"'lds' .*got \('target', 'estimator'\)"):
         td.plots.lds(lds_result(2))
 
 
@@ -147,5 +147,5 @@ def test_damping__of_the_function_itself() -> None:
 
 
 def test_damping__refused_without_a_curve() -> None:
-    with pytest.raises(ValueError, match=r"rule 'absolute' and has no curve; needed one"):
+    with pytest.raises(ValueError, match=r"curve, got one by the rule 'absolute'"):
         td.plots.damping(td.damping(FEATURES, damping=td.Absolute(1)))

@@ -1,4 +1,4 @@
-"""Real data and models small enough for a laptop: scikit-learn's handwritten digits, in memory."""
+"""Real data and models that fit on a laptop: the handwritten digits of scikit-learn, in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ import xarray as xr
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trakdask.checks import require_integer, shown
 from trakdask.samples import from_arrays
+from trakdask.training import (
+    Images,
+    Labels,
+    build_model,
+    classifier_accuracy,
+    require_training,
+    train_classifier,
+)
 
 __all__ = [
     "classifier_accuracy",
@@ -26,9 +35,6 @@ __all__ = [
     "train_classifier",
 ]
 
-Images = NDArray[np.float32]
-Labels = NDArray[np.int64]
-
 
 def digits_arrays(
     n_target: int = 200, seed: int = 0
@@ -38,9 +44,9 @@ def digits_arrays(
     Parameters
     ----------
     n_target
-        How many digits are kept out of training; each class gives its share.
+        Number of digits that are held out as targets, in proportion to the size of each class.
     seed
-        Of the one shuffle that also decides which digits become targets.
+        Seed of the shuffle, which also decides which digits become targets.
 
     Returns
     -------
@@ -51,8 +57,8 @@ def digits_arrays(
     ------
     ImportError
         If scikit-learn is not installed.
-    ValueError
-        If ``n_target`` leaves no training samples or no targets.
+    TypeError, ValueError
+        If an argument is not an integer, or ``n_target`` leaves no training samples or no targets.
 
     Examples
     --------
@@ -71,9 +77,9 @@ def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Da
     Parameters
     ----------
     n_target
-        How many digits are kept out of training.
+        Number of digits that are held out as targets.
     seed
-        Of the shuffle.
+        Seed of the shuffle.
     chunks
         Samples per block.
 
@@ -86,9 +92,11 @@ def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Da
     ------
     ImportError
         If scikit-learn is not installed.
-    ValueError
-        If ``n_target`` leaves no training samples or no targets.
+    TypeError, ValueError
+        If an argument is not an integer, ``chunks`` is not positive, or ``n_target`` leaves no
+        training samples or no targets.
     """
+    chunks = require_integer("chunks", chunks, 1, remedy="try chunks=256")
     images, labels = _load()
     train, target = (
         from_arrays(
@@ -130,83 +138,6 @@ def digits_cnn() -> nn.Module:
     )
 
 
-def train_classifier(
-    build: Callable[[], nn.Module],
-    images: Images,
-    labels: Labels,
-    *,
-    seed: int,
-    epochs: int = 12,
-    batch_size: int = 64,
-    lr: float = 3e-3,
-) -> dict[str, Tensor]:
-    """Train a classifier with Adam, a one-cycle learning rate and cross-entropy.
-
-    Parameters
-    ----------
-    build
-        Returns the untrained model; called once, after seeding.
-    images
-        Model inputs (n, ...), float32.
-    labels
-        Classes (n,), int64.
-    seed
-        Of the initial weights and of the order of the batches.
-    epochs
-        Passes over the samples.
-    batch_size
-        Samples per step; the last batch of an epoch may be smaller.
-    lr
-        Highest learning rate of the cycle.
-
-    Returns
-    -------
-    The trained state dict, float32 on the CPU.
-
-    Notes
-    -----
-    Runs on one thread, so equal settings give equal weights on one machine and torch version.
-    The global random state and the number of threads are as before afterwards.
-    """
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = build().train()
-            _fit(model, torch.from_numpy(images), torch.from_numpy(labels), epochs, batch_size, lr)
-    finally:
-        torch.set_num_threads(n_threads)
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def classifier_accuracy(
-    build: Callable[[], nn.Module], state: dict[str, Tensor], images: Images, labels: Labels
-) -> float:
-    """Compute the share of images that a trained classifier labels correctly.
-
-    Parameters
-    ----------
-    build
-        Returns the model that ``state`` belongs to.
-    state
-        Its state dict.
-    images
-        Model inputs (n, ...), float32.
-    labels
-        Classes (n,), int64.
-
-    Returns
-    -------
-    A number in [0, 1].
-    """
-    model = build().eval()
-    model.load_state_dict(state)
-    with torch.no_grad():
-        predicted = model(torch.from_numpy(images)).argmax(dim=1)
-    return float((predicted == torch.from_numpy(labels)).float().mean())
-
-
 def digits_checkpoints(
     folder: str | os.PathLike[str],
     build: Callable[[], nn.Module] = digits_cnn,
@@ -223,15 +154,15 @@ def digits_checkpoints(
     Parameters
     ----------
     folder
-        Where the files are kept; made if missing. Files of other settings are left alone.
+        Folder for the files, created if missing. Files of other settings are left alone.
     build
         Returns the untrained model.
     n_checkpoints
         Size of the ensemble: models trained with the seeds 0, 1, ...
     n_target
-        How many digits are kept out of training.
+        Number of digits that are held out as targets.
     seed
-        Of the split into training samples and targets.
+        Seed of the split into training samples and targets.
     epochs, batch_size, lr
         As in :func:`train_classifier`.
 
@@ -243,18 +174,24 @@ def digits_checkpoints(
     ------
     ImportError
         If scikit-learn is not installed.
+    NotADirectoryError
+        If ``folder`` is a file, or inside one.
+    TypeError, ValueError
+        If an argument is of another type or out of range.
 
     Notes
     -----
-    The file names tell the settings and a digest of the architecture, and a file appears only
+    The file names contain the settings and a digest of the architecture, and a file appears only
     when it is complete: a second call with the same settings trains nothing.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    name = getattr(build, "__name__", type(build).__name__).strip("<>")
-    settings = f"{name}-{_architecture(build)}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
-    paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
+    n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
+    require_training(seed, epochs, batch_size, lr)
     (images, labels), _ = digits_arrays(n_target, seed)
+    architecture = _architecture(build)
+    folder = _made_folder(folder)
+    name = getattr(build, "__name__", type(build).__name__).strip("<>")
+    settings = f"{name}-{architecture}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
+    paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
     for index, path in enumerate(paths):
         if not path.exists():
             state = train_classifier(
@@ -270,8 +207,8 @@ def _load() -> tuple[Images, Labels]:
         from sklearn.datasets import load_digits
     except ImportError as err:
         raise ImportError(
-            "scikit-learn is not installed; needed for the digits that the examples use. "
-            "Type pip install 'trakdask[demo]'."
+            f"expected scikit-learn for the digits of the examples, got an import error ({err}); "
+            "try pip install 'trakdask[demo]'"
         ) from err
     bunch = load_digits()
     images = (bunch.images / 16).astype(np.float32)[:, None]
@@ -279,12 +216,9 @@ def _load() -> tuple[Images, Labels]:
 
 
 def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions of training samples and of targets, both in one shuffled order."""
-    if not 0 < n_target < labels.size:
-        raise ValueError(
-            f"n_target is {n_target}; needed 1 to {labels.size - 1}, so that both training "
-            f"samples and targets remain of {labels.size} digits. Try n_target=200."
-        )
+    """Return the positions of training samples and of targets, both in one shuffled order."""
+    n_target = require_integer("n_target", n_target, 1, labels.size, remedy="try n_target=200")
+    seed = require_integer("seed", seed, 0, remedy="try seed=0")
     order = np.random.default_rng(seed).permutation(labels.size)
     shuffled = labels[order]
     # Taking the lowest quantiles of every class takes the same share of each class.
@@ -297,28 +231,23 @@ def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64],
     return order[~is_target], order[is_target]
 
 
-def _fit(
-    model: nn.Module, images: Tensor, labels: Tensor, epochs: int, batch_size: int, lr: float
-) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    steps = -(-len(images) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=lr, epochs=epochs, steps_per_epoch=steps
-    )
-    for _ in range(epochs):
-        order = torch.randperm(len(images))
-        for start in range(0, len(images), batch_size):
-            batch = order[start : start + batch_size]
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
-            torch.autograd.backward(loss)
-            optimizer.step()
-            schedule.step()
+def _made_folder(folder: object) -> Path:
+    remedy = "try folder='checkpoints'"
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"expected folder to be a path, got {shown(folder)}; {remedy}")
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as err:
+        raise NotADirectoryError(
+            f"expected folder to be a folder, got {str(path)!r}, where there is a file; {remedy}"
+        ) from err
+    return path
 
 
 def _architecture(build: Callable[[], nn.Module]) -> str:
     with torch.random.fork_rng(devices=[]):
-        model = build()
+        model = build_model(build)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     return hashlib.sha256(f"{model}{shapes}".encode()).hexdigest()[:8]
 

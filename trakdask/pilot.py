@@ -1,4 +1,4 @@
-"""One block of features, computed to measure what all of them will take."""
+"""One block of features, computed to estimate how long all of them will take."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ __all__ = ["Pilot", "run_pilot"]
 
 @dataclass(frozen=True)
 class Pilot:
-    """One block of one checkpoint, measured.
+    """Measurements of one block of samples at one checkpoint.
 
     Parameters
     ----------
     n_samples
         Samples of the block.
     first_s
-        Seconds it took, with what a process does once: load the model, check the gradients.
+        Seconds of the first run, which includes what a process does once: loading the model and
+        checking the gradients.
     block_s
-        Seconds it took the second time, to be expected of all others.
+        Seconds of the second run, which estimates those of every other block.
     gram_s
-        Seconds of its product φᵀφ alone.
+        Seconds of the product φᵀφ alone.
     n_slots
-        Tasks that the scheduler runs at once.
+        Number of tasks that the scheduler runs at once.
     """
 
     n_samples: int
@@ -49,13 +50,24 @@ class Pilot:
 
 
 def run_pilot(features: xr.Dataset) -> Pilot:
-    """Run the first block of the first checkpoint twice, where tasks would run."""
+    """Run the first block of the first checkpoint twice, on the active scheduler.
+
+    Raises
+    ------
+    ValueError
+        If the features are computed already, or there are none.
+    """
     if not are_lazy(features[["feature"]]):
         raise ValueError(
-            "pilot is True and the features are computed already; needed lazy ones of td.featurize."
-            " Leave pilot out, or plan what td.featurize(samples, model) returns."
+            "expected lazy features for pilot=True, got features that are computed already; try "
+            "td.plan(features), or td.plan(td.featurize(samples, model), pilot=True)"
         )
     data = features.feature.variable.data
+    if 0 in data.shape:
+        raise ValueError(
+            f"expected features to measure for pilot=True, got an array of shape {data.shape}; try "
+            "td.plan(features)"
+        )
     n = data.chunks[0][0]
     first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]
     options = gpu_options(features)

@@ -1,4 +1,4 @@
-"""What features will take, before anything runs."""
+"""The cost of making features, before anything runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dask.utils import format_bytes, format_time
 from rich.table import Table
 
 from trakdask import arrays
+from trakdask.checks import shown
 from trakdask.featurization import model_operations
 from trakdask.pilot import Pilot, run_pilot
 from trakdask.projection import Projector, RowMap
@@ -32,40 +33,41 @@ def plan(
     *,
     pilot: bool = False,
 ) -> Plan:
-    """State what making features takes, before it is done, and how far they are from gradients.
+    """State the cost of making features, and how far feature products are from gradient products.
 
     Parameters
     ----------
     features
-        Dataset of :func:`featurize` or :func:`open`. Samples and checkpoints are counted as they
-        are in it, so a selection can be planned, too.
+        Dataset of :func:`featurize` or :func:`open`. Its samples and checkpoints are counted, so a
+        selection can be planned, too.
     projectors
-        Others (or one) to compare with, on the same samples and model.
+        One or more other projectors to compare with, on the same samples and model.
     pilot
         Compute the first block of the first checkpoint, twice, on the active client or on threads,
         and estimate from it how long :func:`save` will take.
 
     Returns
     -------
-    The plan. It shows itself as a table; :class:`PlannedProjection` says what each number means,
+    The plan. It is displayed as a table; :class:`PlannedProjection` explains each number,
     ``plan.projections`` has them as attributes, ``plan.to_dataframe()`` as columns.
 
     Raises
     ------
     TypeError
-        If ``features`` is no Dataset, or one of ``projectors`` no projector.
+        If ``features`` is not a Dataset, one of ``projectors`` is not a projector, or ``pilot`` is
+        not a bool.
     ValueError
-        If the features' ``attrs`` do not say how they were made, by a projector that this version
-        knows; if a projector cannot serve the model; or if a pilot is asked for of features that
-        are computed already.
+        If the features' ``attrs`` do not say how they were made, or name a projector that this
+        version does not know; if a projector cannot serve the model; or if a pilot is requested for
+        features that are computed already.
 
     Notes
     -----
     Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``. The
-    operations of the model are counted by torch on tensors without data, where features are lazy
-    and the model does not look at values. Errors are those that theory and the arithmetic lead to
-    expect, not measurements of these features. A pilot's estimate takes all threads to be as fast
-    as the one that ran it, and leaves out what storing takes.
+    operations of the model are counted by torch on tensors without data, if features are lazy and
+    the model does not branch on values. Errors are those expected from theory and arithmetic, not
+    measurements of these features. A pilot's estimate assumes that all threads are as fast as the
+    one that ran it, and leaves out the time for storing.
 
     Examples
     --------
@@ -80,9 +82,11 @@ def plan(
     validate(features, ["feature"], what="features")
     if missing := [name for name in _NEEDED if name not in features.attrs]:
         raise ValueError(
-            f"features have no attrs {missing}; needed what td.featurize writes there, since a "
-            "plan follows from it. Keep them: features.assign_attrs(original.attrs)."
+            f"expected features with the attrs that td.featurize writes, got none named {missing}; "
+            "try features.assign_attrs(original.attrs)"
         )
+    if not isinstance(pilot, bool):
+        raise TypeError(f"expected pilot to be True or False, got {shown(pilot)}; try pilot=True")
     shapes = features.attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
     all_projectors = [from_spec(features.attrs["projector"]), *_checked(projectors)]
@@ -102,7 +106,7 @@ def plan(
 
 @dataclass(frozen=True)
 class PlannedProjection:
-    """What one projector takes for the samples and checkpoints of a plan.
+    """The cost of one projector for the samples and checkpoints of a plan.
 
     Parameters
     ----------
@@ -113,22 +117,24 @@ class PlannedProjection:
     n_rows
         Elements of one gradient: the parameters, and the padding between tensors.
     sample_operations
-        Arithmetic operations of the projection per sample and checkpoint, a multiplication and an
-        addition being two.
+        Arithmetic operations of the projection per sample and checkpoint; a multiplication and an
+        addition count as two.
     total_operations
         The same for all samples and checkpoints.
     random_bits
         Bits of the random matrix, drawn once per micro-batch and checkpoint.
     gram_operations
-        The same of the gram matrices of all checkpoints; twice as many with weights.
+        Operations for the gram matrices of all checkpoints; twice as many with weights.
     feature_bytes
-        All features, float32: samples × proj_dim × checkpoints × 4.
+        Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
-        What :func:`save` writes, without metadata: features, output, out_to_loss and gram matrices.
+        Bytes that :func:`save` writes, without metadata: features, output, out_to_loss and gram
+        matrices.
     gradient_bytes
-        One gradient, float32: rows × 4.
+        Bytes of one gradient, float32: rows × 4.
     buffer_bytes
-        Working memory of one thread beside gradients and features, at 512 samples a micro-batch.
+        Working memory of one thread, in addition to gradients and features, for micro-batches of
+        512 samples.
     rounding_error
         Relative error of the features of Gaussian gradients against exact arithmetic.
     product_error
@@ -156,14 +162,14 @@ class PlannedProjection:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What making features takes; :func:`plan` makes it.
+    """The cost of making features, as returned by :func:`plan`.
 
     Parameters
     ----------
     n_samples, n_blocks, n_checkpoints
-        Samples, the blocks they come in, and checkpoints.
+        Numbers of samples, of blocks of samples, and of checkpoints.
     n_parameters
-        Parameters that gradients are taken of.
+        Number of parameters with respect to which gradients are computed.
     batch_size
         Samples per micro-batch, if the features' ``attrs`` name it.
     model_operations
@@ -171,7 +177,7 @@ class Plan:
     projections
         The features' own projector, then those to compare with.
     pilot
-        The measured block, if one was asked for.
+        The measured block, if one was requested.
     """
 
     n_samples: int
@@ -185,12 +191,12 @@ class Plan:
 
     @property
     def n_tasks(self) -> int:
-        """Tasks that make features, each a block of samples at one checkpoint."""
+        """Number of tasks that make features, one per block of samples and checkpoint."""
         return self.n_blocks * self.n_checkpoints
 
     @property
     def estimated_s(self) -> float | None:
-        """Seconds that all of it will take, by the pilot."""
+        """Seconds that all tasks will take, estimated from the pilot."""
         return (
             None if self.pilot is None else self.pilot.estimate(self.n_blocks, self.n_checkpoints)
         )
@@ -281,15 +287,18 @@ _QUANTITIES: Mapping[str, Callable[[PlannedProjection], str]] = {
 }
 
 
-def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Projector]:
-    found = [projectors] if isinstance(projectors, Projector) else list(projectors or ())
-    for projector in found:
-        if isinstance(projector, type) or not isinstance(projector, Projector):
+def _checked(projectors: Any) -> list[Projector]:
+    if projectors is None:
+        return []
+    is_list = isinstance(projectors, Iterable) and not isinstance(projectors, (str, bytes))
+    listed = list(projectors) if is_list else [projectors]
+    for projector in listed:
+        if not isinstance(projector, Projector):
             raise TypeError(
-                f"projectors hold {projector!r}; needed projectors only. "
-                "Type projectors=[td.Rademacher(proj_dim=2048)]."
+                f"expected projectors only, got {shown(projector)} in projectors; try "
+                "projectors=[td.Rademacher(proj_dim=2048)]"
             )
-    return found
+    return listed
 
 
 def _planned(
@@ -325,7 +334,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _power(number: int) -> str:
-    """Write a count as 530, or as 1.3e12."""
+    """Format a count as 530, or as 1.3e12."""
     return str(number) if number < 1000 else f"{number:.1e}".replace("e+0", "e").replace("e+", "e")
 
 

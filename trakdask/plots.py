@@ -1,13 +1,16 @@
-"""Pictures of results; each function takes labelled data and returns a matplotlib Figure."""
+"""Plots of results; each function takes labelled data and returns a matplotlib Figure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
 
+from trakdask.checks import require_integer, shown
+from trakdask.evaluate.labels import require_dataset
 from trakdask.variables import RANK, TARGET
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve"]
 
 _GREEN, _RED, _BLUE = "#1a7f37", "#c62828", "#1565c0"
+_RANKED = (TARGET, RANK)
+_AXES = set(_RANKED)
 
 
 def gallery(
@@ -25,7 +30,7 @@ def gallery(
     images: np.ndarray | xr.DataArray,
     target_images: np.ndarray | xr.DataArray,
     *,
-    targets: list[int] | None = None,
+    targets: Sequence[int] | None = None,
     label: str = "label",
     n_shown: int = 5,
 ) -> Figure:
@@ -39,11 +44,11 @@ def gallery(
     images, target_images
         Grey or RGB images by position, (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3).
     targets
-        Positions of the targets to draw; the first six unless given.
+        Positions of the targets to draw; the first six by default.
     label
-        Coord that is written above each image.
+        Name of the coord whose values are written above the images.
     n_shown
-        Training images on each side.
+        Number of training images on each side.
 
     Returns
     -------
@@ -53,13 +58,21 @@ def gallery(
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
+    TypeError
+        If rankings are not Datasets, or images are not arrays.
     ValueError
-        If there is no such coord or target, or fewer target images than targets; when drawn, if
-        there is no image of a ranked sample.
+        If there is no such coord or target, images have another shape, or a ranked sample has no
+        image.
     """
-    chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else targets
+    remedy = "try td.top_k(scores, 5) and td.top_k(scores, 5, largest=False)"
+    for name, ranking in (("helpful", helpful), ("harmful", harmful)):
+        require_dataset(ranking, {"score": _RANKED, "position": _RANKED}, name, remedy)
+    n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
-    _require_drawable(helpful, target_images, chosen, label)
+    _require_images(images, "images")
+    _require_images(target_images, "target_images")
+    chosen = _chosen_targets((helpful, harmful), target_images, targets)
+    _require_label((helpful, harmful), label)
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
     unit = power_of_ten(*(side.score for side in sides))
     widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
@@ -73,30 +86,67 @@ def gallery(
         _draw_target(axes[row, 0], target_images[target], sides[0].isel(target=row), label)
         for side, (ranking, color) in enumerate(zip(sides, (_GREEN, _RED), strict=True)):
             first = 2 + side * (n_shown + 1)
-            places = axes[row, first : first + n_shown]
-            _draw_side(places, ranking.isel(target=row), images, label, color, unit)
+            _draw_side(
+                axes[row, first : first + n_shown],
+                ranking.isel(target=row),
+                images,
+                label,
+                color,
+                unit,
+            )
     _head(figure, axes, n_shown, unit)
     return figure
 
 
-def _require_drawable(
-    ranking: xr.Dataset,
+def _require_images(images: object, name: str) -> None:
+    remedy = "try an array of shape (n, h, w) or (n, h, w, 3)"
+    shape = getattr(images, "shape", None)
+    if not isinstance(shape, tuple):
+        raise TypeError(f"expected {name} to be an array, got a {type(images).__name__}; {remedy}")
+    is_drawable = len(shape) == 3 or (len(shape) == 4 and {1, 3} & {shape[1], shape[3]})
+    if not is_drawable or 0 in shape:
+        raise ValueError(
+            f"expected {name} of shape (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3), none "
+            f"of them empty, got {tuple(shape)}; {remedy}"
+        )
+    dtype = np.asarray(images[0]).dtype  # type: ignore[index]
+    if dtype.kind not in "fiub":
+        raise ValueError(f"expected numbers in {name}, got dtype {dtype}; {remedy}")
+
+
+def _chosen_targets(
+    rankings: tuple[xr.Dataset, xr.Dataset],
     target_images: np.ndarray | xr.DataArray,
-    targets: list[int],
-    label: str,
-) -> None:
-    if label not in ranking.coords:
+    targets: Sequence[int] | None,
+) -> list[int]:
+    sizes = [ranking.sizes[TARGET] for ranking in rankings]
+    if len(set(sizes)) > 1:
         raise ValueError(
-            f"the rankings have the coords {list(map(str, ranking.coords))}; needed {label!r} to "
-            "write above the images. Type label= with one of them."
+            f"expected the same targets in helpful and harmful, got {sizes[0]} and {sizes[1]}; try "
+            "rankings of the same scores"
         )
-    n = min(ranking.sizes[TARGET], len(target_images))
-    if bad := [target for target in targets if not 0 <= target < n]:
-        raise ValueError(
-            f"targets are {targets}; needed positions below {n}, the smaller of "
-            f"{ranking.sizes[TARGET]} ranked targets and {len(target_images)} target images. "
-            f"Leave out {bad}."
+    n = min(sizes[0], len(target_images))
+    remedy = f"try targets=[{n - 1}], of {sizes[0]} ranked targets and {len(target_images)} images"
+    if targets is None:
+        return list(range(min(6, n)))
+    if isinstance(targets, (str, bytes)) or not isinstance(targets, Iterable):
+        raise TypeError(
+            f"expected targets to be a list of positions, got {shown(targets)}; {remedy}"
         )
+    chosen = [require_integer("every target", target, 0, n, remedy=remedy) for target in targets]
+    if not chosen:
+        raise ValueError(f"expected at least one position in targets, got []; {remedy}")
+    return chosen
+
+
+def _require_label(rankings: tuple[xr.Dataset, xr.Dataset], label: str) -> None:
+    for ranking in rankings:
+        names = [str(name) for name, coord in ranking.coords.items() if set(coord.dims) <= _AXES]
+        if not isinstance(label, str) or label not in names:
+            raise ValueError(
+                f"expected label to be one of the rankings' coords {names}, got {shown(label)}; "
+                f"try label={names[0]!r}"
+            )
 
 
 def damping(chosen: xr.Dataset) -> Figure:
@@ -109,20 +159,30 @@ def damping(chosen: xr.Dataset) -> Figure:
 
     Returns
     -------
-    Figure with one axes; no choice is marked where the curve was too low to choose by.
+    Figure with one axes; no choice is marked if the curve was too low to choose by it.
 
     Raises
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    ValueError
-        If no outputs were asked, or they do not vary, so that there is no curve.
+    TypeError, ValueError
+        If this is not such a Dataset, or the damping was not chosen by outputs, so that there is no
+        curve.
     """
+    require_dataset(
+        chosen,
+        {
+            "curve": ("relative_damping",),
+            **dict.fromkeys(("rule", "relative", "threshold", "peak"), ()),
+        },
+        "chosen",
+        "try td.damping(features, targets, 'completeness')",
+    )
     chosen = chosen.compute()
     if not np.isfinite(chosen.curve.values).any():
         raise ValueError(
-            f"the damping was chosen by the rule {str(chosen.rule.values)!r} and has no curve; "
-            "needed one chosen by outputs. Type td.damping(features, targets, 'completeness')."
+            "expected a damping chosen by outputs, which has a curve, got one by the rule "
+            f"{str(chosen.rule.values)!r}; try td.damping(features, targets, 'completeness')"
         )
     figure = _new_figure(5.2, 3.4)
     ax = figure.subplots()
@@ -136,8 +196,8 @@ def damping(chosen: xr.Dataset) -> Figure:
     ax.set_xscale("log")
     ax.set_xlabel("λ in units of tr(K)/n")
     ax.set_ylabel("correlation with outputs")
-    found = f"λ = {relative:.3g} tr(K)/n" if np.isfinite(relative) else "λ"
-    ax.set_title(f"{found} by {chosen.rule.values}", fontsize=9)
+    choice = f"λ = {relative:.3g} tr(K)/n" if np.isfinite(relative) else "λ"
+    ax.set_title(f"{choice} by {chosen.rule.values}", fontsize=9)
     figure.tight_layout()
     return figure
 
@@ -145,12 +205,26 @@ def damping(chosen: xr.Dataset) -> Figure:
 def power_of_ten(*scores: xr.DataArray) -> int:
     """Return the exponent e for which the largest of ``score / 10**e`` is between 1 and 10.
 
+    NaN and infinite scores are ignored.
+
+    Raises
+    ------
+    TypeError
+        If there are no scores, or they are not DataArrays of numbers.
+
     Examples
     --------
     >>> power_of_ten(xr.DataArray([-0.00034, 0.00011]))
     -4
     """
-    largest = max(float(np.nanmax(np.abs(array.values), initial=0.0)) for array in scores)
+    for array in scores or (None,):
+        if not isinstance(array, xr.DataArray) or array.dtype.kind not in "fiub":
+            kind = f"dtype {array.dtype}" if isinstance(array, xr.DataArray) else shown(array)
+            raise TypeError(
+                f"expected DataArrays of numbers, got {kind}; try td.top_k(scores, 5).score"
+            )
+    values = (np.abs(array.values.astype(np.float64)) for array in scores)
+    largest = max(float(np.max(x, where=np.isfinite(x), initial=0.0)) for x in values)
     return math.floor(math.log10(largest)) if largest > 0 else 0
 
 
@@ -159,7 +233,8 @@ def _new_figure(width: float, height: float) -> Figure:
         import matplotlib.pyplot as plt  # optional dependency
     except ImportError as err:
         raise ImportError(
-            "matplotlib is not installed; plots need it. Type pip install 'trakdask[plots]'."
+            f"expected matplotlib for plots, got an import error ({err}); try pip install "
+            "'trakdask[plots]'"
         ) from err
     figure = plt.figure(figsize=(width, height))
     plt.close(figure)  # a notebook shows what a cell returns; left open, it would show it twice
@@ -188,8 +263,8 @@ def _draw_side(
             continue  # fewer samples than asked for
         if position >= len(images):
             raise ValueError(
-                f"training sample {position} is ranked, but there are {len(images)} images; needed "
-                "one per training sample, in their order. Pass the images of all of them."
+                f"expected one image per training sample, in their order, got {len(images)} images "
+                f"and the ranked sample {position}; try the images of all training samples"
             )
         shown = (
             f"{one[label].item():g}" if one[label].dtype.kind in "iuf" else str(one[label].item())
@@ -250,20 +325,22 @@ def lds(result: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    ValueError
-        If there is more than one kind of scores.
+    TypeError, ValueError
+        If this is not such a Dataset, or it has more than one kind of scores.
     """
-    if result["lds"].dims != (TARGET,):
-        raise ValueError(
-            f"lds has the dimensions {result['lds'].dims}; needed ('target',). Select one kind of "
-            "scores, as in result.sel(estimator='soft')."
-        )
+    require_dataset(
+        result,
+        {"lds": (TARGET,), "ceiling": (TARGET,), "lds_mean": (), "interval": ("bound",)},
+        "result",
+        "try td.evaluate.lds(scores, masks, outputs), of one kind of scores: "
+        "result.sel(estimator='soft')",
+    )
     result = result.sortby("lds").compute()
     figure = _new_figure(6.4, 3.6)
     ax = figure.subplots()
-    places = np.arange(result.sizes[TARGET])
-    ax.plot(places, result.ceiling, ".", color="0.75", label="noise ceiling")
-    ax.plot(places, result["lds"], ".", color=_BLUE, label="LDS")
+    order = np.arange(result.sizes[TARGET])
+    ax.plot(order, result.ceiling, ".", color="0.75", label="noise ceiling")
+    ax.plot(order, result["lds"], ".", color=_BLUE, label="LDS")
     ax.axhline(float(result.lds_mean), color=_BLUE, linewidth=1)
     ax.axhspan(*result.interval.values.tolist(), color=_BLUE, alpha=0.15, linewidth=0)
     ax.set_title(f"LDS {float(result.lds_mean):.3f}, mean over targets", fontsize=10)
@@ -272,7 +349,7 @@ def lds(result: xr.Dataset) -> Figure:
 
 
 def removal_curve(curve: xr.Dataset) -> Figure:
-    """Draw how outputs change as ranked samples are removed, beside random removal.
+    """Draw how outputs change as ranked samples are removed, compared with random removal.
 
     Parameters
     ----------
@@ -287,8 +364,21 @@ def removal_curve(curve: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
+    TypeError, ValueError
+        If this is not such a Dataset.
     """
-    curve = curve.sortby("fraction").compute()
+    along, bounds = ("fraction",), ("bound", "fraction")
+    require_dataset(
+        curve,
+        {
+            "mean_full_output": (),
+            **{"mean_output": along, "interval": bounds},
+            **{"mean_random_output": along, "random_interval": bounds},
+        },
+        "curve",
+        "try td.evaluate.removal_curve(train_fn, scores, [0.1, 0.2])",
+    )
+    curve = curve.transpose("bound", ...).sortby("fraction").compute()
     figure = _new_figure(5.2, 3.6)
     ax = figure.subplots()
     full = float(curve.mean_full_output)

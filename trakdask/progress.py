@@ -1,4 +1,4 @@
-"""One progress bar for every scheduler: it counts what is done, whoever does it."""
+"""A progress bar for every scheduler: it counts completed work, whichever process does it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 def polled_bar(
     title: str, total: int, count: Callable[[], int], *, show: bool = True
 ) -> Iterator[None]:
-    """Show ``count()`` of ``total`` while the block runs, asked for twice a second.
+    """Show ``count()`` of ``total`` while the block runs, updated twice a second.
 
     The count is of completed work in the store, so the bar is the same on threads, processes and a
-    cluster, and right after a restart. Counting takes no more than a twentieth of the time: where a
-    listing is slow, it is asked for less often. What is left is estimated by what was done since
-    the bar was shown.
+    cluster, and correct after a restart. Counting takes at most a twentieth of the time: if listing
+    the store is slow, the count is updated less often. The remaining time is estimated from what
+    was completed since the bar was shown.
     """
     if not show:
         yield
@@ -78,7 +78,7 @@ def _poll(bar: _Bar, count: Callable[[], int], stop: threading.Event) -> None:
         start = time.monotonic()
         try:
             bar.update(count())
-        except Exception as err:  # whoever computes meets it too, if it lasts
+        except Exception as err:  # if it persists, the computation itself fails with it
             _log.info("could not count what is done: %s", err)
         wait = max(_INTERVAL_S, _SHARE * (time.monotonic() - start))
 
@@ -98,7 +98,7 @@ class _TerminalBar:
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns)
-        # Not an update: what was there before says nothing of the speed.
+        # Not an update: work completed earlier would distort the estimated speed.
         self._task = self._progress.add_task(title, total=total, completed=done)
 
     def update(self, done: int) -> None:
@@ -113,7 +113,7 @@ class _TerminalBar:
 
 
 class _NotebookBar:
-    """An HTML bar that is updated in place; rich needs ipywidgets for that."""
+    """An HTML bar that is updated in place; rich would need ipywidgets for that."""
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self._title, self._total, self._before = title, total, done
@@ -122,7 +122,7 @@ class _NotebookBar:
         self.update(done)
 
     def update(self, done: int) -> None:
-        from IPython.display import HTML, display  # there is a notebook, so there is IPython
+        from IPython.display import HTML, display  # always installed in a notebook
 
         seconds = time.monotonic() - self._start
         rate = (done - self._before) / seconds if seconds else 0

@@ -1,4 +1,4 @@
-"""Toy features, and a guard for laziness: for tests, doctests and benchmarks, ours and yours."""
+"""Simulated features, and a check of laziness: for tests, doctests and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask.checks import require_integer
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["raise_if_dask_computes", "simulate_features"]
@@ -20,7 +21,12 @@ __all__ = ["raise_if_dask_computes", "simulate_features"]
 
 @contextmanager
 def raise_if_dask_computes() -> Iterator[None]:
-    """Fail if anything computes inside the block.
+    """Fail if Dask computes anything inside the block.
+
+    Raises
+    ------
+    AssertionError
+        If it does.
 
     Examples
     --------
@@ -30,7 +36,7 @@ def raise_if_dask_computes() -> Iterator[None]:
     """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise AssertionError("Dask computed something; needed a lazy result.")
+        raise AssertionError("expected lazy results only, got a computation by Dask")
 
     with dask.config.set(scheduler=refuse):
         yield
@@ -49,16 +55,26 @@ def simulate_features(
     Parameters
     ----------
     n_samples, proj_dim, n_checkpoints
-        Sizes.
+        Sizes of the dimensions, at least 1.
     chunks
         Samples per block.
     seed
-        A block is a function of (seed, its position, checkpoint) and of nothing else.
+        Seed; a block depends on nothing but (seed, its position, checkpoint).
 
     Returns
     -------
     Dataset with ``feature``, ``output``, ``out_to_loss`` and the coord ``label`` (sample), int64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not an integer, or out of range.
     """
+    n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=64")
+    proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=16")
+    n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=2")
+    chunks = require_integer("chunks", chunks, 1, remedy="try chunks=16")
+    seed = require_integer("seed", seed, 0, remedy="try seed=0")
     chunk_sizes = da.core.normalize_chunks((chunks, 1), shape=(n_samples, n_checkpoints))
     token = f"{seed}-{n_samples}-{proj_dim}-{n_checkpoints}-{chunks}"
     bundle = da.map_blocks(

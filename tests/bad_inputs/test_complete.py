@@ -13,8 +13,6 @@ HERE = Path(__file__).parent
 
 ACCEPTS_ANYTHING: dict[str, str] = {
     "testing.raise_if_dask_computes": "takes no argument",
-    "examples.digits": "takes no argument",
-    "examples.digits_arrays": "takes no argument",
     "examples.digits_cnn": "takes no argument",
     "examples.digits_mlp": "takes no argument",
     "Projector": "is abstract",

@@ -45,14 +45,22 @@ def test_mislabelled_auc__of_one_vector() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is_mislabelled": WRONG[:9]}, "is_mislabelled has 9 along 'sample', values has 50"),
-        ({"is_mislabelled": WRONG.astype(int)}, "is_mislabelled is int64 .* needed bool"),
-        ({"is_mislabelled": WRONG & ~WRONG}, "0 of 50 labels are wrong; needed some of both"),
-        ({"values": VALUES.values}, "values is ndarray; needed a DataArray"),
-        ({"confidence": 0}, "confidence is 0; needed a number between 0 and 1"),
+        ({"is_mislabelled": WRONG[:9]}, "samples in is_mislabelled and values, got 9 and 50"),
+        ({"is_mislabelled": WRONG.astype(int)}, "is_mislabelled .*bool .*got int64"),
+        ({"is_mislabelled": WRONG & ~WRONG}, "is_mislabelled, got 0 wrong ones of 50"),
+        ({"values": VALUES.values}, "values .*DataArray .*got a ndarray"),
+        ({"confidence": 0}, "confidence between 0 and 1, got 0"),
     ],
 )
 def test_mislabelled_auc__refused(change: dict[str, object], message: str) -> None:
     given = {"values": VALUES, "is_mislabelled": WRONG, **change}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         td.evaluate.mislabelled_auc(**given)
+
+
+def test_mislabelled_auc__nan_is_an_error_when_computed() -> None:
+    values = VALUES.astype(float)
+    values[[7, 9], 0] = np.nan
+    result = td.evaluate.mislabelled_auc(values, WRONG)
+    with pytest.raises(ValueError, match="NaN in 2 of 50 samples, the first at sample 7"):
+        result.compute(scheduler="sync")

@@ -27,9 +27,9 @@ def test_model_key__of_mask_and_seed() -> None:
 def test_records__what_is_written_is_read(tmp_path: Path) -> None:
     records = open_records(tmp_path / "s", SPEC)
     assert records.done() == set()
-    assert records.read("a") is None
-    records.write("a", np.array([1.5, np.nan]))
-    np.testing.assert_array_equal(records.read("a"), [1.5, np.nan])
+    assert records.read("a", 2) is None
+    records.write("a", np.array([1.5, np.inf]))
+    np.testing.assert_array_equal(records.read("a", 2), [1.5, np.inf])
     again = open_records(tmp_path / "s", SPEC)
     assert again == records
     assert again.done() == {"a"}
@@ -50,7 +50,7 @@ def test_records__killed_while_writing_is_absent(
             records.write("a", np.zeros(2))
     assert len(list((tmp_path / "s" / "models").iterdir())) == 1
     assert records.done() == set()
-    assert records.read("a") is None
+    assert records.read("a", 2) is None
 
 
 def test_open_records__killed_while_the_store_was_made(tmp_path: Path) -> None:
@@ -68,6 +68,29 @@ def test_open_records__other_spec(tmp_path: Path, field: str) -> None:
 
 def test_open_records__something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is no store of retrained models; needed a new path"):
+    with pytest.raises(FileExistsError, match=r"got .*something else"):
         open_records(tmp_path, SPEC)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("content", [b"", b"not numpy", b"\x93NUMPY\x01"])
+def test_records__damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    records = open_records(tmp_path / "s", SPEC)
+    records.write("a", np.zeros(2))
+    (tmp_path / "s" / "models" / "a.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.npy', got a damaged file"):
+        records.read("a", 2)
+
+
+def test_records__outputs_of_another_number_of_targets(tmp_path: Path) -> None:
+    records = open_records(tmp_path / "s", SPEC)
+    records.write("a", np.zeros(3))
+    with pytest.raises(ValueError, match=r"a\.npy', got an array of shape \(3,\)"):
+        records.read("a", 2)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_open_records__damaged_spec(tmp_path: Path, content: str) -> None:
+    (tmp_path / "spec.json").write_text(content)
+    with pytest.raises(ValueError, match=r"spec.*spec\.json', got"):
+        open_records(tmp_path, SPEC)

@@ -193,16 +193,31 @@ def test_removal_curve__lazy() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [0]), "remove is 0; needed an integer"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [60]), "needed numbers from 1 to 59"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, []), "needed numbers from 1 to 59"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [1], n_random=0), "n_random is 0"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES[:, 0], [1]), "average an ensemble"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [1], confidence=2), "confidence is 2"),
-        (lambda: td.evaluate.removal_curve(ridge, SCORES, [1.0]), "a fraction is 1.0; needed"),
-        (lambda: td.evaluate.removal_curve(ridge, SCORES, [0.1], confidence=2), "confidence is 2"),
+        (lambda: td.evaluate.brittleness(ridge, SCORES, [0]), "k >= 1, got 0"),
+        (lambda: td.evaluate.brittleness(ridge, SCORES, [60]), r"1 to 59 .*got the numbers \[60\]"),
+        (lambda: td.evaluate.brittleness(ridge, SCORES, []), r"1 to 59 .*got the numbers \[\]"),
+        (lambda: td.evaluate.brittleness(ridge, SCORES, [1], n_random=0), "n_random >= 1, got 0"),
+        (lambda: td.evaluate.brittleness(ridge, SCORES[:, 0], [1]), "scores .*mean of an ensemble"),
+        (lambda: td.evaluate.brittleness(ridge, SCORES, [1], confidence=2), "confidence .*got 2"),
+        (
+            lambda: td.evaluate.removal_curve(ridge, SCORES, [1.0]),
+            "every fraction between 0 and 1, got 1.0",
+        ),
+        (
+            lambda: td.evaluate.removal_curve(ridge, SCORES, [0.1], confidence=2),
+            "confidence .*got 2",
+        ),
     ],
 )
 def test_removal__refused(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_brittleness__too_many_nan_scores() -> None:
+    """Fewer samples than k would be removed, without a word."""
+    scores = SCORES.astype(float).copy()
+    scores[2:, 1] = np.nan
+    result = td.evaluate.brittleness(ridge, scores, [3])
+    with pytest.raises(ValueError, match=r"at least 3 scores .*got 2 for the target at position 1"):
+        result.compute(scheduler="sync")

@@ -84,12 +84,12 @@ def test_project__sample_that_is_not_finite_is_nan(calls: list[Any]) -> None:
 
 def test_project_block__too_many_rows(calls: list[Any]) -> None:
     block = torch.zeros(1, 1).expand(1, 2**27 + 1)
-    with pytest.raises(ValueError, match=r"134217729 elements; .*2\*\*27.*td\.Rademacher"):
+    with pytest.raises(ValueError, match=r"2\*\*27.*got 134217729; .*td\.Rademacher"):
         FastJL(512, num_sms=132).project_block(block, 0, 0, torch.zeros(1, 512).double())
 
 
 def test_project_block__needs_a_gpu() -> None:
-    with pytest.raises(RuntimeError, match=r"on cpu; fast_jl needs an NVIDIA GPU.*device='cuda'"):
+    with pytest.raises(RuntimeError, match=r"NVIDIA GPU.*got cpu; .*device='cuda'"):
         FastJL(512, num_sms=132).project_block(torch.zeros(1, 5), 0, 0, torch.zeros(1, 512))
 
 
@@ -97,14 +97,14 @@ def test_project_block__refuses_a_gpu_with_another_matrix(monkeypatch: pytest.Mo
     properties = SimpleNamespace(multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     block: Any = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(RuntimeError, match=r"has 108 multiprocessors; .* 132.*same GPU"):
+    with pytest.raises(RuntimeError, match=r"132 multiprocessors.*got 108"):
         FastJL(512, num_sms=132)._require_device(block)
     FastJL(512, num_sms=108)._require_device(block)
 
 
 def test_extension__missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fast_jl", None)
-    with pytest.raises(ImportError, match=r"fast_jl cannot be imported.*trakdask\[fast-jl\]"):
+    with pytest.raises(ImportError, match=r"fast_jl.*trakdask\[fast-jl\]"):
         fast_jl._extension()
 
 
@@ -116,18 +116,18 @@ def test_fast_jl__number_of_multiprocessors_is_that_of_the_gpu_here(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert FastJL().spec()["num_sms"] == 114
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"num_sms is not given.*no GPU.*Type num_sms=132"):
+    with pytest.raises(ValueError, match=r"num_sms.*None.*without a GPU; try num_sms=132"):
         FastJL()
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"proj_dim": 1000}, r"proj_dim is 1000; .*multiple of 512. Use proj_dim=1024"),
-        ({"proj_dim": 0}, r"proj_dim is 0"),
-        ({"seed": 2**31}, r"seed is 2147483648"),
-        ({"entries": "sparse"}, r"entries is 'sparse'.*'rademacher' or 'normal'"),
-        ({"num_sms": 0}, r"num_sms is 0"),
+        ({"proj_dim": 1000}, r"proj_dim .*multiple of 512, got 1000; try proj_dim=1024"),
+        ({"proj_dim": 0}, r"proj_dim .*got 0"),
+        ({"seed": 2**31}, r"seed .*got 2147483648"),
+        ({"entries": "sparse"}, r"entries .*'rademacher', 'normal', got 'sparse'"),
+        ({"num_sms": 0}, r"num_sms .*got 0"),
     ],
 )
 def test_fast_jl__refused(fields: dict[str, Any], message: str) -> None:
@@ -136,7 +136,7 @@ def test_fast_jl__refused(fields: dict[str, Any], message: str) -> None:
 
 
 def test_mask__before_fast_jl_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"then is FastJL.*needs all rows"):
+    with pytest.raises(TypeError, match=r"then .*got FastJL.*all rows"):
         Mask(10, then=FastJL(num_sms=132))
 
 

@@ -220,10 +220,14 @@ def test_gaussian_cost__counts() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"proj_dim": 0}, ValueError, r"proj_dim is 0.*\[1, 2\*\*32\).*Use proj_dim=2048"),
-        ({"proj_dim": 64.0}, TypeError, r"proj_dim is 64\.0.*integer.*Use proj_dim=2048"),
-        ({"seed": 2**64}, ValueError, r"seed is 18446744073709551616.*Use seed=0"),
-        ({"arithmetic": "fp32"}, ValueError, r"'fp32'.*int8x1.*Use arithmetic=\"int8x2\""),
+        ({"proj_dim": 0}, ValueError, r"proj_dim .*in \[1, 2\*\*32\), got 0; try proj_dim=2048"),
+        ({"proj_dim": 64.0}, TypeError, r"integer for proj_dim, got 64\.0; try proj_dim=2048"),
+        ({"seed": 2**64}, ValueError, r"seed .*got 18446744073709551616; try seed=0"),
+        (
+            {"arithmetic": "fp32"},
+            ValueError,
+            r"arithmetic.*'int8x1'.*got 'fp32'.*arithmetic='int8x2'",
+        ),
     ],
 )
 def test_gaussian__refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:

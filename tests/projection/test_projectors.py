@@ -177,11 +177,16 @@ def stream_of_two() -> ProjectionStream:
 @pytest.mark.parametrize(
     ("name", "gradient", "error", "message"),
     [
-        ("c", torch.zeros(2, 4), ValueError, r"'c' is not in the row map.*\['a', 'b'\].*Add"),
-        ("a", torch.zeros(2, 5), ValueError, r"'a' has shape \(2, 5\).*\(2, 2, 3\).*Pass"),
-        ("a", torch.zeros(3, 6), ValueError, r"'a' has shape \(3, 6\)"),
-        ("a", torch.zeros(2, 6, dtype=torch.int32), TypeError, r"int32.*float dtype.*Use"),
-        ("a", torch.zeros(2, 6, device="meta"), ValueError, r"is on meta.*on cpu.*Use"),
+        ("c", torch.zeros(2, 4), ValueError, r"\['a', 'b'\].*'c'"),
+        ("a", torch.zeros(2, 5), ValueError, r"'a'.*\(2, 2, 3\).*got \(2, 5\)"),
+        ("a", torch.zeros(3, 6), ValueError, r"'a'.*got \(3, 6\)"),
+        (
+            "a",
+            torch.zeros(2, 6, dtype=torch.int32),
+            TypeError,
+            r"'a'.*float dtype, got torch.int32",
+        ),
+        ("a", torch.zeros(2, 6, device="meta"), ValueError, r"'a' on cpu, got it on meta"),
     ],
 )
 def test_add__refused(name: str, gradient: Tensor, error: type[Exception], message: str) -> None:
@@ -226,15 +231,15 @@ def test_add__parts(projector: Projector, data: st.DataObject) -> None:
 
 def test_add__parts_out_of_order() -> None:
     stream = stream_of_two()
-    with pytest.raises(ValueError, match=r"'a' from 3 on came after the first 0;.*part, 0\)"):
+    with pytest.raises(ValueError, match=r"'a' from 0 .*from 3 .*part, 0\)"):
         stream.add("a", torch.zeros(2, 3), 3)
     stream.add("a", torch.zeros(2, 3), 0)
-    with pytest.raises(ValueError, match=r"'a' from 0 on came after the first 3;.*part, 3\)"):
+    with pytest.raises(ValueError, match=r"'a' from 3 .*from 0 .*part, 3\)"):
         stream.add("a", torch.zeros(2, 6))
-    with pytest.raises(ValueError, match=r"'a' has shape \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"'a'.*got \(2, 4\)"):
         stream.add("a", torch.zeros(2, 4), 3)
     stream.add("b", torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"1 of 2 gradients were added"):
+    with pytest.raises(ValueError, match=r"2 parameters, got 1"):
         stream.result()
 
 
@@ -267,41 +272,45 @@ def test_add__zeros_are_left_out(projector: Projector, data: st.DataObject) -> N
 def test_add__after_the_last() -> None:
     stream = stream_of_two()
     stream.add("a", torch.zeros(2, 6))
-    with pytest.raises(ValueError, match=r"1 of 2 gradients.*stream\.add\('b', gradient\)"):
+    with pytest.raises(ValueError, match=r"2 parameters, got 1.*stream\.add\('b', gradient\)"):
         stream.result()
     stream.add("b", torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"'b' was added before"):
+    with pytest.raises(ValueError, match=r"'b', which was added before"):
         stream.add("b", torch.zeros(2, 4))
 
 
 def test_project__other_names() -> None:
     rows = RowMap.from_shapes({"a": (3,)}, alignment=512)
-    with pytest.raises(ValueError, match=r"disagree on \['b'\].*same names"):
+    with pytest.raises(ValueError, match=r"names.*\['b'\]"):
         project(SMALL, {"a": torch.zeros(1, 3), "b": torch.zeros(1, 3)}, rows, 0)
 
 
 def test_stream__row_map_of_another_alignment() -> None:
     rows = RowMap.from_shapes({"a": (3,)}, alignment=1)
-    with pytest.raises(ValueError, match=r"aligned to 1 rows.*multiple of 512.*alignment=512"):
+    with pytest.raises(ValueError, match=r"multiple of 512.*got 1;.*alignment=512"):
         ProjectionStream(SMALL, rows, 1, 0)
 
 
 @pytest.mark.parametrize("checkpoint", [-1, 2**32])
 def test_stream__checkpoint_out_of_range(checkpoint: int) -> None:
     rows = RowMap.from_shapes({"a": (3,)}, alignment=512)
-    with pytest.raises(ValueError, match=r"checkpoint is .*\[0, 2\*\*32\)"):
+    with pytest.raises(ValueError, match=r"checkpoint in \[0, 2\*\*32\), got"):
         ProjectionStream(SMALL, rows, 1, checkpoint)
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"proj_dim": 0}, ValueError, r"proj_dim is 0.*\[1, 2\*\*32\).*Use proj_dim=2048"),
-        ({"proj_dim": 64.0}, TypeError, r"proj_dim is 64\.0.*integer.*Use proj_dim=2048"),
-        ({"proj_dim": True}, TypeError, r"proj_dim is True"),
-        ({"seed": -1}, ValueError, r"seed is -1.*\[0, 2\*\*64\).*Use seed=0"),
-        ({"seed": 2**64}, ValueError, r"seed is 18446744073709551616"),
-        ({"arithmetic": "fp32"}, ValueError, r"'fp32'.*int8x1.*Use arithmetic=\"int8x2\""),
+        ({"proj_dim": 0}, ValueError, r"proj_dim .*in \[1, 2\*\*32\), got 0; try proj_dim=2048"),
+        ({"proj_dim": 64.0}, TypeError, r"integer for proj_dim, got 64\.0; try proj_dim=2048"),
+        ({"proj_dim": True}, TypeError, r"integer for proj_dim, got True"),
+        ({"seed": -1}, ValueError, r"seed .*in \[0, 2\*\*64\), got -1; try seed=0"),
+        ({"seed": 2**64}, ValueError, r"seed .*got 18446744073709551616"),
+        (
+            {"arithmetic": "fp32"},
+            ValueError,
+            r"arithmetic.*'int8x1'.*got 'fp32'.*arithmetic='int8x2'",
+        ),
     ],
 )
 def test_rademacher__refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -44,10 +44,10 @@ def test_from_shapes__aligned_in_the_given_order(
 @pytest.mark.parametrize(
     ("shapes", "alignment", "message"),
     [
-        ({}, 1, r"empty.*needs at least one.*Use"),
-        ({"a": (3,)}, 0, r"alignment is 0.*divisor of 16384.*Use"),
-        ({"a": (3,)}, 3, r"alignment is 3.*divisor of 16384.*Use"),
-        ({"a": (3, -1)}, 1, r"'a' has shape \(3, -1\).*negative.*Use"),
+        ({}, 1, r"at least one.*empty"),
+        ({"a": (3,)}, 0, r"alignment .*divisor of 16384, got 0"),
+        ({"a": (3,)}, 3, r"alignment .*divisor of 16384, got 3"),
+        ({"a": (3, -1)}, 1, r"'a', got \(3, -1\)"),
     ],
 )
 def test_from_shapes__refused(shapes: dict[str, Any], alignment: int, message: str) -> None:
@@ -58,11 +58,11 @@ def test_from_shapes__refused(shapes: dict[str, Any], alignment: int, message: s
 def test_from_dict__offsets_that_do_not_belong_to_the_shapes() -> None:
     data = RowMap.from_shapes({"a": (3,), "b": (4,)}, alignment=512).to_dict()
     data["tensors"][1]["offset"] = 128
-    with pytest.raises(ValueError, match=r"\(0, 128\) differ from \(0, 512\).*from_shapes"):
+    with pytest.raises(ValueError, match=r"\(0, 512\).*got \(0, 128\).*from_shapes"):
         RowMap.from_dict(data)
 
 
 def test_offset__unknown_name() -> None:
     rows = RowMap.from_shapes({"a": (3,)}, alignment=1)
-    with pytest.raises(ValueError, match=r"'c' is not in the row map.*row_map\.names"):
+    with pytest.raises(ValueError, match=r"got 'c'.*row_map\.names"):
         rows.offset("c")

@@ -372,12 +372,12 @@ def test_cost__counts() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"proj_dim": 0}, ValueError, r"proj_dim is 0.*\[1, 2\*\*31\).*Use proj_dim=4096"),
-        ({"proj_dim": 2**31}, ValueError, r"proj_dim is 2147483648"),
-        ({"proj_dim": 64.0}, TypeError, r"proj_dim is 64\.0.*integer"),
-        ({"sparsity": 0}, ValueError, r"sparsity is 0.*\[1, 65\).*Use sparsity=4"),
-        ({"sparsity": True}, TypeError, r"sparsity is True"),
-        ({"seed": -1}, ValueError, r"seed is -1.*Use seed=0"),
+        ({"proj_dim": 0}, ValueError, r"proj_dim .*in \[1, 2\*\*31\), got 0; try proj_dim=4096"),
+        ({"proj_dim": 2**31}, ValueError, r"proj_dim .*got 2147483648"),
+        ({"proj_dim": 64.0}, TypeError, r"integer for proj_dim, got 64\.0"),
+        ({"sparsity": 0}, ValueError, r"sparsity .*in \[1, 65\), got 0; try sparsity=4"),
+        ({"sparsity": True}, TypeError, r"integer for sparsity, got True"),
+        ({"seed": -1}, ValueError, r"seed .*got -1; try seed=0"),
     ],
 )
 def test_sjlt__refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:

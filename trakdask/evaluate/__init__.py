@@ -1,9 +1,9 @@
-"""Are these scores right? Retrain without what they name, and see.
+"""Evaluation of scores: models are retrained without the samples that the scores name.
 
-``subsets`` → ``retrain`` → ``lds`` asks how well sums of scores rank models of random subsets;
-``brittleness`` and ``removal_curve`` remove what the scores call important; ``mislabelled_auc``
-asks whether they find wrong labels; masks of ``leave_one_out`` turn the first chain into a test
-against leaving out single samples.
+``subsets`` → ``retrain`` → ``lds`` measures how well sums of scores rank models of random subsets;
+``brittleness`` and ``removal_curve`` remove the samples that the scores call important;
+``mislabelled_auc`` measures whether scores find wrong labels. With the masks of ``leave_one_out``,
+the first chain compares scores with the effect of leaving out single samples.
 """
 
 from trakdask.evaluate.datamodeling import lds

@@ -17,10 +17,12 @@ from trakdask.evaluate.labels import (
     coords_along,
     lazy_data,
     lazy_results,
+    require_aligned,
+    require_bool,
     require_dims,
     require_fraction,
     require_positive,
-    require_size,
+    require_seed,
 )
 from trakdask.variables import SAMPLE, TARGET
 
@@ -47,15 +49,16 @@ def lds(
         Scores (sample, target) of :func:`trakdask.score`, or any further dimensions behind: an
         estimator, a checkpoint. Each entry is evaluated, on the same resamples.
     masks
-        What the models were trained on, (subset, sample), of :func:`subsets`.
+        Samples that the models were trained on, bool (subset, sample), of :func:`subsets`. At least
+        two subsets.
     outputs
-        What they put out, (subset[, seed], target), of :func:`retrain`.
+        Outputs of these models, (subset[, seed], target), of :func:`retrain`.
     resamples
-        Bootstrap samples.
+        Number of bootstrap samples.
     seed
-        Of the bootstrap.
+        Seed of the bootstrap.
     confidence
-        Of the intervals.
+        Level of the intervals.
 
     Returns
     -------
@@ -63,10 +66,10 @@ def lds(
 
     - ``lds`` (target), and ``lds_mean``, its mean over targets with ``interval`` (bound);
     - ``ceiling`` (target): the correlation that a perfect prediction of the expected output would
-      have, by Spearman and Brown from the seeds, NaN of one seed; ``ceiling_mean`` and
-      ``ceiling_interval`` (bound);
-    - ``draws`` (draw): ``lds_mean`` of each resample, less bias. Those of one call are paired, so
-      the interval of a difference is that of the difference of draws::
+      have, by the Spearman-Brown formula from the seeds, NaN with a single seed; ``ceiling_mean``
+      and ``ceiling_interval`` (bound);
+    - ``draws`` (draw): ``lds_mean`` of each resample, minus the bias. Draws of one call are paired,
+      so the interval of a difference is that of the difference of draws::
 
           (result.draws.sel(estimator="soft") - result.draws.sel(estimator="trak")).quantile(
               [0.025, 0.975], "draw"
@@ -74,23 +77,26 @@ def lds(
 
     Raises
     ------
+    TypeError
+        If an argument has another type.
     ValueError
-        If samples, subsets or targets do not agree, or an option makes no sense.
+        If samples, subsets or targets do not agree, there is a single subset, or an option is out
+        of range; when computed, if the correlation is undefined for every target.
 
     Notes
     -----
-    Equal values have their mean rank. A target with a NaN among its scores or outputs, or whose
-    predictions or outputs are all equal, has NaN, and is left out of the means.
+    Equal values have their mean rank. A target with a NaN among its scores or outputs, or with
+    constant predictions or outputs, has the correlation NaN and is left out of the means.
 
     Cost: one pass over the scores, tile by tile; then predictions (subset, target) in memory on one
     worker. Exactness: float64 sums; a different chunking can change their last bits.
 
-    The intervals are of other subsets and other targets: percentiles of a bootstrap over subsets,
-    less its bias, and a Student draw for how targets differ beyond their noise.
-    ``tests/evaluate/test_datamodeling.py`` measures their coverage: with some 20 targets they are
-    too narrow, that of the ceiling most. Not in them: other checkpoints or projections. ``lds`` and
-    ``ceiling`` are the plain estimates, biased towards 0 where subsets are few; ``ceiling_mean`` is
-    less the bias that the bootstrap shows.
+    The intervals account for other subsets and other targets: they are percentiles of a bootstrap
+    over subsets, corrected for its bias, with a Student draw for how targets differ beyond their
+    noise. ``tests/evaluate/test_datamodeling.py`` measures their coverage: with about 20 targets
+    they are too narrow, that of the ceiling most. They do not account for other checkpoints or
+    projections. ``lds`` and ``ceiling`` are the plain estimates, biased towards 0 where subsets are
+    few; ``ceiling_mean`` is corrected for the bias that the bootstrap shows.
 
     References
     ----------
@@ -109,8 +115,9 @@ def lds(
     1.0
     """
     scores, masks, outputs = _checked(scores, masks, outputs)
-    require_positive(resamples, name="resamples", example="resamples=1000")
-    require_fraction(confidence, name="confidence", example="confidence=0.95")
+    resamples = require_positive(resamples, name="resamples", example="resamples=1000")
+    seed = require_seed(seed, name="seed")
+    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
     prediction = arrays.subsets.subset_sums(lazy_data(masks), lazy_data(scores))
     more = scores.dims[2:]
     result = lazy_results(
@@ -126,24 +133,30 @@ def _checked(
     scores: xr.DataArray, masks: xr.DataArray, outputs: xr.DataArray
 ) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray]:
     scores = require_dims(
-        scores, (SAMPLE, TARGET), name="scores", more=True, remedy="Pass what td.score returns."
+        scores, (SAMPLE, TARGET), name="scores", more=True, remedy="try the result of td.score"
     )
     masks = require_dims(
-        masks, (SUBSET, SAMPLE), name="masks", remedy="Pass what td.evaluate.subsets returns."
+        masks, (SUBSET, SAMPLE), name="masks", remedy="try td.evaluate.subsets(scores, 100)"
     )
     outputs = require_dims(
         outputs, (SUBSET, SEED, TARGET), (SUBSET, TARGET), name="outputs",
-        remedy="Pass what td.evaluate.retrain returns.",
+        remedy="try the result of td.evaluate.retrain",
     )  # fmt: skip
     if SEED not in outputs.dims:
         outputs = outputs.expand_dims(SEED, axis=1)
-    sizes = {"scores": scores.sizes, "masks": masks.sizes, "outputs": outputs.sizes}
-    for dim, found, needed, remedy in (
-        (SAMPLE, "masks", "scores", "Score the samples that the subsets were drawn from."),
-        (SUBSET, "outputs", "masks", "Select the same subsets from both."),
-        (TARGET, "outputs", "scores", "Select the same targets from both."),
+    require_bool(masks, "masks")
+    arrays_by_name = {"scores": scores, "masks": masks, "outputs": outputs}
+    for dim, one, other, remedy in (
+        (SAMPLE, "masks", "scores", "try scores of the samples that the subsets were drawn from"),
+        (SUBSET, "outputs", "masks", "try the same subsets of both"),
+        (TARGET, "outputs", "scores", "try the same targets of both"),
     ):
-        require_size(dim, (found, sizes[found][dim]), (needed, sizes[needed][dim]), remedy)
+        require_aligned(dim, (one, arrays_by_name[one]), (other, arrays_by_name[other]), remedy)
+    if masks.sizes[SUBSET] < 2:
+        raise ValueError(
+            "expected at least 2 subsets, since a correlation over subsets needs them, got 1 in "
+            "masks; try td.evaluate.subsets(scores, 100)"
+        )
     return scores, masks, outputs
 
 
@@ -159,7 +172,7 @@ def _variables(scores: xr.DataArray, more: tuple[Any, ...], resamples: int) -> d
         "draws": (
             (DRAW, *more),
             (resamples, *sizes),
-            "lds_mean of each bootstrap sample, less bias",
+            "lds_mean of each bootstrap sample, minus the bias",
         ),
     }
 
@@ -167,22 +180,42 @@ def _variables(scores: xr.DataArray, more: tuple[Any, ...], resamples: int) -> d
 def _evaluate(
     prediction: np.ndarray, outputs: np.ndarray, resamples: int, seed: int, confidence: float
 ) -> dict[str, np.ndarray]:
-    """Predictions (subset, target, ...) and outputs (subset, seed, target) in, all results out."""
+    """Compute all results of predictions (subset, target, ...), outputs (subset, seed, target)."""
     more = prediction.shape[2:]
     flat = prediction.reshape(*prediction.shape[:2], -1)
     predicted = [arrays.ranks.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
     seeds = [arrays.ranks.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
     truth = arrays.ranks.Ranking.of(outputs.mean(axis=1))
-    found, means, draws = arrays.ranks.bootstrap(
+    _require_defined(prediction, outputs)
+    rows, means, draws = arrays.ranks.bootstrap(
         truth, predicted, seeds, repeats=resamples, seed=seed
     )
     intervals = arrays.ranks.percentiles(draws, confidence)
     return {
-        "lds": found[:-1].T.reshape(-1, *more),
+        "lds": rows[:-1].T.reshape(-1, *more),
         "lds_mean": means[:-1].reshape(more),
         "interval": intervals[:, :-1].reshape(2, *more),
-        "ceiling": found[-1],
+        "ceiling": rows[-1],
         "ceiling_mean": means[-1],
         "ceiling_interval": intervals[:, -1],
         "draws": draws[:-1].T.reshape(-1, *more),
     }
+
+
+def _require_defined(prediction: np.ndarray, outputs: np.ndarray) -> None:
+    """Reject data for which the correlation of every target is undefined, and say why."""
+    for name, values, remedy in (
+        ("outputs", outputs.mean(axis=1), "try models that can be trained on these subsets"),
+        ("scores", prediction, "try features without failed samples"),
+    ):
+        n_targets = values.shape[1]
+        if np.isnan(values).any(axis=0).all():
+            raise ValueError(
+                f"expected {name} without NaN for at least one target, got a NaN for every one of "
+                f"{n_targets} targets; {remedy}"
+            )
+        if (np.isnan(values).any(axis=0) | (values == values[:1]).all(axis=0)).all():
+            raise ValueError(
+                f"expected {name} that differ between subsets for at least one target, got equal "
+                f"values or NaN for every one of {n_targets} targets; {remedy}"
+            )

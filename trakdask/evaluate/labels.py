@@ -1,4 +1,4 @@
-"""Dimensions of evaluations, how results get their labels, and the checks at the door."""
+"""Dimensions of evaluations, the labels of their results, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask.checks import require_integer, require_number, shown
+
 __all__ = [
     "BOUND",
     "BOUNDS",
     "DRAW",
     "SEED",
     "SUBSET",
+    "as_array",
     "coords_along",
     "lazy_data",
     "lazy_results",
+    "require_aligned",
+    "require_bool",
+    "require_dataset",
     "require_dims",
     "require_fraction",
     "require_positive",
+    "require_seed",
     "require_size",
 ]
 
@@ -38,18 +45,18 @@ def lazy_results(
     variables: Mapping[str, tuple[tuple[Hashable, ...], tuple[int, ...], str]],
     dtypes: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Make a Dataset of what one task returns that has all of its inputs.
+    """Return a lazy Dataset of the arrays that one task computes from all inputs at once.
 
-    ``variables`` has dimensions, shape and description of each array, which is float64 unless
-    ``dtypes`` says otherwise.
+    ``variables`` maps the name of each array to its dimensions, shape and description; arrays are
+    float64 unless ``dtypes`` says otherwise.
     """
     results = dask.delayed(function, pure=True)(*inputs)
-    found = {}
+    arrays = {}
     for name, (dims, shape, description) in variables.items():
         dtype = np.dtype((dtypes or {}).get(name, np.float64))
         data = da.from_delayed(results[name], shape, dtype=dtype)
-        found[name] = (dims, data, {"description": description})
-    return xr.Dataset(found)
+        arrays[name] = (dims, data, {"description": description})
+    return xr.Dataset(arrays)
 
 
 def lazy_data(array: xr.DataArray) -> da.Array:
@@ -70,35 +77,145 @@ def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hash
 def require_dims(
     array: object, *choices: tuple[str, ...], name: str, more: bool = False, remedy: str
 ) -> xr.DataArray:
-    """Return the DataArray in the first order of dimensions that it has; ``more`` may follow."""
-    if isinstance(array, xr.DataArray):
-        for dims in choices:
-            if set(dims) == set(array.dims) or (more and set(dims) <= set(array.dims)):
-                return array.transpose(*dims, ...)
-    found = array.dims if isinstance(array, xr.DataArray) else type(array).__name__
+    """Return a DataArray of numbers in the first order of dimensions that fits.
+
+    With ``more``, further dimensions may follow.
+
+    Raises
+    ------
+    TypeError
+        If ``array`` is not a DataArray.
+    ValueError
+        If its dimensions are others, one of them is empty, or it does not hold real numbers.
+    """
     needed = " or ".join(str(dims) for dims in choices).replace("'", "")
-    raise ValueError(f"{name} is {found}; needed a DataArray {needed}. {remedy}")
-
-
-def require_size(dim: str, found: tuple[str, int], needed: tuple[str, int], remedy: str) -> None:
-    """Refuse two arrays that differ along a dimension."""
-    if found[1] != needed[1]:
+    if not isinstance(array, xr.DataArray):
+        raise TypeError(
+            f"expected {name} to be a DataArray {needed}, got a {type(array).__name__}; {remedy}"
+        )
+    fitting = (
+        dims
+        for dims in choices
+        if set(dims) == set(array.dims) or (more and set(dims) < set(array.dims))
+    )
+    if (dims := next(fitting, None)) is None:
         raise ValueError(
-            f"{found[0]} has {found[1]} along {dim!r}, {needed[0]} has {needed[1]}; needed the "
-            f"same {dim}s, in the same order. {remedy}"
+            f"expected {name} with the dimensions {needed}, got "
+            f"{tuple(map(str, array.dims))}; {remedy}"
+        )
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"expected numbers in {name}, got dtype {array.dtype}; {remedy}")
+    if empty := [str(dim) for dim, size in array.sizes.items() if size == 0]:
+        raise ValueError(
+            f"expected at least one {empty[0]} in {name}, got 0 along {empty[0]!r}; {remedy}"
+        )
+    return array.transpose(*dims, ...)
+
+
+def require_dataset(
+    result: object, variables: Mapping[str, tuple[str, ...]], name: str, remedy: str
+) -> None:
+    """Reject anything but a Dataset that has these variables with these dimensions, not empty.
+
+    Raises
+    ------
+    TypeError
+        If ``result`` is not a Dataset.
+    ValueError
+        If a variable is missing, has other dimensions, or is empty.
+    """
+    if not isinstance(result, xr.Dataset):
+        raise TypeError(f"expected {name} to be a Dataset, got a {type(result).__name__}; {remedy}")
+    if missing := [variable for variable in variables if variable not in result]:
+        raise ValueError(
+            f"expected {name} with the variable {missing[0]!r}, got a Dataset with "
+            f"{shown(list(map(str, result.data_vars)))}; {remedy}"
+        )
+    for variable, dims in variables.items():
+        array = result[variable]
+        if set(array.dims) != set(dims) or 0 in array.shape:
+            raise ValueError(
+                f"expected {variable!r} of {name} with the dimensions {dims}, none of them empty, "
+                f"got {tuple(map(str, array.dims))} of shape {array.shape}; {remedy}"
+            )
+
+
+def require_bool(masks: xr.DataArray, name: str) -> None:
+    """Reject masks that are not bool.
+
+    Raises
+    ------
+    ValueError
+        If they have another dtype.
+    """
+    if masks.dtype != bool:
+        raise ValueError(
+            f"expected {name} of dtype bool, got {masks.dtype}; try {name}.astype(bool)"
         )
 
 
-def require_fraction(value: Any, *, name: str, example: str) -> float:
+def require_aligned(
+    dim: str, one: tuple[str, xr.DataArray], other: tuple[str, xr.DataArray], remedy: str
+) -> None:
+    """Reject two arrays that differ in size, or in their index, along a dimension.
+
+    Raises
+    ------
+    ValueError
+        If they differ.
+    """
+    require_size(dim, (one[0], one[1].sizes[dim]), (other[0], other[1].sizes[dim]), remedy)
+    indexes = [array.indexes[dim] for _, array in (one, other) if dim in array.indexes]
+    if len(indexes) == 2 and not indexes[0].equals(indexes[1]):
+        position = int(np.argmax(np.asarray(indexes[0] != indexes[1])))
+        found, needed = (shown(index[position]) for index in indexes)
+        raise ValueError(
+            f"expected the same labels along {dim!r} in {one[0]} and {other[0]}, got {found} and "
+            f"{needed} at position {position}; {remedy}"
+        )
+
+
+def require_size(dim: str, one: tuple[str, int], other: tuple[str, int], remedy: str) -> None:
+    """Reject two arrays that differ in size along a dimension.
+
+    Raises
+    ------
+    ValueError
+        If they differ.
+    """
+    if one[1] != other[1]:
+        raise ValueError(
+            f"expected the same {dim}s in {one[0]} and {other[0]}, got {one[1]} and {other[1]}; "
+            f"{remedy}"
+        )
+
+
+def require_fraction(value: object, *, name: str, example: str) -> float:
     """Return a number strictly between 0 and 1."""
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < 1:
-        raise ValueError(f"{name} is {value!r}; needed a number between 0 and 1. Type {example}.")
-    return float(value)
+    return require_number(name, value, low=0, high=1, remedy=f"try {example}")
 
 
-def require_positive(value: Any, *, name: str, example: str) -> int:
+def require_positive(value: object, *, name: str, example: str) -> int:
     """Return an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name} is {value!r}; needed an integer >= 1. Type {example}.")
-    return int(value)
+    return require_integer(name, value, 1, remedy=f"try {example}")
+
+
+def require_seed(value: object, *, name: str) -> int:
+    """Return an integer that NumPy's generators take as a seed."""
+    return require_integer(name, value, 0, remedy=f"try {name}=0")
+
+
+def as_array(value: object, *, name: str, remedy: str) -> np.ndarray:
+    """Return ``value`` as an array.
+
+    Raises
+    ------
+    ValueError
+        If it is jagged, or nothing that NumPy can make an array of.
+    """
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as err:
+        raise ValueError(
+            f"expected an array for {name}, got {shown(value)} ({err}); {remedy}"
+        ) from err

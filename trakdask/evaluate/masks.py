@@ -1,4 +1,4 @@
-"""Which training samples a model is trained on: random subsets, and all but one."""
+"""Masks of the samples that models are trained on: random subsets, and all samples but one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.evaluate.labels import SUBSET, coords_along, require_fraction, require_positive
+from trakdask.checks import shown
+from trakdask.evaluate.labels import (
+    SUBSET,
+    as_array,
+    coords_along,
+    require_fraction,
+    require_positive,
+    require_seed,
+)
 from trakdask.variables import SAMPLE
 
 __all__ = ["leave_one_out", "subsets"]
@@ -23,15 +31,15 @@ def subsets(
     seed: int = 0,
     by: str | np.ndarray | xr.DataArray | None = None,
 ) -> xr.DataArray:
-    """Draw random subsets of the training samples, all of one size.
+    """Draw random subsets of the training samples, all of the same size.
 
     Parameters
     ----------
     samples
-        How many training samples there are, or the samples, features or scores, whose coords the
-        masks are to carry.
+        Number of training samples, or the samples, features or scores, whose coords are copied to
+        the masks.
     n_subsets
-        How many subsets.
+        Number of subsets.
     fraction
         Share of the samples in each subset, rounded to whole samples.
     seed
@@ -47,6 +55,8 @@ def subsets(
 
     Raises
     ------
+    TypeError
+        If an argument has another type.
     ValueError
         If the subsets would be empty or whole, there is no such coord, or labels are missing.
 
@@ -65,15 +75,17 @@ def subsets(
     True
     """
     n = _n_samples(samples)
-    require_positive(n_subsets, name="n_subsets", example="n_subsets=100")
-    require_fraction(fraction, name="fraction", example="fraction=0.5")
+    n_subsets = require_positive(n_subsets, name="n_subsets", example="n_subsets=100")
+    fraction = require_fraction(fraction, name="fraction", example="fraction=0.5")
+    seed = require_seed(seed, name="seed")
     groups = None if by is None else _groups(samples, by, n)
     n_drawn = n if groups is None else int(groups.max()) + 1
     size = round(fraction * n_drawn)
     if not 0 < size < n_drawn:
         raise ValueError(
-            f"fraction {fraction} of {n_drawn} {'samples' if by is None else 'labels'} is {size}; "
-            f"needed from 1 to {n_drawn - 1}. Type fraction=0.5."
+            f"expected subsets of 1 to {n_drawn - 1} of the {n_drawn} "
+            f"{'samples' if by is None else 'labels'}, got {size} by fraction={fraction}; try "
+            "fraction=0.5"
         )
     data = arrays.subsets.random_subsets(n, n_subsets, size, seed, groups=groups)
     attrs = {"description": "trained on", "fraction": fraction, "seed": seed}
@@ -96,7 +108,7 @@ def leave_one_out(
     samples
         As in :func:`subsets`.
     positions
-        Which samples to leave out; each once, unless given.
+        Positions of the samples to leave out, integers (subset,); every sample once by default.
 
     Returns
     -------
@@ -104,13 +116,13 @@ def leave_one_out(
 
     Raises
     ------
-    ValueError
-        If a position is not one of a sample.
+    TypeError, ValueError
+        If positions are not a list of integers, or a position is out of range.
 
     Notes
     -----
-    In nets the effect of one sample is mostly far below the noise of training: see how high
-    ``ceiling`` is before believing a low correlation, and raise ``seeds``.
+    In neural networks the effect of one sample is mostly far below the noise of training: look at
+    ``ceiling`` before you interpret a low correlation, and raise ``seeds``.
 
     Examples
     --------
@@ -119,16 +131,19 @@ def leave_one_out(
     [[True, False, True]]
     """
     n = _n_samples(samples)
-    chosen = np.arange(n) if positions is None else np.asarray(positions)
+    remedy = f"try positions=np.arange({min(n, 100)})"
+    chosen = (
+        np.arange(n) if positions is None else as_array(positions, name="positions", remedy=remedy)
+    )
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or not len(chosen):
         raise ValueError(
-            f"positions are {chosen.dtype} of shape {chosen.shape}; needed integers (subset,). "
-            "Type positions=np.arange(100)."
+            f"expected integers (subset,) for positions, got {chosen.dtype} of shape "
+            f"{chosen.shape}; {remedy}"
         )
-    if chosen.min() < 0 or chosen.max() >= n:
+    if (bad := np.flatnonzero((chosen < 0) | (chosen >= n))).size:
         raise ValueError(
-            f"positions go from {chosen.min()} to {chosen.max()}; needed 0 to {n - 1}, the "
-            f"positions of the {n} samples. Leave out the others."
+            f"expected positions in 0..{n - 1} ({n} samples), got {chosen[bad[0]]} at index "
+            f"{bad[0]}; {remedy}"
         )
     data = arrays.subsets.leave_out_each(n, chosen.astype(np.int64))
     coords = {**_coords(samples), "left_out": (SUBSET, chosen)}
@@ -140,11 +155,12 @@ def _n_samples(samples: int | xr.Dataset | xr.DataArray) -> int:
     if isinstance(samples, (xr.Dataset, xr.DataArray)):
         if SAMPLE not in samples.sizes:
             raise ValueError(
-                f"samples has the dimensions {list(samples.sizes)}; needed 'sample'. Pass the "
-                "training samples, their features, or their number."
+                f"expected samples with the dimension 'sample', got "
+                f"{list(map(str, samples.sizes))}; try the training samples, their "
+                "features, or their number"
             )
-        return int(samples.sizes[SAMPLE])
-    return require_positive(samples, name="samples", example="subsets(len(labels), 100)")
+        samples = int(samples.sizes[SAMPLE])
+    return require_positive(samples, name="samples", example="samples=len(labels)")
 
 
 def _coords(samples: int | xr.Dataset | xr.DataArray) -> dict[Any, Any]:
@@ -158,19 +174,24 @@ def _groups(
     coords = _coords(samples)
     if isinstance(by, str) and by not in coords:
         raise ValueError(
-            f"the samples have the coords {list(map(str, coords))}; needed {by!r}. Pass samples "
-            "that have it, or the labels themselves: by=labels."
+            f"expected by to be one of the samples' coords {list(map(str, coords))}, got {by!r}; "
+            "try the labels themselves: by=labels"
         )
-    labels = np.asarray(coords[by] if isinstance(by, str) else by)
+    remedy = "try the name of a coord of the samples"
+    labels = as_array(coords[by] if isinstance(by, str) else by, name="by", remedy=remedy)
     if labels.shape != (n,):
         raise ValueError(
-            f"by has shape {labels.shape}; needed one label per sample, ({n},). Type the name of "
-            "a coord of the samples."
+            f"expected one label per sample in by, ({n},), got shape {labels.shape}; {remedy}"
         )
-    codes = np.asarray(pd.factorize(labels)[0], np.int64)
+    try:
+        codes = np.asarray(pd.factorize(labels)[0], np.int64)
+    except TypeError as err:
+        raise TypeError(
+            f"expected hashable labels in by, got {shown(by)} ({err}); {remedy}"
+        ) from err
     if (codes < 0).any():
         raise ValueError(
-            f"{int((codes < 0).sum())} of {n} samples have no label in by; needed one for each. "
-            "Fill the missing ones."
+            f"expected a label for each of the {n} samples in by, got {int((codes < 0).sum())} "
+            f"without, the first at sample {int(np.argmax(codes < 0))}; try labels.fillna('none')"
         )
     return codes

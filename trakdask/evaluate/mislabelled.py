@@ -1,4 +1,4 @@
-"""Do attributions find wrong labels? The area under the ROC curve, with its interval."""
+"""The area under the ROC curve of finding wrong labels by attributions, with its interval."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from trakdask import arrays
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
+    as_array,
     coords_along,
     lazy_data,
     lazy_results,
@@ -32,23 +33,25 @@ def mislabelled_auc(
     Parameters
     ----------
     values
-        One per training sample, higher where the label is more suspect, such as the self-influence;
-        (sample) or any further dimensions behind, each entry of which is evaluated.
+        One value per training sample, higher where the label is more suspect, such as the
+        self-influence: (sample), and any further dimensions, each entry of which is evaluated.
     is_mislabelled
         Which labels are wrong, bool (sample,).
     confidence
-        Of the interval.
+        Level of the interval.
 
     Returns
     -------
     Lazy Dataset of ``auc``, the probability that a wrong label has the higher value (0.5 by chance;
-    ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit scale. NaN if a
-    value is NaN.
+    ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit scale.
 
     Raises
     ------
+    TypeError
+        If ``values`` is not a DataArray.
     ValueError
-        If sizes do not agree, or all labels are wrong, or none is.
+        If sizes do not agree, or all labels are wrong, or none is; when computed, if a value is
+        NaN.
 
     References
     ----------
@@ -62,22 +65,23 @@ def mislabelled_auc(
     1.0
     """
     values = require_dims(
-        values, (SAMPLE,), name="values", more=True, remedy="Type xr.DataArray(v, dims='sample')."
+        values, (SAMPLE,), name="values", more=True, remedy="try xr.DataArray(v, dims='sample')"
     )
-    wrong = np.asarray(is_mislabelled)
+    remedy = "try is_mislabelled=(given_label != true_label)"
+    wrong = as_array(is_mislabelled, name="is_mislabelled", remedy=remedy)
     if wrong.dtype != bool or wrong.ndim != 1:
         raise ValueError(
-            f"is_mislabelled is {wrong.dtype} of shape {wrong.shape}; needed bool (sample,). "
-            "Type is_mislabelled=(given_label != true_label)."
+            f"expected is_mislabelled to be bool (sample,), got {wrong.dtype} of shape "
+            f"{wrong.shape}; {remedy}"
         )
-    remedy = "Select the same samples from both."
+    remedy = "try the same samples of both"
     require_size(SAMPLE, ("is_mislabelled", len(wrong)), ("values", values.sizes[SAMPLE]), remedy)
     if wrong.all() or not wrong.any():
         raise ValueError(
-            f"{int(wrong.sum())} of {len(wrong)} labels are wrong; needed some of both kinds. "
-            "Flip some labels before training."
+            f"expected right and wrong labels in is_mislabelled, got {int(wrong.sum())} wrong ones "
+            f"of {len(wrong)}; try flipping some labels before training"
         )
-    require_fraction(confidence, name="confidence", example="confidence=0.95")
+    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
     more = values.dims[1:]
     sizes = tuple(values.sizes[dim] for dim in more)
     result = lazy_results(
@@ -92,8 +96,13 @@ def mislabelled_auc(
 
 def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
     more, columns = values.shape[1:], values.reshape(len(values), -1).T
-    found = [arrays.intervals.roc_auc(column, wrong, confidence) for column in columns]
+    if (unknown := np.isnan(columns).any(axis=0)).any():
+        raise ValueError(
+            f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
+            f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
+        )
+    results = [arrays.intervals.roc_auc(column, wrong, confidence) for column in columns]
     return {
-        "auc": np.array([area for area, _ in found]).reshape(more),
-        "interval": np.stack([bounds for _, bounds in found], axis=1).reshape(2, *more),
+        "auc": np.array([area for area, _ in results]).reshape(more),
+        "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
     }

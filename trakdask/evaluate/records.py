@@ -1,7 +1,7 @@
-"""A folder of retrained models' outputs: one file per model, which is there only if it is whole.
+"""A folder with the outputs of retrained models: one file per model, written whole or not at all.
 
-A file is named by what the model was trained on (mask and seed), so that more subsets, more seeds
-and other experiments with the same ``train_fn`` share a store and train no model twice.
+A file is named after the mask and the seed of its model, so that more subsets, more seeds and other
+experiments with the same ``train_fn`` share a store and train no model twice.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
+from trakdask.checks import shown
 from trakdask.locations import location
 from trakdask.provenance import require_same
 
@@ -28,7 +29,7 @@ _SUFFIX = ".npy"
 
 
 def model_key(mask: np.ndarray, seed: int) -> str:
-    """Name a model by what it was trained on.
+    """Return the name of a model: a hash of its mask and seed.
 
     Examples
     --------
@@ -53,18 +54,35 @@ class Records:
         names = [name.replace("\\", "/").rpartition("/")[2] for name in names]
         return {name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)}
 
-    def read(self, key: str) -> np.ndarray | None:
-        """Return the outputs of a completed model, None if there is none."""
+    def read(self, key: str, n_targets: int) -> np.ndarray | None:
+        """Return the outputs of a completed model; None if it is not completed.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged.
+        """
         fs, path = fsspec.core.url_to_fs(self._path(key))
         try:
             content = fs.cat_file(path)
         except FileNotFoundError:
             return None
-        values: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
+        try:
+            values: np.ndarray = np.load(io.BytesIO(content), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as err:
+            raise self._damaged(key, f"a damaged file ({err})") from err
+        if values.shape != (n_targets,):
+            raise self._damaged(key, f"an array of shape {values.shape}")
         return values
 
+    def _damaged(self, key: str, got: str) -> ValueError:
+        return ValueError(
+            f"expected the outputs of one model in {self._path(key)!r}, got {got}; try deleting "
+            "it, which trains this model again"
+        )
+
     def write(self, key: str, outputs: np.ndarray) -> None:
-        """Store the outputs of a model; renamed into place, so absent or whole."""
+        """Store the outputs of a model; the file is renamed when complete, so never partial."""
         content = io.BytesIO()
         np.save(content, outputs)
         _write_whole(self._path(key), content.getvalue())
@@ -74,29 +92,47 @@ class Records:
 
 
 def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records:
-    """Open or make a store of models that have one spec.
+    """Open the store of models with this spec, or create it.
 
     Raises
     ------
     StoreMismatchError
-        If the store has models of another spec; the field is named.
+        If the store has models of another spec; the message names the field.
     FileExistsError
-        If the place holds something else.
+        If the folder or file holds something else.
+    ValueError
+        If the spec of the store is damaged.
     """
-    place = location(store)
-    fs, path = fsspec.core.url_to_fs(place)
+    url = location(store)
+    fs, path = fsspec.core.url_to_fs(url)
     if fs.exists(f"{path}/{_SPEC}"):
-        found = json.loads(fs.cat_file(f"{path}/{_SPEC}"))
-        what = f"these models and those of the store {place!r}"
-        require_same(spec, found, what=what, names=tuple(spec))
+        what = f"these models and those of the store {url!r}"
+        stored = _read_spec(f"{url}/{_SPEC}", fs.cat_file(f"{path}/{_SPEC}"))
+        require_same(spec, stored, what=what, names=tuple(spec))
     elif fs.exists(path) and not all(n.endswith(".partial") for n in fs.ls(path, detail=False)):
         raise FileExistsError(
-            f"{place!r} exists and is no store of retrained models; needed a new path, or a store "
-            "to resume. Choose another path."
+            f"expected a new path, or a store of retrained models, got {url!r}, which holds "
+            "something else; try another path"
         )
     else:
-        _write_whole(f"{place}/{_SPEC}", json.dumps(spec).encode())
-    return Records(place)
+        _write_whole(f"{url}/{_SPEC}", json.dumps(spec).encode())
+    return Records(url)
+
+
+def _read_spec(url: str, content: bytes) -> dict[str, Any]:
+    try:
+        stored = json.loads(content)
+    except ValueError as err:
+        raise ValueError(
+            f"expected the spec of a store of retrained models in {url!r}, got a damaged file "
+            f"({err}); try another path"
+        ) from err
+    if not isinstance(stored, dict):
+        raise ValueError(
+            f"expected the spec of a store of retrained models in {url!r}, got {shown(stored)}; "
+            "try another path"
+        )
+    return stored
 
 
 def _write_whole(url: str, content: bytes) -> None:

@@ -1,8 +1,8 @@
-"""Removing what the scores call important, against removing as much at random."""
+"""Removal of the samples that scores call important, compared with random removal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from trakdask import arrays
+from trakdask.checks import require_number, shown
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
@@ -20,6 +21,7 @@ from trakdask.evaluate.labels import (
     require_dims,
     require_fraction,
     require_positive,
+    require_seed,
 )
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
 from trakdask.queries import top_k
@@ -45,7 +47,7 @@ def brittleness(
     tag: str | None = None,
     progress: bool = True,
 ) -> xr.Dataset:
-    """Remove the k highest-scoring samples of each target, retrain, and see what flips.
+    """Remove the k highest-scoring samples of each target, retrain, and count flipped predictions.
 
     Parameters
     ----------
@@ -54,26 +56,26 @@ def brittleness(
     scores
         Scores (sample, target).
     ks
-        How many samples to remove.
+        Numbers of samples to remove.
     seeds
         Models per removal, whose outputs are averaged.
     n_random
-        Random removals of each size, to compare with; each serves all targets.
+        Random removals of each size, for comparison; each serves all targets.
     random_seed
-        Of the random removals.
+        Seed of the random removals.
     threshold
-        A prediction is one thing above it and another below; 0 for the margin log p/(1-p).
+        A prediction flips when its output crosses this value; 0 for the margin log p/(1-p).
     confidence
-        Of the intervals.
+        Level of the intervals.
     store, tag, progress
-        As in :func:`retrain`: with a store the models are trained now, and kept.
+        As in :func:`retrain`: with a store the models are trained at once, and stored.
 
     Returns
     -------
     Dataset, lazy unless there is a store:
 
-    - ``output`` (target, k), ``full_output`` (target): without the k samples, and with all;
-    - ``flips`` (target, k): whether they are on different sides of the threshold;
+    - ``output`` (target, k), ``full_output`` (target): trained without the k samples, and with all;
+    - ``flips`` (target, k): whether these two are on different sides of the threshold;
     - ``flip_fraction`` (k) with ``interval`` (bound, k); ``random_flip_fraction`` (k) with
       ``random_interval`` (bound, k): Wilson's, of as many trials as there are targets.
 
@@ -81,15 +83,19 @@ def brittleness(
     ------
     BlockError, StoreMismatchError
         As :func:`retrain`.
+    TypeError
+        If an argument has another type.
     ValueError
-        If scores have other dimensions or ks are not between 1 and the number of samples less 1.
+        If scores have other dimensions or ks are not between 1 and the number of samples minus 1;
+        when computed, if fewer than k scores of a target are not NaN.
 
     Notes
     -----
     Cost: (targets × ks + n_random × ks + 1) × seeds trainings, and one pass over the scores. Select
-    some dozens of targets, in ``scores`` and in ``train_fn``. With a store, what :func:`retrain` or
-    another score has trained already is not trained again. A target that is on the wrong side with
-    all samples is not brought over by removing what helps it: select targets that are right.
+    a few dozen targets, in ``scores`` and in ``train_fn``. With a store, models that
+    :func:`retrain` or an evaluation of other scores has trained already are not trained again. If
+    a target is misclassified with all samples, removing the samples that help it cannot flip it:
+    select targets that are classified correctly.
 
     References
     ----------
@@ -113,9 +119,12 @@ def brittleness(
     """
     scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=_SCORES)
     n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
-    require_fraction(confidence, name="confidence", example="confidence=0.95")
-    counts = _counts(ks, n)
-    ranked = top_k(scores, max(counts)).position.data
+    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
+    threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
+    counts = _counts(
+        [require_positive(k, name="k", example="ks=[10]") for k in _listed(ks, "ks")], n
+    )
+    ranked = _ranked(scores, max(counts))
     names = [f"all but the top {k} of target {t}" for t in range(m) for k in counts]
     models = _Models(train_fn, n, m, seeds, store, tag, progress)
     outputs = models.outputs(ranked, names, counts, n_random, random_seed)
@@ -124,8 +133,8 @@ def brittleness(
         _flips, outputs, len(counts), n_random, threshold, confidence,
         variables={
             "output": ((TARGET, K), shape, "mean over seeds, without the target's top k samples"),
-            "full_output": ((TARGET,), (m,), "mean over seeds, of all samples"),
-            "flips": ((TARGET, K), shape, "output and full_output differ in side"),
+            "full_output": ((TARGET,), (m,), "mean over seeds, trained on all samples"),
+            "flips": ((TARGET, K), shape, "output and full_output are on different sides"),
             "flip_fraction": ((K,), shape[1:], "share of targets that flip"),
             "interval": ((BOUND, K), (2, shape[1]), "of flip_fraction"),
             "random_flip_fraction": ((K,), shape[1:], "the same, k random samples removed"),
@@ -151,7 +160,7 @@ def removal_curve(
     tag: str | None = None,
     progress: bool = True,
 ) -> xr.Dataset:
-    """Remove the most helpful share of the samples, retrain, and see how far outputs fall.
+    """Remove the most helpful share of the samples, retrain, and measure how far outputs fall.
 
     Parameters
     ----------
@@ -166,9 +175,9 @@ def removal_curve(
     seeds, n_random, random_seed
         As in :func:`brittleness`.
     confidence
-        Of the intervals.
+        Level of the intervals.
     store, tag, progress
-        As in :func:`retrain`: with a store the models are trained now, and kept.
+        As in :func:`retrain`: with a store the models are trained at once, and stored.
 
     Returns
     -------
@@ -176,16 +185,19 @@ def removal_curve(
 
     - ``output`` (target, fraction), ``random_output`` (target, fraction), ``full_output``
       (target): means over seeds;
-    - ``mean_output`` (fraction) with ``interval`` (bound, fraction), the same with ``random_``
-      before, and ``mean_full_output``: means over targets. Intervals are Student's over targets,
-      given the trained models.
+    - ``mean_output`` (fraction) with ``interval`` (bound, fraction), ``mean_random_output`` with
+      ``random_interval``, and ``mean_full_output``: means over targets. Intervals are Student's
+      over targets, given the trained models.
 
     Raises
     ------
     BlockError, StoreMismatchError
         As :func:`retrain`.
+    TypeError
+        If an argument has another type.
     ValueError
-        If scores have other dimensions, or fractions are not between 0 and 1.
+        If scores have other dimensions, or fractions are not between 0 and 1; when computed, if too
+        many scores are NaN.
 
     Notes
     -----
@@ -206,12 +218,15 @@ def removal_curve(
     """
     scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=_SCORES)
     n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
-    require_fraction(confidence, name="confidence", example="confidence=0.95")
+    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
     example = "fractions=[0.1, 0.2, 0.5]"
-    shares = [require_fraction(f, name="a fraction", example=example) for f in fractions]
+    shares = [
+        require_fraction(share, name="every fraction", example=example)
+        for share in _listed(fractions, "fractions")
+    ]
     counts = _counts([round(share * n) for share in shares], n)
     mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
-    ranked = top_k(mean, max(counts), largest=helpful).position.data
+    ranked = _ranked(mean, max(counts), largest=helpful)
     kind = "helpful" if helpful else "harmful"
     models = _Models(train_fn, n, m, seeds, store, tag, progress)
     names = [f"all but the {k} most {kind}" for k in counts]
@@ -224,35 +239,63 @@ def removal_curve(
     return models.finished(result.assign_coords(coords))
 
 
-_SCORES = "Pass what td.score returns; average an ensemble with scores.mean('checkpoint')."
+_SCORES = "try the result of td.score, or the mean of an ensemble: scores.mean('checkpoint')"
 
 
 def _curve_variables(m: int, n_counts: int, kind: str) -> dict[str, Any]:
     removals = ("", f"the most {kind} samples removed"), ("random_", "random samples removed")
-    found: dict[str, Any] = {
-        "full_output": ((TARGET,), (m,), "mean over seeds, of all samples"),
+    variables: dict[str, Any] = {
+        "full_output": ((TARGET,), (m,), "mean over seeds, trained on all samples"),
         "mean_full_output": ((), (), "mean of full_output over targets"),
     }
     for prefix, what in removals:
-        found[f"{prefix}output"] = (TARGET, FRACTION), (m, n_counts), f"mean over seeds, {what}"
-        found[f"mean_{prefix}output"] = (FRACTION,), (n_counts,), f"mean over targets, {what}"
-        found[f"{prefix}interval"] = (BOUND, FRACTION), (2, n_counts), f"of mean_{prefix}output"
-    return found
+        variables[f"{prefix}output"] = (TARGET, FRACTION), (m, n_counts), f"mean over seeds, {what}"
+        variables[f"mean_{prefix}output"] = (FRACTION,), (n_counts,), f"mean over targets, {what}"
+        variables[f"{prefix}interval"] = (BOUND, FRACTION), (2, n_counts), f"of mean_{prefix}output"
+    return variables
 
 
-def _counts(ks: Sequence[int], n: int) -> list[int]:
-    counts = [require_positive(k, name="a number of samples to remove", example="10") for k in ks]
-    if not counts or max(counts) >= n:
+def _listed(values: object, name: str) -> list[Any]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"expected a list of numbers for {name}, got {shown(values)}; try {name}=[{values}]"
+        )
+    return list(values)
+
+
+def _counts(counts: list[int], n: int) -> list[int]:
+    if not counts or min(counts) < 1 or max(counts) >= n:
         raise ValueError(
-            f"{counts} samples are to be removed; needed numbers from 1 to {n - 1}, so that some "
-            f"of the {n} samples are left. Type fewer."
+            f"expected to remove 1 to {n - 1} samples, so that some of the {n} samples are left, "
+            f"got the numbers {counts}; try {min(10, n - 1)}"
         )
     return counts
 
 
+def _ranked(scores: xr.DataArray, k: int, *, largest: bool = True) -> da.Array:
+    """Return the positions (ranking, rank) of the first k samples by score."""
+    ranked: da.Array = top_k(scores, k, largest=largest).position.data
+    checked: da.Array = da.map_blocks(
+        _require_ranked, ranked, dtype=ranked.dtype, meta=ranked._meta
+    )
+    return checked
+
+
+def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Reject rankings that NaN scores leave incomplete: fewer samples than k would be removed."""
+    n_ranked = (positions >= 0).sum(axis=1)
+    if len(n_ranked) and n_ranked.min() < (k := positions.shape[1]):
+        raise ValueError(
+            f"expected at least {k} scores that are not NaN for every target, got "
+            f"{n_ranked.min()} for the target at position {n_ranked.argmin()} of its block; try "
+            "fewer samples to remove, or scores without failed targets"
+        )
+    return positions
+
+
 @dataclass(frozen=True)
 class _Models:
-    """How the models of one experiment are trained."""
+    """The models of one experiment."""
 
     train_fn: TrainFn
     n: int
@@ -274,9 +317,10 @@ class _Models:
 
         Models of all samples, without the first of each ranking, without random samples.
         """
-        require_positive(n_random, name="n_random", example="n_random=3")
+        n_random = require_positive(n_random, name="n_random", example="n_random=3")
+        random_seed = require_seed(random_seed, name="random_seed")
         if self.store is not None:
-            ranked = da.from_array(ranked.compute())  # the scores are formed once
+            ranked = da.from_array(ranked.compute())  # so that the scores are computed once
         random = _random_order(self.n, max(counts), n_random, random_seed)
         masks = [
             da.ones((1, self.n), dtype=bool),
@@ -291,12 +335,12 @@ class _Models:
         )  # fmt: skip
 
     def finished(self, result: xr.Dataset) -> xr.Dataset:
-        """Return the lazy result; in memory if its models are."""
+        """Return the result: lazy, unless its models are in a store."""
         return result if self.store is None else result.compute()
 
 
 def _random_order(n: int, k: int, n_random: int, seed: int) -> NDArray[np.int64]:
-    """Positions (draw, rank); a draw is a function of (seed, its index), a smaller k its prefix."""
+    """Return positions (draw, rank): each draw depends on (seed, its index), not on k."""
     return np.stack([np.random.default_rng([seed, i]).permutation(n)[:k] for i in range(n_random)])
 
 
@@ -335,9 +379,9 @@ def _curve(
     outputs: np.ndarray, n_counts: int, n_random: int, confidence: float
 ) -> dict[str, np.ndarray]:
     full, (ranked,), random = _split(outputs, n_counts, n_random)
-    found = {"full_output": full, "mean_full_output": full.mean()}
+    results = {"full_output": full, "mean_full_output": full.mean()}
     for prefix, values in (("", ranked), ("random_", random.mean(axis=0))):
-        found[f"{prefix}output"] = values.T
-        found[f"mean_{prefix}output"] = values.mean(axis=1)
-        found[f"{prefix}interval"] = arrays.intervals.mean_interval(values, confidence)
-    return found
+        results[f"{prefix}output"] = values.T
+        results[f"mean_{prefix}output"] = values.mean(axis=1)
+        results[f"{prefix}interval"] = arrays.intervals.mean_interval(values, confidence)
+    return results

@@ -1,4 +1,4 @@
-"""Models trained on subsets of the samples, one Dask task each, kept in a store."""
+"""Models trained on subsets of the samples, one Dask task each, and stored if wanted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any
 
 import dask
@@ -15,12 +16,15 @@ import xarray as xr
 from dask.base import tokenize
 from numpy.typing import ArrayLike, NDArray
 
+from trakdask.checks import require_integer, shown
 from trakdask.errors import BlockError
 from trakdask.evaluate.labels import (
     SEED,
     SUBSET,
+    as_array,
     coords_along,
     lazy_data,
+    require_bool,
     require_dims,
     require_positive,
 )
@@ -52,24 +56,24 @@ def retrain(
     Parameters
     ----------
     train_fn
-        A function of the positions of the training samples, int64 and rising, and of a seed below
-        2³¹. It trains a model and returns the outputs f of all targets, (target,). The seed is
-        another one for every model: a function of mask and number in ``seeds``.
+        A function of the positions of the training samples, ascending int64, and of a seed below
+        2³¹. It trains a model and returns the outputs f of all targets, (target,), without NaN.
+        Every model gets another seed: a function of its mask and its number in ``seeds``.
     masks
         Which samples to train on, bool (subset, sample), of :func:`subsets` or
         :func:`leave_one_out`.
     targets
-        How many outputs ``train_fn`` returns, or the scores (sample, target), whose target coords
-        the outputs are to carry.
+        Number of outputs that ``train_fn`` returns, or the scores (sample, target), whose target
+        coords are copied to the outputs.
     seeds
-        Models per subset, or their numbers. Two or more show how much of an output is noise; see
-        ``ceiling`` of :func:`lds`.
+        Number of models per subset, or a list of seed numbers. Two or more show how much of an
+        output is noise; see ``ceiling`` of :func:`lds`.
     store
-        Folder or fsspec URL that all workers reach. With it the models are trained now, on the
-        active Dask client or on threads, and each is kept when it is completed: calling again
-        trains only what is missing, and so does a call with more subsets or seeds.
+        Folder or fsspec URL that all workers reach. With it the models are trained at once, on the
+        active Dask client or on threads, and the outputs of each are stored when it is completed:
+        calling again trains only what is missing, and so does a call with more subsets or seeds.
     tag
-        What the store knows ``train_fn`` by: its qualified name unless given. The code of the
+        Identifies ``train_fn`` in the store; its qualified name by default. The code of the
         function is not compared; change the tag when it trains differently.
     progress
         Show a bar of completed models while the store is filled.
@@ -84,16 +88,18 @@ def retrain(
     StoreMismatchError
         If the store holds models of another tag, number of samples or of targets.
     BlockError
-        When trained: if ``train_fn`` fails or returns another number of outputs. It names subset
-        and seed.
+        When trained: if ``train_fn`` raises, or does not return one finite or infinite number per
+        target. It names subset and seed.
+    TypeError
+        If an argument has another type.
     ValueError
-        If masks have other dimensions or are not bool, or options make no sense.
+        If masks have other dimensions or are not bool, or an option is out of range.
 
     Notes
     -----
     One process trains one model at a time, so that ``train_fn`` may seed global generators, as
-    ``torch.manual_seed`` does; parallel training takes a cluster of processes. Data that
-    ``train_fn`` uses travel with it, once to each worker: let it read what is large.
+    ``torch.manual_seed`` does; parallel training needs a cluster of processes. Data that
+    ``train_fn`` uses are sent with it, once to each worker: let it read large data from files.
 
     Examples
     --------
@@ -113,10 +119,9 @@ def retrain(
     True
     """
     masks = require_dims(
-        masks, (SUBSET, SAMPLE), name="masks", remedy="Type td.evaluate.subsets(samples, 100)."
+        masks, (SUBSET, SAMPLE), name="masks", remedy="try td.evaluate.subsets(samples, 100)"
     )
-    if masks.dtype != bool:
-        raise ValueError(f"masks are {masks.dtype}; needed bool. Type masks.astype(bool).")
+    require_bool(masks, "masks")
     n_targets, coords = _targets(targets)
     coords |= coords_along(masks, SUBSET) | {SEED: _seed_numbers(seeds)}
     names = [f"subset {index}" for index in range(masks.sizes[SUBSET])]
@@ -135,19 +140,22 @@ def _targets(targets: int | xr.DataArray) -> tuple[int, dict[Any, Any]]:
         return require_positive(targets, name="targets", example="targets=len(test_labels)"), {}
     if TARGET not in targets.dims:
         raise ValueError(
-            f"targets is a DataArray {targets.dims}; needed scores with 'target'. Pass the scores "
-            "of td.score, or the number of targets."
+            f"expected targets with the dimension 'target', got {tuple(map(str, targets.dims))}; "
+            "try the result of td.score, or the number of targets"
         )
     return targets.sizes[TARGET], coords_along(targets, TARGET)
 
 
-def _seed_numbers(seeds: Seeds) -> NDArray[np.int64]:
-    """Return the numbers of the seeds: 0, 1, ... if their count is given."""
-    numbers = np.arange(seeds) if isinstance(seeds, (int, np.integer)) else np.asarray(seeds)
+def _seed_numbers(seeds: object) -> NDArray[np.int64]:
+    """Return the seed numbers: 0, 1, ... if only their count is given."""
+    if isinstance(seeds, str) or not isinstance(seeds, (Sequence, np.ndarray)):
+        return np.arange(require_integer("seeds", seeds, 1, 2**20, remedy="try seeds=3"))
+    numbers = as_array(seeds, name="seeds", remedy="try seeds=3")
     is_whole = numbers.ndim == 1 and numbers.dtype.kind in "iu" and len(numbers)
-    if isinstance(seeds, bool) or not is_whole or len(set(numbers.tolist())) < len(numbers):
+    if not is_whole or len(set(numbers.tolist())) < len(numbers):
         raise ValueError(
-            f"seeds are {seeds!r}; needed an integer >= 1, or different integers. Type seeds=3."
+            f"expected seeds to be an integer >= 1, or different integers, got {shown(seeds)}; try "
+            "seeds=3"
         )
     return numbers.astype(np.int64)
 
@@ -165,13 +173,9 @@ def train_models(
 ) -> da.Array | np.ndarray:
     """Return outputs (model, seed, target) of masks (model, sample): lazy without a store.
 
-    ``names`` say in errors which model it was.
+    ``names`` identify the models in errors.
     """
-    if not callable(train_fn):
-        raise TypeError(
-            f"train_fn is a {type(train_fn).__name__}; needed a function of (positions, seed). "
-            "Type def train(positions, seed): ..., and pass train."
-        )
+    _require_options(train_fn, store, tag)
     numbers = _seed_numbers(seeds)
     if store is None:
         return _lazy_outputs(train_fn, masks, names, numbers, n_targets, None)
@@ -186,18 +190,32 @@ def train_models(
     return np.asarray(outputs)
 
 
+def _require_options(train_fn: object, store: object, tag: object) -> None:
+    if not callable(train_fn):
+        raise TypeError(
+            f"expected train_fn to be a function of (positions, seed), got {shown(train_fn)}; try "
+            "def train(positions, seed): ..., and pass train"
+        )
+    if not isinstance(store, (str, os.PathLike, NoneType)):
+        raise TypeError(
+            f"expected store to be a path or URL, got {shown(store)}; try store='models'"
+        )
+    if not isinstance(tag, (str, NoneType)):
+        raise TypeError(f"expected tag to be a text, got {shown(tag)}; try tag='resnet, 20 epochs'")
+
+
 def _tag(train_fn: TrainFn) -> str:
     name: str | None = getattr(train_fn, "__qualname__", None)
     if name is None or "<lambda>" in name:
         raise ValueError(
-            f"train_fn is {train_fn!r}, which has no name of its own; needed one that the store "
-            "knows it by. Type tag='resnet, 20 epochs'."
+            f"expected train_fn with a name that identifies it in the store, got "
+            f"{shown(train_fn)}; try tag='resnet, 20 epochs'"
         )
     return name
 
 
 def _keys(masks: da.Array, seeds: NDArray[np.int64]) -> set[str]:
-    """Name all models, without holding all masks."""
+    """Return the names of all models, without holding all masks in memory."""
     rows = masks.rechunk({1: -1})
     keys = da.map_blocks(
         functools.partial(_keys_of_rows, seeds=seeds), rows,
@@ -224,7 +242,7 @@ def _lazy_outputs(
     n_targets: int,
     records: Records | None,
 ) -> da.Array:
-    """Build the graph: one task per (mask, seed); the function is a node, sent to a worker once."""
+    """Build the graph: one task per (mask, seed); each worker receives the function once."""
     token = tokenize(train_fn, masks.name, names, seeds, n_targets, records)
     function = dask.delayed(train_fn, name=f"train-fn-{token}", traverse=False)
     outputs: da.Array = da.blockwise(
@@ -247,10 +265,10 @@ def _train_block(
     *,
     train_fn: TrainFn,
 ) -> NDArray[np.float64]:
-    """Read the outputs of one model, or train it and write them."""
+    """Read the outputs of one model, or train it and store them."""
     (mask,), (name,), seed = masks, names, int(seeds[0])
     key = model_key(mask, seed)
-    outputs = None if records is None else records.read(key)
+    outputs = None if records is None else records.read(key, n_targets)
     if outputs is None:
         try:
             outputs = _train(train_fn, np.flatnonzero(mask), key, n_targets)
@@ -268,10 +286,23 @@ def _train(
     train_fn: TrainFn, positions: NDArray[np.int64], key: str, n_targets: int
 ) -> NDArray[np.float64]:
     with _one_at_a_time:
-        outputs = np.asarray(train_fn(positions, int(key[:8], 16) >> 1), np.float64)
+        returned = train_fn(positions, int(key[:8], 16) >> 1)
+    remedy = "try returning the outputs of all targets, as a NumPy array"
+    try:
+        outputs = np.asarray(returned, np.float64)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise TypeError(
+            f"expected train_fn to return numbers, got {shown(returned)} ({err}); {remedy}"
+        ) from err
     if outputs.shape != (n_targets,):
         raise ValueError(
-            f"train_fn returned an array of shape {outputs.shape}; needed one output per target, "
-            f"({n_targets},). Return the outputs of all targets, and nothing else."
+            f"expected train_fn to return one output per target, ({n_targets},), got an array of "
+            f"shape {outputs.shape}; {remedy}"
+        )
+    if (unknown := np.flatnonzero(np.isnan(outputs))).size:
+        raise ValueError(
+            f"expected train_fn to return numbers, got NaN for {unknown.size} of {n_targets} "
+            f"targets, the first at target {unknown[0]}; try a lower learning rate if training "
+            "diverged"
         )
     return outputs

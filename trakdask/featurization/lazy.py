@@ -19,11 +19,13 @@ from trakdask._version import __version__
 from trakdask.featurization.block import Block, Job, featurize_block
 from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
+from trakdask.featurization.memory import largest_memory
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.operations import count_operations
 from trakdask.projection import Projector, Rademacher, RowMap
+from trakdask.projection.memory import require_block_fits
 from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
@@ -111,9 +113,10 @@ def featurize(
     Raises
     ------
     ValueError
-        If the samples lack a variable that the task needs, or an option does not make sense. When
-        computed, :class:`BlockError` names samples and checkpoint of whatever failed, and any
-        sample whose gradient is not finite.
+        If the samples lack a variable that the task needs, an option does not make sense, or the
+        features of one block cannot fit in the memory of a worker. When computed,
+        :class:`BlockError` names samples and checkpoint of whatever failed, and any sample whose
+        gradient is not finite.
 
     Notes
     -----
@@ -167,6 +170,8 @@ def featurize(
         engine, reason = choose_engine(model.skeleton(), model.task, row_map.names)
     _log.info("gradients by %s: %s", engine, reason)
     inputs = _inputs(samples, model)
+    block = max(next(iter(inputs.values())).chunks[0])
+    require_block_fits(projector, row_map.n_rows, block, largest_memory())
     sizes = {name: row_map.size(name) for name in row_map.names}
     held = elements_at_once(engine, model.skeleton(), sizes)
     size = _batch_size(batch_size, engine, held)

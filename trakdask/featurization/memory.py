@@ -13,8 +13,9 @@ from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
 from trakdask.models.tasks import Batch, Forward, Task
+from trakdask.scheduling import active_client
 
-__all__ = ["activation_bytes", "available_bytes", "on_worker"]
+__all__ = ["activation_bytes", "available_bytes", "largest_memory", "on_worker"]
 
 _CPU = torch.device("cpu")
 
@@ -57,6 +58,19 @@ def available_bytes(device: torch.device = _CPU) -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         limit = free + kept  # torch keeps what it has freed
     return int(limit // n_threads)
+
+
+def largest_memory() -> float:
+    """Return the bytes of the largest worker of the active client, or those of this machine.
+
+    Infinite where the active client has no workers yet, or one without a limit.
+    """
+    client = active_client()
+    if client is None:
+        return float(MEMORY_LIMIT)
+    workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    limits = [worker["memory_limit"] for worker in workers.values()]
+    return float(max(limits)) if limits and all(limits) else math.inf
 
 
 def on_worker() -> bool:

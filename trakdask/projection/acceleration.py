@@ -1,4 +1,4 @@
-"""What replaces numpy, faster and never different: numba where it is installed, and GPUs.
+"""Faster replacements of numpy with the same results: numba where it is installed, and GPUs.
 
 ``TRAKDASK_NUMBA=0`` in the environment turns numba off.
 """
@@ -19,13 +19,14 @@ def compiled(name: str) -> Any:
     Notes
     -----
     The first call in a process imports numba; the first use of a kernel on a machine compiles it,
-    for seconds, and keeps the machine code on disk. Kernels release the GIL and start no threads.
+    which takes seconds, and caches the machine code on disk. Kernels release the GIL and
+    start no threads.
     """
     return _load(name) if os.environ.get("TRAKDASK_NUMBA", "1") != "0" else None
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Tell whether a tensor is on an NVIDIA GPU, where the kernels of CUDA are for it."""
+    """Return whether a tensor is on an NVIDIA GPU, where the CUDA kernels can run."""
     return tensor.device.type == "cuda"
 
 
@@ -33,6 +34,6 @@ def on_gpu(tensor: Tensor) -> bool:
 def _load(name: str) -> Any:
     try:
         importlib.import_module("numba")  # optional, and its import takes most of a second
-    except ImportError:  # also what a numba that does not know this numpy raises
+    except ImportError:  # also raised by a numba that does not support this numpy
         return None
     return importlib.import_module(f"trakdask.projection.compiled.{name}")

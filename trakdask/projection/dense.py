@@ -1,6 +1,6 @@
 """Dense products on a CPU: entries from counters, exact integer sums, float64 over row blocks.
 
-There are three ways to the same bits; the fastest that a machine has is measured once in a process.
+Three implementations give the same bits; the fastest one on a machine is measured once per process.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def accumulate_rademacher(
     Notes
     -----
     Exactness: the product of the quantised block is exact, so it does not depend on the batch, on
-    tiles, on threads or on the way taken; ``out`` sees one float64 addition per block.
-    Cost: see :func:`~trakdask.projection.lookup.accumulate_by_lookup`, taken where numba is
+    tiles, on threads or on the implementation; ``out`` sees one float64 addition per block.
+    Cost: see :func:`~trakdask.projection.lookup.accumulate_by_lookup`, which is used if numba is
     installed, the processor has AVX-512 and it is faster, and :func:`accumulate_by_matmul`.
     """
     accumulate = accumulate_by_lookup if lookup_is_faster() else accumulate_by_matmul
@@ -76,7 +76,7 @@ def accumulate_by_matmul(
     Notes
     -----
     Cost: 2 * n_digits * B * rows * width integer operations, and rows * width random bits,
-    which are never held at once: buffers are about 12 MB plus n_digits * B * rows bytes plus
+    which are never held all at once: buffers are about 12 MB plus n_digits * B * rows bytes plus
     16 KB * (1 + n_digits) * B.
     """
     quantized = quantize_block(block, n_digits, _scratch)
@@ -93,7 +93,7 @@ def accumulate_by_matmul(
 
 
 def lookup_is_faster() -> bool:
-    """Tell whether table lookup beats the matrix product here, by one measurement per process."""
+    """Return whether table lookup is faster here than the product, measured once per process."""
     return lookup_is_available() and _lookup_wins()
 
 
@@ -126,9 +126,9 @@ def integer_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
 
     Notes
     -----
-    Exactness: both ways are exact, since a float32 holds every sum: at most 128 * 16384 = 2**21, or
-    128 * 127 * 1024 < 2**24. The choice, made once per process by :func:`int8_matmul_is_usable`,
-    changes the speed only.
+    Exactness: both implementations are exact, since a float32 holds every sum: at most
+    128 * 16384 = 2**21, or 128 * 127 * 1024 < 2**24. The choice, made once per process by
+    :func:`int8_matmul_is_usable`, changes the speed only.
     """
     product = _int8_product if int8_matmul_is_usable() else _float32_product
     product(bits, digits, out)
@@ -136,7 +136,7 @@ def integer_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
 
 @cache
 def int8_matmul_is_usable() -> bool:
-    """Tell whether this torch multiplies int8 matrices exactly and faster than float32 ones."""
+    """Return whether this torch multiplies int8 matrices exactly, and faster than float32 ones."""
     try:
         exact = all(_int8_is_exact(shape) for shape in [(1, 1, 128), (3, 2, 384), (33, 65, 2048)])
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
@@ -159,7 +159,7 @@ def _probe_operands(n: int, m: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     # Fixed operands: the probe must not touch torch's global generator.
     bits = (torch.arange(n * k) * 7 % 11 % 2).to(torch.int8).view(n, k)
     digits = (torch.arange(m * k) * 97 % 256 - 128).to(torch.int8).view(m, k)
-    # Processors without VNNI add two products in 16 bits, which these do not fit: wrong, silently.
+    # Processors without VNNI add two products in 16 bits; these sums overflow there, silently.
     bits[0], bits[-1], digits[0] = 127, 1, -128
     return bits, digits, torch.empty(n, m, dtype=torch.int32)
 
@@ -171,7 +171,7 @@ def _int8_is_exact(shape: tuple[int, int, int]) -> bool:
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """Return the shortest of a few runs: other work on the machine must not decide."""
+    """Return the duration of the fastest of a few runs, least affected by other work."""
     durations = []
     for _ in range(4):
         start = time.perf_counter()

@@ -1,20 +1,15 @@
-"""The matrix of the ``fast_jl`` extension, for features that must agree with those of traker."""
+"""The matrix of the ``fast_jl`` extension, for features that agree with those of traker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trakdask.projection.protocol import (
-    DEFINITION_VERSION,
-    Cost,
-    Projector,
-    check_integer,
-)
+from trakdask.projection.protocol import Cost, Projector, allowed
 
 _COLUMN_STEP = 512
 _BATCHES = (8, 16, 32)
@@ -26,7 +21,7 @@ _SEED_STEP = 10**4  # per checkpoint, as in traker
 class FastJL(Projector):
     """Project with the matrix of ``fast_jl``, the CUDA extension of the TRAK package.
 
-    For those who need the very features of ``traker.projectors.CudaProjector``, up to a factor.
+    Use it to reproduce the features of ``traker.projectors.CudaProjector``, up to a factor.
     Otherwise :class:`~trakdask.projection.rademacher.Rademacher` is the better choice: its matrix
     does not depend on the GPU, and it runs without one.
 
@@ -41,19 +36,19 @@ class FastJL(Projector):
         ``"rademacher"`` or ``"normal"``.
     num_sms
         Number of streaming multiprocessors of the GPU, which the matrix depends on; that of this
-        machine's GPU unless given. A GPU with another number is refused.
+        machine's GPU unless given. GPUs with another number raise an error.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
-    All rows go at once: 4 bytes per sample and parameter on the GPU. ``fast_jl`` rounds gradients
-    to float16 (larger than 65504 becomes NaN here, smaller than 6e-8 zero) and takes 8, 16 or 32
-    samples; others are padded with zeros. Has not run with the extension itself yet: its calls are
-    those of traker 0.3.2, tested with a stand-in.
+    All rows are projected at once: 4 bytes per sample and parameter on the GPU. ``fast_jl`` rounds
+    gradients to float16 (larger than 65504 becomes NaN here, smaller than 6e-8 zero) and takes 8,
+    16 or 32 samples; smaller batches are padded with zeros. Not yet run with the extension itself:
+    its calls are those of traker 0.3.2, tested with a substitute.
 
     References
     ----------
@@ -65,50 +60,29 @@ class FastJL(Projector):
     2048
     """
 
-    proj_dim: int = 2048
-    seed: int = 0
-    entries: str = "rademacher"
-    num_sms: int | None = None
-
-    row_alignment: ClassVar[int] = 1
+    kind: ClassVar[str] = "fast_jl"
     takes_all_rows: ClassVar[bool] = True
 
+    proj_dim: int = field(default=2048, metadata=allowed(range(_COLUMN_STEP, 2**31), 2048))
+    seed: int = field(default=0, metadata=allowed(range(2**31), 0))
+    entries: str = field(
+        default="rademacher", metadata=allowed(("rademacher", "normal"), "rademacher")
+    )
+    num_sms: int | None = field(default=None, metadata=allowed(range(1, 2**16), 132))
+
     def __post_init__(self) -> None:
-        check_integer("proj_dim", self.proj_dim, _COLUMN_STEP, 2**31, "proj_dim=2048")
-        check_integer("seed", self.seed, 0, 2**31, "seed=0")
-        if self.proj_dim % _COLUMN_STEP:
-            raise ValueError(
-                f"proj_dim is {self.proj_dim}; fast_jl needs a multiple of {_COLUMN_STEP}. "
-                f"Use proj_dim={-(-self.proj_dim // _COLUMN_STEP) * _COLUMN_STEP}."
-            )
-        if self.entries not in ("rademacher", "normal"):
-            raise ValueError(
-                f"entries is {self.entries!r}; it must be 'rademacher' or 'normal'. "
-                "Use entries='rademacher'."
-            )
         if self.num_sms is None:
             object.__setattr__(self, "num_sms", _num_sms_here())
-        check_integer("num_sms", self.num_sms, 1, 2**16, "num_sms=132")
-
-    def width(self, n_rows: int) -> int:
-        """Return ``proj_dim``."""
-        return self.proj_dim
+        super().__post_init__()
+        if self.proj_dim % _COLUMN_STEP:
+            raise ValueError(
+                f"expected proj_dim to be a multiple of {_COLUMN_STEP}, got {self.proj_dim}; try "
+                f"proj_dim={-(-self.proj_dim // _COLUMN_STEP) * _COLUMN_STEP}"
+            )
 
     def scale(self, n_rows: int) -> float:
         """Return ``proj_dim**-0.5``, which makes feature products estimate gradient products."""
         return float(self.proj_dim**-0.5)
-
-    def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely."""
-        return {
-            "kind": "fast_jl",
-            "proj_dim": self.proj_dim,
-            "seed": self.seed,
-            "entries": self.entries,
-            "num_sms": self.num_sms,
-            "row_alignment": self.row_alignment,
-            "definition": DEFINITION_VERSION,
-        }
 
     def cost(self, n_rows: int) -> Cost:
         """Return what projecting gradients of ``n_rows`` elements takes."""
@@ -117,7 +91,7 @@ class FastJL(Projector):
             random_bits=n_rows * self.proj_dim * (1 if self.entries == "rademacher" else 16),
             buffer_bytes=512 * 4 * n_rows,
             rounding_error=2.0**-12,  # of float16
-            product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
+            product_error=self._product_error(),
         )
 
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
@@ -139,8 +113,8 @@ class FastJL(Projector):
         self._require_device(block)
         if block.shape[1] > _MOST_ROWS:
             raise ValueError(
-                f"gradients have {block.shape[1]} elements; fast_jl can address at most 2**27. "
-                f"Use td.Rademacher(proj_dim={self.proj_dim})."
+                "expected gradients of at most 2**27 elements, which fast_jl can address, got "
+                f"{block.shape[1]}; try td.Rademacher(proj_dim={self.proj_dim})"
             )
         seed = (self.seed + _SEED_STEP * checkpoint) % 2**31
         for first in range(0, len(block), _BATCHES[-1]):
@@ -148,22 +122,22 @@ class FastJL(Projector):
             size = next(size for size in _BATCHES if len(part) <= size)
             project = getattr(_extension(), f"project_{self.entries}_{size}")
             padded = pad(part.float(), (0, 0, 0, size - len(part))).contiguous()
-            found = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
-            found.masked_fill_(~found.isfinite().all(1, keepdim=True), torch.nan)
-            out[first : first + len(part)] += found
+            sums = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
+            sums.masked_fill_(~sums.isfinite().all(1, keepdim=True), torch.nan)
+            out[first : first + len(part)] += sums
 
     def _require_device(self, block: Tensor) -> None:
         if block.device.type != "cuda":
             raise RuntimeError(
-                f"gradients are on {block.device}; fast_jl needs an NVIDIA GPU. "
-                f"Type device='cuda', or td.Rademacher(proj_dim={self.proj_dim})."
+                f"expected gradients on an NVIDIA GPU, where fast_jl runs, got {block.device}; try "
+                f"device='cuda', or td.Rademacher(proj_dim={self.proj_dim})"
             )
         found = _num_sms(block.device)
         if found != self.num_sms:
             raise RuntimeError(
-                f"this GPU has {found} multiprocessors; the features need the matrix of one with "
-                f"{self.num_sms}, and fast_jl draws another for each number. Use the same GPU for "
-                f"all features, or td.Rademacher(proj_dim={self.proj_dim})."
+                f"expected a GPU with {self.num_sms} multiprocessors, since the matrix of fast_jl "
+                f"depends on their number, got {found}; try the same kind of GPU for all features, "
+                f"or td.Rademacher(proj_dim={self.proj_dim})"
             )
 
 
@@ -175,8 +149,8 @@ def _num_sms(device: torch.device) -> int:
 def _num_sms_here() -> int:
     if not torch.cuda.is_available():
         raise ValueError(
-            "num_sms is not given and there is no GPU here; the matrix of fast_jl depends on the "
-            "number of multiprocessors. Type num_sms=132 for an H100 SXM."
+            "expected num_sms, since the matrix of fast_jl depends on the number of "
+            "multiprocessors, got None on a machine without a GPU; try num_sms=132 for an H100 SXM"
         )
     return _num_sms(torch.device("cuda"))
 
@@ -186,7 +160,7 @@ def _extension() -> Any:
         import fast_jl  # optional, and built for one machine
     except ImportError as err:
         raise ImportError(
-            "fast_jl cannot be imported; td.FastJL needs it. Type pip install 'trakdask[fast-jl]' "
-            f"(it needs nvcc), or use td.Rademacher. ({err})"
+            f"expected the package fast_jl for td.FastJL, got an import error ({err}); try pip "
+            "install 'trakdask[fast-jl]' (it needs nvcc), or td.Rademacher"
         ) from err
     return fast_jl

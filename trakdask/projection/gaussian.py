@@ -15,27 +15,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.projection.cuda import GpuProjector, Kernels
+from trakdask.projection.cuda import Kernels
 from trakdask.projection.cuda import dense as dense_on_gpu
 from trakdask.projection.dense import digit_sum, integer_matmul
+from trakdask.projection.dense_projector import DenseProjector
 from trakdask.projection.philox import BYTES_PER_COUNTER, STREAM_NORMAL
-from trakdask.projection.protocol import (
-    ARITHMETIC,
-    DEFINITION_VERSION,
-    ROUNDING_ERROR,
-    Cost,
-    check_arithmetic,
-    check_integer,
-)
 from trakdask.projection.quantize import QuantizedBlock, Scratch, quantize_block
-from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK
+from trakdask.projection.rows import ROW_BLOCK
 from trakdask.projection.words import fill_words
 
 # fmt: off
@@ -69,14 +62,14 @@ _scratch = Scratch()
 
 
 @dataclass(frozen=True)
-class Gaussian(GpuProjector):
+class Gaussian(DenseProjector):
     """Project with a dense matrix of normal numbers, quantised to 8 bits.
 
     An entry of the matrix P is one of 256 integers, a pure function of (seed, checkpoint, row,
     column); a feature is ``(proj_dim * VARIANCE)**-0.5 * P.T @ gradient``. A smaller ``proj_dim``
     is a prefix of a larger one, up to that factor.
 
-    It is here to be compared with packages that draw normal matrices:
+    It exists for comparison with packages that draw normal matrices:
     :class:`~trakdask.projection.rademacher.Rademacher` is faster, as it draws 1 bit per entry and
     not 8, and its error is never larger.
 
@@ -93,14 +86,14 @@ class Gaussian(GpuProjector):
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
     Exactness: products are sums of integers, hence bitwise independent of batch, tile and thread
     count; the rounding of the gradients to digits is the only error, as large as with
     :class:`~trakdask.projection.rademacher.Rademacher`. The quantised normal is the definition of
-    P, no approximation to it.
+    P, not an approximation to it.
 
     Variance: for entries of variance 1 and fourth moment k, the variance of φ·φ' for gradients g
     and g' is (|g|²|g'|² + (g·g')² + (k - 3) Σ g_i² g'_i²) / proj_dim. Random signs have k = 1, the
@@ -118,62 +111,29 @@ class Gaussian(GpuProjector):
     512
     """
 
-    proj_dim: int = 2048
-    seed: int = 0
-    arithmetic: str = "int8x2"
-
-    row_alignment: ClassVar[int] = ROW_ALIGNMENT
-
-    def __post_init__(self) -> None:
-        check_integer("proj_dim", self.proj_dim, 1, 2**32, "proj_dim=2048")
-        check_integer("seed", self.seed, 0, 2**64, "seed=0")
-        check_arithmetic(self.arithmetic)
-
-    def width(self, n_rows: int) -> int:
-        """Return ``proj_dim``."""
-        return self.proj_dim
+    kind: ClassVar[str] = "gaussian"
+    bits_per_entry: ClassVar[int] = 8
 
     def scale(self, n_rows: int) -> float:
         """Return the factor that makes feature products estimate gradient products."""
         return float((self.proj_dim * VARIANCE) ** -0.5)
 
-    def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely."""
-        return {
-            "kind": "gaussian",
-            "proj_dim": self.proj_dim,
-            "seed": self.seed,
-            "arithmetic": self.arithmetic,
-            "row_alignment": self.row_alignment,
-            "row_block": ROW_BLOCK,
-            "definition": DEFINITION_VERSION,
-        }
-
-    def cost(self, n_rows: int) -> Cost:
-        """Return what projecting gradients of ``n_rows`` elements takes."""
-        entries, n_digits = n_rows * self.proj_dim, ARITHMETIC[self.arithmetic]
-        return Cost(
-            operations=2 * n_digits * entries,
-            random_bits=8 * entries,
-            buffer_bytes=_buffer_bytes(n_digits),
-            rounding_error=ROUNDING_ERROR[self.arithmetic],
-            # The worst case is a gradient with itself, spread over many rows, since k < 3.
-            product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
-        )
+    def _buffer_bytes(self) -> int:
+        return _buffer_bytes(self.n_digits)
 
     def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``, by way of the CPU.
+        """Add the projection of one row block to ``out``, both on the CPU.
 
         Notes
         -----
         Cost: 2 * n_digits * B * rows * proj_dim integer operations and 8 * rows * proj_dim random
-        bits, never held at once.
+        bits, which are never held all at once.
         """
-        quantized = quantize_block(block.cpu(), ARITHMETIC[self.arithmetic], _scratch)
+        quantized = quantize_block(block, self.n_digits, _scratch)
         for column in range(0, self.proj_dim, _COLUMN_TILE):
             n_cols = min(_COLUMN_TILE, self.proj_dim - column)
             sums = _tile_product(quantized, row_offset, column, n_cols, self.seed, checkpoint)
-            out[:, column : column + n_cols].add_(sums.T.to(out.device))
+            out[:, column : column + n_cols].add_(sums.T)
 
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
@@ -190,7 +150,7 @@ class Gaussian(GpuProjector):
             row_offset,
             seed=self.seed,
             checkpoint=checkpoint,
-            n_digits=ARITHMETIC[self.arithmetic],
+            n_digits=self.n_digits,
             table=_table_on(rows.device),
             out=out,
         )

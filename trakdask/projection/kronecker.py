@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,7 @@ from trakdask.projection.philox import (
     STREAM_KRONECKER_RIGHT,
     STREAM_RADEMACHER,
 )
-from trakdask.projection.protocol import (
-    DEFINITION_VERSION,
-    ROUNDING_ERROR,
-    Cost,
-    Projector,
-    check_integer,
-)
+from trakdask.projection.protocol import ROUNDING_ERROR, Cost, Projector, allowed
 from trakdask.projection.quantize import FRACTION_BITS, Scratch, quantize_integers
 from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 from trakdask.projection.words import fill_words
@@ -68,7 +62,7 @@ class Kronecker(Projector):
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
@@ -89,11 +83,11 @@ class Kronecker(Projector):
     bound for factors that are the same. The dense value is approached as the rank of G and G' grows
     beyond left and right; the gradient of a parameter of shape (1, n) always has rank one.
 
-    Layers are summed, not set side by side as in LoGra: features have left * right columns whatever
-    the model. The variance is no larger at the same total width for gradients that are spread over
-    the layers alike: (Σ x_l)² <= n_layers * Σ x_l², where x_l is what layer l has of the squared
-    norm. Unlike in LoGra, gradients are formed first; activations are not projected before the
-    outer product.
+    Layers are summed, not set side by side as in LoGra: features have left * right columns for
+    every model. At the same total width the variance is no larger for gradients that are spread
+    evenly over the layers: (Σ x_l)² <= n_layers * Σ x_l², where x_l is the share of layer l in the
+    squared norm. Unlike in LoGra, gradients are formed first; activations are not projected before
+    the outer product.
 
     Exactness: gradients are rounded to 14 bits per (sample, 16384-row block); the sums of a block
     are exact, hence bitwise independent of batch, tile, tensor split and thread count.
@@ -109,17 +103,14 @@ class Kronecker(Projector):
     2048
     """
 
-    left: int = 64
-    right: int = 64
-    seed: int = 0
-    _row_map: RowMap | None = field(default=None, init=False, repr=False)
-
+    kind: ClassVar[str] = "kronecker"
     row_alignment: ClassVar[int] = ROW_ALIGNMENT
+    rounds_row_blocks: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_integer("left", self.left, 1, 2**16, "left=64")
-        check_integer("right", self.right, 1, 2**16, "right=64")
-        check_integer("seed", self.seed, 0, 2**64, "seed=0")
+    left: int = field(default=64, metadata=allowed(range(1, 2**16), 64))
+    right: int = field(default=64, metadata=allowed(range(1, 2**16), 64))
+    seed: int = field(default=0, metadata=allowed(range(2**64), 0))
+    _row_map: RowMap | None = field(default=None, init=False, repr=False)
 
     def width(self, n_rows: int) -> int:
         """Return ``left * right``."""
@@ -128,18 +119,6 @@ class Kronecker(Projector):
     def scale(self, n_rows: int) -> float:
         """Return ``(left * right)**-0.5``, so that feature products estimate gradient products."""
         return float((self.left * self.right) ** -0.5)
-
-    def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely, given the row map."""
-        return {
-            "kind": "kronecker",
-            "left": self.left,
-            "right": self.right,
-            "seed": self.seed,
-            "row_alignment": self.row_alignment,
-            "row_block": ROW_BLOCK,
-            "definition": DEFINITION_VERSION,
-        }
 
     def cost(self, n_rows: int) -> Cost:
         """Return what projecting gradients of ``n_rows`` elements takes.
@@ -173,7 +152,7 @@ class Kronecker(Projector):
         size = math.prod(shape)
         if len(shape) < 2 or not size:
             return size * self.left * self.right
-        # L is drawn in parts, R for every block anew.
+        # L is drawn in parts, R again for every block.
         return self.left * shape[0] + self.right * (size // shape[0]) * -(-size // ROW_BLOCK)
 
     def bind(self, row_map: RowMap) -> Self:
@@ -195,7 +174,7 @@ class Kronecker(Projector):
         Cost: for a part of m x n elements of a matrix, per sample: 4 * m * n * right integer and
         2 * m * left * right float64 operations, or the same with the sides exchanged, whichever is
         less; for a vector 4 * n * left * right integer operations. Working memory is at most about
-        64 MB, whatever the batch and the width. A block on another device is copied to the CPU,
+        64 MB for every batch and width. A block on another device is copied to the CPU,
         multiplied there, and the sums copied back.
         """
         parts = list(self._parts(row_offset, row_offset + block.shape[1]))
@@ -215,8 +194,8 @@ class Kronecker(Projector):
         """Cut the rows [first, last) of the row map into parameters, padding left out."""
         if (row_map := self._row_map) is None:
             raise ValueError(
-                f"{self} is not bound to a row map; projecting needs the shapes of the parameters. "
-                "Use projector.bind(row_map)."
+                f"expected a projector that is bound to a row map, since it needs the shapes of "
+                f"the parameters, got {self}; try projector.bind(row_map)"
             )
         offsets, shapes = row_map.offsets, row_map.shapes
         for i in range(max(0, bisect_right(offsets, first) - 1), bisect_right(offsets, last - 1)):
@@ -314,7 +293,7 @@ class _Tile:
 
 
 def _right_first(n_rows: int, n_columns: int, left: int, right: int) -> bool:
-    """Tell whether multiplying with R first takes fewer operations."""
+    """Return whether multiplying with R first takes fewer operations."""
     return n_rows * right * (n_columns + left) <= n_columns * left * (n_rows + right)
 
 

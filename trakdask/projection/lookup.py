@@ -1,4 +1,4 @@
-"""The Rademacher product by table lookup, where numba and the processor can do it."""
+"""The Rademacher product by table lookup, where numba and the processor support it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _scratch = Scratch()
 
 
 def lookup_is_available() -> bool:
-    """Tell whether the kernel can run here."""
+    """Return whether the kernel can run on this machine."""
     kernels = compiled("lookup")
     return kernels is not None and kernels.is_available()
 
@@ -39,8 +39,8 @@ def accumulate_by_lookup(
 ) -> None:
     """Add the product of one row block with the Rademacher matrix to ``out``.
 
-    The same in all bits as :func:`~trakdask.projection.dense.accumulate_by_matmul`, of which the
-    parameters are.
+    The parameters and the bits of the result are those of
+    :func:`~trakdask.projection.dense.accumulate_by_matmul`.
 
     Notes
     -----
@@ -52,14 +52,14 @@ def accumulate_by_lookup(
     factors, step = compiled_scales(flat, stride, block.shape, FRACTION_BITS[n_digits])
     n_threads = min(torch.get_num_threads(), len(block))
     tile = min(_SAMPLES, -(-len(block) // n_threads))
-    rooms = [_Room.take(thread, tile, out.shape[1], n_digits) for thread in range(n_threads)]
+    buffers = [_Buffers.take(thread, tile, out.shape[1], n_digits) for thread in range(n_threads)]
     key = (checkpoint, *split_seed(seed))
 
     def work(thread: int) -> None:
         for start in range(thread * tile, len(block), n_threads * tile):
             part = slice(start, start + tile)
             values = _Values(flat[start * stride :], stride, block.shape[1], factors[part])
-            rooms[thread].accumulate(values, step[part], row_offset, key, out[part].numpy())
+            buffers[thread].accumulate(values, step[part], row_offset, key, out[part].numpy())
 
     if n_threads == 1:
         work(0)
@@ -70,7 +70,7 @@ def accumulate_by_lookup(
 
 @dataclass(frozen=True)
 class _Values:
-    """Samples of a block as float32, and what turns them into integers."""
+    """Samples of a block as float32, and the factors that scale them to integers."""
 
     flat: npt.NDArray[np.float32]
     stride: int
@@ -79,15 +79,15 @@ class _Values:
 
 
 @dataclass(frozen=True)
-class _Room:
+class _Buffers:
     """Buffers of one thread: digits, tables, words, planes, and the sums of a tile."""
 
-    buffers: tuple[npt.NDArray[Any], ...]
+    inputs: tuple[npt.NDArray[Any], ...]
     sums: npt.NDArray[np.int32]
 
     @classmethod
-    def take(cls, thread: int, n_samples: int, width: int, n_digits: int) -> _Room:
-        """Return buffers that the calling thread keeps."""
+    def take(cls, thread: int, n_samples: int, width: int, n_digits: int) -> _Buffers:
+        """Return buffers of the calling thread, which it reuses in later calls."""
         kernels = compiled("lookup")
         n_columns = min(_COLUMNS, -(-width // kernels.COLUMNS) * kernels.COLUMNS)
         shapes = {
@@ -117,7 +117,7 @@ class _Room:
     ) -> None:
         """Add the product of a tile of samples to ``out``, (samples, width)."""
         kernels = compiled("lookup")
-        digits, tables, *rest = self.buffers
+        digits, tables, *rest = self.inputs
         buffers = (digits, tables[: len(out)], *rest)
         for first in range(0, out.shape[1], _COLUMNS):
             width = min(_COLUMNS, out.shape[1] - first)

@@ -5,51 +5,53 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trakdask.checks import shown
 from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.philox import STREAM_MASK, UInt64Array
-from trakdask.projection.protocol import DEFINITION_VERSION, Cost, Projector, check_integer
+from trakdask.projection.protocol import Cost, Projector, allowed
 from trakdask.projection.rows import RowMap
 from trakdask.projection.words import fill_words
 
 Int64Array = npt.NDArray[np.int64]
 
 _ROWS_PER_COUNTER = 2
-_COUNTERS_PER_PIECE = 1 << 16
-_PIECE_BYTES = 3 * 2**20
-_BYTES_PER_KEPT_ROW = 40
+_COUNTERS_PER_BATCH = 1 << 16
+_BATCH_BYTES = 3 * 2**20
+_BYTES_PER_SELECTED_ROW = 40
 
 
 @dataclass(frozen=True)
 class Mask(Projector):
     """Keep a random subsample of the gradient's entries, and project it if wanted.
 
-    Exactly ``keep`` rows are drawn without replacement, for every checkpoint anew; the rest is
-    never looked at. Alone, a feature is a kept entry times ``(n_rows / keep)**0.5``, and a smaller
-    ``keep`` is a prefix of a larger one, up to that factor. Before another projector, which then
-    sees a gradient of ``keep`` entries, its features are multiplied by the same factor.
+    Exactly ``keep`` rows are drawn without replacement, independently for every checkpoint; other
+    rows are never read. Without ``then``, a feature is a selected entry times
+    ``(n_rows / keep)**0.5``, and a smaller ``keep`` is a prefix of a larger one, up to that factor.
+    With another projector, which then sees a gradient of ``keep`` entries, its features are
+    multiplied by the same factor.
 
     Parameters
     ----------
     keep
         Number of entries, in [1, 2**47), at most those of the gradient.
     then
-        What the kept entries are projected with: not another mask, and no
-        :class:`~trakdask.projection.kronecker.Kronecker`, since kept entries have no shape.
+        Projector of the selected entries: not another mask, and not
+        :class:`~trakdask.projection.kronecker.Kronecker`, since selected entries have no shape.
     seed
         Integer in [0, 2**64); that of ``then`` may be the same.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
@@ -62,17 +64,18 @@ class Mask(Projector):
         w   = Philox4x32-10((i & 0xffffffff, 0, checkpoint, (i >> 32) | 2 << 16), key of the seed)
         key = w[2 * (row & 1)] | w[2 * (row & 1) + 1] << 32
 
-    The rows with the smallest keys are kept; of equal keys, that of the lower row comes first.
-    Columns alone are in the order of keys; ``then`` sees kept rows in the order of rows.
+    The rows with the smallest keys are selected; among equal keys, the lower row comes first.
+    Without ``then``, columns are in the order of keys; ``then`` sees selected rows in row order.
 
-    Variance of φ·φ' alone, with x_i = g_i g'_i: n (n - keep) / (keep (n - 1)) (Σ x_i² - (Σ x_i)²/n)
-    for n rows. It is that of a dense projection to ``keep`` columns where gradients are spread over
-    all rows, but grows to n / keep - 1 for a gradient that is one row.
+    Variance of φ·φ' without ``then``, with x_i = g_i g'_i and n rows:
+    n (n - keep) / (keep (n - 1)) (Σ x_i² - (Σ x_i)²/n). It is that of a dense projection to
+    ``keep`` columns for gradients that are spread over all rows, but grows to n / keep - 1 for a
+    gradient that is one row.
 
-    Exactness: keys are integers; kept entries are rounded to float32 only. A sample that is not
-    finite is seen, and gets NaN, only where a kept entry is not finite.
-    Laziness: finding the kept rows takes one pass over all keys and memory for ``keep`` of them;
-    those of the last few checkpoints are remembered.
+    Exactness: keys are integers; selected entries are only rounded to float32. A sample gets NaN
+    only if one of its selected entries is not finite.
+    Cost: selecting rows takes one pass over all keys, and memory for ``keep`` of them; the rows of
+    the last few checkpoints are cached.
 
     References
     ----------
@@ -88,26 +91,23 @@ class Mask(Projector):
     512
     """
 
-    keep: int
+    kind: ClassVar[str] = "mask"
+
+    keep: int = field(metadata=allowed(range(1, 2**47), 65536))
     then: Projector = field(default_factory=Identity)
-    seed: int = 0
+    seed: int = field(default=0, metadata=allowed(range(2**64), 0))
     _n_rows: int | None = field(default=None, init=False, repr=False)
 
-    row_alignment: ClassVar[int] = 1
-
     def __post_init__(self) -> None:
-        check_integer("keep", self.keep, 1, 2**47, "keep=65536")
-        check_integer("seed", self.seed, 0, 2**64, "seed=0")
-        if isinstance(self.then, type) or not isinstance(self.then, Projector):
-            raise TypeError(
-                f"then is {self.then!r}; it must be a projector. "
-                "Use then=Rademacher(proj_dim=2048)."
-            )
+        super().__post_init__()
+        remedy = "try then=td.Rademacher(proj_dim=2048)"
+        if not isinstance(self.then, Projector):
+            raise TypeError(f"expected then to be a projector, got {shown(self.then)}; {remedy}")
         if isinstance(self.then, Mask | Kronecker) or self.then.takes_all_rows:
             why = "the shapes of parameters" if isinstance(self.then, Kronecker) else "all rows"
             raise TypeError(
-                f"then is {self.then}; it needs {why}, which a mask takes away. "
-                "Use then=Rademacher(proj_dim=2048)."
+                "expected then to be a projector that can follow a mask, got "
+                f"{self.then}, which needs {why}; {remedy}"
             )
 
     def width(self, n_rows: int) -> int:
@@ -117,17 +117,6 @@ class Mask(Projector):
     def scale(self, n_rows: int) -> float:
         """Return ``(n_rows / keep)**0.5`` times the scale of ``then``."""
         return float((n_rows / self.keep) ** 0.5) * self.then.scale(self.keep)
-
-    def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely, given the row map."""
-        return {
-            "kind": "mask",
-            "keep": self.keep,
-            "then": self.then.spec(),
-            "seed": self.seed,
-            "row_alignment": self.row_alignment,
-            "definition": DEFINITION_VERSION,
-        }
 
     def cost(self, n_rows: int) -> Cost:
         """Return what projecting gradients of ``n_rows`` elements takes.
@@ -141,11 +130,11 @@ class Mask(Projector):
         return Cost(
             operations=then.operations,
             random_bits=64 * n_rows + then.random_bits,
-            buffer_bytes=_PIECE_BYTES + _BYTES_PER_KEPT_ROW * self.keep + then.buffer_bytes,
+            buffer_bytes=_BATCH_BYTES + _BYTES_PER_SELECTED_ROW * self.keep + then.buffer_bytes,
             rounding_error=then.rounding_error,
             product_error=(
                 (lost / n_rows + typical**2) ** 0.5,
-                # All in one row, which is kept with its norm times n_rows / keep, or lost.
+                # All in one row: either selected, and scaled by n_rows / keep, or lost.
                 ((1 + lost) * (1 + worst**2) - 1) ** 0.5,
             ),
         )
@@ -161,9 +150,9 @@ class Mask(Projector):
         self._check_rows(row_map.n_rows)
         if row_map.n_rows != row_map.n_parameters:
             raise ValueError(
-                f"{row_map.n_rows - row_map.n_parameters} rows of the row map are padding; a mask "
-                "needs a row map without, or it would keep them. Use RowMap.from_shapes(shapes, "
-                "alignment=1)."
+                "expected a row map without padding, which a mask could otherwise select, got "
+                f"{row_map.n_rows - row_map.n_parameters} rows of padding; try "
+                "RowMap.from_shapes(shapes, alignment=1)"
             )
         inner = RowMap.from_shapes({"kept": (self.keep,)}, alignment=self.then.row_alignment)
         bound = replace(self, then=self.then.bind(inner))
@@ -171,17 +160,17 @@ class Mask(Projector):
         return bound
 
     def selected_rows(self, checkpoint: int) -> Int64Array:
-        """Return the kept rows, ascending; read-only.
+        """Return the selected rows, ascending; read-only.
 
         Raises
         ------
         ValueError
             If the projector is not bound to a row map.
         """
-        return self._kept(checkpoint)[0]
+        return self._selected(checkpoint)[0]
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one block of kept rows to ``out``; see :class:`Projector`.
+        """Add the projection of one block of selected rows to ``out``; see :class:`Projector`.
 
         Raises
         ------
@@ -191,54 +180,56 @@ class Mask(Projector):
         if not isinstance(self.then, Identity):
             self.then.project_block(block, row_offset, checkpoint, out)
             return
-        ranks = self._kept(checkpoint)[1][row_offset : row_offset + block.shape[1]]
+        ranks = self._selected(checkpoint)[1][row_offset : row_offset + block.shape[1]]
         values = block.float()
         out.index_add_(1, torch.from_numpy(ranks).to(out.device), values.double())
         out.masked_fill_(~torch.isfinite(values).all(1, keepdim=True), torch.nan)
 
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of consecutive blocks of kept rows; see :class:`Projector`."""
+        """Add the projection of consecutive blocks of selected rows; see :class:`Projector`."""
         if isinstance(self.then, Identity):
             super().project_rows(rows, row_offset, checkpoint, out)
         else:
             self.then.project_rows(rows, row_offset, checkpoint, out)
 
-    def _kept(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
+    def _selected(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
         if self._n_rows is None:
             raise ValueError(
-                f"{self} is not bound to a row map; choosing rows needs their number. "
-                "Use projector.bind(row_map)."
+                "expected a projector that is bound to a row map, since it needs the number of "
+                f"rows, got {self}; try projector.bind(row_map)"
             )
-        return kept_rows(self._n_rows, self.keep, self.seed, checkpoint)
+        return select_rows(self._n_rows, self.keep, self.seed, checkpoint)
 
     def _check_rows(self, n_rows: int) -> None:
         if self.keep > n_rows:
             raise ValueError(
-                f"keep is {self.keep}; it must be at most the {n_rows} rows that there are. "
-                f"Use keep={n_rows}."
+                f"expected keep to be at most the {n_rows} elements of a gradient, got "
+                f"{self.keep}; try keep={n_rows}"
             )
 
 
 @lru_cache(maxsize=8)
-def kept_rows(n_rows: int, keep: int, seed: int, checkpoint: int) -> tuple[Int64Array, Int64Array]:
-    """Return the rows that a mask keeps, and the order of their keys.
+def select_rows(
+    n_rows: int, keep: int, seed: int, checkpoint: int
+) -> tuple[Int64Array, Int64Array]:
+    """Return the rows that a mask selects, and the order of their keys.
 
     Parameters
     ----------
     n_rows
         Number of rows.
     keep
-        Number of rows kept, at most ``n_rows``.
+        Number of rows to select, at most ``n_rows``.
     seed, checkpoint
         Address of the keys.
 
     Returns
     -------
-    The kept rows, ascending, read-only; and the rank of each one's key among them.
+    The selected rows, ascending, read-only; and the rank of each one's key among them.
 
     Notes
     -----
-    Cost: 64 random bits per row, about 3 MB, and 40 bytes per kept row.
+    Cost: 64 random bits per row, about 3 MB, and 40 bytes per selected row.
     """
     rows, keys = _candidates(n_rows, keep, seed, checkpoint)
     # Candidates are in the order of rows: a stable sort puts the lower of equal keys first.
@@ -263,7 +254,7 @@ def _candidates(
 
 
 def _margin(keep: int) -> int:
-    """Return by how many rows to expect more than needed: six standard deviations."""
+    """Return how many extra rows to aim for: six standard deviations."""
     return 6 * math.isqrt(keep) + 16
 
 
@@ -271,14 +262,14 @@ def _rows_up_to(
     largest: int, n_rows: int, seed: int, checkpoint: int
 ) -> tuple[Int64Array, UInt64Array]:
     """Return the rows with keys of at most ``largest``, ascending, and their keys."""
-    rows, found = [], []
+    rows, small_keys = [], []
     n_counters = -(-n_rows // _ROWS_PER_COUNTER)
-    words = np.empty((1, min(n_counters, _COUNTERS_PER_PIECE), 2), np.uint64)
-    for index in range(0, n_counters, _COUNTERS_PER_PIECE):
+    words = np.empty((1, min(n_counters, _COUNTERS_PER_BATCH), 2), np.uint64)
+    for index in range(0, n_counters, _COUNTERS_PER_BATCH):
         fill_words(words, index, 0, seed=seed, checkpoint=checkpoint, stream=STREAM_MASK)
         first = index * _ROWS_PER_COUNTER
         keys = words.reshape(-1)[: n_rows - first]
         small = np.flatnonzero(keys <= np.uint64(largest))
         rows.append(small + first)
-        found.append(keys[small])
-    return np.concatenate(rows), np.concatenate(found)
+        small_keys.append(keys[small])
+    return np.concatenate(rows), np.concatenate(small_keys)

@@ -1,14 +1,17 @@
-"""What a projector is: a frozen value that names a linear map from gradients to features."""
+"""The base of all projectors: frozen values that name a linear map from gradients to features."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from trakdask.checks import require_choice, require_integer
 from trakdask.projection.rows import ROW_BLOCK, RowMap
 
 DEFINITION_VERSION = 1
@@ -18,25 +21,36 @@ ARITHMETIC = {"int8x1": 1, "int8x2": 2, "int8x3": 3}
 """Arithmetic -> number of 8-bit digits per gradient element."""
 
 ROUNDING_ERROR = {"int8x1": 1.1e-2, "int8x2": 9e-5, "int8x3": 4e-7}
+"""Arithmetic -> relative error of the features of Gaussian gradients."""
+
+
+def allowed(values: range | tuple[str, ...], example: object) -> Mapping[str, Any]:
+    """Return the metadata of a dataclass field that only takes these integers or these texts.
+
+    ``example`` is the value that error messages suggest.
+    """
+    return {"allowed": values, "example": example}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a projection takes and how far it is from the gradients themselves.
+    """What a projection takes, and how far feature products are from gradient products.
 
     Parameters
     ----------
     operations
-        Arithmetic operations per sample and checkpoint, a multiplication and an addition being two.
+        Arithmetic operations per sample and checkpoint; a multiplication and an addition count as
+        two.
     random_bits
         Bits of the random matrix, drawn once per micro-batch and checkpoint.
     buffer_bytes
-        Working memory of one thread beside gradients and features, at 512 samples a micro-batch.
+        Working memory of one thread, in addition to gradients and features, for micro-batches of
+        512 samples.
     rounding_error
         Relative error of the features of Gaussian gradients against exact arithmetic.
     product_error
-        Standard deviation of the error of φ·φ' for two gradients of norm 1, first where they are
-        spread over many rows, then in the worst case.
+        Standard deviation of the error of φ·φ' for two gradients of norm 1: first for gradients
+        that are spread over many rows, then in the worst case.
     """
 
     operations: int
@@ -46,34 +60,76 @@ class Cost:
     product_error: tuple[float, float]
 
 
-@runtime_checkable
-class Projector(Protocol):
+@dataclass(frozen=True)
+class Projector(ABC):
     """A linear map from flat per-sample gradients to feature columns.
 
     A projector is an immutable, hashable, picklable value: all state is in its fields. A new kind
-    is a frozen dataclass that inherits from this class; implementations for several devices belong
-    behind ``project_block``, which chooses by ``block.device``.
+    is a frozen dataclass that inherits from this class, sets ``kind``, and declares with
+    :func:`allowed` which values its fields take; the checks and the spec follow from that.
+    Implementations for several devices belong behind ``project_block``, which chooses by
+    ``block.device``.
     """
 
-    takes_all_rows: ClassVar[bool] = False
-    """Whether all rows are one block, which is then held as a whole."""
+    kind: ClassVar[str]
+    """Name of the kind in stored specs; it must never change."""
 
-    @property
-    def row_alignment(self) -> int:
-        """Rows at which a parameter tensor may start."""
+    row_alignment: ClassVar[int] = 1
+    """Rows at which a parameter tensor may start."""
+
+    rounds_row_blocks: ClassVar[bool] = False
+    """Whether gradients are rounded in blocks of 16384 rows, which the spec then names."""
+
+    takes_all_rows: ClassVar[bool] = False
+    """Whether all rows form a single block, which is then held in memory as a whole."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if "allowed" in field.metadata:
+                self._check(field.name, field.metadata["allowed"], field.metadata["example"])
+
+    def _check(self, name: str, allowed: range | tuple[str, ...], example: object) -> None:
+        value, remedy = getattr(self, name), f"try {name}={example!r}"
+        if isinstance(allowed, range):
+            # NumPy's integers become Python's: a spec is JSON.
+            value = require_integer(name, value, allowed.start, allowed.stop, remedy=remedy)
+            object.__setattr__(self, name, value)
+        else:
+            require_choice(name, value, allowed, remedy=remedy)
 
     def width(self, n_rows: int) -> int:
-        """Return the number of feature columns."""
+        """Return the number of feature columns: ``proj_dim``, for kinds that have this field."""
+        width: int = self.proj_dim  # type: ignore[attr-defined]
+        return width
 
+    @abstractmethod
     def scale(self, n_rows: int) -> float:
         """Return the factor that the accumulated sums are multiplied by at the end."""
 
     def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely, given the row map."""
+        """Return a JSON-able value that determines the map completely, given the row map.
 
+        It holds the kind, the fields under their own names, and the layout of rows.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        return {
+            "kind": self.kind,
+            **{k: v.spec() if isinstance(v, Projector) else v for k, v in values.items()},
+            "row_alignment": self.row_alignment,
+            **({"row_block": ROW_BLOCK} if self.rounds_row_blocks else {}),
+            "definition": DEFINITION_VERSION,
+        }
+
+    @abstractmethod
     def cost(self, n_rows: int) -> Cost:
         """Return what projecting gradients of ``n_rows`` elements takes."""
 
+    def _product_error(self) -> tuple[float, float]:
+        """Return the product error of independent random entries with a kurtosis of at most 3."""
+        width = self.width(0)
+        return width**-0.5, (2 / width) ** 0.5
+
+    @abstractmethod
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of one row block to ``out``.
 
@@ -94,15 +150,16 @@ class Projector(Protocol):
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``, in their order.
 
-        Parameters are those of :meth:`project_block`, but for more ``rows``. One block after the
-        other, unless the projector has a faster way to the same bits.
+        The parameters are those of :meth:`project_block`, except that ``rows`` may span several
+        blocks. Blocks are projected one after the other unless the projector has a faster way to
+        the same bits.
         """
         for first in range(0, rows.shape[1], ROW_BLOCK):
             block = rows[:, first : first + ROW_BLOCK]
             self.project_block(block, row_offset + first, checkpoint, out)
 
     def bind(self, row_map: RowMap) -> Self:
-        """Return the projector for one layout of rows; itself unless it has to know the layout.
+        """Return the projector for one layout of rows; itself unless it depends on the layout.
 
         Raises
         ------
@@ -114,24 +171,6 @@ class Projector(Protocol):
     def selected_rows(self, checkpoint: int) -> npt.NDArray[np.int64] | None:
         """Return which rows are projected at all, ascending; None for every row.
 
-        Selected rows are numbered anew, from 0, before they are cut into blocks.
+        Selected rows are renumbered from 0 before they are cut into blocks.
         """
         return None
-
-
-def check_integer(name: str, value: object, low: int, high: int, remedy: str) -> None:
-    """Refuse what is no integer in [low, high)."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be an integer. Use {remedy}.")
-    if not low <= value < high:
-        bound = f"2**{high.bit_length() - 1}" if high > 2**16 else str(high)
-        raise ValueError(f"{name} is {value}; it must lie in [{low}, {bound}). Use {remedy}.")
-
-
-def check_arithmetic(arithmetic: object) -> None:
-    """Refuse what is no number of digits."""
-    if arithmetic not in ARITHMETIC:
-        raise ValueError(
-            f"arithmetic is {arithmetic!r}; it must be one of {sorted(ARITHMETIC)}. "
-            'Use arithmetic="int8x2".'
-        )

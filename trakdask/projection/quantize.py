@@ -1,8 +1,8 @@
 """Block fixed-point: gradients as small integers times a power of two per (sample, row block).
 
 Integer sums do not depend on their order, which is what makes a projected block bitwise the same
-on every device, for every batch and tile. The price is a rounding that the number of 8-bit digits
-controls.
+on every device, for every batch and tile. The price is a rounding error that the number of
+8-bit digits controls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trakdask.projection.philox import ROWS_PER_COUNTER
 from trakdask.projection.rows import ROW_BLOCK
 
 SLAB_ROWS = 2048
-"""Rows of one integer product. Keeps a tile of bits near the cache; no effect on the result."""
+"""Rows of one integer product, so that a tile of bits fits the cache; results are unaffected."""
 
 FRACTION_BITS = {1: 7, 2: 14, 3: 22}
 """Digits -> exponent t: the largest element of a block becomes an integer of at most 2**t."""
@@ -36,7 +36,7 @@ _TINY = 2.0**-100
 
 
 class Scratch(threading.local):
-    """Buffers that a thread keeps between blocks, by name; each grows to the largest request."""
+    """Named buffers that a thread reuses between blocks; each grows to the largest request."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -85,7 +85,7 @@ def quantize_block(block: Tensor, n_digits: int, scratch: Scratch) -> QuantizedB
     n_digits
         1, 2 or 3.
     scratch
-        Buffers of the calling thread. The result lives in them until the next call.
+        Buffers of the calling thread. The result is a view of them, valid until the next call.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def quantize_integers(block: Tensor, fraction_bits: int, scratch: Scratch) -> tu
     fraction_bits
         Exponent t, 7 to 22: the largest element becomes an integer of at most 2**t.
     scratch
-        Buffers of the calling thread. The result lives in them until the next call.
+        Buffers of the calling thread. The result is a view of them, valid until the next call.
 
     Returns
     -------

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from trakdask.checks import shown
+
 ROW_ALIGNMENT = 512
 """Rows at which a parameter tensor may start in a random projection."""
 
@@ -84,8 +86,8 @@ class RowMap:
             return self._position[name]
         except KeyError as err:
             raise ValueError(
-                f"{name!r} is not in the row map; a row map knows the {len(self.names)} parameters "
-                f"it was made from. Use one of row_map.names, which starts {self.names[:3]}."
+                f"expected one of the {len(self.names)} parameters of the row map, got {name!r}; "
+                f"try one of row_map.names, which starts with {self.names[:3]}"
             ) from err
 
     def offset(self, name: str) -> int:
@@ -102,7 +104,7 @@ class RowMap:
 
     @property
     def n_rows(self) -> int:
-        """Row after the last element of the last parameter; padding after it is not counted."""
+        """Number of rows up to the last element of the last parameter."""
         return self.offsets[-1] + math.prod(self.shapes[-1])
 
     @property
@@ -139,9 +141,9 @@ class RowMap:
         stored = tuple(tensor["offset"] for tensor in tensors)
         if stored != row_map.offsets:
             raise ValueError(
-                f"stored row offsets {stored[:4]} differ from {row_map.offsets[:4]}, which the "
-                "stored shapes need. Build the map again with RowMap.from_shapes(shapes, "
-                f"alignment={row_map.alignment}) and recompute the features."
+                f"expected row offsets {row_map.offsets[:4]}, which follow from the stored shapes, "
+                f"got {stored[:4]}; try RowMap.from_shapes(shapes, alignment={row_map.alignment}), "
+                "and compute the features again"
             )
         return row_map
 
@@ -149,17 +151,22 @@ class RowMap:
 def _check_layout(shapes: Mapping[str, Sequence[int]], alignment: int) -> None:
     if alignment < 1 or ROW_BLOCK % alignment:
         raise ValueError(
-            f"alignment is {alignment}; it must be a positive divisor of {ROW_BLOCK}. "
-            "Use alignment=projector.row_alignment."
+            f"expected alignment to be a positive divisor of {ROW_BLOCK}, got {alignment}; try "
+            "alignment=projector.row_alignment"
+        )
+    if not isinstance(shapes, Mapping):
+        raise TypeError(
+            f"expected a mapping of parameter names to shapes, got {shown(shapes)}; try "
+            "{name: parameter.shape for name, parameter in model.named_parameters()}"
         )
     if not shapes:
         raise ValueError(
-            "the mapping of shapes is empty; a row map needs at least one parameter. "
-            "Use {name: parameter.shape for name, parameter in model.named_parameters()}."
+            "expected the shape of at least one parameter, got an empty mapping; try "
+            "{name: parameter.shape for name, parameter in model.named_parameters()}"
         )
     for name, shape in shapes.items():
         if any(length < 0 for length in shape):
             raise ValueError(
-                f"parameter {name!r} has shape {tuple(shape)}; lengths must not be negative. "
-                "Use tuple(parameter.shape)."
+                f"expected lengths >= 0 in the shape of parameter {name!r}, got {tuple(shape)}; "
+                "try tuple(parameter.shape)"
             )

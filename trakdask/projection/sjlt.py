@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,7 @@ from trakdask.projection.acceleration import compiled
 from trakdask.projection.cuda import GpuProjector, Kernels
 from trakdask.projection.cuda import sparse as sparse_on_gpu
 from trakdask.projection.philox import STREAM_SJLT
-from trakdask.projection.protocol import (
-    DEFINITION_VERSION,
-    ROUNDING_ERROR,
-    Cost,
-    check_integer,
-)
+from trakdask.projection.protocol import ROUNDING_ERROR, Cost, allowed
 from trakdask.projection.quantize import (
     Scratch,
     compiled_scales,
@@ -45,7 +40,7 @@ _scratch = Scratch()
 class SJLT(GpuProjector):
     """Project with a sparse matrix: every row has ``sparsity`` random signs in random columns.
 
-    A gradient element costs ``sparsity`` additions, whatever ``proj_dim`` is; a dense matrix costs
+    A gradient element costs ``sparsity`` additions for every ``proj_dim``; a dense matrix costs
     ``proj_dim`` of them. The error of feature products is the same on average.
 
     Parameters
@@ -61,7 +56,7 @@ class SJLT(GpuProjector):
     Raises
     ------
     TypeError, ValueError
-        If an argument is not of its kind, or outside its range.
+        If an argument has another type, or is out of range.
 
     Notes
     -----
@@ -83,7 +78,7 @@ class SJLT(GpuProjector):
     Tails: two rows meet in a bucket with a probability of about s² / proj_dim, and a meeting
     changes the product by 1 / s of their size. Where a few rows carry the gradients, errors of the
     same variance are rare and large: for two gradients of one row each, their kurtosis is about
-    3 + proj_dim / s². That is what ``sparsity=1`` pays for its speed.
+    3 + proj_dim / s². This is the price of the speed of ``sparsity=1``.
 
     Columns: a smaller ``proj_dim`` is not a prefix. Where it divides a larger one, summing adjacent
     groups of columns of the larger gives the smaller, exactly in exact arithmetic, since
@@ -108,36 +103,15 @@ class SJLT(GpuProjector):
     512
     """
 
-    proj_dim: int = 4096
-    sparsity: int = 4
-    seed: int = 0
+    kind: ClassVar[str] = "sjlt"
 
-    row_alignment: ClassVar[int] = 1
-
-    def __post_init__(self) -> None:
-        check_integer("proj_dim", self.proj_dim, 1, 2**31, "proj_dim=4096")
-        check_integer("sparsity", self.sparsity, 1, 65, "sparsity=4")
-        check_integer("seed", self.seed, 0, 2**64, "seed=0")
-
-    def width(self, n_rows: int) -> int:
-        """Return ``proj_dim``."""
-        return self.proj_dim
+    proj_dim: int = field(default=4096, metadata=allowed(range(1, 2**31), 4096))
+    sparsity: int = field(default=4, metadata=allowed(range(1, 65), 4))
+    seed: int = field(default=0, metadata=allowed(range(2**64), 0))
 
     def scale(self, n_rows: int) -> float:
         """Return ``sparsity**-0.5``, the magnitude of a nonzero."""
         return float(self.sparsity**-0.5)
-
-    def spec(self) -> dict[str, Any]:
-        """Return a JSON-able value that determines the map completely."""
-        return {
-            "kind": "sjlt",
-            "proj_dim": self.proj_dim,
-            "sparsity": self.sparsity,
-            "seed": self.seed,
-            "row_alignment": self.row_alignment,
-            "row_block": ROW_BLOCK,
-            "definition": DEFINITION_VERSION,
-        }
 
     def cost(self, n_rows: int) -> Cost:
         """Return what projecting gradients of ``n_rows`` elements takes."""
@@ -146,28 +120,24 @@ class SJLT(GpuProjector):
             random_bits=128 * _n_groups(self.sparsity) * n_rows,
             buffer_bytes=_buffer_bytes(self.proj_dim, self.sparsity),
             rounding_error=ROUNDING_ERROR["int8x2"],
-            product_error=(self.proj_dim**-0.5, (2 / self.proj_dim) ** 0.5),
+            product_error=self._product_error(),
         )
 
     def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``, by way of the CPU.
+        """Add the projection of one row block to ``out``, both on the CPU.
 
         Notes
         -----
         Cost: see :func:`accumulate_sjlt`.
         """
-        on_cpu = block.device.type == "cpu"
-        target = out if on_cpu else torch.zeros(out.shape, dtype=torch.float64)
         accumulate_sjlt(
-            block.cpu(),
+            block,
             row_offset,
             seed=self.seed,
             checkpoint=checkpoint,
             sparsity=self.sparsity,
-            out=target,
+            out=out,
         )
-        if not on_cpu:
-            out += target.to(out.device)
 
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
@@ -220,7 +190,7 @@ def accumulate_sjlt(
     float64 addition per block.
     Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; one random
     number generator call per row and 4 nonzeros, once for all samples. Without numba, nonzeros are
-    sorted by bucket, too. Nothing is kept between calls but buffers.
+    also sorted by bucket. Only buffers persist between calls.
     """
     proj_dim = out.shape[1]
     words = _random_words(row_offset, block.shape[1], sparsity, seed, checkpoint)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from trakdask.checks import require_choice, shown
 from trakdask.projection.fast_jl import FastJL
 from trakdask.projection.gaussian import Gaussian
 from trakdask.projection.identity import Identity
@@ -16,15 +17,9 @@ from trakdask.projection.rademacher import Rademacher
 from trakdask.projection.sjlt import SJLT
 
 KINDS: dict[str, type[Projector]] = {
-    "fast_jl": FastJL,
-    "gaussian": Gaussian,
-    "identity": Identity,
-    "kronecker": Kronecker,
-    "mask": Mask,
-    "rademacher": Rademacher,
-    "sjlt": SJLT,
+    each.kind: each for each in (FastJL, Gaussian, Identity, Kronecker, Mask, Rademacher, SJLT)
 }
-"""Kind, as a spec names it -> class. Its init fields are in the spec, under their own names."""
+"""Kind, as a spec names it -> class."""
 
 
 def from_spec(spec: Mapping[str, Any]) -> Projector:
@@ -37,15 +32,15 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
 
     Returns
     -------
-    The projector, equal to the one that was described before that was bound to a row map.
+    The projector that was described, not bound to a row map.
 
     Raises
     ------
     ValueError
-        If the kind is unknown, the matrix was defined in another version, or the spec is not what
-        the projector rebuilt from it says of itself.
+        If the kind is unknown, the matrix was defined in another version, or the spec differs from
+        that of the projector rebuilt from it.
     TypeError
-        If a field is not of its kind.
+        If the spec is not a mapping, or a field has another type.
 
     Examples
     --------
@@ -53,26 +48,35 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
     Rademacher(proj_dim=512, seed=7, arithmetic='int8x2')
     """
     kind = _kind(spec)
-    names = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
-    projector = kind(**{name: _value(spec[name]) for name in names if name in spec})
+    names = [field.name for field in fields(kind) if field.init]
+    for name in names:
+        if name not in spec:
+            raise ValueError(
+                f"expected {name!r} in the {spec['kind']} projector's spec, {_MISSING}"
+            )
+    projector = kind(**{name: _value(spec[name]) for name in names})
     _require_same(projector.spec(), spec)
     return projector
 
 
+_REMEDY = "try the version named in attrs['trakdask_version'], or featurize again"
+_MISSING = f"got none; {_REMEDY}"
+
+
 def _kind(spec: Mapping[str, Any]) -> type[Projector]:
-    kind, version = spec.get("kind"), spec.get("definition")
-    if kind not in KINDS:
-        raise ValueError(
-            f"the projector's kind is {kind!r}; this version of trakdask knows {sorted(KINDS)}. "
-            "Use the version named in attrs['trakdask_version'], or featurize again."
+    if not isinstance(spec, Mapping):
+        raise TypeError(
+            f"expected a projector's spec, as projector.spec() returns it, got {shown(spec)}; "
+            f"{_REMEDY}"
         )
+    kind, version = spec.get("kind"), spec.get("definition")
+    require_choice("kind of the projector's spec", kind, sorted(KINDS), remedy=_REMEDY)
     if version != DEFINITION_VERSION:
         raise ValueError(
-            f"the {kind} projector has definition {version!r}; this version of trakdask draws "
-            f"definition {DEFINITION_VERSION}. Use the version named in "
-            "attrs['trakdask_version'], or featurize again."
+            f"expected definition {DEFINITION_VERSION} of the {kind} projector, which this version "
+            f"of trakdask computes, got {version!r}; {_REMEDY}"
         )
-    return KINDS[kind]
+    return KINDS[str(kind)]
 
 
 def _value(value: Any) -> Any:
@@ -81,12 +85,19 @@ def _value(value: Any) -> Any:
 
 
 def _require_same(rebuilt: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
-    """Refuse a spec with fields that are missing, unknown or fixed to another value here."""
+    """Reject a spec with fields that are missing, unknown, or fixed to another value here."""
     for name in (*rebuilt, *spec):
-        found, needed = (side.get(name, "missing") for side in (spec, rebuilt))
-        if found != needed:
+        if name not in rebuilt:
             raise ValueError(
-                f"{name!r} of the {spec['kind']} projector's spec is {found!r}; this version of "
-                f"trakdask needs {needed!r}. Use the version named in attrs['trakdask_version'], "
-                "or featurize again."
+                f"expected no {name!r} in the {spec['kind']} projector's spec, got "
+                f"{shown(spec[name])}; {_REMEDY}"
+            )
+        if name not in spec:
+            raise ValueError(
+                f"expected {name!r} in the {spec['kind']} projector's spec, {_MISSING}"
+            )
+        if spec[name] != rebuilt[name]:
+            raise ValueError(
+                f"expected {name!r} of the {spec['kind']} projector's spec to be "
+                f"{rebuilt[name]!r}, got {shown(spec[name])}; {_REMEDY}"
             )

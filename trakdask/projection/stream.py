@@ -1,4 +1,4 @@
-"""Gradients in, features out: tensors are cut into the row blocks that projectors take."""
+"""From gradients to features: tensors are cut into the row blocks that projectors take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.checks import require_integer
 from trakdask.projection.acceleration import on_gpu
-from trakdask.projection.protocol import Projector, check_integer
+from trakdask.projection.memory import require_sums_fit
+from trakdask.projection.protocol import Projector
 from trakdask.projection.rows import ROW_BLOCK, RowMap
 
 _PROBE_STEP = 512
@@ -18,12 +20,12 @@ _PROBE_STEP = 512
 class ProjectionStream:
     """Project gradients tensor by tensor, in any order, without ever holding the flat gradient.
 
-    Tensors, or consecutive parts of one, are cut at the global grid of 16384 rows; what is left of
-    one waits in a buffer until its neighbours have filled the block. In the order of the row map
+    Tensors, or consecutive parts of one, are cut at the global grid of 16384 rows; an incomplete
+    block waits in a buffer until its neighbours have filled it. In the order of the row map
     the result is bitwise that of one flat vector; another order can change the last bit of the
     float64 sums. On a CPU, samples that are zero in a block, as most are in the rows of an
-    embedding, are left out of its product; on a GPU, nothing waits for the device before the result
-    is read.
+    embedding, are left out of its product; on a GPU, no call synchronises before the result is
+    read.
 
     Parameters
     ----------
@@ -42,12 +44,14 @@ class ProjectionStream:
     Raises
     ------
     TypeError, ValueError
-        If the row map does not suit the projector, or a number is outside its range.
+        If the row map does not suit the projector, a number is outside its range, or the sums
+        cannot fit in memory.
 
     Notes
     -----
     Memory: B * 8 * width bytes, and B * 65536 for each block that waits (one, in the order of the
-    row map or its reverse), beside the projector's own.
+    row map or its reverse), in addition to those of the
+    projector.
 
     Examples
     --------
@@ -68,9 +72,10 @@ class ProjectionStream:
         checkpoint: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        check_integer("checkpoint", checkpoint, 0, 2**32, "checkpoint=0")
-        check_integer("n_samples", n_samples, 1, 2**31, "n_samples=len(batch)")
+        require_integer("checkpoint", checkpoint, 0, 2**32, remedy="try checkpoint=0")
+        require_integer("n_samples", n_samples, 1, 2**31, remedy="try n_samples=len(batch)")
         _check_alignment(projector, row_map)
+        require_sums_fit(projector, row_map.n_rows, n_samples, torch.device(device))
         self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
         self._checkpoint = checkpoint
@@ -127,8 +132,8 @@ class ProjectionStream:
         if missing := self._incomplete():
             total = len(self._row_map.names)
             raise ValueError(
-                f"{total - len(missing)} of {total} gradients were added; the result "
-                f"needs all of them. Call stream.add({missing[0]!r}, gradient) next."
+                f"expected the gradients of all {total} parameters, got {total - len(missing)}; "
+                f"try stream.add({missing[0]!r}, gradient) next"
             )
         return (self._sums * self._projector.scale(self._row_map.n_rows)).float()
 
@@ -148,14 +153,14 @@ class ProjectionStream:
         if name not in self._next or self._next[name] == size > 0:
             why = "was added before" if name in self._next else "is not in the row map"
             raise ValueError(
-                f"gradient {name!r} {why}; still needed are {self._incomplete()[:4]}. Add the "
-                "gradient of every name of row_map.names once."
+                f"expected a gradient of {self._incomplete()[:4]}, got one of {name!r}, which "
+                f"{why}; try adding the gradient of every name of row_map.names once"
             )
         if (first or 0) != self._next[name]:
             raise ValueError(
-                f"elements of {name!r} from {first or 0} on came after the first "
-                f"{self._next[name]}; parts must come in order. "
-                f"Call stream.add({name!r}, part, {self._next[name]})."
+                f"expected the elements of {name!r} from {self._next[name]} on, since parts must "
+                f"come in order, got those from {first or 0} on; try "
+                f"stream.add({name!r}, part, {self._next[name]})"
             )
         n_samples, shape, found = len(self._sums), self._row_map.shape(name), tuple(gradient.shape)
         fits = found in {(n_samples, size), (n_samples, *shape)}
@@ -163,18 +168,18 @@ class ProjectionStream:
             fits = found[:1] == (n_samples,) and len(found) == 2 and found[1] <= size - first
         if not fits:
             raise ValueError(
-                f"the gradient of {name!r} has shape {found}; it must be "
-                f"{(n_samples, *shape)}. Pass one gradient per sample, samples first."
+                f"expected the gradient of {name!r} to have shape {(n_samples, *shape)}, got "
+                f"{found}; try one gradient per sample, samples first"
             )
         if not gradient.is_floating_point():
             raise TypeError(
-                f"the gradient of {name!r} has dtype {gradient.dtype}; it must be a float dtype. "
-                "Use gradient.float()."
+                f"expected the gradient of {name!r} to have a float dtype, got {gradient.dtype}; "
+                "try gradient.float()"
             )
         if gradient.device != self._sums.device:
             raise ValueError(
-                f"the gradient of {name!r} is on {gradient.device}; the stream needs it on "
-                f"{self._sums.device}. Use ProjectionStream(..., device=gradient.device)."
+                f"expected the gradient of {name!r} on {self._sums.device}, got it on "
+                f"{gradient.device}; try ProjectionStream(..., device=gradient.device)"
             )
         flat = gradient.detach().reshape(n_samples, size if first is None else found[1])
         self._next[name] += flat.shape[1]
@@ -219,7 +224,7 @@ class ProjectionStream:
 
 def _nonzero_samples(block: Tensor) -> Tensor | None:
     """Return which samples are not zero in a block; None if they are most of them."""
-    # A few elements tell that a gradient is dense; reading all of it takes time.
+    # A few elements show that a gradient is dense; reading all of it would take time.
     if bool(block[:, ::_PROBE_STEP].any(1).all()):
         return None
     samples = block.any(1).nonzero()[:, 0]
@@ -240,20 +245,20 @@ def _rows_of_shared_blocks(
     spans: Iterable[tuple[int, int]], n_rows: int, size: int
 ) -> dict[int, int]:
     """Return how many rows parameters have in each block that no single one of them fills."""
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for start, stop in spans:
         for block in {start // size, (stop - 1) // size} if start < stop else ():
             first, last = block * size, min((block + 1) * size, n_rows)
             inside = min(stop, last) - max(start, first)
             if inside < last - first:
-                found[block] = found.get(block, 0) + inside
-    return found
+                counts[block] = counts.get(block, 0) + inside
+    return counts
 
 
 def project(
     projector: Projector, gradients: Mapping[str, Tensor], row_map: RowMap, checkpoint: int
 ) -> Tensor:
-    """Project per-sample gradients that are all at hand.
+    """Project per-sample gradients that are all in memory.
 
     Parameters
     ----------
@@ -285,8 +290,8 @@ def project(
     if set(gradients) != set(row_map.names):
         odd = sorted(set(gradients) ^ set(row_map.names))
         raise ValueError(
-            f"gradients and row map disagree on {odd[:4]}; they must have the same names. "
-            "Use RowMap.from_shapes on the parameters that the gradients belong to."
+            f"expected gradients with the names of the row map, got a difference in {odd[:4]}; "
+            "try RowMap.from_shapes on the parameters that the gradients belong to"
         )
     first = gradients[row_map.names[0]]
     stream = ProjectionStream(projector, row_map, len(first), checkpoint, first.device)
@@ -298,7 +303,7 @@ def project(
 def _check_alignment(projector: Projector, row_map: RowMap) -> None:
     if row_map.alignment % projector.row_alignment:
         raise ValueError(
-            f"the row map is aligned to {row_map.alignment} rows; {projector} needs a multiple of "
-            f"{projector.row_alignment}. Use RowMap.from_shapes(shapes, "
-            f"alignment={projector.row_alignment})."
+            f"expected a row map aligned to a multiple of {projector.row_alignment} rows for "
+            f"{projector}, got {row_map.alignment}; try RowMap.from_shapes(shapes, "
+            f"alignment={projector.row_alignment})"
         )

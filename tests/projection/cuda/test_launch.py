@@ -36,7 +36,7 @@ def test_missing__says_what_this_machine_lacks() -> None:
 
 @pytest.mark.skipif(not NO_GPU, reason="has a GPU")
 def test_kernels_for__without_a_gpu() -> None:
-    with pytest.raises(RuntimeError, match=r"torch .*; .* needs an NVIDIA GPU.*device='cpu'"):
+    with pytest.raises(RuntimeError, match=r"NVIDIA GPU.*got: torch .*device='cpu'"):
         launch.kernels_for(torch.device("cuda", 0))
 
 
@@ -47,7 +47,7 @@ def test_missing__cupy(version: str, extra: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "cupy", None)
     message = launch.missing()
     assert message
-    assert message.startswith("CuPy cannot be imported; projecting on a GPU needs it")
+    assert message.startswith("expected CuPy")
     assert f"pip install 'trakdask[{extra}]'" in message
 
 
@@ -169,13 +169,13 @@ def test_launch__much_shared_memory_is_asked_for(calls: list[Any]) -> None:
 
 def test_launch__what_the_driver_refuses(calls: list[Any]) -> None:
     kernels = launch.kernels_for(torch.device("cuda", 0))
-    with pytest.raises(KernelError, match=r"combine_int32 .*did not start on H0.*INVALID_VALUE"):
+    with pytest.raises(KernelError, match=r"combine_int32 .*start on H0.*INVALID_VALUE"):
         kernels.launch("combine_int32", (1, 1), 4096, [])
 
 
 def test_machine_code__says_what_the_compiler_says() -> None:
     nvrtc = _Nvrtc([])
-    message = r"sjlt.cu cannot be compiled for sm_99.*gpu-architecture.*nvidia-cuda-nvrtc"
+    message = r"sjlt.cu for sm_99.*gpu-architecture.*nvidia-cuda-nvrtc"
     with pytest.raises(KernelError, match=message):
         launch.machine_code(nvrtc, "sjlt", "sm_99")
     assert launch.machine_code(nvrtc, "sjlt", "sm_90").startswith(b"// Sums of rounded")
@@ -188,7 +188,7 @@ def test_launch__a_gpu_that_the_compiler_does_not_know(
     new = SimpleNamespace(name="Z9", major=9, minor=9, L2_cache_size=2**25)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: new)
     kernels = launch.kernels_for(torch.device("cuda", 0))
-    with pytest.raises(KernelError, match=r"sm_99.*This is Z9 \(sm_99.*Type device='cpu'"):
+    with pytest.raises(KernelError, match=r"sm_99.*device='cpu', on Z9 \(sm_99"):
         kernels.launch("combine_int32", (1, 1), 32, [])
 
 

@@ -139,7 +139,7 @@ def test_project_block__type_and_layout_are_invisible(
     ids=["dtype", "samples", "columns", "transposed", "device"],
 )
 def test_project_rows__writes_to_no_other_memory(out: Tensor, kernels: EmulatedKernels) -> None:
-    with pytest.raises(ValueError, match=r"out is .*; kernels need .*Use torch.zeros"):
+    with pytest.raises(ValueError, match=r"expected out .*got .*try torch.zeros"):
         SJLT(16).project_rows(torch.ones(3, 20), 0, 0, out)
     assert not kernels.launched
 
@@ -160,9 +160,7 @@ def test_require_proven__other_bits_name_the_device(
     pretend(monkeypatch, WrongKernels())
     out = torch.zeros(1, 8, dtype=torch.float64)
     kind = type(projector).__name__
-    message = (
-        rf"'combine_int32'\] of {kind}\(.*of 40 sums other bits.*a broken GPU; needed the same"
-    )
+    message = rf"'combine_int32'\] of {kind}\(.*other bits .*of 40 sums.*a broken GPU"
     with pytest.raises(KernelError, match=message):
         projector.project_block(torch.ones(1, 5), 0, 0, out)
     assert not out.any()

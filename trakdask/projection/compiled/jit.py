@@ -1,4 +1,4 @@
-"""The one way in which the package compiles with numba."""
+"""Compilation with numba, with the options of this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numba
 
 
 def jit(function: Any) -> Any:
-    """Compile on first use, without the GIL; keep the machine code on disk if there is a place."""
+    """Compile on first use, without the GIL; cache the machine code on disk if possible."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
@@ -17,5 +17,5 @@ def jit(function: Any) -> Any:
 
 
 def inlined(function: Any) -> Any:
-    """Compile into whatever calls it: a call that stays would keep a loop from vectorising."""
+    """Compile inline into the caller: a remaining call would prevent vectorisation."""
     return numba.njit(inline="always")(function)

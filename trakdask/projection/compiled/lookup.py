@@ -1,7 +1,7 @@
-"""The Rademacher product by table lookup: sums of a few rows are tabled, random bits select them.
+"""The Rademacher product by table lookup: random bits select from tabulated sums of rows.
 
 A column of bits adds up a subset of the rows, and 5 rows have only 32 subsets. So per sample and
-run of 16 rows three tables are made (rows 0-4 and 5-9 with 32 sums each, rows 10-15 with 64), and
+run of 16 rows there are three tables (rows 0-4 and 5-9 with 32 sums each, rows 10-15 with 64), and
 one permutation instruction of AVX-512 looks sums up for 32 columns: five or six rows at a time,
 where a multiply-add instruction takes four. Everything is an integer; nothing is rounded.
 
@@ -44,7 +44,7 @@ PLANES = 3 * _RUNS
 
 
 def is_available() -> bool:
-    """Tell whether numba makes code for this very processor, and it has the instructions."""
+    """Return whether numba compiles for exactly this processor, and it has AVX-512."""
     settings: Any = numba.config
     tuned = settings.CPU_NAME or settings.CPU_FEATURES or settings.DISABLE_JIT
     has_avx512 = bool(binding.get_host_cpu_features().get("avx512bw"))
@@ -52,7 +52,7 @@ def is_available() -> bool:
 
 
 @jit
-def subset_sums(flat, stride, n_rows, factors, address, room, totals, sums):
+def subset_sums(flat, stride, n_rows, factors, address, buffers, totals, sums):
     """Add up the integers of a block's samples, and per column those whose bit is set.
 
     Parameters
@@ -61,8 +61,8 @@ def subset_sums(flat, stride, n_rows, factors, address, room, totals, sums):
         The block and its scales, as in :mod:`trakdask.projection.compiled.quantize`.
     address
         First row, first column, checkpoint, two words of the key: int64.
-    room
-        Buffers: digits (n_digits, CHUNK) int16, tables (B, n_digits * TABLE_ENTRIES) int16, words
+    buffers
+        Digits (n_digits, CHUNK) int16, tables (B, n_digits * TABLE_ENTRIES) int16, words
         (4, COLUMNS) uint32, planes (PLANES, COLUMNS // 2) uint32.
     totals
         (2, B) int64, changed in place: the sums over all rows. Part 0 holds the two lower digits,
@@ -71,7 +71,7 @@ def subset_sums(flat, stride, n_rows, factors, address, room, totals, sums):
         (1 or 2, B, columns) int32, changed in place: the same over the rows whose bit is set; two
         parts for three digits; columns are a multiple of COLUMNS.
     """
-    digits, tables, words, planes = room
+    digits, tables, words, planes = buffers
     n_samples, n_columns = sums.shape[1:]
     for start in range(0, n_rows, CHUNK):
         n = min(CHUNK, n_rows - start)

@@ -18,7 +18,7 @@ from trakdask.errors import KernelError
 from trakdask.kernels import kernel_program
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")
-"""What NVRTC is told: no product is fused with a sum, and no subnormal becomes zero."""
+"""Options of NVRTC: no product is fused with a sum, and no subnormal becomes zero."""
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "quantize": tuple(
@@ -119,7 +119,7 @@ class CupyKernels:
     Notes
     -----
     The first launch of a family compiles it, once per process and device. A launch that the driver
-    refuses raises; what goes wrong later is seen where results are read.
+    rejects raises at once; a later failure of a kernel appears when results are read.
     """
 
     def __init__(self, index: int) -> None:
@@ -149,7 +149,7 @@ class CupyKernels:
         Raises
         ------
         KernelError
-            If the kernel cannot be compiled, or the driver refuses to start it.
+            If the kernel cannot be compiled, or the driver rejects the launch.
         """
         cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
         stream = _Stream(current.cuda_stream)
@@ -161,8 +161,8 @@ class CupyKernels:
                 function((*grid, 1), (threads,), packed(arguments), shared_mem=shared_bytes)
             except self._cupy.cuda.driver.CUDADriverError as err:
                 raise KernelError(
-                    f"kernel {name} with grid {grid} and {shared_bytes} bytes of shared memory "
-                    f"did not start on {self.description}: {err}. Type device='cpu'."
+                    f"expected kernel {name} with grid {grid} and {shared_bytes} bytes of shared "
+                    f"memory to start on {self.description}, got {err}; try device='cpu'"
                 ) from err
         launched.add(name)
 
@@ -176,7 +176,7 @@ class CupyKernels:
         try:
             code = machine_code(self._cupy.cuda.nvrtc, family, self._architecture)
         except KernelError as err:
-            raise KernelError(f"{err} This is {self.description}. Type device='cpu'.") from err
+            raise KernelError(f"{err}, or device='cpu', on {self.description}") from err
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"{family}.cubin")
             path.write_bytes(code)
@@ -190,11 +190,11 @@ def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
     Raises
     ------
     KernelError
-        If NVRTC is missing or does not know the architecture; the message has what it says.
+        If NVRTC is missing or does not know the architecture; the message contains NVRTC's log.
 
     Notes
     -----
-    ``RawModule(code=...)`` would add ``-ftz=true`` behind all options, and the last one counts:
+    ``RawModule(code=...)`` would append ``-ftz=true`` to the options, and the last one wins:
     subnormal gradients would become zero.
     """
     program = None
@@ -205,8 +205,8 @@ def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
     except (RuntimeError, OSError, ImportError) as err:  # NVRTCError, or no library
         log = nvrtc.getProgramLog(program) if program else ""
         raise KernelError(
-            f"{family}.cu cannot be compiled for {architecture}: {err} {log} Needed NVRTC of a "
-            "CUDA that knows this GPU. Type pip install -U nvidia-cuda-nvrtc."
+            f"expected an NVRTC that compiles {family}.cu for {architecture}, got {err} {log}; try "
+            "pip install -U nvidia-cuda-nvrtc"
         ) from err
     finally:
         if program:
@@ -216,17 +216,17 @@ def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream of torch, as CuPy takes it: older versions of torch do not say it themselves."""
+    """A stream of torch in the form that CuPy takes, which older versions of torch lack."""
 
     address: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of the protocol, and where the stream is."""
+        """Return the version of the protocol, and the address of the stream."""
         return 0, self.address
 
 
 def packed(arguments: Sequence[Argument]) -> tuple[np.generic, ...]:
-    """Return arguments as a launch takes them: numbers of the width that the kernel reads."""
+    """Return arguments in the form that a launch takes: numbers of the width of the kernel's."""
     return tuple(
         np.uint64(0 if value is None else value.data_ptr())
         if value is None or isinstance(value, Tensor)
@@ -239,8 +239,8 @@ def packed(arguments: Sequence[Argument]) -> tuple[np.generic, ...]:
 def _kernels(index: int) -> Kernels:
     if not torch.cuda.is_available():
         raise RuntimeError(
-            f"{missing()}; projecting on a GPU needs an NVIDIA GPU, its driver, and a build of "
-            "torch for CUDA. Type device='cpu', or see torch.cuda.is_available()."
+            "expected an NVIDIA GPU, its driver, and a build of torch for CUDA, got: "
+            f"{missing()}; try device='cpu', or see torch.cuda.is_available()"
         )
     return CupyKernels(index)
 
@@ -248,12 +248,12 @@ def _kernels(index: int) -> Kernels:
 @cache
 def _cupy() -> Any:
     try:
-        import cupy  # optional: only what has a GPU needs it
+        import cupy  # optional: only needed on a GPU
     except ImportError as err:
         major = (torch.version.cuda or "13").partition(".")[0]
         extra = "cuda12" if major == "12" else "cuda"
         raise ImportError(
-            "CuPy cannot be imported; projecting on a GPU needs it to compile the kernels. Type "
-            f"pip install 'trakdask[{extra}]', or device='cpu'. ({err})"
+            f"expected CuPy, which compiles the kernels for the GPU, got an import error ({err}); "
+            f"try pip install 'trakdask[{extra}]', or device='cpu'"
         ) from err
     return cupy

@@ -140,19 +140,21 @@ class SparseTile:
         return max(4 * THREADS, self.group * self.n_columns * self.item_bytes)
 
     def columns(self, proj_dim: int) -> Iterator[Columns]:
-        """Cut all columns."""
+        """Cut all columns into tiles."""
         for first in range(0, proj_dim, self.n_columns):
             n = min(self.n_columns, proj_dim - first)
             yield Columns(first, n, n)
 
 
 def sparse_tile(proj_dim: int, sparsity: int, n_samples: int) -> SparseTile:
-    """Return the tile for which a block of threads has room: all columns, if it can."""
+    """Return the tile that fits the shared memory of a thread block: all columns if possible."""
     # |sums| <= 2**14 * 16384 * sparsity = 2**28 * sparsity.
     item_bytes = 4 if sparsity < 8 else 8
-    room = _SHARED_BYTES // item_bytes
-    n_columns = min(proj_dim, room)
-    return SparseTile(max(1, min(_MOST_GROUP, n_samples, room // n_columns)), n_columns, item_bytes)
+    n_sums = _SHARED_BYTES // item_bytes
+    n_columns = min(proj_dim, n_sums)
+    return SparseTile(
+        max(1, min(_MOST_GROUP, n_samples, n_sums // n_columns)), n_columns, item_bytes
+    )
 
 
 def _up(number: int, step: int) -> int:

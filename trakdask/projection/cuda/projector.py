@@ -1,4 +1,4 @@
-"""What projectors with kernels share: the choice by device, and a proof before the first block."""
+"""The base of projectors with CUDA kernels: choice by device, check before the first block."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,13 +28,15 @@ _proving = threading.Lock()
 
 @dataclass(frozen=True)
 class GpuProjector(Projector):
-    """A projector that has kernels: on a GPU that they run on, its blocks stay there."""
+    """A projector with CUDA kernels: blocks that are on an NVIDIA GPU are projected there."""
+
+    rounds_row_blocks: ClassVar[bool] = True
 
     proj_dim: int
 
     @abstractmethod
     def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``, by way of the CPU."""
+        """Add the projection of one row block to ``out``, both on the CPU."""
 
     @abstractmethod
     def project_on_gpu(
@@ -50,8 +53,14 @@ class GpuProjector(Projector):
         a block on any other device is copied to the CPU, multiplied there, and the sums copied
         back.
         """
-        project = self.project_rows if on_gpu(block) else self.project_on_cpu
-        project(block, row_offset, checkpoint, out)
+        if on_gpu(block):
+            self.project_rows(block, row_offset, checkpoint, out)
+        elif block.device.type == "cpu":
+            self.project_on_cpu(block, row_offset, checkpoint, out)
+        else:
+            sums = torch.zeros(out.shape, dtype=torch.float64)
+            self.project_on_cpu(block.cpu(), row_offset, checkpoint, sums)
+            out += sums.to(out.device)
 
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``; see :class:`Projector`.
@@ -77,14 +86,14 @@ class GpuProjector(Projector):
         self.project_on_gpu(kernels, rows, row_offset, checkpoint, out)
 
     def _check_out(self, rows: Tensor, out: Tensor) -> None:
-        """Refuse what kernels, that have addresses alone, would write beside."""
+        """Reject an ``out`` whose memory kernels, which only see addresses, would overrun."""
         expected = (len(rows), self.proj_dim), torch.float64, rows.device
         found = tuple(out.shape), out.dtype, out.device
         if found != expected or out.stride(1) != 1 != out.shape[1]:
             raise ValueError(
-                f"out is {found}, strides {out.stride()}; kernels need {expected} with adjacent "
-                "columns. Use torch.zeros(len(rows), proj_dim, dtype=torch.float64, "
-                "device=rows.device)."
+                f"expected out to be {expected} with adjacent columns, got {found} with strides "
+                f"{out.stride()}; try torch.zeros(len(rows), proj_dim, dtype=torch.float64, "
+                "device=rows.device)"
             )
 
 
@@ -119,9 +128,9 @@ def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> N
         wrong = (found != expected) & ~(found.isnan() & expected.isnan())
         if wrong.any():
             raise KernelError(
-                f"the kernels {noted.names} of {small} give {int(wrong.sum())} of {wrong.numel()} "
-                f"sums other bits than the CPU, for {rows.dtype} gradients on "
-                f"{kernels.description}; needed the same. Type device='cpu', and report this line."
+                f"expected the kernels {noted.names} of {small} to give the bits of the CPU, got "
+                f"other bits in {int(wrong.sum())} of {wrong.numel()} sums for {rows.dtype} "
+                f"gradients on {kernels.description}; try device='cpu', and report this message"
             )
         _proven.add(key)
 

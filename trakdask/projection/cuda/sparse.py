@@ -37,8 +37,8 @@ def accumulate_sjlt(
     -----
     Exactness: the same bits as on a CPU. Cost: B * rows * sparsity additions in shared memory; the
     gradients are read twice (the second time from the cache), and again for every 16384 columns
-    (8192 from a sparsity of 8 on). Memory beside ``rows`` and ``out``: about 64 MB of sums, at
-    least those of one block.
+    (8192 from a sparsity of 8 on). Memory in addition to ``rows`` and ``out``: about 64 MB of sums,
+    at least those of one block.
     """
     n_samples, proj_dim = out.shape
     tile = sparse_tile(proj_dim, sparsity, n_samples)
@@ -52,13 +52,13 @@ def accumulate_sjlt(
             part = rows[:, run.first : run.stop]
             head = (part, np.int64(part.stride(0)))
             address = (np.uint64(row_offset + run.first), np.uint64(seed), np.uint32(checkpoint))
-            place = map(np.uint32, (proj_dim, columns.first, columns.n))
+            column_range = map(np.uint32, (proj_dim, columns.first, columns.n))
             numbers = map(np.int32, (run.n_rows, n_samples, tile.group))
             kernels.launch(
                 name,
                 (-(-n_samples // tile.group), run.n_blocks),
                 THREADS,
-                (*head, *numbers, *address, np.int32(sparsity), *place, sums, steps),
+                (*head, *numbers, *address, np.int32(sparsity), *column_range, sums, steps),
                 tile.shared_bytes,
             )
             target = out[:, columns.first : columns.first + columns.n]

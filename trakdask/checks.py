@@ -1,0 +1,115 @@
+"""Checks of plain arguments. Every message reads "expected …, got …; try …"."""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["require_choice", "require_integer", "require_number", "shown"]
+
+
+def shown(value: object) -> str:
+    """Return a short, one-line ``repr`` of an offending value.
+
+    Examples
+    --------
+    >>> shown("gaussian")
+    "'gaussian'"
+    >>> len(shown(list(range(1000)))) < 80
+    True
+    """
+    text = reprlib.repr(value) if isinstance(value, (list, dict, set, tuple)) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def require_integer(
+    name: str, value: object, low: int, high: int | None = None, *, remedy: str
+) -> int:
+    """Return ``value`` as an int in [low, high); NumPy's integers are accepted, booleans are not.
+
+    Raises
+    ------
+    TypeError
+        If the value is not an integer.
+    ValueError
+        If it is outside the range.
+
+    Examples
+    --------
+    >>> require_integer("k", 0, 1, remedy="try k=10")
+    Traceback (most recent call last):
+    ValueError: expected k >= 1, got 0; try k=10
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"expected an integer for {name}, got {shown(value)}; {remedy}")
+    if number < low or (high is not None and number >= high):
+        allowed = f">= {low}" if high is None else f"in [{low}, {_power(high)})"
+        raise ValueError(f"expected {name} {allowed}, got {number}; {remedy}")
+    return number
+
+
+def _power(bound: int) -> str:
+    is_power = bound > 2**16 and bound & (bound - 1) == 0
+    return f"2**{bound.bit_length() - 1}" if is_power else str(bound)
+
+
+def require_number(
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    remedy: str,
+) -> float:
+    """Return ``value`` as a finite float strictly between two bounds.
+
+    Raises
+    ------
+    TypeError
+        If the value is not a number.
+    ValueError
+        If it is NaN, infinite, or outside the bounds.
+
+    Examples
+    --------
+    >>> require_number("confidence", 95, low=0, high=1, remedy="try confidence=0.95")
+    Traceback (most recent call last):
+    ValueError: expected confidence between 0 and 1, got 95; try confidence=0.95
+    """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or isinstance(value, (bool, str, bytes)):
+        raise TypeError(f"expected a number for {name}, got {shown(value)}; {remedy}")
+    if not (math.isfinite(number) and low < number < high):
+        bounds = {
+            (False, False): "a finite number",
+            (True, False): f"a finite number > {low:g}",
+            (False, True): f"a finite number < {high:g}",
+            (True, True): f"between {low:g} and {high:g}",
+        }[math.isfinite(low), math.isfinite(high)]
+        what = f"{name} {bounds}" if bounds.startswith("between") else f"{bounds} for {name}"
+        raise ValueError(f"expected {what}, got {shown(value)}; {remedy}")
+    return number
+
+
+def require_choice(name: str, value: object, choices: Sequence[Any], *, remedy: str) -> None:
+    """Reject a text that is not one of the choices.
+
+    Raises
+    ------
+    ValueError
+        If it is not; the message lists the choices.
+    """
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"expected {name} to be one of {listed}, got {shown(value)}; {remedy}")
