@@ -254,7 +254,7 @@ class _NoNames:
 
 def test_featurize__missing_variable_of_a_task_that_does_not_declare_any() -> None:
     features = td.featurize(samples(), model(task=_NoNames()))
-    with pytest.raises(td.BlockError, match=r"variables \['image'\]; the task needs 'text'"):
+    with pytest.raises(td.BlockError, match=r"'text'.*\['image'\]"):
         features.compute(scheduler="sync")
 
 
@@ -270,7 +270,7 @@ class _BadShape:
 
 def test_featurize__task_output_of_wrong_shape() -> None:
     features = td.featurize(samples(), model(task=_BadShape()))
-    with pytest.raises(td.BlockError, match=r"returned shape \(2, 3\).*needed shape \(2,\)"):
+    with pytest.raises(td.BlockError, match=r"shape \(2,\).*got shape \(2, 3\)"):
         features.compute(scheduler="sync")
 
 
@@ -278,7 +278,10 @@ def test_featurize__error_of_torch_shows_what_the_model_was_given() -> None:
     data = td.from_arrays(
         {"image": samples().image.values.astype("f8")}, coords={"label": np.arange(20) % 3}
     )
-    with pytest.raises(td.BlockError, match=r"RuntimeError: .*\n.*image float64 \(20, 2, 3\)"):
+    with pytest.raises(
+        td.BlockError,
+        match=r"float32 at layer .*float64 \(20, 6\).*samples.assign\(image=.*float32",
+    ):
         td.featurize(data, model()).compute(scheduler="sync")
 
 
@@ -297,7 +300,7 @@ class _Branches(nn.Module):
 def test_featurize__model_that_vmap_cannot_run() -> None:
     branching = td.Model(_Branches())
     for gradients in ("auto", "hooks", "vmap"):
-        with pytest.raises(td.BlockError, match="Type gradients='loop'"):
+        with pytest.raises(td.BlockError, match="try gradients='loop'"):
             td.featurize(samples(), branching, gradients=gradients).compute(scheduler="sync")
     features = td.featurize(samples(), branching, gradients="loop").compute(scheduler="sync")
     assert np.isfinite(features.feature).all()
@@ -436,7 +439,7 @@ def test_featurize__engine_that_is_wrong_for_the_model_is_found() -> None:
             x = x.flatten(1)
             return self.head(x - x.mean(0))
 
-    with pytest.raises(td.BlockError, match=r"'head\.\w+' a gradient that differs.*mix samples"):
+    with pytest.raises(td.BlockError, match=r"the output of sample \d+ .*mixes the samples"):
         td.featurize(samples(), td.Model(Mixing())).compute(scheduler="sync")
 
 

@@ -16,9 +16,10 @@ import xarray as xr
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
-from trakdask.featurization.block import Block, Job, featurize_block
+from trakdask.featurization.block import Block, featurize_block
 from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
+from trakdask.featurization.job import Job
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model

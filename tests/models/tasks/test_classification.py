@@ -195,34 +195,34 @@ def test_multi_label__one_label_is_binary(run) -> None:
 @pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "cold"])
 def test_temperature__not_positive(temperature) -> None:
     for task in (ImageClassification, TextClassification):
-        with pytest.raises(ValueError, match=r"needed a positive number\. Use temperature=1"):
+        with pytest.raises(ValueError, match=r"positive number.*temperature=1"):
             task(temperature=temperature)
 
 
 def test_classification__one_logit(run) -> None:
-    with pytest.raises(ValueError, match=r"\(1, 1\).*needs logits.*BinaryClassification"):
+    with pytest.raises(ValueError, match=r"\(1, 1\).*BinaryClassification"):
         run(net(1), ImageClassification(image="x"), numbers(torch.tensor([0, 1])))
 
 
 def test_binary_classification__several_logits(run) -> None:
-    with pytest.raises(ValueError, match=r"output has shape \(1, 3\).*one number per sample"):
+    with pytest.raises(ValueError, match=r"one number per sample.*output of shape \(1, 3\)"):
         run(net(3), "binary_classification", numbers(torch.tensor([0, 1])))
 
 
 def test_multi_label__shapes_differ(run) -> None:
-    with pytest.raises(ValueError, match=r"\(1, 2\) and 'label' has shape \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\) in 'label'"):
         run(net(2), "multi_label", numbers(LABELS))
 
 
 @pytest.mark.parametrize(("task", "n"), [(BinaryClassification(), 1), (MultiLabel(), 2)])
 def test_labels__other_than_0_and_1(run, task, n: int) -> None:
     label = torch.tensor([[-1, 1], [1, -1]])[:, :n]
-    with pytest.raises(ValueError, match=r"other values than 0 and 1.*labels > 0"):
+    with pytest.raises(ValueError, match=r"0 or 1 in 'label'.*labels > 0"):
         run(net(n), task, numbers(label))
 
 
 def test_variables__are_checked_by_name() -> None:
     model = Model(net(3), task=MultiLabel(("a", "b"), "c"))
     assert model.task.variables == ("a", "b", "c")
-    with pytest.raises(ValueError, match="the task needs 'a'"):
+    with pytest.raises(ValueError, match="the variable 'a'"):
         model.task.output(Forward(net(3), {}, {}), Batch(x=torch.ones(1, 3)))

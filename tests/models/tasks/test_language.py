@@ -196,9 +196,9 @@ def test_causal_lm__wrong_shapes(run) -> None:
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             return super().forward(input_ids, attention_mask)[0][:, -1]
 
-    with pytest.raises(ValueError, match=r"returned \(1, 9\) for labels of shape \(1, 6\)"):
+    with pytest.raises(ValueError, match=r"labels of shape \(1, 6\).*\(1, 9\)"):
         run(Pooled(), "causal_lm", batch())
-    with pytest.raises(ValueError, match=r"'input_ids' is torch.int64 of shape \(1, 1\).*Pad the"):
+    with pytest.raises(ValueError, match=r"'input_ids'.*torch.int64 of shape \(1, 1\).*padding"):
         run(Running(), "causal_lm", batch(length=1, n=1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,22 +74,28 @@ def resolve_task(task: str | Task | object) -> Task:
     """Return the task of a name, a task itself, or the adapter of a TRAK model output."""
     if isinstance(task, str):
         if task not in TASKS:
+            near = difflib.get_close_matches(task, TASKS, n=1)
             raise ValueError(
-                f"task is {task!r}; needed one of {list(TASKS)}, or an object with the methods "
-                "output(forward, batch) and out_to_loss(forward, batch)."
+                f"expected one of {list(TASKS)} as task, or an object with the methods "
+                f"output(forward, batch) and out_to_loss(forward, batch), got {task!r}; try "
+                f"task={(near or ['image_classification'])[0]!r}."
             )
         return TASKS[task]()
     if isinstance(task, type):
         raise TypeError(
-            f"task is the class {task.__name__}; needed an instance. Type task={task.__name__}()."
+            f"expected an instance as task, got the class {task.__name__}; try "
+            f"task={task.__name__}()."
         )
     if isinstance(task, Task):
         return task
     if hasattr(task, "get_output") and hasattr(task, "get_out_to_loss_grad"):
         return TrakTask(task)
+    methods = [m for m in ("output", "out_to_loss") if hasattr(task, m)]
+    missing = f" with only the method {methods[0]}" if methods else ""
     raise TypeError(
-        f"task is a {type(task).__name__}; needed a name of {list(TASKS)}, or an object with the "
-        "methods output(forward, batch) and out_to_loss(forward, batch)."
+        f"expected one of {list(TASKS)} as task, or an object with the methods "
+        "output(forward, batch) and out_to_loss(forward, batch), got "
+        f"{type(task).__name__}{missing}; try task='image_classification'."
     )
 
 
