@@ -79,7 +79,7 @@ def test_check_device__accepted(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["gpu", "meta", 3, None, torch.device("cpu")])
 def test_check_device__refused(device: object) -> None:
-    with pytest.raises(ValueError, match=r"device is .*; needed 'auto', .*Type device='auto'"):
+    with pytest.raises(ValueError, match=r"device, got .*try device='auto'"):
         td.featurize(samples(), model(), device=device)  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ def test_device_of_task__automatic_is_the_gpu_if_kernels_can_run(
 @NO_GPU
 def test_featurize__gpu_asked_for_and_not_there() -> None:
     features = td.featurize(samples(), model(), device="cuda")
-    with pytest.raises(td.BlockError, match=r"samples .*torch.*needs a GPU on every worker"):
+    with pytest.raises(td.BlockError, match=r"samples .*expected a GPU on every worker"):
         features.compute(scheduler="sync")
 
 

@@ -58,7 +58,7 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     inputs = zip(job.inputs, arrays, strict=True)
     given = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
     advice = (
-        " Type gradients='loop' if the model cannot run under vmap." if "vmap" in str(err) else ""
+        " Try gradients='loop' if the model cannot run under vmap." if "vmap" in str(err) else ""
     )
     return f"\nThe block's inputs were {given}.{advice}"
 
@@ -150,9 +150,9 @@ class _Rows:
         position = self.positions[start + row]
         more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
         return ValueError(
-            f"sample {position}{more}: the {name} at checkpoint {self.checkpoint.name!r} is NaN or "
-            f"infinite; needed finite numbers. Look at the sample with samples.isel(sample="
-            f"{position}), leave it out, or go on without it: on_error='record'."
+            f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
+            f"{more} at checkpoint {self.checkpoint.name!r}; try on_error='record', which leaves "
+            f"such samples out, and samples.isel(sample={position}) to look at it."
         )
 
     def result(self) -> Block:

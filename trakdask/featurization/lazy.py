@@ -111,10 +111,13 @@ def featurize(
 
     Raises
     ------
-    ValueError
-        If the samples lack a variable that the task needs, or an option does not make sense. When
-        computed, :class:`BlockError` names samples and checkpoint of whatever failed, and any
-        sample whose gradient is not finite.
+    TypeError, ValueError
+        If the samples lack a variable that the task needs, the model normalises by statistics of
+        the batch, or an option does not make sense.
+    BlockError
+        When computed, with the samples and the checkpoint of whatever failed: labels that are out
+        of range, inputs that a layer cannot take, gradients that are not finite, a model that mixes
+        the samples of a batch (so that f and Q of a sample depend on the others).
 
     Notes
     -----
@@ -149,18 +152,27 @@ def featurize(
     ['the output is NaN or infinite']
     """
     if gradients not in ("auto", *ENGINES):
-        raise ValueError(f"gradients is {gradients!r}; needed one of {['auto', *ENGINES]}.")
+        raise ValueError(
+            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
+            "gradients='auto'."
+        )
     if dtype not in (None, *get_args(DType)):
-        raise ValueError(f"dtype is {dtype!r}; needed None or one of {get_args(DType)}.")
+        raise ValueError(
+            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
+            "dtype='float32'."
+        )
     if on_error not in get_args(OnError):
-        raise ValueError(f"on_error is {on_error!r}; needed 'raise' or 'record'.")
+        raise ValueError(
+            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'."
+        )
     if not isinstance(model, Model):
         raise TypeError(
-            f"model is a {type(model).__name__}; needed a td.Model. "
-            "Type td.Model(build, checkpoints=[...], task=...)."
+            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
+            "checkpoints=[...], task=...)."
         )
     projector = _projector(projector)
     samples = validate_samples(samples)
+    _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
     engine, reason = str(gradients), "as asked"
@@ -211,9 +223,21 @@ def _projector(projector: Projector | None) -> Projector:
     if isinstance(projector, type) or not isinstance(projector, Projector):
         found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
         raise TypeError(
-            f"projector is a {found}; needed a projector. Type td.Rademacher(proj_dim=2048)."
+            f"expected a projector, got {found}; try projector=td.Rademacher(proj_dim=2048)."
         )
     return projector
+
+
+def _require_running_statistics(model: Model) -> None:
+    """Refuse batch normalisation by statistics of the batch: it mixes samples."""
+    for path, module in model.skeleton().named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise ValueError(
+                "expected batch normalisation with running statistics, got layer "
+                f"{path or type(module).__name__!r} with track_running_stats=False, which "
+                "normalises by the other samples of a batch; try track_running_stats=True when "
+                "the model is trained, or nn.GroupNorm."
+            )
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
@@ -221,9 +245,9 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:
         raise ValueError(
-            f"the samples have the variables {[str(name) for name in samples.variables]}; the task "
-            f"needs {missing[0]!r}. Name the variable so (samples.rename(...)), or give the task "
-            "its name, as in td.tasks.ImageClassification(image='pixels')."
+            f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
+            f"variables {[str(name) for name in samples.variables]}; try samples.rename(...), or "
+            "the task with its name, as in td.tasks.ImageClassification(image='pixels')."
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
@@ -238,9 +262,13 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
             # drawing the random matrix costs more than multiplying with it.
             fits = max(fits // 4, min(32, 4 * fits))
         return max(1, min(_MICRO_BATCH_MOST, fits))
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size!r}; needed a positive integer, or 'auto'.")
-    return batch_size
+    is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)
+    if not is_integer or int(batch_size) < 1:
+        raise ValueError(
+            f"expected a positive integer or 'auto' as batch_size, got {batch_size!r}; try "
+            "batch_size='auto'."
+        )
+    return int(batch_size)
 
 
 def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:

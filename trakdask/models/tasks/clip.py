@@ -271,9 +271,9 @@ def clip_embeddings(
     """
     task = getattr(model, "task", None)
     if not isinstance(task, Clip):
-        found = type(model).__name__ if task is None else f"one whose task is {task!r}"
+        kind = type(model).__name__ if task is None else f"one whose task is {task!r}"
         raise TypeError(
-            f"expected a td.Model with the task clip, got {found}; try td.Model(..., task='clip')."
+            f"expected a td.Model with the task clip, got {kind}; try td.Model(..., task='clip')."
         )
     _check_integer(batch_size, "batch_size", 1, 2**63)
     whole = as_tensors(samples, task.variables)
