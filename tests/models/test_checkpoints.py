@@ -180,3 +180,20 @@ def test_make_checkpoints__given_state_is_copied() -> None:
     (checkpoint,) = make_checkpoints([live])
     live["weight"].add_(1)  # training goes on
     assert digest_state(cached_state(checkpoint)) == checkpoint.digest
+
+
+def test_make_checkpoints__folder_and_loop_of_links(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "epoch_3.pt")
+    with pytest.raises(CheckpointError, match=r"got the folder .*try '.*epoch_3\.pt'"):
+        make_checkpoints([tmp_path])
+    (tmp_path / "a.pt").symlink_to(tmp_path / "b.pt")
+    (tmp_path / "b.pt").symlink_to(tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"a\.pt"):
+        make_checkpoints([tmp_path / "a.pt"])
+
+
+def test_make_checkpoints__nested_in_memory() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"\['state_dict', 'epoch'\].*checkpoint\['state_dict'\]"
+    ):
+        make_checkpoints([{"state_dict": {"w": torch.ones(1)}, "epoch": 3}])

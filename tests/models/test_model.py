@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import cloudpickle
@@ -186,3 +187,36 @@ def test_select_parameters__nothing() -> None:
         select_parameters(own, lambda name, tensor: False)
     with pytest.raises(ValueError, match="selects nothing"):
         select_parameters(own, [])
+
+
+def test_select_parameters__part_of_a_name() -> None:
+    """A glob is what is missing, not another name."""
+    with pytest.raises(ValueError, match=r"'weigh'.*parameters='\*weigh\*'"):
+        select_parameters(mlp(), "weigh")
+
+
+def needs_arguments(width: int, *, depth: int, dropout: float = 0.0) -> nn.Module:
+    return nn.Linear(width, depth)
+
+
+def test_model__build_that_needs_arguments() -> None:
+    expected = r"needs_arguments.*\['width', 'depth'\].*lambda: needs_arguments\(width, depth\)"
+    with pytest.raises(TypeError, match=expected):
+        Model(needs_arguments, [state()])
+    built = Model(functools.partial(needs_arguments, 4, depth=2), [nn.Linear(4, 2).state_dict()])
+    assert built.shapes["weight"] == (2, 4)
+
+
+@pytest.mark.parametrize("name", ["no_such_package:build", "trakdask.examples:no_such", "a b"])
+def test_model__build_that_cannot_be_imported(name: str) -> None:
+    with pytest.raises(ImportError, match=f"got '{name}'"):
+        Model(name, [state()])
+
+
+def test_model__lazy_module() -> None:
+    for build, checkpoints in ((nn.LazyLinear(3), None), (lambda: nn.LazyLinear(3), [state()])):
+        with pytest.raises(ValueError, match=r"'weight' of a lazy module.*example_input"):
+            Model(build, checkpoints)
+    module = nn.LazyLinear(3)
+    module(torch.ones(1, 4))
+    assert Model(module).shapes["weight"] == (3, 4)

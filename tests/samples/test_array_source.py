@@ -181,3 +181,28 @@ def test_from_arrays__read_by_worker_processes(process_client: Client, tmp_path:
     computed = process_client.compute(ds).result()
     np.testing.assert_array_equal(computed.x, x)
     np.testing.assert_array_equal(computed.stored, x)
+
+
+def test_from_arrays__masks() -> None:
+    """Values that are hidden are never used: refused, unless nothing is hidden."""
+    x = np.arange(6.0).reshape(3, 2)
+    plain = np.ma.array(x, mask=False)
+    np.testing.assert_array_equal(from_arrays({"x": plain}).x.values, x)
+    hidden = np.ma.array(x, mask=x > 4)
+    for masked in (hidden, list(hidden)):
+        with pytest.raises(ValueError, match=r"'x', got 1 samples with masked values.* sample 2;"):
+            from_arrays({"x": masked})
+    with pytest.raises(ValueError, match=r"'x', got a masked dask array"):
+        from_arrays({"x": da.from_array(hidden)})
+    with pytest.raises(ValueError, match=r"coord 'c', got 1 samples"):
+        from_arrays({"x": x}, coords={"c": hidden[:, 1]})
+
+
+def test_from_arrays__jagged_lists() -> None:
+    with pytest.raises(ValueError, match=r"got shape \(3,\) for sample 1, but \(2,\) for sample 0"):
+        from_arrays({"x": [[1, 2], [1, 2, 3]]})
+
+
+def test_from_arrays__conjugated_tensor() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert from_arrays({"x": x}).x.values.tolist() == [1 - 2j, 3 + 1j]

@@ -131,3 +131,11 @@ def test_normalise_coords__refuses_what_is_no_mapping_of_names() -> None:
         ValueError, match=r"'x' as the name of a variable or of a coord.*among the coords only"
     ):
         normalise_coords({"x": [1]}, {"x": 0}, 1)
+
+
+@pytest.mark.parametrize("dtype", [object, "U2", None])
+def test_normalise_coord__lone_surrogate(dtype: Any) -> None:
+    values = ["a", "b\ud800"]
+    given_values = values if dtype is None else np.array(values, dtype)
+    with pytest.raises(ValueError, match=r"coord 'c', got .* for sample 1 \(a lone surrogate\)"):
+        normalise_coord("c", given_values, 2)

@@ -233,3 +233,15 @@ def test_from_dataframe__read_by_worker_processes(process_client: Client, tmp_pa
     computed = process_client.compute(ds).result()
     np.testing.assert_array_equal(computed.input_ids, np.array(frame.tokens.tolist()))
     np.testing.assert_array_equal(computed.label, frame.label)
+
+
+def test_from_dataframe__files_that_are_no_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("label\n1\n")
+    with pytest.raises(ValueError, match=r"parquet file, got '.*a\.csv'.*read_csv"):
+        from_dataframe(tmp_path / "a.csv", variables={"y": "label"})
+    (tmp_path / "b").symlink_to(tmp_path / "c")
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"expected .*/b'"):
+        from_dataframe(tmp_path / "b", variables={"y": "label"})
+    with pytest.raises(ValueError, match=r"got 'foo://bucket/x\.parquet' \(Protocol not known"):
+        from_dataframe("foo://bucket/x.parquet", variables={"y": "label"})

@@ -72,8 +72,9 @@ def featurize(
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
         sample, for models that the others cannot run. ``"auto"`` takes hooks where they reach the
-        selected parameters; what it took and why is in ``attrs``. The first block of a process
-        compares two samples with the loop.
+        selected parameters; what it took and why is in ``attrs``. Whatever the engine, each process
+        checks two samples of its first block, and its largest micro-batch, for an f and a Q that
+        are the same when a sample is alone, and compares the gradients of the two with the loop.
     batch_size
         Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB (with
         hooks: those of the largest parameter in 64 MB, or 32 samples if that takes at most 1 GB;

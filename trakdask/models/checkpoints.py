@@ -205,7 +205,9 @@ def _read_torch(path: Path) -> object:
             f"can run, got something else in checkpoint {str(path)!r} "
             f"({str(err).splitlines()[0]}); try torch.save(model.state_dict(), path)."
         ) from err
-    except (EOFError, RuntimeError, ValueError) as err:
+    except (OSError, MemoryError):
+        raise
+    except Exception as err:  # bytes that are no pickle make the unpickler fail in many ways
         if "TorchScript" in str(err):
             raise CheckpointError(
                 f"expected a state dict in checkpoint {str(path)!r}, got a TorchScript archive; "

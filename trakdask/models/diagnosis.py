@@ -46,9 +46,7 @@ def explain(err: Exception, forward: Forward, task: Task, batch: Batch) -> Excep
         return _of_embedding(path, module, inputs[0], len(next(iter(batch.values()))))
     if (found := _of_dtypes(path, module, inputs, batch)) is not None:
         return found
-    where = (
-        f"layer {path!r}, {_described(module)}," if path else f"the model, {_described(module)},"
-    )
+    where = f"layer {path!r}" if path else "the model"
     given = ", ".join(_shown(tensor) for tensor in inputs)
     variables = ", ".join(f"{name} {_shown(tensor)}" for name, tensor in batch.items())
     why = f"{type(failure).__name__}: {_first_line(failure)}"

@@ -93,6 +93,14 @@ class Model:
         *,
         checkpoint_ids: Iterable[int] | None = None,
     ) -> None:
+        if isinstance(build, torch.nn.Module):
+            _require_plain(build)
+        elif not callable(build) and not isinstance(build, str):
+            raise TypeError(
+                "expected an nn.Module, a callable without arguments that returns one, or "
+                f"'package.module:callable' as build, got {_shown(build)}; try td.Model(module, "
+                "...)."
+            )
         if checkpoints is None:
             checkpoints = [_own_state(build)]
         self.task = resolve_task(task)
@@ -158,12 +166,6 @@ def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
         return build.token
     if isinstance(build, str):
         return build
-    if not callable(build):
-        raise TypeError(
-            "expected an nn.Module, a callable without arguments that returns one, or "
-            f"'package.module:callable' as build, got {build!r} ({type(build).__name__}); try "
-            "td.Model(module, ...)."
-        )
     return fingerprint(build)
 
 
@@ -216,6 +218,11 @@ def _resolved(name: str) -> Callable[[], Any]:
             "of a function that returns the module."
         )
     return cast(Callable[[], Any], found)
+
+
+def _shown(value: object) -> str:
+    kind, text = type(value).__name__, repr(value)
+    return f"{text} ({kind})" if len(text) <= 80 and "\n" not in text else kind
 
 
 def _named(build: object) -> str:

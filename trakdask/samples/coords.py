@@ -268,7 +268,7 @@ def _strings(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     try:
         return array.astype(np.dtypes.StringDType(), copy=False)
-    except UnicodeEncodeError as err:
+    except (UnicodeEncodeError, TypeError) as err:  # of objects, and of fixed-width strings
         bad = next(i for i, text in enumerate(array.tolist()) if not _is_unicode(text))
         raise ValueError(
             f"expected text that UTF-8 can hold for coord {name!r}, got {array[bad]!r} for sample "

@@ -160,7 +160,7 @@ class _DatasetReader:
                 f"shapes={{{next(iter(item))!r}: ...}}."
             )
         self.fields = {
-            name: Field(shapes[name] if name in shapes else value.shape, value.dtype)
+            name: Field(shapes.get(name, tuple(value.shape)), value.dtype)
             for name, value in item.items()
         }
         if self._dataset is not self.given:  # the code alone does not say what it returns

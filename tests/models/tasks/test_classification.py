@@ -16,6 +16,7 @@ from trakdask.models.tasks import (
     MultiLabel,
     TextClassification,
 )
+from trakdask.models.tasks.protocol import SampleError
 
 
 class Bag(nn.Module):
@@ -226,3 +227,32 @@ def test_variables__are_checked_by_name() -> None:
     assert model.task.variables == ("a", "b", "c")
     with pytest.raises(ValueError, match="the variable 'a'"):
         model.task.output(Forward(net(3), {}, {}), Batch(x=torch.ones(1, 3)))
+
+
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
+@pytest.mark.parametrize("value", [-1, 3, 7])
+def test_classification__label_out_of_range(run, engine: str, value: int) -> None:
+    label = torch.tensor([0, value, 2])
+    with pytest.raises(SampleError, match=rf"label in 0..2 \(3 classes\), got {value} at") as err:
+        run(net(3), ImageClassification(image="x"), numbers(label), engine)
+    assert err.value.row == 1
+    assert "at sample 31;" in str(err.value.at(31))
+
+
+def test_classification__labels_that_start_at_1(run) -> None:
+    with pytest.raises(SampleError, match=r"got 3 at .*labels - 1"):
+        run(net(3), ImageClassification(image="x"), numbers(torch.tensor([1, 2, 3])))
+
+
+@pytest.mark.parametrize(
+    "task", [ImageClassification(image="x"), TextClassification("x", positional=True)]
+)
+def test_classification__fewer_rows(run, task) -> None:
+    class Fewer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[1:]
+
+    torch.manual_seed(0)
+    module = Fewer(numbers(LABELS)["x"].shape[1], 3, dtype=numbers(LABELS)["x"].dtype)
+    with pytest.raises(ValueError, match=r"logits \(1, classes\).*got \(0, 3\)"):
+        run(module, task, numbers(torch.tensor([0, 1])))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import trakdask as td
 from trakdask.models.tasks import Batch, CausalLM, Task, expand_tokens
+from trakdask.models.tasks.protocol import SampleError
 
 VOCABULARY = 9
 
@@ -227,3 +228,17 @@ def test_expand_tokens__makes_samples_of_a_dataset() -> None:
     whole = td.featurize(samples, td.Model(Running(), task="causal_lm"), projector=td.Identity())
     summed = features.feature.groupby("author").sum().transpose("author", "proj_dim", "checkpoint")
     np.testing.assert_allclose(summed, whole.feature, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "task", [CausalLM(labels="labels"), CausalLM(labels="labels", position="token")]
+)
+def test_causal_lm__label_that_is_no_token(run, task: CausalLM) -> None:
+    data = Batch(batch())
+    data["labels"] = data["input_ids"].clone()
+    data["token"] = torch.tensor([1, 1, 1, 1])[: len(data["labels"])]
+    data["labels"][0, 1] = 99
+    with pytest.raises(SampleError, match=r"in 'labels', got 99 at sample 0 .*, token 1;"):
+        run(Running(), task, data)
+    data["labels"][0, 1] = task.ignore_index
+    run(Running(), task, data)

@@ -102,6 +102,11 @@ def resolve_task(task: str | Task | object) -> Task:
 def task_spec(task: Task) -> str:
     """Describe a task in one line that is equal for equal tasks in any process."""
     subject = task.modelout if isinstance(task, TrakTask) else task
+    if not isinstance(subject, Task) and not hasattr(subject, "get_output"):
+        raise TypeError(
+            "expected a task with the methods output(forward, batch) and "
+            f"out_to_loss(forward, batch), got {subject!r}; try td.tasks.resolve_task({subject!r})."
+        )
     if dataclasses.is_dataclass(subject):
         return repr(subject)
     values = {k: v for k, v in sorted(vars(subject).items()) if _is_plain(v)}
