@@ -217,7 +217,7 @@ def test_featurize__non_finite_gradient_names_sample_and_checkpoint(value, proje
     x[13, 0, 0] = value
     data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
     features = td.featurize(data, model(), projector=projector)
-    expected = r"samples 8:16 of checkpoint 'c0' failed: ValueError: sample 13: the .* 'c0' is NaN"
+    expected = r"samples 8:16 of checkpoint 'c0' failed: .* of sample 13 at checkpoint 'c0'"
     with pytest.raises(td.BlockError, match=expected):
         features.isel(checkpoint=[0]).compute(scheduler="sync")
     good = features.isel(sample=slice(16, 20)).feature.compute(scheduler="sync")
@@ -228,15 +228,13 @@ def test_featurize__error_arrives_from_a_worker_process(process_client: Client) 
     x = samples().image.values.copy()
     x[13] = np.nan
     data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
-    with pytest.raises(td.BlockError, match="sample 13: the output at checkpoint 'c1' is NaN"):
+    with pytest.raises(td.BlockError, match="the output of sample 13 at checkpoint 'c1'"):
         td.featurize(data, model()).feature.isel(checkpoint=1).compute()
 
 
 def test_featurize__samples_without_a_variable_that_the_task_needs() -> None:
     data = td.from_arrays({"pixels": np.zeros((4, 6), "f4")}, coords={"label": np.zeros(4, int)})
-    with pytest.raises(
-        ValueError, match=r"variables \['pixels', 'label'\]; the task needs 'image'"
-    ):
+    with pytest.raises(ValueError, match=r"'image'.*\['pixels', 'label'\]"):
         td.featurize(data, model())
     task = td.tasks.ImageClassification(image="pixels")
     assert td.featurize(data, model(task=task)).sizes["sample"] == 4
@@ -254,7 +252,7 @@ class _NoNames:
 
 def test_featurize__missing_variable_of_a_task_that_does_not_declare_any() -> None:
     features = td.featurize(samples(), model(task=_NoNames()))
-    with pytest.raises(td.BlockError, match=r"variables \['image'\]; the task needs 'text'"):
+    with pytest.raises(td.BlockError, match=r"'text'.*\['image'\]"):
         features.compute(scheduler="sync")
 
 
@@ -270,7 +268,7 @@ class _BadShape:
 
 def test_featurize__task_output_of_wrong_shape() -> None:
     features = td.featurize(samples(), model(task=_BadShape()))
-    with pytest.raises(td.BlockError, match=r"returned shape \(2, 3\).*needed shape \(2,\)"):
+    with pytest.raises(td.BlockError, match=r"shape \(2,\).*got shape \(2, 3\)"):
         features.compute(scheduler="sync")
 
 
@@ -278,7 +276,10 @@ def test_featurize__error_of_torch_shows_what_the_model_was_given() -> None:
     data = td.from_arrays(
         {"image": samples().image.values.astype("f8")}, coords={"label": np.arange(20) % 3}
     )
-    with pytest.raises(td.BlockError, match=r"RuntimeError: .*\n.*image float64 \(20, 2, 3\)"):
+    with pytest.raises(
+        td.BlockError,
+        match=r"float32 at layer .*float64 \(20, 6\).*samples.assign\(image=.*float32",
+    ):
         td.featurize(data, model()).compute(scheduler="sync")
 
 
@@ -297,7 +298,7 @@ class _Branches(nn.Module):
 def test_featurize__model_that_vmap_cannot_run() -> None:
     branching = td.Model(_Branches())
     for gradients in ("auto", "hooks", "vmap"):
-        with pytest.raises(td.BlockError, match="Type gradients='loop'"):
+        with pytest.raises(td.BlockError, match="try gradients='loop'"):
             td.featurize(samples(), branching, gradients=gradients).compute(scheduler="sync")
     features = td.featurize(samples(), branching, gradients="loop").compute(scheduler="sync")
     assert np.isfinite(features.feature).all()
@@ -315,7 +316,7 @@ def test_featurize__dtype_of_the_model(gradients: str) -> None:
         for name in ("feature", "output", "out_to_loss"):
             error = np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])
             assert 0 < error < tolerance
-    with pytest.raises(ValueError, match=r"dtype is 'fp8'; needed None or one of"):
+    with pytest.raises(ValueError, match=r"dtype, got 'fp8'"):
         td.featurize(samples(), model(), dtype="fp8")
 
 
@@ -436,7 +437,7 @@ def test_featurize__engine_that_is_wrong_for_the_model_is_found() -> None:
             x = x.flatten(1)
             return self.head(x - x.mean(0))
 
-    with pytest.raises(td.BlockError, match=r"'head\.\w+' a gradient that differs.*mix samples"):
+    with pytest.raises(td.BlockError, match=r"the output of sample \d+ .*mixes the samples"):
         td.featurize(samples(), td.Model(Mixing())).compute(scheduler="sync")
 
 
@@ -447,14 +448,14 @@ def test_rademacher__proj_dim_not_positive(proj_dim: int) -> None:
 
 
 def test_featurize__bad_options() -> None:
-    with pytest.raises(ValueError, match="gradients is 'hook'; needed one of"):
+    with pytest.raises(ValueError, match="gradients, got 'hook'"):
         td.featurize(samples(), model(), gradients="hook")
     for batch_size in (0, 2.5, "big"):
-        with pytest.raises(ValueError, match="needed a positive integer"):
+        with pytest.raises(ValueError, match="positive integer"):
             td.featurize(samples(), model(), batch_size=batch_size)
-    with pytest.raises(TypeError, match=r"model is a Sequential; needed a td\.Model"):
+    with pytest.raises(TypeError, match=r"td\.Model.*got Sequential"):
         td.featurize(samples(), build())
-    with pytest.raises(TypeError, match="projector is a int; needed"):
+    with pytest.raises(TypeError, match="projector, got int"):
         td.featurize(samples(), model(), projector=512)
 
 

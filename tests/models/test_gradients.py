@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from trakdask.models.gradients import (
     ENGINES,
-    _tolerance,
     choose_engine,
     require_same_as_loop,
     vmap_gradients,
@@ -171,7 +170,7 @@ class _BadShape:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_engine__output_of_wrong_shape(engine: str) -> None:
     n = 5 if engine == "hooks" else 1
-    expected = rf"shape \({n}, 4\) for a batch of {n}; needed shape \({n},\)"
+    expected = rf"shape \({n},\) .*batch of {n}, got shape \({n}, 4\)"
     with pytest.raises(ValueError, match=expected):
         run(engine, Model(net(), task=_BadShape()), batch())
 
@@ -203,19 +202,19 @@ def test_image_classification__q_is_exact_for_confident_samples() -> None:
 
 
 def test_image_classification__wrong_logits() -> None:
-    with pytest.raises(ValueError, match="needs logits"):
+    with pytest.raises(ValueError, match="expected logits"):
         run("loop", Model(nn.Conv2d(1, 2, 1)), batch(dtype=torch.float32))
 
 
 @pytest.mark.parametrize("label", [torch.ones(5), torch.ones(5, 1, dtype=torch.int64)])
 def test_image_classification__label_that_is_no_class(label: Tensor) -> None:
     data = Batch(image=batch()["image"], label=label)
-    with pytest.raises(ValueError, match="needs integer classes, one per sample"):
+    with pytest.raises(ValueError, match="expected integer classes"):
         run("vmap", Model(net()), data)
 
 
 def test_batch__missing_variable() -> None:
-    with pytest.raises(ValueError, match=r"\['image', 'label'\]; the task needs 'text'"):
+    with pytest.raises(ValueError, match=r"'text'.*\['image', 'label'\]"):
         batch()["text"]
 
 
@@ -236,7 +235,7 @@ class TrakStyle:
 
 
 def test_trak_task__not_by_hooks() -> None:
-    with pytest.raises(ValueError, match=r"one sample at a time; hooks need.*gradients='vmap'"):
+    with pytest.raises(ValueError, match=r"one sample at a time.*gradients='vmap'"):
         run("hooks", Model(net(), task=TrakStyle()), batch())
 
 
@@ -346,13 +345,5 @@ def test_require_same_as_loop__finds_a_wrong_gradient(
         return vmap_gradients(forward, task, data, names, falsify)
 
     monkeypatch.setitem(ENGINES, engine, wrong)
-    with pytest.raises(ValueError, match=rf"{engine}' gives 'conv.weight' a gradient that differs"):
+    with pytest.raises(ValueError, match=rf"{engine}' .*gradient of 'conv.weight' that differs"):
         require_same_as_loop(engine, forward, model.task, data, names)
-
-
-def test_tolerance__by_precision_and_device() -> None:
-    assert _tolerance(torch.float64, "cpu") == _tolerance(torch.float32, "cpu") == 1e-3
-    assert _tolerance(torch.float32, "cuda") == 8 * 2.0**-10
-    assert _tolerance(torch.bfloat16, "cuda") == 8 * 2.0**-7
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert _tolerance(torch.float32, "cpu") == 8 * 2.0**-7

@@ -141,13 +141,13 @@ def bad(column: str, values: list[Any]) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (bad("tokens", [[1, 2]] * 7 + [[1]]), "'x' of sample 7 has length 1; needed 2, as sample"),
-        (bad("tokens", [[1, 2]] * 6 + [None]), "'x' of sample 6 is missing; needed a value"),
-        (bad("tokens", [[1]] * 4 + [[None]]), "'x' of sample 4 is missing"),
-        (bad("tokens", [[[1, 2]]] * 4 + [[[1]]]), r"sample 4 has shape \(1, 1\); needed \(1, 2\)"),
+        (bad("tokens", [[1, 2]] * 7 + [[1]]), "length 2 in variable 'x'.*got 1 for sample 7"),
+        (bad("tokens", [[1, 2]] * 6 + [None]), "variable 'x', got none for sample 6"),
+        (bad("tokens", [[1]] * 4 + [[None]]), "variable 'x', got none for sample 4"),
+        (bad("tokens", [[[1, 2]]] * 4 + [[[1]]]), r"\(1, 2\) in.*\(1, 1\) for sample 4"),
         (
             bad("tokens", [[[1, 2], [3, 4]]] * 7 + [[[1, 2], [3]]]),
-            "sample 7 has length 1; needed 2",
+            "length 2.*got 1 for sample 7",
         ),
     ],
 )
@@ -162,11 +162,11 @@ def test_from_dataframe__parquet_bad_row_is_named(
 
 
 def test_from_dataframe__pandas_bad_row_is_named() -> None:
-    with pytest.raises(ValueError, match="'x' of sample 2 has shape"):
+    with pytest.raises(ValueError, match=r"variable 'x'.*got \(1,\) for sample 2"):
         from_dataframe(bad("tokens", [[1, 2], [1, 2], [1]]), variables={"x": "tokens"})
-    with pytest.raises(ValueError, match="'x' of sample 1 is missing"):
+    with pytest.raises(ValueError, match="variable 'x', got none for sample 1"):
         from_dataframe(bad("tokens", [[1, 2], None, [1]]), variables={"x": "tokens"})
-    with pytest.raises(ValueError, match="'x' of sample 1 holds lists that differ in length"):
+    with pytest.raises(ValueError, match="'x', got some that differ in length for sample 1"):
         from_dataframe(bad("tokens", [[[1], [2]], [[1], [2, 3]]]), variables={"x": "tokens"})
 
 
@@ -187,41 +187,41 @@ def test_from_dataframe__refuses_for_every_kind(kind: str, tmp_path: Path) -> No
         return frame if kind == "pandas" else dd.from_pandas(frame, npartitions=2)
 
     table = source(frame_of().drop(columns=["tokens", "pixels"]))
-    with pytest.raises(ValueError, match=r"no column 'labels'.*mean one of \['label'"):
+    with pytest.raises(ValueError, match=r"column.*'labels'.*\['label'"):
         from_dataframe(table, variables={"y": "labels"})
-    with pytest.raises(ValueError, match=r"no column 'langs'.*mean one of \['lang'"):
+    with pytest.raises(ValueError, match=r"column.*'langs'.*\['lang'"):
         from_dataframe(table, variables={"y": "label"}, coords=["langs"])
-    with pytest.raises(ValueError, match=r"'label' is the name of a variable and of a coord"):
+    with pytest.raises(ValueError, match=r"'label' as the name of a variable or of a coord"):
         from_dataframe(table, variables={"label": "label"}, coords=["label"])
-    with pytest.raises(TypeError, match=r"variable 't' has dtype \S+; needed numbers"):
+    with pytest.raises(TypeError, match=r"numbers.*variable 't'.*dtype"):
         from_dataframe(table, variables={"t": "text"})
-    with pytest.raises(ValueError, match="chunks is 0"):
+    with pytest.raises(ValueError, match=r"chunks.*got 0"):
         from_dataframe(table, variables={"y": "label"}, chunks=0)
-    with pytest.raises(ValueError, match="the table has 0 rows"):
+    with pytest.raises(ValueError, match="at least one row"):
         from_dataframe(source(frame_of(0)[["label"]]), variables={"y": "label"})
 
 
 def test_from_dataframe__refuses(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="variables is empty"):
+    with pytest.raises(ValueError, match="at least one model input"):
         from_dataframe(frame_of(), variables={})
-    with pytest.raises(TypeError, match="source is a int; needed parquet paths"):
+    with pytest.raises(TypeError, match=r"parquet paths.*got int"):
         from_dataframe(3, variables={"y": "label"})
-    with pytest.raises(FileNotFoundError, match="matches no file"):
+    with pytest.raises(FileNotFoundError, match="matches none"):
         from_dataframe(str(tmp_path / "*.parquet"), variables={"y": "label"})
     write(tmp_path, frame_of(), (23,), 5)
     other = pa.table({"label": pa.array([0.5]), "more": pa.array([1])})
     pq.write_table(other, tmp_path / "z.parquet")
-    with pytest.raises(ValueError, match="no column 'more'"):
+    with pytest.raises(ValueError, match=r"column.*'more'"):
         from_dataframe(tmp_path, variables={"y": "more"})
     ds = from_dataframe(tmp_path, variables={"y": "label"})
-    with pytest.raises(ValueError, match="'y' of sample 23 has dtype float64; needed int64"):
+    with pytest.raises(ValueError, match=r"int64 in variable 'y'.*float64 for sample 23"):
         ds.compute()
 
 
 def test_from_dataframe__integer_coord_with_nulls_is_refused(tmp_path: Path) -> None:
     table = pa.table({"y": pa.array([1, 2, 3]), "id": pa.array([1, None, 3])})
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="coord 'id' has 1 missing values, the first for sample 1"):
+    with pytest.raises(ValueError, match="coord 'id', got 1 missing, the first for sample 1"):
         from_dataframe(tmp_path / "a.parquet", variables={"y": "y"}, coords="id")
 
 
@@ -233,3 +233,15 @@ def test_from_dataframe__read_by_worker_processes(process_client: Client, tmp_pa
     computed = process_client.compute(ds).result()
     np.testing.assert_array_equal(computed.input_ids, np.array(frame.tokens.tolist()))
     np.testing.assert_array_equal(computed.label, frame.label)
+
+
+def test_from_dataframe__files_that_are_no_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("label\n1\n")
+    with pytest.raises(ValueError, match=r"parquet file, got '.*a\.csv'.*read_csv"):
+        from_dataframe(tmp_path / "a.csv", variables={"y": "label"})
+    (tmp_path / "b").symlink_to(tmp_path / "c")
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"expected .*/b'"):
+        from_dataframe(tmp_path / "b", variables={"y": "label"})
+    with pytest.raises(ValueError, match=r"got 'foo://bucket/x\.parquet' \(Protocol not known"):
+        from_dataframe("foo://bucket/x.parquet", variables={"y": "label"})

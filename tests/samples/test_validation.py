@@ -144,7 +144,7 @@ def test_validate_samples__large_lazy_coords_are_not_loaded() -> None:
     )
     with (
         dask.config.set(scheduler=refuse),
-        pytest.raises(ValueError, match=r"'c': 8000000000.*needed at most 1000000000"),
+        pytest.raises(ValueError, match=r"at most 1000000000 .*'c': 8000000000"),
     ):
         validate_samples(ds)
 
@@ -152,32 +152,32 @@ def test_validate_samples__large_lazy_coords_are_not_loaded() -> None:
 @pytest.mark.parametrize(
     ("ds", "error", "message"),
     [
-        ({"x": 1}, TypeError, "samples is a dict; needed an xarray.Dataset"),
+        ({"x": 1}, TypeError, "xarray.Dataset.*got dict"),
         (
             xr.Dataset({"x": ("row", [1])}),
             ValueError,
-            r"dimensions \['row'\].*rename\(row='sample'",
+            r"\['row'\].*rename\(row='sample'",
         ),
-        (xr.Dataset(), ValueError, "dimensions"),
-        (xr.Dataset(coords={"c": ("sample", [1])}), ValueError, r"no variables.*reset_coords"),
-        (xr.Dataset({"x": ("sample", [])}), ValueError, "hold 0 samples"),
-        (xr.Dataset({"x": ("sample", ["a"])}), TypeError, "dtype <U1; needed numbers"),
+        (xr.Dataset(), ValueError, "dimension"),
+        (xr.Dataset(coords={"c": ("sample", [1])}), ValueError, r"only the coords.*reset_coords"),
+        (xr.Dataset({"x": ("sample", [])}), ValueError, "at least one sample"),
+        (xr.Dataset({"x": ("sample", ["a"])}), TypeError, "numbers.*dtype <U1"),
         (
             xr.Dataset({"x": ("sample", [1]), "s": 3}),
             ValueError,
-            r"'s' has the dimensions \(\).*drop_vars\('s'\)",
+            r"'s', got \(\).*drop_vars\('s'\)",
         ),
         (
             xr.Dataset({"x": ("sample", [1])}, coords={"c": (("sample", "z"), [[1]])}),
             ValueError,
-            r"coord 'c' has the dimensions.*reset_coords",
+            r"coord 'c', got .*reset_coords",
         ),
         (
             xr.Dataset({"x": ("sample", [1])}, coords={"target": ("sample", [1])}),
             ValueError,
-            "'target' is reserved",
+            "got 'target'",
         ),
-        (xr.Dataset({"rank": ("sample", [1])}), ValueError, "variable name 'rank' is reserved"),
+        (xr.Dataset({"rank": ("sample", [1])}), ValueError, "variable .*got 'rank'"),
     ],
 )
 def test_validate_samples__refuses(ds: Any, error: type[Exception], message: str) -> None:

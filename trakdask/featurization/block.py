@@ -3,63 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, current_thread, main_thread
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trakdask.errors import BlockError
+from trakdask.featurization.checks import check_micro_batch, check_once
 from trakdask.featurization.devices import described, device_of_task, on_device
-from trakdask.featurization.failures import (
-    ERROR_DTYPE,
-    OnError,
-    is_of_samples,
-    not_finite,
-    reason,
-)
-from trakdask.featurization.memory import activation_bytes, available_bytes, on_worker
-from trakdask.featurization.precision import Precision
+from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
+from trakdask.featurization.job import Job, Samples
+from trakdask.featurization.memory import available_bytes, is_out_of_memory, on_worker
 from trakdask.models.checkpoints import Checkpoint
-from trakdask.models.gradients import ENGINES, require_same_as_loop
-from trakdask.models.model import Model
-from trakdask.models.operations import Input
-from trakdask.models.tasks import Batch, Forward
-from trakdask.projection import ProjectionStream, Projector, RowMap
-from trakdask.provenance import digest
+from trakdask.models.gradients import ENGINES
+from trakdask.models.tasks import Forward
+from trakdask.projection import ProjectionStream
 from trakdask.scheduling import note_start, remember
 
-__all__ = ["Block", "Job", "featurize_block"]
+__all__ = ["Block", "featurize_block"]
 
 Block = tuple[np.ndarray, ...]
 """Feature, output and out_to_loss; then, if failures are recorded, error."""
 
 _log = logging.getLogger(__name__)
-_activation_bytes: dict[str, int] = {}  # of one sample, by what was checked in this process
 _SHARE_OF_MEMORY = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a task needs besides its block of samples; small when pickled."""
-
-    model: Model
-    projector: Projector
-    row_map: RowMap
-    engine: str
-    batch_size: int
-    fits_memory: bool
-    """Whether a micro-batch may be smaller than ``batch_size`` where memory is short."""
-    elements_at_once: int
-    inputs: Mapping[str, Input]
-    precision: Precision
-    device: str
-    on_error: OnError
-    token: str = ""
-    """Names the features, as their layer of the graph does."""
 
 
 def featurize_block(
@@ -72,7 +42,7 @@ def featurize_block(
     try:
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
-            block = _featurize_samples(job, checkpoint, device, positions, arrays)
+            block = _featurize_samples(Samples(job, positions, arrays, device), checkpoint)
         remember(f"{job.token} {index[0]} {positions[0]}", described(device))
         return block
     except Exception as err:
@@ -88,42 +58,40 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     inputs = zip(job.inputs, arrays, strict=True)
     given = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
     advice = (
-        " Type gradients='loop' if the model cannot run under vmap." if "vmap" in str(err) else ""
+        " Try gradients='loop' if the model cannot run under vmap." if "vmap" in str(err) else ""
     )
     return f"\nThe block's inputs were {given}.{advice}"
 
 
-def _featurize_samples(
-    job: Job,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    positions: np.ndarray,
-    arrays: tuple[np.ndarray, ...],
-) -> Block:
+def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
+    job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
     if job.precision.dtype is not None:
         forward = forward.to(getattr(torch, job.precision.dtype))
     forward = on_device(forward, device)
-    size = _micro_batch(job, _check_once(job, forward, device, arrays), device)
-    rows = _Rows.empty(job, checkpoint, positions)
-    todo = _parts(0, len(positions), size)
+    checked = check_once(samples, forward)
+    size = _micro_batch(job, checked.activation_bytes, device)
+    rows = _Rows.empty(job, checkpoint, samples.positions)
+    todo = _parts(0, len(samples), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            batch = _batch(job, arrays, part, device)
-            found = _featurize_micro_batch(job, forward, checkpoint, device, batch)
+            found = _featurize_micro_batch(samples, forward, checkpoint, part)
         except Exception as err:
-            if n > 1 and _is_out_of_memory(err):
+            if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: going on with micro-batches of %d samples", n // 2)
-                todo = _parts(part.start, len(positions), n // 2)
+                todo = _parts(part.start, len(samples), n // 2)
             elif job.on_error == "raise" or not is_of_samples(err):
-                raise
+                if (better := samples.explained(err, forward, part)) is err:
+                    raise
+                raise better from err
             elif n > 1:
                 todo += _parts(part.start, part.stop, -(-n // 2))
             else:
-                rows.fail(part.start, err)
+                rows.fail(part.start, samples.explained(err, forward, part))
             continue
+        check_micro_batch(checked, samples, forward, part, found)
         rows.put(part, found)
     return rows.result()
 
@@ -182,9 +150,9 @@ class _Rows:
         position = self.positions[start + row]
         more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
         return ValueError(
-            f"sample {position}{more}: the {name} at checkpoint {self.checkpoint.name!r} is NaN or "
-            f"infinite; needed finite numbers. Look at the sample with samples.isel(sample="
-            f"{position}), leave it out, or go on without it: on_error='record'."
+            f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
+            f"{more} at checkpoint {self.checkpoint.name!r}; try on_error='record', which leaves "
+            f"such samples out, and samples.isel(sample={position}) to look at it."
         )
 
     def result(self) -> Block:
@@ -202,11 +170,12 @@ class _Rows:
 
 
 def _featurize_micro_batch(
-    job: Job, forward: Forward, checkpoint: Checkpoint, device: torch.device, batch: Batch
+    samples: Samples, forward: Forward, checkpoint: Checkpoint, part: slice
 ) -> Block:
-    n = len(next(iter(batch.values())))
-    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, device)
-    f, q = ENGINES[job.engine](forward, job.model.task, batch, job.row_map.names, stream.add)
+    job, n = samples.job, part.stop - part.start
+    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, samples.device)
+    run, batch = ENGINES[job.engine], samples.batch(part)
+    f, q = run(forward, job.model.task, batch, job.row_map.names, stream.add)
     return stream.result().numpy(force=True), f.numpy(force=True), q.numpy(force=True)
 
 
@@ -220,63 +189,6 @@ def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int
     if fits < job.batch_size:
         _log.info("memory is for micro-batches of %d samples, not %d", fits, job.batch_size)
     return min(job.batch_size, fits)
-
-
-def _is_out_of_memory(err: Exception) -> bool:
-    """Tell it of CUDA, and of what has no error of its own for it: torch on a CPU, and cuBLAS."""
-    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(err, torch.OutOfMemoryError) or any(word in str(err) for word in words)
-
-
-def _batch(job: Job, arrays: tuple[np.ndarray, ...], part: slice, device: torch.device) -> Batch:
-    # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
-    inputs = zip(job.inputs, arrays, strict=True)
-    return Batch({name: torch.tensor(array[part], device=device) for name, array in inputs})
-
-
-def _check_once(
-    job: Job, forward: Forward, device: torch.device, arrays: tuple[np.ndarray, ...]
-) -> int | None:
-    """Compare two samples with the loop, once per process, architecture, engine and device.
-
-    Returns the bytes of a sample's activations; None where no two samples pass.
-    """
-    how = {"engine": job.engine, "device": str(device), **job.precision.attrs()}
-    key = digest({**job.model.spec(), "checkpoints": job.model.token, "how": how})
-    if key not in _activation_bytes:
-        pair = _pair(job, forward, device, arrays)
-        if pair is None:
-            return None
-        two, task = _batch(job, arrays, pair, device), job.model.task
-        if job.engine != "loop":
-            require_same_as_loop(job.engine, forward, task, two, job.row_map.names)
-        _activation_bytes[key] = activation_bytes(forward, task, two)
-    return _activation_bytes[key]
-
-
-def _pair(
-    job: Job, forward: Forward, device: torch.device, arrays: tuple[np.ndarray, ...]
-) -> slice | None:
-    """Return the first two samples; if failures are recorded, the first two that do not fail."""
-    if job.on_error == "raise":
-        return slice(0, 2)
-    pairs = (slice(start, start + 2) for start in range(0, len(arrays[0]), 2))
-    return next(
-        (pair for pair in pairs if _passes(job, forward, _batch(job, arrays, pair, device))), None
-    )
-
-
-def _passes(job: Job, forward: Forward, batch: Batch) -> bool:
-    finite: list[bool] = []
-
-    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
-        finite.append(bool(gradient.isfinite().all()))
-
-    try:
-        found = ENGINES["loop"](forward, job.model.task, batch, job.row_map.names, sink)
-    except Exception:  # told of where it is met again, with the sample
-        return False
-    return all(finite) and all(bool(tensor.isfinite().all()) for tensor in found)
 
 
 _threads_lock = Lock()

@@ -26,8 +26,8 @@ def check_device(device: object) -> str:
     except RuntimeError:
         pass
     raise ValueError(
-        f"device is {device!r}; needed 'auto', 'cpu', 'cuda', or one GPU of each worker, such as "
-        "'cuda:1'. Type device='auto'."
+        "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as device, "
+        f"got {device!r}; try device='auto'."
     )
 
 
@@ -44,8 +44,8 @@ def device_of_task(asked: str) -> torch.device:
     device = torch.device(asked)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
-            f"{missing()}, in the process of this task; device={asked!r} needs a GPU on every "
-            "worker. Type device='auto' to use those there are."
+            f"expected a GPU on every worker for device={asked!r}, got a process without one "
+            f"({missing()}); try device='auto', which uses the GPUs that there are."
         )
     return device
 

@@ -16,9 +16,10 @@ import xarray as xr
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
-from trakdask.featurization.block import Block, Job, featurize_block
+from trakdask.featurization.block import Block, featurize_block
 from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
+from trakdask.featurization.job import Job
 from trakdask.featurization.memory import largest_memory
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
@@ -73,8 +74,9 @@ def featurize(
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
         sample, for models that the others cannot run. ``"auto"`` takes hooks where they reach the
-        selected parameters; what it took and why is in ``attrs``. The first block of a process
-        compares two samples with the loop.
+        selected parameters; what it took and why is in ``attrs``. Whatever the engine, each process
+        checks two samples of its first block, and its largest micro-batch, for an f and a Q that
+        are the same when a sample is alone, and compares the gradients of the two with the loop.
     batch_size
         Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB (with
         hooks: those of the largest parameter in 64 MB, or 32 samples if that takes at most 1 GB;
@@ -112,11 +114,14 @@ def featurize(
 
     Raises
     ------
-    ValueError
-        If the samples lack a variable that the task needs, an option does not make sense, or the
-        features of one block cannot fit in the memory of a worker. When computed,
-        :class:`BlockError` names samples and checkpoint of whatever failed, and any sample whose
-        gradient is not finite.
+    TypeError, ValueError
+        If the samples lack a variable that the task needs, the model normalises by statistics of
+        the batch, the features of one block cannot fit in the memory of a worker, or an option does
+        not make sense.
+    BlockError
+        When computed, with the samples and the checkpoint of whatever failed: labels that are out
+        of range, inputs that a layer cannot take, gradients that are not finite, a model that mixes
+        the samples of a batch (so that f and Q of a sample depend on the others).
 
     Notes
     -----
@@ -151,18 +156,27 @@ def featurize(
     ['the output is NaN or infinite']
     """
     if gradients not in ("auto", *ENGINES):
-        raise ValueError(f"gradients is {gradients!r}; needed one of {['auto', *ENGINES]}.")
+        raise ValueError(
+            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
+            "gradients='auto'."
+        )
     if dtype not in (None, *get_args(DType)):
-        raise ValueError(f"dtype is {dtype!r}; needed None or one of {get_args(DType)}.")
+        raise ValueError(
+            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
+            "dtype='float32'."
+        )
     if on_error not in get_args(OnError):
-        raise ValueError(f"on_error is {on_error!r}; needed 'raise' or 'record'.")
+        raise ValueError(
+            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'."
+        )
     if not isinstance(model, Model):
         raise TypeError(
-            f"model is a {type(model).__name__}; needed a td.Model. "
-            "Type td.Model(build, checkpoints=[...], task=...)."
+            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
+            "checkpoints=[...], task=...)."
         )
     projector = _projector(projector)
     samples = validate_samples(samples)
+    _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
     engine, reason = str(gradients), "as asked"
@@ -215,9 +229,21 @@ def _projector(projector: Projector | None) -> Projector:
     if isinstance(projector, type) or not isinstance(projector, Projector):
         found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
         raise TypeError(
-            f"projector is a {found}; needed a projector. Type td.Rademacher(proj_dim=2048)."
+            f"expected a projector, got {found}; try projector=td.Rademacher(proj_dim=2048)."
         )
     return projector
+
+
+def _require_running_statistics(model: Model) -> None:
+    """Refuse batch normalisation by statistics of the batch: it mixes samples."""
+    for path, module in model.skeleton().named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise ValueError(
+                "expected batch normalisation with running statistics, got layer "
+                f"{path or type(module).__name__!r} with track_running_stats=False, which "
+                "normalises by the other samples of a batch; try track_running_stats=True when "
+                "the model is trained, or nn.GroupNorm."
+            )
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
@@ -225,9 +251,9 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:
         raise ValueError(
-            f"the samples have the variables {[str(name) for name in samples.variables]}; the task "
-            f"needs {missing[0]!r}. Name the variable so (samples.rename(...)), or give the task "
-            "its name, as in td.tasks.ImageClassification(image='pixels')."
+            f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
+            f"variables {[str(name) for name in samples.variables]}; try samples.rename(...), or "
+            "the task with its name, as in td.tasks.ImageClassification(image='pixels')."
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
@@ -242,9 +268,13 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
             # drawing the random matrix costs more than multiplying with it.
             fits = max(fits // 4, min(32, 4 * fits))
         return max(1, min(_MICRO_BATCH_MOST, fits))
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size!r}; needed a positive integer, or 'auto'.")
-    return batch_size
+    is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)
+    if not is_integer or int(batch_size) < 1:
+        raise ValueError(
+            f"expected a positive integer or 'auto' as batch_size, got {batch_size!r}; try "
+            "batch_size='auto'."
+        )
+    return int(batch_size)
 
 
 def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:

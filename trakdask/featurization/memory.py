@@ -15,7 +15,13 @@ from torch import Tensor
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.scheduling import active_client
 
-__all__ = ["activation_bytes", "available_bytes", "largest_memory", "on_worker"]
+__all__ = [
+    "activation_bytes",
+    "available_bytes",
+    "is_out_of_memory",
+    "largest_memory",
+    "on_worker",
+]
 
 _CPU = torch.device("cpu")
 
@@ -80,3 +86,9 @@ def on_worker() -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_out_of_memory(err: Exception) -> bool:
+    """Tell it of CUDA, and of what has no error of its own for it: torch on a CPU, and cuBLAS."""
+    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(err, torch.OutOfMemoryError) or any(word in str(err) for word in words)

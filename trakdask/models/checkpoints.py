@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import hashlib
 import pickle
+import stat
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +25,7 @@ __all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make
 State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
 
+_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 _STATES_KEPT = 2
 _states: collections.OrderedDict[str, State] = collections.OrderedDict()
 _states_lock = threading.Lock()
@@ -75,16 +79,16 @@ def make_checkpoints(
     named = _named(checkpoints)
     if not named:
         raise ValueError(
-            "checkpoints is empty; needed at least one set of weights. "
-            "Type td.Model(build, checkpoints=['model.pt'], ...)."
+            "expected at least one set of weights as checkpoints, got none; try "
+            "td.Model(build, checkpoints=['model.pt'], ...)."
         )
     opened = [(name, *_open(name, value, check)) for name, value in named.items()]
     digests = [digest for _, _, digest in opened]
     if twice := {digest for digest in digests if digests.count(digest) > 1}:
         names = [name for name, _, digest in opened if digest in twice]
         raise ValueError(
-            f"checkpoints {names} hold the same weights; needed different ones, since a copy "
-            "adds nothing to the mean. Drop the copies."
+            f"expected checkpoints with different weights, got the same in {names}; try leaving "
+            "the copies out, which would add nothing to the mean."
         )
     return tuple(
         Checkpoint(name, source, digest, id)
@@ -126,9 +130,9 @@ def _read_verified(checkpoint: Checkpoint) -> State:
     state = source.get() if isinstance(source, Spooled) else read_state(Path(source))
     if (found := digest_state(state)) != checkpoint.digest:
         raise CheckpointError(
-            f"checkpoint {checkpoint.name!r} now has the content hash {found[:12]}; needed "
-            f"{checkpoint.digest[:12]}, its content when the model was made. Make the td.Model "
-            "again."
+            f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was made "
+            f"(content hash {checkpoint.digest[:12]}), got the content hash {found[:12]}; try "
+            "making the td.Model again."
         )
     return dict(state)
 
@@ -145,13 +149,37 @@ def read_state(path: Path) -> State:
     CheckpointError
         If the file is damaged, holds pickled code, or holds something else than tensors by name.
     """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"checkpoint {str(path)!r} does not exist; needed a .pt or .safetensors file that "
-            "every worker can read. Check the path, or pass the state dict itself."
-        )
+    _require_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     return _require_state(content, path)
+
+
+def _require_file(path: Path) -> None:
+    needed = "a .pt or .safetensors file that every worker can read"
+    try:
+        found = path.stat()
+    except FileNotFoundError as err:
+        raise FileNotFoundError(
+            f"expected {needed} as checkpoint, got {str(path)!r}, which does not exist; try "
+            "another path, or the state dict itself."
+        ) from err
+    except (OSError, ValueError) as err:  # a loop of symbolic links, no permission, a NUL character
+        raise CheckpointError(
+            f"expected {needed} as checkpoint, got {str(path)!r} ({err}); try another path, or the "
+            "state dict itself."
+        ) from err
+    if stat.S_ISDIR(found.st_mode):
+        inside = sorted(p.name for p in path.iterdir() if p.suffix in _SUFFIXES)
+        some = f"{str(path / inside[0])!r}" if inside else "the file inside"
+        raise CheckpointError(
+            f"expected {needed} as checkpoint, got the folder {str(path)!r} with "
+            f"{inside[:5] or 'no such file'}; try {some}."
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(
+            f"expected {needed} as checkpoint, got {str(path)!r}, which is no regular file; try "
+            "another path."
+        )
 
 
 def _read_safetensors(path: Path) -> object:
@@ -173,11 +201,18 @@ def _read_torch(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as err:
         raise CheckpointError(
-            f"checkpoint {str(path)!r} holds something else than plain tensors; needed a state "
-            "dict that loads with weights_only=True, so that no code in the file can run. Save "
-            f"it again with torch.save(model.state_dict(), path). ({str(err).splitlines()[0]})"
+            "expected a state dict that loads with weights_only=True, so that no code in the file "
+            f"can run, got something else in checkpoint {str(path)!r} "
+            f"({str(err).splitlines()[0]}); try torch.save(model.state_dict(), path)."
         ) from err
-    except (EOFError, RuntimeError, ValueError) as err:
+    except (OSError, MemoryError):
+        raise
+    except Exception as err:  # bytes that are no pickle make the unpickler fail in many ways
+        if "TorchScript" in str(err):
+            raise CheckpointError(
+                f"expected a state dict in checkpoint {str(path)!r}, got a TorchScript archive; "
+                "try torch.save(torch.jit.load(path).state_dict(), 'weights.pt')."
+            ) from err
         raise CheckpointError(_damaged(path, err)) from err
 
 
@@ -188,23 +223,33 @@ def _starts_like_zip(path: Path) -> bool:
 
 def _damaged(path: Path, why: object) -> str:
     return (
-        f"checkpoint {str(path)!r} ({path.stat().st_size} bytes) is truncated or damaged; needed a "
-        f"complete file. Save or copy it again. ({str(why).splitlines()[0] if str(why) else why!r})"
+        f"expected a complete file as checkpoint, got {str(path)!r} ({path.stat().st_size} bytes), "
+        f"which is truncated or damaged ({str(why).splitlines()[0] if str(why) else why!r}); try "
+        "saving or copying it again."
     )
 
 
-def _require_state(content: object, where: object) -> State:
+def _require_state(content: object, where: str | Path) -> State:
+    """Check that something is tensors by name; ``where`` is a path, or the name of a checkpoint."""
+    advice = "model.state_dict()"
     if isinstance(content, Mapping) and content:
-        if all(isinstance(value, Tensor) for value in content.values()):
+        wrong = [key for key, value in content.items() if not isinstance(value, Tensor)]
+        if not wrong:
             return {str(name): tensor for name, tensor in content.items()}
-        keys = [key for key, value in content.items() if isinstance(value, Mapping)]
-        hint = f"torch.load({str(where)!r})[{keys[0]!r}]" if keys else "model.state_dict()"
+        keys = [key for key in wrong if isinstance(content[key], Mapping)]
+        if keys and isinstance(where, Path):
+            advice = f"checkpoints=[torch.load({str(where)!r})[{keys[0]!r}]]"
+        elif keys:
+            advice = f"checkpoints=[checkpoint[{keys[0]!r}]]"
+        kind = type(content[wrong[0]]).__name__
+        found = f"the keys {list(content)[:5]}, with a value of type {kind} at {wrong[0]!r}"
     else:
-        hint = "model.state_dict()"
-    found = list(content)[:5] if isinstance(content, Mapping) else type(content).__name__
+        found = "an empty mapping" if isinstance(content, Mapping) else type(content).__name__
+        if isinstance(content, torch.nn.Module):
+            advice = "its state_dict()"
     raise CheckpointError(
-        f"checkpoint {str(where)!r} holds {found}; needed a state dict (tensors by parameter "
-        f"name). Pass {hint} instead."
+        f"expected a state dict (tensors by parameter name) in checkpoint {str(where)!r}, got "
+        f"{found}; try {advice}."
     )
 
 
@@ -216,10 +261,16 @@ def _named(
     if isinstance(checkpoints, Mapping):
         if checkpoints and all(isinstance(value, Tensor) for value in checkpoints.values()):
             raise ValueError(
-                f"checkpoints is one state dict (its first tensor is {next(iter(checkpoints))!r}); "
-                "needed a list of them. Type checkpoints=[state_dict]."
+                "expected a list of checkpoints, got one state dict (its first tensor is "
+                f"{next(iter(checkpoints))!r}); try checkpoints=[state_dict]."
             )
         return {str(name): value for name, value in checkpoints.items()}
+    if not isinstance(checkpoints, Iterable) or isinstance(checkpoints, (Tensor, torch.nn.Module)):
+        raise TypeError(
+            "expected a list of paths or state dicts as checkpoints, or a mapping from name to "
+            f"these, got {str(checkpoints)[:40]!r} ({type(checkpoints).__name__}); try "
+            "checkpoints=['model.pt']."
+        )
     values = list(checkpoints)
     stems = [Path(value).stem for value in values if isinstance(value, (str, Path))]
     unique = len(stems) == len(values) == len(set(stems))
@@ -229,6 +280,11 @@ def _named(
 def _open(
     name: str, value: CheckpointLike, check: Callable[[str, State], None] | None
 ) -> tuple[str | Spooled, str]:
+    if isinstance(value, str) and "://" in value:
+        raise CheckpointError(
+            f"expected a path that every worker can read as checkpoint {name!r}, got the URL "
+            f"{value!r}; try downloading the file, or passing its state dict."
+        )
     path = Path(value).absolute() if isinstance(value, (str, Path)) else None
     # Copied if given: the caller may go on training the module that these tensors belong to.
     state = read_state(path) if path else _copied(_require_state(value, name))
@@ -245,12 +301,18 @@ def _copied(state: State) -> State:
 
 
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
-    numbers = [int(digest[:8], 16) for digest in digests] if ids is None else list(ids)
-    valid = all(isinstance(n, int) and 0 <= n < 2**32 for n in numbers)
+    if ids is None:
+        numbers: list[Any] = [int(digest[:8], 16) for digest in digests]
+    else:
+        numbers = list(ids) if isinstance(ids, Iterable) else [ids]
+    valid = all(
+        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < 2**32
+        for n in numbers
+    )
     if len(numbers) != len(digests) or not valid or len(set(numbers)) != len(numbers):
         raise ValueError(
-            f"checkpoint ids are {numbers}; needed {len(digests)} different integers in [0, "
-            "2**32), one per checkpoint: two checkpoints with one id would share a projection "
-            "matrix."
+            f"expected {len(digests)} different integers in [0, 2**32) as checkpoint_ids, one per "
+            f"checkpoint, got {numbers}; try checkpoint_ids=None, which takes them from the "
+            "content (two checkpoints with one id would share a projection matrix)."
         )
-    return numbers
+    return [int(n) for n in numbers]

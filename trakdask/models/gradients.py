@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trakdask.models.coverage import Coverage, cover
 from trakdask.models.hooks import (
@@ -27,6 +26,13 @@ from trakdask.models.hooks import (
     recorded_shapes,
     whole_parameters,
 )
+from trakdask.models.independence import (
+    reads_values,
+    repeated,
+    require_same_alone,
+    row_of,
+    tolerance,
+)
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 
 __all__ = [
@@ -37,6 +43,7 @@ __all__ = [
     "elements_at_once",
     "hooks_gradients",
     "loop_gradients",
+    "require_batch_independence",
     "require_same_as_loop",
     "vmap_gradients",
 ]
@@ -63,7 +70,8 @@ def loop_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Differentiate sample by sample with ``torch.autograd.grad``: the oracle, and always right.
 
-    Cost: one forward and backward of a single sample per sample. Memory: batch × parameters.
+    Q is computed for the batch at once, but sample by sample where the model decides on values of
+    its input. Cost: one forward and backward pass per sample. Memory: batch × parameters.
     """
     selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
     here = forward.with_parameters(selected)
@@ -71,14 +79,16 @@ def loop_gradients(
     gradients = {n: t.new_empty(size, t.numel(), requires_grad=False) for n, t in selected.items()}
     outputs = torch.empty(size)
     for i in range(size):
-        sample = Batch({name: value[i : i + 1] for name, value in batch.items()})
-        output = _require_per_sample(task.output(here, sample), 1, "output")
+        output = _require_per_sample(task.output(here, row_of(batch, i)), 1, "output")
         found = torch.autograd.grad(output[0], list(selected.values()), materialize_grads=True)
         for name, gradient in zip(names, found, strict=True):
             gradients[name][i] = gradient.reshape(-1)
         outputs[i] = output.detach()[0]
     for name in names:
         sink(name, gradients.pop(name))
+    if reads_values(forward, task, batch):  # samples of a batch might share a decision
+        alone = [_out_to_loss(forward, task, row_of(batch, i)) for i in range(size)]
+        return outputs, torch.cat(alone)
     return outputs, _out_to_loss(forward, task, batch)
 
 
@@ -118,8 +128,8 @@ def hooks_gradients(
     """
     if isinstance(task, TrakTask):
         raise ValueError(
-            "the task hands the model one sample at a time; hooks need batches. "
-            "Type gradients='vmap'."
+            "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
+            "sample at a time; try gradients='vmap'."
         )
     size = _size(batch)
     known = _knowledge(forward, task, batch, tuple(names))
@@ -132,8 +142,8 @@ def hooks_gradients(
         with recorder.listening():
             output = _require_per_sample(task.output(here, batch), size, "output")
         out_to_loss = _out_to_loss(here, task, batch)
-        if known.reads_values:
-            _require_same_alone(forward, task, batch, output.detach())
+        if reads_values(forward, task, batch):
+            require_same_alone(forward, task, batch, output.detach(), out_to_loss, range(size))
         recorder.differentiate(output)
     finally:
         recorder.release()
@@ -174,6 +184,25 @@ def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, i
     return max([*held, sum(sizes[name] for name in reached.rest)])
 
 
+def require_batch_independence(engine: str, forward: Forward, task: Task, batch: Batch) -> None:
+    """Check that two samples have the f and the Q in a batch that each has alone.
+
+    The engine ``"loop"`` runs every sample alone if the model decides on values of its input, so
+    there is nothing to check then.
+
+    Raises
+    ------
+    SampleError
+        If the model or the task mixes samples.
+    """
+    if engine == "loop" and reads_values(forward, task, batch):
+        return
+    size = _size(batch)
+    with torch.no_grad():
+        output = _require_per_sample(task.output(forward, batch), size, "output")
+    require_same_alone(forward, task, batch, output, _out_to_loss(forward, task, batch))
+
+
 def require_same_as_loop(
     engine: str, forward: Forward, task: Task, batch: Batch, names: Sequence[str]
 ) -> None:
@@ -190,26 +219,16 @@ def require_same_as_loop(
     for name, into in ((engine, found), ("loop", expected)):
         ENGINES[name](forward, task, batch, names, partial(_keep, into))
     norms = torch.stack([g.double().norm(dim=1) for g in expected.values()]).norm(dim=0)
-    tolerance = max(_tolerance(g.dtype, g.device.type) for g in expected.values())
+    allowed = max(tolerance(g.dtype, g.device.type) for g in expected.values())
     for name in names:
         error = (found[name].double() - expected[name].double()).norm(dim=1)
-        if not bool((error <= tolerance * norms).all() | error.isnan().any()):
+        if not bool((error <= allowed * norms).all() | error.isnan().any()):
             raise ValueError(
-                f"gradients={engine!r} gives {name!r} a gradient that differs from one backward "
-                f"pass per sample by {float((error / norms).max()):.2g} of the gradient's norm; "
-                "needed agreement up to rounding. Does the model mix samples of a batch, or use "
-                "the parameter outside its layer? Type gradients='loop'."
+                f"expected gradients={engine!r} to agree with one backward pass per sample, got a "
+                f"gradient of {name!r} that differs by {float((error / norms).max()):.2g} of its "
+                "norm (the model may mix samples of a batch, or use the parameter outside its "
+                "layer); try gradients='loop'."
             )
-
-
-def _tolerance(dtype: torch.dtype, device: str) -> float:
-    """Return the part of a gradient that rounding may explain."""
-    coarse = torch.finfo(dtype).eps
-    if torch.is_autocast_enabled(device):
-        coarse = max(coarse, torch.finfo(torch.get_autocast_dtype(device)).eps)
-    if device == "cuda":
-        coarse = max(coarse, 2.0**-10)  # of TF32, which torch takes for convolutions unless told
-    return max(1e-3, 8 * coarse)
 
 
 def _keep(into: dict[str, Tensor], name: str, gradient: Tensor, first: int | None = None) -> None:
@@ -227,13 +246,10 @@ class _Knowledge:
     axes
         Batch axes of all that goes in and out of the units: those that change with the batch size.
         (A length alone tells nothing, since a sequence may be as long as the batch.)
-    reads_values
-        Whether the code decides on values, so that samples of one batch may share a decision.
     """
 
     coverage: Coverage
     axes: Axes
-    reads_values: bool
 
 
 _known: WeakKeyDictionary[torch.nn.Module, dict[Any, _Knowledge]] = WeakKeyDictionary()
@@ -245,43 +261,14 @@ def _knowledge(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...
     key = (type(task), names)
     if key not in kept:
         coverage = cover(forward.module, names)
-        runs = (partial(task.output, forward, _repeated(batch, n)) for n in (2, 3))
+        runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
         two, three = (recorded_shapes(run, forward.module, coverage.units) for run in runs)
         axes = {
             path: [_axes_of(*calls) for calls in zip(two[path], three[path], strict=True)]
             for path in two
         }
-        reads_values = _reads_values(forward, task, _repeated(batch, 2))
-        kept[key] = _Knowledge(coverage, axes, reads_values)
+        kept[key] = _Knowledge(coverage, axes)
     return kept[key]
-
-
-def _reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
-    """Tell whether the model cannot run on tensors that have no values."""
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-            fake = Batch({name: mode.from_tensor(value) for name, value in batch.items()})
-            task.output(forward, fake)
-    except Exception:  # whatever else is in the way: then values are checked, which is safe
-        return True
-    return False
-
-
-def _require_same_alone(forward: Forward, task: Task, batch: Batch, output: Tensor) -> None:
-    """Check that every sample has the output that it has alone."""
-    with torch.no_grad():
-        alone = torch.cat(
-            [
-                task.output(forward, Batch({n: v[i : i + 1] for n, v in batch.items()}))
-                for i in range(_size(batch))
-            ]
-        )
-    tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
-    if not torch.allclose(output, alone, rtol=tolerance, atol=tolerance, equal_nan=True):
-        raise ValueError(
-            "the model decides on values of its input, and decides otherwise for samples of a "
-            "batch than for each alone; needed the same. Type gradients='loop'."
-        )
 
 
 def _axes_of(two: CallShapes, three: CallShapes) -> CallAxes:
@@ -290,10 +277,6 @@ def _axes_of(two: CallShapes, three: CallShapes) -> CallAxes:
         for sides in zip(two, three, strict=True)
     )
     return inputs, outputs
-
-
-def _repeated(batch: Batch, n: int) -> Batch:
-    return Batch({name: value[:1].expand(n, *value.shape[1:]) for name, value in batch.items()})
 
 
 def _differing(left: Any, right: Any) -> int | None:
@@ -320,8 +303,8 @@ def _require_per_sample(value: object, size: int, method: str) -> Tensor:
         return value
     found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
-        f"task.{method} returned {found} for a batch of {size}; needed shape ({size},), one scalar "
-        "per sample. Reduce the other axes, or index [:, 0]."
+        f"expected shape ({size},) from task.{method}, one number per sample for a batch of "
+        f"{size}, got {found}; try a sum over the other axes, or [:, 0]."
     )
 
 

@@ -193,8 +193,8 @@ class Recorder:
             self._n_calls[unit.path] += 1
             if i >= len(self._axes[unit.path]):
                 raise RuntimeError(
-                    f"layer {unit.path!r} is called more often for some samples than for others; "
-                    "hooks need the same calls. Type gradients='loop'."
+                    f"expected as many calls of layer {unit.path!r} for every sample, got more for "
+                    "some samples than for others; try gradients='loop'."
                 )
             first = next(iter(pytree.tree_leaves((args, kwargs))), None)
             version = first._version if isinstance(first, Tensor) else 0

@@ -34,8 +34,9 @@ class Call:
         axis = self.in_axes[0]
         if leaf._version != self.version:
             raise RuntimeError(
-                f"the input of layer {self.unit.path!r} was changed in place after the layer had "
-                "used it; its gradients need it as it was. Type gradients='vmap'."
+                f"expected the input of layer {self.unit.path!r} as the layer used it, got one "
+                "that was changed in place afterwards; try x = x + y in place of x += y, or "
+                "gradients='vmap'."
             )
         return leaf if axis is None else leaf.movedim(axis, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -92,6 +93,14 @@ class Model:
         *,
         checkpoint_ids: Iterable[int] | None = None,
     ) -> None:
+        if isinstance(build, torch.nn.Module):
+            _require_plain(build)
+        elif not callable(build) and not isinstance(build, str):
+            raise TypeError(
+                "expected an nn.Module, a callable without arguments that returns one, or "
+                f"'package.module:callable' as build, got {_shown(build)}; try td.Model(module, "
+                "...)."
+            )
         if checkpoints is None:
             checkpoints = [_own_state(build)]
         self.task = resolve_task(task)
@@ -147,8 +156,8 @@ def _own_state(build: Build) -> Mapping[str, Tensor]:
     if isinstance(build, torch.nn.Module):
         return cast(Mapping[str, Tensor], build.state_dict())
     raise ValueError(
-        "no checkpoints given; needed at least one unless build is a trained nn.Module. "
-        "Type td.Model(build, checkpoints=['model.pt'], ...)."
+        "expected checkpoints, unless build is a trained nn.Module, got none with build = "
+        f"{_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)."
     )
 
 
@@ -157,24 +166,82 @@ def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
         return build.token
     if isinstance(build, str):
         return build
-    if not callable(build):
-        raise TypeError(
-            f"build is a {type(build).__name__}; needed an nn.Module, a zero-argument callable "
-            "that returns one, or 'package.module:callable'."
-        )
     return fingerprint(build)
 
 
 def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
-    if isinstance(build, Spooled):
-        module = copy.deepcopy(build.get())
-    else:
-        module = (pkgutil.resolve_name(build) if isinstance(build, str) else build)()
+    module = copy.deepcopy(build.get()) if isinstance(build, Spooled) else _called(build)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
-            f"build returned a {type(module).__name__}; needed an nn.Module. Check the callable."
+            f"expected an nn.Module from build = {_named(build)}, got {type(module).__name__}; try "
+            "returning the module from the function."
         )
+    _require_plain(module)
     return _without_weights(module.eval())
+
+
+def _called(build: str | Callable[[], Any]) -> Any:
+    function = _resolved(build) if isinstance(build, str) else build
+    try:
+        missing = _required_arguments(function)
+    except (TypeError, ValueError):  # some callables in C have no signature
+        missing = []
+    if missing:
+        raise TypeError(
+            f"expected a callable without arguments as build, got {_named(function)}, which needs "
+            f"{missing}; try build=lambda: {_named(function)}({', '.join(missing)})."
+        )
+    return function()
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _resolved(name: str) -> Callable[[], Any]:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as err:
+        raise ImportError(
+            f"expected build = 'package.module:callable' that can be imported, got {name!r} "
+            f"({type(err).__name__}: {err}); try the callable itself, or an installed module that "
+            "every worker can import."
+        ) from err
+    if not callable(found):
+        raise TypeError(
+            f"expected a callable at build = {name!r}, got {type(found).__name__}; try the name "
+            "of a function that returns the module."
+        )
+    return cast(Callable[[], Any], found)
+
+
+def _shown(value: object) -> str:
+    kind, text = type(value).__name__, repr(value)
+    return f"{text} ({kind})" if len(text) <= 80 and "\n" not in text else kind
+
+
+def _named(build: object) -> str:
+    return getattr(build, "__name__", None) or repr(build)
+
+
+def _require_plain(module: torch.nn.Module) -> None:
+    """Refuse modules whose parameters have no shape yet, or that cannot be called with others."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"expected an nn.Module from Python code, got {type(module).__name__}; try the module "
+            "that was compiled."
+        )
+    for name, tensor in module.named_parameters():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"expected parameters with shapes, got {name!r} of a lazy module that was never "
+                "run; try running the module once in build: module(example_input)."
+            )
 
 
 def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
@@ -222,14 +289,13 @@ def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoin
         else:
             continue
         raise CheckpointError(
-            f"checkpoint {checkpoint!r} has {found}; the model needs {name!r} of shape {shape}. "
-            + _advice(state)
+            f"expected {name!r} of shape {shape} in checkpoint {checkpoint!r}, as the model has, "
+            f"got {found}; try {_advice(state)}"
         )
     if extra := [name for name in state if name not in needed]:
         raise CheckpointError(
-            f"checkpoint {checkpoint!r} has {len(extra)} tensors that the model lacks, the first "
-            "is "
-            f"{extra[0]!r}; needed the same architecture. " + _advice(state)
+            f"expected the tensors of the model in checkpoint {checkpoint!r}, got {len(extra)} "
+            f"that the model lacks, the first is {extra[0]!r}; try {_advice(state)}"
         )
 
 
@@ -237,7 +303,7 @@ def _advice(state: Mapping[str, Tensor]) -> str:
     prefix = next((p for p in ("module.", "_orig_mod.") if all(n.startswith(p) for n in state)), "")
     if prefix:
         return (
-            f"All names begin with {prefix!r} (a wrapped model): pass "
-            f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}."
+            f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}, since all names "
+            f"begin with {prefix!r} (of a wrapped model)."
         )
-    return "Pass the build function that this checkpoint was trained with."
+    return "the build function that this checkpoint was trained with."

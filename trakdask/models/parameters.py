@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -27,6 +27,8 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
 
     Raises
     ------
+    TypeError
+        If the selection is none of these.
     ValueError
         If nothing is selected, or a parameter that is not floating point.
     """
@@ -38,8 +40,8 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
     for name in names:
         if not parameters[name].is_floating_point():
             raise ValueError(
-                f"parameter {name!r} has dtype {parameters[name].dtype}; needed floating point, "
-                "since others have no gradient. Leave it out of parameters=."
+                f"expected floating-point parameters, since others have no gradient, got {name!r} "
+                f"with dtype {parameters[name].dtype}; try parameters= without it."
             )
     return names
 
@@ -54,8 +56,8 @@ def _of_instances(
     if not names:
         kinds = sorted({type(part).__name__ for part in module.modules()})
         raise ValueError(
-            f"parameters={kind.__name__} selects nothing; needed a class of modules with "
-            f"parameters. The model has {kinds[:8]}."
+            f"expected a class of modules that have parameters, got parameters={kind.__name__}, "
+            f"which selects nothing; try one of those in the model: {kinds[:8]}."
         )
     return names
 
@@ -67,13 +69,22 @@ def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[s
         names = tuple(name for name, value in parameters.items() if selection(name, value))
         if not names:
             raise ValueError(
-                f"the predicate parameters= selected none of {len(parameters)} parameters; needed "
-                f"at least one. Their names begin with {list(parameters)[:5]}."
+                "expected a predicate parameters= that selects something, got one that selected "
+                f"none of {len(parameters)} parameters; try names such as {list(parameters)[:5]}."
             )
         return names
-    patterns = [selection] if isinstance(selection, str) else list(selection)
+    patterns = [selection] if isinstance(selection, str) else selection
+    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            "expected a name, a glob, a list of these, a class of modules or a predicate as "
+            f"parameters, got {selection!r}; try parameters='head.*', or None for all."
+        )
+    patterns = list(patterns)
     if not patterns:
-        raise ValueError("parameters=[] selects nothing; needed a pattern. Use None for all.")
+        raise ValueError(
+            "expected at least one name or glob, got parameters=[], which selects nothing; try "
+            "parameters=None for all."
+        )
     for pattern in patterns:
         _require_match(pattern, parameters)
     return tuple(n for n in parameters if any(fnmatch.fnmatchcase(n, p) for p in patterns))
@@ -82,8 +93,15 @@ def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[s
 def _require_match(pattern: str, parameters: Mapping[str, Tensor]) -> None:
     if any(fnmatch.fnmatchcase(name, pattern) for name in parameters):
         return
-    near = difflib.get_close_matches(pattern, list(parameters), n=5, cutoff=0.3)
+    inside = [name for name in parameters if pattern and pattern.lower() in name.lower()]
+    if inside:
+        start = inside[0].lower().index(pattern.lower())
+        spelled = inside[0][start : start + len(pattern)]
+        advice = f"parameters='*{spelled}*', which matches {inside[:3]}"
+    else:
+        near = difflib.get_close_matches(pattern, list(parameters), n=5, cutoff=0.3)
+        advice = f"one of {near or list(parameters)[:5]}"
     raise ValueError(
-        f"parameters={pattern!r} matches none of {len(parameters)} parameters; needed a name or a "
-        f"glob such as 'layer4.*'. Near names: {near or list(parameters)[:5]}."
+        f"expected a name or a glob of parameters, got parameters={pattern!r}, which matches none "
+        f"of {len(parameters)}; try {advice}."
     )

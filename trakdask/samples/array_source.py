@@ -14,8 +14,13 @@ import torch
 import xarray as xr
 import zarr
 
-from trakdask.samples.blocks import assemble, check_chunks, check_dtype, read_array
-from trakdask.samples.coords import CoordsLike, normalise_coords
+from trakdask.samples.blocks import (
+    assemble,
+    check_chunks,
+    check_dtype,
+    read_array,
+)
+from trakdask.samples.coords import CoordsLike, normalise_coords, without_mask
 from trakdask.spool import Spooled
 
 __all__ = ["from_arrays", "lazy_variables"]
@@ -46,10 +51,10 @@ def from_arrays(
     Raises
     ------
     TypeError
-        If something is no array, or holds neither numbers nor booleans.
+        If something is no array, is sparse, or holds neither numbers nor booleans.
     ValueError
-        If there are no arrays or no samples, lengths differ, a name is reserved or given twice, or
-        ``chunks`` is not positive.
+        If there are no arrays or no samples, lengths differ, values are masked, a name is reserved
+        or given twice, or ``chunks`` is not positive.
 
     Notes
     -----
@@ -68,8 +73,8 @@ def from_arrays(
     """
     if not isinstance(arrays, Mapping):
         raise TypeError(
-            f"arrays is a {type(arrays).__name__}; needed a mapping from name to array. Use "
-            "from_arrays({'image': images})."
+            f"expected a mapping from name to array as arrays, got {type(arrays).__name__}; try "
+            "td.from_arrays({'image': images})."
         )
     size = check_chunks(chunks)
     variables = lazy_variables(arrays, size)
@@ -81,20 +86,20 @@ def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
     """Make every array lazy, in blocks of ``size`` samples; check that lengths agree."""
     if not arrays:
         raise ValueError(
-            "there are no arrays; needed at least one model input. Use "
-            "from_arrays({'image': images})."
+            "expected at least one model input, got no arrays; try "
+            "td.from_arrays({'image': images})."
         )
     readable = {name: _readable(name, array) for name, array in arrays.items()}
     lengths = {name: array.shape[0] for name, array in readable.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            f"the arrays have different numbers of samples: {lengths}; needed one. Cut them to "
-            f"{min(lengths.values())} samples: array[:{min(lengths.values())}]."
+            f"expected arrays with the same number of samples, got {lengths}; try "
+            f"array[:{min(lengths.values())}] of each."
         )
     if not min(lengths.values()):
         raise ValueError(
-            f"the arrays {list(lengths)} hold 0 samples; needed at least one. Check what selected "
-            "them."
+            f"expected at least one sample, got none in the arrays {list(lengths)}; try another "
+            "selection of samples."
         )
     return {name: _lazy(name, array, size) for name, array in readable.items()}
 
@@ -104,33 +109,82 @@ def _readable(name: str, array: Any) -> Any:
     if isinstance(array, torch.Tensor):
         array = _from_tensor(name, array)
     elif isinstance(array, list | tuple | pd.Series):
-        array = np.asarray(array)
+        array = _from_list(name, array)
     if not isinstance(array, np.ndarray | da.Array | zarr.Array):
+        advice = "array.toarray()" if hasattr(array, "toarray") else "numpy.asarray(...)"
         raise TypeError(
-            f"variable {name!r} is a {type(array).__name__}; needed a numpy, dask, zarr or torch "
-            "array. Use numpy.asarray(...) or dask.array.from_array(...)."
+            f"expected a numpy, dask, zarr or torch array as variable {name!r}, got "
+            f"{type(array).__name__}; try {advice}."
         )
     if array.ndim == 0:
         raise ValueError(
-            f"variable {name!r} has no dimensions; needed samples along the first. Use "
-            "numpy.atleast_1d(...)."
+            f"expected samples along the first dimension of variable {name!r}, got an array "
+            "without dimensions; try numpy.atleast_1d(...)."
         )
     check_dtype(name, array.dtype)
     if np.isnan(array.shape[0]):
         raise ValueError(
-            f"variable {name!r} has chunks of unknown size; needed known ones. Use "
+            f"expected chunks of known size in variable {name!r}, got unknown ones; try "
             f"{name}.compute_chunk_sizes()."
         )
-    return array
+    if isinstance(array, da.Array) and isinstance(array._meta, np.ma.MaskedArray):
+        raise ValueError(
+            f"expected an array without a mask as variable {name!r}, got a masked dask array, "
+            "whose hidden values would be used; try dask.array.ma.filled(array, value)."
+        )
+    return without_mask(f"variable {name!r}", array)
+
+
+def _from_list(name: str, values: Any) -> np.ndarray[Any, Any]:
+    try:
+        if any(isinstance(value, np.ma.MaskedArray) for value in values):
+            return np.ma.stack(values)
+        return np.asarray(values)
+    except ValueError as err:  # numpy cannot make one array of lists that differ in length
+        raise ValueError(
+            f"expected lists of one length in variable {name!r}, got {_first_jag(values)}; try "
+            "padding or cropping all samples to one shape."
+        ) from err
+    except TypeError as err:
+        raise TypeError(
+            f"expected numbers in variable {name!r}, got a list that numpy cannot read ({err}); "
+            "try numpy.stack([...]) of one array per sample."
+        ) from err
+
+
+def _first_jag(values: Any) -> str:
+    """Say which sample is unlike the first."""
+    shapes = [_shape(value) for value in values]
+    other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if other is None or shapes[0] is None or shapes[other] is None:
+        return "lists that differ in length inside of a sample"
+    return f"shape {shapes[other]} for sample {other}, but {shapes[0]} for sample 0"
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(np.shape(value))
+    except ValueError:
+        return None
 
 
 def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"expected a dense tensor as variable {name!r}, got one with the layout "
+            f"{tensor.layout}; try tensor.to_dense(), or pad a nested tensor."
+        )
+    if tensor.is_meta:
+        raise TypeError(
+            f"expected a tensor with values as variable {name!r}, got one on the meta device; try "
+            "the tensor that holds the data."
+        )
     try:
-        return tensor.detach().cpu().numpy()
+        return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     except TypeError as err:
         raise TypeError(
-            f"variable {name!r} is a tensor of {tensor.dtype}; needed a dtype that numpy has. Use "
-            "tensor.float()."
+            f"expected a dtype that numpy has for variable {name!r}, got a tensor of "
+            f"{tensor.dtype}; try tensor.float()."
         ) from err
 
 

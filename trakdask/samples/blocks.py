@@ -45,15 +45,16 @@ class Field:
         """Refuse the value of one sample that does not fit."""
         if value.shape != self.shape:
             raise ValueError(
-                f"variable {name!r} of sample {sample} has shape {value.shape}; needed "
-                f"{self.shape}, as sample 0. Pad or crop all samples to one shape."
+                f"expected shape {self.shape} in variable {name!r}, as sample 0 has, got "
+                f"{value.shape} for sample {sample}; try padding or cropping all samples to one "
+                "shape."
             )
         # Floating point may be rounded; integers must not wrap.
         casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
         if not np.can_cast(value.dtype, self.dtype, casting):
             raise ValueError(
-                f"variable {name!r} of sample {sample} has dtype {value.dtype}; needed "
-                f"{self.dtype}, as sample 0. Convert all samples to one dtype."
+                f"expected dtype {self.dtype} in variable {name!r}, as sample 0 has, got "
+                f"{value.dtype} for sample {sample}; try one dtype for all samples."
             )
 
 
@@ -69,7 +70,7 @@ def check_chunks(chunks: int) -> int:
     """Return the number of samples per block, or say what is wrong with it."""
     if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
         raise ValueError(
-            f"chunks is {chunks!r}; needed a positive integer, the samples per block. Use "
+            f"expected a positive integer as chunks, the samples per block, got {chunks!r}; try "
             "chunks=512."
         )
     return int(chunks)
@@ -79,9 +80,8 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
     """Refuse variables that no model could read."""
     if dtype.kind not in "biufc":
         raise TypeError(
-            f"variable {name!r} has dtype {dtype}; needed numbers or booleans, as models read "
-            f"tensors. Convert it to one numeric array, or give it as metadata: coords={{{name!r}: "
-            "...}."
+            f"expected numbers or booleans in variable {name!r}, as models read tensors, got dtype "
+            f"{dtype}; try one numeric array, or metadata: coords={{{name!r}: ...}}."
         )
 
 

@@ -15,7 +15,7 @@ import xarray as xr
 
 from trakdask import variables
 
-__all__ = ["CoordsLike", "check_name", "normalise_coord", "normalise_coords"]
+__all__ = ["CoordsLike", "check_name", "normalise_coord", "normalise_coords", "without_mask"]
 
 CoordsLike = Mapping[str, Any] | pd.DataFrame | None
 
@@ -61,15 +61,15 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
         coords = {name: coords[name] for name in coords.columns}
     if not isinstance(coords, Mapping):
         raise TypeError(
-            f"coords is a {type(coords).__name__}; needed a mapping from name to values, or a "
-            "pandas DataFrame. Use coords={'label': labels}."
+            "expected a mapping from name to values, or a pandas DataFrame, as coords, got "
+            f"{type(coords).__name__}; try coords={{'label': labels}}."
         )
     for name in coords:
         check_name(name, "coord")
         if name in names:
             raise ValueError(
-                f"{name!r} is the name of a variable and of a coord; needed one of the two. Models "
-                f"can read coords too: give {name!r} among the coords only."
+                f"expected {name!r} as the name of a variable or of a coord, got both; try it "
+                "among the coords only, which models can read too."
             )
     return {name: normalise_coord(name, values, n) for name, values in coords.items()}
 
@@ -114,8 +114,8 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     array = _to_numpy(name, values)
     if array.shape != (n,):
         raise ValueError(
-            f"coord {name!r} has shape {array.shape}; needed ({n},), one value per sample. Give "
-            f"one value for each of the {n} samples."
+            f"expected shape ({n},) for coord {name!r}, one value per sample, got {array.shape}; "
+            f"try one value for each of the {n} samples."
         )
     return _portable(name, array)
 
@@ -139,14 +139,14 @@ def check_name(name: object, what: str) -> None:
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"the {what} name {name!r} is a {type(name).__name__}; needed a str. Rename it to "
+            f"expected a str as the name of a {what}, got {name!r} ({type(name).__name__}); try "
             f"{str(name)!r}."
         )
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
         other = "sample_id" if name == variables.SAMPLE else f"my_{name}"
         raise ValueError(
-            f"the {what} name {name!r} is reserved for what trakdask makes; needed another name. "
-            f"Rename it, to {other!r} for instance."
+            f"expected a name for the {what} that trakdask does not use itself, got {name!r}; try "
+            f"{other!r}."
         )
 
 
@@ -154,31 +154,56 @@ def _check_columns(frame: pd.DataFrame) -> None:
     if not frame.columns.is_unique:
         twice = list(frame.columns[frame.columns.duplicated()].unique())
         raise ValueError(
-            f"the DataFrame has several columns named {twice}; needed one of each. Rename them."
+            f"expected columns with different names, got several named {twice}; try renaming them."
         )
 
 
 def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if dask.base.is_dask_collection(values):
         raise TypeError(
-            f"coord {name!r} is lazy ({type(values).__name__}); needed values in memory. Use "
-            f"{name}.compute()."
+            f"expected values in memory for coord {name!r}, got a lazy {type(values).__name__}; "
+            f"try {name}.compute()."
         )
     if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
+        return _from_tensor(name, values)
     if isinstance(values, xr.DataArray | xr.Variable):
         return np.asarray(values.values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
         return _from_pandas(name, pd.Series(values))
     if isinstance(values, np.ndarray):
-        return values
+        return np.asarray(without_mask(f"coord {name!r}", values))
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
         raise TypeError(
-            f"coord {name!r} is a {type(values).__name__}; needed one value per sample. Give a "
+            f"expected one value per sample for coord {name!r}, got {type(values).__name__}; try a "
             "list or an array."
         )
     # As objects first: numpy would write [1, "a"] as two strings.
     return np.fromiter(values, dtype=object, count=len(values))
+
+
+def without_mask(what: str, array: Any) -> Any:
+    """Refuse an array that hides values; one that could hide values but does not becomes plain."""
+    if not isinstance(array, np.ma.MaskedArray):
+        return array
+    hidden = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
+    if hidden.any():
+        raise ValueError(
+            f"expected an array without hidden values as {what}, got {int(hidden.sum())} samples "
+            f"with masked values, the first is sample {int(hidden.argmax())}; try "
+            "array.filled(value), or array[~array.mask] to leave them out."
+        )
+    return array.data
+
+
+def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    try:
+        return tensor.detach().cpu().numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as err:
+        raise TypeError(
+            f"expected a dense tensor of a dtype that numpy has for coord {name!r}, got "
+            f"{tensor.dtype} with the layout {tensor.layout}; try tensor.float() or "
+            "tensor.to_dense()."
+        ) from err
 
 
 def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
@@ -189,7 +214,7 @@ def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
         return _portable(name, categories)[codes] if len(categories) else categories
     if isinstance(series.dtype, pd.DatetimeTZDtype):
         raise TypeError(
-            f"coord {name!r} has the time zone {series.dtype.tz}; needed times without one. Use "
+            f"expected times without a time zone for coord {name!r}, got {series.dtype.tz}; try "
             f"{name}.dt.tz_convert('UTC').dt.tz_localize(None)."
         )
     if series.dtype.kind in "biu":  # of pandas' own dtypes, that can lack values
@@ -207,8 +232,8 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.kind in "UT":
         return _strings(name, array)
     raise TypeError(
-        f"coord {name!r} has dtype {array.dtype}; needed numbers, booleans, strings or times. Use "
-        f"{name}.astype(str), or leave it out."
+        f"expected numbers, booleans, strings or times for coord {name!r}, got dtype "
+        f"{array.dtype}; try {name}.astype(str), or leave it out."
     )
 
 
@@ -216,14 +241,14 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     _check_present(name, np.asarray(pd.isna(array)) & ~_is_nan(array))
     kinds = {type(value) for value in array}
     if all(issubclass(kind, str) for kind in kinds):
-        return array.astype(np.dtypes.StringDType())
+        return _as_text(name, array)
     if all(issubclass(kind, datetime.date | np.datetime64) for kind in kinds):
         return _from_pandas(name, pd.Series(pd.to_datetime(list(array))))
     if all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
         return np.array(array.tolist())
     raise TypeError(
-        f"coord {name!r} holds {sorted(kind.__name__ for kind in kinds)}; needed one of numbers, "
-        f"booleans, strings or times. Use {name}.astype(str), or leave it out."
+        f"expected numbers, booleans, strings or times for coord {name!r}, one kind of them, got "
+        f"{sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str), or leave it out."
     )
 
 
@@ -237,7 +262,26 @@ def _is_nan(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _strings(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if hasattr(array.dtype, "na_object"):
         _check_present(name, pd.isna(array.astype(object)))
-    return array.astype(np.dtypes.StringDType(), copy=False)
+    return _as_text(name, array)
+
+
+def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    try:
+        return array.astype(np.dtypes.StringDType(), copy=False)
+    except (UnicodeEncodeError, TypeError) as err:  # of objects, and of fixed-width strings
+        bad = next(i for i, text in enumerate(array.tolist()) if not _is_unicode(text))
+        raise ValueError(
+            f"expected text that UTF-8 can hold for coord {name!r}, got {array[bad]!r} for sample "
+            f"{bad} (a lone surrogate); try text.encode('utf-8', 'replace').decode()."
+        ) from err
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -247,8 +291,8 @@ def _nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
     same = (times.astype(array.dtype) == array) | np.isnat(array)
     if not same.all():
         raise ValueError(
-            f"coord {name!r} holds {array[~same][0]}; needed times that datetime64[ns] can hold, "
-            f"1677 to 2262. Use {name}.astype(str)."
+            f"expected times from 1677 to 2262 for coord {name!r}, as datetime64[ns] can hold, got "
+            f"{array[~same][0]}; try {name}.astype(str)."
         )
     return times
 
@@ -257,7 +301,7 @@ def _check_present(name: str, missing: Any) -> None:
     missing = np.asarray(missing)
     if missing.any():
         raise ValueError(
-            f"coord {name!r} has {int(missing.sum())} missing values, the first for sample "
-            f"{int(missing.argmax())}; needed a value for every sample. Fill them first: "
-            f"{name}.fillna('') for strings, .fillna(-1) for integers."
+            f"expected a value for every sample for coord {name!r}, got {int(missing.sum())} "
+            f"missing, the first for sample {int(missing.argmax())}; try {name}.fillna('') for "
+            "strings, .fillna(-1) for integers."
         )

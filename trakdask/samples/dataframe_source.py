@@ -79,11 +79,8 @@ def from_dataframe(
     ((2, 2), ['en', 'de'])
     """
     size = check_chunks(chunks)
-    coords = (coords,) if isinstance(coords, str) else tuple(coords)
-    if not variables:
-        raise ValueError(
-            "variables is empty; needed at least one model input. Use variables={'x': 'column'}."
-        )
+    coords = _check_coords(coords)
+    _check_variables(variables)
     if isinstance(source, pd.DataFrame):
         table = _from_pandas(source, variables, coords, size)
     elif isinstance(source, dd.DataFrame):
@@ -92,11 +89,40 @@ def from_dataframe(
         table = _from_parquet(source, variables, coords, size)
     else:
         raise TypeError(
-            f"source is a {type(source).__name__}; needed parquet paths, or a pandas or dask "
-            "DataFrame. Use source.to_pandas()."
+            "expected parquet paths, or a pandas or dask DataFrame, as source, got "
+            f"{type(source).__name__}; try "
+            + ("source.to_pandas()." if hasattr(source, "to_pandas") else "a path.")
         )
     arrays, metadata, n = table
     return assemble(arrays, normalise_coords(metadata, arrays, n))
+
+
+def _check_variables(variables: Any) -> None:
+    if not isinstance(variables, Mapping) or not all(
+        isinstance(name, str) and isinstance(column, str) for name, column in variables.items()
+    ):
+        raise TypeError(
+            "expected a mapping from the name of a variable to a column as variables, got "
+            f"{variables!r}; try variables={{'x': 'column'}}."
+        )
+    if not variables:
+        raise ValueError(
+            "expected at least one model input, got variables={}; try variables={'x': 'column'}."
+        )
+
+
+def _check_coords(coords: Any) -> tuple[str, ...]:
+    given = (coords,) if isinstance(coords, str) or not isinstance(coords, Iterable) else coords
+    names = tuple(given)
+    if not all(isinstance(name, str) for name in names) or isinstance(coords, Mapping):
+        raise TypeError(
+            f"expected names of columns as coords, got {coords!r}; try coords=['column']."
+        )
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"expected different columns as coords, got {twice} several times; try each name once."
+        )
+    return names
 
 
 def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
@@ -105,15 +131,20 @@ def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
         if column not in columns:
             near = difflib.get_close_matches(column, columns, n=3) or columns
             raise ValueError(
-                f"there is no column {column!r}; needed one of the table's. Did you mean one of "
-                f"{near}?"
+                f"expected a column of the table, got {column!r}, which it lacks; try one of "
+                f"{near}."
+            )
+        if columns.count(column) > 1:
+            raise ValueError(
+                f"expected one column {column!r}, got {columns.count(column)} of this name; try "
+                "renaming them."
             )
 
 
 def _check_rows(n: int) -> None:
     if n == 0:
         raise ValueError(
-            "the table has 0 rows; needed at least one. Check the path or what selected the rows."
+            "expected at least one row, got an empty table; try another path or selection of rows."
         )
 
 

@@ -106,8 +106,20 @@ class ParquetRows:
         return {name: frame[name] for name in names}
 
     def _footer(self, path: str) -> Any:
-        with self.fs.open(path, "rb") as opened:
-            return pq.ParquetFile(opened).metadata
+        try:
+            with self.fs.open(path, "rb") as opened:
+                return pq.ParquetFile(opened).metadata
+        except FileNotFoundError as err:
+            raise FileNotFoundError(
+                f"expected a parquet file, got {path!r}, which does not exist; try another path or "
+                "pattern."
+            ) from err
+        except (pa.ArrowException, OSError) as err:
+            raise ValueError(
+                f"expected a parquet file, got {path!r}, which cannot be read as one "
+                f"({str(err).splitlines()[0][:200]}); try pandas.read_csv(path) or the like, and "
+                "td.from_dataframe of the DataFrame."
+            ) from err
 
     def _version(self, path: str) -> tuple[Any, ...]:
         info = self.fs.info(path)
@@ -118,14 +130,27 @@ def _expand(paths: list[str]) -> tuple[Any, list[str]]:
     fs = None
     found: list[str] = []
     for path in paths:
-        fs, _, matches = get_fs_token_paths(path)
+        fs, matches = _matches(path)
         for match in sorted(matches):
             found += _parquet_files(fs, match) if fs.isdir(match) else [match]
     if fs is None or not found:
         raise FileNotFoundError(
-            f"{paths} matches no file; needed at least one parquet file. Check the path or pattern."
+            f"expected at least one parquet file, got {paths}, which matches none; try another "
+            "path or pattern (in a folder, files are named *.parquet or *.parq)."
         )
     return fs, found
+
+
+def _matches(path: str) -> tuple[Any, list[str]]:
+    try:
+        fs, _, matches = get_fs_token_paths(path)
+        return fs, matches
+    except (ValueError, ImportError, OSError) as err:  # no such protocol, or its package is missing
+        kind = ImportError if isinstance(err, ImportError) else ValueError
+        raise kind(
+            f"expected a path, URL or pattern of parquet files that fsspec can open, got {path!r} "
+            f"({err}); try a local path, or a URL such as 's3://bucket/train/*.parquet'."
+        ) from err
 
 
 def _parquet_files(fs: Any, folder: str) -> list[str]:
@@ -146,9 +171,9 @@ def _from_arrow(name: str, column: Any, start: int, per_row: int = 1) -> Array:
     if (lengths != lengths[0]).any():
         other = int(np.argmax(lengths != lengths[0]))
         raise ValueError(
-            f"variable {name!r} of sample {start + other // per_row} has length "
-            f"{int(lengths[other])}; needed {int(lengths[0])}, as sample {start}. Pad or crop all "
-            "lists to one length."
+            f"expected lists of length {int(lengths[0])} in variable {name!r}, as sample {start} "
+            f"has, got {int(lengths[other])} for sample {start + other // per_row}; try padding or "
+            "cropping all lists to one length."
         )
     width = int(lengths[0])
     inner = _from_arrow(name, column.flatten(), start, per_row * max(1, width))
@@ -157,8 +182,8 @@ def _from_arrow(name: str, column: Any, start: int, per_row: int = 1) -> Array:
 
 def _missing(name: str, sample: int) -> ValueError:
     return ValueError(
-        f"variable {name!r} of sample {sample} is missing; needed a value in every row. Fill or "
-        "drop such rows first."
+        f"expected a value in every row of variable {name!r}, got none for sample {sample}; try "
+        "filling or dropping such rows first."
     )
 
 
@@ -213,6 +238,6 @@ def _as_row(name: str, sample: int, value: Any) -> Array:
         return np.stack(list(row)) if row.dtype.kind == "O" and row.size else row
     except ValueError as err:
         raise ValueError(
-            f"variable {name!r} of sample {sample} holds lists that differ in length; needed equal "
-            "ones. Pad or crop all lists to one length."
+            f"expected nested lists of one length in variable {name!r}, got some that differ in "
+            f"length for sample {sample}; try padding or cropping all lists to one length."
         ) from err

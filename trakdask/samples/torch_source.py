@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import pkgutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 import xarray as xr
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from trakdask.samples.blocks import Field, assemble, check_chunks, check_dtype, read_bundle
-from trakdask.samples.coords import CoordsLike, normalise_coords
+from trakdask.samples.coords import CoordsLike, normalise_coords, without_mask
 from trakdask.spool import Spooled, fingerprint
 
 __all__ = ["from_torch"]
@@ -65,8 +67,9 @@ def from_torch(
     -----
     Nothing is computed; item 0 is read here, for shapes and dtypes. One read of a block serves all
     variables that are computed together. A process reads one sample at a time, as datasets are not
-    promised to be thread-safe. Items must not depend on chance: switch augmentation off. A
-    dataset counts by its pickled content in ``attrs["source"]``, a callable by its code or name,
+    promised to be thread-safe. Items must not depend on chance: switch augmentation off. (Item 0 is
+    read again to see, and a ``UserWarning`` says if it differs.) A dataset
+    counts by its pickled content in ``attrs["source"]``, a callable by its code or name,
     and the length and first item of what it returns.
 
     Examples
@@ -79,23 +82,54 @@ def from_torch(
     (((2, 2, 1), (3,)), [0, 1, 2, 3, 4])
     """
     size = check_chunks(chunks)
-    reader = _DatasetReader(dataset, (names,) if isinstance(names, str) else tuple(names))
-    n = reader.probe(dict(shapes or {}))
+    reader = _DatasetReader(dataset, _check_names(names))
+    n = reader.probe(_check_shapes(shapes))
     variables = read_bundle(Spooled(reader), reader.fields, n, size)
+    reader.warn_if_random()  # after the content was hashed: reading may leave traces in a dataset
     return assemble(variables, normalise_coords(coords, variables, n))
+
+
+def _check_names(names: Any) -> tuple[str | None, ...]:
+    given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    if not all(name is None or isinstance(name, str) for name in given):
+        raise TypeError(
+            f"expected the name of each field of an item as names, None for one to leave out, got "
+            f"{names!r}; try names=('image', 'label')."
+        )
+    if not any(given):
+        raise ValueError(
+            f"expected a name for at least one field, got names={names!r}; try names=('image', "
+            "'label')."
+        )
+    if len(set(given) - {None}) < len(given) - given.count(None):
+        raise ValueError(
+            f"expected different names, got names={given}; try another name for one of the fields."
+        )
+    return given
+
+
+def _check_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
+    if shapes is None:
+        return {}
+    if not isinstance(shapes, Mapping):
+        raise TypeError(
+            f"expected a mapping from name to shape as shapes, got {shapes!r}; try "
+            "shapes={'image': (3, 32, 32)}."
+        )
+    for name, shape in shapes.items():
+        lengths = shape if isinstance(shape, tuple | list) else [None]
+        if not all(isinstance(length, int) and length >= 0 for length in lengths):
+            raise ValueError(
+                f"expected a tuple of lengths as the shape of {name!r}, got {shape!r}; try "
+                f"shapes={{{name!r}: (3, 32, 32)}}."
+            )
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 class _DatasetReader:
     """A dataset that each process opens once, and reads one thread at a time."""
 
     def __init__(self, given: Any, names: tuple[str | None, ...]) -> None:
-        if not any(names):
-            raise ValueError(
-                f"names is {names}; needed a name for at least one field. Use names=('image', "
-                "'label')."
-            )
-        if len(set(names) - {None}) < len(names) - names.count(None):
-            raise ValueError(f"names is {names}; needed each name once. Rename one.")
         self.given = given
         self.names = names
         self.fields: dict[str, Field] = {}
@@ -114,22 +148,42 @@ class _DatasetReader:
         n = len(self._opened())
         if n == 0:
             raise ValueError(
-                "the dataset has 0 samples; needed at least one. Check what it was made from."
+                "expected at least one sample, got a dataset of length 0; try another selection of "
+                "samples."
             )
         item = self._item(0)
         for name, value in item.items():
             check_dtype(name, value.dtype)
         if unknown := shapes.keys() - item.keys():
             raise ValueError(
-                f"shapes has {sorted(unknown)}; needed some of {list(item)}. Rename them."
+                f"expected shapes of some of {list(item)}, got {sorted(unknown)}; try "
+                f"shapes={{{next(iter(item))!r}: ...}}."
             )
         self.fields = {
-            name: Field(tuple(shapes.get(name) or value.shape), value.dtype)
+            name: Field(shapes.get(name, tuple(value.shape)), value.dtype)
             for name, value in item.items()
         }
         if self._dataset is not self.given:  # the code alone does not say what it returns
             self.first = fingerprint((n, item))
         return n
+
+    def warn_if_random(self) -> None:
+        """Warn if item 0 differs when it is read again, as it does with random augmentation.
+
+        It is read three times more, which finds a random flip in three of four cases.
+        """
+        before = self._item(0)
+        for _ in range(2):
+            again = self._item(0)
+            if changed := [name for name in before if not _equal(before[name], again[name])]:
+                warnings.warn(
+                    "expected a dataset whose items do not depend on chance, got another "
+                    f"{changed[0]!r} when item 0 was read again; features would differ between "
+                    "runs. Try the dataset without random augmentation.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+                return
 
     def read(self, start: int, stop: int) -> dict[str, Array]:
         """Read the samples ``start:stop``."""
@@ -154,8 +208,8 @@ class _DatasetReader:
             item = self._opened()[index]
         except Exception as err:
             raise RuntimeError(
-                f"sample {index} could not be read: {err!r}; needed an item for every index below "
-                f"len(dataset). Try dataset[{index}]."
+                "expected an item for every index below len(dataset), got an error for sample "
+                f"{index}: {err!r}; try dataset[{index}]."
             ) from err
         return {
             name: _to_numpy(name, index, value)
@@ -166,18 +220,52 @@ class _DatasetReader:
 def _open(given: Any) -> Any:
     dataset = given
     if isinstance(given, str):
-        dataset = pkgutil.resolve_name(given)()
+        dataset = _imported(given)()
     elif callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
         dataset = given()
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    if isinstance(dataset, DataLoader):
         raise TypeError(
-            f"dataset is a {type(dataset).__name__}; needed a map-style one, with __len__ and "
-            "__getitem__, as blocks are read by index. Use list(dataset), or write the samples to "
-            "zarr or parquet first."
+            "expected a dataset, got a DataLoader, whose items are batches; try "
+            "td.from_torch(loader.dataset, names=...)."
+        )
+    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not is_map_style:
+        raise TypeError(
+            "expected a map-style dataset, with __len__ and __getitem__, as blocks are read by "
+            f"index, got {type(dataset).__name__}; try list(dataset), or write the samples to zarr "
+            "or parquet first."
+        )
+    if isinstance(dataset, Mapping | pd.DataFrame | xr.Dataset):
+        other = "td.from_arrays" if isinstance(dataset, Mapping) else "td.from_dataframe"
+        other = "td.featurize(dataset, ...)" if isinstance(dataset, xr.Dataset) else other
+        raise TypeError(
+            "expected a map-style torch dataset, whose items are read by index, got "
+            f"{type(dataset).__name__}; try {other}."
         )
     return dataset
+
+
+def _imported(name: str) -> Callable[[], Any]:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as err:
+        raise ImportError(
+            "expected dataset = 'package.module:callable' that can be imported, got "
+            f"{name!r} ({type(err).__name__}: {err}); try the callable itself, or an installed "
+            "module that every worker can import."
+        ) from err
+    if not callable(found):
+        raise TypeError(
+            f"expected a callable at dataset = {name!r}, got {type(found).__name__}; try the name "
+            "of a function that returns the dataset."
+        )
+    return cast(Callable[[], Any], found)
+
+
+def _equal(left: Array, right: Array) -> bool:
+    return left.dtype == right.dtype and np.array_equal(
+        left, right, equal_nan=left.dtype.kind in "fc"
+    )
 
 
 def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, Any]:
@@ -187,15 +275,15 @@ def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, An
             if name not in item:
                 near = difflib.get_close_matches(name, map(str, item), n=3) or list(item)
                 raise ValueError(
-                    f"sample {index} has the keys {list(item)}; needed {name!r}. Did you mean one "
-                    f"of {near}?"
+                    f"expected the key {name!r} in sample {index}, got {list(item)}; try one of "
+                    f"{near}."
                 )
         return {name: item[name] for name in wanted}
     fields = item if isinstance(item, tuple | list) else (item,)
     if len(fields) != len(names):
         raise ValueError(
-            f"sample {index} has {len(fields)} fields; needed {len(names)}, for names {names}. "
-            "Name every field, None for one to leave out."
+            f"expected {len(names)} fields in sample {index}, for the names {names}, got "
+            f"{len(fields)}; try a name for every field, None for one to leave out."
         )
     return {name: field for name, field in zip(names, fields, strict=True) if name is not None}
 
@@ -208,15 +296,17 @@ _PYTHON_DTYPES: Mapping[type, Callable[[Any], Any]] = {
 
 
 def _to_numpy(name: str, index: int, value: Any) -> Array:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = value.float() if value.dtype == torch.bfloat16 else value
-    elif type(value) in _PYTHON_DTYPES:
-        value = _PYTHON_DTYPES[type(value)](value)
     try:
-        return np.asarray(value)
-    except (TypeError, ValueError) as err:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            value = value.float() if value.dtype == torch.bfloat16 else value
+        elif type(value) in _PYTHON_DTYPES:
+            value = _PYTHON_DTYPES[type(value)](value)
+        array = without_mask(f"variable {name!r}", value)
+        return np.asarray(array)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as err:
         raise ValueError(
-            f"variable {name!r} of sample {index} is a {type(value).__name__} that numpy cannot "
-            f"read ({err}); needed an array of numbers. Convert it in __getitem__."
+            f"expected an array of numbers as variable {name!r} of sample {index}, got "
+            f"{type(value).__name__} that numpy cannot read ({err}); try converting it in "
+            "__getitem__."
         ) from err

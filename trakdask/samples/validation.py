@@ -75,25 +75,25 @@ def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset
 def _check_form(ds: Any) -> None:
     if not isinstance(ds, xr.Dataset):
         raise TypeError(
-            f"samples is a {type(ds).__name__}; needed an xarray.Dataset. Use td.from_arrays, "
+            f"expected an xarray.Dataset as samples, got {type(ds).__name__}; try td.from_arrays, "
             "td.from_torch or td.from_dataframe."
         )
     if SAMPLE not in ds.dims:
         raise ValueError(
-            f"samples has the dimensions {list(ds.sizes)}; needed {SAMPLE!r}. Use "
+            f"expected the dimension {SAMPLE!r} in samples, got {list(ds.sizes)}; try "
             f"ds.rename({next(iter(ds.sizes), 'row')}={SAMPLE!r})."
         )
     if not ds.data_vars:
         raise ValueError(
-            f"samples has no variables, only the coords {list(ds.coords)}; needed at least one "
-            "model input. Use ds.reset_coords('name')."
+            "expected at least one model input among the variables of samples, got only the "
+            f"coords {list(ds.coords)}; try ds.reset_coords('name')."
         )
     for name, array in ds.data_vars.items():
         check_name(name, "variable")
         if SAMPLE not in array.dims:
             raise ValueError(
-                f"variable {name!r} has the dimensions {array.dims}; needed {SAMPLE!r} among them. "
-                f"Use ds.drop_vars({name!r})."
+                f"expected {SAMPLE!r} among the dimensions of variable {name!r}, got {array.dims}; "
+                f"try ds.drop_vars({name!r})."
             )
 
 
@@ -120,14 +120,14 @@ def _load_coords(ds: xr.Dataset) -> dict[str, Any]:
     for name, coord in coords.items():
         if coord.ndim > 1:
             raise ValueError(
-                f"coord {name!r} has the dimensions {coord.dims}; needed ({SAMPLE!r},) only. Use "
-                f"ds.reset_coords({name!r}) to make it a variable."
+                f"expected the dimension {SAMPLE!r} alone for coord {name!r}, got {coord.dims}; "
+                f"try ds.reset_coords({name!r}), which makes it a variable."
             )
     lazy = {name: coord.nbytes for name, coord in coords.items() if coord.chunks is not None}
     if sum(lazy.values()) > _COORDS_BYTES:
         raise ValueError(
-            f"the lazy coords {lazy} have {sum(lazy.values())} bytes; needed at most "
-            f"{_COORDS_BYTES}, as coords are held in memory. Use ds.drop_vars(...), or "
+            f"expected lazy coords of at most {_COORDS_BYTES} bytes, as coords are held in memory, "
+            f"got {sum(lazy.values())} bytes in {lazy}; try ds.drop_vars(...), or "
             "ds.reset_coords(...) to make one a variable."
         )
     return {str(name): coord.compute() for name, coord in coords.items()}

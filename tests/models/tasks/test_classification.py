@@ -16,6 +16,7 @@ from trakdask.models.tasks import (
     MultiLabel,
     TextClassification,
 )
+from trakdask.models.tasks.protocol import SampleError
 
 
 class Bag(nn.Module):
@@ -195,34 +196,63 @@ def test_multi_label__one_label_is_binary(run) -> None:
 @pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "cold"])
 def test_temperature__not_positive(temperature) -> None:
     for task in (ImageClassification, TextClassification):
-        with pytest.raises(ValueError, match=r"needed a positive number\. Use temperature=1"):
+        with pytest.raises(ValueError, match=r"positive number.*temperature=1"):
             task(temperature=temperature)
 
 
 def test_classification__one_logit(run) -> None:
-    with pytest.raises(ValueError, match=r"\(1, 1\).*needs logits.*BinaryClassification"):
+    with pytest.raises(ValueError, match=r"\(1, 1\).*BinaryClassification"):
         run(net(1), ImageClassification(image="x"), numbers(torch.tensor([0, 1])))
 
 
 def test_binary_classification__several_logits(run) -> None:
-    with pytest.raises(ValueError, match=r"output has shape \(1, 3\).*one number per sample"):
+    with pytest.raises(ValueError, match=r"one number per sample.*output of shape \(1, 3\)"):
         run(net(3), "binary_classification", numbers(torch.tensor([0, 1])))
 
 
 def test_multi_label__shapes_differ(run) -> None:
-    with pytest.raises(ValueError, match=r"\(1, 2\) and 'label' has shape \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\) in 'label'"):
         run(net(2), "multi_label", numbers(LABELS))
 
 
 @pytest.mark.parametrize(("task", "n"), [(BinaryClassification(), 1), (MultiLabel(), 2)])
 def test_labels__other_than_0_and_1(run, task, n: int) -> None:
     label = torch.tensor([[-1, 1], [1, -1]])[:, :n]
-    with pytest.raises(ValueError, match=r"other values than 0 and 1.*labels > 0"):
+    with pytest.raises(ValueError, match=r"0 or 1 in 'label'.*labels > 0"):
         run(net(n), task, numbers(label))
 
 
 def test_variables__are_checked_by_name() -> None:
     model = Model(net(3), task=MultiLabel(("a", "b"), "c"))
     assert model.task.variables == ("a", "b", "c")
-    with pytest.raises(ValueError, match="the task needs 'a'"):
+    with pytest.raises(ValueError, match="the variable 'a'"):
         model.task.output(Forward(net(3), {}, {}), Batch(x=torch.ones(1, 3)))
+
+
+@pytest.mark.parametrize("engine", ["hooks", "vmap", "loop"])
+@pytest.mark.parametrize("value", [-1, 3, 7])
+def test_classification__label_out_of_range(run, engine: str, value: int) -> None:
+    label = torch.tensor([0, value, 2])
+    with pytest.raises(SampleError, match=rf"label in 0..2 \(3 classes\), got {value} at") as err:
+        run(net(3), ImageClassification(image="x"), numbers(label), engine)
+    assert err.value.row == 1
+    assert "at sample 31;" in str(err.value.at(31))
+
+
+def test_classification__labels_that_start_at_1(run) -> None:
+    with pytest.raises(SampleError, match=r"got 3 at .*labels - 1"):
+        run(net(3), ImageClassification(image="x"), numbers(torch.tensor([1, 2, 3])))
+
+
+@pytest.mark.parametrize(
+    "task", [ImageClassification(image="x"), TextClassification("x", positional=True)]
+)
+def test_classification__fewer_rows(run, task) -> None:
+    class Fewer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[1:]
+
+    torch.manual_seed(0)
+    module = Fewer(numbers(LABELS)["x"].shape[1], 3, dtype=numbers(LABELS)["x"].dtype)
+    with pytest.raises(ValueError, match=r"logits \(1, classes\).*got \(0, 3\)"):
+        run(module, task, numbers(torch.tensor([0, 1])))

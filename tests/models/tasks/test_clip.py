@@ -224,23 +224,21 @@ def test_clip_embeddings__are_those_of_the_checkpoint() -> None:
 
 
 def test_clip_embeddings__other_task() -> None:
-    with pytest.raises(TypeError, match=r"task is Regression; needed clip"):
+    with pytest.raises(TypeError, match=r"the task clip, got .*Regression"):
         clip_embeddings(td.Model(towers(), task="regression"), pairs())
 
 
 def test_clip__without_negatives() -> None:
-    with pytest.raises(
-        ValueError, match=r"checkpoints \[\]; needed those of 'c0'.*clip_embeddings"
-    ):
+    with pytest.raises(ValueError, match=r"'c0'.*of \[\].*clip_embeddings"):
         run(Clip(), pairs())
     other = Clip({"best": clip().negatives["c0"]}, n_negatives=2)
-    with pytest.raises(ValueError, match=r"checkpoints \['best'\]; needed those of 'c0'"):
+    with pytest.raises(ValueError, match=r"'c0'.*of \['best'\]"):
         run(other, pairs())
 
 
 def test_clip__bad_negatives() -> None:
     for n in (0, 9):
-        with pytest.raises(ValueError, match=rf"n_negatives is {n} and checkpoint 'c0' has 8"):
+        with pytest.raises(ValueError, match=rf"n_negatives.* got {n};"):
             clip(n=n)
     with pytest.raises(ValueError, match=r"shapes \(4, 2\) and \(3, 2\)"):
         Clip({"c": (torch.ones(4, 2), torch.ones(3, 2))}, n_negatives=2)
@@ -274,5 +272,5 @@ def test_clip__model_that_returns_something_else() -> None:
     with pytest.raises(ValueError, match=r"no logit_scale.*temperature=0\.07"):
         bare.task.out_to_loss(forward, pairs())
     single = td.Model(Single, {"c0": towers().state_dict()}, task=clip())
-    with pytest.raises(ValueError, match=r"returned \(5, 4\); clip needs \(image embedding"):
+    with pytest.raises(ValueError, match=r"\(image embedding.*got \(5, 4\)"):
         single.task.output(single.forward(single.checkpoints[0]), pairs())

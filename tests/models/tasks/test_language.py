@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import trakdask as td
 from trakdask.models.tasks import Batch, CausalLM, Task, expand_tokens
+from trakdask.models.tasks.protocol import SampleError
 
 VOCABULARY = 9
 
@@ -196,9 +197,9 @@ def test_causal_lm__wrong_shapes(run) -> None:
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             return super().forward(input_ids, attention_mask)[0][:, -1]
 
-    with pytest.raises(ValueError, match=r"returned \(1, 9\) for labels of shape \(1, 6\)"):
+    with pytest.raises(ValueError, match=r"labels of shape \(1, 6\).*\(1, 9\)"):
         run(Pooled(), "causal_lm", batch())
-    with pytest.raises(ValueError, match=r"'input_ids' is torch.int64 of shape \(1, 1\).*Pad the"):
+    with pytest.raises(ValueError, match=r"'input_ids'.*torch.int64 of shape \(1, 1\).*padding"):
         run(Running(), "causal_lm", batch(length=1, n=1))
 
 
@@ -227,3 +228,17 @@ def test_expand_tokens__makes_samples_of_a_dataset() -> None:
     whole = td.featurize(samples, td.Model(Running(), task="causal_lm"), projector=td.Identity())
     summed = features.feature.groupby("author").sum().transpose("author", "proj_dim", "checkpoint")
     np.testing.assert_allclose(summed, whole.feature, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "task", [CausalLM(labels="labels"), CausalLM(labels="labels", position="token")]
+)
+def test_causal_lm__label_that_is_no_token(run, task: CausalLM) -> None:
+    data = Batch(batch())
+    data["labels"] = data["input_ids"].clone()
+    data["token"] = torch.tensor([1, 1, 1, 1])[: len(data["labels"])]
+    data["labels"][0, 1] = 99
+    with pytest.raises(SampleError, match=r"in 'labels', got 99 at sample 0 .*, token 1;"):
+        run(Running(), task, data)
+    data["labels"][0, 1] = task.ignore_index
+    run(Running(), task, data)

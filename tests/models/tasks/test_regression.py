@@ -50,9 +50,9 @@ def test_regression__shapes_of_one_number_per_sample(run) -> None:
 
 
 def test_regression__several_numbers_per_sample(run) -> None:
-    with pytest.raises(ValueError, match=r"model's output has shape \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"model's output of shape \(1, 2\)"):
         run(net(2), "regression", data())
-    with pytest.raises(ValueError, match=r"'y' has shape \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"'y' of shape \(4, 2\)"):
         run(net(), "regression", Batch(data(), y=torch.ones(4, 2)))
 
 

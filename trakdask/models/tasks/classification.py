@@ -10,12 +10,14 @@ from trakdask.models.tasks.logits import (
     as_names,
     call_model,
     check_temperature,
+    check_variable,
     margin,
     one_minus_p,
     per_sample,
     require_classes,
+    require_labels_in_range,
 )
-from trakdask.models.tasks.protocol import Batch, Forward
+from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
 __all__ = ["BinaryClassification", "ImageClassification", "MultiLabel", "TextClassification"]
 
@@ -38,7 +40,7 @@ class ImageClassification:
     ------
     ValueError
         If the temperature is not positive. When run, if logits are not (batch, classes), or labels
-        are not integers.
+        are not integers below the number of classes.
 
     Notes
     -----
@@ -55,6 +57,8 @@ class ImageClassification:
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
+        check_variable(self.image, "image")
+        check_variable(self.label, "label")
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -68,6 +72,7 @@ class ImageClassification:
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return 1 - p of the correct class, (batch,)."""
         logits, label = self._logits(forward, batch)
+        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
         return one_minus_p(margin(logits / self.temperature, label))
 
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -97,7 +102,7 @@ class TextClassification:
     ------
     ValueError
         If an option does not make sense. When run, if logits are not (batch, classes), or labels
-        are not integers.
+        are not integers below the number of classes.
 
     Notes
     -----
@@ -119,6 +124,7 @@ class TextClassification:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.label, "label")
         check_temperature(self.temperature)
 
     @property
@@ -133,6 +139,7 @@ class TextClassification:
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return 1 - p of the correct class, (batch,)."""
         logits, label = self._logits(forward, batch)
+        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
         return one_minus_p(margin(logits / self.temperature, label))
 
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -176,6 +183,7 @@ class BinaryClassification:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.label, "label")
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -235,6 +243,7 @@ class MultiLabel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.label, "label")
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -255,9 +264,9 @@ class MultiLabel:
         label = batch[self.label]
         if logits.ndim != 2 or logits.shape != label.shape:
             raise ValueError(
-                f"the model returned {tuple(logits.shape)} and {self.label!r} has shape "
-                f"{tuple(label.shape)}; multi_label needs the same (batch, labels) of both. Wrap "
-                "the model so that it returns one logit per label."
+                f"expected logits and labels of the same shape (batch, labels), got "
+                f"{tuple(logits.shape)} from the model and {tuple(label.shape)} in "
+                f"{self.label!r}; try wrapping the model so that it returns one logit per label."
             )
         return logits * _sign(label, logits)
 
@@ -268,8 +277,12 @@ def _sign(label: Tensor, logits: Tensor) -> Tensor:
 
 def _require_binary(label: Tensor, name: str) -> None:
     """Check values, which only a task's ``out_to_loss`` may do: ``output`` runs under vmap."""
-    if not bool(((label == 0) | (label == 1)).all()):
-        raise ValueError(
-            f"{name!r} holds other values than 0 and 1; needed labels of two classes. Use "
-            "(labels > 0).astype(int) for signs, or image_classification for more classes."
+    bad = (label != 0) & (label != 1)
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        raise SampleError(
+            f"expected 0 or 1 in {name!r}, got {label[where].item()} at sample {{sample}}; try "
+            "(labels > 0).astype(int) for labels that are signs, or "
+            "task='image_classification' for more than two classes.",
+            where[0],
         )

@@ -15,6 +15,7 @@ from trakdask.models.tasks.logits import (
     as_tensors,
     at_least_float32,
     check_temperature,
+    check_variable,
     one_minus_p,
     shape_of,
 )
@@ -56,7 +57,7 @@ class Clip:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If there are too few negatives, or they do not match. When run, if there are none of the
         checkpoint, or the model returns something else than (image embedding, text embedding,
         logit_scale) as those of open_clip do.
@@ -91,8 +92,18 @@ class Clip:
     def __post_init__(self) -> None:
         if self.temperature is not None:
             check_temperature(self.temperature)
+        check_variable(self.image, "image")
+        check_variable(self.text, "text")
+        _check_integer(self.n_negatives, "n_negatives", 1, 2**63)
+        _check_integer(self.seed, "seed", 0, 2**64)
         if self.negatives is None:  # enough for a model, of which the negatives can then be made
             return
+        if not isinstance(self.negatives, Mapping):
+            raise TypeError(
+                "expected negatives as a mapping from checkpoint to (image, text) embeddings, got "
+                f"{type(self.negatives).__name__}; try "
+                "negatives=td.tasks.clip_embeddings(model, samples)."
+            )
         drawn = {
             name: _draw(name, pair, self.n_negatives, self.seed)
             for name, pair in self.negatives.items()
@@ -122,8 +133,8 @@ class Clip:
         scale = logit_scale if self.temperature is None else 1 / self.temperature
         if scale is None:
             raise ValueError(
-                "the model returned no logit_scale; clip needs it as the third of what the model "
-                "returns, or a temperature. Type td.tasks.Clip(..., temperature=0.07)."
+                "expected a model that returns (image embedding, text embedding, logit_scale), got "
+                "no logit_scale; try td.tasks.Clip(..., temperature=0.07), or return it."
             )
         by_text, by_image = self._margins(forward, image, text, scale)
         return (one_minus_p(by_text) + one_minus_p(by_image)) / 2
@@ -132,11 +143,13 @@ class Clip:
         found = forward(batch[self.image], batch[self.text])
         parts = list(found) if isinstance(found, (tuple, list)) else []
         pair = [shape_of(part) for part in parts[:2]]
-        if len(pair) < 2 or parts[0].ndim != 2 or pair[0] != pair[1]:
+        size = len(batch[self.image])
+        is_pair = len(pair) == 2 and all(isinstance(part, Tensor) for part in parts[:2])
+        if not is_pair or parts[0].ndim != 2 or pair[0] != pair[1] or len(parts[0]) != size:
             raise ValueError(
-                f"the model returned {pair or shape_of(found)}; clip needs (image embedding, text "
-                "embedding, logit_scale), both embeddings (batch, embedding). Wrap the model so "
-                "that model(image, text) returns them."
+                "expected (image embedding, text embedding, logit_scale) with both embeddings of "
+                f"shape ({size}, embedding), got {pair or shape_of(found)} from the model; try "
+                "wrapping the model so that model(image, text) returns them."
             )
         image, text = (at_least_float32(part) for part in parts[:2])
         return image, text, parts[2] if len(parts) > 2 else None
@@ -147,11 +160,17 @@ class Clip:
         negatives, name = self.negatives or {}, forward.checkpoint
         if name is None or name not in negatives:
             raise ValueError(
-                f"clip has negatives of the checkpoints {list(negatives)}; needed those of {name!r}"
-                ", at which the model runs. Type "
+                f"expected negatives of the checkpoint {name!r}, at which the model runs, got "
+                f"those of {list(negatives)}; try "
                 "td.tasks.Clip(negatives=td.tasks.clip_embeddings(model, samples))."
             )
         images, texts = (t.to(image) for t in negatives[name])
+        if images.shape[1] != image.shape[1]:
+            raise ValueError(
+                f"expected negatives with {image.shape[1]} numbers per embedding, as the model "
+                f"returns, got {images.shape[1]} for checkpoint {name!r}; try "
+                "td.tasks.clip_embeddings(model, samples) of this model."
+            )
         right = scale * (image * text).sum(1)
         by_text = right - (scale * image @ texts.T).logsumexp(1)
         return by_text, right - (scale * text @ images.T).logsumexp(1)
@@ -175,22 +194,42 @@ class _Kept(Mapping[str, tuple[Tensor, Tensor]]):
 
 def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Take some rows of both: those with the smallest of n random keys, in their own order."""
-    image, text = pair
+    parts = list(pair) if isinstance(pair, (tuple, list)) else []
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        raise TypeError(
+            f"expected two tensors (image, text) as the negatives of checkpoint {name!r}, got "
+            f"{type(pair).__name__}; try td.tasks.clip_embeddings(model, samples)."
+        )
+    image, text = parts
     if image.ndim != 2 or image.shape != text.shape:
         raise ValueError(
-            f"negatives of checkpoint {name!r} have the shapes {tuple(image.shape)} and "
-            f"{tuple(text.shape)}; needed (n, embedding) of images and of texts, in pairs. Use "
+            "expected negatives (n, embedding) of images and of texts, in pairs, got the shapes "
+            f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
             "td.tasks.clip_embeddings(model, samples)."
         )
-    if not 0 < size <= len(image):
+    if not bool(image.isfinite().all() & text.isfinite().all()):
         raise ValueError(
-            f"n_negatives is {size} and checkpoint {name!r} has {len(image)} negatives; needed at "
-            f"least one, and no more than there are. Use n_negatives={len(image)}, or embed more."
+            f"expected finite embeddings, got NaN or infinity among the negatives of checkpoint "
+            f"{name!r}; try td.tasks.clip_embeddings(model, samples) without the samples that "
+            "give them."
+        )
+    if size > len(image):
+        raise ValueError(
+            f"expected n_negatives in 1..{len(image)} (the negatives of checkpoint {name!r}), got "
+            f"{size}; try n_negatives={len(image)}, or embed more samples."
         )
     # Raw bits: numpy keeps their stream in all versions, which it does not promise of `choice`.
     keys = np.random.Philox(key=seed).random_raw(len(image))
     rows = torch.from_numpy(np.sort(np.argsort(keys, kind="stable")[:size]))
     return image.detach().cpu()[rows], text.detach().cpu()[rows]
+
+
+def _check_integer(value: object, option: str, low: int, high: int) -> None:
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or not low <= int(cast(int, value)) < high:
+        raise ValueError(
+            f"expected an integer of at least {low} as {option}, got {value!r}; try {option}={low}."
+        )
 
 
 class _Model(Protocol):
@@ -222,20 +261,21 @@ def clip_embeddings(
 
     Raises
     ------
-    TypeError
-        If the model's task is another one.
+    TypeError, ValueError
+        If the model's task is another one, or samples lack a variable.
 
     Notes
     -----
     Cost: reads all samples into memory, and runs them once per checkpoint. A few thousand are
     plenty: ``td.tasks.clip_embeddings(model, pool.isel(sample=slice(3000)))``.
     """
-    task = model.task
+    task = getattr(model, "task", None)
     if not isinstance(task, Clip):
+        kind = type(model).__name__ if task is None else f"one whose task is {task!r}"
         raise TypeError(
-            f"the model's task is {type(task).__name__}; needed clip. Type td.Model(..., "
-            "task='clip')."
+            f"expected a td.Model with the task clip, got {kind}; try td.Model(..., task='clip')."
         )
+    _check_integer(batch_size, "batch_size", 1, 2**63)
     whole = as_tensors(samples, task.variables)
     starts = range(0, len(whole[task.image]), batch_size)
     batches = [Batch({n: t[i : i + batch_size] for n, t in whole.items()}) for i in starts]

@@ -15,11 +15,12 @@ from trakdask.models.tasks.logits import (
     as_names,
     as_tensors,
     call_model,
+    check_variable,
     margin,
     one_minus_p,
     shape_of,
 )
-from trakdask.models.tasks.protocol import Batch, Forward
+from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
 __all__ = ["CausalLM", "expand_tokens"]
 
@@ -52,7 +53,8 @@ class CausalLM:
     Raises
     ------
     ValueError
-        When run, if logits are not (batch, tokens, vocabulary), or labels not (batch, tokens).
+        When run, if logits are not (batch, tokens, vocabulary), labels not (batch, tokens), or
+        tokens to predict not in the vocabulary.
 
     Notes
     -----
@@ -85,6 +87,13 @@ class CausalLM:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.labels, "labels", optional=True)
+        check_variable(self.position, "position", optional=True)
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise TypeError(
+                f"expected an integer as ignore_index, got {self.ignore_index!r}; try "
+                "ignore_index=-100."
+            )
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -94,12 +103,13 @@ class CausalLM:
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the margins of the predicted tokens, (batch,)."""
-        margins, predicted = self._margins(forward, batch)
+        margins, predicted, _ = self._margins(forward, batch)
         return margins.masked_fill(~predicted, 0).sum(1)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p over the predicted tokens, (batch,)."""
-        margins, predicted = self._margins(forward, batch)
+        margins, predicted, vocabulary = self._margins(forward, batch)
+        self._require_tokens(batch, vocabulary)
         total = one_minus_p(margins).masked_fill(~predicted, 0).sum(1)
         return total / predicted.sum(1).clamp(min=1)
 
@@ -112,16 +122,20 @@ class CausalLM:
             predicted = predicted & attended[:, 1:] & attended[:, :-1]
         return predicted
 
-    def _margins(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Margins and whether they count, both (batch, tokens - 1), or (batch, 1) at a position."""
+    def _margins(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor, int]:
+        """Margins and whether they count, both (batch, tokens - 1), or (batch, 1) at a position.
+
+        The third is the size of the vocabulary.
+        """
         labels, predicted = self._labels(batch), self.predicted(batch)
         logits = call_model(forward, batch, self.inputs, self.positional)
         if logits.ndim != 3 or logits.shape[:2] != labels.shape or logits.shape[2] < 2:
             raise ValueError(
-                f"the model returned {shape_of(logits)} for labels of shape {tuple(labels.shape)}; "
-                "causal_lm needs logits (batch, tokens, vocabulary). Wrap the model, or write a "
-                "task."
+                f"expected logits (batch, tokens, vocabulary) for labels of shape "
+                f"{tuple(labels.shape)}, got {shape_of(logits)} from the model; try wrapping the "
+                "model, or a task of your own."
             )
+        vocabulary = logits.shape[2]
         target = labels[:, 1:].long()
         logits = logits[:, :-1]
         if self.position is not None:  # one token's logits, before they are copied
@@ -130,15 +144,33 @@ class CausalLM:
             logits = torch.take_along_dim(logits, near[..., None], dim=1)
             target = torch.take_along_dim(target, near, dim=1)
             predicted = torch.take_along_dim(predicted, near, dim=1) & (near == place)
-        return margin(logits, target.masked_fill(~predicted, 0)), predicted
+        # Tokens out of range are refused by `out_to_loss`; here they would stop a GPU.
+        target = target.masked_fill(~predicted, 0).clamp(0, vocabulary - 1)
+        return margin(logits, target), predicted, vocabulary
+
+    def _require_tokens(self, batch: Batch, vocabulary: int) -> None:
+        """Refuse tokens to predict that the model has no logit of."""
+        labels = self._labels(batch)
+        bad = self.predicted(batch) & ((labels < 0) | (labels >= vocabulary))[:, 1:]
+        if bool(bad.any()):
+            row, place = bad.nonzero()[0].tolist()
+            name = self.inputs[0] if self.labels is None else self.labels
+            raise SampleError(
+                f"expected tokens in 0..{vocabulary - 1} (the model's vocabulary) in {name!r}, got "
+                f"{int(labels[row, place + 1])} at sample {{sample}}, token {place + 1}; try "
+                f"ignore_index={self.ignore_index} as the label of what is not predicted, or the "
+                "tokenizer that the model was trained with.",
+                row,
+            )
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         name = self.inputs[0] if self.labels is None else self.labels
         labels = batch[name]
         if labels.ndim != 2 or labels.shape[1] < 2 or labels.is_floating_point():
             raise ValueError(
-                f"{name!r} is {labels.dtype} of shape {tuple(labels.shape)}; causal_lm needs "
-                "integer tokens (batch, tokens), 2 tokens or more. Pad the sequences to one length."
+                f"expected integer tokens (batch, tokens) with at least 2 tokens in {name!r}, got "
+                f"{labels.dtype} of shape {tuple(labels.shape)}; try padding the sequences to one "
+                "length."
             )
         return labels
 
@@ -182,6 +214,10 @@ def expand_tokens(
     ('input_ids', 'attention_mask', 'token')
     """
     task = CausalLM() if task is None else task
+    if not isinstance(task, CausalLM):
+        raise TypeError(
+            f"expected td.tasks.CausalLM as task, got {task!r}; try task=td.tasks.CausalLM(...)."
+        )
     names = [name for name in task.variables if name != task.position]
     predicted = task.predicted(as_tensors(samples, names))
     sequence, place = predicted.cpu().nonzero(as_tuple=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.models.tasks.protocol import Batch, Forward
+from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
 __all__ = [
     "as_names",
@@ -18,40 +18,68 @@ __all__ = [
     "at_least_float32",
     "call_model",
     "check_temperature",
+    "check_variable",
     "margin",
     "one_minus_p",
     "per_sample",
     "require_classes",
+    "require_labels_in_range",
     "shape_of",
 ]
 
 
 def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
     """Return names of variables as a tuple: one name may stand alone."""
-    found = (names,) if isinstance(names, str) else tuple(names)
+    found = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
     if not found or not all(isinstance(name, str) for name in found):
         raise ValueError(
-            f"inputs is {names!r}; needed the names of one variable or more. Use inputs=('x',)."
+            f"expected the names of one or more variables as inputs, got {names!r}; try "
+            "inputs=('x',)."
         )
     return found
 
 
-def as_tensors(arrays: Mapping[Any, Any], names: Iterable[str]) -> Batch:
+def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
     """Return some of the arrays, tensors or labelled arrays of a mapping as one batch."""
-    found = {name: arrays[name] for name in names}
-    return Batch(
-        {
-            name: value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-            for name, value in found.items()
-        }
-    )
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            "expected samples as a Dataset or a mapping from name to array, got "
+            f"{type(arrays).__name__}; try samples={{{next(iter(names), 'x')!r}: array}}."
+        )
+    if missing := [name for name in names if name not in arrays]:
+        raise ValueError(
+            f"expected the variable {missing[0]!r} in samples, got {list(map(str, arrays))}; try "
+            "naming the variable so in the samples, or giving the task its name."
+        )
+    return Batch({name: _as_tensor(name, arrays[name]) for name in names})
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.from_numpy(np.array(value))
+    except (TypeError, ValueError) as err:
+        raise TypeError(
+            f"expected numbers in {name!r}, got {type(value).__name__} ({err}); try "
+            "numpy.asarray(...) with numbers or booleans, padded to one shape."
+        ) from err
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that no softmax has."""
-    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf):
+    """Refuse a temperature that no softmax can have."""
+    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+    if not (is_number and 0 < temperature < math.inf):
         raise ValueError(
-            f"temperature is {temperature!r}; needed a positive number. Use temperature=1.0."
+            f"expected a positive number as temperature, got {temperature!r}; try temperature=1.0."
+        )
+
+
+def check_variable(value: object, option: str, *, optional: bool = False) -> None:
+    """Refuse what is not the name of a variable."""
+    if not (isinstance(value, str) and value) and not (optional and value is None):
+        raise TypeError(
+            f"expected the name of a variable as {option}, got {value!r}; try {option}={option!r}."
         )
 
 
@@ -83,10 +111,10 @@ def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], position
         if "vmap" not in str(err):
             raise
         raise RuntimeError(
-            "the model decides on values of its input, which vmap cannot follow "
-            f"({str(err).splitlines()[0][:120]}...). Models of transformers can run under vmap if "
-            "they are built with attn_implementation='eager'; encoders such as BERT then still "
-            "look at an attention mask."
+            "expected a model that does not look at the values of its input, as vmap needs, got "
+            f"one that does ({str(err).splitlines()[0][:120]}...); try gradients='loop', or build "
+            "models of transformers with attn_implementation='eager' (encoders such as BERT then "
+            "still look at an attention mask)."
         ) from err
     return at_least_float32(_logits_of(output))
 
@@ -99,8 +127,9 @@ def _logits_of(output: Any) -> Tensor:
         found = output[0]
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"the model returned {shape_of(output)}; the task needs a tensor of logits, an object "
-            "with .logits, or a tuple that begins with logits. Wrap the model, or write a task."
+            "expected a tensor of logits, an object with .logits, or a tuple that begins with "
+            f"logits, got {shape_of(output)} from the model; try wrapping the model, or a task of "
+            "your own."
         )
     return found
 
@@ -116,28 +145,50 @@ def shape_of(value: object) -> str:
 
 
 def require_classes(logits: Tensor, label: Tensor, name: str) -> Tensor:
-    """Check logits (batch, classes) and labels (batch,); return the labels as int64."""
-    if logits.ndim != 2 or logits.shape[1] < 2:
+    """Check logits (batch, classes) and labels (batch,); return the labels as int64.
+
+    Labels out of range are moved into it: they would stop a GPU, and vmap cannot look at values.
+    :func:`require_labels_in_range` is what refuses them.
+    """
+    if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
         raise ValueError(
-            f"the model returned {shape_of(logits)} for a batch of {len(label)}; classification "
-            "needs logits (batch, classes) with 2 classes or more. Wrap the model so that it "
-            "returns them, or take BinaryClassification for a single logit."
+            f"expected logits ({len(label)}, classes) with at least 2 classes for a batch of "
+            f"{len(label)}, got {shape_of(logits)} from the model; try wrapping the model so that "
+            "it returns one row of logits per sample, or "
+            "td.tasks.BinaryClassification for a single logit."
         )
     if label.ndim != 1 or label.is_floating_point() or label.is_complex():
         raise ValueError(
-            f"{name!r} is {label.dtype} of shape {tuple(label.shape)}; classification needs "
-            "integer classes, one per sample. Use labels.astype(int) and drop other axes."
+            f"expected integer classes in {name!r}, one per sample, got {label.dtype} of shape "
+            f"{tuple(label.shape)}; try labels.astype(int), without further axes."
         )
-    return label.long()
+    return label.long().clamp(0, logits.shape[1] - 1)
+
+
+def require_labels_in_range(label: Tensor, n_classes: int, name: str) -> None:
+    """Refuse labels that are no class. It looks at values, so no ``output`` may call it."""
+    bad = (label < 0) | (label >= n_classes)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        value = int(label[row])
+        condition = f"< {n_classes}" if value >= n_classes else ">= 0"
+        off_by_one = value == n_classes and int(label.min()) > 0
+        raise SampleError(
+            f"expected {name} in 0..{n_classes - 1} ({n_classes} classes), got {value} at sample "
+            "{sample}; try "
+            + ("labels that start at 0 (labels - 1), or " if off_by_one else "")
+            + f"samples.isel(sample=samples[{name!r}] {condition}).",
+            row,
+        )
 
 
 def per_sample(values: Tensor, size: int, what: str) -> Tensor:
     """Return one number per sample, (batch,), from (batch,) or (batch, 1)."""
     if values.shape not in ((size,), (size, 1)):
         raise ValueError(
-            f"{what} has shape {tuple(values.shape)} for a batch of {size}; needed ({size},) or "
-            f"({size}, 1), one number per sample. Wrap the model so that it returns one, or write "
-            "a task."
+            f"expected one number per sample, shape ({size},) or ({size}, 1), for a batch of "
+            f"{size}, got {what} of shape {tuple(values.shape)}; try another task, or wrap the "
+            "model so that it returns one number per sample."
         )
     return values.reshape(size)
 

@@ -18,9 +18,33 @@ class Batch(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         raise ValueError(
-            f"the samples have the variables {list(self)}; the task needs {name!r}. Name the "
-            "variable so in the samples, or give the task its name."
+            f"expected the variable {name!r}, which the task reads, got samples with the variables "
+            f"{list(self)}; try naming the variable so in the samples, or giving the task its name."
         )
+
+
+class SampleError(ValueError):
+    """What is wrong with one sample of a batch.
+
+    Parameters
+    ----------
+    text
+        The message, with ``{sample}`` where the sample is named.
+    row
+        Row of the sample in its batch.
+    """
+
+    def __init__(self, text: str, row: int) -> None:
+        super().__init__(text.replace("{sample}", f"{row} of the batch"))
+        self.text = text
+        self.row = row
+
+    def at(self, position: int) -> ValueError:
+        """Return the error for the sample at a position in all samples."""
+        return ValueError(self.text.replace("{sample}", str(position)))
+
+    def __reduce__(self) -> tuple[type[SampleError], tuple[str, int]]:
+        return type(self), (self.text, self.row)
 
 
 class Forward:
@@ -54,10 +78,13 @@ class Forward:
         self.dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a batch, with the arguments of the module's own ``forward``."""
+        """Run the model on a batch, with the arguments of the module's own ``forward``.
+
+        The model gets copies: one that changes its input in place must not change the batch, which
+        other passes read too.
+        """
         tensors = {**self.parameters, **self.buffers}
-        if self.dtype is not None:
-            args, kwargs = tree_map(partial(_cast, dtype=self.dtype), (args, kwargs))
+        args, kwargs = tree_map(partial(_copied, dtype=self.dtype), (args, kwargs))
         return torch.func.functional_call(self.module, tensors, args, kwargs)
 
     def with_parameters(self, parameters: Mapping[str, Tensor]) -> Forward:
@@ -72,6 +99,13 @@ class Forward:
             for tensors in (self.parameters, self.buffers)
         )
         return Forward(self.module, parameters, buffers, self.checkpoint, dtype)
+
+
+def _copied(value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    given = value if dtype is None else _cast(value, dtype)
+    return given.clone() if given is value else given
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trakdask.models.tasks.logits import as_names, call_model, per_sample
+from trakdask.models.tasks.logits import as_names, call_model, check_variable, per_sample
 from trakdask.models.tasks.protocol import Batch, Forward
 
 __all__ = ["Regression"]
@@ -49,6 +49,7 @@ class Regression:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.target, "target")
 
     @property
     def variables(self) -> tuple[str, ...]:

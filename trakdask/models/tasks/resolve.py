@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,28 +74,39 @@ def resolve_task(task: str | Task | object) -> Task:
     """Return the task of a name, a task itself, or the adapter of a TRAK model output."""
     if isinstance(task, str):
         if task not in TASKS:
+            near = difflib.get_close_matches(task, TASKS, n=1)
             raise ValueError(
-                f"task is {task!r}; needed one of {list(TASKS)}, or an object with the methods "
-                "output(forward, batch) and out_to_loss(forward, batch)."
+                f"expected one of {list(TASKS)} as task, or an object with the methods "
+                f"output(forward, batch) and out_to_loss(forward, batch), got {task!r}; try "
+                f"task={(near or ['image_classification'])[0]!r}."
             )
         return TASKS[task]()
     if isinstance(task, type):
         raise TypeError(
-            f"task is the class {task.__name__}; needed an instance. Type task={task.__name__}()."
+            f"expected an instance as task, got the class {task.__name__}; try "
+            f"task={task.__name__}()."
         )
     if isinstance(task, Task):
         return task
     if hasattr(task, "get_output") and hasattr(task, "get_out_to_loss_grad"):
         return TrakTask(task)
+    methods = [m for m in ("output", "out_to_loss") if hasattr(task, m)]
+    missing = f" with only the method {methods[0]}" if methods else ""
     raise TypeError(
-        f"task is a {type(task).__name__}; needed a name of {list(TASKS)}, or an object with the "
-        "methods output(forward, batch) and out_to_loss(forward, batch)."
+        f"expected one of {list(TASKS)} as task, or an object with the methods "
+        "output(forward, batch) and out_to_loss(forward, batch), got "
+        f"{type(task).__name__}{missing}; try task='image_classification'."
     )
 
 
 def task_spec(task: Task) -> str:
     """Describe a task in one line that is equal for equal tasks in any process."""
     subject = task.modelout if isinstance(task, TrakTask) else task
+    if not isinstance(subject, Task) and not hasattr(subject, "get_output"):
+        raise TypeError(
+            "expected a task with the methods output(forward, batch) and "
+            f"out_to_loss(forward, batch), got {subject!r}; try td.tasks.resolve_task({subject!r})."
+        )
     if dataclasses.is_dataclass(subject):
         return repr(subject)
     values = {k: v for k, v in sorted(vars(subject).items()) if _is_plain(v)}

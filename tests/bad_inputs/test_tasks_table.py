@@ -1,0 +1,380 @@
+"""Bad inputs of everything in td.tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.small_models import (
+    BIG,
+    IDS,
+    NET,
+    After,
+    TwoTowers,
+    computed,
+    data,
+    drawn,
+    fine,
+    labelled,
+    language,
+    pairs,
+    tokens,
+)
+
+ROWS = [
+    *[
+        BadInput(
+            "tasks.ImageClassification",
+            f"temperature {t!r}",
+            lambda _, t=t: td.tasks.ImageClassification(t),
+            ValueError,
+            ["temperature", repr(t)],
+        )
+        for t in (0, -1.0, float("nan"), float("inf"), "cold", None, True)
+    ],
+    BadInput(
+        "tasks.ImageClassification",
+        "image",
+        lambda _: td.tasks.ImageClassification(image=("a", "b")),
+        TypeError,
+        ["image", "('a', 'b')"],
+    ),
+    BadInput(
+        "tasks.ImageClassification",
+        "label",
+        lambda _: td.tasks.ImageClassification(label=3),
+        TypeError,
+        ["label", "3"],
+    ),
+    BadInput(
+        "tasks.TextClassification",
+        "no inputs",
+        lambda _: td.tasks.TextClassification(()),
+        ValueError,
+        ["inputs", "()"],
+    ),
+    BadInput(
+        "tasks.TextClassification",
+        "inputs",
+        lambda _: td.tasks.TextClassification(3),
+        ValueError,
+        ["inputs", "3"],
+    ),
+    BadInput(
+        "tasks.TextClassification",
+        "label out of range",
+        labelled(BIG, task=td.tasks.TextClassification("image", positional=True)),
+        RuntimeError,
+        ["got 7 at sample 2", "3 classes"],
+    ),
+    BadInput(
+        "tasks.TextClassification",
+        "temperature",
+        lambda _: td.tasks.TextClassification(temperature=0),
+        ValueError,
+        ["temperature", "0"],
+    ),
+    BadInput(
+        "tasks.BinaryClassification",
+        "label 2",
+        labelled([0, 1, 2, 1], nn.Linear(4, 1), task=td.tasks.BinaryClassification("image")),
+        RuntimeError,
+        ["'label'", "got 2 at sample 2"],
+    ),
+    BadInput(
+        "tasks.BinaryClassification",
+        "signs",
+        labelled([1, -1, 1, -1], nn.Linear(4, 1), task=td.tasks.BinaryClassification("image")),
+        RuntimeError,
+        ["got -1 at sample 1", "labels > 0"],
+    ),
+    BadInput(
+        "tasks.BinaryClassification",
+        "three logits",
+        labelled([1, 0, 1, 0], task=td.tasks.BinaryClassification("image")),
+        RuntimeError,
+        ["3)", "one number per sample"],
+    ),
+    BadInput(
+        "tasks.BinaryClassification",
+        "inputs",
+        lambda _: td.tasks.BinaryClassification([1]),
+        ValueError,
+        ["[1]"],
+    ),
+    BadInput(
+        "tasks.MultiLabel",
+        "label 2",
+        labelled([[0, 1, 0]] * 3 + [[1, 2, 0]], task=td.tasks.MultiLabel("image")),
+        RuntimeError,
+        ["'label'", "got 2 at sample 3"],
+    ),
+    BadInput(
+        "tasks.MultiLabel",
+        "other shape",
+        labelled([[0, 1]] * 4, task=td.tasks.MultiLabel("image")),
+        RuntimeError,
+        ["3)", "2)", "'label'"],
+    ),
+    BadInput(
+        "tasks.MultiLabel",
+        "label None",
+        lambda _: td.tasks.MultiLabel(label=None),
+        TypeError,
+        ["label", "None"],
+    ),
+    BadInput(
+        "tasks.Regression",
+        "three outputs",
+        labelled([1.0] * 4, task=td.tasks.Regression("image", "label")),
+        RuntimeError,
+        ["3)", "one number"],
+    ),
+    BadInput(
+        "tasks.Regression",
+        "fewer rows",
+        labelled([1.0] * 4, After(lambda y: y[1:, 0]), task=td.tasks.Regression("image", "label")),
+        RuntimeError,
+        ["(1,)", "batch of "],
+    ),
+    BadInput(
+        "tasks.Regression",
+        "target",
+        lambda _: td.tasks.Regression(target=["y"]),
+        TypeError,
+        ["target", "['y']"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "token out of range",
+        language(tokens(IDS)),
+        RuntimeError,
+        ["0..6", "'wte'", "got 9 at sample 2"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "token negative",
+        language(tokens([[1, 2], [-5, 1]])),
+        RuntimeError,
+        ["0..6", "got -5 at sample 1"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "label out of range",
+        language(tokens(IDS % 7, y=IDS), task={"labels": "y"}),
+        RuntimeError,
+        ["0..6", "'y'", "got 9 at sample 2"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "other ignore_index",
+        language(tokens(IDS % 7, y=[[1, 2, -1]] * 4), task={"labels": "y"}),
+        RuntimeError,
+        ["got -1 at sample 0", "ignore_index=-100"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "too long",
+        language(tokens(np.ones((2, 6), int))),
+        RuntimeError,
+        ["0..4", "'wpe'", "got 5"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "one token",
+        language(tokens([[1], [2]])),
+        RuntimeError,
+        ["'input_ids'", "(2, 1)", "padding"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "float tokens",
+        computed(After(), data(), td.tasks.CausalLM("image", positional=True)),
+        RuntimeError,
+        ["'image'", "float32"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "ignore_index",
+        lambda _: td.tasks.CausalLM(ignore_index="pad"),
+        TypeError,
+        ["ignore_index", "'pad'"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "labels",
+        lambda _: td.tasks.CausalLM(labels=3),
+        TypeError,
+        ["labels", "3"],
+    ),
+    BadInput(
+        "tasks.expand_tokens",
+        "task",
+        lambda _: td.tasks.expand_tokens({"input_ids": IDS}, "causal_lm"),
+        TypeError,
+        ["CausalLM", "'causal_lm'"],
+    ),
+    BadInput(
+        "tasks.expand_tokens",
+        "no mask",
+        lambda _: td.tasks.expand_tokens({"input_ids": IDS}),
+        ValueError,
+        ["'attention_mask'", "'input_ids'"],
+    ),
+    BadInput(
+        "tasks.expand_tokens",
+        "an array",
+        lambda _: td.tasks.expand_tokens(IDS),
+        TypeError,
+        ["ndarray"],
+    ),
+    BadInput(
+        "tasks.Clip", "seed 1.5", lambda _: td.tasks.Clip(seed=1.5), ValueError, ["seed", "1.5"]
+    ),
+    BadInput(
+        "tasks.Clip", "seed negative", lambda _: td.tasks.Clip(seed=-1), ValueError, ["seed", "-1"]
+    ),
+    BadInput(
+        "tasks.Clip",
+        "n_negatives",
+        lambda _: td.tasks.Clip(n_negatives=0.5),
+        ValueError,
+        ["n_negatives", "0.5"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "too few",
+        lambda _: td.tasks.Clip(drawn()),
+        ValueError,
+        ["300", "1..5", "'0'"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "temperature",
+        lambda _: td.tasks.Clip(temperature=-1),
+        ValueError,
+        ["temperature", "-1"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "no mapping",
+        lambda _: td.tasks.Clip(drawn()["0"]),
+        TypeError,
+        ["tuple", "clip_embeddings"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "no pair",
+        lambda _: td.tasks.Clip({"0": torch.ones(3, 2)}),
+        TypeError,
+        ["'0'", "Tensor"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "NaN",
+        lambda _: td.tasks.Clip({"0": (torch.ones(2, 2) * torch.nan,) * 2}),
+        ValueError,
+        ["'0'", "NaN"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "other shapes",
+        lambda _: td.tasks.Clip({"0": (torch.ones(3, 2), torch.ones(2, 2))}),
+        ValueError,
+        ["(3, 2)", "(2, 2)"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "without negatives",
+        computed(TwoTowers(), pairs(), "clip"),
+        RuntimeError,
+        ["'0'", "clip_embeddings"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "negatives of another model",
+        computed(TwoTowers(), pairs(), td.tasks.Clip(drawn(width=2), n_negatives=5)),
+        RuntimeError,
+        ["3 numbers", "got 2"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "fewer rows",
+        computed(TwoTowers(slice(1, None)), pairs(), td.tasks.Clip(drawn(), n_negatives=5)),
+        RuntimeError,
+        ["(2, embedding)", "(1, 3)"],
+    ),
+    BadInput(
+        "tasks.Clip",
+        "one tower",
+        computed(nn.Bilinear(4, 4, 3), pairs(), td.tasks.Clip(drawn(), n_negatives=5)),
+        RuntimeError,
+        ["image embedding", "(2, 3)"],
+    ),
+    BadInput(
+        "tasks.clip_embeddings",
+        "other task",
+        lambda _: td.tasks.clip_embeddings(fine(), pairs()),
+        TypeError,
+        ["ImageClassification", "task='clip'"],
+    ),
+    BadInput(
+        "tasks.clip_embeddings",
+        "a module",
+        lambda _: td.tasks.clip_embeddings(NET, pairs()),
+        TypeError,
+        ["Linear", "td.Model"],
+    ),
+    BadInput(
+        "tasks.clip_embeddings",
+        "batch_size",
+        lambda _: td.tasks.clip_embeddings(
+            td.Model(TwoTowers(), task="clip"), pairs(), batch_size=0
+        ),
+        ValueError,
+        ["batch_size", "0"],
+    ),
+    BadInput(
+        "tasks.clip_embeddings",
+        "no text",
+        lambda _: td.tasks.clip_embeddings(
+            td.Model(TwoTowers(), task="clip"), pairs().drop_vars("text")
+        ),
+        ValueError,
+        ["'text'", "'image'"],
+    ),
+    BadInput(
+        "tasks.Batch",
+        "missing",
+        lambda _: td.tasks.Batch(x=torch.ones(2))["y"],
+        ValueError,
+        ["'y'", "['x']"],
+    ),
+    BadInput(
+        "tasks.resolve_task",
+        "a name",
+        lambda _: td.tasks.resolve_task("lm"),
+        ValueError,
+        ["'lm'", "'causal_lm'"],
+    ),
+    BadInput(
+        "tasks.resolve_task", "None", lambda _: td.tasks.resolve_task(None), TypeError, ["NoneType"]
+    ),
+    BadInput(
+        "tasks.task_spec",
+        "a name",
+        lambda _: td.tasks.task_spec("clip"),
+        TypeError,
+        ["'clip'", "resolve_task('clip')"],
+    ),
+]
+
+
+@parametrize(ROWS)
+def test_bad_input(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)

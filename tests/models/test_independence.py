@@ -1,0 +1,112 @@
+"""f and Q of samples in a batch against those of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trakdask.models.independence import reads_values, require_same_alone, tolerance
+from trakdask.models.model import Model
+from trakdask.models.tasks import Batch, Forward, ImageClassification
+from trakdask.models.tasks.protocol import SampleError
+
+
+class Linear(nn.Module):
+    """A linear layer, and what becomes of its outputs (batch, classes)."""
+
+    def __init__(self, after: Callable[[Tensor], Tensor] = lambda y: y) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.head(x))
+
+
+def forward_of(after: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> Forward:
+    torch.manual_seed(0)
+    model = Model(Linear(after))
+    return model.forward(model.checkpoints[0]).to(dtype)
+
+
+def batch(n: int) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(n, 4, generator=generator)
+    return Batch(image=image, label=torch.arange(n) % 3)
+
+
+def check(forward: Forward, data: Batch, task: object = None) -> None:
+    task = task or ImageClassification()
+    with torch.no_grad():
+        f, q = task.output(forward, data), task.out_to_loss(forward, data)
+    require_same_alone(forward, task, data, f, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])
+def test_require_same_alone__accepts_rounding(dtype: torch.dtype, scale: float) -> None:
+    for n in (1, 2, 3, 64):
+        check(forward_of(lambda y: scale * y, dtype), batch(n))
+
+
+MIXING = {
+    "softmax over the batch": lambda y: y.softmax(0),
+    "mean of the batch": lambda y: y - y.mean(0),
+    "mean of the batch, as a constant": lambda y: y - y.mean(0).detach(),
+    "divided by the batch size": lambda y: y / len(y),
+    "cumulative sum": lambda y: y.cumsum(0),
+    "normalised over the batch": lambda y: (y - y.mean()) / (1e-5 + y.std(correction=0)),
+}
+
+
+@pytest.mark.parametrize("after", MIXING.values(), ids=MIXING)
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_require_same_alone__mixing(after: Callable[[Tensor], Tensor], n: int) -> None:
+    with pytest.raises(SampleError, match=rf"alone and in a batch.*in a batch of {n}"):
+        check(forward_of(after), batch(n))
+
+
+def test_require_same_alone__nan_of_another_sample() -> None:
+    data = batch(3)
+    data["image"][1] = torch.nan
+    check(forward_of(lambda y: y), data)
+    with pytest.raises(SampleError, match=r"got [\d.-]+ alone and nan in a batch of 3"):
+        check(forward_of(lambda y: y + 0 * y.sum(0)), data)
+
+
+class _MixingQ(ImageClassification):
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        q = super().out_to_loss(forward, batch)
+        return q / q.sum()
+
+
+def test_require_same_alone__q_only() -> None:
+    with pytest.raises(SampleError, match="expected the out_to_loss of sample 0 of the batch"):
+        check(forward_of(lambda y: y), batch(5), _MixingQ())
+
+
+def test_require_same_alone__last_sample() -> None:
+    with pytest.raises(SampleError, match="expected the output of sample 4 of the batch"):
+        check(forward_of(lambda y: y.cumsum(0)), batch(5))
+
+
+def test_require_same_alone__random_model() -> None:
+    with pytest.raises(SampleError, match=r"the model is random.*such as dropout"):
+        check(forward_of(lambda y: nn.functional.dropout(y, 0.5, training=True)), batch(5))
+
+
+def test_reads_values__of_control_flow() -> None:
+    data = batch(2)
+    for after, expected in ((lambda y: y, False), (lambda y: y if y.sum() > 0 else -y, True)):
+        assert reads_values(forward_of(after), ImageClassification(), data) is expected
+
+
+def test_tolerance__by_precision_and_device() -> None:
+    assert tolerance(torch.float64, "cpu") == tolerance(torch.float32, "cpu") == 1e-3
+    assert tolerance(torch.float32, "cuda") == 8 * 2.0**-10
+    assert tolerance(torch.bfloat16, "cuda") == 8 * 2.0**-7
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tolerance(torch.float32, "cpu") == 8 * 2.0**-7

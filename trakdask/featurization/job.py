@@ -1,0 +1,74 @@
+"""What a task of featurize works on: the settings, and the samples of its block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trakdask.featurization.failures import OnError, is_of_samples
+from trakdask.featurization.memory import is_out_of_memory
+from trakdask.featurization.precision import Precision
+from trakdask.models.diagnosis import explain
+from trakdask.models.model import Model
+from trakdask.models.operations import Input
+from trakdask.models.tasks import Batch, Forward
+from trakdask.models.tasks.protocol import SampleError
+from trakdask.projection import Projector, RowMap
+
+__all__ = ["Job", "Samples"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a task needs besides its block of samples; small when pickled."""
+
+    model: Model
+    projector: Projector
+    row_map: RowMap
+    engine: str
+    batch_size: int
+    fits_memory: bool
+    """Whether a micro-batch may be smaller than ``batch_size`` where memory is short."""
+    elements_at_once: int
+    inputs: Mapping[str, Input]
+    precision: Precision
+    device: str
+    on_error: OnError
+    token: str = ""
+    """Names the features, as their layer of the graph does."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a block, which the model gets as batches on a device."""
+
+    job: Job
+    positions: np.ndarray
+    arrays: tuple[np.ndarray, ...]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def batch(self, part: slice) -> Batch:
+        """Return some of the samples as tensors."""
+        # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
+        inputs = zip(self.job.inputs, self.arrays, strict=True)
+        return Batch(
+            {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
+        )
+
+    def explained(self, err: Exception, forward: Forward, part: slice) -> Exception:
+        """Return an error that says at which sample and layer the model failed, if that is known.
+
+        Costs a pass through the model; errors of the machine are returned as they are.
+        """
+        found: Exception | None = err
+        if is_of_samples(err) and not is_out_of_memory(err) and not isinstance(err, SampleError):
+            found = explain(err, forward, self.job.model.task, self.batch(part))
+        if isinstance(found, SampleError):
+            return found.at(int(self.positions[part][found.row]))
+        return err if found is None else found
