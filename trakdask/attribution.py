@@ -17,6 +17,7 @@ from trakdask.estimators import (
     Weights,
     chosen_estimator,
     estimator_weights,
+    origin,
     require_estimator,
     weight_data,
 )
@@ -75,10 +76,11 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     ('proj_dim', 'proj_dim_1', 'checkpoint')
     """
     validate(features, ["feature"], what="features")
+    made_from = origin(features)
     features = lazy_features(features)
     data = arrays.gram.gram(features.feature.data, weight_data(features, weights))
     named = Weights() if weights is None else Weights(gram="given")
-    attrs = VARIABLES["gram"].attrs | named.attrs(features)
+    attrs = VARIABLES["gram"].attrs | named.attrs(features) | made_from
     coords = {CHECKPOINT: features[CHECKPOINT]}
     return xr.DataArray(data, dims=VARIABLES["gram"].dims, coords=coords, name="gram", attrs=attrs)
 
@@ -106,9 +108,11 @@ def score(
     ----------
     features
         Features of the training samples. If they hold the ``gram`` of this estimator, as
-        :func:`save` keeps it, that is used: then rows selected with ``features.isel(sample=...)``
-        are scored under the gram matrix of all samples, and only their blocks are read. Otherwise
-        it is reduced from these features, whose blocks then stay in memory until they are scored.
+        :func:`save` keeps it, and their arrays are those of the store, it is used: rows selected
+        lazily with ``features.isel(sample=...)`` are scored under the gram matrix of all samples,
+        and only their blocks are read. Otherwise it is reduced from these features, whose blocks
+        then stay in memory until they are scored. Of arrays that were loaded as a whole, the
+        diagonal of the gram matrix tells whether they are still those of the store.
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
@@ -144,7 +148,9 @@ def score(
     StoreMismatchError
         If features and targets were made differently; the field is named.
     ValueError
-        If an option does not make sense. When computed: if q of ``"soft"`` is not in [0, 1], or
+        If an option does not make sense; if ``gram`` was kept, but the arrays were changed, or
+        loaded, and rows selected, so that a matrix of these rows would silently be another. When
+        computed: if q of ``"soft"`` is not in [0, 1], or
         features are not finite; ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
 
     Warns

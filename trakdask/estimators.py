@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays import lineage
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, validate
 
 __all__ = [
@@ -21,16 +22,25 @@ __all__ = [
     "has_quadratic_loss",
     "kept",
     "kept_samples",
+    "origin",
     "require_estimator",
     "was_measured",
     "weight_data",
+    "with_origin",
+    "without_foreign_sums",
 ]
 
 Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
 DEFAULT_ESTIMATOR: Estimator = "auto"
 
+_REDUCED = ("feature", "out_to_loss")
+"""Arrays that a gram matrix is reduced from; the second one only where its weights need it."""
+
 _MEASURED_TASKS = ("ImageClassification", "TextClassification")
 """Tasks for which tests/benchmarks/quality.py found what is best."""
+
+_ORIGIN = "reduced_from"
+"""In the attrs of a gram matrix: dask's names of the arrays that it was reduced from."""
 
 _QUADRATIC_TASKS = ("Regression",)
 """Tasks whose Q is a residual of either sign, of a loss with constant curvature."""
@@ -159,6 +169,86 @@ def kept(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
 def kept_samples(features: xr.Dataset) -> int:
     """Return the number of samples that the kept gram matrix is a sum over."""
     return int(features["gram"].attrs.get("samples", features.sizes[SAMPLE]))
+
+
+def with_origin(features: xr.Dataset) -> xr.Dataset:
+    """Return features whose gram matrix names the arrays that it is a sum over: those here."""
+    if "gram" not in features:
+        return features
+    array = features["gram"]
+    attrs = {"samples": features.sizes[SAMPLE], **array.attrs, **origin(features)}
+    return features.assign(gram=array.variable._replace(attrs=attrs))
+
+
+def origin(features: xr.Dataset) -> dict[str, Any]:
+    """Return the ``attrs`` of a gram matrix that name the arrays which it is reduced from."""
+    data = {name: features[name].data for name in _REDUCED if name in features}
+    return {_ORIGIN: {n: each.name for n, each in data.items() if isinstance(each, da.Array)}}
+
+
+def without_foreign_sums(features: xr.Dataset) -> xr.Dataset:
+    """Return features without the kept matrices if these are not sums over what is here.
+
+    They are if the arrays are those that the matrices were reduced from, whole or with rows or
+    checkpoints selected lazily. Arrays in memory say nothing of where they come from. If there are
+    as many samples as in the sum, the diagonal of the gram matrix tells whether they are the same.
+
+    Raises
+    ------
+    ValueError
+        If the arrays are others, or it cannot be known, and a matrix of the samples here would be
+        another than the one that was kept.
+    """
+    n, attrs = features.sizes[SAMPLE], features["gram"].attrs
+    root, needed = attrs.get(_ORIGIN, {}), attrs.get("samples")
+    names = _REDUCED[: 1 if attrs.get("power") is None else 2]
+    data = {name: features[name].data for name in names}
+    found = {name: lineage.sources(data[name], root.get(name)) for name in names}
+    is_selected = all(found[name] == {root.get(name)} for name in names)
+    if is_selected and _is_aligned(features, data, found):
+        return features
+    in_memory = all(lineage.is_in_memory(data[name], found[name]) for name in names)
+    if n == needed and in_memory and not is_selected:
+        if _has_diagonal_of(features):
+            return features
+    elif needed is not None and n >= needed:
+        return features.drop_vars(["gram", "loss_gradient"], errors="ignore")
+    listed = " or ".join(repr(name) for name in names)
+    raise ValueError(
+        f"expected {listed} as they were when 'gram' was reduced from {needed or 'its'} samples, "
+        f"whole or with rows selected lazily, got arrays of {n} samples that were changed or loaded"
+        " since; try selecting with features.isel(sample=...) before loading, or features.drop_vars"
+        "(['gram', 'loss_gradient'], errors='ignore') to reduce a new matrix of these samples alone"
+    )
+
+
+def _is_aligned(
+    features: xr.Dataset, data: dict[str, da.Array], found: dict[str, frozenset[str]]
+) -> bool:
+    """Return whether columns are whole, and rows and checkpoints the same everywhere."""
+    parts = [lineage.selection(data[name], found[name]) for name in data]
+    names = features["gram"].attrs.get("pooled_checkpoints", [])
+    here = [str(name) for name in features[CHECKPOINT].values]
+    expected = tuple(names.index(name) for name in here) if set(here) <= set(names) else None
+    return not parts[0].columns and all(
+        part.rows == parts[0].rows
+        and part.checkpoints == (parts[0].checkpoints if expected is None else expected)
+        for part in parts
+    )
+
+
+def _has_diagonal_of(features: xr.Dataset) -> bool:
+    """Return whether the diagonal of the kept gram matrix is that of the features, to rounding."""
+    matrix, x = features["gram"].data, features.feature.data
+    if matrix.shape[0] != x.shape[1]:
+        return False
+    h = Weights(power=features["gram"].attrs.get("power")).gram_data(features)
+    # On this machine: a cluster would be sent what is in memory here.
+    found = arrays.gram.diagonal(x, h).compute(scheduler="sync")
+    is_here = lineage.is_in_memory(matrix, lineage.sources(matrix))
+    diagonal = da.einsum("iic->ic", matrix).compute(scheduler="sync" if is_here else None)
+    largest = np.nanmax(diagonal, initial=0)
+    return bool(np.allclose(found, diagonal, rtol=1e-4, atol=1e-6 * largest, equal_nan=True))
 
 
 def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array | None:

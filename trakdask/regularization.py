@@ -24,6 +24,7 @@ from trakdask.estimators import (
     require_estimator,
     was_measured,
     weight_data,
+    without_foreign_sums,
 )
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
@@ -204,7 +205,14 @@ def regularize(
     estimator = chosen_estimator(estimator, features)
     formula = estimator_weights(features, estimator, power)
     h = weight_data(features, weights)
-    if _by_outputs(damping, estimator, features):
+    by_outputs = _by_outputs(damping, estimator, features)
+    wanted = [_soft(features, formula)] if by_outputs else []
+    wanted += [formula]
+    if h is not None:  # the matrix of given weights is never kept
+        wanted = [each for each in wanted if each != formula]
+    if any(kept(features, "gram", each) is not None for each in wanted):
+        features = without_foreign_sums(features)
+    if by_outputs:
         return _complete(features, targets, calibrate, formula, h)
     if calibrate is not None:
         raise ValueError(
@@ -265,8 +273,8 @@ def _complete(
 ) -> Regularized:
     """Let outputs choose λ, under soft weights of power ½ whatever the estimator."""
     validate(features, ["output", "out_to_loss"], what="features")
-    is_soft = formula.power == _POWER or has_quadratic_loss(features)
-    soft = formula if is_soft else estimator_weights(features, "soft", _POWER)
+    soft = _soft(features, formula)
+    is_soft = soft == formula
     h = given if is_soft else None
     soft_gram, loss_gradient, n = _sums(features, soft, h)
     labels = [str(name) for name in features[CHECKPOINT].values]
@@ -286,6 +294,13 @@ def _complete(
     lam = da.where(da.isnan(choice[0]), fallback, relative)
     is_decomposed = matrix.name == soft_gram.name
     return Regularized(matrix, lam, rules, choice, spectrum if is_decomposed else None)
+
+
+def _soft(features: xr.Dataset, formula: Weights) -> Weights:
+    """Return the weights under which outputs choose λ: those of the estimator, if soft enough."""
+    if formula.power == _POWER or has_quadratic_loss(features):
+        return formula
+    return estimator_weights(features, "soft", _POWER)
 
 
 def _sums(
