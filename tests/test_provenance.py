@@ -26,7 +26,7 @@ def test_require_same__missing_field(name: str) -> None:
 def test_require_same__order_of_checkpoints_matters() -> None:
     """Checkpoints are paired by position."""
     turned = dict(reversed(SPEC["checkpoints"].items()))
-    with pytest.raises(StoreMismatchError, match="checkpoints: found the order"):
+    with pytest.raises(StoreMismatchError, match="checkpoints: expected the order"):
         require_same({**SPEC, "checkpoints": turned}, SPEC, what="both")
 
 

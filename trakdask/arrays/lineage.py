@@ -136,7 +136,7 @@ def _indices(graph: HighLevelGraph, task: Any, ndim: int) -> Iterator[tuple[Any,
         kept: Any = value[1]  # dask keeps a fancy index together with its size
         if isinstance(kept, tuple) and len(kept) == ndim:
             yield kept
-    args = getattr(task, "args", ())
+    args: Any = getattr(task, "args", ())
     yield from (arg for arg in args if isinstance(arg, tuple) and len(arg) == ndim)
     for key in getattr(task, "dependencies", ()):
         if isinstance(key, str) and key.startswith("shuffle-sorter-") and len(args) > 2:
