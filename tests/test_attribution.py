@@ -127,7 +127,7 @@ def test_group_score__strings_and_missing_coord() -> None:
     np.testing.assert_allclose(
         found.sel(source="web"), scores[:20].sum("sample"), rtol=1e-3, atol=1e-5
     )
-    with pytest.raises(ValueError, match=r"have the coords \['label'\]; needed 'source'"):
+    with pytest.raises(ValueError, match=r"which are \['label'\].*got 'source'"):
         td.group_score(FEATURES, TARGETS, by="source")
 
 
@@ -164,33 +164,33 @@ def test_score__checkpoints_in_another_order_or_number() -> None:
 
 
 def test_score__proj_dim_split() -> None:
-    with pytest.raises(ValueError, match=r"2 chunks along 'proj_dim' \(3, 3\); needed one. Use ds"):
+    with pytest.raises(ValueError, match=r"along 'proj_dim', got 2 \(3, 3\); try ds"):
         td.score(FEATURES.chunk(proj_dim=3), TARGETS)
 
 
 def test_score__missing_variable_or_other_type() -> None:
-    with pytest.raises(ValueError, match=r"needed 'feature'"):
+    with pytest.raises(ValueError, match=r"expected 'feature'"):
         td.score(FEATURES.drop_vars("feature"), TARGETS)
-    with pytest.raises(TypeError, match=r"features is a DataArray; needed an xarray\.Dataset"):
+    with pytest.raises(TypeError, match=r"expected features as an xarray\.Dataset, got DataArray"):
         td.score(FEATURES.feature, TARGETS)
-    with pytest.raises(ValueError, match="needed floating point"):
+    with pytest.raises(ValueError, match="in floating point, got int64"):
         td.score(FEATURES.assign(feature=FEATURES.feature.astype(int)), TARGETS)
-    with pytest.raises(ValueError, match=r"Use ds.transpose\('sample', 'proj_dim', 'checkpoint'\)"):
+    with pytest.raises(ValueError, match=r"try ds.transpose\('sample', 'proj_dim', 'checkpoint'\)"):
         td.score(FEATURES.transpose("checkpoint", ...), TARGETS)
 
 
-@pytest.mark.parametrize("damping", ["automatic", -1, True, np.nan, td.Absolute(-1), None])
+@pytest.mark.parametrize("damping", ["automatic", -1, True, np.nan, np.inf, None])
 def test_score__bad_damping(damping: object) -> None:
-    with pytest.raises(ValueError, match=r"needed 'auto', .* a number >= 0"):
+    with pytest.raises(ValueError, match=r"expected damping as 'auto', .* a number >= 0"):
         td.score(FEATURES, TARGETS, damping=damping)
 
 
 def test_score__bad_weights() -> None:
-    with pytest.raises(ValueError, match="needed a DataArray of"):
+    with pytest.raises(ValueError, match=r"expected weights as a DataArray of .*'sample': 3"):
         td.score(FEATURES, TARGETS, weights=xr.DataArray(np.ones(3), dims="sample"))
-    with pytest.raises(ValueError, match=r"weights go down to -1.0; needed numbers >= 0"):
+    with pytest.raises(ValueError, match=r"finite weights >= 0.*got -1.0 at sample 0"):
         td.score(FEATURES, TARGETS, weights=xr.DataArray(-np.ones(50), dims="sample"))
-    with pytest.raises(ValueError, match="weights are list"):
+    with pytest.raises(ValueError, match="got list"):
         td.score(FEATURES, TARGETS, weights=[1.0] * 50)
 
 

@@ -191,6 +191,7 @@ def score(
     >>> spread.dims == signal_to_noise.dims == without_c1.dims == ("sample", "target")
     True
     """
+    _require_flag("average", average)
     features, product = factors(
         features,
         targets,
@@ -201,6 +202,7 @@ def score(
         calibrate=calibrate,
         weights=weights,
     )
+    _require_own_names(features, targets)
     data = arrays.score.score(
         features.feature.data,
         product.solved,
@@ -246,13 +248,17 @@ def group_score(
     Raises
     ------
     ValueError
-        If there is no such coord.
+        If there is no such coord, or the result has a coord of the targets of that name.
     """
-    if by not in _coords_along(features, SAMPLE):
+    validate(features, ["feature", "out_to_loss"], what="features")
+    validate(targets, ["feature"], what="targets")
+    names = sorted(map(str, _coords_along(features, SAMPLE)))
+    taken = [TARGET, *map(str, _target_coords(targets))]
+    if not isinstance(by, str) or by not in names or by in taken:
         raise ValueError(
-            "the training samples have the coords "
-            f"{list(map(str, _coords_along(features, SAMPLE)))}; needed {by!r}. Give it with "
-            f"features.assign_coords({by}=('sample', values))."
+            f"expected by as the name of one coord of the training samples, which are {names}, and "
+            f"none of {taken}, which the result has for the targets, got {by!r}; try "
+            f"features.assign_coords({by if isinstance(by, str) else 'group'}=('sample', values))"
         )
     features, product = factors(
         features,
@@ -318,6 +324,7 @@ def self_influence(
     ('sample',)
     """
     require_estimator(estimator, ("auto", "trak", "soft", "grad_dot"))
+    _require_flag("average", average)
     validate(features, ["feature", "out_to_loss"], what="features")
     estimator = chosen_estimator(estimator, features)
     features = lazy_features(features)
@@ -355,6 +362,21 @@ def _coords_along(ds: xr.Dataset, dim: str) -> dict[Hashable, xr.DataArray]:
 def _target_coords(targets: xr.Dataset) -> dict[Hashable, Any]:
     coords = _coords_along(targets, SAMPLE)
     return {f"{TARGET_PREFIX}{name}": (TARGET, coord.values) for name, coord in coords.items()}
+
+
+def _require_flag(name: str, value: object) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
+
+
+def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
+    """Refuse coords of training samples that have the names of the targets' coords."""
+    both = [name for name in _coords_along(features, SAMPLE) if name in _target_coords(targets)]
+    if both:
+        raise ValueError(
+            f"expected names of the training samples' coords that scores do not have for the "
+            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
+        )
 
 
 def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) -> dict[str, Any]:

@@ -11,7 +11,14 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays import lineage
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, validate
+from trakdask.variables import (
+    CHECKPOINT,
+    PROJ_DIM,
+    SAMPLE,
+    aligned,
+    require_unmasked,
+    validate,
+)
 
 __all__ = [
     "DEFAULT_ESTIMATOR",
@@ -106,10 +113,10 @@ def was_measured(features: xr.Dataset) -> bool:
 
 def require_estimator(estimator: object, allowed: tuple[str, ...] = get_args(Estimator)) -> None:
     """Refuse what is no estimator."""
-    if estimator not in allowed:
+    if not isinstance(estimator, str) or estimator not in allowed:
         raise ValueError(
-            f"estimator is {estimator!r}; needed one of {list(allowed)}. "
-            f"Type estimator={DEFAULT_ESTIMATOR!r}."
+            f"expected estimator as one of {list(allowed)}, got {estimator!r}; "
+            f"try estimator={DEFAULT_ESTIMATOR!r}"
         )
 
 
@@ -123,18 +130,17 @@ def estimator_weights(features: xr.Dataset, estimator: Estimator, power: float) 
     """
     if chosen_estimator(estimator, features) != "soft":
         return Weights()
-    if isinstance(power, bool) or not isinstance(power, (int, float, np.number)):
-        raise ValueError(f"power is {power!r}; needed a number in [0, 1]. Type power=0.5.")
-    if not 0 <= power <= 1:
-        raise ValueError(f"power is {power}; needed a number in [0, 1]. Type power=0.5.")
+    is_number = isinstance(power, (int, float, np.number)) and not isinstance(power, bool)
+    if not is_number or not 0 <= power <= 1:
+        raise ValueError(f"expected power as a number in [0, 1], got {power!r}; try power=0.5")
     if not has_quadratic_loss(features):
         a = f"q^{float(power)!r}"
         return Weights(gram=f"{a} (1 - q)", loss=a, power=float(power))
     if power != 1:
         raise ValueError(
-            f"power is {power} and the task {features.attrs['task']}; needed 1 for a squared error,"
-            " since the slope of |r|^a has no bound at r = 0. Type power=1, or estimator='trak', "
-            "which is the same there."
+            f"expected power=1 for the squared error of the task {features.attrs['task']}, since "
+            f"the slope of |r|^a has no bound at r = 0, got power={power}; try power=1, or "
+            "estimator='trak', which is the same there"
         )
     return Weights()
 
@@ -252,24 +258,43 @@ def _has_diagonal_of(features: xr.Dataset) -> bool:
 
 
 def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array | None:
-    """Return given weights (sample, checkpoint) in the chunks of the features, checked."""
+    """Return given weights (sample, checkpoint) in the chunks of the features, checked.
+
+    By their labels where both sides have them: see :func:`trakdask.variables.aligned`.
+    """
     if weights is None:
         return None
     shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
+        weights = aligned(weights, features, what="weights")
     found = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
     if found not in ({SAMPLE: shape[SAMPLE]}, shape):
         raise ValueError(
-            f"weights are {found}; needed a DataArray of {shape}, with or without checkpoint. "
-            "Type xr.DataArray(h, dims='sample')."
+            f"expected weights as a DataArray of {shape}, with or without checkpoint, got {found}; "
+            "try xr.DataArray(h, dims='sample')"
         )
-    if weights.chunks is None and not (weights >= 0).all():
+    if weights.dtype.kind not in "fiub":
         raise ValueError(
-            f"weights go down to {float(weights.min())}; needed numbers >= 0, since the gram "
-            "matrix must stay positive. Type weights.clip(min=0)."
+            f"expected weights in numbers, got dtype {weights.dtype}; try weights.astype(float)"
         )
+    require_unmasked(weights, "weights")
+    if weights.chunks is None:
+        _require_positive(weights)
     chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
     full = weights.broadcast_like(
         xr.DataArray(np.empty(features.sizes[CHECKPOINT]), dims=CHECKPOINT)
     )
     data: da.Array = full.transpose(SAMPLE, CHECKPOINT).variable.chunk(chunks).data
     return data
+
+
+def _require_positive(weights: xr.DataArray) -> None:
+    values = weights.values
+    bad = ~(np.isfinite(values) & (values >= 0))
+    if bad.any():
+        at = np.argwhere(bad)[0]
+        where = ", ".join(f"{dim} {int(i)}" for dim, i in zip(weights.dims, at, strict=True))
+        raise ValueError(
+            f"expected finite weights >= 0, since the gram matrix must stay positive, got "
+            f"{values[tuple(at)]} at {where}; try weights.clip(min=0).fillna(0)"
+        )
