@@ -247,3 +247,16 @@ def test_score__damping_that_was_chosen_before() -> None:
             td.score(TRAIN, TARGETS, damping=bad)
     with pytest.raises(ValueError, match=r"got \['c0', 'c2'\] without 'c1'"):
         td.score(TRAIN, TARGETS, damping=chosen.isel(checkpoint=[0, 2]))
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf, -0.1, "0.1", True, None])
+def test_score__learning_rates_that_are_no_rates(rate: object) -> None:
+    with pytest.raises(ValueError, match=r"finite learning_rates >= 0, got .* 'c1'"):
+        td.score(TRAIN, TARGETS, estimator="tracin", learning_rates={**RATES, "c1": rate})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -0.1])
+def test_score__damping_given_as_array_that_is_no_damping(value: float) -> None:
+    given = xr.DataArray([1.0, value, 1.0], coords={"checkpoint": ["c0", "c1", "c2"]})
+    with pytest.raises(ValueError, match=r"finite damping >= 0, got .*'c1'"):
+        td.score(TRAIN, TARGETS, estimator="trak", damping=given)

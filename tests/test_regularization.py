@@ -375,3 +375,18 @@ def test_damping__on_worker_processes(process_client) -> None:
 def test_damping__few_targets_says_what_chooses_instead(n: int, rule: str) -> None:
     with pytest.warns(UserWarning, match=rf"3 targets.*It is chosen by (the )?{rule}"):
         td.damping(TRAIN.isel(sample=slice(n)), TARGETS.isel(sample=slice(3)), estimator="soft")
+
+
+def test_damping__few_targets_are_warned_of_once() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for n in (1, 2, 3):
+            few = TARGETS.isel(sample=slice(n))
+            td.damping(TRAIN, few, damping="completeness", estimator="soft")
+    assert sum("choosing λ by their outputs" in str(each.message) for each in shown) == 1
+
+
+@pytest.mark.parametrize("value", [-1, np.nan, np.inf, "1", None, True])
+def test_absolute__refuses_what_is_no_damping(value: object) -> None:
+    with pytest.raises(ValueError, match="expected value as a finite number >= 0"):
+        td.Absolute(value)

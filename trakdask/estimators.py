@@ -16,7 +16,6 @@ from trakdask.variables import (
     PROJ_DIM,
     SAMPLE,
     aligned,
-    require_unmasked,
     validate,
 )
 
@@ -277,7 +276,6 @@ def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array 
         raise ValueError(
             f"expected weights in numbers, got dtype {weights.dtype}; try weights.astype(float)"
         )
-    require_unmasked(weights, "weights")
     if weights.chunks is None:
         _require_positive(weights)
     chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}

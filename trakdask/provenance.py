@@ -118,7 +118,8 @@ def _first_difference(name: str, found: Any, needed: Any) -> tuple[str, str, str
     if name == "task" and (fields := _task_fields(found)) and (others := _task_fields(needed)):
         if fields["class"] != others["class"]:
             return "", *_shortened(fields["class"], others["class"])
-        for key in (*others, *fields):
+        # A field that alone would make no difference is not what is wrong.
+        for key in sorted((*others, *fields), key=_NAMES_OF_VARIABLES.__contains__):
             if (here := fields.get(key)) != (there := others.get(key)):
                 return f".{key}", *_shortened(here, there)
     return "", *_shortened(found, needed)

@@ -12,7 +12,7 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask import arrays
-from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, aligned, require_unmasked
+from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, aligned
 
 __all__ = ["top_k"]
 
@@ -118,7 +118,6 @@ def _require_scores(scores: object) -> None:
         raise TypeError(
             f"expected scores in floating point, got {scores.dtype}; try scores.astype('float32')"
         )
-    require_unmasked(scores, "scores")
 
 
 def _remedy(scores: xr.DataArray) -> str:
@@ -146,6 +145,11 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
         for dim in (SAMPLE, TARGET):  # positions, if they have no labels of their own
             coords.setdefault(dim, (dim, np.arange(scores.sizes[dim])))
         return functools.partial(_mask_of_coords, where, xr.Dataset(coords=coords))
+    if isinstance(where, np.ma.MaskedArray):
+        raise TypeError(
+            f"expected where without hidden entries, got a MaskedArray that hides "
+            f"{int(np.ma.getmaskarray(where).sum())} of {where.size}; try where.filled(False)"
+        )
     if not isinstance(where, xr.DataArray):
         values = np.asarray(where)
         _require_mask(scores, values.dtype, _sizes(values.shape))

@@ -24,7 +24,6 @@ __all__ = [
     "lazy_features",
     "load_coords",
     "may_have_failed",
-    "require_unmasked",
     "validate",
 ]
 
@@ -131,7 +130,6 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
             f"expected {name!r} of {what} in floating point, got {array.dtype}; "
             f"try ds.assign({name}=ds.{name}.astype('float32'))"
         )
-    require_unmasked(array, f"{name!r} of {what}")
     for dim in {PROJ_DIM, PROJ_DIM_1} & set(variable.dims):
         chunks = array.variable.chunksizes.get(dim, ())
         if len(chunks) > 1:
@@ -139,15 +137,6 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
                 f"expected {name!r} of {what} in one chunk along {dim!r}, got {len(chunks)} "
                 f"{tuple(chunks)}; try ds.chunk({dim}=-1)"
             )
-
-
-def require_unmasked(array: xr.DataArray, what: str) -> None:
-    """Refuse a masked array: arithmetic would use the values that it hides."""
-    if isinstance(getattr(array.data, "_meta", array.data), np.ma.MaskedArray):
-        raise ValueError(
-            f"expected {what} without a mask, got a numpy.ma.MaskedArray, whose hidden values would"
-            " be used; try ds.dropna('sample') after filling with NaN: dask.array.ma.filled(x, nan)"
-        )
 
 
 def aligned(given: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) -> xr.DataArray:
@@ -216,12 +205,12 @@ def _require_equal_coords(
         left, right = coord.values, other.values
         if left is right or name == "error":
             continue
-        different = ~((left == right) | (pd.isna(left) & pd.isna(right)))
+        different = np.asarray(~((left == right) | (pd.isna(left) & pd.isna(right))))
         if different.any():
             i = int(np.flatnonzero(different)[0])
             raise ValueError(
-                f"expected {what} in the order of the scored arrays, got {left[i]!r} for the coord "
-                f"{name!r} at {dim} {i}, where they have {right[i]!r}; try selecting and sorting "
+                f"expected {what} in the order of the scored arrays, got {left[i]} for the coord "
+                f"{name!r} at {dim} {i}, where they have {right[i]}; try selecting and sorting "
                 f"both alike, or {what}.reset_coords(drop=True) to take it by position"
             )
 
