@@ -14,6 +14,8 @@ import torch
 from distributed import Client, LocalCluster
 from hypothesis import settings
 
+from trakdask import once
+
 HERE = Path(__file__).parent
 
 # Scripts, run by `make benchmarks`: the doctest collector would import them.
@@ -54,6 +56,12 @@ def process_cluster() -> Iterator[LocalCluster]:
     """Two worker processes: they find what cannot be pickled."""
     with local_cluster(processes=True) as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_shown_again() -> None:
+    """No test sees fewer warnings because another one came first."""
+    once.forget()
 
 
 @pytest.fixture

@@ -184,24 +184,26 @@ def test_score__soft_for_regression_is_trak() -> None:
     train, targets = (ds.assign_attrs(task=task) for ds in (SIGNED, TARGETS))
     soft = td.score(train, targets, estimator="soft", power=1, damping="closed_form")
     np.testing.assert_array_equal(soft, td.score(train, targets, estimator="trak"))
-    with pytest.raises(ValueError, match=r"power is 0.5 and the task Regression"):
+    with pytest.raises(ValueError, match=r"task Regression.*got power=0.5"):
         td.score(train, targets, estimator="soft", damping="closed_form")
 
 
 def test_score__options_that_do_not_meet() -> None:
-    with pytest.raises(ValueError, match=r"estimator is 'best'; needed one of \['auto', 'trak'"):
+    with pytest.raises(ValueError, match=r"one of \['auto', 'trak'.*got 'best'"):
         td.score(TRAIN, TARGETS, estimator="best")
-    with pytest.raises(ValueError, match=r"given with estimator='grad_dot'; needed none"):
+    with pytest.raises(ValueError, match=r"estimator='grad_dot'.*got damping"):
         td.score(TRAIN, TARGETS, estimator="grad_dot", damping=0.1)
-    with pytest.raises(ValueError, match=r"learning_rates are given with estimator='auto'"):
+    with pytest.raises(ValueError, match=r"with learning_rates, got 'auto'"):
         td.score(TRAIN, TARGETS, learning_rates=RATES)
     for rates in (None, {"c0": 0.1}, [0.1] * 3, xr.DataArray([0.1] * 3, dims="checkpoint")):
-        with pytest.raises(ValueError, match=r"needed one of each checkpoint \['c0', 'c1', 'c2'\]"):
+        with pytest.raises(
+            ValueError, match=r"(each checkpoint \['c0', 'c1', 'c2'\]|without 'c1')"
+        ):
             td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=rates)
     for power in (-0.1, 1.1, np.nan, "half", True):
-        with pytest.raises(ValueError, match=r"power is .*; needed a number in \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"power as a number in \[0, 1\], got"):
             td.score(TRAIN, TARGETS, estimator="soft", power=power)
-    with pytest.raises(ValueError, match=r"estimator is 'relatif'; needed one of"):
+    with pytest.raises(ValueError, match=r"got 'relatif'"):
         td.self_influence(TRAIN, estimator="relatif")
 
 
@@ -241,7 +243,20 @@ def test_score__damping_that_was_chosen_before() -> None:
     alone = td.score(TRAIN, TARGETS, estimator="soft", damping=chosen.damping)
     np.testing.assert_array_equal(again, alone)
     for bad in (TRAIN, chosen.damping.drop_vars("checkpoint"), chosen.curve):
-        with pytest.raises(ValueError, match=r"needed 'damping' of each checkpoint.*td\.damping"):
+        with pytest.raises(ValueError, match=r"expected 'damping' of each checkpoint.*td\.damping"):
             td.score(TRAIN, TARGETS, damping=bad)
-    with pytest.raises(ValueError, match=r"is of \['c0', 'c2'\]; needed checkpoint 'c1' too"):
+    with pytest.raises(ValueError, match=r"got \['c0', 'c2'\] without 'c1'"):
         td.score(TRAIN, TARGETS, damping=chosen.isel(checkpoint=[0, 2]))
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf, -0.1, "0.1", True, None])
+def test_score__learning_rates_that_are_no_rates(rate: object) -> None:
+    with pytest.raises(ValueError, match=r"finite learning_rates >= 0, got .* 'c1'"):
+        td.score(TRAIN, TARGETS, estimator="tracin", learning_rates={**RATES, "c1": rate})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -0.1])
+def test_score__damping_given_as_array_that_is_no_damping(value: float) -> None:
+    given = xr.DataArray([1.0, value, 1.0], coords={"checkpoint": ["c0", "c1", "c2"]})
+    with pytest.raises(ValueError, match=r"finite damping >= 0, got .*'c1'"):
+        td.score(TRAIN, TARGETS, estimator="trak", damping=given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trakdask.errors import StoreMismatchError
-from trakdask.provenance import FEATURE_SPEC, digest, require_same
+from trakdask.provenance import FEATURE_SPEC, digest, require_comparable, require_same
 from trakdask.testing import simulate_features
 
 SPEC = {**simulate_features().attrs, "parameters": {"w": [2, 3]}}
@@ -26,7 +26,7 @@ def test_require_same__missing_field(name: str) -> None:
 def test_require_same__order_of_checkpoints_matters() -> None:
     """Checkpoints are paired by position."""
     turned = dict(reversed(SPEC["checkpoints"].items()))
-    with pytest.raises(StoreMismatchError, match="checkpoints: found the order"):
+    with pytest.raises(StoreMismatchError, match="checkpoints: expected the order"):
         require_same({**SPEC, "checkpoints": turned}, SPEC, what="both")
 
 
@@ -39,3 +39,61 @@ def test_require_same__long_values_are_cut() -> None:
 def test_digest__depends_on_content_not_order() -> None:
     assert digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
+
+
+LM = "CausalLM(inputs=('input_ids', 'mask'), labels=None, position={}, positional={})"
+
+
+def of_tasks(one: str, two: str) -> None:
+    ours, theirs = (simulate_features().assign_attrs(task=task) for task in (one, two))
+    require_comparable(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (LM.format(None, False), LM.format("'token'", False)),
+        (LM.format("'place'", False), LM.format("'token'", False)),
+        (
+            "ImageClassification(temperature=1.0, image='image', label='label')",
+            "ImageClassification(temperature=1.0, image='x', label='y')",
+        ),
+        (
+            "Regression(inputs=('x',), target='y', positional=True)",
+            "Regression(inputs=('x',), target='price', positional=True)",
+        ),
+        ("Own(position='a')", "Own(position='a')"),
+    ],
+)
+def test_require_comparable__where_the_data_are_makes_no_difference(one: str, two: str) -> None:
+    of_tasks(one, two)
+    of_tasks(two, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "words"),
+    [
+        (
+            LM.format(None, False),
+            LM.format("'token'", True),
+            r"task.positional: expected False, got",
+        ),
+        (
+            "ImageClassification(temperature=1.0, image='x')",
+            "ImageClassification(temperature=2.0, image='y')",
+            "task.temperature: expected 1.0, got 2.0",
+        ),
+        ("CausalLM(inputs=('a',))", "CausalLM(inputs=('b',))", r"task.inputs: .*'a'.*'b'"),
+        (LM.format(None, False), "Regression()", "task: expected 'CausalLM', got 'Regression'"),
+        ("Own(position='a')", "Own(position='b')", "task.position: expected 'a', got 'b'"),
+        ("x" * 200 + "one" + "y" * 200, "x" * 200 + "two" + "y" * 200, r"xone.*xtwo"),
+        ("Own(a=1, b=f(2))", "Own(a=1, b=f(3))", r"task.b: expected 'f\(2\)', got 'f\(3\)'"),
+        ("simulated", "Own(", "task: expected 'simulated', got 'Own"),
+    ],
+)
+def test_require_comparable__the_field_that_differs_is_named(one, two, words: str) -> None:
+    with pytest.raises(StoreMismatchError, match=words):
+        of_tasks(one, two)
+    # A store is made with one task, whose fields must all agree.
+    with pytest.raises(StoreMismatchError, match="differ in task"):
+        require_same({**SPEC, "task": two}, {**SPEC, "task": one}, what="both")

@@ -99,13 +99,13 @@ def test_top_k__nan_scores_never_rank() -> None:
     top = td.top_k(scores, 3)
     mask = ALL & (FEATURES["size"].values > 0.5)[:, None]
     np.testing.assert_array_equal(top.position, argsorted(mask, 3))
-    with pytest.raises(ValueError, match="integer metadata cannot be missing"):
+    with pytest.raises(ValueError, match="integer coords cannot be missing"):
         td.top_k(SCORES.where(SCORES["size"] > 2), 3).compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("k", [0, -1, 51, 2.0, True, "3"])
 def test_top_k__bad_k(k: object) -> None:
-    with pytest.raises(ValueError, match="needed an integer from 1 to the 50 samples"):
+    with pytest.raises(ValueError, match="expected k as an integer from 1 to the 50 samples"):
         td.top_k(SCORES, k)
 
 
@@ -120,30 +120,110 @@ def test_top_k__bad_k(k: object) -> None:
     ],
 )
 def test_top_k__bad_mask(where: object) -> None:
-    with pytest.raises(ValueError, match=r"needed bool over the samples, \{'sample': 50\}"):
+    with pytest.raises(
+        ValueError, match=r"expected where as bool over the samples, \{'sample': 50\}"
+    ):
         td.top_k(SCORES, 3, where=where)
 
 
 def test_top_k__mask_selects_too_few() -> None:
-    with pytest.raises(
-        ValueError, match=r"where selects 2 of 50 samples; needed at least k=3. Type k=2"
-    ):
+    with pytest.raises(ValueError, match=r"select k=3 samples or more, got 2 of 50; try k=2"):
         td.top_k(SCORES, 3, where=np.arange(50) < 2)
 
 
 def test_top_k__function_that_returns_no_mask() -> None:
-    with pytest.raises(ValueError, match="needed a boolean DataArray"):
+    with pytest.raises(ValueError, match=r"to return a boolean DataArray.*got int64"):
         td.top_k(SCORES, 3, where=lambda tile: tile.label).compute(scheduler="sync")
 
 
 def test_top_k__function_of_a_coord_that_is_not_there() -> None:
     for where in (lambda tile: tile.source == "web", lambda tile: tile["source"] == "web"):
-        with pytest.raises(ValueError, match=r"coords that the scores have: \['label'"):
+        with pytest.raises(ValueError, match=r"mask of the coords \['label'.*source"):
             td.top_k(SCORES, 3, where=where).compute(scheduler="sync")
 
 
 def test_top_k__of_something_else() -> None:
     with pytest.raises(ValueError, match=r"scores.mean\('checkpoint'\)"):
         td.top_k(td.score(FEATURES, TARGETS, average=False), 3)
-    with pytest.raises(ValueError, match="needed a DataArray"):
+    with pytest.raises(TypeError, match="got a ndarray"):
         td.top_k(DENSE, 3)
+
+
+BARE = td.score(FEATURES.reset_coords(drop=True), TARGETS.reset_coords(drop=True))
+NAMES = [f"s{i}" for i in range(50)]
+
+
+@pytest.mark.parametrize("scores", [SCORES, BARE, SCORES.drop_vars("target_label")])
+def test_top_k__function_where_coords_are_missing(scores: xr.DataArray) -> None:
+    top = td.top_k(scores, 3, where=lambda tile: tile.sample >= 20)
+    np.testing.assert_array_equal(top.position, argsorted(ALL & (np.arange(50) >= 20)[:, None], 3))
+    top = td.top_k(scores, 3, where=lambda tile: tile.sample % 9 != tile.target)
+    mask = np.arange(50)[:, None] % 9 != np.arange(9)
+    np.testing.assert_array_equal(top.position, argsorted(mask, 3))
+
+
+@pytest.mark.parametrize("dims", [("sample",), ("sample", "target"), ("target", "sample")])
+def test_top_k__mask_in_another_order_is_aligned_by_label(dims: tuple[str, ...]) -> None:
+    labels = {"sample": NAMES, "target": list("abcdefghi")}
+    scores = SCORES.assign_coords(labels)
+    rng = np.random.default_rng(0)
+    mask = xr.DataArray(rng.random([len(labels[d]) for d in dims]) < 0.6, dims=dims)
+    mask = mask.assign_coords({d: labels[d] for d in dims})
+    orders = {d: rng.permutation(len(labels[d])) for d in dims}
+    full = (mask & xr.ones_like(scores, bool).compute()).transpose("sample", "target").values
+    expected = td.top_k(scores, 5, where=mask)
+    np.testing.assert_array_equal(expected.position, argsorted(full, 5))
+    found = td.top_k(scores, 5, where=mask.isel(orders))
+    np.testing.assert_array_equal(found.position, expected.position)
+
+
+def test_top_k__mask_that_cannot_be_aligned_is_refused() -> None:
+    where = SCORES.label == 1
+    with pytest.raises(ValueError, match="coord 'label' at sample 1"):
+        td.top_k(SCORES.sortby("label"), 3, where=where)
+    labelled = xr.DataArray(np.ones(50, bool), coords={"sample": NAMES})
+    with pytest.raises(ValueError, match="got labels"):
+        td.top_k(SCORES, 3, where=labelled)
+    with pytest.raises(ValueError, match="without 's49'"):
+        td.top_k(SCORES.assign_coords(sample=NAMES), 3, where=labelled[:49])
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (lambda tile: 1 / 0, "ZeroDivisionError"),
+        (lambda tile: SCORES.label == 1, "got .*'sample': 50"),
+        (lambda tile: xr.DataArray(np.array([True, False]), dims="x"), r"bool over \('x',\)"),
+        (lambda tile: tile, "got Dataset"),
+        (lambda tile: True, "got bool"),
+    ],
+)
+def test_top_k__function_that_raises_or_returns_another_shape(where, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        td.top_k(SCORES, 3, where=where).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize(
+    ("scores", "remedy"),
+    [
+        (SCORES.T, r"got \('target', 'sample'\); try scores.transpose\('sample', 'target'\)"),
+        (SCORES.isel(target=0), r"got \('sample',\); try scores.isel\(target=\[0\]\)"),
+        (SCORES.isel(sample=0), r"got \('target',\); try scores.isel\(sample=\[0\]\)"),
+        (SCORES.expand_dims(checkpoint=2), r"try scores.mean\('checkpoint'\)"),
+    ],
+)
+def test_top_k__other_dimensions_say_what_to_type(scores: xr.DataArray, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        td.top_k(scores, 3)
+
+
+def test_top_k__nothing_selected_does_not_ask_for_one() -> None:
+    with pytest.raises(ValueError, match="got 0 of 50; try a mask that selects some"):
+        td.top_k(SCORES, 1, where=np.zeros(50, bool))
+
+
+def test_top_k__masked_mask_is_refused() -> None:
+    """Its hidden entries would count as what lies below."""
+    hidden = np.ma.masked_array(np.ones(50, bool), mask=np.arange(50) < 20)
+    with pytest.raises(TypeError, match="hides 20 of 50"):
+        td.top_k(SCORES, 3, where=hidden)

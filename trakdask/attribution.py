@@ -17,6 +17,7 @@ from trakdask.estimators import (
     Weights,
     chosen_estimator,
     estimator_weights,
+    origin,
     require_estimator,
     weight_data,
 )
@@ -75,10 +76,11 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     ('proj_dim', 'proj_dim_1', 'checkpoint')
     """
     validate(features, ["feature"], what="features")
+    made_from = origin(features)
     features = lazy_features(features)
     data = arrays.gram.gram(features.feature.data, weight_data(features, weights))
     named = Weights() if weights is None else Weights(gram="given")
-    attrs = VARIABLES["gram"].attrs | named.attrs(features)
+    attrs = VARIABLES["gram"].attrs | named.attrs(features) | made_from
     coords = {CHECKPOINT: features[CHECKPOINT]}
     return xr.DataArray(data, dims=VARIABLES["gram"].dims, coords=coords, name="gram", attrs=attrs)
 
@@ -106,9 +108,11 @@ def score(
     ----------
     features
         Features of the training samples. If they hold the ``gram`` of this estimator, as
-        :func:`save` keeps it, that is used: then rows selected with ``features.isel(sample=...)``
-        are scored under the gram matrix of all samples, and only their blocks are read. Otherwise
-        it is reduced from these features, whose blocks then stay in memory until they are scored.
+        :func:`save` keeps it, and their arrays are those of the store, it is used: rows selected
+        lazily with ``features.isel(sample=...)`` are scored under the gram matrix of all samples,
+        and only their blocks are read. Otherwise it is reduced from these features, whose blocks
+        then stay in memory until they are scored. Of arrays that were loaded as a whole, the
+        diagonal of the gram matrix tells whether they are still those of the store.
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
@@ -144,7 +148,9 @@ def score(
     StoreMismatchError
         If features and targets were made differently; the field is named.
     ValueError
-        If an option does not make sense. When computed: if q of ``"soft"`` is not in [0, 1], or
+        If an option does not make sense; if ``gram`` was kept, but the arrays were changed, or
+        loaded, and rows selected, so that a matrix of these rows would silently be another. When
+        computed: if q of ``"soft"`` is not in [0, 1], or
         features are not finite; ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
 
     Warns
@@ -185,6 +191,7 @@ def score(
     >>> spread.dims == signal_to_noise.dims == without_c1.dims == ("sample", "target")
     True
     """
+    _require_flag("average", average)
     features, product = factors(
         features,
         targets,
@@ -195,6 +202,7 @@ def score(
         calibrate=calibrate,
         weights=weights,
     )
+    _require_own_names(features, targets)
     data = arrays.score.score(
         features.feature.data,
         product.solved,
@@ -240,13 +248,17 @@ def group_score(
     Raises
     ------
     ValueError
-        If there is no such coord.
+        If there is no such coord, or the result has a coord of the targets of that name.
     """
-    if by not in _coords_along(features, SAMPLE):
+    validate(features, ["feature", "out_to_loss"], what="features")
+    validate(targets, ["feature"], what="targets")
+    names = sorted(map(str, _coords_along(features, SAMPLE)))
+    taken = [TARGET, *map(str, _target_coords(targets))]
+    if not isinstance(by, str) or by not in names or by in taken:
         raise ValueError(
-            "the training samples have the coords "
-            f"{list(map(str, _coords_along(features, SAMPLE)))}; needed {by!r}. Give it with "
-            f"features.assign_coords({by}=('sample', values))."
+            f"expected by as the name of one coord of the training samples, which are {names}, and "
+            f"none of {taken}, which the result has for the targets, got {by!r}; try "
+            f"features.assign_coords({by if isinstance(by, str) else 'group'}=('sample', values))"
         )
     features, product = factors(
         features,
@@ -312,6 +324,7 @@ def self_influence(
     ('sample',)
     """
     require_estimator(estimator, ("auto", "trak", "soft", "grad_dot"))
+    _require_flag("average", average)
     validate(features, ["feature", "out_to_loss"], what="features")
     estimator = chosen_estimator(estimator, features)
     features = lazy_features(features)
@@ -349,6 +362,21 @@ def _coords_along(ds: xr.Dataset, dim: str) -> dict[Hashable, xr.DataArray]:
 def _target_coords(targets: xr.Dataset) -> dict[Hashable, Any]:
     coords = _coords_along(targets, SAMPLE)
     return {f"{TARGET_PREFIX}{name}": (TARGET, coord.values) for name, coord in coords.items()}
+
+
+def _require_flag(name: str, value: object) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
+
+
+def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
+    """Refuse coords of training samples that have the names of the targets' coords."""
+    both = [name for name in _coords_along(features, SAMPLE) if name in _target_coords(targets)]
+    if both:
+        raise ValueError(
+            f"expected names of the training samples' coords that scores do not have for the "
+            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
+        )
 
 
 def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from trakdask.estimators import (
 )
 from trakdask.provenance import require_comparable
 from trakdask.regularization import Absolute, Damping, regularize
-from trakdask.variables import CHECKPOINT, lazy_features, validate
+from trakdask.variables import CHECKPOINT, aligned, lazy_features, validate
 
 __all__ = ["WITHOUT_GRAM", "Factors", "cholesky", "factors", "refuse_options"]
 
@@ -66,8 +66,8 @@ def factors(
     require_comparable(features, targets)
     if learning_rates is not None and estimator != "tracin":
         raise ValueError(
-            f"learning_rates are given with estimator={estimator!r}; needed 'tracin', the only one "
-            "that has them. Type estimator='tracin', or leave learning_rates out."
+            f"expected estimator='tracin', the only one with learning_rates, got {estimator!r}; "
+            "try estimator='tracin', or leave learning_rates out"
         )
     estimator = chosen_estimator(estimator, features)
     features, targets = lazy_features(features), lazy_features(targets)
@@ -84,10 +84,12 @@ def refuse_options(
 ) -> None:
     """Refuse options of the gram matrix where there is none."""
     is_auto = isinstance(damping, str) and damping == "auto"
-    if not is_auto or calibrate is not None or weights is not None:
+    options = {"damping": not is_auto, "calibrate": calibrate is not None}
+    options["weights"] = weights is not None
+    if given := [name for name, is_given in options.items() if is_given]:
         raise ValueError(
-            f"damping, calibrate or weights are given with estimator={estimator!r}; needed none, "
-            "since it has no gram matrix. Leave them out, or type estimator='trak'."
+            f"expected neither damping, calibrate nor weights with estimator={estimator!r}, which "
+            f"has no gram matrix, got {', '.join(given)}; try leaving them out, or estimator='trak'"
         )
 
 
@@ -177,12 +179,24 @@ def _with_nan_spread(weight: da.Array) -> da.Array:
 def _learning_rates(features: xr.Dataset, given: LearningRates | None) -> np.ndarray:
     names = [str(name) for name in features[CHECKPOINT].values]
     typed = ", ".join(f"{name!r}: 0.1" for name in names[:2])
-    if isinstance(given, xr.DataArray) and CHECKPOINT in given.indexes and given.ndim == 1:
+    is_labelled = isinstance(given, xr.DataArray) and given.dims == (CHECKPOINT,)
+    if isinstance(given, xr.DataArray) and is_labelled and CHECKPOINT in given.indexes:
+        given = aligned(given, features, what="learning_rates")
         given = dict(zip(map(str, given[CHECKPOINT].values), given.values.tolist(), strict=True))
     if not isinstance(given, Mapping) or not set(names) <= set(given):
         found = list(given) if isinstance(given, Mapping) else given
         raise ValueError(
-            f"learning_rates are {found!r}; needed one of each checkpoint {names}, as a mapping or "
-            f"a DataArray with the coord checkpoint. Type learning_rates={{{typed}, ...}}."
+            f"expected learning_rates of each checkpoint {names}, as a mapping or a DataArray with "
+            f"the coord checkpoint, got {found!r}; try learning_rates={{{typed}, ...}}"
         )
-    return np.array([float(given[name]) for name in names])
+    return np.array([_rate(name, given[name]) for name in names])
+
+
+def _rate(name: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < np.inf:
+        raise ValueError(
+            f"expected finite learning_rates >= 0, got {value!r} for checkpoint {name!r}; try the "
+            "rate that the optimiser used there"
+        )
+    return float(value)

@@ -1,15 +1,20 @@
-"""How features were made, kept in ``attrs``; what was made differently refuses to meet."""
+"""How features were made, kept in ``attrs``; features that were made differently are refused."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
+import dask.array as da
 import xarray as xr
 
+from trakdask.arrays import lineage
 from trakdask.errors import StoreMismatchError
+from trakdask.once import warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
 __all__ = [
@@ -25,25 +30,40 @@ __all__ = [
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that training and target features must share for their product to mean anything."""
 
+_LONGEST = 60
+
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 """Attrs that all blocks of a store must share: of the same samples, in the same precision."""
 
+_NAMES_OF_VARIABLES = ("image", "text", "label", "labels", "target", "ignore_index", "position")
+"""Fields of the tasks of trakdask that say where the data are, not what the gradient is of."""
+
+_TASKS = (
+    "ImageClassification",
+    "TextClassification",
+    "BinaryClassification",
+    "MultiLabel",
+    "Regression",
+    "CausalLM",
+    "Clip",
+)
+
 _REMEDY = {
-    "projector": "Featurize both with one projector (kind, proj_dim, seed and arithmetic).",
-    "checkpoints": "Featurize both with the same checkpoints, in one td.Model.",
-    "checkpoint_ids": "Give both models the same checkpoint_ids, or none.",
-    "parameters": "Select the same parameters= in both models.",
-    "task": "Give both models the same task.",
-    "source": "Choose another store, append_dim='sample' if these are more samples of it, or set "
-    "samples.attrs['source'] if the data are the same.",
-    "dtype": "Featurize with the dtype= of the store, or save to another one.",
-    "autocast": "Featurize under the torch.autocast of the store, or save to another one.",
-    "float32_matmul_precision": "Set torch.set_float32_matmul_precision(...) to that of the store.",
-    "layout": "Use the blocks of the store (samples.chunk(sample=...)) and its dtype (dtype=).",
-    "tag": "Choose another store, or type the store's tag= if both train alike.",
-    "samples": "Choose another store for other training samples.",
-    "targets": "Choose another store for other targets.",
+    "projector": "featurizing both with one projector (kind, proj_dim, seed and arithmetic)",
+    "checkpoints": "featurizing both with the same checkpoints, in one td.Model",
+    "checkpoint_ids": "giving both models the same checkpoint_ids, or none",
+    "parameters": "selecting the same parameters= in both models",
+    "task": "giving both models the same task",
+    "source": "another store, append_dim='sample' if these are more samples of it, or setting "
+    "samples.attrs['source'] if the data are the same",
+    "dtype": "featurizing with the dtype= of the store, or saving to another one",
+    "autocast": "featurizing under the torch.autocast of the store, or saving to another one",
+    "float32_matmul_precision": "torch.set_float32_matmul_precision(...) as for the store",
+    "layout": "the blocks of the store (samples.chunk(sample=...)) and its dtype (dtype=)",
+    "tag": "another store, or the store's tag= if both train alike",
+    "samples": "another store for other training samples",
+    "targets": "another store for other targets",
 }
 
 
@@ -82,19 +102,46 @@ def require_same(
     for name in names:
         if _plain(found.get(name)) == _plain(needed.get(name)):
             continue
-        key, left, right = _first_difference(found.get(name), needed.get(name))
+        key, got, expected = _first_difference(name, found.get(name), needed.get(name))
         raise StoreMismatchError(
-            f"{what} differ in {name}{key}: found {left}, needed {right}. {_REMEDY[name]}"
+            f"{what} differ in {name}{key}: expected {expected}, got {got}; try {_REMEDY[name]}"
         )
 
 
-def _first_difference(found: Any, needed: Any) -> tuple[str, str, str]:
+def _first_difference(name: str, found: Any, needed: Any) -> tuple[str, str, str]:
+    """Return where two values differ, and what each of them has there."""
     if isinstance(found, Mapping) and isinstance(needed, Mapping):
         for key in (*needed, *found):
             if _plain(found.get(key)) != _plain(needed.get(key)):
-                return f"[{key!r}]", _short(found.get(key)), _short(needed.get(key))
-        return "", f"the order {list(found)}", str(list(needed))
-    return "", _short(found), _short(needed)
+                return f"[{key!r}]", *_shortened(found.get(key), needed.get(key))
+        return "", f"the order {list(found)}", f"the order {list(needed)}"
+    if name == "task" and (fields := _task_fields(found)) and (others := _task_fields(needed)):
+        if fields["class"] != others["class"]:
+            return "", *_shortened(fields["class"], others["class"])
+        # A field that alone would make no difference is not what is wrong.
+        for key in sorted((*others, *fields), key=_NAMES_OF_VARIABLES.__contains__):
+            if (here := fields.get(key)) != (there := others.get(key)):
+                return f".{key}", *_shortened(here, there)
+    return "", *_shortened(found, needed)
+
+
+def _task_fields(task: Any) -> dict[str, Any] | None:
+    """Return the class and the fields of a task that is described as Python would write it."""
+    try:
+        call = ast.parse(task, mode="eval").body
+    except (SyntaxError, TypeError, ValueError):
+        return None
+    if not isinstance(call, ast.Call) or call.args or any(not each.arg for each in call.keywords):
+        return None
+    fields = {str(each.arg): _literal(each.value) for each in call.keywords}
+    return {"class": ast.unparse(call.func), **fields}
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
 
 
 def _plain(value: Any) -> Any:
@@ -102,23 +149,77 @@ def _plain(value: Any) -> Any:
     return json.dumps(value)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _shortened(found: Any, needed: Any) -> tuple[str, str]:
+    """Return both as texts, of long ones the part in which they begin to differ."""
+    texts = repr(found), repr(needed)
+    if max(map(len, texts)) <= _LONGEST:
+        return texts
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+    start = max(len(list(same)) - 20, 0)
+    return _part(texts[0], start), _part(texts[1], start)
+
+
+def _part(text: str, start: int) -> str:
+    end = start + _LONGEST
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
 
 
 def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:
-    """Refuse features that were made differently, or of other checkpoints."""
+    """Refuse features that were made differently, or of other checkpoints.
+
+    Where a task finds its data makes no difference: the features of one token of a sequence
+    (``CausalLM(position=...)``) compare with those of whole sequences. Gradients that were computed
+    in another precision differ by its rounding; this is warned of, once per process.
+    """
     what = f"{name} and training features"
-    require_same(spec(other), spec(features), what=what)
-    ours, theirs = (ds[CHECKPOINT].values.tolist() for ds in (features, other))
-    if ours != theirs:
+    ours, theirs = spec(features), spec(other)
+    require_same(theirs | _compared(theirs, ours), ours, what=what)
+    names, others = (ds[CHECKPOINT].values.tolist() for ds in (features, other))
+    if names != others:
         raise StoreMismatchError(
-            f"{what} differ in checkpoint: found {theirs}, needed {ours}. "
-            "Select the same checkpoints, in the same order, from both."
+            f"{what} differ in checkpoint: expected {names}, got {others}; try selecting the same "
+            "checkpoints, in the same order, from both"
         )
-    if (p := other.sizes[PROJ_DIM]) != features.sizes[PROJ_DIM]:
+    p, needed = other.sizes[PROJ_DIM], features.sizes[PROJ_DIM]
+    if p != needed or _order_differs(features, other):
+        how = f"{needed}, got {p}" if p != needed else "the same selection and order, got another"
         raise StoreMismatchError(
-            f"{what} differ in proj_dim: found {p}, needed "
-            f"{features.sizes[PROJ_DIM]}. Take the same proj_dim slice of both."
+            f"{what} differ in proj_dim: expected {how}; try the same proj_dim slice of both"
+        )
+    _warn_of_precision(ours, theirs, what)
+
+
+def _compared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our task in place of theirs if both differ in nothing but where the data are."""
+    fields = [_task_fields(side.get("task")) for side in (theirs, ours)]
+    if any(each is None or each["class"] not in _TASKS for each in fields):
+        return {}
+    meant = [
+        {k: v for k, v in each.items() if k not in _NAMES_OF_VARIABLES} for each in fields if each
+    ]
+    return {"task": ours["task"]} if meant[0] == meant[1] else {}
+
+
+def _order_differs(features: xr.Dataset, other: xr.Dataset) -> bool:
+    """Return whether proj_dim is known to be selected otherwise: arrays in memory do not tell."""
+    data = [ds["feature"].data for ds in (features, other)]
+    if not all(isinstance(each, da.Array) and each.ndim == 3 for each in data):
+        return False
+    ours, theirs = (lineage.selection(each, lineage.sources(each)).columns for each in data)
+    return ours != theirs
+
+
+def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
+    different = {
+        name: (ours[name], theirs[name])
+        for name in PRECISION
+        if name in ours and name in theirs and ours[name] != theirs[name]
+    }
+    if different:
+        found = ", ".join(f"{n} {a!r} and {b!r}" for n, (a, b) in different.items())
+        warn_once(
+            ("precision", *different),
+            f"{what} were computed in different precisions ({found}, training features first); "
+            "their products carry the rounding error of the lower one. Try featurizing both with "
+            "the same dtype=, torch.autocast and torch.set_float32_matmul_precision.",
         )

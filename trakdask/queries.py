@@ -12,7 +12,7 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask import arrays
-from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES
+from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, aligned
 
 __all__ = ["top_k"]
 
@@ -35,7 +35,9 @@ def top_k(
         Which samples count: a boolean mask (sample), such as ``scores.source == "web"``; a mask
         over (sample, target), in memory; or a function from the coords of a tile to a mask,
         evaluated tile by tile, such as ``lambda tile: tile.label == tile.target_label``. Blocks in
-        which a mask over samples selects nothing are never read.
+        which a mask over samples selects nothing are never read. A DataArray is aligned with the
+        scores by its labels, if both have an index; else its coords must equal theirs. The tile
+        that a function gets has ``sample`` and ``target``, positions where there are no labels.
     largest
         ``True``: the most helpful first; ``False``: the most harmful first.
 
@@ -50,7 +52,8 @@ def top_k(
     Raises
     ------
     ValueError
-        If k is not in 1..n, a mask has another length or dtype, or selects fewer than k samples.
+        If k is not in 1..n, a mask has another length or dtype, or selects fewer than k samples,
+        or cannot be aligned. When computed: if the function raises, or returns no mask of its tile.
 
     Notes
     -----
@@ -68,15 +71,21 @@ def top_k(
     """
     _require_scores(scores)
     n = scores.sizes[SAMPLE]
+    if n == 0:
+        raise ValueError("expected scores of 1 sample or more, got 0; try another selection")
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= n:
-        raise ValueError(f"k is {k!r}; needed an integer from 1 to the {n} samples.")
+        raise ValueError(
+            f"expected k as an integer from 1 to the {n} samples, got {k!r}; try k={min(10, n)}"
+        )
+    if not isinstance(largest, (bool, np.bool_)):
+        raise TypeError(f"expected largest as True or False, got {largest!r}; try largest=True")
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=scores.variable.chunk().data)
     mask = _mask(scores, where)
     if isinstance(mask, np.ndarray) and (count := int(mask.sum())) < k:
+        smaller = f"k={count}, or a mask that selects more" if count else "a mask that selects some"
         raise ValueError(
-            f"where selects {count} of {n} samples; needed at least k={k}. "
-            f"Type k={max(count, 1)} or widen the mask."
+            f"expected where to select k={k} samples or more, got {count} of {n}; try {smaller}"
         )
     value, position = arrays.topk.top_k(scores.data, int(k), largest=largest, mask=mask)
     dims = (TARGET, RANK)
@@ -95,12 +104,32 @@ def top_k(
 
 
 def _require_scores(scores: object) -> None:
-    if not isinstance(scores, xr.DataArray) or scores.dims != (SAMPLE, TARGET):
-        found = scores.dims if isinstance(scores, xr.DataArray) else type(scores).__name__
-        raise ValueError(
-            f"scores are {found}; needed a DataArray (sample, target) of td.score. "
-            "Average an ensemble with scores.mean('checkpoint')."
+    if not isinstance(scores, xr.DataArray):
+        raise TypeError(
+            f"expected scores as a DataArray (sample, target), got a {type(scores).__name__}; try "
+            "what td.score returns"
         )
+    if scores.dims != (SAMPLE, TARGET):
+        raise ValueError(
+            f"expected scores with the dimensions (sample, target), got {scores.dims}; try "
+            f"{_remedy(scores)}"
+        )
+    if scores.dtype.kind != "f":
+        raise TypeError(
+            f"expected scores in floating point, got {scores.dtype}; try scores.astype('float32')"
+        )
+
+
+def _remedy(scores: xr.DataArray) -> str:
+    if "checkpoint" in scores.dims:
+        return "scores.mean('checkpoint')"
+    if set(scores.dims) == {SAMPLE, TARGET}:
+        return "scores.transpose('sample', 'target')"
+    if scores.dims == (SAMPLE,):
+        return "scores.isel(target=[0]), with a list, which keeps the dimension"
+    if scores.dims == (TARGET,):
+        return "scores.isel(sample=[0]), with a list, which keeps the dimension"
+    return "what td.score returns"
 
 
 def _coords_along(scores: xr.DataArray, dim: str) -> dict[Hashable, Any]:
@@ -108,28 +137,45 @@ def _coords_along(scores: xr.DataArray, dim: str) -> dict[Hashable, Any]:
 
 
 def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | None:
-    """Return what the array room takes: no mask, one over samples, or a function of tile bounds."""
+    """Return None, a mask over samples, or a function of the bounds of a tile."""
     if where is None:
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
         coords = {**_coords_along(scores, SAMPLE), **_coords_along(scores, TARGET)}
+        for dim in (SAMPLE, TARGET):  # positions, if they have no labels of their own
+            coords.setdefault(dim, (dim, np.arange(scores.sizes[dim])))
         return functools.partial(_mask_of_coords, where, xr.Dataset(coords=coords))
+    if isinstance(where, np.ma.MaskedArray):
+        raise TypeError(
+            f"expected where without hidden entries, got a MaskedArray that hides "
+            f"{int(np.ma.getmaskarray(where).sum())} of {where.size}; try where.filled(False)"
+        )
     if not isinstance(where, xr.DataArray):
-        where = xr.DataArray(np.asarray(where), dims=(SAMPLE, TARGET)[: np.ndim(where)])
-    _require_mask(scores, where)
+        values = np.asarray(where)
+        _require_mask(scores, values.dtype, _sizes(values.shape))
+        where = xr.DataArray(values, dims=(SAMPLE, TARGET)[: values.ndim])
+    else:
+        if set(where.dims) <= {SAMPLE, TARGET}:
+            where = aligned(where, scores, what="where")
+        _require_mask(scores, where.dtype, dict(where.sizes))
     if where.dims == (SAMPLE,):
         return where.values
     return functools.partial(_mask_of_array, where.reset_coords(drop=True).load())
 
 
-def _require_mask(scores: xr.DataArray, where: xr.DataArray) -> None:
+def _sizes(shape: tuple[int, ...]) -> dict[Hashable, int]:
+    names = (SAMPLE, TARGET, *(f"axis {i}" for i in range(2, len(shape))))
+    return dict(zip(names, shape, strict=False))
+
+
+def _require_mask(scores: xr.DataArray, dtype: np.dtype[Any], sizes: dict[Hashable, int]) -> None:
     needed = {dim: scores.sizes[dim] for dim in (SAMPLE, TARGET)}
-    right_size = all(needed.get(str(dim)) == size for dim, size in where.sizes.items())
-    if where.dtype != bool or not where.dims or not right_size:
+    right_size = all(needed.get(str(dim)) == size for dim, size in sizes.items())
+    if dtype.kind != "b" or not sizes or not right_size:
         raise ValueError(
-            f"where is a mask {dict(where.sizes)} of dtype {where.dtype}; needed bool over the "
-            f"samples, {{'sample': {needed[SAMPLE]}}}, or over both, {needed}. Type "
-            "where=(scores.label == 3), or where=lambda tile: tile.label == tile.target_label."
+            f"expected where as bool over the samples, {{'sample': {needed[SAMPLE]}}}, or over "
+            f"both, {needed}, got {dtype} over {sizes}; try where=(scores.label == 3), or "
+            "where=lambda tile: tile.label == tile.target_label"
         )
 
 
@@ -142,18 +188,28 @@ def _mask_of_coords(
     target_stop: int,
 ) -> np.ndarray:
     tile = coords.isel(sample=slice(start, stop), target=slice(target_start, target_stop))
+    at = f"at samples {start}:{stop} and targets {target_start}:{target_stop}"
     try:
         result = where(tile)
-    except (AttributeError, KeyError) as err:
+    except Exception as err:
         raise ValueError(
-            f"the function where= failed with {err!r}; needed coords that the scores have: "
-            f"{list(map(str, coords.coords))}. Those of targets begin with 'target_'."
+            f"expected the function where= to return a mask of the coords "
+            f"{list(map(str, coords.coords))}, got {err!r} {at}; try a comparison of these coords, "
+            "of which those of targets begin with 'target_'"
         ) from err
-    if not isinstance(result, xr.DataArray) or result.dtype != bool:
-        found = result.dtype if isinstance(result, xr.DataArray) else type(result).__name__
+    is_mask = isinstance(result, xr.DataArray) and result.dtype == bool
+    if not is_mask or not set(result.dims) <= {SAMPLE, TARGET}:
+        found = type(result).__name__
+        if isinstance(result, xr.DataArray):
+            found = f"{result.dtype} over {result.dims}"
         raise ValueError(
-            f"the function where= returned {found}; needed a boolean DataArray over sample and "
-            "target. Compare coords, as in lambda tile: tile.label == tile.target_label."
+            "expected the function where= to return a boolean DataArray over sample and target, "
+            f"got {found} {at}; try lambda tile: tile.label == tile.target_label"
+        )
+    if wrong := {str(d): n for d, n in result.sizes.items() if n != tile.sizes[d]}:
+        raise ValueError(
+            f"expected the function where= to return a mask of the tile's {dict(tile.sizes)}, got "
+            f"{wrong} {at}; try comparing coords of the tile, not of all scores"
         )
     return _broadcast(result, stop - start, target_stop - target_start)
 
@@ -167,8 +223,9 @@ def _mask_of_array(
 
 
 def _broadcast(mask: xr.DataArray, n_samples: int, n_targets: int) -> np.ndarray:
-    full = xr.DataArray(np.ones((n_samples, n_targets), bool), dims=(SAMPLE, TARGET))
-    result: np.ndarray = (full & mask.reset_coords(drop=True)).transpose(SAMPLE, TARGET).values
+    """Return a mask as (sample, target), by position: its labels are those of the tile."""
+    full = xr.Variable((SAMPLE, TARGET), np.ones((n_samples, n_targets), bool))
+    result: np.ndarray = (full & mask.variable).transpose(SAMPLE, TARGET).values
     return result
 
 
@@ -200,8 +257,8 @@ def _gather(values: np.ndarray, position: np.ndarray) -> np.ndarray:
 def _missing_value(dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "iub":
         raise ValueError(
-            "fewer than k samples have a score that is not NaN, and integer metadata cannot be "
-            "missing; needed a smaller k, or targets that did not fail. Type td.top_k(scores, "
-            "k=...), or leave such targets out with scores.isel(target=...)."
+            "expected k samples with a score that is not NaN for every target, since integer "
+            "coords cannot be missing, got fewer; try a smaller k, or leaving such targets out "
+            "with scores.isel(target=...)"
         )
     return {"f": np.nan, "M": np.datetime64("NaT"), "m": np.timedelta64("NaT")}.get(dtype.kind, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +23,11 @@ from trakdask.estimators import (
     require_estimator,
     was_measured,
     weight_data,
+    without_foreign_sums,
 )
+from trakdask.once import warn_once
 from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, aligned, lazy_features, validate
 
 __all__ = ["Absolute", "Damping", "Regularized", "damping", "regularize"]
 
@@ -39,9 +40,22 @@ _LEFT_OUT = "training rows left out"
 
 @dataclass(frozen=True)
 class Absolute:
-    """A damping λ in the units of the gram matrix, the same for all checkpoints."""
+    """A damping λ in the units of the gram matrix, the same for all checkpoints.
+
+    Raises
+    ------
+    ValueError
+        If ``value`` is not a finite number of at least 0.
+    """
 
     value: float
+
+    def __post_init__(self) -> None:
+        if not _is_positive(self.value):
+            raise ValueError(
+                f"expected value as a finite number >= 0 in units of the gram matrix, got "
+                f"{self.value!r}; try Absolute(1.0)"
+            )
 
 
 Rule = Literal["auto", "completeness", "closed_form"]
@@ -104,13 +118,15 @@ def damping(
     Raises
     ------
     ValueError
-        If an option does not make sense, or ``calibrate`` has fewer than 50 samples.
+        If an option does not make sense, or ``calibrate`` has fewer than 50 samples. When computed:
+        if a gram matrix is all 0, whose λ would be 0, too; the checkpoint is named.
 
     Warns
     -----
     UserWarning
         If there are fewer than 50 targets, or fewer than 3 checkpoints (completeness only). When
-        computed: if outputs do not follow the totals, or ρ is an end of the grid.
+        computed: if outputs do not follow the totals, or ρ is an end of the grid. But for outputs
+        that do not follow, a process shows each of these once, not for every query.
 
     Notes
     -----
@@ -141,10 +157,14 @@ def damping(
     ([2.5, 2.5], 'absolute')
     """
     validate(features, ["feature"], what="features")
+    if targets is not None:
+        validate(targets, ["feature"], what="targets")
+        require_comparable(features, targets)
+        targets = lazy_features(targets)
     features = lazy_features(features)
     found = regularize(
         features,
-        None if targets is None else lazy_features(targets),
+        targets,
         damping,
         estimator=estimator,
         power=power,
@@ -204,39 +224,53 @@ def regularize(
     estimator = chosen_estimator(estimator, features)
     formula = estimator_weights(features, estimator, power)
     h = weight_data(features, weights)
-    if _by_outputs(damping, estimator, features):
+    by_outputs = _by_outputs(damping, estimator, features)
+    wanted = [_soft(features, formula)] if by_outputs else []
+    wanted += [formula]
+    if h is not None:  # the matrix of given weights is never kept
+        wanted = [each for each in wanted if each != formula]
+    if any(kept(features, "gram", each) is not None for each in wanted):
+        features = without_foreign_sums(features)
+    if by_outputs:
         return _complete(features, targets, calibrate, formula, h)
     if calibrate is not None:
         raise ValueError(
-            f"calibrate is given with damping={damping!r} and estimator={estimator!r}; needed the "
-            "rule that looks at outputs. Type damping='completeness', or leave calibrate out."
+            "expected damping='completeness' with calibrate, the rule that looks at outputs, got "
+            f"damping={_brief(damping)} and estimator={estimator!r}; try damping='completeness', "
+            "or leave calibrate out"
         )
     matrix, _ = gram_data(features, formula, h)
     if isinstance(damping, (xr.Dataset, xr.DataArray)):
         return Regularized(matrix, _given(features, damping), ("given",))
     if isinstance(damping, Absolute):
-        lam: da.Array = da.full(matrix.shape[2], _number(damping.value), chunks=1)
+        lam: da.Array = da.full(matrix.shape[2], float(damping.value), chunks=1)
         return Regularized(matrix, lam, ("absolute",))
     factor = _CLOSED_FORM if damping in ("auto", "closed_form") else _number(damping)
-    lam = arrays.solve.closed_form_damping(matrix, factor)
+    lam = arrays.solve.closed_form_damping(matrix, factor, _labels(features))
     return Regularized(matrix, lam, (f"{factor} tr(K^2)/tr(K)",))
 
 
 def _given(features: xr.Dataset, damping: xr.Dataset | xr.DataArray) -> da.Array:
     """Return λ of the checkpoints here, from what :func:`damping` returned."""
-    remedy = "Type damping=td.damping(features, targets), made with these features."
+    remedy = "try damping=td.damping(features, targets), made with these features"
     values = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
     if values is None or values.dims != (CHECKPOINT,) or CHECKPOINT not in values.coords:
         has = list(damping.data_vars) if isinstance(damping, xr.Dataset) else damping.dims
         raise ValueError(
-            f"damping has {has}; needed 'damping' of each checkpoint, with its coord. {remedy}"
+            f"expected 'damping' of each checkpoint, with the coord checkpoint, got {has}; {remedy}"
         )
-    found, needed = (list(map(str, ds[CHECKPOINT].values)) for ds in (values, features))
-    if missing := [name for name in needed if name not in found]:
-        raise ValueError(f"damping is of {found}; needed checkpoint {missing[0]!r} too. {remedy}")
-    rows = [found.index(name) for name in needed]
-    data: da.Array = values.isel(checkpoint=rows).variable.chunk({CHECKPOINT: 1}).data
+    if values.dtype.kind not in "fiu":
+        raise ValueError(f"expected damping in numbers, got dtype {values.dtype}; {remedy}")
+    values = aligned(values, features, what="damping")
+    if values.chunks is None and not all(map(_is_positive, values.values)):
+        found = dict(zip(_labels(features), values.values.tolist(), strict=True))
+        raise ValueError(f"expected finite damping >= 0, got {found}; {remedy}")
+    data: da.Array = values.variable.chunk({CHECKPOINT: 1}).data
     return data
+
+
+def _labels(features: xr.Dataset) -> list[str]:
+    return [str(name) for name in features[CHECKPOINT].values]
 
 
 def _by_outputs(damping: Any, estimator: Estimator, features: xr.Dataset) -> bool:
@@ -265,11 +299,11 @@ def _complete(
 ) -> Regularized:
     """Let outputs choose λ, under soft weights of power ½ whatever the estimator."""
     validate(features, ["output", "out_to_loss"], what="features")
-    is_soft = formula.power == _POWER or has_quadratic_loss(features)
-    soft = formula if is_soft else estimator_weights(features, "soft", _POWER)
+    soft = _soft(features, formula)
+    is_soft = soft == formula
     h = given if is_soft else None
     soft_gram, loss_gradient, n = _sums(features, soft, h)
-    labels = [str(name) for name in features[CHECKPOINT].values]
+    labels = _labels(features)
     spectrum = totals.spectrum(soft_gram, loss_gradient, n, labels)
     if is_soft and (given is not None or kept(features, "gram", formula) is None):
         matrix = soft_gram
@@ -277,7 +311,7 @@ def _complete(
         matrix, n = gram_data(features, formula, given)
     _warn_of_few_checkpoints(len(labels))
     candidates, curves = _candidates(features, targets, calibrate, spectrum, soft, h)
-    fallback = arrays.solve.closed_form_damping(matrix, _CLOSED_FORM)
+    fallback = arrays.solve.closed_form_damping(matrix, _CLOSED_FORM, labels)
     rules = (*(f"completeness, {each.name}" for each in candidates), "0.03 tr(K^2)/tr(K)")
     if not candidates:
         return Regularized(matrix, fallback, rules)
@@ -286,6 +320,13 @@ def _complete(
     lam = da.where(da.isnan(choice[0]), fallback, relative)
     is_decomposed = matrix.name == soft_gram.name
     return Regularized(matrix, lam, rules, choice, spectrum if is_decomposed else None)
+
+
+def _soft(features: xr.Dataset, formula: Weights) -> Weights:
+    """Return the weights under which outputs choose λ: those of the estimator, if soft enough."""
+    if formula.power == _POWER or has_quadratic_loss(features):
+        return formula
+    return estimator_weights(features, "soft", _POWER)
 
 
 def _sums(
@@ -330,8 +371,8 @@ def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
     require_comparable(features, calibrate, "calibration")
     if (n := calibrate.sizes[SAMPLE]) < _LEAST_ROWS:
         raise ValueError(
-            f"calibrate has {n} samples; needed {_LEAST_ROWS} or more to choose λ by. Featurize "
-            "more held-out samples, or leave calibrate out."
+            f"expected {_LEAST_ROWS} or more samples in calibrate to choose λ by, got {n}; try "
+            "featurizing more held-out samples, or leave calibrate out"
         )
 
 
@@ -368,31 +409,39 @@ def _taken(data: da.Array, rows: list[slice]) -> da.Array:
 
 def _warn_of_few_targets(n: int, n_rows: int) -> None:
     instead = _LEFT_OUT if n_rows >= _LEAST_ROWS else "the closed form 0.03 tr(K²)/tr(K)"
-    warnings.warn(
+    warn_once(
+        "few targets",
         f"there {'is 1 target' if n == 1 else f'are {n} targets'}; choosing λ by their outputs "
         f"needs {_LEAST_ROWS}. It is chosen by {instead} instead. Give outputs of held-out "
         "samples: calibrate=td.featurize(held_out, model, projector=projector).",
-        UserWarning,
-        stacklevel=2,  # a line of this package, so that a process shows it once
     )
 
 
 def _warn_of_few_checkpoints(n: int) -> None:
     if n < 3:
-        warnings.warn(
+        warn_once(
+            "few checkpoints",
             f"scores are made from {n} checkpoint{'s' * (n > 1)}; 3 or more are worth their cost: "
             "from 1 to 3 to 10 the linear datamodeling score rose from 0.57 to 0.62 to 0.65 and "
             "from 0.43 to 0.51 to 0.55, measured on two small models. Train the model again with "
             "other seeds, or set damping= yourself to silence this.",
-            UserWarning,
-            stacklevel=2,  # a line of this package, so that a process shows it once
         )
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not value >= 0:
+    if not _is_positive(value):
         raise ValueError(
-            f"damping is {value!r}; needed 'auto', 'completeness', 'closed_form', a number >= 0 "
-            "relative to tr(K²)/tr(K), or td.Absolute(x)."
+            "expected damping as 'auto', 'completeness', 'closed_form', a number >= 0 relative to "
+            f"tr(K²)/tr(K), td.Absolute(x), or what td.damping returned, got {_brief(value)}; try "
+            "damping='auto'"
         )
     return float(value)
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return bool(is_number and 0 <= value < np.inf)
+
+
+def _brief(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, int, float, Absolute)) else type(value).__name__

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "TARGET_PREFIX",
     "VARIABLES",
     "Variable",
+    "aligned",
     "lazy_features",
     "load_coords",
     "may_have_failed",
@@ -66,7 +68,9 @@ _ALL = (
     ),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
-    Variable("self_influence", (SAMPLE,), "how much training on a sample raised its own output"),
+    Variable(
+        "self_influence", (SAMPLE,), "how much training on a sample lowered its own loss; >= 0"
+    ),
     Variable("damping", (CHECKPOINT,), "λ added to the diagonal of the gram matrix, absolute"),
     Variable(
         "score",
@@ -101,8 +105,8 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
     """
     if not isinstance(ds, xr.Dataset):
         raise TypeError(
-            f"{what} is a {type(ds).__name__}; needed an xarray.Dataset as td.featurize and "
-            "td.open return it."
+            f"expected {what} as an xarray.Dataset, got {_shown(ds)}; try what td.featurize or "
+            "td.open returns"
         )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
@@ -112,27 +116,113 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
     name = variable.name
     if name not in ds:
         raise ValueError(
-            f"{what} has the variables {_listed(ds.data_vars)}; needed {name!r} "
-            f"{variable.dims}. Make it with td.featurize(samples, model)."
+            f"expected {name!r} {variable.dims} in {what}, got the variables "
+            f"{_listed(ds.data_vars)}; try td.featurize(samples, model)"
         )
     array = ds[name]
     if array.dims != variable.dims:
         raise ValueError(
-            f"{name!r} of {what} has the dimensions {array.dims}; needed {variable.dims}. "
-            f"Use ds.transpose{variable.dims!r}."
+            f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
+            f"try ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
         )
     if not np.issubdtype(array.dtype, np.floating):
         raise ValueError(
-            f"{name!r} of {what} has dtype {array.dtype}; needed floating point. "
-            f"Use ds.assign({name}=ds.{name}.astype('float32'))."
+            f"expected {name!r} of {what} in floating point, got {array.dtype}; "
+            f"try ds.assign({name}=ds.{name}.astype('float32'))"
         )
     for dim in {PROJ_DIM, PROJ_DIM_1} & set(variable.dims):
         chunks = array.variable.chunksizes.get(dim, ())
         if len(chunks) > 1:
             raise ValueError(
-                f"{name!r} of {what} has {len(chunks)} chunks along {dim!r} {tuple(chunks)}; "
-                f"needed one. Use ds.chunk({dim}=-1)."
+                f"expected {name!r} of {what} in one chunk along {dim!r}, got {len(chunks)} "
+                f"{tuple(chunks)}; try ds.chunk({dim}=-1)"
             )
+
+
+def aligned(given: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) -> xr.DataArray:
+    """Return an array with its entries in the order of ``to``, by their labels.
+
+    Along each dimension that has an index on both sides, entries are taken by their labels; those
+    that ``to`` lacks are left out. Without an index on both sides they are taken by position, and
+    coords that both have must be equal.
+
+    Raises
+    ------
+    ValueError
+        If labels are missing or not unique, if only ``given`` has labels, or coords differ.
+
+    Examples
+    --------
+    >>> given = xr.DataArray([1, 2], coords={"checkpoint": ["b", "a"]})
+    >>> to = xr.DataArray([0, 0], coords={"checkpoint": ["a", "b"]})
+    >>> aligned(given, to, what="weights").values.tolist()
+    [2, 1]
+    """
+    for dim in map(str, given.dims):
+        if dim in given.indexes:
+            given = _by_labels(given, to, dim, what)
+        _require_equal_coords(given, to, dim, what)
+    return given
+
+
+def _by_labels(
+    given: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
+) -> xr.DataArray:
+    theirs = given.indexes[dim]
+    if dim not in to.indexes:
+        if theirs.equals(pd.RangeIndex(len(theirs))):
+            return given
+        raise ValueError(
+            f"expected {what} in the order of the scored arrays, got labels {_few(theirs)} along "
+            f"{dim!r}, where the scored arrays have none; try .drop_vars({dim!r}) to take them by "
+            f"position, or assign_coords({dim}=...) on both"
+        )
+    ours = to.indexes[dim]
+    if ours.equals(theirs):
+        return given
+    if not (ours.is_unique and theirs.is_unique):
+        labels = ours if theirs.is_unique else theirs
+        raise ValueError(
+            f"expected each label of {dim!r} once in {what} and in the scored arrays, got "
+            f"{labels[labels.duplicated()][0]!r} several times; try .drop_vars({dim!r})"
+        )
+    positions = theirs.get_indexer(ours)
+    if (positions < 0).any():
+        raise ValueError(
+            f"expected {what} for each {dim} of {_few(ours)}, got {_few(theirs)} without "
+            f"{ours[positions < 0][0]!r}; try .sel({dim}=...) of the same labels on both"
+        )
+    return given.isel({dim: positions})
+
+
+def _require_equal_coords(
+    given: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
+) -> None:
+    for name, coord in given.coords.items():
+        other = to.coords.get(name)
+        if other is None or not coord.dims == other.dims == (dim,) or len(coord) != len(other):
+            continue
+        left, right = coord.values, other.values
+        if left is right or name == "error":
+            continue
+        different = np.asarray(~((left == right) | (pd.isna(left) & pd.isna(right))))
+        if different.any():
+            i = int(np.flatnonzero(different)[0])
+            raise ValueError(
+                f"expected {what} in the order of the scored arrays, got {left[i]} for the coord "
+                f"{name!r} at {dim} {i}, where they have {right[i]}; try selecting and sorting "
+                f"both alike, or {what}.reset_coords(drop=True) to take it by position"
+            )
+
+
+def _few(labels: pd.Index) -> str:
+    few = ", ".join(repr(label) for label in labels[:5].tolist())
+    return f"[{few}{', ...' if len(labels) > 5 else ''}]"
+
+
+def _shown(value: object) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return type(value).__name__ if len(text) > 60 or "\n" in text else text
 
 
 def load_coords(ds: xr.Dataset) -> xr.Dataset:

@@ -119,3 +119,25 @@ def test_choose__warns_the_client_of_a_worker(kind: str, request: pytest.Fixture
                 break
             time.sleep(0.05)
     assert any("at most 0.20" in str(w.message) for w in caught)
+
+
+def test_choose__copies_of_two_rows_whose_correlation_rounds_beyond_1() -> None:
+    rng = np.random.default_rng(0)
+    totals = np.repeat(rng.standard_normal((2, 17, 1)), 30, axis=0)
+    outputs = np.repeat(rng.standard_normal((2, 1)), 30, axis=0)
+    centred, y = totals[..., 0] - totals[..., 0].mean(0), outputs[:, 0] - outputs.mean()
+    rounded = (y @ centred) / np.sqrt(np.square(centred).sum(0) * np.square(y).sum())
+    assert rounded.max() > 1
+    lazy = curve(da.from_array(totals, chunks=(16, 17, 1)), da.from_array(outputs, chunks=16))
+    np.testing.assert_allclose(np.abs(lazy[:-1]), 1, rtol=1e-12)
+    assert np.abs(lazy[:-1].compute()).max() <= 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert choose(candidates("targets"), [lazy]).compute()[0] in GRID
+
+
+def test_choose__the_end_of_the_grid_is_warned_of_once() -> None:
+    found = choose(candidates("targets"), [made(bump(0.9, 16))])
+    with pytest.warns(UserWarning, match="an end of the grid"):
+        found.compute(scheduler="sync")
+    assert found.compute(scheduler="sync")[0] == 100  # a second warning would be an error

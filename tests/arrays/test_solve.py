@@ -48,9 +48,12 @@ def test_closed_form_damping__formula() -> None:
 
 
 def test_closed_form_damping__zeros_and_nan() -> None:
-    k = np.zeros((3, 3, 2))
+    k = np.ones((3, 3, 2))
     k[:, :, 1] = np.nan
-    np.testing.assert_array_equal(closed_form_damping(lazy(k)).compute(), [0, np.nan])
+    np.testing.assert_allclose(closed_form_damping(lazy(k), 1.0).compute(), [3, np.nan])
+    k[:, :, 1] = 0
+    with pytest.raises(ValueError, match="got 0 at checkpoint 'b'"):
+        closed_form_damping(lazy(k), labels=["a", "b"]).compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("factor", [-1.0, np.nan, np.inf])

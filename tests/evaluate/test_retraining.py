@@ -197,11 +197,11 @@ def test_retrain__what_was_being_written_is_no_model(tmp_path: Path) -> None:
 def test_retrain__other_spec_is_refused_by_name(tmp_path: Path) -> None:
     run(model, tmp_path / "s")
     other = td.evaluate.subsets(N + 1, 6)
-    with pytest.raises(td.StoreMismatchError, match="differ in tag: found 'mlp', needed 'model'"):
+    with pytest.raises(td.StoreMismatchError, match="differ in tag: expected 'model', got 'mlp'"):
         retrain(model, MASKS, TARGETS, store=tmp_path / "s", tag="mlp")
-    with pytest.raises(td.StoreMismatchError, match="differ in samples: found 21, needed 20"):
+    with pytest.raises(td.StoreMismatchError, match="differ in samples: expected 20, got 21"):
         run(model, tmp_path / "s", other)
-    with pytest.raises(td.StoreMismatchError, match="differ in targets: found 9, needed 3"):
+    with pytest.raises(td.StoreMismatchError, match="differ in targets: expected 3, got 9"):
         retrain(model, MASKS, 9, store=tmp_path / "s", tag="model")
 
 

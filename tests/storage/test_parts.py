@@ -190,7 +190,7 @@ def test_append__to_nothing_is_a_new_store(tmp_path) -> None:
         (
             part(A, NAMES, "a").assign_attrs(checkpoints=dict.fromkeys(NAMES, "other")),
             "checkpoint",
-            r"differ in checkpoints\['c0'\]: found 'other'",
+            r"differ in checkpoints\['c0'\]: expected .*, got 'other'",
         ),
         (part(B, NAMES[:2], "b"), None, r"differ in source.*append_dim='sample'"),
     ],

@@ -177,7 +177,7 @@ def test_save__shows_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_save__other_spec_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
     save(FEATURES, tmp_path / "f.zarr")
     other = FEATURES.assign_attrs({field: value})
-    with pytest.raises(td.StoreMismatchError, match=rf"differ in {field}.*needed"):
+    with pytest.raises(td.StoreMismatchError, match=rf"differ in {field}.*expected"):
         save(other, tmp_path / "f.zarr")
     np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, FEATURES.feature)
 
@@ -185,7 +185,7 @@ def test_save__other_spec_is_refused_by_name(tmp_path: Path, field: str, value: 
 def test_save__other_block_layout_is_refused_with_the_remedy(tmp_path: Path) -> None:
     save(FEATURES, tmp_path / "f.zarr")
     other = simulate_features(n_samples=40, proj_dim=8, chunks=20).assign_attrs(FEATURES.attrs)
-    with pytest.raises(td.StoreMismatchError, match=r"layout\['block'\]: found 20, needed 16"):
+    with pytest.raises(td.StoreMismatchError, match=r"layout\['block'\]: expected 16, got 20"):
         save(other, tmp_path / "f.zarr")
 
 
@@ -301,7 +301,7 @@ def test_save__without_its_records_is_refused_and_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["dtype", "autocast", "float32_matmul_precision"])
 def test_save__another_precision_is_refused_by_name(field: str, tmp_path: Path) -> None:
     save(FEATURES.assign_attrs({field: "this"}), tmp_path / "f.zarr")
-    with pytest.raises(td.StoreMismatchError, match=f"differ in {field}: found 'that'"):
+    with pytest.raises(td.StoreMismatchError, match=f"differ in {field}: expected .*, got 'that'"):
         save(FEATURES.assign_attrs({field: "that"}), tmp_path / "f.zarr")
 
 
@@ -315,7 +315,9 @@ def test_save__float16(tmp_path: Path) -> None:
     np.testing.assert_array_equal(opened.output, FEATURES.output)
     np.testing.assert_allclose(opened.gram, td.gram(opened), rtol=1e-12)
     assert td.verify(tmp_path / "f.zarr", checksums=True).empty
-    with pytest.raises(td.StoreMismatchError, match=r"layout\['dtype'\]: found 'float32'"):
+    with pytest.raises(
+        td.StoreMismatchError, match=r"layout\['dtype'\]: expected .*, got 'float32'"
+    ):
         save(FEATURES, tmp_path / "f.zarr")
     with pytest.raises(ValueError, match="needed 'float16', or None"):
         save(FEATURES, tmp_path / "f.zarr", dtype="float8")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dask.base import tokenize
 
 from trakdask.arrays.blocks import Block
+from trakdask.once import warn_once
 
 __all__ = ["GRID", "Candidate", "choose", "curve", "is_followed"]
 
@@ -86,7 +87,9 @@ def _correlation(x: Block, y: Block) -> Block:
     varies = (np.ptp(x, axis=0) > 0) & (np.ptp(y) > 0)
     x, y = x - x.mean(axis=0), y - y.mean()
     scale = np.sqrt(np.square(x).sum(axis=0) * np.square(y).sum())
-    return np.where(varies, (y @ x) / np.where(varies, scale, 1), np.nan)
+    correlation = (y @ x) / np.where(varies, scale, 1)
+    # Rounding may put it beyond 1, where no point of a curve reaches the threshold.
+    return np.where(varies, np.clip(correlation, -1, 1), np.nan)
 
 
 def is_followed(curve: Block) -> bool:
@@ -150,7 +153,7 @@ def _choose(*curves: Block, names: tuple[str, ...]) -> Block:
             threshold = peak - _STANDARD_ERRORS * (1 - peak**2) / np.sqrt(each[-1])
             chosen = int(np.flatnonzero(each[:-1] >= threshold)[-1])
             if chosen in (0, len(GRID) - 1):
-                _warn(_at_the_end(GRID[chosen], name))
+                warn_once(("end of the grid", name), _at_the_end(GRID[chosen], name), _warn)
             return np.array([GRID[chosen], index, peak, threshold, *each[:-1]])
         _warn(_too_weak(peak, name, names[index + 1 :]))
     return np.array([np.nan, len(names), peak, np.nan, *each[:-1]])

@@ -18,7 +18,9 @@ _SQUARE_DIMS = ("proj_dim", "proj_dim_1", "checkpoint")
 _TARGET_DIMS = ("target", "proj_dim", "checkpoint")
 
 
-def closed_form_damping(gram: da.Array, factor: float = 0.03) -> da.Array:
+def closed_form_damping(
+    gram: da.Array, factor: float = 0.03, labels: Sequence[Hashable] | None = None
+) -> da.Array:
     """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
 
     tr(K²)/tr(K) is the mean eigenvalue of K weighted by the eigenvalues themselves, so λ follows
@@ -30,16 +32,19 @@ def closed_form_damping(gram: da.Array, factor: float = 0.03) -> da.Array:
         (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
     factor
         At least 0.
+    labels
+        The checkpoints' names, for errors.
 
     Returns
     -------
-    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; 0 where ``gram`` is all 0,
-    not finite where ``gram`` is not.
+    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite where ``gram`` is
+    not.
 
     Raises
     ------
     ValueError
-        If ``gram`` is not square or not in one chunk per checkpoint, or ``factor`` is negative.
+        If ``gram`` is not square or not in one chunk per checkpoint, or ``factor`` is negative. At
+        compute time, if ``gram`` is all 0: K + λI would be singular. The checkpoint is named.
 
     Notes
     -----
@@ -54,19 +59,30 @@ def closed_form_damping(gram: da.Array, factor: float = 0.03) -> da.Array:
     _require_square(gram, name="gram", caller="closed_form_damping")
     if not (np.isfinite(factor) and factor >= 0):
         raise ValueError(f"factor is {factor}; a number of at least 0 is needed. Use factor=0.03.")
+    texts = tuple(map(str, range(gram.shape[2]) if labels is None else labels))
     damping: da.Array = da.map_blocks(
         _closed_form,
         gram,
         float(factor),
+        texts,
         drop_axis=(0, 1),
-        name="closed-form-damping-" + tokenize(gram.name, float(factor)),
+        name="closed-form-damping-" + tokenize(gram.name, float(factor), texts),
         dtype=np.float64,
         meta=np.empty((0,), np.float64),
     )
     return damping
 
 
-def _closed_form(gram: Block, factor: float) -> Block:
+def _closed_form(
+    gram: Block, factor: float, labels: tuple[str, ...], *, block_id: tuple[int, ...]
+) -> Block:
+    if not np.trace(gram[:, :, 0]):  # a sum of squares: all of it is 0, too
+        raise ValueError(
+            f"expected a gram matrix with a positive trace, got 0 at checkpoint "
+            f"{labels[block_id[-1]]!r}: all features are 0 there, or failed, or their weights are "
+            "all 0 (those of estimator='soft' are where out_to_loss is 0 or 1); try "
+            "estimator='trak', and look at features.feature and features.out_to_loss"
+        )
     return np.array([_closed_form_value(gram[:, :, 0], factor)])
 
 

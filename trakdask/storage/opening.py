@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError
+from trakdask.estimators import with_origin
 from trakdask.storage.drops import latest
 from trakdask.storage.failures import with_errors
 from trakdask.storage.parts import DROPPED, assembled, pieces
@@ -71,7 +72,8 @@ def open(
     ds = assembled(found, latest(place), complete=require_complete)
     names = [name for name in (*FEATURE_NAMES, *SUMS) if name in ds]
     ds = with_errors(load_coords(ds[names]), found)
-    return _without_dropped(ds, show=dropped).assign_attrs(saved=runs(found))
+    ds = with_origin(_without_dropped(ds, show=dropped))
+    return ds.assign_attrs(saved=runs(found))
 
 
 def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:

@@ -1,0 +1,60 @@
+"""Arrays are put in the order of others by their labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trakdask.variables import aligned
+
+LABELS = ["a", "b", "c"]
+TO = xr.DataArray(np.zeros((3, 2)), dims=("sample", "target"), coords={"sample": LABELS})
+
+
+def test_aligned__equals_a_lookup_of_each_label() -> None:
+    given = xr.DataArray([1, 2, 3, 4], coords={"sample": ["c", "x", "a", "b"]})
+    expected = [int(given.sel(sample=label)) for label in LABELS]
+    found = aligned(given, TO, what="where")
+    assert found.values.tolist() == expected == [3, 4, 1]
+    assert found.sample.values.tolist() == LABELS
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        xr.DataArray([1, 2, 3], dims="sample"),
+        xr.DataArray([1, 2, 3], coords={"sample": LABELS}),
+        xr.DataArray([1, 2, 3], dims="sample", coords={"label": ("sample", [7, 8, 9])}),
+    ],
+)
+def test_aligned__by_position_without_labels_or_with_equal_ones(given: xr.DataArray) -> None:
+    assert aligned(given, TO, what="where").values.tolist() == [1, 2, 3]
+
+
+def test_aligned__positions_are_no_labels() -> None:
+    given = xr.DataArray([1, 2, 3], coords={"sample": [0, 1, 2]})
+    assert aligned(given, TO.drop_vars("sample"), what="where").values.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "to", "words"),
+    [
+        (xr.DataArray([1, 2], coords={"sample": ["a", "b"]}), TO, "without 'c'"),
+        (xr.DataArray([1, 2, 3], coords={"sample": ["a", "b", "x"]}), TO, "without 'c'"),
+        (xr.DataArray([1, 2, 3], coords={"sample": ["a", "b", "b"]}), TO, "got 'b' several times"),
+        (
+            xr.DataArray([1, 2, 3], coords={"sample": LABELS[::-1]}),
+            TO.drop_vars("sample"),
+            r"got labels \['c', 'b', 'a'\]",
+        ),
+        (
+            xr.DataArray([1, 2, 3], dims="sample", coords={"label": ("sample", [7, 8, np.nan])}),
+            TO.assign_coords(label=("sample", [7, 9, np.nan])),
+            r"got 8.0 for the coord 'label' at sample 1, where they have 9.0",
+        ),
+    ],
+)
+def test_aligned__what_has_no_counterpart_is_refused(given, to, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        aligned(given, to, what="where")

@@ -1,0 +1,160 @@
+"""Where the values of a lazy array come from, read from its graph without computing anything.
+
+Arrays that are only selected, concatenated or rechunked hold the values of the array they were
+selected from. This is what decides whether a matrix that was reduced from an array still belongs to
+what somebody made of that array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import dask.array as da
+import numpy as np
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+__all__ = ["Selection", "is_in_memory", "selection", "sources"]
+
+_SELECTING = ("getitem", "concatenate", "rechunk-merge", "rechunk-split", "blocks")
+"""Layers of dask that move values without changing them, by the name before the token."""
+
+
+class Selection(NamedTuple):
+    """Which part of its source an array is.
+
+    Two arrays of equal ``rows`` take the same rows, in the same order, for their first and their
+    last block. ``columns`` is empty where the second axis is whole, or a prefix of that of the
+    source. ``checkpoints`` are positions along the last axis of the source.
+    """
+
+    rows: tuple[Any, ...]
+    columns: tuple[Any, ...]
+    checkpoints: tuple[int, ...]
+
+
+def sources(data: da.Array, root: str | None = None) -> frozenset[str]:
+    """Return the names of the arrays whose values these are; the way down ends at ``root``.
+
+    Examples
+    --------
+    >>> x = da.ones((4, 2), chunks=2)
+    >>> sources(x[1:3].rechunk(1)) == {x.name}, sources(2 * x[1:]) == {x.name}
+    (True, False)
+    """
+    graph, found, names = data.dask, set(), [data.name]
+    while names:
+        name = names.pop()
+        below = graph.dependencies[name]
+        if name == root or name.rpartition("-")[0] not in _SELECTING or not below:
+            found.add(name)
+        else:
+            names.extend(below)
+    return frozenset(found)
+
+
+def is_in_memory(data: da.Array, names: Collection[str]) -> bool:
+    """Return whether the blocks of these arrays are in the graph, as NumPy arrays.
+
+    Examples
+    --------
+    >>> x = da.from_array(np.ones((4, 2)), chunks=2)
+    >>> is_in_memory(x, [x.name]), is_in_memory(2 * x, [(2 * x).name])
+    (True, False)
+    """
+    return all(_holds_arrays(data.dask, name) for name in names)
+
+
+def _holds_arrays(graph: HighLevelGraph, name: str) -> bool:
+    layer = graph.layers[name]
+    if graph.dependencies[name] or not isinstance(layer, MaterializedLayer):
+        return False
+    values = layer.mapping.values()
+    return all(isinstance(getattr(value, "value", value), np.ndarray) for value in values)
+
+
+def selection(data: da.Array, names: Collection[str]) -> Selection:
+    """Return which part an array is of the arrays that :func:`sources` named.
+
+    Examples
+    --------
+    >>> x = da.ones((4, 3, 2), chunks=(2, 3, 1))
+    >>> part = x[:, ::-1, 1:]
+    >>> found = selection(part, sources(part))
+    >>> found.columns, found.checkpoints
+    ((slice(-1, -4, -1),), (1,))
+    """
+    first, last = ((block, *(0,) * (data.ndim - 1)) for block in (0, data.numblocks[0] - 1))
+    rows, columns = [], []
+    for block in (first, last):
+        indices, blocks = _ancestry(data, block, names)
+        rows.append(tuple(_along(indices, 0)) + tuple(sorted(key[0] for key in blocks)))
+        if block == first and data.ndim == 3:
+            columns = [index for index in _along(indices, 1) if not _is_prefix(index)]
+    checkpoints = []
+    for i in range(data.numblocks[-1]):
+        _, blocks = _ancestry(data, (*first[:-1], i), names)
+        checkpoints.append(min(key[-1] for key in blocks))
+    return Selection(tuple(rows), tuple(columns), tuple(checkpoints))
+
+
+def _ancestry(
+    data: da.Array, block: tuple[int, ...], names: Collection[str]
+) -> tuple[list[tuple[Any, ...]], list[tuple[int, ...]]]:
+    """Return the indices by which a block is selected, and the source's blocks it is taken of."""
+    keys: list[Any] = [(data.name, *block)]
+    seen: set[Any] = set()
+    indices: list[tuple[Any, ...]] = []
+    blocks: list[tuple[int, ...]] = []
+    while keys:
+        key = keys.pop()
+        if key in seen:
+            continue
+        seen.add(key)
+        if key[0] in names:
+            blocks.append(key[1:])
+            continue
+        task = _task(data.dask, key)
+        if not key[0].startswith("rechunk-"):  # these take a block apart, and leave nothing out
+            indices += _indices(data.dask, task, data.ndim)
+        # Dask writes an alias as a tuple that is the other key itself, or as a task.
+        keys += [task] if isinstance(task, tuple) else getattr(task, "dependencies", ())
+    return indices, blocks
+
+
+def _task(graph: HighLevelGraph, key: Any) -> Any:
+    own = graph.layers.get(key[0]) if isinstance(key, tuple) else None
+    if own is not None and key in own:
+        return own[key]
+    return next(layer[key] for layer in graph.layers.values() if key in layer)
+
+
+def _indices(graph: HighLevelGraph, task: Any, ndim: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the index of each axis that a task selects by."""
+    value = getattr(task, "value", None)
+    if isinstance(value, tuple) and len(value) == 2:
+        kept: Any = value[1]  # dask keeps a fancy index together with its size
+        if isinstance(kept, tuple) and len(kept) == ndim:
+            yield kept
+    args: Any = getattr(task, "args", ())
+    yield from (arg for arg in args if isinstance(arg, tuple) and len(arg) == ndim)
+    for key in getattr(task, "dependencies", ()):
+        if isinstance(key, str) and key.startswith("shuffle-sorter-") and len(args) > 2:
+            order = _task(graph, key).value[1]
+            yield tuple(order if i == args[2] else slice(None) for i in range(ndim))
+
+
+def _along(indices: list[tuple[Any, ...]], axis: int) -> list[Any]:
+    """Return the indices along one axis in an order that does not depend on that of a set."""
+    found = [_plain(index[axis]) for index in indices]
+    return sorted((each for each in found if each != slice(None)), key=repr)
+
+
+def _plain(index: Any) -> Any:
+    return tuple(index.tolist()) if isinstance(index, np.ndarray) else index
+
+
+def _is_prefix(index: Any) -> bool:
+    if isinstance(index, slice):
+        return index.start in (None, 0) and index.step in (None, 1)
+    return isinstance(index, tuple) and index == tuple(range(len(index)))
