@@ -13,6 +13,7 @@ from trakdask.errors import StoreMismatchError
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
 __all__ = [
+    "EARLIER_SOURCE",
     "FEATURE_SPEC",
     "PRECISION",
     "STORE_SPEC",
@@ -24,6 +25,9 @@ __all__ = [
 
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that training and target features must share for their product to mean anything."""
+
+EARLIER_SOURCE = "earlier_source"
+"""What the source was called when all numeric coords were part of it: stores made then have it."""
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
