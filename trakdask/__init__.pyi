@@ -13,6 +13,7 @@ from .errors import CheckpointError as CheckpointError
 from .errors import IncompleteFeaturesError as IncompleteFeaturesError
 from .errors import StoreBusyError as StoreBusyError
 from .errors import StoreMismatchError as StoreMismatchError
+from .errors import UnfinishedAppendWarning as UnfinishedAppendWarning
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
@@ -34,6 +35,7 @@ from .regularization import damping as damping
 from .samples import from_arrays as from_arrays
 from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
+from .storage import assign_coords as assign_coords
 from .storage import drop as drop
 from .storage import open as open
 from .storage import save as save

@@ -9,6 +9,7 @@ __all__ = [
     "KernelError",
     "StoreBusyError",
     "StoreMismatchError",
+    "UnfinishedAppendWarning",
 ]
 
 
@@ -26,6 +27,10 @@ class StoreBusyError(RuntimeError):
 
 class IncompleteFeaturesError(ValueError):
     """A store lacks blocks that were never completed."""
+
+
+class UnfinishedAppendWarning(UserWarning):
+    """An append to a store was cut short, or goes on: what was there before is what is shown."""
 
 
 class KernelError(RuntimeError):

@@ -14,15 +14,70 @@ def location(path: str | os.PathLike[str]) -> str:
 
     A worker may have another working directory than the notebook.
 
+    Raises
+    ------
+    TypeError
+        If it is no path.
+    ValueError
+        If it is empty, cannot be the name of a file, or a URL of a kind that fsspec does not know.
+    ImportError
+        If the package for such URLs is not installed.
+    OSError
+        If the path leads in a circle of symbolic links, or is too long.
+
     Examples
     --------
     >>> location("train.zarr/") == os.path.join(os.getcwd(), "train.zarr")
     True
-    >>> location("s3://bucket/train.zarr")
-    's3://bucket/train.zarr'
+    >>> location("memory://bucket/train.zarr")
+    'memory://bucket/train.zarr'
     """
-    given = os.fspath(path)
-    if "://" in given and not given.startswith(("file://", "local://")):
-        return given
-    local: str = fsspec.core.url_to_fs(given)[1]
-    return os.path.abspath(local)
+    given = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(given, str):
+        raise TypeError(
+            f"expected a path or URL as text, got {given!r:.60} ({type(given).__name__}); try "
+            "'features.zarr'"
+        )
+    if not given.strip():
+        raise ValueError(f"expected a path or URL, got {given!r}; try 'features.zarr'")
+    if "://" in given:
+        _require_known(given)
+        if not given.startswith(("file://", "local://")):
+            return given
+    local: str = os.path.abspath(fsspec.core.url_to_fs(given)[1])
+    _require_path(local)
+    return local
+
+
+def _require_known(url: str) -> None:
+    for part in url.split("::"):
+        protocol = part.partition("://")[0]
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError as err:
+            raise ValueError(
+                f"expected a path, or a URL that fsspec knows, got {url!r} with the unknown "
+                f"protocol {protocol!r}; try file://, s3:// or gs://"
+            ) from err
+        except ImportError as err:
+            raise ImportError(
+                f"expected a package that opens {protocol!r} URLs such as {url!r}, got none "
+                f"({err}); try installing it"
+            ) from err
+
+
+def _require_path(path: str) -> None:
+    """Refuse what the file system would not take as a path, whether or not something is there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return  # those who use it say so
+    except OSError as err:
+        raise OSError(
+            err.errno,
+            f"expected a path to a folder, got {path!r:.200} ({err.strerror}); try another",
+        ) from err
+    except ValueError as err:  # a NUL, or text that is no file name
+        raise ValueError(
+            f"expected a path to a folder, got {path!r:.200} ({err}); try another"
+        ) from err

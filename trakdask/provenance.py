@@ -18,6 +18,7 @@ from trakdask.once import warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
 __all__ = [
+    "EARLIER_SOURCE",
     "FEATURE_SPEC",
     "PRECISION",
     "STORE_SPEC",
@@ -29,6 +30,9 @@ __all__ = [
 
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that training and target features must share for their product to mean anything."""
+
+EARLIER_SOURCE = "earlier_source"
+"""What the source was called when all numeric coords were part of it: stores made then have it."""
 
 _LONGEST = 60
 

@@ -161,10 +161,10 @@ def test_verify__damaged_drop(store: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        (lambda ds: ds.number, r"where is int64 \{'sample': 40\}; needed a boolean"),
-        (lambda ds: ds.number >= 0, "where is true for all"),
-        (xr.DataArray(np.zeros(3, bool), dims="sample"), r"where is bool \{'sample': 3\}"),
-        ("spam", "where is str; needed a boolean DataArray"),
+        (lambda ds: ds.number, r"expected where= as a boolean.*got int64 \{'sample': 40\}"),
+        (lambda ds: ds.number >= 0, "got true for all 40"),
+        (xr.DataArray(np.zeros(3, bool), dims="sample"), r"got bool \{'sample': 3\}"),
+        ("spam", r"got 'spam' \(str\)"),
     ],
 )
 def test_drop__bad_where(store: Path, where: object, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import trakdask as td
@@ -20,6 +22,11 @@ from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 DEAD = {"host": "elsewhere", "pid": 1, "process_started": 0, "token": "x", "since": 0}
+
+
+@pytest.fixture(autouse=True)
+def _short_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_module, "_WATCHED_FOR_S", 0.1)
 
 
 def leases(folder: Path) -> list[str]:
@@ -69,10 +76,76 @@ def test_lease__of_a_dead_process_of_this_machine(tmp_path: Path) -> None:
         assert leases(tmp_path) == ["lease-2.json"]
 
 
-def test_lease__torn(tmp_path: Path) -> None:
-    put(tmp_path, "lease-1.json", b'{"host": ')
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("lease-1.json", b'{"host": '),
+        ("lease-1.json", b"[1, 2]"),
+        ("lease-1.json", b"\xff\xfe"),
+        ("lease-1.json", b'{"host": "elsewhere"}'),
+        ("lease-1.json", b'{"host": "elsewhere", "renewed": "yesterday"}'),
+        ("lease-one.json", b'{"host": "elsewhere", "renewed": 0}'),
+    ],
+)
+def test_lease__that_says_nothing(tmp_path: Path, name: str, content: bytes) -> None:
+    """Whoever wrote it may be alive: the user is told what to delete."""
+    put(tmp_path, name, content)
+    with (
+        pytest.raises(td.StoreBusyError, match=rf"records/{name}.*try deleting that file"),
+        lease(Place(str(tmp_path)), "td.save"),
+    ):
+        pass
+    assert leases(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("step", [-1e6, -2.0, 2.0, 1e6])
+def test_lease__clock_that_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    """A live process of this machine holds it, whatever the clock says by now."""
+    place = Place(str(tmp_path))
+    with lease(place, "td.save"):
+        clock = time.time
+        monkeypatch.setattr(time, "time", lambda: clock() + step)
+        created = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + step)
+        with pytest.raises(td.StoreBusyError, match=str(os.getpid())), lease(place, "td.save"):
+            raise AssertionError("two hold it")
+
+
+def test_lease__of_a_later_process_with_the_same_number(tmp_path: Path) -> None:
+    content = lease_module._self("td.save") | {"process_started": "tick 1", "renewed": time.time()}
+    put(tmp_path, "lease-1.json", content)
     with lease(Place(str(tmp_path)), "td.save"):
         assert leases(tmp_path) == ["lease-2.json"]
+
+
+def test_lease__of_another_machine_of_the_same_name(tmp_path: Path) -> None:
+    content = lease_module._self("td.save") | {"boot": "another", "renewed": time.time()}
+    put(tmp_path, "lease-1.json", content)
+    with pytest.raises(td.StoreBusyError, match="wait"), lease(Place(str(tmp_path)), "td.save"):
+        pass
+
+
+def test_lease__of_another_machine_whose_clock_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It seems to have expired, and is renewed: seen by watching it, not by any clock."""
+    put(tmp_path, "lease-1.json", {**DEAD, "renewed": 0})
+    looked = itertools.count(1)
+
+    def sleep(_: float) -> None:
+        if next(looked) == 3:
+            put(tmp_path, "lease-1.json", {**DEAD, "renewed": 15})
+
+    monkeypatch.setattr(lease_module, "_WATCHED_FOR_S", 60)
+    monkeypatch.setattr(time, "sleep", sleep)
+    with (
+        pytest.raises(td.StoreBusyError, match="elsewhere"),
+        lease(Place(str(tmp_path)), "td.save"),
+    ):
+        pass
+    assert leases(tmp_path) == ["lease-1.json"]
 
 
 def test_lease__taken_away(tmp_path: Path) -> None:

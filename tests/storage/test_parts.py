@@ -112,8 +112,11 @@ def test_append__of_all_checkpoints_only_the_new_are_computed(store) -> None:
 
 def test_append__checkpoint_of_samples_in_two_pieces(store) -> None:
     save(part(B, NAMES[:2], "b"), store, append_dim="sample")
-    with pytest.raises(td.IncompleteFeaturesError, match=r"'b' have no features of .*\['c2'\]"):
-        save(part(A, NAMES[2:], "a"), store, append_dim="checkpoint")
+    with pytest.warns(td.UnfinishedAppendWarning, match=r"'b' have no features of .*\['c2'\]"):
+        opened = save(part(A, NAMES[2:], "a"), store, append_dim="checkpoint")
+    assert_whole(opened, n_checkpoints=2)  # as it was before
+    with pytest.raises(td.IncompleteFeaturesError, match=r"for td.drop.*\['c2'\]"):
+        td.drop(store, where=lambda ds: ds.label == 1)
     opened = save(part(B, NAMES[2:], "b"), store, append_dim="checkpoint")
     assert_whole(opened)
     targets = part(slice(0, 10), NAMES, "targets")
@@ -157,8 +160,19 @@ def test_append__is_resumed(store) -> None:
     broken = features.assign(out_to_loss=(("sample", "checkpoint"), data))
     with pytest.raises(OSError, match="not today"):
         save(broken, store, append_dim="sample")
-    with pytest.raises(td.IncompleteFeaturesError, match=r"8 of 14 blocks; .* append_dim=\.\.\.\)"):
-        td.open(store)
+    with pytest.warns(td.UnfinishedAppendWarning, match=r"'b' .* 0 of 6 blocks.*append_dim=\.\.\."):
+        assert_whole(td.open(store), A, 2)
+    for edit in (
+        lambda: td.drop(store, where=lambda ds: ds.label == 1),
+        lambda: td.assign_coords(store, {"label": np.zeros(40)}),
+    ):
+        with pytest.raises(
+            td.IncompleteFeaturesError, match=r"0 of 6 blocks.*to finish it, or delete"
+        ):
+            edit()
+    with pytest.raises(td.IncompleteFeaturesError, match=r"0 of 6 blocks .*'b' .*first, or delete"):
+        save(part(slice(20, 40), NAMES[:2], "c"), store, append_dim="sample")
+    assert td.verify(store, checksums=True).empty
     assert_whole(save(features, store, append_dim="sample"), n_checkpoints=2)
     assert (store / "parts/1").exists()
     assert not (store / "parts/2").exists()
@@ -170,7 +184,34 @@ def test_append__killed_while_the_piece_was_made(store) -> None:
     group.create_group("1")
     (store / "parts/1/records").mkdir()
     (store / "parts/1/records/unfinished").touch()
-    assert_whole(td.open(store), A, 2)
+    with pytest.warns(td.UnfinishedAppendWarning, match="no blocks yet"):
+        assert_whole(td.open(store), A, 2)
+    assert_whole(save(part(B, NAMES[:2], "b"), store, append_dim="sample"), n_checkpoints=2)
+
+
+def test_append__killed_before_its_mark_was_whole(store) -> None:
+    """A file that is half written is no content: what was complete is still shown."""
+    (store / "parts/1/records").mkdir(parents=True)
+    (store / f"parts/1/records/unfinished.{32 * 'a'}.partial").touch()
+    with pytest.warns(td.UnfinishedAppendWarning, match="no blocks yet"):
+        assert_whole(td.open(store), A, 2)
+    found = td.verify(store).set_index("path").found
+    assert "half written" in found[f"parts/1/records/unfinished.{32 * 'a'}.partial"]
+    assert "before its first block" in found["parts/1"]
+    with pytest.warns(td.UnfinishedAppendWarning):
+        assert td.drop(store, where=lambda ds: ds.label == 1).sizes["sample"] == 20
+    assert list(td.verify(store, repair=True).path) == ["parts/1"]  # the drop swept the file
+    assert not (store / "parts/1").exists()
+    assert td.verify(store, checksums=True).empty
+    assert save(part(B, NAMES[:2], "b"), store, append_dim="sample").sizes["sample"] == 40
+
+
+def test_append__lost_block_of_a_finished_one_is_not_taken_for_unfinished(store) -> None:
+    """Samples do not vanish with a warning: only what never was complete is left out."""
+    save(part(B, NAMES[:2], "b"), store, append_dim="sample")
+    next(store.glob("parts/1/records/*/*/0.json")).unlink()
+    with pytest.raises(td.IncompleteFeaturesError, match=r"13 of 14 blocks .*parts/1"):
+        td.open(store)
     assert_whole(save(part(B, NAMES[:2], "b"), store, append_dim="sample"), n_checkpoints=2)
 
 
@@ -185,8 +226,12 @@ def test_append__to_nothing_is_a_new_store(tmp_path) -> None:
         (part(B, NAMES[:1], "b"), "sample", "differ in checkpoints"),
         (part(B, NAMES[2:], "b"), "checkpoint", "differ in source"),
         (part(A, NAMES[2:], "a", chunks=20), "checkpoint", r"differ in layout\['block'\]"),
-        (part(A, NAMES[:2], "a", chunks=20), "sample", "needed the same to go on with them"),
-        (part(B, NAMES[:2], "b").isel(proj_dim=slice(3)), "sample", "have proj_dim 3 and"),
+        (part(A, NAMES[:2], "a", chunks=20), "sample", "or the same to go on with them"),
+        (
+            part(B, NAMES[:2], "b").isel(proj_dim=slice(3)),
+            "sample",
+            "expected features with proj_dim 6.*got 3",
+        ),
         (
             part(A, NAMES, "a").assign_attrs(checkpoints=dict.fromkeys(NAMES, "other")),
             "checkpoint",

@@ -329,14 +329,14 @@ def test_open__missing_or_other(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no store"):
         td.open(tmp_path / "nowhere.zarr")
     xr.Dataset({"x": ("y", np.zeros(3))}).to_zarr(tmp_path / "x.zarr", consolidated=False)
-    with pytest.raises(FileNotFoundError, match="zarr store without features"):
+    with pytest.raises(FileNotFoundError, match=r"x.zarr.* without features"):
         td.open(tmp_path / "x.zarr")
 
 
 def test_open__incomplete(tmp_path: Path) -> None:
     save(FEATURES, tmp_path / "f.zarr")
     records(tmp_path / "f.zarr")[0].unlink()
-    with pytest.raises(td.IncompleteFeaturesError, match=r"has 7 of 8 blocks.*td.save\(features"):
+    with pytest.raises(td.IncompleteFeaturesError, match=r"got 7 of 8 blocks.*td.save\(features"):
         td.open(tmp_path / "f.zarr")
     assert td.open(tmp_path / "f.zarr", require_complete=False).sizes["sample"] == 40
 
@@ -432,7 +432,7 @@ CALLS = {
 @pytest.mark.parametrize("inside", ["", "below"])
 def test_store__file_where_a_folder_should_be(tmp_path: Path, call: str, inside: str) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="file' is a file; needed a folder"):
+    with pytest.raises(NotADirectoryError, match=r"expected a folder, got the file .*file'"):
         CALLS[call](tmp_path / "file" / inside)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -456,6 +456,6 @@ def test_save__store_that_a_worker_does_not_see(tmp_path: Path) -> None:
     data = da.map_blocks(move, FEATURES.feature.data, meta=np.empty((0, 0, 0), "f4"), name=WHOLE)
     with (
         dask.config.set(scheduler="sync"),
-        pytest.raises(OSError, match="does not see it: choose a path or URL that every worker"),
+        pytest.raises(OSError, match="does not see it: try a path or URL that every worker"),
     ):
         save(FEATURES.assign(feature=(FEATURES.feature.dims, data)), store)

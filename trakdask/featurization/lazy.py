@@ -27,8 +27,8 @@ from trakdask.models.model import Model
 from trakdask.models.operations import count_operations
 from trakdask.projection import Projector, Rademacher, RowMap
 from trakdask.projection.memory import require_block_fits
-from trakdask.provenance import digest
-from trakdask.samples import lazy_variables, normalise_coord, validate_samples
+from trakdask.provenance import EARLIER_SOURCE, digest
+from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["featurize", "model_operations"]
@@ -282,7 +282,7 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         **job.model.spec(),
         "projector": job.projector.spec(),
         "batch_norm": any(isinstance(m, _BatchNorm) for m in job.model.skeleton().modules()),
-        "source": samples.attrs["source"],
+        **_sources(job, samples),
         "gradients": job.engine,
         "batch_size": job.batch_size,
         **job.precision.attrs(),
@@ -294,6 +294,15 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
     }
 
 
+def _sources(job: Job, samples: xr.Dataset) -> dict[str, str]:
+    """Name the samples by what the model reads of them: metadata may change.
+
+    Stores that were made before this was so are known by a name made from all numeric coords.
+    """
+    source, earlier = source_of(samples, job.inputs), samples.attrs["source"]
+    return {"source": source} | ({EARLIER_SOURCE: earlier} if earlier != source else {})
+
+
 def _checkpoint_names(model: Model) -> np.ndarray:
     names = [checkpoint.name for checkpoint in model.checkpoints]
     return normalise_coord(CHECKPOINT, names, len(names))
@@ -302,7 +311,8 @@ def _checkpoint_names(model: Model) -> np.ndarray:
 def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
     """Name of the graph's layers: whatever could change a block must be in it."""
     arrays = {name: [array.name, [list(c) for c in array.chunks]] for name, array in inputs.items()}
-    return digest({"attrs": attrs, "arrays": arrays})[:32]
+    made = {name: value for name, value in attrs.items() if name != EARLIER_SOURCE}
+    return digest({"attrs": made, "arrays": arrays})[:32]
 
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:

@@ -1,6 +1,7 @@
 """Sources of samples: labelled, lazy Datasets of model inputs with metadata beside them."""
 
 from trakdask.samples.array_source import from_arrays, lazy_variables
+from trakdask.samples.blocks import source_of
 from trakdask.samples.coords import normalise_coord, normalise_coords
 from trakdask.samples.dataframe_source import from_dataframe
 from trakdask.samples.torch_source import from_torch
@@ -13,5 +14,6 @@ __all__ = [
     "lazy_variables",
     "normalise_coord",
     "normalise_coords",
+    "source_of",
     "validate_samples",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -183,19 +183,22 @@ def assemble(variables: Mapping[str, da.Array], coords: Mapping[str, Array]) -> 
     return ds.assign_attrs(source=source_of(ds))
 
 
-def source_of(ds: xr.Dataset) -> str:
+def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
     """Name what a model can read of the samples, whatever the chunks.
 
     Parameters
     ----------
     ds
         Dataset with lazy variables and in-memory coords.
+    inputs
+        Names of the coords that the model does read, so that the others may change; all numbers
+        by default, as long as no model is known.
 
     Returns
     -------
     ``ds.attrs["source"]`` if the user gave it, else a hash of the variables' content as far as
-    dask's names tell it, and of the numbers among the coords. Strings and times are no part of it:
-    no model reads them, so metadata may be added later.
+    dask's names tell it, and of those coords. Strings and times are no part of it: no model reads
+    them, so metadata may be added later.
     """
     given = ds.attrs.get("source")
     if given is not None and not _SOURCE.fullmatch(str(given)):
@@ -207,7 +210,7 @@ def source_of(ds: xr.Dataset) -> str:
     coords = sorted(
         (str(name), fingerprint(coord.values))
         for name, coord in ds.coords.items()
-        if coord.dtype.kind in "biuf"
+        if coord.dtype.kind in "biuf" and (inputs is None or name in inputs)
     )
     return f"samples-{_digest(repr((variables, coords)))}"
 

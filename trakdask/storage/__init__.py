@@ -6,9 +6,10 @@ after the block's chunks and renamed into place: presence of a record means a co
 presence of a chunk means nothing.
 """
 
+from trakdask.storage.assigning import assign_coords
 from trakdask.storage.dropping import drop
 from trakdask.storage.opening import open
 from trakdask.storage.saving import save
 from trakdask.storage.verification import verify
 
-__all__ = ["drop", "open", "save", "verify"]
+__all__ = ["assign_coords", "drop", "open", "save", "verify"]

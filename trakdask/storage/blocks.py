@@ -41,6 +41,8 @@ def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:
         return None
     names = [name for name in (*FEATURE_NAMES, ERROR) if name in features]
     feature, *others = (features[name].data for name in names)
+    # Some of the arrays may be lazy, and others in memory.
+    others = [other.rechunk({0: feature.chunks[0]}) for other in others]
     token = digest({"to": piece.place.url, "of": feature.name, "checkpoint": index, "todo": todo})
     written: da.Array = da.blockwise(
         functools.partial(_write_block, piece, index, feature.name), "s",
@@ -59,8 +61,9 @@ def run(written: da.Array, **options: Any) -> set[str]:
 
     ``options`` are those of :meth:`distributed.Client.persist`; on threads there are none.
 
-    On a cluster each is let go of as soon as it is done, without asking for its empty answer: the
-    scheduler would else compute it again when the worker that holds the answer dies.
+    On a cluster each is released as soon as it is done, without asking for its empty answer, which
+    the scheduler would compute again if the worker that holds it died. Between the end of a task
+    and its release lie three messages: a worker that dies just then has a block computed twice.
     """
     (written,) = dask.persist(written, **options)
     if not (futures := futures_of(written)):
@@ -70,6 +73,7 @@ def run(written: da.Array, **options: Any) -> set[str]:
     for future in finished:
         if future.status != "finished":
             future.result()
+        del future  # at once, and not when the next is done
     return {str(urlsplit(address).hostname) for address in client.nthreads()}
 
 
@@ -89,14 +93,14 @@ def storing(piece: Piece, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        remedy = "Mend the cause"
+        remedy = "try"
         if isinstance(err, FileNotFoundError):
             host = socket.gethostname()
-            remedy = f"{host} does not see it: choose a path or URL that every worker does,"
+            remedy = f"{host} does not see it: try a path or URL that every worker does, and"
         text = (
-            f"{what} could not be stored in {piece.place.url!r} ({type(err).__name__}: {err}); "
-            f"completed blocks are safe. {remedy} and type the same td.save(...) again: it goes on "
-            "from here."
+            f"expected to store {what} in {piece.place.url!r}, but could not "
+            f"({type(err).__name__}: {err}); completed blocks are safe. When the "
+            f"cause is gone, {remedy} the same td.save(...) again: it goes on from here"
         )
         raise explained(err, text) from err
 

@@ -13,12 +13,14 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from trakdask.estimators import Weights
-from trakdask.storage.drops import DROPS, latest
+from trakdask.storage import edits
+from trakdask.storage.coords import DROPPED, by_source
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import pieces
-from trakdask.storage.piece import GRAM, SUMS, array
+from trakdask.storage.parts import dropped_mask, pieces
+from trakdask.storage.piece import DROPS, GRAM, SUMS, array
 from trakdask.storage.place import Place, Recorded
+from trakdask.storage.state import State, require_settled, state
 from trakdask.storage.sums import reduced
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -50,9 +52,9 @@ def drop(
     Raises
     ------
     ValueError
-        If ``where`` is no boolean (sample), or drops all.
+        If ``where`` is no boolean (sample), drops all, or raises an error.
     IncompleteFeaturesError
-        If the store is not complete.
+        If the store is not complete, or an append to it was cut short: finish that first.
     StoreBusyError
         If another process writes the store.
 
@@ -78,49 +80,58 @@ def drop(
     place = Place.at(store, storage_options)
     pieces(place)  # nothing is written where there is no store
     with lease(place, "td.drop"):
+        found = state(place)
+        require_settled(place, found, "td.drop")
         ds = open(store, storage_options=storage_options)
         chosen = _chosen(ds, where)
         if chosen.any():
-            _write(place, ds, chosen)
+            _write(place, found, ds, chosen)
+        edits.sweep(place, DROPS)
+        place.sweep()
     return open(store, storage_options=storage_options)
 
 
 def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
-    mask = where(ds) if callable(where) else where
-    found = type(mask).__name__
+    mask = _called(where, ds) if callable(where) else where
+    found = f"{mask!r:.60} ({type(mask).__name__})"
     if isinstance(mask, xr.DataArray):
         found = f"{mask.dtype} {dict(mask.sizes)}"
         if mask.dtype == bool and dict(mask.sizes) == {SAMPLE: ds.sizes[SAMPLE]}:
             chosen = np.asarray(mask.values)
             if not chosen.all():
                 return chosen
-            found = "true for all"
+            found = f"true for all {len(chosen)}"
     raise ValueError(
-        f"where is {found}; needed a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), true for "
-        "some samples. Type where=lambda ds: ds.source == 'spam', with a coord of yours."
+        f"expected where= as a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), true for some "
+        f"samples, or a function that returns one, got {found}; try "
+        "where=lambda ds: ds.source == 'spam', with a coord of yours"
     )
 
 
-def _write(place: Place, ds: xr.Dataset, chosen: np.ndarray) -> None:
+def _called(where: Callable[[xr.Dataset], Any], ds: xr.Dataset) -> Any:
+    try:
+        return where(ds)
+    except Exception as err:
+        raise ValueError(
+            f"expected where= to return a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), but it "
+            f"raised {type(err).__name__}: {err}; try it on td.open(store), which has the coords "
+            f"{sorted(map(str, ds.coords))}"
+        ) from err
+
+
+def _write(place: Place, found: State, ds: xr.Dataset, chosen: np.ndarray) -> None:
     """Write the mask of all that are dropped by now, and the sums over the others."""
-    n_pieces, before = len(pieces(place)), latest(place)
-    mask = open(place.url, storage_options=place.options, dropped=True).dropped.values.copy()
+    n_samples = sum(row[0].layout["samples"] for row in by_source(found.shown))
+    mask = np.zeros(n_samples, bool) if found.drop is None else dropped_mask(found.drop, n_samples)
     mask[np.flatnonzero(~mask)[chosen]] = True
-    number = 1 if before is None else before.number + 1
-    zarr.open_group(place.zarr(), mode="r+", zarr_format=3).require_group(DROPS)
-    place.remove(f"{DROPS}/{number}")  # what an attempt that was killed left
-    store = Recorded((place / DROPS / str(number)).zarr())
-    group = zarr.create_group(store, zarr_format=3)
-    group.create_array("dropped", data=mask, chunks=mask.shape, compressors=[Crc32cCodec()])
-    _write_sums(group, ds, chosen)
-    attrs: dict[str, Any] = {
-        "pieces": n_pieces,
-        "checkpoints": [str(name) for name in ds[CHECKPOINT].values],
-        "files": dict(store.written),
-    }
-    group.attrs.update(attrs)  # from now on it counts
-    if before is not None:
-        place.remove(f"{DROPS}/{before.number}")
+
+    def fill(store: Recorded) -> None:
+        group = zarr.open_group(store, mode="r+", zarr_format=3)
+        group.create_array(DROPPED, data=mask, chunks=mask.shape, compressors=[Crc32cCodec()])
+        _write_sums(group, ds, chosen)
+
+    names = [str(name) for name in ds[CHECKPOINT].values]
+    edits.write(place, DROPS, {"pieces": len(found.shown), "checkpoints": names}, fill)
 
 
 def _write_sums(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import xarray as xr
 
-from trakdask.storage.parts import by_source
+from trakdask.storage.coords import by_source
 from trakdask.storage.piece import ERROR, Piece, array
 from trakdask.storage.reading import opened
 from trakdask.variables import CHECKPOINT, VARIABLES
@@ -30,7 +30,7 @@ def with_errors(ds: xr.Dataset, found: Sequence[Piece]) -> xr.Dataset:
     if not any(_has_failed(piece) for piece in found):
         return ds
     if len(found) == 1:
-        return ds.assign_coords({ERROR: opened(found[0], chunks=None)[ERROR].variable})
+        return ds.assign_coords({ERROR: opened(found[0], complete=False)[ERROR].variable})
     names = [str(name) for name in ds[CHECKPOINT].values]
     joined = np.concatenate([_errors(row, names) for row in by_source(found)])
     variable = VARIABLES[ERROR]
@@ -41,8 +41,10 @@ def _errors(row: Sequence[Piece], names: list[str]) -> np.ndarray:
     """Return the errors of the samples of one source at the named checkpoints."""
     errors = np.full((row[0].layout["samples"], len(names)), "", np.dtypes.StringDType())
     for piece in filter(_has_failed, row):
-        columns = [names.index(name) for name in piece.spec["checkpoints"]]
-        errors[:, columns] = array(piece.group(), ERROR)[:]
+        found = np.asarray(array(piece.group(), ERROR)[:])
+        for column, name in enumerate(piece.spec["checkpoints"]):
+            if name in names:
+                errors[:, names.index(name)] = found[:, column]
     return errors
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -26,6 +27,7 @@ __all__ = ["PREFIX", "lease"]
 PREFIX = "lease-"
 _RENEWED_EVERY_S = 15.0
 _EXPIRES_AFTER_S = 120.0
+_WATCHED_FOR_S = 2 * _RENEWED_EVERY_S
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +39,20 @@ def lease(place: Place, purpose: str) -> Iterator[None]:
     The lease is a file ``records/lease-<n>.json``, created if absent. Who finds only an expired
     ``n`` creates ``n + 1``: of several, one succeeds. Who then sees another alive withdraws.
 
+    No clock that can be set decides. A holder on this machine is alive as long as its process is,
+    which is known by its number and its start in ticks since the machine booted. A holder on
+    another machine that seems to have expired, by the clocks of the two, is watched for half a
+    minute: it is alive if it renews its lease meanwhile.
+
     Raises
     ------
     StoreBusyError
-        If another process holds it; and at the end, if it was taken away meanwhile.
+        If another process holds it, or a lease cannot be read; and at the end, if it was taken away
+        meanwhile.
+    ValueError
+        If there are symbolic links in the store: nothing is written through them.
     """
+    place.require_no_links()
     held = _acquire(place, purpose)
     stop = threading.Event()
     renewer = threading.Thread(target=_renew, args=(place, held, stop), daemon=True)
@@ -68,7 +79,8 @@ class _Held:
 def _acquire(place: Place, purpose: str) -> _Held:
     before = _leases(place)
     _refuse_if_held(place, before)
-    number = max((int(name[len(PREFIX) : -len(".json")]) for name in before), default=0) + 1
+    _watch(place, before)
+    number = max(map(_number, before), default=0) + 1
     held = _Held(f"{PREFIX}{number}.json", _self(purpose))
     try:
         place.create(f"{RECORDS}/{held.name}", held.encoded())
@@ -76,11 +88,14 @@ def _acquire(place: Place, purpose: str) -> _Held:
         now = _leases(place)
         if now.get(held.name, {}).get("token") != held.content["token"]:
             _refuse_if_held(place, now)
-            raise StoreBusyError(f"another took the store {place.url!r}. Try again.") from None
+            raise StoreBusyError(
+                f"expected to be the only writer of the store {place.url!r}, but another process "
+                "began to write at the same time; try again"
+            ) from None
     except OSError as err:
         text = (
-            f"the store {place.url!r} cannot be written ({type(err).__name__}: {err}); needed to "
-            "write there. Mend the cause, or choose another folder."
+            f"expected to write to the store {place.url!r}, but it cannot be written "
+            f"({type(err).__name__}: {err}); try again when the cause is gone, or another folder"
         )
         raise explained(err, text) from err
     others = {name: found for name, found in _leases(place).items() if name != held.name}
@@ -102,8 +117,9 @@ def _self(purpose: str) -> dict[str, Any]:
         "user": getpass.getuser() if "USER" in os.environ else "",
         "host": socket.gethostname(),
         "namespace": _namespace(),
+        "boot": _boot(),
         "pid": process.pid,
-        "process_started": process.create_time(),
+        "process_started": _started(process.pid),
         "since": time.time(),
         "purpose": purpose,
     }
@@ -112,36 +128,83 @@ def _self(purpose: str) -> dict[str, Any]:
 def _leases(place: Place) -> dict[str, dict[str, Any]]:
     found = {}
     for name in (place / RECORDS).names():
-        if name.startswith(PREFIX) and name.endswith(".json"):
+        if name.startswith(PREFIX):
             with suppress(FileNotFoundError):  # given back since it was listed
-                found[name] = _parsed(place.read(f"{RECORDS}/{name}"))
+                found[name] = _parsed(place, name)
     return found
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
+def _parsed(place: Place, name: str) -> dict[str, Any]:
+    """Read a lease, or say what to do with what is none."""
+    data = place.read(f"{RECORDS}/{name}")
     try:
-        return dict(json.loads(data))
-    except ValueError:  # torn by a file system without atomic writes; its writer is long gone
-        return {}
+        found = json.loads(data)
+        _number(name)
+        float(found["renewed"])
+        return dict(found)
+    except (ValueError, TypeError, KeyError):
+        raise StoreBusyError(
+            f"expected a lease in {place.url}/{RECORDS}/{name}, got {data[:40]!r}, which does not "
+            "say who writes the store; try deleting that file if nobody does"
+        ) from None
+
+
+def _number(name: str) -> int:
+    return int(name[len(PREFIX) :].removesuffix(".json"))
 
 
 def _refuse_if_held(place: Place, leases: dict[str, dict[str, Any]]) -> None:
     for name, found in leases.items():
         if _is_alive(found):
-            left = found["renewed"] + _EXPIRES_AFTER_S - time.time()
-            raise StoreBusyError(
-                f"the store {place.url!r} is being written by {_who(found)}; needed to be the only "
-                f"writer. Wait for it, or end it; if it is dead, wait {max(left, 0):.0f} s or "
-                f"delete {place.url}/{RECORDS}/{name}."
-            )
+            raise StoreBusyError(_busy(place, name, found))
+
+
+def _busy(place: Place, name: str, found: dict[str, Any]) -> str:
+    left = max(float(found["renewed"]) + _EXPIRES_AFTER_S - time.time(), 0)
+    wait = "" if _is_here(found) else f"wait {left:.0f} s or "
+    return (
+        f"expected to be the only writer of the store {place.url!r}, which is being written by "
+        f"{_who(found)}; try again when it is done, or end it; if it is dead, {wait}delete "
+        f"{place.url}/{RECORDS}/{name}"
+    )
+
+
+def _watch(place: Place, leases: dict[str, dict[str, Any]]) -> None:
+    """Refuse if one of the leases, which seem to have expired, is renewed while we look.
+
+    The clocks of two machines may differ, and may be set: what is watched needs neither.
+    """
+    elsewhere = {name: found for name, found in leases.items() if not _is_here(found)}
+    deadline = time.monotonic() + _WATCHED_FOR_S
+    if elsewhere:
+        _log.warning(
+            "the lease of %s seems to have expired: watching it for %.0f s",
+            ", ".join(map(_who, elsewhere.values())), _WATCHED_FOR_S,
+        )  # fmt: skip
+    while elsewhere and time.monotonic() < deadline:
+        time.sleep(_WATCHED_FOR_S / 30)
+        now = _leases(place)
+        for name in list(elsewhere):
+            if name not in now:
+                del elsewhere[name]
+            elif now[name] != elsewhere[name]:
+                raise StoreBusyError(_busy(place, name, now[name]))
 
 
 def _is_alive(found: dict[str, Any]) -> bool:
     """Return whether the holder lives: asked of this machine, else by when it last renewed."""
-    here = (socket.gethostname(), _namespace())
-    if (found.get("host"), found.get("namespace")) == here and not _process_lives(found):
-        return False
-    return time.time() < float(found.get("renewed", 0)) + _EXPIRES_AFTER_S
+    if _is_here(found):
+        return _process_lives(found)
+    return time.time() < float(found["renewed"]) + _EXPIRES_AFTER_S
+
+
+def _is_here(found: dict[str, Any]) -> bool:
+    """Return whether the holder runs on this machine, and counts processes as we do.
+
+    Machines may share a name; after a reboot, this one counts as another.
+    """
+    here = (socket.gethostname(), _namespace(), _boot())
+    return (found.get("host"), found.get("namespace"), found.get("boot")) == here
 
 
 def _namespace() -> int:
@@ -151,12 +214,36 @@ def _namespace() -> int:
     return 0
 
 
+def _boot() -> str:
+    """Return what tells this start of the machine from all others; "" where it has no name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def _process_lives(found: dict[str, Any]) -> bool:
     try:
-        started = psutil.Process(int(found["pid"])).create_time()
-    except (psutil.NoSuchProcess, KeyError, ValueError):
+        pid = int(found["pid"])
+        ended = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return not ended and _started(pid) == found["process_started"]
+    except (psutil.NoSuchProcess, KeyError, ValueError, TypeError):
         return False
-    return bool(abs(started - float(found["process_started"])) < 1)
+
+
+def _started(pid: int) -> str:
+    """Return when a process started: not by the clock, which may be set while it runs.
+
+    Raises
+    ------
+    psutil.NoSuchProcess
+        If there is none.
+    """
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:  # no such process; or not Linux, where no clock can change this:
+        return str(psutil.Process(pid).create_time())
+    # The command, in parentheses, may contain anything. The 22nd field is in ticks since the boot.
+    return f"tick {status.rpartition(')')[2].split()[19]}"
 
 
 def _who(found: dict[str, Any]) -> str:
@@ -183,7 +270,7 @@ def _require_held(place: Place, held: _Held) -> None:
     if found.get(held.name, {}).get("token") != held.content["token"] or len(found) > 1:
         now = ", ".join(_who(each) for name, each in found.items() if name != held.name)
         raise StoreBusyError(
-            f"the lease of the store {place.url!r} was taken away while this process wrote"
-            f"{f', by {now}' if now else ''}; needed to be the only writer. Look at the store with "
-            "td.verify(store, checksums=True) once the other is done."
+            f"expected to be the only writer of the store {place.url!r}, but its lease was taken "
+            f"away meanwhile{f', by {now}' if now else ''}; try td.verify(store, checksums=True) "
+            "once the other is done"
         )

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from trakdask.errors import IncompleteFeaturesError
+from trakdask.errors import UnfinishedAppendWarning
 from trakdask.estimators import with_origin
-from trakdask.storage.drops import latest
+from trakdask.storage.coords import DROPPED
 from trakdask.storage.failures import with_errors
-from trakdask.storage.parts import DROPPED, assembled, pieces
-from trakdask.storage.piece import FEATURE_NAMES, GRAM, RECORDS, SUMS, Piece
+from trakdask.storage.parts import assembled
+from trakdask.storage.piece import FEATURE_NAMES, SUMS
 from trakdask.storage.place import Place
 from trakdask.storage.reading import require_sense
 from trakdask.storage.runs import runs
-from trakdask.storage.template import UNFINISHED
+from trakdask.storage.state import state
 from trakdask.variables import SAMPLE, load_coords
 
 __all__ = ["open"]
@@ -59,21 +60,36 @@ def open(
     FileNotFoundError
         If there is no such store.
     IncompleteFeaturesError
-        If blocks are missing; when it is computed, if the file of a block has been lost since.
+        If blocks or coords are missing; when it is computed, if the file of a block has been lost
+        since.
     ValueError
-        If its metadata make no sense, or coords or blocks would not fit in memory.
+        If its metadata make no sense, coords or blocks would not fit in memory, or the bytes of
+        metadata or coords are not those that were written; when it is computed, if those of a block
+        are not.
+
+    Warns
+    -----
+    UnfinishedAppendWarning
+        If an append was cut short, or goes on in another process: what is shown is the store as it
+        was before, and the warning says how to finish it.
     """
     place = Place.at(store, storage_options)
-    found = pieces(place)
-    if require_complete:
-        _require_complete(found)
-    for piece in found:
-        require_sense(piece)
-    ds = assembled(found, latest(place), complete=require_complete)
+    found = state(place, require_complete=require_complete)
+    if found.unfinished and require_complete:
+        text = (
+            f"expected no unfinished append in the store {place.url!r}, which is shown as it was "
+            f"before: {found.unfinished}"
+        )
+        warnings.warn(text, UnfinishedAppendWarning, stacklevel=2)
+    for piece in found.shown:
+        require_sense(piece, complete=require_complete)
+    ds = assembled(
+        found.shown, found.checkpoints, found.drop, found.assigned, complete=require_complete
+    )
     names = [name for name in (*FEATURE_NAMES, *SUMS) if name in ds]
-    ds = with_errors(load_coords(ds[names]), found)
+    ds = with_errors(load_coords(ds[names]), found.shown)
     ds = with_origin(_without_dropped(ds, show=dropped))
-    return ds.assign_attrs(saved=runs(found))
+    return ds.assign_attrs(saved=runs(found.shown))
 
 
 def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
@@ -84,25 +100,3 @@ def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
     if show:
         return ds.drop_vars(SUMS, errors="ignore")
     return ds.isel({SAMPLE: np.flatnonzero(~ds[DROPPED].values)}).drop_vars(DROPPED)
-
-
-def _require_complete(found: Sequence[Piece]) -> None:
-    counts = [_count(piece) for piece in found]
-    done, total = (sum(numbers) for numbers in zip(*counts, strict=True))
-    if done < total:
-        url, (first_done, first_total) = found[0].place.url, counts[0]
-        is_append = first_done == first_total
-        which = "; those that lack were to be appended" if is_append else ""
-        append = ", append_dim=..." if is_append else ""
-        raise IncompleteFeaturesError(
-            f"the store {url!r} has {done} of {total} blocks{which}; needed all, since the "
-            f"rest reads as NaN. Type td.save(features, {url!r}{append}) to compute what is "
-            "missing, or td.open(store, require_complete=False) to look at it."
-        )
-
-
-def _count(piece: Piece) -> tuple[int, int]:
-    """Return how many blocks are complete, and how many there should be."""
-    total = len(piece.checkpoints) * (piece.n_blocks + (GRAM in piece.group()))
-    is_unfinished = UNFINISHED in (piece.place / RECORDS).names()
-    return 0 if is_unfinished else piece.count_done(), total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, Literal
@@ -14,39 +14,46 @@ import zarr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.provenance import PRECISION, digest, require_same
-from trakdask.storage.drops import Drop, latest
+from trakdask.storage.coords import (
+    DROPPED,
+    by_source,
+    require_kinds,
+    sample_coords,
+    without_sample_coords,
+)
+from trakdask.storage.edits import Edit, latest
 from trakdask.storage.piece import (
-    ERROR,
+    ASSIGNED,
+    DROPS,
     FEATURE_NAMES,
     GRAM,
     LOSS_GRADIENT,
+    PARTS,
     RECORDS,
-    SCALE,
     SUMS,
     Piece,
     array,
 )
 from trakdask.storage.place import Place
 from trakdask.storage.reading import find, stored
-from trakdask.storage.template import UNFINISHED
+from trakdask.storage.template import METADATA, UNFINISHED, listed
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 __all__ = [
-    "DROPPED",
-    "PARTS",
     "AppendDim",
     "appended",
     "assembled",
-    "by_source",
+    "coords_of",
+    "count",
+    "dropped_mask",
     "dropped_rows",
     "pieces",
     "places",
+    "unmade",
 ]
 
-PARTS = "parts"
 AppendDim = Literal["sample", "checkpoint"]
 
-DROPPED = "dropped"
 _FORMULA = {GRAM: "gram_weights", LOSS_GRADIENT: "loss_weights"}
 _POOLED = "pooled_checkpoints"
 _BY_CHECKPOINT = ("checkpoints", "checkpoint_ids")
@@ -60,9 +67,25 @@ def pieces(place: Place) -> list[Piece]:
 
 def places(place: Place) -> list[Place]:
     """Return where the pieces of a store are; one that is being made is not there yet."""
+    return [place, *(part for part in _parts(place) if _is_made(part))]
+
+
+def unmade(place: Place) -> list[Place]:
+    """Return where an append was cut short before anything in it counts."""
+    return [part for part in _parts(place) if not _is_made(part)]
+
+
+def _parts(place: Place) -> list[Place]:
     names = sorted((name for name in (place / PARTS).names() if name.isdigit()), key=int)
-    parts = [place / PARTS / name for name in names]
-    return [place, *(part for part in parts if _is_made(part))]
+    return [place / PARTS / name for name in names]
+
+
+def count(piece: Piece) -> tuple[int, int]:
+    """Return how many blocks of a piece are complete, and how many there should be."""
+    if UNFINISHED in (piece.place / RECORDS).names():
+        return 0, len(piece.checkpoints) * piece.n_blocks
+    has_gram = f"{GRAM}/{METADATA}" in listed(piece)
+    return piece.count_done(), len(piece.checkpoints) * (piece.n_blocks + has_gram)
 
 
 def appended(
@@ -76,6 +99,8 @@ def appended(
     ------
     StoreMismatchError
         If they differ from the store in more than they may; the field is named.
+    IncompleteFeaturesError
+        If the store lacks blocks of something else: where these belong depends on it.
     """
     found = pieces(place)
     if append_dim == CHECKPOINT:
@@ -85,15 +110,36 @@ def appended(
             return old, features
     own = [old for old in found if old.spec.get("source") == piece.spec.get("source")]
     _refuse_known(piece, own, append_dim)
+    _require_complete(found)
     if append_dim == SAMPLE:
         needed, names = _with_checkpoints(found), (*_SAME, *_BY_CHECKPOINT)
     else:
         needed, names = _with_checkpoints(own or found), (*_SAME, "source", "layout")
     what = f"these features and the store {place.url!r}"
     require_same(_described(piece), _described(needed), what=what, names=names)
-    _require_variables(features, found[0])
+    _require_width(features, found[0])
+    if append_dim == SAMPLE:
+        _require_coords(features, sample_coords(found, latest(place, ASSIGNED)), place)
     zarr.open_group(place.zarr(), mode="r+", zarr_format=3).require_group(PARTS)
-    return Piece(place / PARTS / str(len(found)), piece.spec, piece.layout), features
+    number = 1 + max((int(each.place.url.rpartition("/")[2]) for each in found[1:]), default=0)
+    return Piece(place / PARTS / str(number), piece.spec, piece.layout), features
+
+
+def _require_complete(found: Sequence[Piece]) -> None:
+    for piece in found:
+        done, total = count(piece)
+        if done < total:
+            raise IncompleteFeaturesError(
+                f"expected a complete store to append to, got {done} of {total} blocks in "
+                f"{piece.place.url!r}, of the source {piece.spec.get('source')!r:.60} at the "
+                f"checkpoints {list(piece.spec['checkpoints'])}; try td.save of these features "
+                f"first{_or_give_up(piece)}"
+            )
+
+
+def _or_give_up(piece: Piece) -> str:
+    is_part = piece.place.url.rpartition("/")[0].endswith(f"/{PARTS}")
+    return f", or delete {piece.place.url!r} to give them up" if is_part else ""
 
 
 def _refuse_known(piece: Piece, own: Sequence[Piece], append_dim: AppendDim) -> None:
@@ -103,56 +149,105 @@ def _refuse_known(piece: Piece, own: Sequence[Piece], append_dim: AppendDim) -> 
     if known:
         source, old = f"{piece.spec.get('source')!r:.60}", known[0]
         raise StoreMismatchError(
-            f"{old.place.url!r} has samples of the source {source} at the checkpoints "
-            f"{list(old.spec['checkpoints'])} in {old.layout}; needed the same to go on with them, "
-            "or others to append. Type append_dim='sample' with other samples "
-            "(samples.attrs['source']), or append_dim='checkpoint' with other checkpoints."
+            f"expected other samples or checkpoints to append, or the same to go on with them, got "
+            f"the source {source}, of which {old.place.url!r} has the checkpoints "
+            f"{list(old.spec['checkpoints'])} in {old.layout}; try append_dim='sample' with other "
+            "samples (samples.attrs['source']), or append_dim='checkpoint' with other checkpoints"
         )
 
 
-def _require_variables(features: xr.Dataset, first: Piece) -> None:
-    group = first.group()
-    ours = {str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims}
-    theirs = {n for n, _ in group.arrays()} - {*FEATURE_NAMES, *SUMS, SCALE, ERROR, CHECKPOINT}
-    if ours != theirs:
-        raise StoreMismatchError(
-            f"these features have the coords {sorted(ours)} and the store {first.place.url!r} "
-            f"{sorted(theirs)}; needed the same. Type features.assign_coords(...) or "
-            f"features.drop_vars({sorted(ours - theirs)})."
-        )
-    width, needed = features.sizes[PROJ_DIM], array(group, "feature").shape[1]
+def _require_width(features: xr.Dataset, first: Piece) -> None:
+    width, needed = features.sizes[PROJ_DIM], array(first.group(), "feature").shape[1]
     if width != needed:
         raise StoreMismatchError(
-            f"these features have proj_dim {width} and the store {first.place.url!r} {needed}; "
-            "needed the same. Featurize with the projector of the store."
+            f"expected features with proj_dim {needed}, as those of the store "
+            f"{first.place.url!r}, got {width}; try the projector of the store"
         )
+
+
+def _require_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], place: Place) -> None:
+    ours = {str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims}
+    if ours != set(known):
+        remedies = [f"features.drop_vars({sorted(ours - set(known))})"] * bool(ours - set(known))
+        remedies += [f"features.assign_coords({name}=...)" for name in sorted(set(known) - ours)]
+        raise StoreMismatchError(
+            f"expected features with the coords {sorted(known)} of the store {place.url!r}, got "
+            f"{sorted(ours)}; try {', '.join(remedies)}"
+        )
+    require_kinds(features, known, place.url)
+
+
+def coords_of(place: Place, piece: Piece, only: Collection[str]) -> dict[str, xr.Variable] | None:
+    """Return the named coords of the samples of a piece; None if the store has no such samples."""
+    found = pieces(place)
+    rows = by_source(found)
+    sources = [row[0].spec.get("source") for row in rows]
+    if (source := piece.spec.get("source")) not in sources:
+        return None
+    at = sources.index(source)
+    sizes = [row[0].layout["samples"] for row in rows]
+    chosen = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
+    known = sample_coords(found, latest(place, ASSIGNED), only=only)
+    return {name: variable[chosen] for name, variable in known.items()}
 
 
 def assembled(
-    found: Sequence[Piece], drop: Drop | None = None, *, complete: bool = True
+    found: Sequence[Piece],
+    names: list[str],
+    drop: Edit | None = None,
+    assigned: Edit | None = None,
+    *,
+    complete: bool = True,
 ) -> xr.Dataset:
-    """Return the pieces of a store as one lazy Dataset; a coord ``dropped`` marks samples."""
+    """Return the pieces of a store at some checkpoints as one lazy Dataset, coords in memory.
+
+    A coord ``dropped`` marks samples, if any were.
+    """
+    coords = sample_coords(found, assigned, complete=complete)
     if len(found) == 1 and drop is None:
-        return stored(found[0], complete=complete)
-    names = list(_with_checkpoints(found).spec["checkpoints"])
-    rows = [_row(row, names, complete) for row in by_source(found)]
+        ds = without_sample_coords(stored(found[0], complete=complete, without=coords))
+        return ds.assign_coords(coords)
+    rows = [_row(row, names, complete, coords) for row in by_source(found)]
     ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE) if len(rows) > 1 else rows[0]
-    ds = ds[list(FEATURE_NAMES)].assign_attrs(
-        source=" + ".join(str(row.attrs.get("source")) for row in rows),
-        layout={**found[0].layout, "samples": ds.sizes[SAMPLE]},
+    ds = (
+        ds[list(FEATURE_NAMES)]
+        .assign_coords(coords)
+        .assign_attrs(
+            source=" + ".join(str(row.attrs.get("source")) for row in rows),
+            layout={**found[0].layout, "samples": ds.sizes[SAMPLE]},
+        )
     )
-    own = found if drop is None else found[drop.attrs["pieces"] :]
-    summed = [stored(piece, complete=complete) for piece in own]
+    own = found if drop is None else found[drop.pieces :]
+    summed = [stored(piece, complete=complete, without=coords) for piece in own]
+    n_dropped = 0
     if drop is not None:
-        mask = drop.mask(ds.sizes[SAMPLE])
+        mask = dropped_mask(drop, ds.sizes[SAMPLE])
+        n_dropped = int(mask.sum())
         ds = ds.assign_coords({DROPPED: (SAMPLE, mask)})
         packed = np.packbits(mask).tobytes().hex()
         ds.attrs["source"] += f" without {digest({'dropped': packed})[:16]}"
-        summed.append(drop.sums())
-    n_dropped = int(ds[DROPPED].sum()) if drop is not None else 0
+        summed.append(_left(drop))
     about = {"samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
     sums = {name: _sum(name, summed, names) for name in SUMS}
     return ds.assign({n: v.assign_attrs(about) for n, v in sums.items() if v is not None})
+
+
+def dropped_mask(drop: Edit, n_samples: int) -> np.ndarray:
+    """Return which samples are dropped; none that were appended since."""
+    mask = np.zeros(n_samples, bool)
+    found = np.asarray(array(drop.group(), DROPPED)[:], bool)
+    mask[: len(found)] = found
+    return mask
+
+
+def _left(drop: Edit) -> xr.Dataset:
+    """Return the sums over the samples that a drop left, lazy."""
+    group = drop.group()
+    found = {name: array(group, name) for name in SUMS if name in group}
+    data = {
+        name: (VARIABLES[name].dims, da.from_zarr(of), dict(of.attrs)) for name, of in found.items()
+    }
+    return xr.Dataset(data, coords={CHECKPOINT: drop.attrs["checkpoints"]})
 
 
 def dropped_rows(place: Place, piece: Piece) -> np.ndarray:
@@ -161,10 +256,10 @@ def dropped_rows(place: Place, piece: Piece) -> np.ndarray:
     sizes = [row[0].layout["samples"] for row in rows]
     sources = [row[0].spec.get("source") for row in rows]
     start = sum(sizes[: sources.index(piece.spec.get("source"))])
-    drop = latest(place)
+    drop = latest(place, DROPS)
     if drop is None:
         return np.zeros(piece.layout["samples"], bool)
-    return drop.mask(sum(sizes))[start : start + piece.layout["samples"]]
+    return dropped_mask(drop, sum(sizes))[start : start + piece.layout["samples"]]
 
 
 def _is_made(place: Place) -> bool:
@@ -215,27 +310,15 @@ def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def by_source(found: Sequence[Piece]) -> list[list[Piece]]:
-    """Return the pieces of the same samples together, in the order of the first of each."""
-    rows: dict[Any, list[Piece]] = {}
-    for piece in found:
-        rows.setdefault(piece.spec.get("source"), []).append(piece)
-    return list(rows.values())
-
-
-def _row(row: Sequence[Piece], names: list[str], complete: bool) -> xr.Dataset:
-    """Return all checkpoints of the samples of one source."""
-    parts = [stored(piece, complete=complete) for piece in row]
+def _row(
+    row: Sequence[Piece], names: list[str], complete: bool, coords: Collection[str]
+) -> xr.Dataset:
+    """Return the samples of one source at the named checkpoints, without coords along samples."""
+    parts = [stored(piece, complete=complete, without=coords) for piece in row]
     attrs = {**parts[0].attrs, **_with_checkpoints(row).spec}
-    parts = [part[list(FEATURE_NAMES)] for part in parts]
+    parts = [without_sample_coords(part[list(FEATURE_NAMES)]) for part in parts]
     ds = _concat(parts, CHECKPOINT) if len(parts) > 1 else parts[0]
     here = [str(name) for name in ds[CHECKPOINT].values]
-    if missing := [name for name in names if name not in here]:
-        raise IncompleteFeaturesError(
-            f"the samples of {attrs.get('source')!r:.60} have no features of the checkpoints "
-            f"{missing} in the store; needed all of {names}. Type td.save(td.featurize(samples, "
-            "model), store, append_dim='checkpoint') with these samples."
-        )
     ordered = attrs | {field: {n: attrs[field][n] for n in names} for field in _BY_CHECKPOINT}
     return ds.isel({CHECKPOINT: [here.index(name) for name in names]}).assign_attrs(ordered)
 

@@ -15,14 +15,18 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from trakdask.provenance import FEATURE_SPEC, digest, spec
-from trakdask.storage.place import Place, Recorded
+from trakdask.storage.place import Arrays, Place, Recorded
 from trakdask.variables import SAMPLE
 
 __all__ = [
+    "ASSIGNED",
+    "BESIDE",
+    "DROPS",
     "ERROR",
     "FEATURE_NAMES",
     "GRAM",
     "LOSS_GRADIENT",
+    "PARTS",
     "RECORDS",
     "SCALE",
     "SUMS",
@@ -39,6 +43,11 @@ SCALE = "feature_scale"
 ERROR = "error"
 SUMS = (GRAM, LOSS_GRADIENT)
 RECORDS = "records"
+PARTS = "parts"
+DROPS = "drops"
+ASSIGNED = "assigned"
+BESIDE = frozenset({RECORDS, PARTS, DROPS, ASSIGNED})
+"""Folders beside the arrays, which are no coords."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,11 @@ class Piece:
         """Open the zarr group; to write if given where."""
         if store is not None:
             return zarr.open_group(store, mode="r+", zarr_format=3)
-        return zarr.open_group(self.place.zarr(read_only=True), mode="r", zarr_format=3)
+        return zarr.open_group(self.arrays(), mode="r", zarr_format=3)
+
+    def arrays(self) -> Arrays:
+        """Return the zarr store of its arrays, without what lies beside them."""
+        return Arrays(self.place.zarr(read_only=True), BESIDE)
 
 
 class Files:

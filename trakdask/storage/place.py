@@ -7,9 +7,10 @@ import builtins
 import errno
 import json
 import os
+import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +25,15 @@ from zarr.storage import FsspecStore, LocalStore, WrapperStore
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.locations import location
 
-__all__ = ["PARTIAL", "Complete", "Place", "Recorded", "checksum", "explained"]
+__all__ = ["Arrays", "Complete", "Place", "Recorded", "checksum", "explained", "is_partial"]
 
 T = TypeVar("T")
 
 _UNCACHED = {"use_listings_cache": False}
 """Other processes write: a listing of before, which fsspec would keep, knows nothing of that."""
 
-PARTIAL = ".partial"
+_PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
+"""How a file ends while it is written, here and in zarr: it gets its own name when it is whole."""
 _WAITS_S = (0.1, 0.5, 2.0)
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
 
@@ -46,10 +48,17 @@ class Place:
     @classmethod
     def at(cls, store: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Place:
         """Return where a store is, or would be; NotADirectoryError if a file is in the way."""
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(
+                f"expected storage_options to be a mapping or None, got {options!r:.60}; try "
+                "storage_options={'anon': True}"
+            )
         place = cls(location(store), options or {})
         path = Path(place.url)
         if place.is_local and (file := next((p for p in (path, *path.parents) if p.is_file()), "")):
-            raise NotADirectoryError(f"{str(file)!r} is a file; needed a folder. Check the path.")
+            raise NotADirectoryError(
+                f"expected a folder, got the file {str(file)!r}; try another path"
+            )
         return place
 
     def __truediv__(self, name: str) -> Place:
@@ -68,7 +77,7 @@ class Place:
         return _Patient(FsspecStore.from_url(self.url, options, read_only=read_only))
 
     def names(self) -> list[str]:
-        """List what is in it; nothing where it does not exist."""
+        """List what is in it but files half written; nothing where it does not exist."""
         fs, path = self._fs()
 
         def listed() -> list[str]:
@@ -79,7 +88,8 @@ class Place:
                 return []
 
         found = (name.rstrip("/") for name in _patiently(listed))
-        return sorted(name.rpartition("/")[2] for name in found if name != path)
+        names = (name.rpartition("/")[2] for name in found if name != path)
+        return sorted(name for name in names if not is_partial(name))
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below it, by their relative paths; one listing."""
@@ -93,6 +103,32 @@ class Place:
             return {name[len(path) + 1 :]: info["size"] for name, info in found.items()}
 
         return _patiently(listed)
+
+    def sweep(self) -> None:
+        """Remove the files below it that were half written when their writer was killed."""
+        if self.is_local:  # only there is a file written under another name first
+            for path, _ in _walk(self.url):
+                if is_partial(path):
+                    self.remove(path)
+
+    def require_no_links(self) -> None:
+        """Refuse symbolic links below it, so that what is written there stays there.
+
+        Raises
+        ------
+        ValueError
+            If there is one; it names the link and where it leads.
+        """
+        if not self.is_local or not os.path.isdir(self.url):
+            return
+        for path, _ in _walk(self.url):
+            whole = f"{self.url}/{path}"
+            if os.path.islink(whole):
+                raise ValueError(
+                    f"expected plain files and folders in the store {self.url!r}, got the symbolic "
+                    f"link {path!r} to {os.readlink(whole)!r}, and nothing is written through "
+                    "links; try replacing the link by what it leads to"
+                )
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
@@ -140,6 +176,17 @@ def explained(err: OSError, text: str) -> OSError:
     return OSError(err.errno, text) if err.errno else OSError(text)
 
 
+def is_partial(name: str) -> bool:
+    """Return whether a file was half written when its writer was killed: it is no content.
+
+    Examples
+    --------
+    >>> is_partial(f"c.0.0.{32 * '0'}.partial"), is_partial("film.partial")
+    (True, False)
+    """
+    return _PARTIAL.search(name) is not None
+
+
 def checksum(data: Any) -> int:
     """Return the CRC-32 of some bytes."""
     return zlib.crc32(data)
@@ -149,7 +196,7 @@ def checksum(data: Any) -> int:
 def _written(target: str, data: bytes) -> Iterator[str]:
     """Hold a file beside its target that is whole, and on the disk, before it gets its name."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    partial = f"{target}.{uuid4().hex}{PARTIAL}"
+    partial = f"{target}.{uuid4().hex}.partial"
     try:
         with builtins.open(partial, "wb") as file:
             file.write(data)
@@ -225,8 +272,27 @@ class _Patient(WrapperStore[Store]):
             yield name
 
 
+class Arrays(WrapperStore[Store]):
+    """A zarr store that shows no folder of the names that are hidden: zarr warns of such."""
+
+    def __init__(self, store: Store, hidden: frozenset[str] = frozenset()) -> None:
+        super().__init__(store)
+        self._hidden = hidden
+
+    def _with_store(self, store: Store) -> Arrays:
+        return type(self)(store, self._hidden)
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """List what is in a folder."""
+        async for name in self._store.list_dir(prefix):
+            if name.rstrip("/") not in self._hidden:
+                yield name
+
+
 class Complete(WrapperStore[Store]):
-    """A store whose chunks are there: zarr would read a lost one as fill values, without a word.
+    """A store whose files are those that were written.
+
+    zarr would read a lost chunk as fill values, and changed bytes as other numbers, without a word.
 
     Parameters
     ----------
@@ -238,35 +304,50 @@ class Complete(WrapperStore[Store]):
         What tells its content from others', for names of tasks.
     may_lack
         Names of arrays whose absent chunks mean fill values.
+    known
+        Size and checksum of files, by their paths; what is read of others is not checked here.
     """
 
     def __init__(
-        self, store: Store, place: Place, token: str = "", may_lack: tuple[str, ...] = ()
+        self,
+        store: Store,
+        place: Place,
+        token: str = "",
+        may_lack: tuple[str, ...] = (),
+        known: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         super().__init__(store)
-        self._about = place, token, may_lack
+        self._about = place, token, may_lack, known or {}
 
     def _with_store(self, store: Store) -> Complete:
         return type(self)(store, *self._about)
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        place, token, _ = self._about
+        place, token, *_ = self._about
         return type(self).__name__, place.url, token
 
     async def get(self, key: str, *args: Any, **options: Any) -> Buffer | None:
         """Read one file."""
         found = await self._store.get(key, *args, **options)
-        if found is not None:
-            return found
-        place, _, may_lack = self._about
+        place, _, may_lack, known = self._about
         name, *chunk = key.split("/")
-        if chunk and chunk[0].partition(".")[0] == "c" and name not in may_lack:
-            raise IncompleteFeaturesError(
-                f"the store {place.url!r} has lost the file {key!r} of a completed block; needed "
-                "all of them. Type td.verify(store, repair=True), then td.save(features, store) "
-                "to compute what is missing."
-            )
-        return None
+        if found is None:
+            is_chunk = chunk and chunk[0].partition(".")[0] == "c"
+            if key in known or (is_chunk and name not in may_lack):
+                raise IncompleteFeaturesError(
+                    f"expected the file {key!r} in the store {place.url!r}, but it was lost; try "
+                    "td.verify(store, repair=True), then td.save(features, store) to compute what "
+                    "is missing"
+                )
+        elif key in known:
+            data = found.as_numpy_array()
+            if [data.nbytes, checksum(data)] != list(known[key]):
+                raise ValueError(
+                    f"expected the file {key!r} of the store {place.url!r} as it was written, got "
+                    "other bytes (its checksum differs); try td.verify(store, checksums=True), "
+                    "which says how to restore it"
+                )
+        return found
 
 
 class Recorded(WrapperStore[Store]):

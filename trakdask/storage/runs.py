@@ -16,7 +16,7 @@ from trakdask._version import __version__
 from trakdask.scheduling import on_all_workers
 from trakdask.storage.piece import Piece
 
-__all__ = ["RUNS", "recorded_run", "runs", "tell"]
+__all__ = ["RUNS", "has_ended", "recorded_run", "runs", "tell"]
 
 RUNS = "runs"
 _told: dict[str, dict[str, set[str]]] = {}  # by the digest of a piece
@@ -76,6 +76,12 @@ def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
         "kernels": _all(found, "kernels"),
         "versions": found[-1]["versions"],
     }
+
+
+def has_ended(piece: Piece) -> bool:
+    """Return whether a call of save came to its end here: then all blocks were there."""
+    folder = piece.records / RUNS
+    return any(folder.read_json(name)["ended"] for name in folder.names())
 
 
 def _all(found: Sequence[Mapping[str, Any]], name: str) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
+from trakdask.errors import StoreMismatchError
 from trakdask.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
@@ -19,18 +20,24 @@ from trakdask.estimators import (
     require_estimator,
 )
 from trakdask.progress import polled_bar
-from trakdask.provenance import STORE_SPEC, require_same
+from trakdask.provenance import EARLIER_SOURCE, STORE_SPEC, require_same
 from trakdask.storage.blocks import save_checkpoint, storing
+from trakdask.storage.coords import (
+    portable_coords,
+    require_names,
+    require_same_coords,
+    restore_coords,
+)
 from trakdask.storage.failures import as_variable
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import AppendDim, appended, dropped_rows
+from trakdask.storage.parts import AppendDim, appended, coords_of, dropped_rows, pieces
 from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
 from trakdask.storage.place import Place
 from trakdask.storage.runs import recorded_run
 from trakdask.storage.sums import save_sums
 from trakdask.storage.template import UNFINISHED, create, require_place
-from trakdask.storage.verification import faults, sweep, withdraw
+from trakdask.storage.verification import faults, withdraw
 from trakdask.variables import CHECKPOINT, SAMPLE, lazy_features, validate
 
 __all__ = ["save"]
@@ -125,16 +132,20 @@ def save(
     _require_options(features, dtype, append_dim, retries)
     require_estimator(estimator)
     features = lazy_features(as_variable(features))
+    require_names(features.coords)
+    features = portable_coords(features)
     place = Place.at(store, storage_options)
     piece = Piece(place, *describe(features, dtype))
-    _require_ours(place)
+    if _require_ours(place):
+        piece = _as_known(piece, features)
     with lease(place, "td.save"):
         if append_dim is not None and _require_ours(place):
             piece, features = appended(place, piece, features, append_dim)
         if features.sizes[CHECKPOINT] > 0:
             kept = estimator_weights(features, estimator, power) if gram else None
-            _create_or_check(piece, features, kept)
+            _create_or_check(place, piece, features, kept)
             _save(place, piece, features, kept, progress=progress, retries=retries)
+        place.sweep()
     return open(store, storage_options=storage_options)
 
 
@@ -165,8 +176,8 @@ def _save(
     progress: bool,
     retries: int,
 ) -> None:
+    place.sweep()
     sizes = piece.place.sizes()
-    sweep(piece, sizes)
     for fault in faults(piece, sizes):
         _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
         withdraw(piece, fault)
@@ -180,6 +191,26 @@ def _save(
             dropped = dropped_rows(place, piece)
             for index in range(len(piece.checkpoints)):
                 hosts |= save_sums(piece, kept, index, dropped, retries)
+
+
+def _as_known(piece: Piece, features: xr.Dataset) -> Piece:
+    """Return the piece with the source by which the store has known its samples so far."""
+    known = {each.spec.get("source") for each in pieces(piece.place)}
+    source, earlier = piece.spec.get("source"), features.attrs.get(EARLIER_SOURCE)
+    if source == features.attrs.get("source") and source not in known and earlier in known:
+        return Piece(piece.place, {**piece.spec, "source": earlier}, piece.layout)
+    return piece
+
+
+def _require_source(piece: Piece, known: object, what: str) -> None:
+    source = piece.spec.get("source")
+    if source != known:
+        raise StoreMismatchError(
+            f"expected the samples of the store, but {what} differ in source: got {source!r}, the "
+            f"store has {known!r}; try another store, append_dim='sample' if these are more "
+            "samples of it, or, if the model reads the same data (before, numeric coords that it "
+            f"does not read were part of the source), samples.attrs['source'] = {known!r}"
+        )
 
 
 def _require_ours(place: Place) -> bool:
@@ -217,15 +248,24 @@ def _not_ours(place: Place, names: list[str]) -> str:
     )
 
 
-def _create_or_check(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
+def _create_or_check(
+    place: Place, piece: Piece, features: xr.Dataset, kept: Weights | None
+) -> None:
     """Make the store once, or check that the one there is ours and was made in the same way."""
-    if not _require_ours(piece.place):
+    is_there = _require_ours(piece.place)
+    if is_there:
+        group = piece.group()
+        ours = {**piece.spec, "layout": piece.layout}
+        what = f"these features and the store {piece.place.url!r}"
+        _require_source(piece, group.attrs.get("source"), what)
+        require_same(ours, dict(group.attrs), what=what, names=(*STORE_SPEC, "layout"))
+        if kept:
+            require_place(piece, group, kept)
+        for path in restore_coords(piece, features):
+            _log.warning("%s was damaged or lost: it was written again", path)
+    names = list(map(str, features.coords))
+    if _require_ours(place) and (known := coords_of(place, piece, names)) is not None:
+        require_same_coords(features, known, place.url)
+    if not is_there:
         with storing(piece, "metadata"):
             create(piece, features, kept)
-        return
-    group = piece.group()
-    ours = {**piece.spec, "layout": piece.layout}
-    what = f"these features and the store {piece.place.url!r}"
-    require_same(ours, dict(group.attrs), what=what, names=(*STORE_SPEC, "layout"))
-    if kept:
-        require_place(piece, group, kept)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import xarray as xr
 import zarr
+from zarr.abc.store import Store
 from zarr.codecs import Crc32cCodec
 
 from trakdask import arrays
-from trakdask.errors import StoreMismatchError
+from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.estimators import Weights
 from trakdask.storage.lease import PREFIX as LEASE
 from trakdask.storage.piece import (
@@ -20,6 +22,7 @@ from trakdask.storage.piece import (
     GRAM,
     RECORDS,
     SCALE,
+    SUMS,
     Piece,
 )
 from trakdask.storage.place import Place, Recorded, checksum
@@ -31,8 +34,11 @@ __all__ = [
     "UNFINISHED",
     "create",
     "inventory",
+    "listed",
+    "listed_coords",
     "require_place",
     "restore",
+    "write_coords",
 ]
 
 UNFINISHED = "unfinished"
@@ -49,13 +55,14 @@ def create(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
     features = features.assign_attrs(piece.spec)
     control = piece.place / RECORDS
     control.write(UNFINISHED, b"trakdask is making this store; nothing in it counts yet\n")
+    piece.place.sweep()
     for place in (piece.place, control):
         for name in place.names():
             if name not in (RECORDS, UNFINISHED) and not name.startswith(LEASE):
                 place.remove(name)
     store = Recorded(piece.place.zarr())
     zarr.create_group(store, zarr_format=3).create_group(RECORDS)
-    write_coords(store, features)
+    write_coords(store, features.coords.to_dataset())
     group = piece.group(store)
     group.attrs.update({**features.attrs, "layout": piece.layout})
     for name in FEATURE_NAMES:
@@ -74,10 +81,37 @@ def create(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
     control.remove(UNFINISHED)
 
 
-def write_coords(store: Recorded, features: xr.Dataset) -> None:
+def write_coords(store: Store, coords: xr.Dataset) -> None:
     """Write the coords, as xarray encodes them; every chunk, since an absent one is lost."""
-    coords = features.coords.to_dataset().drop_attrs(deep=False).drop_encoding()
+    coords = coords.drop_attrs(deep=False).drop_encoding()
     coords.to_zarr(store, mode="a", consolidated=False, zarr_format=3, write_empty_chunks=True)
+
+
+def listed(piece: Piece) -> dict[str, list[int]]:
+    """Return size and checksum of the files that a piece was made with: metadata and coords.
+
+    Raises
+    ------
+    IncompleteFeaturesError
+        If the list was lost, or is damaged.
+    """
+    try:
+        found = piece.records.read_json(TEMPLATE)
+        return {path: [about["bytes"], about["checksum"]] for path, about in found.items()}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise IncompleteFeaturesError(
+            f"expected the list of files {TEMPLATE} among the records of the store "
+            f"{piece.place.url!r}, got none that can be read ({type(err).__name__}); try "
+            "ds = td.open(store, require_complete=False), and if it looks right, "
+            "td.save(ds, new_store)"
+        ) from err
+
+
+def listed_coords(files: Iterable[str]) -> list[str]:
+    """Return the names of the coords among the files that a piece was made with."""
+    arrays = (path.partition("/") for path in files if path.count("/") == 1)
+    names = {folder for folder, _, name in arrays if name == METADATA}
+    return sorted(names - {*FEATURE_NAMES, *SUMS, SCALE, ERROR, RECORDS})
 
 
 def inventory(place: Place) -> dict[str, Any]:
@@ -90,7 +124,9 @@ def inventory(place: Place) -> dict[str, Any]:
     """
     for name in (place / RECORDS).names():
         if TEMPLATE in (place / RECORDS / name).names():
-            found = dict((place / RECORDS / name).read_json(TEMPLATE))
+            found = (place / RECORDS / name).read_json(TEMPLATE)
+            if not isinstance(found, dict) or not all(map(_is_described, found.items())):
+                raise ValueError(f"{TEMPLATE} of {place.url!r} is no list of files")
             for path in found:
                 if path.startswith("/") or ".." in path.split("/") or "\\" in path:
                     raise ValueError(f"{TEMPLATE} names {path!r}, outside of {place.url!r}")
@@ -98,9 +134,28 @@ def inventory(place: Place) -> dict[str, Any]:
     raise ValueError(f"there is no {TEMPLATE} in {place.url!r}")
 
 
+def _is_described(item: tuple[str, Any]) -> bool:
+    path, about = item
+    fields = {"bytes", "checksum"} | ({"content"} if path.endswith(METADATA) else set())
+    return isinstance(about, dict) and fields <= set(about)
+
+
 def restore(place: Place, path: str) -> None:
-    """Write metadata again that was damaged, from the copy among the records."""
-    place.write(path, inventory(place)[path]["content"].encode())
+    """Write metadata again that was damaged, from the copy among the records.
+
+    Raises
+    ------
+    ValueError
+        If the copy is damaged, too.
+    """
+    known = inventory(place)[path]
+    data = known["content"].encode()
+    if checksum(data) != known["checksum"]:
+        raise ValueError(
+            f"expected a copy of {path!r} in the {TEMPLATE} of {place.url!r} as it was written, "
+            "got other bytes; try restoring both from a backup"
+        )
+    place.write(path, data)
 
 
 def require_place(piece: Piece, group: zarr.Group, kept: Weights) -> None:

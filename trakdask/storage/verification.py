@@ -9,20 +9,28 @@ from typing import Any
 
 import pandas as pd
 
-from trakdask.storage.drops import DROPS, latest
+from trakdask.storage import edits
+from trakdask.storage.edits import KINDS, latest
 from trakdask.storage.lease import PREFIX, lease
-from trakdask.storage.parts import PARTS, places
-from trakdask.storage.piece import GRAM, RECORDS, Files, Piece
-from trakdask.storage.place import PARTIAL, Place, checksum
+from trakdask.storage.parts import places, unmade
+from trakdask.storage.piece import ASSIGNED, DROPS, GRAM, PARTS, RECORDS, Files, Piece
+from trakdask.storage.place import Place, checksum, is_partial
 from trakdask.storage.reading import find
 from trakdask.storage.runs import RUNS
 from trakdask.storage.template import METADATA, TEMPLATE, UNFINISHED, inventory, restore
 
-__all__ = ["faults", "sweep", "verify", "withdraw"]
+__all__ = ["faults", "verify", "withdraw"]
 
 _SAVE = "td.verify(store, repair=True), then td.save(features, store)"
 _LOST = "no such file"
 _REPAIR = "td.verify(store, repair=True)"
+_COORD = (
+    "td.save(features, store) with these coords, or td.assign_coords(store, {{{name!r}: values}})"
+)
+_AGAIN = {
+    DROPS: "td.drop(store, where=...)",
+    ASSIGNED: "td.assign_coords(store, coords)",
+}
 
 
 def verify(
@@ -65,14 +73,19 @@ def verify(
     One listing of the store; with ``checksums``, one pass over its bytes, file by file.
     """
     place = Place.at(store, storage_options)
+    for name, value in {"checksums": checksums, "repair": repair}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
+    if RECORDS not in place.names():
+        _template(place)  # says what is there instead; a lease would make a folder
     if not repair:
-        found = [each for at in places(place) for each in _faults_at(at, checksums)]
-        return _table(place, [*found, *_drop_faults(place, checksums)])
-    if not place.names():
-        find(place)  # says that there is no store; a lease would make a folder
+        return _table(place, _all_faults(place, checksums, repair=False))
     with lease(place, "td.verify"):
-        found = [each for at in places(place) for each in _mend(at, checksums)]
-        return _table(place, [*found, *_drop_faults(place, checksums)])
+        found = _all_faults(place, checksums, repair=True)
+        for at in [*unmade(place), *(left for kind in KINDS for left in _left(place, kind))]:
+            place.remove(at.url[len(place.url) + 1 :])
+        place.sweep()
+        return _table(place, found)
 
 
 @dataclass(frozen=True)
@@ -95,47 +108,80 @@ def faults(piece: Piece, sizes: Mapping[str, int], *, checksums: bool = False) -
     return found
 
 
-def sweep(piece: Piece, sizes: Mapping[str, int]) -> None:
-    """Remove what writers that were killed left half written."""
-    for path in sizes:
-        if path.endswith(PARTIAL):
-            piece.place.remove(path)
-
-
 def withdraw(piece: Piece, fault: Fault) -> None:
     """Remove the record of a damaged block: it does not count until it is computed again."""
     if fault.checkpoint >= 0:
         piece.folder(fault.checkpoint).remove(f"{fault.block}.json")
 
 
-def _faults_at(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
-    found = _metadata_faults(place) or _piece_faults(find(place), checksums)
-    return [(place, fault) for fault in found]
+def _all_faults(place: Place, checksums: bool, repair: bool) -> list[tuple[Place, Fault]]:
+    found = []
+    for at, assigned in _pieces_with_assigned(place):
+        found += [(at, fault) for fault in _faults_at(at, checksums, repair, assigned)]
+    found += _edit_faults(place, checksums) + _left_faults(place)
+    partial = (path for path in place.sizes() if is_partial(path))
+    text = "left half written by a writer that was killed"
+    return found + [(place, Fault(path, text, remedy=_REPAIR)) for path in partial]
 
 
-def _mend(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
+def _pieces_with_assigned(place: Place) -> list[tuple[Place, set[str]]]:
+    """Return where the pieces are, and the coords of each that were assigned anew since."""
+    try:
+        edit = latest(place, ASSIGNED)
+    except ValueError:
+        edit = None  # reported where edits are
+    names, covered = (set[str](), 0) if edit is None else (set(edit.attrs["coords"]), edit.pieces)
+    return [(at, names if n < covered else set()) for n, at in enumerate(places(place))]
+
+
+def _faults_at(place: Place, checksums: bool, repair: bool, assigned: set[str]) -> list[Fault]:
     found = _metadata_faults(place)
+    if found and not repair:
+        return found  # what they describe cannot be known
     for fault in found:
         restore(place, fault.path)
     piece = find(place)
-    sweep(piece, piece.place.sizes())
-    for fault in _piece_faults(piece, checksums):
+    others = list(_piece_faults(piece, checksums, assigned))
+    for fault in others if repair else ():
         withdraw(piece, fault)
-        found.append(fault)
-    return [(place, fault) for fault in found]
+    return found + others
 
 
-def _drop_faults(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
-    if (drop := latest(place)) is None:
-        return []
-    sizes, found = drop.place.sizes(), []
-    remedy = f"delete {drop.place.url}, then td.drop(store, where=...) again"
-    for path, (size, known) in drop.attrs["files"].items():
-        if path == METADATA:  # its attrs tell of the files: written after them
+def _edit_faults(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
+    """Return what is wrong with the last edit of each kind."""
+    found = []
+    for kind in KINDS:
+        try:
+            edit = latest(place, kind)
+        except ValueError as err:
+            found.append((place, Fault(kind, "damaged metadata", remedy=str(err))))
             continue
-        if sizes.get(path) != size or (checksums and checksum(drop.place.read(path)) != known):
-            found.append((drop.place, Fault(path, "damaged or missing", remedy=remedy)))
+        if edit is None:
+            continue
+        for path in edits.damaged(edit, checksums=checksums):
+            # A drop would start from what is damaged.
+            first = f"delete {edit.place.url}, then " if kind == DROPS else ""
+            remedy = f"{first}{_AGAIN[kind]} again"
+            found.append((edit.place, Fault(path, "damaged or missing", remedy=remedy)))
     return found
+
+
+def _left_faults(place: Place) -> list[tuple[Place, Fault]]:
+    """Return what was left of appends and edits that were cut short before they counted."""
+    text = "left of an append that was cut short before its first block"
+    found = [(part, Fault("", text, remedy=_REPAIR)) for part in unmade(place)]
+    for kind in KINDS:
+        text = f"left of {_AGAIN[kind]} that was cut short, or that a later one replaced"
+        for at in _left(place, kind):
+            found.append((at, Fault("", text, remedy=_REPAIR)))
+    return found
+
+
+def _left(place: Place, kind: str) -> list[Place]:
+    try:
+        return edits.left(place, kind)
+    except ValueError:  # damaged: reported, and nothing of its kind is removed
+        return []
 
 
 def _table(root: Place, found: list[tuple[Place, Fault]]) -> pd.DataFrame:
@@ -143,7 +189,7 @@ def _table(root: Place, found: list[tuple[Place, Fault]]) -> pd.DataFrame:
     columns = [field.name for field in fields(Fault)]
     prefixes = [place.url[len(root.url) + 1 :] for place, _ in found]
     rows = [
-        {**asdict(fault), "path": f"{prefix}/{fault.path}" if prefix else fault.path}
+        {**asdict(fault), "path": "/".join(filter(None, (prefix, fault.path)))}
         for prefix, (_, fault) in zip(prefixes, found, strict=True)
     ]
     return pd.DataFrame(rows, columns=columns)
@@ -161,11 +207,11 @@ def _block_faults(
     if checksums:
         try:
             record = piece.folder(index).read_json(f"{block}.json")
-        except ValueError:
+            needed = {path: size for path, (size, _) in record["files"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
             path = f"{RECORDS}/{piece.digest[:16]}/{piece.checkpoints[index]}/{block}.json"
-            yield Fault(path, "a record that is no JSON", block, index)
+            yield Fault(path, "a record that cannot be read", block, index)
             return
-        needed = {path: size for path, (size, _) in record["files"].items()}
     for path, size in needed.items():
         if path not in sizes:
             yield Fault(path, _LOST, block, index)
@@ -201,31 +247,32 @@ def _metadata_faults(place: Place) -> list[Fault]:
     return found
 
 
-def _piece_faults(piece: Piece, checksums: bool) -> Iterator[Fault]:
+def _piece_faults(piece: Piece, checksums: bool, assigned: set[str]) -> Iterator[Fault]:
     sizes = piece.place.sizes()
     yield from faults(piece, sizes, checksums=checksums)
-    yield from _other_faults(piece, sizes, checksums)
+    yield from _other_faults(piece, sizes, checksums, assigned)
 
 
-def _other_faults(piece: Piece, sizes: Mapping[str, int], checksums: bool) -> Iterator[Fault]:
+def _other_faults(
+    piece: Piece, sizes: Mapping[str, int], checksums: bool, assigned: set[str]
+) -> Iterator[Fault]:
     """Yield coords that are damaged, and files that nobody asked for."""
     template = _template(piece.place)
     for path, known in template.items():
-        if path.endswith(METADATA):
+        if path.endswith(METADATA) or path.partition("/")[0] in assigned:
             continue
         is_there = sizes.get(path) == known["bytes"]
         if is_there and checksums:
             is_there = checksum(piece.place.read(path)) == known["checksum"]
         if not is_there:
-            yield Fault(path, "a damaged or missing coord", remedy="td.save(features, new_store)")
+            remedy = _COORD.format(name=path.partition("/")[0])
+            yield Fault(path, "a damaged or missing coord", remedy=remedy)
     own = {*template, *_possible(piece)}
     for path in sizes:
-        if path.startswith((f"{PARTS}/", f"{DROPS}/")):
-            continue  # told of by themselves
-        if path.endswith(PARTIAL):
-            yield Fault(path, "left half written by a writer that was killed", remedy=_REPAIR)
-        elif path not in own and not _is_control(piece, path):
-            yield Fault(path, "a foreign file", remedy=f"delete {piece.place.url}/{path}")
+        is_elsewhere = path.startswith(tuple(f"{folder}/" for folder in (PARTS, *KINDS)))
+        if is_elsewhere or is_partial(path) or path in own or _is_control(piece, path):
+            continue
+        yield Fault(path, "a foreign file", remedy=f"delete {piece.place.url}/{path}")
 
 
 def _possible(piece: Piece) -> Iterator[str]:
