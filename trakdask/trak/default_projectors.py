@@ -48,14 +48,14 @@ class DefaultProjector:
         if self.device.type == "cpu":
             _log.info("Using BasicProjector with a normal matrix, since the device is a CPU")
             return self._basic(ProjectionType.normal)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"expected a CUDA device for device={str(self.device)!r}, got a machine without "
+                "one; try device='cpu'"
+            )
         try:
             return self._cuda()
         except _NO_CUDA_PROJECTOR as err:
-            if self.device.type == "cuda" and not torch.cuda.is_available():
-                raise RuntimeError(
-                    f"expected a CUDA device for device={str(self.device)!r}, got none on this "
-                    "machine; try device='cpu'"
-                ) from err
             _log.error("Could not use CudaProjector.\nReason: %s", err)
             _log.error("Defaulting to BasicProjector.")
             return self._basic(ProjectionType.rademacher)

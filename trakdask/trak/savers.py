@@ -21,7 +21,7 @@ from trakdask.trak.saver_base import EXTRA, AbstractSaver, ModelIDException
 
 __all__ = ["EXTRA", "AbstractSaver", "MmapSaver", "ModelIDException"]
 
-_SCAN = 2**16
+_SCAN = 2**12
 
 
 class MmapSaver(AbstractSaver):
