@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import trakdask as td
+from trakdask.projection import RowMap, project
+from trakdask.trak import projectors
+from trakdask.trak.projectors import (
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    CudaProjector,
+    NoOpProjector,
+    StreamProjector,
+)
+
+GRADIENTS = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
+AS_DICT = {"a": GRADIENTS[:, :6].reshape(3, 2, 3), "b": GRADIENTS[:, 6:]}
+
+
+def oracle_matrix(seed: int, n_columns: int, block: int) -> torch.Tensor:
+    """Normal entries by torch's generator, in blocks that are all drawn in full."""
+    parts = [
+        torch.empty(10, block).normal_(generator=torch.Generator().manual_seed(seed + 1000 * i))
+        for i in range(-(-n_columns // block))
+    ]
+    return torch.cat(parts, 1)[:, :n_columns]
+
+
+@pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])
+@pytest.mark.parametrize("budget", [0, 170, 10**6])
+def test_basic_projector__is_the_product_whatever_is_kept(
+    grads: Any, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projectors, "_spare_bytes", lambda device: budget)
+    projector = BasicProjector(10, 7, 5, "normal", "cpu", block_size=4)
+    for model_id in (0, 0, 2, 0):
+        found = projector.project(grads, model_id=model_id)
+        expected = GRADIENTS @ oracle_matrix(5 + 100_000 * model_id, 7, 4)
+        torch.testing.assert_close(found, expected)
+        assert len(projector._kept) == min(2, budget // 160)
+
+
+def test_basic_projector__draws_kept_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    fill = projectors._fill
+    monkeypatch.setattr(projectors, "_fill", lambda *args: (drawn.append(0), fill(*args)))
+    projector = BasicProjector(10, 7, 5, "normal", "cpu", block_size=4)
+    for _ in range(5):
+        projector.project(GRADIENTS, model_id=0)
+    assert len(drawn) == 3  # one for proj_matrix, two that are kept
+
+
+@pytest.mark.parametrize("kind", [BasicProjector, BasicSingleBlockProjector])
+def test_projectors__refuse_other_sizes_and_kinds(kind: Any) -> None:
+    projector = kind(10, 7, 5, "normal", "cpu")
+    with pytest.raises(ValueError, match=r"\(batch, 10\), got \(3, 9\)"):
+        projector.project(GRADIENTS[:, :9], model_id=0)
+    with pytest.raises(KeyError, match="'cauchy'"):
+        kind(10, 7, 5, "cauchy", "cpu")
+
+
+def test_basic_projector__float16_sums_in_float32() -> None:
+    projector = BasicProjector(4000, 3, 0, "rademacher", "cpu", dtype=torch.float16)
+    grads = torch.full((1, 4000), 1e-4)
+    matrix = BasicProjector(4000, 3, 0, "rademacher", "cpu", dtype=torch.float16).proj_matrix
+    found = projector.project(grads, model_id=0)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found.float(), grads @ matrix.float(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])
+def test_no_op_projector__returns_flat_gradients(grads: Any) -> None:
+    assert torch.equal(NoOpProjector().project(grads, model_id=3), GRADIENTS)
+
+
+@pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])
+@pytest.mark.parametrize("sizes", [[10], [6, 4], [3, 3, 4], [1, 8, 1]])
+@pytest.mark.parametrize("feat_bs", [1, 2, 8])
+def test_chunked_projector__is_the_sum_over_chunks(
+    grads: Any, sizes: list[int], feat_bs: int
+) -> None:
+    parts = [BasicProjector(n, 5, 7 * i, "normal", "cpu") for i, n in enumerate(sizes)]
+    projector = ChunkedCudaProjector(parts, max(sizes), sizes, feat_bs, "cpu", torch.float32)
+    expected = sum(
+        part.project(chunk, 1) for part, chunk in zip(parts, GRADIENTS.split(sizes, 1), strict=True)
+    )
+    assert not projector.input_allocated
+    torch.testing.assert_close(projector.project(grads, model_id=1), expected)
+    assert projector.input_allocated
+    projector.free_memory()
+    torch.testing.assert_close(projector.project(grads, model_id=1), expected)
+
+
+def test_chunked_projector__refuses_other_gradients() -> None:
+    parts = [BasicProjector(9, 5, 0, "normal", "cpu")]
+    projector = ChunkedCudaProjector(parts, 9, [9], 8, "cpu", torch.float32)
+    with pytest.raises(ValueError, match=r"9 elements.*got 10"):
+        projector.project(GRADIENTS, model_id=0)
+
+
+def test_cuda_projector__needs_a_cuda_device() -> None:
+    with pytest.raises(ValueError, match="device='cpu'"):
+        CudaProjector(10, 512, 0, "rademacher", "cpu", 8)
+
+
+@pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])
+@pytest.mark.parametrize("taken", [td.Rademacher(proj_dim=9, seed=2), td.SJLT(proj_dim=8, seed=1)])
+def test_stream_projector__is_that_of_featurize(grads: Any, taken: Any) -> None:
+    shapes = {"a": (2, 3), "b": (4,)}
+    projector = StreamProjector(taken, shapes)
+    rows = RowMap.from_shapes(shapes, alignment=taken.row_alignment)
+    assert (projector.grad_dim, projector.proj_dim) == (10, taken.width(rows.n_rows))
+    found = projector.project(grads, model_id=4)
+    torch.testing.assert_close(found, project(taken, AS_DICT, rows, checkpoint=4))

@@ -1,0 +1,473 @@
+"""The 36 quirks of traker 0.3.2, numbered: each cannot happen here, or it is said why it must stay.
+
+Those of the CLIP task, 22 and 23, stand in ``test_modelout_functions.py``, and more tests of 21, 24
+to 26 there and in ``test_gradient_computers.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trakdask as td
+from tests.trak._runs import QUIET, M, N, Run, built, checkpoints, content, images, relative
+from trakdask.errors import StoreMismatchError
+from trakdask.trak import TRAKer, default_projectors, utils
+from trakdask.trak.gradient_computers import IterativeGradientComputer
+from trakdask.trak.modelout_functions import ImageClassificationModelOutput
+from trakdask.trak.projectors import (
+    AbstractProjector,
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    CudaProjector,
+    NoOpProjector,
+)
+from trakdask.trak.savers import MmapSaver, ModelIDException
+from trakdask.trak.score_computers import BasicScoreComputer
+
+
+def basic(proj_dim: int, seed: int = 0, block_size: int = 100) -> BasicProjector:
+    return BasicProjector(4, proj_dim, seed, "normal", "cpu", block_size)
+
+
+def started(folder: Path, **options: Any) -> TRAKer:
+    """Return a TRAKer with model id 0 loaded."""
+    traker = Run(options=options).make(TRAKer, folder)
+    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    return traker
+
+
+def finalized(folder: Path, n_checkpoints: int = 1, **options: Any) -> TRAKer:
+    run = Run(n_checkpoints=n_checkpoints, options={"lambda_reg": 0.1, **options})
+    traker = run.make(TRAKer, folder)
+    run.featurize(traker)
+    traker.finalize_features()
+    return traker
+
+
+def targets(n: int = M) -> list[torch.Tensor]:
+    return [part[:n] for part in images(M, seed=1)]
+
+
+def test_1__test_install_works_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    utils.test_install(use_fast_jl=False)
+    assert "installed correctly" in capsys.readouterr().out
+
+
+def test_2__a_torch_device_is_as_good_as_its_name(tmp_path: Path) -> None:
+    named, given = (
+        Run().whole(TRAKer, tmp_path / str(i), device=device)
+        for i, device in enumerate(("cpu", torch.device("cpu")))
+    )
+    np.testing.assert_array_equal(named, given)
+
+
+@pytest.mark.parametrize("projector_kind", [BasicProjector, BasicSingleBlockProjector])
+def test_3__scoring_after_finalizing_draws_the_matrix_again(projector_kind: Any) -> None:
+    projector = projector_kind(4, 3, 0, "normal", "cpu")
+    before = projector.project(torch.ones(1, 4), model_id=0)
+    projector.free_memory()
+    assert not projector.proj_matrix_available
+    assert torch.equal(projector.project(torch.ones(1, 4), model_id=0), before)
+
+
+def test_4__blocks_beyond_100_share_no_seed_with_the_next_model_id(tmp_path: Path) -> None:
+    seeds = [basic(10_400).seeds]
+    other = basic(10_400)
+    other.project(torch.zeros(1, 4), model_id=1)
+    seeds.append(other.seeds)
+    assert seeds[0][:100] == [1000 * block for block in range(100)]
+    assert len({seed % 2**32 for each in seeds for seed in each}) == 208
+    # A run of the original with such a matrix is not continued.
+    options = {"projector": BasicProjector(103, 202, 0, "normal", "cpu", block_size=2)}
+    Run(options=options).make(TRAKer, tmp_path)
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    del metadata["trakdask"]
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(AssertionError, match="seeds"):
+        Run(options=options).make(TRAKer, tmp_path)
+
+
+def test_5__seeds_of_fast_jl_must_stay() -> None:
+    """Its matrices collide from 20,480 columns on; they are the extension's, bit by bit."""
+    assert td.FastJL(20_480, num_sms=108).width(10) == 20_480
+
+
+@pytest.mark.parametrize("n_chunks", [4, 8, 30])
+def test_6__no_two_chunks_share_a_seed(n_chunks: int) -> None:
+    for seed in range(200):
+        old = np.random.default_rng(seed).integers(0, 500, size=n_chunks).tolist()
+        new = default_projectors.chunk_seeds(seed, n_chunks)
+        assert len(set(new)) == n_chunks
+        assert [a for i, a in enumerate(old) if a not in old[:i]] == [
+            b for a, b, i in zip(old, new, range(n_chunks), strict=True) if a not in old[:i]
+        ]
+
+
+def test_7__seeds_of_model_ids_must_stay() -> None:
+    """Seed 10,000 of id 0 is seed 0 of id 1: scores would not agree with old ones otherwise."""
+    a = BasicSingleBlockProjector(4, 3, 10_000, "normal", "cpu")
+    b = BasicSingleBlockProjector(4, 3, 0, "normal", "cpu", model_id=1)
+    assert torch.equal(a.proj_matrix, b.proj_matrix)
+    assert "seeds below" in " ".join((BasicSingleBlockProjector.__doc__ or "").split())
+
+
+def test_8__a_parameter_larger_than_a_chunk_is_cut() -> None:
+    most = 2**32 // 32 - 1
+    assert utils.chunk_sizes([most + 7, 5], 32) == (most, [most, 12])
+    assert utils.chunk_sizes([3, most], 32) == (most, [3, most])
+
+
+def chunked(sizes: list[int], feat_bs: int, dtype: torch.dtype) -> ChunkedCudaProjector:
+    parts = [BasicProjector(n, 6, i, "normal", "cpu", 5) for i, n in enumerate(sizes)]
+    return ChunkedCudaProjector(parts, max(sizes), sizes, feat_bs, "cpu", dtype)
+
+
+def test_9__a_batch_larger_than_the_buffer_is_projected_in_float32() -> None:
+    grads = {"a": torch.full((5, 3, 2), 3e4), "b": torch.full((5, 4), -3e4)}
+    small = {name: value[:2] for name, value in grads.items()}
+    projector = chunked([5, 5], feat_bs=2, dtype=torch.float32)
+    found = projector.project(grads, model_id=0)
+    assert torch.equal(found[:2], projector.project(small, model_id=0))
+    flat = utils.vectorize(grads, device="cpu")
+    matrix = torch.cat([part.project(torch.eye(5), 0) for part in projector.projector_per_chunk])
+    assert relative(found, flat @ matrix) < 1e-5
+
+
+def test_10__batch_sizes_without_a_kernel(cuda_stand_in: list[str]) -> None:
+    for most, kernel in ((8, 8), (24, 16), (40, 32)):
+        CudaProjector(1000, 512, 0, "rademacher", "cuda", most).project(torch.ones(33, 10), 0)
+        assert max(int(name.split("_")[-1]) for name in cuda_stand_in) == kernel
+        cuda_stand_in.clear()
+    with pytest.raises(ValueError, match="max_batch_size"):
+        CudaProjector(1000, 512, 0, "rademacher", "cuda", 4)
+
+
+def test_11__columns_that_fast_jl_cannot_make_fall_back(
+    tmp_path: Path, cuda_stand_in: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(default_projectors.DefaultProjector, "_basic", lambda *a: made.append(a))
+    options = {"seed": 0, "dtype": torch.float32, "device": torch.device("cuda")}
+    wanted = default_projectors.DefaultProjector((10,), 100, max_batch_size=8, **options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    wanted.make()
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("n_done", [1, 7])
+def test_12__a_half_done_batch_is_completed(tmp_path: Path, n_done: int) -> None:
+    x, y = images()
+    for name in ("whole", "half"):
+        traker = started(tmp_path / name)
+        if name == "half":
+            traker.featurize((x[:n_done], y[:n_done]), inds=np.arange(n_done))
+            traker = started(tmp_path / name)
+        for start in range(0, N, 12):
+            traker.featurize((x[start : start + 12], y[start : start + 12]), num_samples=12)
+    found, expected = (content(tmp_path / name) for name in ("half", "whole"))
+    assert found["id_0.json"] == {"0": {"is_featurized": 1, "is_finalized": 0}}
+    np.testing.assert_array_equal(found["0/grads.mmap"][n_done:], expected["0/grads.mmap"][n_done:])
+
+
+def test_13__a_job_that_does_not_load_keeps_what_is_there(tmp_path: Path) -> None:
+    Run().featurize(Run().make(TRAKer, tmp_path))
+    job = Run().make(TRAKer, tmp_path, load_from_save_dir=False)
+    job.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    assert np.load(tmp_path / "0/_is_featurized.mmap").sum() == N
+    fresh = Run(options={"load_from_save_dir": False}).whole(TRAKer, tmp_path / "fresh")
+    assert np.isfinite(fresh).all()  # experiments.json was made by the job itself
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("projector_seed", 1), ("use_half_precision", False), ("grad_wrt", ["3.bias"])),
+        *(("mode", "trakdask"), ("proj_dim", 9), ("train_set_size", N + 1)),
+    ],
+)
+def test_14__other_settings_are_refused(tmp_path: Path, option: str, value: object) -> None:
+    started(tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(AssertionError, match=r"expected .*, got "):
+        Run(options={option: value}).make(TRAKer, tmp_path)
+    job = Run(options={option: value}).make(TRAKer, tmp_path, load_from_save_dir=False)
+    with pytest.raises(AssertionError):
+        job.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    assert content(tmp_path).keys() == before.keys()
+
+
+def test_14__another_dtype_than_the_originals_files_is_refused(tmp_path: Path) -> None:
+    started(tmp_path)
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    del metadata["trakdask"]  # the original writes none
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(StoreMismatchError, match="float16"):
+        started(tmp_path, use_half_precision=False)
+
+
+def test_14__another_lambda_is_refused_once_features_are_made(tmp_path: Path) -> None:
+    run = Run(n_checkpoints=2, options={"lambda_reg": 0.1})
+    run.featurize(run.make(TRAKer, tmp_path))
+    run.make(TRAKer, tmp_path, lambda_reg=0.2).finalize_features(model_ids=[0])
+    with pytest.raises(AssertionError, match=r"lambda_reg=0.2.*got 0.3"):
+        run.make(TRAKer, tmp_path, lambda_reg=0.3).finalize_features()
+    run.make(TRAKer, tmp_path).finalize_features(model_ids=[0])  # nothing to do
+
+
+def test_15__allow_skip_skips(tmp_path: Path) -> None:
+    traker = finalized(tmp_path, n_checkpoints=2)
+    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
+    traker.score(targets(), num_samples=M)
+    with pytest.raises(FileNotFoundError, match="model id 1"):
+        traker.finalize_scores("test")
+    found = np.array(traker.finalize_scores("test", allow_skip=True))
+    np.testing.assert_array_equal(found, traker.finalize_scores("test", model_ids=[0]))
+
+
+def test_16__another_number_of_targets_is_refused_and_scores_stay(tmp_path: Path) -> None:
+    traker = finalized(tmp_path, n_checkpoints=2)
+    before = np.array(one_id(traker))
+    with pytest.raises(StoreMismatchError, match=f"num_targets={M}"):
+        traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M + 1)
+    traker.start_scoring_checkpoint("test", checkpoints("mlp", 2)[1], 1, M)
+    np.testing.assert_array_equal(np.load(tmp_path / "scores/test.mmap"), before)
+
+
+def one_id(traker: TRAKer) -> np.ndarray:
+    """Score the targets with model id 0."""
+    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
+    traker.score(targets(), num_samples=M)
+    return traker.finalize_scores("test", model_ids=[0])
+
+
+def test_17__targets_can_be_scored_before_features_are_finalized(tmp_path: Path) -> None:
+    run = Run(options={"lambda_reg": 0.1})
+    expected = np.array(one_id(finalized(tmp_path / "expected")))
+    traker = run.make(TRAKer, tmp_path / "found")
+    run.featurize(traker)
+    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
+    traker.score(targets(), num_samples=M)
+    traker.finalize_features()
+    np.testing.assert_array_equal(traker.finalize_scores("test"), expected)
+
+
+def test_18__flags_are_not_summed_for_every_batch(tmp_path: Path) -> None:
+    """Each flag is read about once in a run: counted here, as times depend on the machine."""
+    n, batch, read = 200_000, 50, []
+
+    class Counting(np.ndarray):
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            read.append(np.size(found))
+            return np.asarray(found)
+
+    saver = MmapSaver(tmp_path, {}, n, 1, False, QUIET, True)
+    saver.register_model_id(0, False)
+    flags = saver.current_store["is_featurized"]
+    saver.current_store["is_featurized"] = np.asarray(flags).view(Counting)
+    for start in range(0, n, n // batch):
+        flags[start : start + n // batch] = 1
+        saver.serialize_current_model_id_metadata()
+    assert saver.model_ids[0]["is_featurized"] == 1
+    assert sum(read) < 3 * n  # the original reads batch * n = 50 n
+
+
+def test_19__one_target_is_no_block_of_its_own() -> None:
+    a, b = torch.randn(1000, 5), torch.randn(1, 5)
+    found = utils.get_matrix_mult_blockwise(a, b, torch.float32, 64)
+    assert relative(found, a @ b.T) < 1e-6
+
+
+def test_20__a_job_does_not_write_its_view_over_that_of_another(tmp_path: Path) -> None:
+    jobs = [Run().make(TRAKer, tmp_path) for _ in range(2)]
+    for model_id, job in enumerate(jobs):
+        job.load_checkpoint(checkpoints("mlp", 1)[0], model_id=model_id)
+        job.saver.init_experiment(f"of job {model_id}", M, model_id)
+    jobs[0].saver.load_current_store(0, "of job 0", M)
+    jobs[0].saver.save_scores("of job 0")
+    found = json.loads((tmp_path / "experiments.json").read_text())
+    assert {name: each["scores_finalized"] for name, each in found.items()} == {
+        "of job 0": 1,
+        "of job 1": 0,
+    }
+
+
+@pytest.mark.parametrize("iterative", [False, True])
+def test_21__grad_wrt_selects_parameters_in_both_gradient_computers(
+    tmp_path: Path, iterative: bool
+) -> None:
+    more = {"gradient_computer": IterativeGradientComputer} if iterative else {}
+    task = "iterative_image_classification" if iterative else "image_classification"
+    projector = NoOpProjector(device="cpu")
+    some = {"grad_wrt": ["1.bias", "3.bias"], "task": task, "projector": projector}
+    traker = started(tmp_path, use_half_precision=False, **some, **more)
+    assert (traker.num_params_for_grad, traker.proj_dim) == (8, 8)
+    traker.featurize(images(), num_samples=N)
+    assert np.load(tmp_path / "0/grads.mmap").any(axis=0).all()
+
+
+def test_24__out_to_loss_of_shape_batch_is_stored(tmp_path: Path) -> None:
+    class Flat(ImageClassificationModelOutput):
+        def get_out_to_loss_grad(self, *args: Any) -> torch.Tensor:
+            return super().get_out_to_loss_grad(*args)[:, 0]
+
+    found = Run().whole(TRAKer, tmp_path / "flat", task=Flat())
+    expected = Run().whole(TRAKer, tmp_path / "plain")
+    assert relative(found, expected) < 1e-2
+
+
+def test_25__batch_norm_runs_since_models_are_in_evaluation_mode(tmp_path: Path) -> None:
+    assert np.isfinite(Run("normed", options={"lambda_reg": 1.0}).whole(TRAKer, tmp_path)).all()
+
+
+def test_26__q_has_no_autograd_graph(tmp_path: Path) -> None:
+    traker = started(tmp_path)
+    assert not traker.gradient_computer.compute_loss_grad(images()).requires_grad
+
+
+def test_27__an_id_without_gradients_can_be_opened_and_scored(tmp_path: Path) -> None:
+    expected = np.array(one_id(finalized(tmp_path / "expected")))
+    run = Run(options={"lambda_reg": 0.1})
+    traker = run.make(TRAKer, tmp_path / "found")
+    run.featurize(traker)
+    traker.finalize_features(del_grads=True)
+    assert not (tmp_path / "found/0/grads.mmap").exists()
+    run.featurize(traker)  # all rows are done
+    np.testing.assert_array_equal(one_id(traker), expected)
+
+
+def test_28__the_notebook_of_minimal_trak_is_no_part_of_the_package() -> None:
+    """``notebooks/trak_from_scratch.ipynb`` does it right and says what is wrong with the other."""
+    g = torch.randn(30, 4)
+    assert relative(BasicScoreComputer(torch.float32, "cpu").get_xtx(g), g.T @ g) < 1e-6
+
+
+def test_29__targets_get_the_matrix_of_their_own_model_id(tmp_path: Path) -> None:
+    expected = np.array(one_id(finalized(tmp_path / "expected", n_checkpoints=2)))
+    traker = finalized(tmp_path / "found", n_checkpoints=2)
+    states = checkpoints("mlp", 2)
+    traker.start_scoring_checkpoint("test", states[0], 0, M)
+    traker.finalize_features(model_ids=[1])
+    traker.saver.load_current_store(1)  # as finalize_features does where there is something to do
+    traker.score(targets(), num_samples=M)
+    np.testing.assert_array_equal(traker.finalize_scores("test", model_ids=[0]), expected)
+    traker.start_scoring_checkpoint("test", states[0], 0, M)
+    traker.load_checkpoint(states[0], model_id=0)
+    traker.score(targets(), num_samples=M)  # the weights are those of id 0
+    traker.load_checkpoint(states[1], model_id=2)
+    with pytest.raises(AssertionError, match="start_scoring_checkpoint"):
+        traker.score(targets(), num_samples=M)
+
+
+def test_30__lists_nothing_to_do_targets_left_out_and_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    traker = started(tmp_path, logging_level=logging.WARNING, lambda_reg=0.1)
+    x, y = images()
+    traker.featurize((x, y), inds=list(range(N)))
+    assert traker.featurize((x, y), inds=list(range(N))) is None
+    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, M)
+    traker.score(targets(4), inds=[0, 1, 2, 4])
+    with pytest.raises(ModelIDException, match="finalized"):
+        traker.finalize_scores("test")
+    traker.finalize_features()
+    scores = traker.finalize_scores("test")
+    assert np.isnan(scores).all(axis=0).tolist() == [False, False, False, True, False, True]
+    assert "2 of 6 targets" in caplog.text
+
+
+def test_31__more_targets_than_announced(tmp_path: Path) -> None:
+    traker = finalized(tmp_path)
+    traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, 4)
+    with pytest.raises(IndexError, match="num_targets=4"):
+        traker.score(targets(), num_samples=M)
+
+
+def test_32__chunk_seeds_suit_torch_generators() -> None:
+    for seed in default_projectors.chunk_seeds(0, 5):
+        assert type(seed) is int
+        torch.Generator().manual_seed(seed)
+
+
+def test_33__the_matrix_in_half_precision_must_stay() -> None:
+    """Under half precision it is drawn in float16: scores would not agree with old ones."""
+    found = BasicProjector(50, 20, 0, "normal", "cpu", dtype=torch.float16).proj_matrix
+    drawn = torch.empty(50, 20, dtype=torch.float16)
+    assert torch.equal(found, drawn.normal_(generator=torch.Generator().manual_seed(0)))
+
+
+def test_34__finalizing_twice_and_what_a_custom_projector_returned(tmp_path: Path) -> None:
+    class Ones(AbstractProjector):
+        ones = torch.ones(N, 3)
+
+        def __init__(self) -> None:
+            super().__init__(103, 3, 0, "ones", "cpu")
+
+        def project(self, grads: Any, model_id: int) -> torch.Tensor:
+            return self.ones
+
+    traker = started(tmp_path, projector=Ones(), lambda_reg=1.0)
+    traker.featurize(images(), num_samples=N)
+    assert bool((Ones.ones == 1).all())
+    traker.finalize_features()
+    traker.finalize_features()
+
+
+def test_35__allowing_registered_ids_has_no_effect_and_must_not_empty_them(tmp_path: Path) -> None:
+    """There is nothing to allow: a known id always continues."""
+    traker = started(tmp_path)
+    traker.featurize(images(), num_samples=N)
+    before = content(tmp_path)["0/grads.mmap"]
+    state = checkpoints("mlp", 1)[0]
+    traker.load_checkpoint(state, model_id=0, _allow_featurizing_already_registered=True)
+    again = Run().make(TRAKer, tmp_path, load_from_save_dir=False)
+    again.load_checkpoint(state, model_id=0, _allow_featurizing_already_registered=True)
+    np.testing.assert_array_equal(content(tmp_path)["0/grads.mmap"], before)
+
+
+def test_36__calls_of_the_readme_and_of_the_documentation(tmp_path: Path) -> None:
+    traker, state = finalized(tmp_path), built("mlp").state_dict()
+    readme = {"model_id": 0, "exp_name": "test", "num_targets": M}
+    with pytest.raises(TypeError, match=r"try start_scoring_checkpoint\(exp_name="):
+        traker.start_scoring_checkpoint(state, **readme)
+    with pytest.raises(TypeError, match=r"try start_scoring_checkpoint\(exp_name="):
+        traker.start_scoring_checkpoint(state, model_id=0, num_targets=M)
+    with pytest.raises(TypeError, match="exp_name as a str, got OrderedDict"):
+        traker.start_scoring_checkpoint(state, "test", 0, M)
+    with pytest.raises(TypeError, match=r"try finalize_scores\(exp_name="):
+        traker.finalize_scores()
+    by_class = Run().whole(TRAKer, tmp_path / "class", task=ImageClassificationModelOutput)
+    by_name = Run().whole(TRAKer, tmp_path / "name")
+    np.testing.assert_array_equal(by_class, by_name)
+
+
+@pytest.fixture
+def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let CudaProjector run on the CPU with an extension that returns zeros; list its calls."""
+    calls: list[str] = []
+
+    class FastJl(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            def project(rows: torch.Tensor, proj_dim: int, *_: Any) -> torch.Tensor:
+                calls.append(name)
+                return torch.zeros(len(rows), proj_dim)
+
+            return project
+
+    monkeypatch.setitem(sys.modules, "fast_jl", FastJl("fast_jl"))
+    properties = types.SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(td.FastJL, "_require_device", lambda self, block: None)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "device": "cpu"}))
+    return calls

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trakdask.errors import StoreMismatchError
+from trakdask.trak.savers import MmapSaver, ModelIDException
+
+METADATA = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 5}
+
+
+def made(folder: Path, **more: Any) -> MmapSaver:
+    given = {"load_from_save_dir": True, "logging_level": 100, "use_half_precision": True, **more}
+    return MmapSaver(folder, {**METADATA}, 5, 3, **given)
+
+
+def registered(folder: Path, **more: Any) -> MmapSaver:
+    saver = made(folder, **more)
+    saver.register_model_id(0, _allow_featurizing_already_registered=False)
+    return saver
+
+
+@pytest.mark.parametrize(("half", "dtype"), [(True, np.float16), (False, np.float32)])
+def test_register_model_id__creates_the_files(tmp_path: Path, half: bool, dtype: Any) -> None:
+    registered(tmp_path, use_half_precision=half)
+    found = {path.name: np.load(path) for path in (tmp_path / "0").iterdir()}
+    assert {name: (each.shape, each.dtype) for name, each in found.items()} == {
+        "grads.mmap": ((5, 3), dtype),
+        "features.mmap": ((5, 3), dtype),
+        "out_to_loss.mmap": ((5, 1), dtype),
+        "_is_featurized.mmap": ((5, 1), np.int32),
+    }
+    assert json.loads((tmp_path / "id_0.json").read_text()) == {
+        "0": {"is_featurized": 0, "is_finalized": 0}
+    }
+
+
+def test_register_model_id__refuses_a_known_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelIDException, match="got 0"):
+        registered(tmp_path).register_model_id(0, False)
+
+
+def test_init__finds_what_is_there_but_not_in_subfolders(tmp_path: Path) -> None:
+    registered(tmp_path)
+    registered(tmp_path / "nested").register_model_id(7, False)
+    assert list(made(tmp_path).model_ids) == [0]
+    assert made(tmp_path, load_from_save_dir=False).model_ids == {}
+
+
+@pytest.mark.parametrize("key", METADATA)
+def test_init__refuses_other_settings(tmp_path: Path, key: str) -> None:
+    made(tmp_path)
+    with pytest.raises(AssertionError, match=key) as caught:
+        MmapSaver(tmp_path, {**METADATA, key: "other"}, 5, 3, True, 100, True)
+    assert isinstance(caught.value, StoreMismatchError)
+
+
+def test_init__says_which_json_is_broken(tmp_path: Path) -> None:
+    made(tmp_path)
+    (tmp_path / "experiments.json").write_text('{"test')
+    with pytest.raises(ValueError, match=r"experiments\.json"):
+        made(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [4, 2, 0, 1, 3]])
+def test_serialize__is_complete_with_the_last_row(tmp_path: Path, rows: list[int]) -> None:
+    saver = registered(tmp_path)
+    for i, row in enumerate(rows):
+        saver.current_store["is_featurized"][[row]] = 1
+        saver.serialize_current_model_id_metadata()
+        found = json.loads((tmp_path / "id_0.json").read_text())["0"]["is_featurized"]
+        assert found == saver.model_ids[0]["is_featurized"] == int(i == 4)
+
+
+def test_load_current_store__compares_shape_and_dtype(tmp_path: Path) -> None:
+    registered(tmp_path)
+    saver = made(tmp_path, use_half_precision=False)
+    with pytest.raises(StoreMismatchError, match=r"float32 \(5, 3\).*got float16 \(5, 3\)"):
+        saver.load_current_store(0)
+    np.save(tmp_path / "grads.npy", np.zeros((4, 3), np.float16))
+    (tmp_path / "grads.npy").rename(tmp_path / "0/grads.mmap")
+    with pytest.raises(StoreMismatchError, match=r"got float16 \(4, 3\)"):
+        made(tmp_path).load_current_store(0)
+
+
+def test_load_current_store__says_which_file_is_truncated(tmp_path: Path) -> None:
+    registered(tmp_path)
+    path = tmp_path / "0/features.mmap"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"features\.mmap"):
+        made(tmp_path).load_current_store(0)
+
+
+def test_load_current_store__what_is_absent_is_none(tmp_path: Path) -> None:
+    saver = registered(tmp_path)
+    saver.load_current_store(0, "never started", 4)
+    assert saver.current_store["never started_grads"] is None
+
+
+def test_init_experiment__new_targets_are_nan_and_old_ones_stay(tmp_path: Path) -> None:
+    saver = registered(tmp_path)
+    saver.init_experiment("test", 2, 0)
+    assert np.isnan(saver.current_store["test_grads"]).all()
+    saver.current_store["test_grads"][0] = 1
+    saver.init_experiment("test", 2, 0)
+    assert saver.current_store["test_grads"][0].tolist() == [1, 1, 1]
+    with pytest.raises(ModelIDException, match="got 3"):
+        saver.init_experiment("test", 2, 3)
+
+
+def test_save_scores__only_of_the_current_experiment(tmp_path: Path) -> None:
+    saver = registered(tmp_path)
+    saver.init_experiment("test", 2, 0)
+    with pytest.raises(AssertionError, match="'other'"):
+        saver.save_scores("other")
+    saver.save_scores("test")
+    assert made(tmp_path).experiments["test"]["scores_finalized"] == 1
+
+
+def test_del_grads__twice(tmp_path: Path) -> None:
+    saver = registered(tmp_path)
+    for _ in range(2):
+        saver.del_grads(0)
+    assert not (tmp_path / "0/grads.mmap").exists()

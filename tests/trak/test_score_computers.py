@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from trakdask.estimators import Weights
+from trakdask.trak.score_computers import (
+    BasicScoreComputer,
+    BasicSingleBlockScoreComputer,
+    DampedScoreComputer,
+)
+
+G = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+T = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+
+def oracle_features(lambda_reg: float, centred: bool) -> np.ndarray:
+    g = G.double().numpy()
+    inverse = np.linalg.inv(g.T @ g + lambda_reg * np.eye(4))
+    return g @ (inverse / np.abs(inverse).mean() if centred else inverse)
+
+
+@pytest.mark.parametrize("lambda_reg", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", [BasicScoreComputer, BasicSingleBlockScoreComputer])
+def test_features_and_scores__are_the_formula(
+    kind: type, dtype: torch.dtype, lambda_reg: float
+) -> None:
+    computer = kind(dtype=dtype, device="cpu", logging_level=100, lambda_reg=lambda_reg)
+    g, t = G.to(dtype), T.to(dtype)
+    features = computer.get_x_xtx_inv(g, computer.get_xtx(g))
+    expected = oracle_features(lambda_reg, centred=kind is BasicScoreComputer)
+    tolerance = 5e-3 if dtype == torch.float16 else 1e-5
+    assert features.dtype == dtype
+    np.testing.assert_allclose(features, expected, rtol=0, atol=tolerance * abs(expected).max())
+    total = torch.zeros(30, 5)
+    computer.get_scores(features, t, total)
+    scores = expected @ T.double().numpy().T
+    np.testing.assert_allclose(total, scores, rtol=0, atol=tolerance * abs(scores).max())
+
+
+def test_get_xtx__float16_does_not_overflow() -> None:
+    g = torch.full((1000, 2), 10.0).half()
+    found = BasicScoreComputer(torch.float16, "cpu").get_xtx(g)
+    assert found.tolist() == [[1e5, 1e5], [1e5, 1e5]]
+
+
+def test_get_x_xtx_inv__float16_keeps_a_small_lambda() -> None:
+    g = torch.eye(2).half() * 2**-10
+    found = BasicScoreComputer(torch.float16, "cpu", lambda_reg=1e-8)
+    inverse = np.linalg.inv((2.0**-20 + 1e-8) * np.eye(2))
+    expected = g.double().numpy() @ (inverse / np.abs(inverse).mean())
+    np.testing.assert_allclose(found.get_x_xtx_inv(g, found.get_xtx(g)), expected, rtol=2e-3)
+
+
+def test_get_xtx__a_singular_matrix_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    BasicScoreComputer(torch.float32, "cpu", logging_level=logging.WARNING).get_xtx(G[:3])
+    assert "3 samples and 4 columns" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [BasicScoreComputer, BasicSingleBlockScoreComputer])
+def test_get_x_xtx_inv__names_lambda_where_there_is_no_inverse(kind: type) -> None:
+    computer = kind(torch.float32, "cpu")
+    with pytest.raises(RuntimeError, match=r"lambda_reg=0\.0"):
+        computer.get_x_xtx_inv(G, torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("lambda_reg", [0.0, 2.0])
+@pytest.mark.parametrize("power", [None, 0.5])
+@pytest.mark.parametrize("block", [7, 100])
+def test_damped__is_the_formula_of_trakdask(
+    lambda_reg: float, power: float | None, block: int
+) -> None:
+    q = np.linspace(0.05, 0.95, 30, dtype=np.float32)[:, None]
+    computer = DampedScoreComputer(
+        torch.float32, "cpu", block, 100, lambda_reg, Weights(power=power)
+    )
+    computer.set_out_to_loss(q)
+    found = computer.get_x_xtx_inv(G, computer.get_xtx(G))
+    g = G.double().numpy()
+    h = np.ones_like(q) if power is None else q**power * (1 - q)
+    k = g.T @ (h * g)
+    damping = lambda_reg or 0.03 * np.trace(k @ k) / np.trace(k)
+    np.testing.assert_allclose(found, g @ np.linalg.inv(k + damping * np.eye(4)), rtol=1e-3)
+    np.testing.assert_allclose(computer.loss_weights(q), q if power is None else q**power, 1e-6)

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trakdask as td
+from tests.trak._runs import QUIET, M, N, Run, built, checkpoints, content, images, relative
+from trakdask.trak import VERSION, TRAKer, __version__
+from trakdask.trak.gradient_computers import AbstractGradientComputer
+from trakdask.trak.projectors import NoOpProjector
+from trakdask.trak.savers import AbstractSaver, ModelIDException
+from trakdask.trak.score_computers import AbstractScoreComputer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def oracle_scores(name: str, n_checkpoints: int, lambda_reg: float) -> np.ndarray:
+    """TRAK without projection in float64, by a loop over samples."""
+    products, q_mean = np.zeros((N, M)), np.zeros((N, 1))
+    for state in checkpoints(name, n_checkpoints):
+        model = built(name)
+        model.load_state_dict(state)
+        rows = {}
+        for part, (x, y) in {"train": images(), "target": images(M, seed=1)}.items():
+            found = []
+            for i in range(len(x)):
+                logits = model(x[i : i + 1])[0]
+                others = torch.cat([logits[: y[i]], logits[y[i] + 1 :]])
+                margin = logits[y[i]] - others.logsumexp(0)
+                grads = torch.autograd.grad(margin, list(model.parameters()))
+                found.append(torch.cat([g.reshape(-1) for g in grads]).double().numpy())
+                if part == "train":
+                    p = logits.softmax(0)[y[i]].item()
+                    q_mean[i] += (1 - p) / n_checkpoints
+            rows[part] = np.array(found) / np.sqrt(len(found[0]))
+        g = rows["train"]
+        inverse = np.linalg.inv(g.T @ g + lambda_reg * np.eye(g.shape[1]))
+        inverse /= np.abs(inverse).mean()
+        products += g @ inverse @ rows["target"].T / n_checkpoints
+    return products * q_mean
+
+
+@pytest.mark.parametrize("n_checkpoints", [1, 2])
+def test_traker__is_its_formula(tmp_path: Path, n_checkpoints: int) -> None:
+    options = {"projector": NoOpProjector(), "use_half_precision": False, "lambda_reg": 0.5}
+    found = Run("mlp", n_checkpoints, options=options).whole(TRAKer, tmp_path)
+    assert relative(found, oracle_scores("mlp", n_checkpoints, 0.5)) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["mlp", "normed"])
+@pytest.mark.parametrize("lambda_reg", [0.0, 0.3])
+@pytest.mark.parametrize("projector", [None, td.SJLT(proj_dim=64, seed=3)])
+def test_trakdask_mode__is_featurize_and_score(
+    tmp_path: Path, model: str, lambda_reg: float, projector: Any
+) -> None:
+    options = {"mode": "trakdask", "lambda_reg": lambda_reg, "projector": projector}
+    run = Run(model, n_checkpoints=2, options={**options, "proj_dim": 64, "projector_seed": 3})
+    found = run.whole(TRAKer, tmp_path)
+    described = td.Model(
+        built(model),
+        checkpoints=dict(zip("ab", checkpoints(model, 2), strict=True)),
+        task="image_classification",
+        checkpoint_ids=[0, 1],
+    )
+    samples, targets = (
+        td.from_arrays({"image": x.numpy()}, coords={"label": y.numpy()})
+        for x, y in (images(), images(M, seed=1))
+    )
+    taken = projector or td.Rademacher(proj_dim=64, seed=3)
+    features, target_features = (
+        td.featurize(each, described, projector=taken) for each in (samples, targets)
+    )
+    damping = td.Absolute(lambda_reg) if lambda_reg else "closed_form"
+    expected = td.score(features, target_features, damping=damping).compute()
+    assert found.dtype == np.float32
+    grads = np.load(tmp_path / "1/grads.mmap")
+    assert relative(grads, features.feature.values[:, :, 1]) < 1e-5
+    assert relative(found, expected.values) < 1e-4
+
+
+def test_trakdask_mode__says_in_the_metadata_how_it_projects(tmp_path: Path) -> None:
+    Run(options={"mode": "trakdask", "projector": td.SJLT(proj_dim=32, seed=5)}).make(
+        TRAKer, tmp_path
+    )
+    found = json.loads((tmp_path / "metadata.json").read_text())
+    assert found["JL matrix type"] == "trakdask sjlt"
+    extra = found["trakdask"]
+    assert (extra["mode"], extra["dtype"]) == ("trakdask", "float32")
+    assert extra["projector"] == td.SJLT(proj_dim=32, seed=5).spec()
+    with pytest.raises(AssertionError, match="mode 'trakdask'"):
+        Run(options={"projector": td.SJLT(proj_dim=32, seed=5)}).make(TRAKer, tmp_path)
+
+
+def test_traker__refuses_other_modes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'fast'"):
+        Run(options={"mode": "fast"}).make(TRAKer, tmp_path)
+
+
+def test_traker__attributes_that_users_touch(tmp_path: Path) -> None:
+    traker = Run().make(TRAKer, tmp_path)
+    assert (traker.proj_dim, traker.proj_seed, traker.dtype) == (8, 0, torch.float16)
+    assert traker.num_params == traker.num_params_for_grad == 103
+    assert float(traker.normalize_factor) == pytest.approx(103**0.5)
+    assert traker.ckpt_loaded == "no ckpt loaded"
+    assert traker.save_dir == tmp_path
+    assert [traker.logger.name, traker.saver.logger.name] == ["TRAK", "STORE"]
+    assert VERSION == __version__ == "0.3.2"
+
+
+def test_featurize__needs_a_checkpoint_and_one_of_two_arguments(tmp_path: Path) -> None:
+    traker = Run().make(TRAKer, tmp_path)
+    batch = images()
+    match = "Load a checkpoint using traker.load_checkpoint before featurizing"
+    with pytest.raises(AssertionError, match=match):
+        traker.featurize(batch, num_samples=N)
+    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    for given in ({}, {"inds": np.arange(N), "num_samples": N}):
+        with pytest.raises(AssertionError, match="Exactly one of num_samples and inds"):
+            traker.featurize(batch, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"num_samples": 4}, ValueError),
+        ({"num_samples": N + 1}, IndexError),
+        ({"inds": np.array([0, 1, N])}, IndexError),
+        ({"inds": np.array([0, 1, -1])}, IndexError),
+        ({"inds": np.array([True, False, True])}, TypeError),
+    ],
+)
+def test_featurize__rows_that_do_not_fit(
+    tmp_path: Path, given: dict[str, Any], error: type[Exception]
+) -> None:
+    traker = Run().make(TRAKer, tmp_path)
+    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    with pytest.raises(error, match=r"expected .*, got "):
+        traker.featurize([part[:3] for part in images()], **given)
+    assert not np.load(tmp_path / "0/_is_featurized.mmap").any()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_featurize__positions_of_any_kind(tmp_path: Path, kind: Any) -> None:
+    traker = Run().make(TRAKer, tmp_path)
+    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    traker.featurize([part[:3] for part in images()], inds=kind([5, 2, 9]))
+    assert np.flatnonzero(np.load(tmp_path / "0/_is_featurized.mmap")).tolist() == [2, 5, 9]
+
+
+def test_featurize__gradients_that_are_not_finite_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    traker = Run(options={"logging_level": logging.WARNING}).make(TRAKer, tmp_path)
+    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    x, y = (part[:3].clone() for part in images())
+    x[1] = torch.nan
+    traker.featurize((x, y), inds=[7, 8, 9])
+    assert "samples [8]" in caplog.text
+
+
+def test_finalize_features__needs_complete_checkpoints(tmp_path: Path) -> None:
+    traker = Run().make(TRAKer, tmp_path)
+    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    for ids in (None, [3]):
+        with pytest.raises(ModelIDException, match=r"not fully featurized|not registered"):
+            traker.finalize_features(ids)
+
+
+def test_finalize_scores__names_what_is_missing(tmp_path: Path) -> None:
+    traker = Run().make(TRAKer, tmp_path)
+    with pytest.raises(ValueError, match="'other'"):
+        traker.finalize_scores("other")
+
+
+def test_init__a_machine_without_cuda(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="try device='cpu'"):
+        Run(options={"device": "cuda:0"}).make(TRAKer, tmp_path)
+    options = {"device": "cuda:0", "projector": NoOpProjector()}
+    traker = Run(options=options).make(TRAKer, tmp_path)  # nothing needs the device yet
+    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+
+
+@pytest.mark.parametrize(("option", "value"), [("task", "imaginary"), ("grad_wrt", ["4.bias"])])
+def test_init__unknown_names(tmp_path: Path, option: str, value: Any) -> None:
+    with pytest.raises(KeyError, match="expected"):
+        Run(options={option: value}).make(TRAKer, tmp_path)
+
+
+class InMemory(AbstractSaver):
+    """A saver that follows the abstract class: fewer arguments, torch tensors, nothing on disk."""
+
+    def __init__(
+        self,
+        save_dir: Path,
+        metadata: Any,
+        load_from_save_dir: bool,
+        logging_level: int,
+        use_half_precision: bool,
+    ) -> None:
+        super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
+        self.n, self.p = metadata["train set size"], metadata["JL dimension"]
+        self.train_set_size = self.n
+        self.stores: dict[int, dict[str, Any]] = {}
+
+    def register_model_id(self, model_id: int, _allow: bool = False) -> None:  # type: ignore[override]
+        self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
+        self.init_store(model_id)
+
+    def init_store(self, model_id: int) -> None:
+        rows = {"grads": self.p, "features": self.p, "out_to_loss": 1, "is_featurized": 1}
+        self.stores[model_id] = {name: torch.zeros(self.n, k) for name, k in rows.items()}
+        self.load_current_store(model_id)
+
+    def serialize_current_model_id_metadata(self) -> None:
+        done = bool(self.current_store["is_featurized"].all())
+        self.model_ids[self.current_model_id]["is_featurized"] = int(done)  # type: ignore[index]
+
+    def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:  # type: ignore[override]
+        self.experiments[exp_name] = {"num_targets": num_targets}
+        self.stores[model_id][f"{exp_name}_grads"] = torch.zeros(num_targets, self.p)
+        self.stores[model_id][f"{exp_name}_scores"] = np.zeros((self.n, num_targets), np.float32)
+        self.load_current_store(model_id)
+
+    def load_current_store(self, model_id: int, *_: Any) -> None:  # type: ignore[override]
+        self.current_model_id = model_id
+        self.current_store = self.stores[model_id]
+
+    def save_scores(self, exp_name: str) -> None: ...
+
+    def del_grads(self, model_id: int, target: bool = False) -> None: ...
+
+
+class Plain(AbstractScoreComputer):
+    """A score computer that follows the abstract class."""
+
+    def __init__(self, dtype: Any, device: Any) -> None:
+        super().__init__(dtype, device)
+
+    def get_xtx(self, grads: torch.Tensor) -> torch.Tensor:
+        return grads.T @ grads + 0.1 * torch.eye(grads.shape[1])
+
+    def get_x_xtx_inv(self, grads: torch.Tensor, xtx: torch.Tensor) -> torch.Tensor:
+        return grads @ torch.linalg.inv(xtx)
+
+    def get_scores(self, features: Any, target_grads: Any, accumulator: Any) -> None:
+        accumulator += features @ target_grads.T
+
+
+class Loop(AbstractGradientComputer):
+    """A gradient computer that follows the abstract class."""
+
+    def __init__(
+        self, model: Any, task: Any, grad_dim: Any = None, dtype: Any = None, device: Any = "cpu"
+    ) -> None:
+        super().__init__(model, task, grad_dim, dtype, device)
+
+    def load_model_params(self, model: Any) -> None:
+        self.model = model
+
+    def compute_per_sample_grad(self, batch: Any) -> torch.Tensor:
+        rows = []
+        for x, y in zip(*batch, strict=True):
+            logits = self.model(x[None])[0]
+            others = torch.cat([logits[:y], logits[y + 1 :]])
+            grads = torch.autograd.grad(
+                logits[y] - others.logsumexp(0), list(self.model.parameters())
+            )
+            rows.append(torch.cat([g.reshape(-1) for g in grads]))
+        return torch.stack(rows)
+
+    def compute_loss_grad(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+        p = self.model(batch[0]).softmax(1)[torch.arange(len(batch[1])), batch[1]]
+        return (1 - p).detach()[:, None]
+
+
+def test_third_party_classes__that_follow_the_abstract_ones(tmp_path: Path) -> None:
+    classes = {"saver": InMemory, "score_computer": Plain, "gradient_computer": Loop}
+    run = Run(n_checkpoints=2, options={"use_half_precision": False})
+    found = run.whole(TRAKer, tmp_path / "theirs", **classes)
+    expected = run.whole(TRAKer, tmp_path / "ours", score_computer=Plain)
+    assert relative(found, expected) < 1e-5
+    assert not list((tmp_path / "theirs").rglob("*.mmap"))
+
+
+@pytest.mark.slow
+def test_killed__at_every_write_operation_and_run_again(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("_killed_run.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {"__setitem__", "flush", "replace", "fsync"} <= set(found["operations"])
+    assert found["runs"] > 100
+    assert found["failed"] == []
+
+
+def job(folder: Path, model_id: int, barrier: Any) -> None:
+    """Do what one job of several does on one folder."""
+    torch.set_num_threads(1)
+    run = Run(options={"lambda_reg": 0.1, "logging_level": QUIET})
+    traker = run.make(TRAKer, folder, load_from_save_dir=model_id != 1)
+    state = checkpoints("mlp", 4)[model_id]
+    barrier.wait()
+    traker.load_checkpoint(state, model_id=model_id)
+    traker.featurize(images(), num_samples=N)
+    traker.finalize_features(model_ids=[model_id])
+    for i in range(8):
+        for exp_name in ("shared", f"{model_id} {i}"):
+            traker.start_scoring_checkpoint(exp_name, state, model_id, M)
+            traker.score(images(M, seed=1), num_samples=M)
+
+
+@pytest.mark.slow
+def test_jobs__on_one_folder_lose_nothing(tmp_path: Path) -> None:
+    n_jobs, context = 3, multiprocessing.get_context("spawn")
+    barrier = context.Barrier(n_jobs)
+    jobs = [context.Process(target=job, args=(tmp_path, i, barrier)) for i in range(n_jobs)]
+    for each in jobs:
+        each.start()
+    for each in jobs:
+        each.join()
+    assert [each.exitcode for each in jobs] == [0] * n_jobs
+    found = content(tmp_path)
+    assert len(found["experiments.json"]) == 1 + 8 * n_jobs
+    assert ".lock" not in found
+    scores = Run().make(TRAKer, tmp_path, lambda_reg=0.1).finalize_scores("shared")
+    expected = Run(n_checkpoints=n_jobs, options={"lambda_reg": 0.1}).whole(
+        TRAKer, tmp_path.with_name("expected")
+    )
+    assert relative(scores, expected) < 1e-2

@@ -1,0 +1,380 @@
+"""The class :class:`TRAKer`: features and scores batch by batch, as scripts of TRAK expect them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trakdask.projection import Projector, Rademacher
+from trakdask.trak.batches import require_within, row_positions
+from trakdask.trak.default_projectors import DefaultProjector
+from trakdask.trak.gradient_computers import AbstractGradientComputer, FunctionalGradientComputer
+from trakdask.trak.modelout_functions import AbstractModelOutput
+from trakdask.trak.projectors import AbstractProjector, StreamProjector
+from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException
+from trakdask.trak.score_computers import (
+    AbstractScoreComputer,
+    BasicScoreComputer,
+    DampedScoreComputer,
+)
+from trakdask.trak.scoring import Scoring
+from trakdask.trak.settings import (
+    Shapes,
+    instance,
+    parameter_shapes,
+    record,
+    task_of,
+    weights_of,
+)
+from trakdask.trak.utils import get_num_params
+
+__all__ = ["TRAKer"]
+
+Mode = Literal["traker", "trakdask"]
+
+_NO_CHECKPOINT = "no ckpt loaded"
+
+
+class TRAKer(Scoring):
+    """Compute TRAK features of training samples and scores of targets, batch by batch.
+
+    Parameters
+    ----------
+    model
+        The model, in the architecture of all checkpoints; its weights change with each call of
+        :meth:`load_checkpoint` and :meth:`start_scoring_checkpoint`.
+    task
+        ``"image_classification"``, ``"text_classification"``, ``"clip"`` or
+        ``"iterative_image_classification"``, or an instance of a subclass of
+        ``AbstractModelOutput``. (A class is instantiated; the original fails later.)
+    train_set_size
+        Number of training samples.
+    save_dir
+        Folder of all results. A run that was interrupted continues there.
+    load_from_save_dir
+        Whether to look there for other runs' settings, model ids and experiments. Several jobs may
+        do so at the same time; False, as in the original's SLURM example, works too, and does not
+        discard what an earlier job featurized.
+    device
+        ``"cpu"``, ``"cuda"`` or any torch device, where the model and the batches are.
+    gradient_computer
+        A class, subclass of ``AbstractGradientComputer``.
+    projector
+        An instance of an ``AbstractProjector``, or a projector of trakdask, such as
+        ``td.SJLT()``. By default, as in the original: ``BasicProjector`` with normal entries on a
+        CPU, ``CudaProjector`` with ±1 on a GPU that has ``fast_jl``, else ``BasicProjector``.
+    saver
+        A class, subclass of ``AbstractSaver``; :class:`MmapSaver` by default.
+    score_computer
+        A class, subclass of ``AbstractScoreComputer``; :class:`BasicScoreComputer` by default.
+    proj_dim
+        Number of feature columns, if ``projector`` is None.
+    logging_level
+        Of the loggers ``TRAK``, ``STORE`` and ``ScoreComputer``. Progress is shown at INFO.
+    use_half_precision
+        Whether features are stored, and the matrix drawn, in float16. The model runs in its own
+        precision in any case. Ignored in mode ``"trakdask"``.
+    proj_max_batch_size
+        Samples per kernel of ``CudaProjector``: 8, 16 or 32; another number means the next smaller.
+    projector_seed
+        Seed of the matrix.
+    grad_wrt
+        Names of parameters to differentiate with respect to; all by default.
+    lambda_reg
+        λ that is added to the diagonal of the Gram matrix of the projected gradients.
+    mode
+        ``"traker"``: matrices, normalisation, formula, dtypes and files of the original, with which
+        scores agree. ``"trakdask"``: features of :func:`trakdask.featurize`, in float32, by
+        ``td.Rademacher(proj_dim, projector_seed)`` unless ``projector`` is given, and scores of
+        :func:`trakdask.score` with its estimator and ``damping="closed_form"``, or
+        ``td.Absolute(lambda_reg)`` if that is not 0. A folder has one mode.
+
+    Raises
+    ------
+    AssertionError
+        If ``save_dir`` has a run with other settings: sizes, projector, seed, dtype, ``grad_wrt``
+        or mode. What the original wrote says nothing of the last four.
+    RuntimeError
+        If the device is CUDA, there is none, and a matrix is to be made there.
+
+    Notes
+    -----
+    Differences from traker 0.3.2 in mode ``"traker"``: Gram matrices are summed in float32, half a
+    batch may be featurized already, targets that were never scored are NaN, with a warning, and
+    settings that do not fit are refused. float16 results differ by rounding.
+
+    References
+    ----------
+    Park et al. 2023, "TRAK: Attributing Model Behavior at Scale", and its package ``traker``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        task: AbstractModelOutput | str,
+        train_set_size: int,
+        save_dir: str | Path = "./trak_results",
+        load_from_save_dir: bool = True,
+        device: str | torch.device = "cuda",
+        gradient_computer: type[AbstractGradientComputer] = FunctionalGradientComputer,
+        projector: AbstractProjector | None = None,
+        saver: type[AbstractSaver] | None = None,
+        score_computer: type[AbstractScoreComputer] | None = None,
+        proj_dim: int = 2048,
+        logging_level: int = logging.INFO,
+        use_half_precision: bool = True,
+        proj_max_batch_size: int = 32,
+        projector_seed: int = 0,
+        grad_wrt: Iterable[str] | None = None,
+        lambda_reg: float = 0.0,
+        *,
+        mode: Mode = "traker",
+    ) -> None:
+        if mode not in ("traker", "trakdask"):
+            raise ValueError(
+                f"expected mode 'traker' or 'trakdask', got {mode!r}; try mode='traker'"
+            )
+        self.model = model
+        self.mode = mode
+        self.train_set_size = train_set_size
+        self.device = device
+        half = use_half_precision and mode == "traker"
+        self.dtype = torch.float16 if half else torch.float32
+        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
+        self.lambda_reg = lambda_reg
+        logging.basicConfig()
+        self.logger = logging.getLogger("TRAK")
+        self.logger.setLevel(logging_level)
+
+        self.num_params = get_num_params(self.model)
+        self.num_params_for_grad = sum(math.prod(shape) for shape in self._shapes().values())
+        self.proj_seed = projector_seed
+        self.init_projector(projector, proj_dim, proj_max_batch_size)
+        # Matrices of trakdask are scaled by themselves.
+        scaled = isinstance(self.projector, StreamProjector)
+        n_parameters = torch.tensor(1 if scaled else self.num_params_for_grad, dtype=torch.float32)
+        self.normalize_factor = torch.sqrt(n_parameters)
+
+        self.save_dir = Path(save_dir).resolve()
+        self.load_from_save_dir = load_from_save_dir
+        self.task = task_of(task)
+        self.gradient_computer = instance(
+            gradient_computer,
+            {"grad_wrt"} if self.grad_wrt is None else set(),
+            model=self.model,
+            task=self.task,
+            grad_dim=self.num_params_for_grad,
+            dtype=self.dtype,
+            device=self.device,
+            grad_wrt=self.grad_wrt,
+        )
+        self.score_computer = self._score_computer(score_computer, logging_level)
+        self.saver = instance(
+            saver or MmapSaver,
+            {"train_set_size", "proj_dim"},
+            save_dir=self.save_dir,
+            metadata=self._metadata(),
+            train_set_size=self.train_set_size,
+            proj_dim=self.proj_dim,
+            load_from_save_dir=self.load_from_save_dir,
+            logging_level=logging_level,
+            use_half_precision=half,
+        )
+        self.ckpt_loaded = _NO_CHECKPOINT
+        self._weights_of = None
+        self._scoring = None
+        self._last_ind = 0
+        self._last_ind_target = 0
+        self.scores = None
+
+    def init_projector(
+        self,
+        projector: AbstractProjector | Projector | None,
+        proj_dim: int,
+        proj_max_batch_size: int,
+    ) -> None:
+        """Set ``projector`` and ``proj_dim``; see the class for what the default is."""
+        if projector is None and self.mode == "trakdask":
+            projector = Rademacher(proj_dim, self.proj_seed)
+        if isinstance(projector, Projector):
+            projector = StreamProjector(projector, self._shapes(), self.device)
+        if projector is not None:
+            self.projector = projector
+            self.proj_dim = self.projector.proj_dim or self.num_params_for_grad
+            return
+        self.proj_dim = proj_dim
+        self.projector = DefaultProjector(
+            sizes=tuple(math.prod(shape) for shape in self._shapes().values()),
+            proj_dim=proj_dim,
+            seed=self.proj_seed,
+            dtype=self.dtype,
+            device=torch.device(self.device),
+            max_batch_size=proj_max_batch_size,
+        ).make()
+
+    def load_checkpoint(
+        self,
+        checkpoint: Mapping[str, Any],
+        model_id: int,
+        _allow_featurizing_already_registered: bool = False,
+    ) -> None:
+        """Load the weights of a checkpoint to featurize with, and open or create its files.
+
+        Parameters
+        ----------
+        checkpoint
+            State dict.
+        model_id
+            Non-negative number of the checkpoint, which also decides on its projection matrix.
+        _allow_featurizing_already_registered
+            Has no effect, as in the original: a known id always continues where it was, and rows
+            that are done are skipped.
+        """
+        self.ckpt_loaded = _NO_CHECKPOINT  # until all of this has worked
+        if self.saver.model_ids.get(model_id) is None:
+            self.saver.register_model_id(model_id, _allow_featurizing_already_registered)
+        else:
+            self.saver.load_current_store(model_id)
+        self._load_weights(checkpoint, model_id)
+        self._last_ind = 0
+        self.ckpt_loaded = model_id
+
+    def featurize(
+        self,
+        batch: Any,
+        inds: Iterable[int] | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        """Compute and store the projected gradients and Q of a batch of training samples.
+
+        Parameters
+        ----------
+        batch
+            Input of the task: usually tensors whose first axis is the sample.
+        inds
+            Positions of the batch's samples in the training set: array, tensor or list.
+        num_samples
+            Number of samples in the batch, which then follow those of the call before.
+
+        Raises
+        ------
+        AssertionError
+            If no checkpoint is loaded, or not exactly one of ``inds`` and ``num_samples`` is given.
+        IndexError
+            If a position is outside the training set.
+        ValueError
+            If the batch does not have as many samples as were announced.
+
+        Notes
+        -----
+        Rows that are done, by this or an earlier run, are not written again; a batch of which only
+        some are done is computed as a whole, so that results do not depend on where a run was
+        interrupted. When this returns, the rows are on the disk.
+        """
+        rows = row_positions(inds, num_samples, self._last_ind)
+        if self.ckpt_loaded != self.saver.current_model_id or self.ckpt_loaded != self._weights_of:
+            raise AssertionError(
+                f"expected the checkpoint of model id {self.saver.current_model_id}, got "
+                f"{self.ckpt_loaded!r}. Load a checkpoint using traker.load_checkpoint before "
+                "featurizing"
+            )
+        if inds is None:
+            self._last_ind += len(rows)
+        require_within(rows, self.train_set_size, "train_set_size")
+        store = self.saver.current_store
+        todo = np.asarray(store["is_featurized"][rows]).reshape(-1) != 1
+        if not todo.any():
+            self.logger.debug("All samples in batch already featurized.")
+            if self.saver.model_ids[self.ckpt_loaded]["is_featurized"] == 0:
+                self.saver.serialize_current_model_id_metadata()
+            return
+        grads, out_to_loss = self._projected(batch, self.saver.current_model_id, rows)
+        if out_to_loss is None:
+            out_to_loss = self.gradient_computer.compute_loss_grad(batch)
+        chosen = torch.from_numpy(todo)
+        store["grads"][rows[todo]] = grads[chosen]
+        store["out_to_loss"][rows[todo]] = self._as_stored(out_to_loss.reshape(-1, 1))[chosen]
+        self._flush("grads", "out_to_loss")
+        store["is_featurized"][rows[todo]] = 1
+        self._flush("is_featurized")
+        self.saver.serialize_current_model_id_metadata()
+
+    def finalize_features(
+        self, model_ids: Iterable[int] | None = None, del_grads: bool = False
+    ) -> None:
+        """Turn the projected gradients G of checkpoints into features G (GᵀG + λI)⁻¹.
+
+        Parameters
+        ----------
+        model_ids
+            The checkpoints; all of ``save_dir`` by default. Those that are done are skipped.
+        del_grads
+            Whether to delete the projected gradients once the features are written.
+
+        Raises
+        ------
+        ModelIDException
+            If a model id is unknown, or not all training samples are featurized.
+        AssertionError
+            If other model ids were finalized with another ``lambda_reg``.
+        """
+        torch.cuda.empty_cache()
+        self.projector.free_memory()
+        self._last_ind = 0
+        ids = list(self.saver.model_ids if model_ids is None else model_ids)
+        done: list[int] = []
+        with self._progress("Finalizing features", ids, done):
+            for model_id in ids:
+                recorded = self.saver.model_ids.get(model_id)
+                if recorded is None or recorded["is_featurized"] == 0:
+                    how = "not registered" if recorded is None else "not fully featurized"
+                    raise ModelIDException(
+                        f"expected a featurized model id, got {model_id}, which is {how}, in "
+                        f"{str(self.save_dir)!r}; try load_checkpoint and featurize first"
+                    )
+                if recorded["is_finalized"] == 1:
+                    self.logger.warning("Model ID %s already finalized, skipping it.", model_id)
+                else:
+                    self._finalize(model_id)
+                if del_grads:
+                    self.saver.del_grads(model_id)
+                done.append(model_id)
+
+    def _shapes(self) -> Shapes:
+        return parameter_shapes(self.model, self.grad_wrt)
+
+    def _score_computer(
+        self, given: type[AbstractScoreComputer] | None, logging_level: int
+    ) -> AbstractScoreComputer:
+        arguments: dict[str, Any] = {
+            "dtype": self.dtype,
+            "device": self.device,
+            "logging_level": logging_level,
+            "lambda_reg": self.lambda_reg,
+        }
+        if given is None and self.mode == "trakdask":
+            return DampedScoreComputer(**arguments, weights=weights_of(self.task, self.model))
+        droppable = {"logging_level", *([] if self.lambda_reg else ["lambda_reg"])}
+        return instance(given or BasicScoreComputer, droppable, **arguments)  # type: ignore[no-any-return]
+
+    def _metadata(self) -> dict[str, Any]:
+        """Return what ``metadata.json`` holds: the original's keys, and under one key our own."""
+        return {
+            "JL dimension": self.proj_dim,
+            "JL matrix type": self.projector.proj_type,
+            "train set size": self.train_set_size,
+            EXTRA: record(
+                mode=self.mode,
+                dtype=self.dtype,
+                projector=self.projector,
+                seed=self.proj_seed,
+                grad_wrt=self.grad_wrt,
+                lambda_reg=self.lambda_reg,
+            ),
+        }
