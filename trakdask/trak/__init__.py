@@ -1,1 +1,17 @@
-"""A drop-in replacement of the TRAK package: ``from trakdask.trak import TRAKer``."""
+"""The interface of the TRAK package (``traker`` 0.3.2) on this engine.
+
+Replace ``trak`` by ``trakdask.trak`` in the imports of a script; nothing else changes. The modules
+have the original's names: ``traker``, ``gradient_computers``, ``modelout_functions``,
+``projectors``, ``savers``, ``score_computers`` and ``utils``. A run can be read by the original and
+continues a run of the original, unless it was started with ``TRAKer(..., mode="trakdask")``.
+"""
+
+from trakdask.trak.traker import TRAKer
+from trakdask.trak.utils import test_install
+
+__all__ = ["VERSION", "TRAKer", "__version__", "test_install"]
+
+__version__ = "0.3.2"
+"""The version of the ``traker`` package whose interface this is."""
+
+VERSION = __version__

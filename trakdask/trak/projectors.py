@@ -1,0 +1,1 @@
+"""The projectors of the TRAK package's interface."""

@@ -1,0 +1,1 @@
+"""The savers of the TRAK package's interface."""

@@ -1,0 +1,1 @@
+"""The score_computers of the TRAK package's interface."""
