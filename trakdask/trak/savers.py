@@ -1,1 +1,477 @@
-"""The savers of the TRAK package's interface."""
+"""Savers of the TRAK package: gradients, features and scores in a folder of memory-mapped files.
+
+Files and their content are those of the original, which can read what is written here and the other
+way round. What is new is that they survive interruptions: a process that is killed at any point and
+started again leaves the same files as one that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.lib.format import open_memmap
+
+from trakdask.errors import StoreMismatchError
+from trakdask.storage.place import PARTIAL, Place
+
+__all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
+
+EXTRA = "trakdask"
+"""Key of ``metadata.json`` under which everything stands that the original does not write."""
+
+_KEYS = ("JL dimension", "JL matrix type", "train set size")
+_OF_THE_ORIGINAL = {"mode": "traker", "seeds": "as in traker"}
+_LOCK = ".lock"
+_SCAN = 2**16
+
+
+class ModelIDException(Exception):
+    """A model id is not registered, registered twice, or not far enough for what was asked."""
+
+
+class AbstractSaver(ABC):
+    """What ``TRAKer(saver=...)`` takes: a subclass of this, not an instance.
+
+    Creates the folder, checks ``metadata.json`` against the settings of this run or writes it, and
+    finds existing model ids and experiments. ``current_store`` holds the arrays of the current
+    model id: ``grads``, ``out_to_loss``, ``features`` and ``is_featurized``, and ``<exp>_grads``
+    and ``<exp>_scores`` of an experiment.
+
+    Parameters
+    ----------
+    save_dir
+        The folder.
+    metadata
+        Settings that all runs of one folder must share, JSON-able.
+    load_from_save_dir
+        Whether to read and write ``metadata.json`` and look for model ids of other runs. Jobs that
+        run at the same time may all do so; the original advises against it.
+    logging_level
+        Of the logger ``STORE``.
+    use_half_precision
+        Whether arrays are float16 rather than float32.
+
+    Raises
+    ------
+    AssertionError
+        If ``metadata.json`` has other settings; also a :class:`StoreMismatchError`.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        save_dir: Path | str,
+        metadata: Mapping[str, Any],
+        load_from_save_dir: bool,
+        logging_level: int,
+        use_half_precision: bool,
+    ) -> None:
+        self.metadata = dict(metadata)
+        self.save_dir = Path(save_dir).resolve()
+        self.load_from_save_dir = load_from_save_dir
+        self.use_half_precision = use_half_precision
+        self.logger = logging.getLogger("STORE")
+        self.logger.setLevel(logging_level)
+        self.save_dir.joinpath("scores").mkdir(parents=True, exist_ok=True)
+        self.metadata_file = self.save_dir.joinpath("metadata.json")
+        self.experiments_file = self.save_dir.joinpath("experiments.json")
+        self.model_ids: dict[int, dict[str, int]] = {}
+        self.experiments: dict[str, dict[str, Any]] = {}
+        self.current_model_id: int | None = None
+        self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
+        if load_from_save_dir:
+            self._load_metadata()
+        self._log_what_exists()
+
+    @abstractmethod
+    def register_model_id(self, model_id: int) -> None:
+        """Create metadata and arrays of a new model id."""
+
+    @abstractmethod
+    def serialize_current_model_id_metadata(self) -> None:
+        """Record how far the current model id is."""
+
+    @abstractmethod
+    def init_store(self, model_id: int) -> None:
+        """Create the arrays of a model id."""
+
+    @abstractmethod
+    def init_experiment(self, model_id: int) -> None:
+        """Create or open the arrays of an experiment for a model id."""
+
+    @abstractmethod
+    def load_current_store(self, model_id: int) -> None:
+        """Open the arrays of a model id in ``current_store``."""
+
+    @abstractmethod
+    def save_scores(self, exp_name: str) -> None:
+        """Record that the scores of an experiment are complete."""
+
+    @abstractmethod
+    def del_grads(self, model_id: int, target: bool) -> None:
+        """Delete the projected gradients of a model id."""
+
+    def check_metadata(self) -> None:
+        """Compare ``metadata.json``, if there is one, with the settings of this run."""
+        if self.metadata_file.exists():
+            _require_same(self._read(self.metadata_file), self.metadata, self.save_dir)
+
+    def settle_lambda(self, lambda_reg: float) -> None:
+        """Record the λ of features that are about to be made; all model ids have the same.
+
+        Raises
+        ------
+        AssertionError
+            If features of another model id were made with another λ.
+        """
+        with self._locked():
+            content = self._read(self.metadata_file) if self.metadata_file.exists() else {}
+            before = content.get(EXTRA, {}).get("lambda_reg", lambda_reg)
+            if before == lambda_reg:
+                return
+            ids = self._recorded_ids()
+            if final := sorted(i for i, each in ids.items() if each["is_finalized"] == 1):
+                raise _SettingsMismatch(
+                    f"expected lambda_reg={before}, as the features of model ids {final} in "
+                    f"{str(self.save_dir)!r} were made with, got {lambda_reg}; try the same, or "
+                    "another save_dir"
+                )
+            content[EXTRA]["lambda_reg"] = lambda_reg
+            self._write(self.metadata_file, content)
+
+    def _recorded_ids(self) -> dict[int, dict[str, int]]:
+        # Not those in subfolders, which belong to other runs: the original takes them for its own.
+        files = sorted(self.save_dir.glob("id_*.json"))
+        return {int(i): each for file in files for i, each in self._read(file).items()}
+
+    def _load_metadata(self) -> None:
+        with self._locked():
+            if self.metadata_file.exists():
+                self.check_metadata()
+            else:
+                self._write(self.metadata_file, self.metadata)
+            if not self.experiments_file.exists():
+                self._write(self.experiments_file, {})
+        self.model_ids.update(self._recorded_ids())
+        self.experiments.update(self._read(self.experiments_file))
+
+    def _log_what_exists(self) -> None:
+        final = sorted(i for i, each in self.model_ids.items() if each["is_finalized"] == 1)
+        ids, here = sorted(self.model_ids), self.save_dir
+        self.logger.info("Existing model IDs in %s: %s; finalized: %s", here, ids, final)
+        for exp_name in self.experiments:
+            self.logger.info("Existing TRAK scores: %s", exp_name)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the folder against other processes that change its JSON files."""
+        path = self.save_dir.joinpath(_LOCK)
+        with FileLock(path):
+            for orphan in self.save_dir.glob(f"*.json.*{PARTIAL}"):  # of a process that was killed
+                orphan.unlink()
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # while it is held: whoever waits for it notices and retries
+                    path.unlink()
+
+    def _read(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_bytes())
+        except ValueError as err:
+            raise ValueError(
+                f"expected JSON in {str(path)!r}, got {path.read_bytes()[:40]!r}; try to restore "
+                "the file, which an interrupted run of the original may have left like this"
+            ) from err
+
+    def _write(self, path: Path, content: Any) -> None:
+        Place(str(path.parent)).write(path.name, json.dumps(content).encode())
+
+
+class MmapSaver(AbstractSaver):
+    """Keeps arrays in memory-mapped files, so that a batch can be written at any position.
+
+    Parameters
+    ----------
+    save_dir, metadata, load_from_save_dir, logging_level, use_half_precision
+        As in :class:`AbstractSaver`.
+    train_set_size
+        Rows of the arrays.
+    proj_dim
+        Columns of gradients and features.
+
+    Notes
+    -----
+    Files are created under another name and renamed when they are whole; a model id exists from the
+    moment that its ``id_<n>.json`` does. JSON files are replaced, never changed in place, and under
+    a lock, so that jobs with different model ids can share a folder.
+    """
+
+    def __init__(
+        self,
+        save_dir: Path | str,
+        metadata: Mapping[str, Any],
+        train_set_size: int,
+        proj_dim: int,
+        load_from_save_dir: bool,
+        logging_level: int,
+        use_half_precision: bool,
+    ) -> None:
+        super().__init__(
+            save_dir=save_dir,
+            metadata=metadata,
+            load_from_save_dir=load_from_save_dir,
+            logging_level=logging_level,
+            use_half_precision=use_half_precision,
+        )
+        self.train_set_size = train_set_size
+        self.proj_dim = proj_dim
+        self._n_leading = 0
+
+    def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool) -> None:
+        """Create the files of a model id, or open those of an earlier run in the same folder.
+
+        Existing rows are never discarded. (The original empties them if it was started with
+        ``load_from_save_dir=False``, or is given ``_allow_featurizing_already_registered=True``.)
+
+        Raises
+        ------
+        ModelIDException
+            If this saver knows the id already, unless ``_allow_featurizing_already_registered``.
+        AssertionError
+            If ``metadata.json`` has other settings.
+        """
+        if model_id in self.model_ids and not _allow_featurizing_already_registered:
+            raise ModelIDException(
+                f"expected a new model id, got {model_id}, which is already registered in "
+                f"{str(self.save_dir)!r}; try load_current_store({model_id})"
+            )
+        self.check_metadata()
+        file = self._id_file(model_id)
+        if file.exists():
+            self.model_ids[model_id] = self._read(file)[str(model_id)]
+            self.load_current_store(model_id)
+            return
+        self.current_model_id = model_id
+        self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
+        self.init_store(model_id)
+        self.serialize_current_model_id_metadata(already_exists=False)
+
+    def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
+        """Write ``id_<n>.json`` if all rows are featurized, or in any case for a new id."""
+        model_id, recorded = self.current_model_id, self.model_ids[self._current_id()]
+        recorded["is_featurized"] = int(self._is_complete())
+        if recorded["is_featurized"] or not already_exists:
+            with self._locked():
+                self._write(self._id_file(self._current_id()), {str(model_id): recorded})
+
+    def init_store(self, model_id: int) -> None:
+        """Create all files of a model id, with no row featurized."""
+        prefix = self.save_dir.joinpath(str(model_id))
+        if prefix.exists():
+            self.logger.info("Model ID folder %s already exists", prefix)
+        prefix.mkdir(exist_ok=True)
+        self.load_current_store(model_id, mode="w+")
+
+    def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
+        """Create or open the files of an experiment for a model id.
+
+        Existing scores and target gradients stay until they are written over. New target gradients
+        are NaN, so that :meth:`TRAKer.finalize_scores` can tell targets that were never scored.
+
+        Raises
+        ------
+        ModelIDException
+            If the folder of the model id does not exist.
+        StoreMismatchError
+            If the experiment exists with another number of targets.
+        """
+        prefix = self.save_dir.joinpath(str(model_id))
+        if not prefix.exists():
+            raise ModelIDException(
+                f"expected a featurized model id, got {model_id}, which has no folder in "
+                f"{str(self.save_dir)!r}; try load_checkpoint and featurize first"
+            )
+        with self._locked():
+            known = self._known_experiments()
+            found = known.get(exp_name, {}).get("num_targets", num_targets)
+            if found != num_targets:
+                raise StoreMismatchError(
+                    f"expected num_targets={found}, as experiment {exp_name!r} was started with in "
+                    f"{str(self.save_dir)!r}, got {num_targets}; try another exp_name"
+                )
+            scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
+            known[exp_name] = {
+                "num_targets": num_targets,
+                "scores_path": str(scores),
+                "scores_finalized": 0,
+            }
+            if not scores.exists():
+                self._create(scores, (self.train_set_size, num_targets))
+            self._write(self.experiments_file, known)
+        self.experiments.update(known)
+        grads = prefix.joinpath(f"{exp_name}_grads.mmap")
+        if not grads.exists():
+            self._create(grads, (num_targets, self.proj_dim), fill=np.nan)
+        self.load_current_store(model_id, exp_name, num_targets)
+
+    def load_current_store(
+        self,
+        model_id: int,
+        exp_name: str | None = None,
+        exp_num_targets: int | None = -1,
+        mode: str | None = "r+",
+    ) -> None:
+        """Open the files of a model id, or those of one of its experiments, in ``current_store``.
+
+        Parameters
+        ----------
+        model_id
+            Becomes the current one.
+        exp_name
+            The experiment; None for gradients and features of the training samples.
+        exp_num_targets
+            Number of its targets; -1 for whatever the file has.
+        mode
+            ``"r+"`` to open existing files, None where one does not exist; ``"w+"`` to create them.
+
+        Raises
+        ------
+        StoreMismatchError
+            If a file has another shape or dtype than this run writes.
+        """
+        self.current_model_id = model_id
+        prefix, n, p = self.save_dir.joinpath(str(model_id)), self.train_set_size, self.proj_dim
+        to_load: dict[str, tuple[Path, tuple[int, int], Any]]
+        if exp_name is None:
+            to_load = {
+                "grads": (prefix.joinpath("grads.mmap"), (n, p), None),
+                "out_to_loss": (prefix.joinpath("out_to_loss.mmap"), (n, 1), None),
+                "features": (prefix.joinpath("features.mmap"), (n, p), None),
+                "is_featurized": (prefix.joinpath("_is_featurized.mmap"), (n, 1), np.int32),
+            }
+            self._n_leading = 0
+        else:
+            self.current_experiment_name = exp_name
+            m = -1 if exp_num_targets is None else exp_num_targets
+            scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
+            to_load = {
+                f"{exp_name}_grads": (prefix.joinpath(f"{exp_name}_grads.mmap"), (m, p), None),
+                f"{exp_name}_scores": (scores, (n, m), None),
+            }
+        for name, (path, shape, dtype) in to_load.items():
+            self.current_store[name] = self._load(path, shape, mode, dtype)
+
+    def flush(self, *names: str) -> None:
+        """Bring arrays of ``current_store`` to the disk, and return when they are there."""
+        for name in names:
+            self.current_store[name].flush()
+
+    def save_scores(self, exp_name: str) -> None:
+        """Bring the scores of the current experiment to the disk and record that they are final."""
+        if self.current_experiment_name != exp_name:
+            raise AssertionError(
+                f"expected the current experiment {self.current_experiment_name!r}, got "
+                f"{exp_name!r}; try load_current_store(model_id, {exp_name!r}) first"
+            )
+        self.flush(f"{exp_name}_scores")
+        with self._locked():
+            known = self._known_experiments()
+            known[exp_name]["scores_finalized"] = 1
+            self._write(self.experiments_file, known)
+        self.experiments.update(known)
+        self.logger.info("Saved scores in %s", self.save_dir.joinpath(f"scores/{exp_name}.mmap"))
+
+    def del_grads(self, model_id: int) -> None:  # type: ignore[override]
+        """Delete ``grads.mmap`` of a model id, if it is there.
+
+        Its features can still be used for scores, but no longer be made again, nor read by
+        :func:`trakdask.open_traker`.
+        """
+        self.save_dir.joinpath(str(model_id), "grads.mmap").unlink(missing_ok=True)
+
+    def _load(
+        self, fname: Path, shape: tuple[int, int], mode: str | None, dtype: Any = None
+    ) -> np.memmap | None:
+        dtype = np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
+        if mode == "w+":
+            self._create(fname, shape, dtype)
+        try:
+            found = open_memmap(fname, mode="r+")
+        except FileNotFoundError:
+            self.logger.info("%s does not exist, skipping.", fname)
+            return None
+        except ValueError as err:
+            raise ValueError(
+                f"expected an array in {str(fname)!r}, got a truncated file ({err}); try to delete "
+                f"the folder and id file of this model id, and featurize it again"
+            ) from err
+        fits = all(n in (-1, size) for n, size in zip(shape, found.shape, strict=False))
+        if len(found.shape) != len(shape) or not fits or found.dtype != dtype:
+            raise StoreMismatchError(
+                f"expected {dtype} {shape} in {str(fname)!r}, got {found.dtype} {found.shape}; try "
+                f"use_half_precision={found.dtype == np.float16} and the sizes of the run that "
+                "wrote it, or another save_dir"
+            )
+        return found
+
+    def _create(
+        self, path: Path, shape: tuple[int, int], dtype: Any = None, fill: float = 0
+    ) -> None:
+        """Make an array that appears under its name only when it is whole."""
+        dtype = np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
+        partial = path.with_name(path.name + PARTIAL)
+        array = open_memmap(partial, mode="w+", dtype=dtype, shape=shape)
+        if fill != 0:
+            array[...] = fill
+        array.flush()
+        del array
+        os.replace(partial, path)
+
+    def _is_complete(self) -> bool:
+        """Return whether all rows are featurized; looks at each row about once in a run."""
+        flags = self.current_store["is_featurized"].reshape(-1)
+        while self._n_leading < len(flags):
+            open_rows = np.flatnonzero(flags[self._n_leading : self._n_leading + _SCAN] != 1)
+            if len(open_rows):
+                self._n_leading += int(open_rows[0])
+                return False
+            self._n_leading += _SCAN
+        return True
+
+    def _current_id(self) -> int:
+        if self.current_model_id is None:
+            raise ModelIDException("expected a current model id, got none; try load_checkpoint")
+        return self.current_model_id
+
+    def _known_experiments(self) -> dict[str, dict[str, Any]]:
+        return dict(self._read(self.experiments_file)) if self.experiments_file.exists() else {}
+
+    def _id_file(self, model_id: int) -> Path:
+        return self.save_dir.joinpath(f"id_{model_id}.json")
+
+
+class _SettingsMismatch(StoreMismatchError, AssertionError):
+    """A folder was written with other settings; the original raises an AssertionError."""
+
+
+def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+    mine = wanted.get(EXTRA, {})
+    theirs = found.get(EXTRA, _OF_THE_ORIGINAL)
+    pairs = [(key, found[key], wanted[key]) for key in _KEYS if key in found and key in wanted]
+    pairs += [(key, theirs[key], mine[key]) for key in mine if key in theirs]
+    for key, before, now in pairs:
+        if json.loads(json.dumps(now)) != before and key not in ("version", "lambda_reg"):
+            raise _SettingsMismatch(
+                f"expected {key} {before!r}, as {str(folder)!r} was started with, got {now!r}; try "
+                "the same setting, or another save_dir"
+            )

@@ -1,1 +1,259 @@
-"""The score_computers of the TRAK package's interface."""
+"""From projected gradients to scores: the Gram matrix, its inverse, and the final product.
+
+The interface is that of the TRAK package. Its :class:`BasicScoreComputer` gives the same numbers
+here, up to two repairs: float16 gradients are summed in float32 (the original's sums overflow
+beyond 65504, and its λ below 6e-8 is rounded to 0), and a Gram matrix that is singular is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import torch
+from torch import Tensor
+
+from trakdask import arrays
+from trakdask.estimators import Weights
+from trakdask.trak.utils import get_matrix_mult
+
+__all__ = [
+    "AbstractScoreComputer",
+    "BasicScoreComputer",
+    "BasicSingleBlockScoreComputer",
+    "DampedScoreComputer",
+]
+
+_CLOSED_FORM = 0.03
+
+
+class AbstractScoreComputer(ABC):
+    """What ``TRAKer(score_computer=...)`` takes: a subclass of this, not an instance.
+
+    Parameters
+    ----------
+    dtype
+        Of features: ``torch.float16`` or ``torch.float32``.
+    device
+        Where matrices are multiplied.
+    """
+
+    @abstractmethod
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def get_xtx(self, grads: Tensor) -> Tensor:
+        """Return the Gram matrix GᵀG, (p, p), of projected gradients G, (n, p)."""
+
+    @abstractmethod
+    def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
+        """Return the features G (GᵀG)⁻¹, (n, p), of G and what :meth:`get_xtx` returned."""
+
+    @abstractmethod
+    def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
+        """Add ``features @ target_grads.T`` to ``accumulator``, (n, m), in host memory."""
+
+
+class BasicSingleBlockScoreComputer(AbstractScoreComputer):
+    """The plain formula in single matrix products, for small data.
+
+    The inverse is not divided by its mean absolute entry, so scores differ from those of
+    :class:`BasicScoreComputer` by one factor per checkpoint, as in the original. There, this class
+    cannot be instantiated, and has no λ.
+
+    Parameters
+    ----------
+    dtype, device
+        As in :class:`AbstractScoreComputer`.
+    logging_level
+        Of the logger ``ScoreComputer``.
+    lambda_reg
+        λ that is added to the diagonal of the Gram matrix.
+    """
+
+    lambda_reg: float = 0.0
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        logging_level: int = logging.INFO,
+        lambda_reg: float = 0.0,
+    ) -> None:
+        super().__init__(dtype, device)
+        _logger.setLevel(logging_level)
+        self.lambda_reg = lambda_reg
+
+    def get_xtx(self, grads: Tensor) -> Tensor:
+        """Return the Gram matrix, (p, p) float32."""
+        wide = grads.float()
+        return wide.T @ wide
+
+    def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
+        """Return G (GᵀG + λI)⁻¹, (n, p), in the dtype of the computer."""
+        return (grads.float() @ inverse(xtx, self.lambda_reg)).to(self.dtype)
+
+    def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
+        """Add ``features @ target_grads.T`` to ``accumulator``."""
+        accumulator += _product(features, target_grads)
+
+
+class BasicScoreComputer(AbstractScoreComputer):
+    """Features G (GᵀG + λI)⁻¹ over the mean absolute entry of that inverse, in blocks of rows.
+
+    Parameters
+    ----------
+    dtype, device
+        As in :class:`AbstractScoreComputer`.
+    CUDA_MAX_DIM_SIZE
+        Rows of a block.
+    logging_level
+        Of the logger ``ScoreComputer``.
+    lambda_reg
+        λ, in the units of the Gram matrix.
+
+    Notes
+    -----
+    Because of the division, scores scale with the square of the gradients of a checkpoint, so
+    checkpoints weigh differently in the mean over several. It must stay: it is what scores of the
+    TRAK package are. ``TRAKer(..., mode="trakdask")`` does without it.
+    """
+
+    lambda_reg: float = 0.0
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        CUDA_MAX_DIM_SIZE: int = 20_000,
+        logging_level: int = logging.INFO,
+        lambda_reg: float = 0.0,
+    ) -> None:
+        super().__init__(dtype, device)
+        self.CUDA_MAX_DIM_SIZE = CUDA_MAX_DIM_SIZE
+        self.logger = _logger
+        self.logger.setLevel(logging_level)
+        self.lambda_reg = lambda_reg
+
+    def get_xtx(self, grads: Tensor) -> Tensor:
+        """Return the Gram matrix, (p, p), summed in float32 whatever the dtype of ``grads``."""
+        self.proj_dim = grads.shape[1]
+        total = torch.zeros(self.proj_dim, self.proj_dim, device=self.device)
+        for block in grads.split(self.CUDA_MAX_DIM_SIZE):
+            rows = block.to(self.device, torch.float32)
+            total += rows.T @ rows
+        if len(grads) < self.proj_dim and self.lambda_reg == 0:
+            self.logger.warning(
+                "the Gram matrix of %d samples and %d columns is singular, so that its inverse is "
+                "not determined; try lambda_reg > 0 or a smaller proj_dim",
+                len(grads),
+                self.proj_dim,
+            )
+        return total
+
+    def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
+        """Return the features, (n, p), in the dtype of the computer and on its device."""
+        inverted = inverse(xtx, self.lambda_reg)
+        inverted /= inverted.abs().mean()
+        result = torch.empty(len(grads), len(inverted), dtype=self.dtype, device=self.device)
+        blocks = (m.split(self.CUDA_MAX_DIM_SIZE) for m in (grads, result))
+        for block, into in zip(*blocks, strict=True):
+            into.copy_(block.to(self.device, torch.float32) @ inverted)
+        return result
+
+    def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
+        """Add ``features @ target_grads.T`` to ``accumulator``."""
+        self.logger.debug("scores of %d samples, %d targets", len(features), len(target_grads))
+        accumulator += _product(features, target_grads)
+
+
+class DampedScoreComputer(BasicScoreComputer):
+    """The scores of :func:`trakdask.score`: what ``TRAKer(mode="trakdask")`` uses.
+
+    The Gram matrix is summed in float64, weighted as the estimator says, damped, and solved by
+    Cholesky; nothing is divided by a mean entry.
+
+    Parameters
+    ----------
+    dtype, device, CUDA_MAX_DIM_SIZE, logging_level
+        As in :class:`BasicScoreComputer`. Matrices are multiplied on the CPU.
+    lambda_reg
+        λ in the units of the Gram matrix; 0 for the closed form 0.03 tr(K²)/tr(K).
+    weights
+        Weights of the estimator.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        CUDA_MAX_DIM_SIZE: int = 20_000,
+        logging_level: int = logging.INFO,
+        lambda_reg: float = 0.0,
+        weights: Weights | None = None,
+    ) -> None:
+        super().__init__(dtype, device, CUDA_MAX_DIM_SIZE, logging_level, lambda_reg)
+        self.weights = weights or Weights()
+        self._gram_weights: np.ndarray | None = None
+
+    def set_out_to_loss(self, out_to_loss: np.ndarray) -> None:
+        """Take Q, (n, 1), of the checkpoint that :meth:`get_xtx` will be called for."""
+        if self.weights.power is not None:
+            h = arrays.weights.soft_gram_weights(_one_block(out_to_loss), self.weights.power)
+            self._gram_weights = h.compute(scheduler="synchronous")
+
+    def loss_weights(self, out_to_loss: np.ndarray) -> np.ndarray:
+        """Return the factors of the samples in the scores, (n, 1), from Q."""
+        if self.weights.power is None:
+            return out_to_loss
+        g = arrays.weights.soft_loss_weights(_one_block(out_to_loss), self.weights.power)
+        return np.asarray(g.compute(scheduler="synchronous"))
+
+    def get_xtx(self, grads: Tensor) -> Tensor:
+        """Return the weighted Gram matrix, (p, p) float64."""
+        h = None if self._gram_weights is None else _one_block(self._gram_weights)
+        matrix = arrays.gram.gram(self._blocks(grads), h)
+        return torch.from_numpy(matrix.compute(scheduler="synchronous")[:, :, 0])
+
+    def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
+        """Return the features G (K + λI)⁻¹, (n, p) float32."""
+        matrix = _one_block(xtx.numpy()[:, :, None])
+        closed_form = arrays.solve.closed_form_damping(matrix, _CLOSED_FORM)
+        damping = self.lambda_reg or closed_form.compute(scheduler="synchronous")
+        factor = arrays.solve.cholesky(matrix, damping, ["this"])
+        solved = arrays.solve.solve(factor, self._blocks(grads)).compute(scheduler="synchronous")
+        return torch.from_numpy(solved[:, :, 0]).to(self.dtype)
+
+    def _blocks(self, grads: Tensor) -> da.Array:
+        return da.from_array(
+            grads.float().numpy(force=True)[:, :, None], chunks=(self.CUDA_MAX_DIM_SIZE, -1, 1)
+        )
+
+
+_logger = logging.getLogger("ScoreComputer")
+
+
+def inverse(xtx: Tensor, lambda_reg: float) -> Tensor:
+    """Return (XᵀX + λI)⁻¹ in float32, as the TRAK package computes it."""
+    damped = xtx.float() + lambda_reg * torch.eye(len(xtx), device=xtx.device)
+    try:
+        return torch.linalg.inv(damped)
+    except torch.linalg.LinAlgError as err:
+        raise torch.linalg.LinAlgError(
+            f"expected a Gram matrix that can be inverted, got a singular one of shape "
+            f"{tuple(xtx.shape)} with lambda_reg={lambda_reg}; try lambda_reg > 0 or fewer columns"
+        ) from err
+
+
+def _one_block(array: np.ndarray) -> da.Array:
+    return da.from_array(np.asarray(array), chunks=-1)
+
+
+def _product(features: Tensor, target_grads: Tensor) -> Any:
+    """Return the product in host memory; that of float16 matrices is not rounded to float16."""
+    return get_matrix_mult(features, target_grads, torch.float32).detach().cpu()

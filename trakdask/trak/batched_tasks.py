@@ -1,0 +1,105 @@
+"""The built-in model outputs in the batched form that the engines of ``trakdask.models`` take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trakdask.models.tasks import Batch, Forward
+from trakdask.trak.margins import margins, require_labels
+from trakdask.trak.modelout_functions import (
+    CLIPModelOutput,
+    ImageClassificationModelOutput,
+    TextClassificationModelOutput,
+)
+from trakdask.trak.pairs import matches, negatives
+
+__all__ = ["BatchedTask", "batched_task"]
+
+
+class BatchedTask(Protocol):
+    """The batched form of a built-in output: what the engines of :mod:`trakdask.models` take."""
+
+    names: tuple[str, ...]
+    """Names of the tensors of a batch, in their order."""
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the model output of each sample, (batch,)."""
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the derivative of the loss of each sample, (batch,)."""
+
+    def require_valid(self, forward: Forward, batch: Batch) -> None:
+        """Check the values of a batch that failed."""
+
+
+class _OfImages:
+    names: tuple[str, ...] = ("image", "label")
+
+    def __init__(self, modelout: ImageClassificationModelOutput) -> None:
+        self._modelout = modelout
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        return margins(forward(batch["image"]), batch["label"])
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return self._modelout.one_minus_p(forward(batch["image"]), batch["label"])[:, 0]
+
+    def require_valid(self, forward: Forward, batch: Batch) -> None:
+        with torch.no_grad():
+            require_labels(forward(batch["image"][:1]), batch["label"])
+
+
+class _OfTexts:
+    names: tuple[str, ...] = ("input_ids", "token_type_ids", "attention_mask", "label")
+
+    def __init__(self, modelout: TextClassificationModelOutput) -> None:
+        self._modelout = modelout
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        return margins(self._logits(forward, batch), batch["label"])
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return self._modelout.one_minus_p(self._logits(forward, batch), batch["label"])[:, 0]
+
+    def require_valid(self, forward: Forward, batch: Batch) -> None:
+        with torch.no_grad():
+            one = Batch({name: tensor[:1] for name, tensor in batch.items()})
+            require_labels(self._logits(forward, one), batch["label"])
+
+    def _logits(self, forward: Forward, batch: Batch) -> Tensor:
+        logits: Tensor = forward(**{name: batch[name] for name in self.names[:3]})
+        return logits
+
+
+class _OfPairs:
+    names: tuple[str, ...] = ("image", "text")
+
+    def __init__(self, modelout: CLIPModelOutput) -> None:
+        self._modelout = modelout
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        image, text, _ = forward(**batch)
+        return matches(image, text, *negatives(self._modelout))
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return self._modelout.one_minus_p(forward(**batch))[:, 0]
+
+    def require_valid(self, forward: Forward, batch: Batch) -> None:
+        pass  # images and texts have no values that would be wrong
+
+
+_BATCHED: dict[type, Callable[[Any], BatchedTask]] = {
+    ImageClassificationModelOutput: _OfImages,
+    TextClassificationModelOutput: _OfTexts,
+    CLIPModelOutput: _OfPairs,
+}
+
+
+def batched_task(modelout: object) -> BatchedTask | None:
+    """Return the batched form of a built-in output; None of others, even of its subclasses."""
+    batched = _BATCHED.get(type(modelout))
+    return None if batched is None else batched(modelout)

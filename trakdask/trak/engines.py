@@ -1,0 +1,189 @@
+"""What gradient computers are made of: parameters by name, checks, and gradients by vmap."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trakdask.models.gradients import Sink, require_same_as_loop
+from trakdask.models.tasks import Batch, Forward
+from trakdask.models.tasks.logits import shape_of
+from trakdask.trak.batched_tasks import BatchedTask, batched_task
+from trakdask.trak.modelout_functions import (
+    AbstractModelOutput,
+    IterativeImageClassificationModelOutput,
+)
+
+__all__ = [
+    "checked_outputs",
+    "differentiable",
+    "loss_gradient",
+    "named",
+    "require_evaluation",
+    "require_output_of_batch",
+    "require_output_of_sample",
+    "selected_parameters",
+    "vectorise",
+    "why_hooks_differ",
+    "widest",
+]
+
+
+def vectorise(
+    modelout: Any, forward: Forward, batch: Sequence[Any], names: Sequence[str], sink: Sink
+) -> None:
+    """Hand on the gradients of the output of one sample, vectorised by ``torch.func.vmap``.
+
+    Parameters
+    ----------
+    modelout
+        Has ``get_output(model, weights, buffers, *sample)``, which returns a scalar.
+    forward
+        Model, weights and buffers.
+    batch
+        What ``get_output`` takes, with the samples along the first axis.
+    names
+        Parameters to differentiate by.
+    sink
+        Takes each gradient, (batch, numel), in the order of the names.
+    """
+
+    def output_of_one(selected: dict[str, Tensor], *sample: Any) -> Tensor:
+        weights = {**forward.parameters, **selected}
+        found = modelout.get_output(forward.module, weights, forward.buffers, *sample)
+        if not (isinstance(found, Tensor) and found.ndim == 0):
+            raise ValueError(
+                f"expected a scalar tensor from {type(modelout).__name__}.get_output, which is "
+                f"called with one sample, got {shape_of(found)}; try .sum() on what it returns"
+            )
+        return found
+
+    selected = {name: forward.parameters[name] for name in names}
+    in_dims = (None, *[0] * len(batch))
+    every = torch.func.vmap(torch.func.grad(output_of_one), in_dims=in_dims, randomness="different")
+    gradients = every(selected, *batch)
+    for name in names:
+        gradient = gradients.pop(name)
+        sink(name, gradient.reshape(len(gradient), -1))
+
+
+def require_output_of_sample(modelout: object) -> None:
+    """Refuse the built-in output that takes whole batches."""
+    if type(modelout) is IterativeImageClassificationModelOutput:
+        raise TypeError(
+            "expected an output that takes one sample at a time, got "
+            "IterativeImageClassificationModelOutput; try TRAKer(..., "
+            "gradient_computer=IterativeGradientComputer), or task='image_classification'"
+        )
+
+
+def require_output_of_batch(modelout: object) -> None:
+    """Refuse the built-in outputs that take one sample."""
+    if batched_task(modelout) is not None:
+        raise TypeError(
+            f"expected an output that takes whole batches, got {type(modelout).__name__}; try "
+            "task='iterative_image_classification', or gradient_computer=FunctionalGradientComputer"
+        )
+
+
+def checked_outputs(found: object, size: int, modelout: Any) -> Tensor:
+    """Return the outputs of a batch, (batch,), if that is what they are."""
+    if isinstance(found, Tensor) and found.shape in ((size,), (size, 1)):
+        return found.reshape(size)
+    raise ValueError(
+        f"expected one number per sample from {type(modelout).__name__}.get_output, shape "
+        f"({size},), got {shape_of(found)}; try to sum over the other axes"
+    )
+
+
+def loss_gradient(
+    modelout: Any,
+    model: nn.Module,
+    weights: Mapping[str, Tensor] | None,
+    buffers: Mapping[str, Tensor] | None,
+    batch: Iterable[Any],
+) -> Tensor:
+    """Return what the model output says; only an output of your own may differentiate for it."""
+    is_built_in = type(modelout).__module__ == AbstractModelOutput.__module__
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_built_in):
+        found: Tensor = modelout.get_out_to_loss_grad(model, weights, buffers, batch)
+    return found.detach()
+
+
+def why_hooks_differ(
+    forward: Forward, task: BatchedTask, few: Batch, names: tuple[str, ...]
+) -> str:
+    """Return why hooks cannot be used, or differ from one backward pass per sample; else ""."""
+    try:
+        with torch.enable_grad():
+            require_same_as_loop("hooks", forward, task, few, names)
+    except Exception as err:  # whatever it is, vmap can do it or tells what is wrong
+        return f"{type(err).__name__}: {err}"
+    return ""
+
+
+def selected_parameters(
+    weights: Mapping[str, Tensor], names: Sequence[str] | None
+) -> dict[str, Tensor]:
+    """Return the parameters to differentiate by, in the order of the model."""
+    if names is None:
+        return dict(weights)
+    for name in names:
+        if name not in weights:
+            near = difflib.get_close_matches(name, list(weights), n=3, cutoff=0.3)
+            raise ValueError(
+                f"expected names of the model's {len(weights)} parameters in grad_wrt, got "
+                f"{name!r}; try {near or list(weights)[:3]}"
+            )
+    if not names:
+        raise ValueError(
+            "expected at least one name in grad_wrt, got []; try grad_wrt=None for all"
+        )
+    return {name: tensor for name, tensor in weights.items() if name in names}
+
+
+def widest(tensors: Iterable[Tensor], at_least: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype that holds what each tensor's own dtype holds."""
+    dtypes = [tensor.dtype for tensor in tensors]
+    return reduce(torch.promote_types, dtypes if at_least is None else [at_least, *dtypes])
+
+
+def named(task: BatchedTask, batch: Sequence[Tensor]) -> Batch:
+    """Give the tensors of a batch their names."""
+    if len(batch) != len(task.names):
+        raise TypeError(
+            f"expected a batch of {len(task.names)} tensors ({', '.join(task.names)}), got "
+            f"{len(batch)}; try featurize(batch=({', '.join(task.names)}), ...)"
+        )
+    return Batch(zip(task.names, batch, strict=True))
+
+
+def require_evaluation(model: nn.Module) -> None:
+    """Refuse layers that would mix the samples of a batch and change their own statistics."""
+    for name, part in model.named_modules():
+        if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
+            raise RuntimeError(
+                f"expected batch normalisation in evaluation mode, got layer {name!r} "
+                f"({type(part).__name__}) in training mode, where samples have no gradients of "
+                "their own; try model.eval()"
+            )
+
+
+@contextmanager
+def differentiable(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let autograd differentiate by parameters that are frozen in training."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)

@@ -1,0 +1,397 @@
+"""Per-sample gradients of the model output, with the classes of the TRAK package.
+
+:class:`FunctionalGradientComputer` takes all of them in one backward pass where the output is one
+of the built-in ones and the model treats samples apart, and vectorises the gradient of one sample
+elsewhere; :class:`IterativeGradientComputer` differentiates one sample after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+
+from trakdask.models.gradients import Sink, hooks_gradients
+from trakdask.models.tasks import Batch, Forward
+from trakdask.trak.batched_tasks import BatchedTask, batched_task
+from trakdask.trak.engines import (
+    checked_outputs,
+    differentiable,
+    loss_gradient,
+    named,
+    require_evaluation,
+    require_output_of_batch,
+    require_output_of_sample,
+    selected_parameters,
+    vectorise,
+    why_hooks_differ,
+    widest,
+)
+from trakdask.trak.modelout_functions import (
+    AbstractModelOutput,
+    CLIPModelOutput,
+)
+
+__all__ = [
+    "AbstractGradientComputer",
+    "FunctionalGradientComputer",
+    "IterativeGradientComputer",
+]
+
+
+class AbstractGradientComputer(ABC):
+    """Base class of gradient computers, for subclasses of your own.
+
+    ``TRAKer`` makes one with the arguments below and ``grad_wrt``. It calls
+    ``load_model_params(model)`` for every checkpoint, and then, batch by batch,
+    ``compute_per_sample_grad(batch)`` and ``compute_loss_grad(batch)``.
+
+    Parameters
+    ----------
+    model
+        The model.
+    task
+        The model output; the attribute is called ``modelout_fn``.
+    grad_dim
+        Number of parameters that gradients are taken of.
+    dtype
+        Precision of the stored features; gradients have that of the parameters.
+    device
+        Where gradients are computed.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype | None = torch.float16,
+        device: torch.device | str | None = "cuda",
+    ) -> None:
+        self.model = model
+        self.modelout_fn: Any = task
+        self.grad_dim = grad_dim
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def load_model_params(self, model: nn.Module) -> None:
+        """Take over the weights of a model that has just loaded a checkpoint."""
+
+    @abstractmethod
+    def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Any:
+        """Return the gradients of a batch: a dictionary of tensors, or one (batch, parameters)."""
+
+    @abstractmethod
+    def compute_loss_grad(self, batch: Iterable[Tensor], batch_size: int) -> Tensor:
+        """Return the derivative of the loss by the model output, (batch, 1)."""
+
+
+class FunctionalGradientComputer(AbstractGradientComputer):
+    """Gradients of all samples of a batch at once.
+
+    Parameters
+    ----------
+    model, task, grad_dim, dtype, device
+        As for :class:`AbstractGradientComputer`.
+    grad_wrt
+        Names of the parameters to differentiate by; None for all. Unlike in the TRAK package, the
+        gradients of others are never formed.
+
+    Attributes
+    ----------
+    func_weights, func_buffers
+        Parameters and buffers by name.
+    num_params
+        Number of all parameters of the model.
+
+    Raises
+    ------
+    ValueError
+        If ``grad_wrt`` names a parameter that the model lacks, or none.
+
+    Notes
+    -----
+    With a built-in output (not a subclass of one), a model in evaluation mode and no autocast,
+    hooks on the layers form the gradients in about one forward and one backward pass. For each
+    checkpoint, the first two samples are compared with a backward pass for each; where they differ,
+    or the model cannot be hooked, ``torch.func.vmap`` runs instead, as in the TRAK package. The
+    logger ``GradientComputer`` says which.
+    """
+
+    _hooks_agree: Mapping[int, bool] = {}
+    _weights_are_new = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        grad_wrt: Iterable[str] | None = None,
+    ) -> None:
+        super().__init__(model, task, grad_dim, dtype, device)
+        self.num_params = sum(parameter.numel() for parameter in model.parameters())
+        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
+        self.logger = logging.getLogger("GradientComputer")
+        self.load_model_params(model)
+        selected_parameters(self.func_weights, self.grad_wrt)
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Take over the parameters and buffers of a model."""
+        self.func_weights: dict[str, Tensor] = dict(model.named_parameters())
+        self.func_buffers: dict[str, Tensor] = dict(model.named_buffers())
+        self._hooks_agree = {}
+        self._weights_are_new = True
+
+    def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return the gradient of every sample's model output by each parameter.
+
+        Parameters
+        ----------
+        batch
+            The tensors that the model output takes, each with the samples along its first axis.
+
+        Returns
+        -------
+        (batch, *shape) by name, in the order of the model and in the dtype of the parameter.
+
+        Raises
+        ------
+        RuntimeError
+            If a layer of batch normalisation is in training mode.
+        TypeError, ValueError
+            If the batch does not suit the model output.
+        """
+        selected = selected_parameters(self.func_weights, self.grad_wrt)
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str, gradient: Tensor, first: int | None = None, /) -> None:
+            n, size = len(gradient), selected[name].numel()
+            if name not in found:
+                found[name] = selected[name].new_empty((n, size), requires_grad=False)
+            first = first or 0
+            found[name][:, first : first + gradient.shape[1]] = gradient
+
+        self.stream_per_sample_grad(batch, keep)
+        return {name: found[name].reshape(-1, *tensor.shape) for name, tensor in selected.items()}
+
+    def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
+        """Return the derivative of the loss by the model output, as the model output defines it."""
+        return loss_gradient(
+            self.modelout_fn, self.model, self.func_weights, self.func_buffers, batch
+        )
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether the two methods below are as good as :meth:`compute_per_sample_grad`.
+
+        They are not in a subclass that has its own.
+        """
+        own = type(self).compute_per_sample_grad
+        return own is FunctionalGradientComputer.compute_per_sample_grad
+
+    def stream_per_sample_grad(self, batch: Iterable[Tensor], sink: Sink) -> Tensor | None:
+        """Hand gradients on parameter by parameter, without holding all of them where possible.
+
+        Parameters
+        ----------
+        batch
+            As for :meth:`compute_per_sample_grad`.
+        sink
+            Called as ``sink(name, gradient)`` with (batch, numel), or, in order,
+            ``sink(name, part, first)`` with the elements from ``first`` on. Names come in any
+            order. A gradient may lie in memory that the next one overwrites, so it must be used or
+            copied before the call returns. ``ProjectionStream.add`` is a sink.
+
+        Returns
+        -------
+        What :meth:`compute_loss_grad` returns, (batch, 1) float32, where it was found in the same
+        pass; else None.
+
+        Notes
+        -----
+        Cost: about one forward and one backward pass with hooks; memory, that of the activations
+        and the largest layer. With ``vmap``, memory for all gradients.
+        """
+        batch = tuple(batch)
+        require_evaluation(self.model)
+        require_output_of_sample(self.modelout_fn)
+        self._warn_of_other_embeddings()
+        names = tuple(selected_parameters(self.func_weights, self.grad_wrt))
+        task = batched_task(self.modelout_fn)
+        inputs = None if task is None else named(task, batch)
+        try:
+            if task is not None and inputs is not None and self._can_hook(task, inputs, names):
+                _, q = hooks_gradients(self._forward(), task, inputs, names, sink)
+                is_own = (
+                    type(self).compute_loss_grad is FunctionalGradientComputer.compute_loss_grad
+                )
+                return q[:, None] if is_own else None
+            vectorise(self.modelout_fn, self._forward(), batch, names, sink)
+        except (IndexError, RuntimeError):
+            if task is not None and inputs is not None:
+                task.require_valid(self._forward(), inputs)
+            raise
+        return None
+
+    def flat_per_sample_grad(
+        self, batch: Iterable[Tensor], out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return all gradients in one array, and what :meth:`stream_per_sample_grad` returns.
+
+        Parameters
+        ----------
+        batch
+            As for :meth:`compute_per_sample_grad`.
+        out
+            Where to write, (batch, parameters) of any float dtype. By default a new array of the
+            widest dtype among the parameters, so that no gradient overflows that did not before.
+
+        Returns
+        -------
+        Gradients (batch, parameters), flattened in the order of ``model.named_parameters()``; and
+        the derivative of the loss (batch, 1), or None.
+        """
+        selected = selected_parameters(self.func_weights, self.grad_wrt)
+        offsets, width = {}, 0
+        for name, tensor in selected.items():
+            offsets[name] = width
+            width += tensor.numel()
+        flat = out
+
+        def write(name: str, gradient: Tensor, first: int | None = None, /) -> None:
+            nonlocal flat
+            if flat is None:
+                dtype = widest(selected.values())
+                flat = gradient.new_empty((len(gradient), width), dtype=dtype)
+            start = offsets[name] + (first or 0)
+            flat[:, start : start + gradient.shape[1]] = gradient
+
+        q = self.stream_per_sample_grad(batch, write)
+        assert flat is not None  # there is at least one parameter
+        return flat, q
+
+    def _forward(self) -> Forward:
+        weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
+        return Forward(self.model, weights, self.func_buffers)
+
+    def _can_hook(self, task: BatchedTask, inputs: Batch, names: tuple[str, ...]) -> bool:
+        if any(part.training for part in self.model.modules()):
+            return False  # dropout must differ from sample to sample
+        first = next(iter(inputs.values()))
+        if torch.is_autocast_enabled(first.device.type):
+            return False
+        n = min(2, len(first))  # what holds for a single sample need not hold for two
+        if n not in self._hooks_agree:
+            few = Batch({name: tensor[:n] for name, tensor in inputs.items()})
+            why_not = why_hooks_differ(self._forward(), task, few, names)
+            self.logger.debug("Gradients by %s", f"vmap: {why_not}" if why_not else "hooks")
+            self._hooks_agree = {**self._hooks_agree, n: not why_not}
+        return self._hooks_agree[n]
+
+    def _warn_of_other_embeddings(self) -> None:
+        """Look once per checkpoint whether CLIP's embeddings are of this one."""
+        if not self._weights_are_new or not isinstance(self.modelout_fn, CLIPModelOutput):
+            return
+        self._weights_are_new = False
+        if self.modelout_fn.is_of_other_weights(self.model):
+            warn(
+                "expected embeddings of the checkpoint that is loaded, got those of other weights; "
+                "try traker.task.get_embeddings(...) again after each load_checkpoint",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+class IterativeGradientComputer(AbstractGradientComputer):
+    """Gradients of one sample after the other, by autograd alone, of outputs of whole batches.
+
+    For outputs whose ``get_output`` calls the model with the whole batch, and for models that
+    ``torch.func`` cannot run. Slow: one backward pass per sample.
+
+    Parameters
+    ----------
+    model, task, grad_dim, dtype, device
+        As for :class:`AbstractGradientComputer`.
+    grad_wrt
+        Names of the parameters to differentiate by; None for all. (The TRAK package ignores it
+        here, and then fails.)
+
+    Attributes
+    ----------
+    model_params
+        The parameters to differentiate by.
+
+    Raises
+    ------
+    ValueError
+        If ``grad_wrt`` names a parameter that the model lacks, or none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        grad_wrt: Iterable[str] | None = None,
+    ) -> None:
+        super().__init__(model, task, grad_dim, dtype, device)
+        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
+        self.logger = logging.getLogger("GradientComputer")
+        self.load_model_params(model)
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Take over a model and its parameters."""
+        self.model = model
+        self.model_params = list(
+            selected_parameters(dict(model.named_parameters()), self.grad_wrt).values()
+        )
+
+    def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Tensor:
+        """Return the gradient of every sample's model output.
+
+        Parameters
+        ----------
+        batch
+            The tensors that the model output takes, each with the samples along its first axis.
+
+        Returns
+        -------
+        (batch, parameters) in the order of ``model.named_parameters()``, float32, or float64 where
+        a parameter is; zero where a parameter has no effect.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the model output is not one of whole batches, or has not one number per sample.
+        """
+        batch = tuple(batch)
+        require_output_of_batch(self.modelout_fn)
+        params = self.model_params
+        with torch.enable_grad(), differentiable(params):
+            found = self.modelout_fn.get_output(self.model, None, None, *batch)
+            outputs = checked_outputs(found, len(batch[0]), self.modelout_fn)
+            dtype = widest(params, at_least=torch.float32)
+            width = sum(parameter.numel() for parameter in params)
+            gradients = outputs.new_empty((len(outputs), width), dtype=dtype, requires_grad=False)
+            for i, output in enumerate(outputs):
+                is_last = i + 1 == len(outputs)
+                of_sample = torch.autograd.grad(
+                    output, params, retain_graph=not is_last, materialize_grads=True
+                )
+                gradients[i] = torch.cat([gradient.reshape(-1).to(dtype) for gradient in of_sample])
+        return gradients
+
+    def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
+        """Return the derivative of the loss by the model output, as the model output defines it."""
+        return loss_gradient(self.modelout_fn, self.model, None, None, batch)

@@ -1,0 +1,366 @@
+"""Model outputs: the number that is attributed, and how much the loss still depends on it.
+
+The classes have the names, signatures and attributes of the TRAK package, and subclasses that were
+written for it work unchanged. The built-in outputs also have a batched form, from which the
+gradient computers take all per-sample gradients in one backward pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trakdask.models.checkpoints import digest_state
+from trakdask.trak.margins import checked_labels, margins, text_inputs
+from trakdask.trak.pairs import checked_embeddings, matches, negatives
+
+__all__ = [
+    "TASK_TO_MODELOUT",
+    "AbstractModelOutput",
+    "CLIPModelOutput",
+    "ImageClassificationModelOutput",
+    "IterativeImageClassificationModelOutput",
+    "TextClassificationModelOutput",
+]
+
+
+class AbstractModelOutput(ABC):
+    """Base class of model outputs, for subclasses of your own.
+
+    A subclass is written for one of the two gradient computers:
+
+    - For ``FunctionalGradientComputer``, ``get_output(model, weights, buffers, *sample)`` takes one
+      sample without a batch axis and returns a scalar tensor, which is differentiated with respect
+      to ``weights``. It must run the model with ``torch.func.functional_call(model, (weights,
+      buffers), ...)``.
+    - For ``IterativeGradientComputer``, ``get_output(model, None, None, *batch)`` takes the whole
+      batch, calls ``model(...)``, and returns one number per sample.
+
+    ``get_out_to_loss_grad(model, weights, buffers, batch)`` always takes the whole batch and
+    returns one number per sample, of shape (batch, 1) or (batch,).
+
+    Notes
+    -----
+    Unlike in the TRAK package, a subclass needs no ``__init__``.
+
+    References
+    ----------
+    Park et al. 2023, sections 2 and 3: f(z; θ) and Q.
+    """
+
+    def __init__(self) -> None:  # noqa: B027 (a subclass may call it, as it had to)
+        pass
+
+    @abstractmethod
+    def get_output(self, model: Any, batch: Iterable[Tensor]) -> Tensor:
+        """Return the model output; see the class for the arguments that it is called with."""
+
+    @abstractmethod
+    def get_out_to_loss_grad(self, model: Any, batch: Iterable[Tensor]) -> Tensor:
+        """Return the derivative of the loss by the model output, without its sign."""
+
+
+class _Classification(AbstractModelOutput):
+    """What the three outputs of classifiers share.
+
+    Parameters
+    ----------
+    temperature
+        Divides the logits in the out-to-loss gradient, but not in the margin.
+    """
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(-1)
+        self.loss_temperature = temperature
+
+    def one_minus_p(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return 1 - p of the labelled class, (batch, 1), in the dtype of the logits."""
+        labels = checked_labels(logits, labels)
+        p: Tensor = self.softmax(logits / self.loss_temperature).gather(-1, labels[:, None])
+        return (1 - p).detach()
+
+
+class ImageClassificationModelOutput(_Classification):
+    """Margin of an image classifier, log p/(1 - p) of the correct class.
+
+    Parameters
+    ----------
+    temperature
+        Divides the logits in the out-to-loss gradient 1 - p, but not in the margin.
+
+    References
+    ----------
+    Park et al. 2023, section 3.3.
+    """
+
+    @staticmethod
+    def get_output(  # type: ignore[override]
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        image: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """Return the margin of one image (without a batch axis), a scalar."""
+        logits = torch.func.functional_call(model, (weights, buffers), image.unsqueeze(0))
+        return margins(logits, label.unsqueeze(0)).sum()
+
+    def get_out_to_loss_grad(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: Iterable[Tensor],
+    ) -> Tensor:
+        """Return 1 - p of a batch of images and labels, (batch, 1)."""
+        images, labels = batch
+        logits = torch.func.functional_call(model, (weights, buffers), images)
+        return self.one_minus_p(logits, labels)
+
+
+class TextClassificationModelOutput(_Classification):
+    """Margin of a text classifier, log p/(1 - p) of the correct class.
+
+    A sample is (input_ids, token_type_ids, attention_mask, label); the model takes the first three
+    by name, and returns logits (batch, classes), not an object that holds them.
+
+    Parameters
+    ----------
+    temperature
+        Divides the logits in the out-to-loss gradient 1 - p, but not in the margin.
+    """
+
+    @staticmethod
+    def get_output(  # type: ignore[override]
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        input_id: Tensor,
+        token_type_id: Tensor,
+        attention_mask: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """Return the margin of one text (without a batch axis), a scalar."""
+        inputs = text_inputs(input_id[None], token_type_id[None], attention_mask[None])
+        logits = torch.func.functional_call(model, (weights, buffers), (), inputs)
+        return margins(logits, label.unsqueeze(0)).sum()
+
+    def get_out_to_loss_grad(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: Iterable[Tensor],
+    ) -> Tensor:
+        """Return 1 - p of a batch of texts and labels, (batch, 1)."""
+        *inputs, labels = batch
+        logits = torch.func.functional_call(model, (weights, buffers), (), text_inputs(*inputs))
+        return self.one_minus_p(logits, labels)
+
+
+class IterativeImageClassificationModelOutput(_Classification):
+    """Margin of an image classifier, for :class:`.IterativeGradientComputer`.
+
+    The model is called with whole batches and its own weights; ``weights`` and ``buffers`` are not
+    used.
+
+    Parameters
+    ----------
+    temperature
+        Divides the logits in the out-to-loss gradient 1 - p, but not in the margin.
+    """
+
+    @staticmethod
+    def get_output(  # type: ignore[override]
+        model: nn.Module,
+        weights: dict[str, Tensor] | None,
+        buffers: dict[str, Tensor] | None,
+        images: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
+        """Return the margins of a batch, (batch,)."""
+        return margins(model(images), labels)
+
+    def get_out_to_loss_grad(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        weights: dict[str, Tensor] | None,
+        buffers: dict[str, Tensor] | None,
+        batch: Iterable[Tensor],
+    ) -> Tensor:
+        """Return 1 - p of a batch of images and labels, (batch, 1)."""
+        images, labels = batch
+        return self.one_minus_p(model(images), labels)
+
+
+class _static_or_of_instance(staticmethod):  # type: ignore[type-arg]
+    """A static method for those who call it, which gets to know the instance or the class."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Any]:
+        return MethodType(self.__func__, owner if instance is None else instance)
+
+
+class CLIPModelOutput(AbstractModelOutput):
+    """Match of an image and its text against other pairs, for models in the manner of open_clip.
+
+    With the embeddings φ of the image and ψ of the text, and φ' and ψ' those of other pairs, the
+    output is -log Σ exp(φ·ψ' - φ·ψ) - log Σ exp(φ'·ψ - φ·ψ). The model is called as
+    ``model(image=..., text=...)`` and returns (φ, ψ, logit_scale). The other pairs are drawn from
+    those that :meth:`get_embeddings` has embedded, which must be called before ``featurize``, and
+    again for each checkpoint: a warning says so where they are another checkpoint's.
+
+    Parameters
+    ----------
+    temperature
+        Multiplies φ·ψ in the out-to-loss gradient. By default the ``logit_scale`` that the model
+        returns, at each call.
+    simulated_batch_size
+        Number of other pairs.
+
+    Notes
+    -----
+    Where it differs from the TRAK package:
+
+    - Embeddings belong to the instance whose ``get_embeddings`` is called, so that two instances
+      do not overwrite each other's. ``CLIPModelOutput.get_embeddings(...)``, on the class, sets
+      those of all instances that have none of their own.
+    - Other pairs are drawn uniformly, without replacement and with a fixed seed, and are the same
+      for all samples. The original draws anew for every sample, the pair *i* with a probability
+      proportional to *i*, and unseeded, so that no two runs agree.
+    - Fewer pairs than ``size`` are not filled up with zeros.
+    - Embeddings stay on the device of the model.
+    - The temperature of the first checkpoint is not used for the others.
+    - ``get_out_to_loss_grad`` returns (batch, 1), which can be stored, instead of (batch,).
+
+    What had to stay: the out-to-loss gradient compares each pair with the others of its batch, as
+    the original does, so it depends on how samples are batched.
+
+    References
+    ----------
+    Park et al. 2023, section 5.1.
+    """
+
+    num_computed_embeddings: int = 0
+    sim_batch_size: int = 300
+    image_embeddings: Tensor | None = None
+    text_embeddings: Tensor | None = None
+    _digest: str | None = None
+    """Of the weights that made the embeddings."""
+
+    def __init__(self, temperature: float | None = None, simulated_batch_size: int = 300) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(-1)
+        self.temperature = temperature
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # vmap does not know this attention
+        self.sim_batch_size = simulated_batch_size
+        CLIPModelOutput.sim_batch_size = simulated_batch_size  # for calls on the class
+
+    @_static_or_of_instance
+    def get_embeddings(
+        self: Any,
+        model: nn.Module,
+        loader: Iterable[Any],
+        batch_size: int,
+        embedding_dim: int,
+        size: int = 50_000,
+        preprocess_fn_img: Callable[[Any], Any] | None = None,
+        preprocess_fn_txt: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Embed the first pairs of a loader, from which the other pairs are then drawn.
+
+        Parameters
+        ----------
+        model
+            The model, at the checkpoint that will be featurized.
+        loader
+            Batches of (images, texts).
+        batch_size
+            Not used: the batches say how large they are.
+        embedding_dim
+            Length of an embedding, which is checked.
+        size
+            How many pairs to embed at most.
+        preprocess_fn_img, preprocess_fn_txt
+            Applied to images and to texts before the model is called; for example, they move them
+            to the model's device.
+
+        Raises
+        ------
+        ValueError
+            If the loader is empty, or embeddings have another length.
+        """
+        images, texts = [], []
+        left = size
+        with torch.no_grad():
+            for image, text in loader:
+                image = image if preprocess_fn_img is None else preprocess_fn_img(image)
+                text = text if preprocess_fn_txt is None else preprocess_fn_txt(text)
+                pair = checked_embeddings(model(image, text)[:2], embedding_dim)
+                images.append(pair[0][:left].clone())
+                texts.append(pair[1][:left].clone())
+                left -= len(images[-1])
+                if left <= 0:
+                    break
+        if not images:
+            raise ValueError("expected at least one batch, got an empty loader; try another loader")
+        self.image_embeddings, self.text_embeddings = torch.cat(images), torch.cat(texts)
+        self.num_computed_embeddings = len(self.image_embeddings)
+        self._digest = digest_state(dict(model.named_parameters()))
+
+    @_static_or_of_instance
+    def get_output(
+        self: Any,
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        image: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """Return the output of one image and text (without a batch axis), a scalar."""
+        inputs = {"image": image.unsqueeze(0), "text": label.unsqueeze(0)}
+        found = torch.func.functional_call(model, (weights, buffers), (), inputs)
+        return matches(found[0], found[1], *negatives(self)).sum()
+
+    def get_out_to_loss_grad(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        weights: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: Iterable[Tensor],
+    ) -> Tensor:
+        """Return 1 - p of a batch of images and texts, (batch, 1), p the mean of both directions.
+
+        p is the softmax over the pairs of this batch.
+        """
+        image, text = batch
+        inputs = {"image": image, "text": text}
+        return self.one_minus_p(torch.func.functional_call(model, (weights, buffers), (), inputs))
+
+    def one_minus_p(self, found: Sequence[Tensor]) -> Tensor:
+        """Return 1 - p, (batch, 1), of what the model returned."""
+        image, text, logit_scale = found
+        scale = logit_scale if self.temperature is None else self.temperature
+        products = scale * image @ text.T
+        p: Tensor = (self.softmax(products) + self.softmax(products.T)).diag() / 2
+        return (1 - p).detach().unsqueeze(-1)
+
+    def is_of_other_weights(self, model: nn.Module) -> bool:
+        """Tell whether the embeddings were made by other weights than the model has now."""
+        if self._digest is None:
+            return False
+        return self._digest != digest_state(dict(model.named_parameters()))
+
+
+TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
+    "image_classification": ImageClassificationModelOutput,
+    "clip": CLIPModelOutput,
+    "text_classification": TextClassificationModelOutput,
+    "iterative_image_classification": IterativeImageClassificationModelOutput,
+}
+"""The outputs that ``TRAKer(task="...")`` knows by name."""
