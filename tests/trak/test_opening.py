@@ -16,6 +16,7 @@ from numpy.lib.format import open_memmap
 
 import trakdask as td
 from trakdask import StoreMismatchError
+from trakdask import trak as ours
 from trakdask.testing import raise_if_dask_computes
 
 trak = pytest.importorskip("trak")
@@ -395,3 +396,46 @@ def test_open_traker__array_truncated_after_opening(run: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"1/grads.mmap.*1,000 bytes"):
         features.feature.compute()
+
+
+# ------------------------------------------------------------------------------- the drop-in's runs
+
+
+@pytest.mark.parametrize("lambda_reg", [0.0, 2.0])
+def test_open_traker__scores_of_mode_trakdask_are_those_of_td_score(
+    tmp_path: Path, lambda_reg: float
+) -> None:
+    """The image classification of a model without BatchNorm: soft weights."""
+    traker = ours.TRAKer(
+        model=model(0),
+        task="image_classification",
+        train_set_size=N,
+        save_dir=tmp_path,
+        device="cpu",
+        proj_dim=512,
+        lambda_reg=lambda_reg,
+        logging_level=logging.CRITICAL,
+        mode="trakdask",
+    )
+    write_features(traker, (0, 1))
+    traker.finalize_features()
+    write_targets(traker, (0, 1), "test")
+    expected = np.array(traker.finalize_scores("test"))
+    features, targets = td.open_traker(tmp_path, "test")
+    damping = td.Absolute(lambda_reg) if lambda_reg else "closed_form"
+    scores = td.score(features, targets, estimator="soft", damping=damping)
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    assert features.attrs["projector"]["metadata"]["trakdask"]["mode"] == "trakdask"
+
+
+def test_open_traker__lambda_is_no_part_of_what_must_agree(tmp_path: Path) -> None:
+    """It is settled when features are finalized, and may have been another one before."""
+    specs = []
+    for lambda_reg in (0.5, 2.0):
+        options = {"save_dir": tmp_path, "lambda_reg": lambda_reg, "logging_level": 50}
+        traker = ours.TRAKer(model(0), "image_classification", N, device="cpu", **options)
+        write_features(traker, (0,))
+        traker.finalize_features()
+        specs.append(td.open_traker(tmp_path).attrs["projector"])
+        (tmp_path / "id_0.json").write_text('{"0": {"is_featurized": 1, "is_finalized": 0}}')
+    assert specs[0] == specs[1]

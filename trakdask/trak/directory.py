@@ -14,6 +14,7 @@ from numpy.lib.format import open_memmap
 
 from trakdask._version import __version__
 from trakdask.provenance import digest
+from trakdask.trak.savers import EXTRA
 
 __all__ = [
     "FLAGS",
@@ -32,6 +33,7 @@ GRADS = "grads.mmap"
 OUT_TO_LOSS = "out_to_loss.mmap"
 FLAGS = "_is_featurized.mmap"
 _PROJ_DIM, _TRAIN_SIZE = "JL dimension", "train set size"
+_NOT_OF_THE_MATRIX = ("lambda_reg", "version")
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,9 @@ class Run:
 
     def attrs(self) -> dict[str, Any]:
         """Return what features and targets of this directory share and no other features have."""
-        about = {key: value for key, value in self.metadata.items() if key != _TRAIN_SIZE}
         files = zip(*(self.paths(name) for name in (GRADS, OUT_TO_LOSS, FLAGS)), strict=True)
         return {
-            "projector": {"kind": "traker", "proj_dim": self.proj_dim, "metadata": about},
+            "projector": {"kind": "traker", "proj_dim": self.proj_dim, "metadata": self._matrix()},
             "checkpoints": {str(id): state(each) for id, each in zip(self.ids, files, strict=True)},
             "checkpoint_ids": {str(id): id for id in self.ids},
             "parameters": {},
@@ -69,6 +70,13 @@ class Run:
             "formula": "feature = p^-1/2 P^T grad f",
             "trakdask_version": __version__,
         }
+
+    def _matrix(self) -> dict[str, Any]:
+        """Return what the metadata say of the projection; runs of ``trakdask.trak`` say more."""
+        about = {key: value for key, value in self.metadata.items() if key != _TRAIN_SIZE}
+        if isinstance(extra := about.get(EXTRA), Mapping):
+            about[EXTRA] = {k: value for k, value in extra.items() if k not in _NOT_OF_THE_MATRIX}
+        return about
 
     def source(self, of: str = "") -> str:
         """Name the samples: by the path, so that a checkpoint may be added later."""

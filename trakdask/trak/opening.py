@@ -78,7 +78,7 @@ def open_traker(
         ``features.assign_coords(label=("sample", labels))``.
     targets
         Only with ``exp_name``: lazy Dataset with ``feature`` and ``output`` of the targets. Targets
-        that were never scored are rows of zeros, as in the file.
+        that were never scored are as they are in the file: NaN, or zeros in a run of the original.
 
     Raises
     ------
@@ -106,7 +106,8 @@ def open_traker(
 
     ``score(features, targets, estimator="trak", damping=td.Absolute(lambda_reg))`` is what
     ``finalize_scores`` returns up to one factor per checkpoint, the mean absolute entry of the
-    inverse gram matrix, by which the package divides.
+    inverse gram matrix, by which the package divides. (Not so with ``mode="trakdask"``, whose
+    estimator and damping are those of :func:`score`.)
 
     ``attrs`` tell these features from all others: the projector by the metadata and checkpoints by
     sizes and times of their files. ``attrs["source"]`` is a digest of the path and the number of

@@ -181,7 +181,9 @@ class AbstractSaver(ABC):
             try:
                 yield
             finally:
-                with suppress(OSError):  # while it is held: whoever waits for it notices and retries
+                with suppress(
+                    OSError
+                ):  # while it is held: whoever waits for it notices and retries
                     path.unlink()
 
     def _read(self, path: Path) -> Any:
