@@ -112,6 +112,22 @@ def open_traker(
     ``attrs`` tell these features from all others: the projector by the metadata and checkpoints by
     sizes and times of their files. ``attrs["source"]`` is a digest of the path and the number of
     samples: set it yourself to continue a store of :func:`save` after the directory has been moved.
+
+    Examples
+    --------
+    >>> import tempfile, torch, trakdask as td
+    >>> from trakdask.trak import TRAKer
+    >>> folder, model = tempfile.TemporaryDirectory(), torch.nn.Linear(4, 3)
+    >>> batch = [torch.ones(8, 4), torch.arange(8) % 3]
+    >>> options = {"save_dir": folder.name, "device": "cpu", "proj_dim": 5}
+    >>> traker = TRAKer(model, "image_classification", train_set_size=8, **options)
+    >>> traker.load_checkpoint(model.state_dict(), model_id=0)
+    >>> traker.featurize(batch, num_samples=8)
+    >>> features = td.open_traker(folder.name)
+    >>> features = features.assign_coords(label=("sample", batch[1].numpy()))
+    >>> td.group_score(features, features, by="label").dims
+    ('label', 'target')
+    >>> folder.cleanup()
     """
     run = find_run(save_dir, model_ids)
     features = _features(run)
