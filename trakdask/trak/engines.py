@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 
 from trakdask.models.gradients import Sink, require_same_as_loop
@@ -68,7 +69,8 @@ def vectorise(
     selected = {name: forward.parameters[name] for name in names}
     in_dims = (None, *[0] * len(batch))
     every = torch.func.vmap(torch.func.grad(output_of_one), in_dims=in_dims, randomness="different")
-    gradients = every(selected, *batch)
+    with sdpa_kernel(SDPBackend.MATH):  # the attention that vmap does not run sample by sample
+        gradients = every(selected, *batch)
     for name in names:
         gradient = gradients.pop(name)
         sink(name, gradient.reshape(len(gradient), -1))
@@ -177,13 +179,14 @@ def require_evaluation(model: nn.Module) -> None:
 
 
 @contextmanager
-def differentiable(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let autograd differentiate by parameters that are frozen in training."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+def differentiable(model: nn.Module, selected: Sequence[Tensor]) -> Iterator[None]:
+    """Let autograd differentiate by the selected parameters only, even by those that are frozen."""
+    wanted = {id(parameter) for parameter in selected}
+    changed = [p for p in model.parameters() if p.requires_grad != (id(p) in wanted)]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
     try:
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)

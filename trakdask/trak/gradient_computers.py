@@ -230,7 +230,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         inputs = None if task is None else named(task, batch)
         try:
             if task is not None and inputs is not None and self._can_hook(task, inputs, names):
-                _, q = hooks_gradients(self._forward(), task, inputs, names, sink)
+                with torch.enable_grad():
+                    _, q = hooks_gradients(self._forward(), task, inputs, names, sink)
                 is_own = (
                     type(self).compute_loss_grad is FunctionalGradientComputer.compute_loss_grad
                 )
@@ -378,7 +379,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         batch = tuple(batch)
         require_output_of_batch(self.modelout_fn)
         params = self.model_params
-        with torch.enable_grad(), differentiable(params):
+        with torch.enable_grad(), differentiable(self.model, params):
             found = self.modelout_fn.get_output(self.model, None, None, *batch)
             outputs = checked_outputs(found, len(batch[0]), self.modelout_fn)
             dtype = widest(params, at_least=torch.float32)

@@ -7,196 +7,21 @@ started again leaves the same files as one that was never killed.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
-from trakdask.storage.place import PARTIAL, Place
+from trakdask.storage.place import PARTIAL
+from trakdask.trak.saver_base import EXTRA, AbstractSaver, ModelIDException
 
-__all__ = ["AbstractSaver", "MmapSaver", "ModelIDException"]
+__all__ = ["EXTRA", "AbstractSaver", "MmapSaver", "ModelIDException"]
 
-EXTRA = "trakdask"
-"""Key of ``metadata.json`` under which everything stands that the original does not write."""
-
-_KEYS = ("JL dimension", "JL matrix type", "train set size")
-_OF_THE_ORIGINAL = {"mode": "traker", "seeds": "as in traker"}
-_LOCK = ".lock"
 _SCAN = 2**16
-
-
-class ModelIDException(Exception):
-    """A model id is not registered, registered twice, or not far enough for what was asked."""
-
-
-class AbstractSaver(ABC):
-    """What ``TRAKer(saver=...)`` takes: a subclass of this, not an instance.
-
-    Creates the folder, checks ``metadata.json`` against the settings of this run or writes it, and
-    finds existing model ids and experiments. ``current_store`` holds the arrays of the current
-    model id: ``grads``, ``out_to_loss``, ``features`` and ``is_featurized``, and ``<exp>_grads``
-    and ``<exp>_scores`` of an experiment.
-
-    Parameters
-    ----------
-    save_dir
-        The folder.
-    metadata
-        Settings that all runs of one folder must share, JSON-able.
-    load_from_save_dir
-        Whether to read and write ``metadata.json`` and look for model ids of other runs. Jobs that
-        run at the same time may all do so; the original advises against it.
-    logging_level
-        Of the logger ``STORE``.
-    use_half_precision
-        Whether arrays are float16 rather than float32.
-
-    Raises
-    ------
-    AssertionError
-        If ``metadata.json`` has other settings; also a :class:`StoreMismatchError`.
-    """
-
-    @abstractmethod
-    def __init__(
-        self,
-        save_dir: Path | str,
-        metadata: Mapping[str, Any],
-        load_from_save_dir: bool,
-        logging_level: int,
-        use_half_precision: bool,
-    ) -> None:
-        self.metadata = dict(metadata)
-        self.save_dir = Path(save_dir).resolve()
-        self.load_from_save_dir = load_from_save_dir
-        self.use_half_precision = use_half_precision
-        self.logger = logging.getLogger("STORE")
-        self.logger.setLevel(logging_level)
-        self.save_dir.joinpath("scores").mkdir(parents=True, exist_ok=True)
-        self.metadata_file = self.save_dir.joinpath("metadata.json")
-        self.experiments_file = self.save_dir.joinpath("experiments.json")
-        self.model_ids: dict[int, dict[str, int]] = {}
-        self.experiments: dict[str, dict[str, Any]] = {}
-        self.current_model_id: int | None = None
-        self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
-        if load_from_save_dir:
-            self._load_metadata()
-        self._log_what_exists()
-
-    @abstractmethod
-    def register_model_id(self, model_id: int) -> None:
-        """Create metadata and arrays of a new model id."""
-
-    @abstractmethod
-    def serialize_current_model_id_metadata(self) -> None:
-        """Record how far the current model id is."""
-
-    @abstractmethod
-    def init_store(self, model_id: int) -> None:
-        """Create the arrays of a model id."""
-
-    @abstractmethod
-    def init_experiment(self, model_id: int) -> None:
-        """Create or open the arrays of an experiment for a model id."""
-
-    @abstractmethod
-    def load_current_store(self, model_id: int) -> None:
-        """Open the arrays of a model id in ``current_store``."""
-
-    @abstractmethod
-    def save_scores(self, exp_name: str) -> None:
-        """Record that the scores of an experiment are complete."""
-
-    @abstractmethod
-    def del_grads(self, model_id: int, target: bool) -> None:
-        """Delete the projected gradients of a model id."""
-
-    def check_metadata(self) -> None:
-        """Compare ``metadata.json``, if there is one, with the settings of this run."""
-        if self.metadata_file.exists():
-            _require_same(self._read(self.metadata_file), self.metadata, self.save_dir)
-
-    def settle_lambda(self, lambda_reg: float) -> None:
-        """Record the λ of features that are about to be made; all model ids have the same.
-
-        Raises
-        ------
-        AssertionError
-            If features of another model id were made with another λ.
-        """
-        with self._locked():
-            content = self._read(self.metadata_file) if self.metadata_file.exists() else {}
-            before = content.get(EXTRA, {}).get("lambda_reg", lambda_reg)
-            if before == lambda_reg:
-                return
-            ids = self._recorded_ids()
-            if final := sorted(i for i, each in ids.items() if each["is_finalized"] == 1):
-                raise _SettingsMismatch(
-                    f"expected lambda_reg={before}, as the features of model ids {final} in "
-                    f"{str(self.save_dir)!r} were made with, got {lambda_reg}; try the same, or "
-                    "another save_dir"
-                )
-            content[EXTRA]["lambda_reg"] = lambda_reg
-            self._write(self.metadata_file, content)
-
-    def _recorded_ids(self) -> dict[int, dict[str, int]]:
-        # Not those in subfolders, which belong to other runs: the original takes them for its own.
-        files = sorted(self.save_dir.glob("id_*.json"))
-        return {int(i): each for file in files for i, each in self._read(file).items()}
-
-    def _load_metadata(self) -> None:
-        with self._locked():
-            if self.metadata_file.exists():
-                self.check_metadata()
-            else:
-                self._write(self.metadata_file, self.metadata)
-            if not self.experiments_file.exists():
-                self._write(self.experiments_file, {})
-        self.model_ids.update(self._recorded_ids())
-        self.experiments.update(self._read(self.experiments_file))
-
-    def _log_what_exists(self) -> None:
-        final = sorted(i for i, each in self.model_ids.items() if each["is_finalized"] == 1)
-        ids, here = sorted(self.model_ids), self.save_dir
-        self.logger.info("Existing model IDs in %s: %s; finalized: %s", here, ids, final)
-        for exp_name in self.experiments:
-            self.logger.info("Existing TRAK scores: %s", exp_name)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the folder against other processes that change its JSON files."""
-        path = self.save_dir.joinpath(_LOCK)
-        with FileLock(path):
-            for orphan in self.save_dir.glob(f"*.json.*{PARTIAL}"):  # of a process that was killed
-                orphan.unlink()
-            try:
-                yield
-            finally:
-                with suppress(
-                    OSError
-                ):  # while it is held: whoever waits for it notices and retries
-                    path.unlink()
-
-    def _read(self, path: Path) -> Any:
-        try:
-            return json.loads(path.read_bytes())
-        except ValueError as err:
-            raise ValueError(
-                f"expected JSON in {str(path)!r}, got {path.read_bytes()[:40]!r}; try to restore "
-                "the file, which an interrupted run of the original may have left like this"
-            ) from err
-
-    def _write(self, path: Path, content: Any) -> None:
-        Place(str(path.parent)).write(path.name, json.dumps(content).encode())
 
 
 class MmapSaver(AbstractSaver):
@@ -239,7 +64,9 @@ class MmapSaver(AbstractSaver):
         self.proj_dim = proj_dim
         self._n_leading = 0
 
-    def register_model_id(self, model_id: int, _allow_featurizing_already_registered: bool) -> None:
+    def register_model_id(  # type: ignore[override]
+        self, model_id: int, _allow_featurizing_already_registered: bool
+    ) -> None:
         """Create the files of a model id, or open those of an earlier run in the same folder.
 
         Existing rows are never discarded. (The original empties them if it was started with
@@ -284,7 +111,9 @@ class MmapSaver(AbstractSaver):
         prefix.mkdir(exist_ok=True)
         self.load_current_store(model_id, mode="w+")
 
-    def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
+    def init_experiment(  # type: ignore[override]
+        self, exp_name: str, num_targets: int, model_id: int
+    ) -> None:
         """Create or open the files of an experiment for a model id.
 
         Existing scores and target gradients stay until they are written over. New target gradients
@@ -460,20 +289,3 @@ class MmapSaver(AbstractSaver):
 
     def _id_file(self, model_id: int) -> Path:
         return self.save_dir.joinpath(f"id_{model_id}.json")
-
-
-class _SettingsMismatch(StoreMismatchError, AssertionError):
-    """A folder was written with other settings; the original raises an AssertionError."""
-
-
-def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
-    mine = wanted.get(EXTRA, {})
-    theirs = found.get(EXTRA, _OF_THE_ORIGINAL)
-    pairs = [(key, found[key], wanted[key]) for key in _KEYS if key in found and key in wanted]
-    pairs += [(key, theirs[key], mine[key]) for key in mine if key in theirs]
-    for key, before, now in pairs:
-        if json.loads(json.dumps(now)) != before and key not in ("version", "lambda_reg"):
-            raise _SettingsMismatch(
-                f"expected {key} {before!r}, as {str(folder)!r} was started with, got {now!r}; try "
-                "the same setting, or another save_dir"
-            )

@@ -230,9 +230,10 @@ class DampedScoreComputer(BasicScoreComputer):
         return torch.from_numpy(solved[:, :, 0]).to(self.dtype)
 
     def _blocks(self, grads: Tensor) -> da.Array:
-        return da.from_array(
+        blocks: da.Array = da.from_array(
             grads.float().numpy(force=True)[:, :, None], chunks=(self.CUDA_MAX_DIM_SIZE, -1, 1)
         )
+        return blocks
 
 
 _logger = logging.getLogger("ScoreComputer")
@@ -242,16 +243,18 @@ def inverse(xtx: Tensor, lambda_reg: float) -> Tensor:
     """Return (XᵀX + λI)⁻¹ in float32, as the TRAK package computes it."""
     damped = xtx.float() + lambda_reg * torch.eye(len(xtx), device=xtx.device)
     try:
-        return torch.linalg.inv(damped)
-    except torch.linalg.LinAlgError as err:
-        raise torch.linalg.LinAlgError(
+        inverted: Tensor = torch.linalg.inv(damped)
+    except RuntimeError as err:
+        raise RuntimeError(
             f"expected a Gram matrix that can be inverted, got a singular one of shape "
             f"{tuple(xtx.shape)} with lambda_reg={lambda_reg}; try lambda_reg > 0 or fewer columns"
         ) from err
+    return inverted
 
 
 def _one_block(array: np.ndarray) -> da.Array:
-    return da.from_array(np.asarray(array), chunks=-1)
+    block: da.Array = da.from_array(np.asarray(array), chunks=-1)
+    return block
 
 
 def _product(features: Tensor, target_grads: Tensor) -> Any:

@@ -28,7 +28,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _BLOCK_BYTES = 2**28
 
 
-def test_install(use_fast_jl: bool = True) -> None:
+def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test of pytest)
     """Run a tiny attribution and print whether it worked.
 
     Parameters

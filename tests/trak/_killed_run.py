@@ -1,0 +1,120 @@
+"""Kill a run at every one of its write operations, and run it again: a script, for one process.
+
+Everything is imported once; each run is a fork. A run is killed by SIGKILL before its k-th write
+operation, or in the middle of it. Prints what differs from a run that nobody disturbed, as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.trak._runs import Run
+from trakdask.trak import TRAKer
+
+
+class Killer:
+    """Count write operations, and die at one of them."""
+
+    def __init__(self, at: int, half: bool) -> None:
+        self.at, self.half = at, half
+        self.operations: list[str] = []
+
+    def wrap(self, owner: Any, name: str, halfway: Callable[..., Any] | None = None) -> None:
+        original = getattr(owner, name)
+
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            self.operations.append(name)
+            if len(self.operations) == self.at:
+                if self.half:
+                    assert halfway is not None
+                    halfway(original, *args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, operation)
+
+
+def assign_half(original: Any, array: Any, key: Any, value: Any) -> None:
+    """Write half of the rows."""
+    rows = np.arange(len(array))[key] if not isinstance(key, np.ndarray) else key
+    half = rows[: len(rows) // 2]
+    original(array, half, value[: len(half)] if np.ndim(value) else value)
+
+
+def write_half(original: Any, descriptor: int) -> None:
+    """Leave half of a file, where all of it is to be synchronised."""
+    os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+
+
+def run(folder: Path, killer: Killer, del_grads: bool) -> None:
+    killer.wrap(np.memmap, "__setitem__", assign_half)
+    killer.wrap(np.memmap, "flush")
+    killer.wrap(os, "replace")
+    killer.wrap(os, "unlink")
+    killer.wrap(os, "fsync", write_half)
+    job = Run(options={"lambda_reg": 0.1})
+    traker = job.make(TRAKer, folder)
+    job.featurize(traker)
+    traker.finalize_features(del_grads=del_grads)
+    job.score(traker)
+
+
+def in_a_fork(
+    folder: Path, at: int = 0, half: bool = False, del_grads: bool = False
+) -> tuple[int, list[str]]:
+    """Return the signal that ended a run, and its operations if it was not killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        killer = Killer(at, half)
+        run(folder, killer, del_grads)
+        os.write(writer, json.dumps(killer.operations).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as answer:
+        operations = json.loads(answer.read() or b"[]")
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status), operations
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    Run().whole(TRAKer, folder / "warm")  # so that forks need not import what a run imports
+    here, failed, n_runs = folder / "run", [], 0
+    for del_grads in (False, True):
+        _, operations = in_a_fork(here, del_grads=del_grads)
+        undisturbed = hashes(here)
+        shutil.rmtree(here)
+        for at, name in enumerate(operations, 1):
+            for half in (False, True) if name in ("__setitem__", "fsync") else (False,):
+                signals = [in_a_fork(here, at, half, del_grads)[0]]
+                signals.append(in_a_fork(here, del_grads=del_grads)[0])
+                same = hashes(here) == undisturbed
+                shutil.rmtree(here)
+                n_runs += 1
+                if (signals, same) != ([signal.SIGKILL, 0], True):
+                    failed.append([del_grads, at, name, half, signals, same])
+    print(json.dumps({"runs": n_runs, "operations": operations, "failed": failed}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,128 @@
+"""Whole runs of a TRAKer, the original's or ours, on small models; and what they leave on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+QUIET = 100
+N, M, BATCH = 48, 6, 16
+
+
+class Scaled(nn.Module):
+    """A model with a 0-d parameter, which is flattened to one column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.body(x.flatten(1)[:, :6])
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(8, 3), nn.LayerNorm(3), nn.Linear(3, 3)),
+    )
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.GELU(), nn.Linear(5, 3)),
+    "normed": normed,
+    "scaled": Scaled,
+}
+
+
+def built(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]().eval()
+
+
+def checkpoints(name: str, n: int) -> list[dict[str, Tensor]]:
+    return [built(name, seed).state_dict() for seed in range(n)]
+
+
+def images(n: int = N, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(n, 1, 4, 4, generator=generator),
+        torch.randint(3, (n,), generator=generator),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A script, as users write them."""
+
+    model: str = "mlp"
+    n_checkpoints: int = 1
+    by_inds: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, kind: Any, folder: Path, **more: Any) -> Any:
+        given = {"proj_dim": 8, "task": "image_classification", "device": "cpu", **self.options}
+        given = {"logging_level": QUIET, "train_set_size": N, **given, **more}
+        return kind(model=built(self.model), save_dir=folder, **given)
+
+    def featurize(self, traker: Any, batches: Sequence[int] = range(0, N, BATCH)) -> None:
+        x, y = images()
+        order = np.random.default_rng(0).permutation(N)
+        for model_id, state in enumerate(checkpoints(self.model, self.n_checkpoints)):
+            traker.load_checkpoint(state, model_id=model_id)
+            for start in batches:
+                rows = order[start : start + BATCH] if self.by_inds else slice(start, start + BATCH)
+                batch = [x[rows], y[rows]]
+                if self.by_inds:
+                    traker.featurize(batch, inds=rows)
+                else:
+                    traker.featurize(batch, num_samples=len(batch[0]))
+
+    def score(self, traker: Any, exp_name: str = "test") -> np.ndarray:
+        x, y = images(M, seed=1)
+        for model_id, state in enumerate(checkpoints(self.model, self.n_checkpoints)):
+            traker.start_scoring_checkpoint(exp_name, state, model_id, num_targets=M)
+            for start in range(0, M, 4):
+                rows = np.arange(start, min(start + 4, M))
+                given = {"inds": rows} if self.by_inds else {"num_samples": len(rows)}
+                traker.score([x[rows], y[rows]], **given)
+        return traker.finalize_scores(exp_name)
+
+    def whole(self, kind: Any, folder: Path, **more: Any) -> np.ndarray:
+        """Run everything; the original's progress bars go nowhere."""
+        with contextlib.redirect_stderr(io.StringIO()):
+            traker = self.make(kind, folder, **more)
+            self.featurize(traker)
+            traker.finalize_features()
+            return np.array(self.score(traker))
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Return arrays and JSON of a folder by relative path."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix == ".mmap":
+            found[name] = np.load(path)
+        elif path.suffix == ".json":
+            found[name] = json.loads(path.read_text())
+        elif path.is_file():
+            found[name] = path.read_bytes()
+    return found
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Return the largest difference over the largest magnitude."""
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))

@@ -1,0 +1,692 @@
+"""Gradient computers against a loop of ``backward()``, and against those of the TRAK package."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.trak._models import (
+    CLASSES,
+    IMAGE_MODELS,
+    Classifier,
+    N,
+    Pair,
+    Scaled,
+    backward_one_by_one,
+    image_batch,
+    made,
+    margin_of,
+    mlp,
+    pair_batch,
+    text_batch,
+)
+from trakdask.trak.gradient_computers import (
+    AbstractGradientComputer,
+    FunctionalGradientComputer,
+    IterativeGradientComputer,
+)
+from trakdask.trak.modelout_functions import (
+    AbstractModelOutput,
+    CLIPModelOutput,
+    ImageClassificationModelOutput,
+    IterativeImageClassificationModelOutput,
+    TextClassificationModelOutput,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+SELECTIONS: dict[str, Callable[[list[str]], list[str] | None]] = {
+    "all": lambda names: None,
+    "last two, reversed": lambda names: names[-2:][::-1],
+    "one": lambda names: names[:1],
+}
+image_models = pytest.mark.parametrize("model", list(IMAGE_MODELS))
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+selections = pytest.mark.parametrize("selection", list(SELECTIONS))
+
+
+class OwnImageOutput(ImageClassificationModelOutput):
+    """A subclass, which no engine may take for the built-in output: it negates the margin."""
+
+    @staticmethod
+    def get_output(model: Any, weights: Any, buffers: Any, image: Any, label: Any) -> Tensor:
+        return -ImageClassificationModelOutput.get_output(model, weights, buffers, image, label)
+
+
+class SquaredNorm(AbstractModelOutput):
+    """Written for the TRAK package, but without ``__init__``."""
+
+    @staticmethod
+    def get_output(model: Any, weights: Any, buffers: Any, x: Tensor, label: Tensor) -> Tensor:
+        return torch.func.functional_call(model, (weights, buffers), x[None]).square().sum()
+
+    def get_out_to_loss_grad(self, model: Any, weights: Any, buffers: Any, batch: Any) -> Tensor:
+        x, _ = batch
+        return torch.func.functional_call(model, (weights, buffers), x).sum(1)
+
+
+def computer(kind: Any, module: nn.Module, task: Any, grad_wrt: Any = None, **kwargs: Any) -> Any:
+    own = dict(module.named_parameters())
+    dim = sum(own[name].numel() for name in (own if grad_wrt is None else grad_wrt))
+    given = {"grad_dim": dim, "dtype": torch.float16, "device": "cpu", **kwargs}
+    return kind(model=module, task=task, grad_wrt=grad_wrt, **given)
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    scale = float(expected.abs().max())
+    assert float((found.double() - expected.double()).abs().max()) <= tolerance * max(scale, 1e-3)
+
+
+def by_backward(module: nn.Module, batch: list[Tensor]) -> dict[str, Tensor]:
+    def output_of(i: int) -> Tensor:
+        return margin_of(module(batch[0][i : i + 1])[0], int(batch[1][i]))
+
+    return backward_one_by_one(module, output_of, len(batch[0]))
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([g.reshape(len(g), -1) for g in gradients.values()], 1)
+
+
+def engine(caplog: pytest.LogCaptureFixture) -> str:
+    return caplog.messages[-1].removeprefix("Gradients by ").split(":")[0]
+
+
+# ------------------------------------------------------------------------------------ functional
+
+
+@image_models
+@dtypes
+@selections
+def test_compute_per_sample_grad__is_backward_sample_by_sample(
+    model: str, dtype: torch.dtype, selection: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "GradientComputer")
+    build, shape = IMAGE_MODELS[model]
+    module, batch = made(build, dtype), image_batch(shape, dtype)
+    expected = by_backward(module, batch)
+    names = SELECTIONS[selection](list(expected))
+    with sdpa_kernel(SDPBackend.MATH):
+        functional = computer(
+            FunctionalGradientComputer, module, ImageClassificationModelOutput(), names
+        )
+        found = functional.compute_per_sample_grad(batch)
+    assert list(found) == [name for name in expected if names is None or name in names]
+    for name, gradient in found.items():
+        assert gradient.dtype == dtype
+        assert not gradient.requires_grad
+        assert_close(gradient, expected[name], TOLERANCE[dtype])
+    assert engine(caplog) == "hooks"
+
+
+@pytest.mark.parametrize("prepare", ["a subclass", "training mode", "hooks that fail"])
+def test_compute_per_sample_grad__by_vmap_is_the_same(
+    prepare: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.DEBUG, "GradientComputer")
+    module, batch = made(mlp), image_batch((12,))
+    expected = by_backward(module, batch)
+    task, sign = ImageClassificationModelOutput(), 1
+    if prepare == "a subclass":
+        task, sign = OwnImageOutput(), -1
+    elif prepare == "training mode":
+        module.train()
+    else:
+        monkeypatch.setattr("trakdask.models.hooks.rules_of", lambda module: 1 / 0)
+    found = computer(FunctionalGradientComputer, module, task).compute_per_sample_grad(batch)
+    for name, gradient in found.items():
+        assert_close(gradient, sign * expected[name], 1e-5)
+    if prepare == "hooks that fail":
+        assert "ZeroDivisionError" in caplog.text
+    else:
+        assert not caplog.messages  # hooks are not even tried
+
+
+def test_compute_per_sample_grad__a_model_that_mixes_samples_is_not_hooked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without running statistics, a batch is normalised by itself; the original sees one sample."""
+    caplog.set_level(logging.DEBUG, "GradientComputer")
+    build = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )
+    module, batch = made(build), image_batch((3, 6, 6))
+    expected = by_backward(module, batch)
+    found = computer(
+        FunctionalGradientComputer, module, ImageClassificationModelOutput()
+    ).compute_per_sample_grad(batch)
+    assert_close(flat(found), flat(expected), 1e-5)
+    assert engine(caplog) == "vmap"
+
+
+def test_compute_per_sample_grad__one_sample_first_does_not_decide_for_two() -> None:
+    build = lambda: nn.Sequential(  # noqa: E731
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )
+    module, batch = made(build), image_batch((3, 6, 6))
+    functional = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    one = functional.compute_per_sample_grad([tensor[:1] for tensor in batch])
+    both = functional.compute_per_sample_grad([tensor[:2] for tensor in batch])
+    assert_close(flat(both)[:1], flat(one), 1e-5)
+
+
+def test_compute_per_sample_grad__other_gradients_are_never_formed() -> None:
+    formed = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            x, weight = ctx.saved_tensors
+            formed.append(ctx.needs_input_grad)
+            return delta @ weight, delta.T @ x if ctx.needs_input_grad[1] else None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 7), nn.Linear(7, CLASSES, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Watched.apply(self.first(x).tanh(), self.last.weight)
+
+    module, batch = made(Model), image_batch((12,))
+    expected = by_backward(module, batch)
+    formed.clear()
+    task, names = IterativeImageClassificationModelOutput(), ["first.bias"]
+    found = computer(IterativeGradientComputer, module, task, names).compute_per_sample_grad(batch)
+    assert_close(found, expected["first.bias"], 1e-5)
+    assert formed == [(True, False)] * N
+
+
+def test_compute_per_sample_grad__no_graph_is_left_and_no_grad_does_no_harm() -> None:
+    module, batch = made(mlp), image_batch((12,))
+    functional = computer(FunctionalGradientComputer, module, OwnImageOutput())
+    hooked = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    iterative = computer(
+        IterativeGradientComputer, module, IterativeImageClassificationModelOutput()
+    )
+    expected = flat(by_backward(module, batch))
+    with torch.no_grad():
+        assert_close(-flat(functional.compute_per_sample_grad(batch)), expected, 1e-5)
+        assert_close(flat(hooked.compute_per_sample_grad(batch)), expected, 1e-5)
+        assert_close(iterative.compute_per_sample_grad(batch), expected, 1e-5)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(not g.requires_grad for g in functional.compute_per_sample_grad(batch).values())
+
+
+def test_compute_per_sample_grad__follows_the_weights_of_the_live_model() -> None:
+    module, batch = made(mlp), image_batch((12,))
+    functional = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    functional.compute_per_sample_grad(batch)
+    module.load_state_dict({n: -2 * t for n, t in module.state_dict().items()})
+    functional.load_model_params(module)
+    assert_close(
+        flat(functional.compute_per_sample_grad(batch)), flat(by_backward(module, batch)), 1e-5
+    )
+
+
+def test_compute_per_sample_grad__models_of_transformers_that_look_at_the_mask() -> None:
+    """Under vmap, as in the TRAK package, they raise an error."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    class Bert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 20}
+            heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
+            config = BertConfig(**sizes, **heads, num_labels=CLASSES, attn_implementation="eager")
+            self.model = BertForSequenceClassification(config)
+
+        def forward(self, **inputs: Tensor) -> Tensor:
+            logits: Tensor = self.model(**inputs).logits
+            return logits
+
+    module, batch = made(Bert), text_batch()
+    names = ("input_ids", "token_type_ids", "attention_mask")
+
+    def output_of(i: int) -> Tensor:
+        inputs = {name: tensor[i : i + 1] for name, tensor in zip(names, batch, strict=False)}
+        return margin_of(module(**inputs)[0], int(batch[3][i]))
+
+    expected = backward_one_by_one(module, output_of, N)
+    functional = computer(FunctionalGradientComputer, module, TextClassificationModelOutput())
+    assert_close(flat(functional.compute_per_sample_grad(batch)), flat(expected), 1e-5)
+
+
+def test_compute_per_sample_grad__batch_normalisation_in_training_mode() -> None:
+    build, shape = IMAGE_MODELS["batch norm"]
+    module, batch = made(build).train(), image_batch(shape)
+    before = {name: tensor.clone() for name, tensor in module.named_buffers()}
+    functional = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    with pytest.raises(RuntimeError, match=r"'1' \(BatchNorm2d\) in training mode.*model.eval"):
+        functional.compute_per_sample_grad(batch)
+    for name, tensor in module.named_buffers():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("wrong", [CLASSES, -1])
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_compute_per_sample_grad__names_a_label_that_is_no_class(wrong: int, mode: str) -> None:
+    module, batch = made(mlp).train(mode == "train"), image_batch((12,))
+    batch[1][3] = wrong
+    functional = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    with pytest.raises(ValueError, match=rf"0\.\.3 .* got {wrong} at sample 3"):
+        functional.compute_per_sample_grad(batch)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (lambda b: b[:1], TypeError, r"2 tensors \(image, label\), got 1"),
+        (lambda b: [b[0], b[1].float()], ValueError, r"got torch.float32"),
+        (lambda b: [b[0], nn.functional.one_hot(b[1], CLASSES)], ValueError, r"one-hot"),
+    ],
+)
+def test_compute_per_sample_grad__batches_that_do_not_suit(
+    spoil: Any, error: type[Exception], words: str
+) -> None:
+    functional = computer(FunctionalGradientComputer, made(mlp), ImageClassificationModelOutput())
+    with pytest.raises(error, match=words):
+        functional.compute_per_sample_grad(spoil(image_batch((12,))))
+
+
+def test_compute_per_sample_grad__outputs_that_are_not_scalars() -> None:
+    class Logits(SquaredNorm):
+        @staticmethod
+        def get_output(model: Any, weights: Any, buffers: Any, x: Tensor, label: Tensor) -> Tensor:
+            return torch.func.functional_call(model, (weights, buffers), x[None])
+
+    functional = computer(FunctionalGradientComputer, made(mlp), Logits())
+    with pytest.raises(ValueError, match=r"scalar.*Logits.get_output.*\(1, 4\)"):
+        functional.compute_per_sample_grad(image_batch((12,)))
+
+
+@pytest.mark.parametrize("kind", [FunctionalGradientComputer, IterativeGradientComputer])
+def test_init__grad_wrt_names_parameters(kind: Any) -> None:
+    module = made(mlp)
+    given = {"grad_dim": 1, "dtype": torch.float16, "device": "cpu"}
+    task = ImageClassificationModelOutput()
+    with pytest.raises(ValueError, match=r"'0.wieght'.*'0.weight'"):
+        kind(model=module, task=task, grad_wrt=["0.wieght"], **given)
+    with pytest.raises(ValueError, match="grad_wrt"):
+        kind(model=module, task=task, grad_wrt=[], **given)
+    once = kind(model=module, task=task, grad_wrt=iter(["0.bias", "2.bias"]), **given)
+    assert once.grad_wrt == ["0.bias", "2.bias"]
+
+
+@pytest.mark.parametrize("built_in", [True, False])
+def test_compute_loss_grad__has_no_graph(built_in: bool) -> None:
+    module, batch = made(mlp), image_batch((12,))
+    graphs = []
+
+    class Watching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            graphs.append(torch.is_grad_enabled())
+            return x
+
+    module.append(Watching())
+    task = ImageClassificationModelOutput() if built_in else SquaredNorm()
+    found = computer(FunctionalGradientComputer, module, task).compute_loss_grad(batch)
+    assert not found.requires_grad
+    assert graphs == [not built_in]  # an output of your own may differentiate
+
+
+@pytest.mark.parametrize("task", [ImageClassificationModelOutput(0.5), SquaredNorm()])
+def test_stream_per_sample_grad__hands_on_the_same(task: AbstractModelOutput) -> None:
+    module, batch = made(Scaled), image_batch((12,))
+    functional = computer(FunctionalGradientComputer, module, task)
+    expected = functional.compute_per_sample_grad(batch)
+    found: dict[str, Tensor] = {}
+
+    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
+        assert (first or 0) == (found[name].shape[1] if name in found else 0)
+        found[name] = torch.cat([found[name], gradient], 1) if first else gradient.clone()
+        gradient.zero_()  # the sink owns it until it returns
+
+    q = functional.stream_per_sample_grad(batch, sink)
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name].reshape(N, -1))
+    if isinstance(task, SquaredNorm):
+        assert q is None
+    else:
+        assert torch.equal(q, functional.compute_loss_grad(batch))
+
+
+def test_stream_per_sample_grad__large_layers_come_in_parts() -> None:
+    wide = 600_000 // 12
+    module = made(lambda: nn.Sequential(nn.Linear(12, wide), nn.ReLU(), nn.Linear(wide, CLASSES)))
+    batch = image_batch((12,))
+    functional = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    parts: list[tuple[str, int, int]] = []
+
+    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
+        parts.append((name, first or 0, gradient.shape[1]))
+
+    functional.stream_per_sample_grad(batch, sink)
+    assert len(parts) > 4
+    assert max(size for _, _, size in parts) * N * 4 <= 2**22
+    expected = flat(by_backward(module, batch))
+    assert_close(flat(functional.compute_per_sample_grad(batch)), expected, 1e-5)
+    assert_close(functional.flat_per_sample_grad(batch)[0], expected, 1e-5)
+
+
+def test_stream_per_sample_grad__respects_a_subclass_with_its_own_loss_gradient() -> None:
+    class Halved(FunctionalGradientComputer):
+        def compute_loss_grad(self, batch: Any) -> Tensor:
+            return super().compute_loss_grad(batch) / 2
+
+    halved = computer(Halved, made(mlp), ImageClassificationModelOutput())
+    assert halved.can_stream
+    assert halved.stream_per_sample_grad(image_batch((12,)), lambda *args: None) is None
+
+
+def test_can_stream__not_with_gradients_of_its_own() -> None:
+    class Own(FunctionalGradientComputer):
+        def compute_per_sample_grad(self, batch: Any) -> dict[str, Tensor]:
+            return {name: 2 * g for name, g in super().compute_per_sample_grad(batch).items()}
+
+    module, batch = made(mlp), image_batch((12,))
+    own = computer(Own, module, ImageClassificationModelOutput())
+    assert not own.can_stream
+    assert_close(
+        flat(own.compute_per_sample_grad(batch)), 2 * flat(by_backward(module, batch)), 1e-5
+    )
+
+
+def test_flat_per_sample_grad__is_wide_enough_for_every_layer() -> None:
+    """In the original the first parameter's dtype decides, and 1e5 becomes infinite."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(12, 7).half()
+            self.last = nn.Linear(7, CLASSES)
+            nn.init.constant_(self.last.weight, 1e-6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(1e6 * self.first(x.half()).float())
+
+    torch.manual_seed(0)
+    module, batch = Mixed().eval(), image_batch((12,))
+    names = ["first.weight", "first.bias", "last.weight", "last.bias"]
+    functional = computer(FunctionalGradientComputer, module, FirstLogit(), names)
+    flattened, _ = functional.flat_per_sample_grad(batch)
+    assert flattened.dtype == torch.float32
+    last = functional.compute_per_sample_grad(batch)["last.weight"].reshape(N, -1)
+    assert float(last.abs().max()) > 65504
+    start = 12 * 7 + 7
+    assert torch.equal(flattened[:, start : start + last.shape[1]], last)
+    assert functional.compute_per_sample_grad(batch)["first.weight"].dtype == torch.float16
+
+
+class FirstLogit(SquaredNorm):
+    @staticmethod
+    def get_output(model: Any, weights: Any, buffers: Any, x: Tensor, label: Tensor) -> Tensor:
+        return torch.func.functional_call(model, (weights, buffers), x[None])[0, 0]
+
+
+def test_flat_per_sample_grad__writes_where_it_is_told() -> None:
+    module, batch = made(mlp), image_batch((12,))
+    functional = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    out = torch.full((N, functional.num_params), torch.nan, dtype=torch.float64)
+    found, _ = functional.flat_per_sample_grad(batch, out=out)
+    assert found is out
+    assert_close(out, flat(by_backward(module, batch)), 1e-5)
+
+
+def test_warns__of_embeddings_of_another_checkpoint() -> None:
+    module, batch = made(Pair), pair_batch()
+    task = CLIPModelOutput(simulated_batch_size=4)
+    functional = computer(FunctionalGradientComputer, module, task)
+    task.get_embeddings(module, [pair_batch(8, seed=5)], batch_size=8, embedding_dim=5)
+    functional.load_model_params(module)
+    functional.compute_per_sample_grad(batch)  # no warning: a warning is an error in these tests
+    module.load_state_dict({name: 1.1 * t for name, t in module.state_dict().items()})
+    functional.load_model_params(module)
+    with pytest.warns(UserWarning, match="get_embeddings"):
+        functional.compute_per_sample_grad(batch)
+    functional.compute_per_sample_grad(batch)  # once per checkpoint
+
+
+# ------------------------------------------------------------------------------------- iterative
+
+
+@image_models
+@dtypes
+@selections
+def test_iterative__is_backward_sample_by_sample(
+    model: str, dtype: torch.dtype, selection: str
+) -> None:
+    build, shape = IMAGE_MODELS[model]
+    module, batch = made(build, dtype), image_batch(shape, dtype)
+    expected = by_backward(module, batch)
+    names = SELECTIONS[selection](list(expected))
+    iterative = computer(
+        IterativeGradientComputer, module, IterativeImageClassificationModelOutput(), names
+    )
+    found = iterative.compute_per_sample_grad(batch)
+    assert found.dtype == dtype
+    chosen = {name: g for name, g in expected.items() if names is None or name in names}
+    assert_close(found, flat(chosen), TOLERANCE[dtype])
+
+
+def test_iterative__outputs_that_depend_on_the_whole_batch() -> None:
+    """Batch normalisation in training mode: as one call of ``get_output`` sees it."""
+    build, shape = IMAGE_MODELS["batch norm"]
+    module, batch = made(build).train(), image_batch(shape)
+    expected = backward_one_by_one(
+        module, lambda i: margin_of(module(batch[0])[i], int(batch[1][i])), N
+    )
+    iterative = computer(
+        IterativeGradientComputer, module, IterativeImageClassificationModelOutput()
+    )
+    assert_close(iterative.compute_per_sample_grad(batch), flat(expected), 1e-4)
+
+
+def test_iterative__frozen_and_unused_parameters() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = mlp(), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.used(x)
+            return out
+
+    module, batch = made(Model), image_batch((12,))
+    expected = by_backward(module, batch)
+    frozen = module.get_parameter("used.0.weight").requires_grad_(False)
+    iterative = computer(
+        IterativeGradientComputer, module, IterativeImageClassificationModelOutput()
+    )
+    found = iterative.compute_per_sample_grad(batch)
+    assert_close(found, flat(expected), 1e-5)
+    assert not found[:, -9:].any()
+    assert not frozen.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "advice"),
+    [
+        (FunctionalGradientComputer, IterativeImageClassificationModelOutput(), "Iterative"),
+        (IterativeGradientComputer, ImageClassificationModelOutput(), "iterative"),
+    ],
+)
+def test_compute_per_sample_grad__output_for_the_other_computer(
+    kind: Any, task: Any, advice: str
+) -> None:
+    with pytest.raises(TypeError, match=f"try .*{advice}"):
+        computer(kind, made(mlp), task).compute_per_sample_grad(image_batch((12,)))
+
+
+def test_iterative__wants_one_number_per_sample() -> None:
+    class Logits(IterativeImageClassificationModelOutput):
+        @staticmethod
+        def get_output(model: Any, weights: Any, buffers: Any, x: Any, label: Any) -> Tensor:
+            logits: Tensor = model(x)
+            return logits
+
+    with pytest.raises(ValueError, match=r"\(6,\), got \(6, 4\)"):
+        computer(IterativeGradientComputer, made(mlp), Logits()).compute_per_sample_grad(
+            image_batch((12,))
+        )
+
+
+# --------------------------------------------------------------------------- the original, beside
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AbstractGradientComputer", "FunctionalGradientComputer", "IterativeGradientComputer"],
+)
+@pytest.mark.parametrize(
+    "method", ["__init__", "load_model_params", "compute_per_sample_grad", "compute_loss_grad"]
+)
+@pytest.mark.parity
+def test_signatures__are_those_of_the_original(name: str, method: str) -> None:
+    original = pytest.importorskip("trak.gradient_computers")
+    ours = {
+        cls.__name__: cls
+        for cls in (AbstractGradientComputer, FunctionalGradientComputer, IterativeGradientComputer)
+    }
+    found, expected = (
+        inspect.signature(getattr(cls, method)).parameters.values()
+        for cls in (ours[name], getattr(original, name))
+    )
+    assert [(p.name, p.kind, p.default) for p in found] == [
+        (p.name, p.kind, p.default) for p in expected
+    ]
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def pair_of_tasks(name: str, **options: Any) -> tuple[Any, Any]:
+    original = pytest.importorskip("trak.modelout_functions")
+    ours = pytest.importorskip("trakdask.trak.modelout_functions")
+    return getattr(ours, name)(**options), getattr(original, name)(**options)
+
+
+def assert_parity(
+    module: nn.Module, batch: list[Tensor], tasks: tuple[Any, Any], names: Any, tolerance: float
+) -> None:
+    original = pytest.importorskip("trak.gradient_computers")
+    ours = computer(FunctionalGradientComputer, module, tasks[0], names)
+    theirs = computer(original.FunctionalGradientComputer, module, tasks[1], names)
+    with sdpa_kernel(SDPBackend.MATH):
+        found, expected = (c.compute_per_sample_grad(batch) for c in (ours, theirs))
+    assert list(found) == list(expected)
+    for name in found:
+        assert found[name].dtype == expected[name].dtype
+        assert_close(found[name], expected[name].detach(), tolerance)
+    q, expected_q = (c.compute_loss_grad(batch) for c in (ours, theirs))
+    assert q.dtype == expected_q.dtype
+    if isinstance(tasks[0], CLIPModelOutput):
+        expected_q = expected_q[:, None]  # the store of the original cannot take (batch,)
+    assert_close(q, expected_q.detach(), tolerance if dtype_of(module).itemsize < 4 else 1e-6)
+    assert set(vars(theirs)) <= set(vars(ours))
+
+
+@image_models
+@dtypes
+@selections
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parity
+def test_parity__functional_images(
+    model: str, dtype: torch.dtype, selection: str, temperature: float
+) -> None:
+    build, shape = IMAGE_MODELS[model]
+    module = made(build, dtype)
+    names = SELECTIONS[selection]([name for name, _ in module.named_parameters()])
+    tasks = pair_of_tasks("ImageClassificationModelOutput", temperature=temperature)
+    assert_parity(module, image_batch(shape, dtype), tasks, names, TOLERANCE[dtype])
+
+
+@dtypes
+@selections
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parity
+def test_parity__functional_texts(dtype: torch.dtype, selection: str, temperature: float) -> None:
+    module = made(Classifier, dtype)
+    names = SELECTIONS[selection]([name for name, _ in module.named_parameters()])
+    tasks = pair_of_tasks("TextClassificationModelOutput", temperature=temperature)
+    assert_parity(module, text_batch(), tasks, names, TOLERANCE[dtype])
+
+
+@selections
+@pytest.mark.parametrize("temperature", [None, 0.5, 3.0])
+@pytest.mark.parity
+def test_parity__functional_pairs(
+    selection: str, temperature: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many negatives as there are embeddings, the original's draw does not matter."""
+    module = made(Pair)
+    names = SELECTIONS[selection]([name for name, _ in module.named_parameters()])
+    ours, theirs = pair_of_tasks("CLIPModelOutput", temperature=temperature, simulated_batch_size=8)
+    monkeypatch.setattr(Tensor, "cuda", lambda self: self)
+    for task in (ours, theirs):
+        task.get_embeddings(module, [pair_batch(8, seed=5)], batch_size=8, embedding_dim=5, size=8)
+    assert_parity(module, pair_batch(), (ours, theirs), names, 1e-5)
+
+
+@image_models
+@dtypes
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parity
+def test_parity__iterative_images(model: str, dtype: torch.dtype, temperature: float) -> None:
+    original = pytest.importorskip("trak.gradient_computers")
+    build, shape = IMAGE_MODELS[model]
+    module, batch = made(build, dtype), image_batch(shape, dtype)
+    tasks = pair_of_tasks("IterativeImageClassificationModelOutput", temperature=temperature)
+    ours = computer(IterativeGradientComputer, module, tasks[0])
+    theirs = computer(original.IterativeGradientComputer, module, tasks[1])
+    # The original holds float64 gradients in float32.
+    expected = theirs.compute_per_sample_grad(batch)
+    assert_close(ours.compute_per_sample_grad(batch), expected, 1e-5)
+    q, expected_q = (c.compute_loss_grad(batch) for c in (ours, theirs))
+    assert q.dtype == expected_q.dtype
+    assert_close(q, expected_q.detach(), 1e-6)
+    assert set(vars(theirs)) <= set(vars(ours))
+
+
+@pytest.mark.parity
+def test_parity__custom_outputs() -> None:
+    original = pytest.importorskip("trak.modelout_functions")
+
+    class Theirs(original.AbstractModelOutput):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+
+        get_output = staticmethod(SquaredNorm.get_output)
+        get_out_to_loss_grad = SquaredNorm.get_out_to_loss_grad
+
+    module, batch = made(mlp), image_batch((12,))
+    assert_parity(module, batch, (SquaredNorm(), Theirs()), None, 1e-5)
+    assert_parity(module, batch, (Theirs(), Theirs()), ["0.bias"], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parity
+def test_parity__half_precision_models(dtype: torch.dtype) -> None:
+    module, batch = made(mlp, dtype), image_batch((12,), dtype)
+    tasks = pair_of_tasks("ImageClassificationModelOutput")
+    assert_parity(module, batch, tasks, None, 16 * torch.finfo(dtype).eps)

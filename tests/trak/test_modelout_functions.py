@@ -1,0 +1,360 @@
+"""Model outputs against their definitions, and against those of the TRAK package."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.trak._models import (
+    Classifier,
+    N,
+    Pair,
+    image_batch,
+    made,
+    margin_of,
+    mlp,
+    pair_batch,
+    text_batch,
+)
+from trakdask.trak import modelout_functions
+from trakdask.trak.modelout_functions import (
+    TASK_TO_MODELOUT,
+    AbstractModelOutput,
+    CLIPModelOutput,
+    ImageClassificationModelOutput,
+    IterativeImageClassificationModelOutput,
+    TextClassificationModelOutput,
+)
+
+NAMES = [
+    "AbstractModelOutput",
+    "ImageClassificationModelOutput",
+    "TextClassificationModelOutput",
+    "IterativeImageClassificationModelOutput",
+    "CLIPModelOutput",
+]
+DIM = 5
+
+
+@pytest.fixture(autouse=True)
+def class_as_it_was() -> Iterator[None]:
+    """What is set on the class by one test must not be seen by the next."""
+    names = ("image_embeddings", "text_embeddings", "num_computed_embeddings", "sim_batch_size")
+    before = {name: getattr(CLIPModelOutput, name) for name in (*names, "_digest")}
+    yield
+    for name, value in before.items():
+        setattr(CLIPModelOutput, name, value)
+
+
+def state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return dict(module.named_parameters()), dict(module.named_buffers())
+
+
+def embedded(module: nn.Module, n: int = 9, **options: Any) -> CLIPModelOutput:
+    task = CLIPModelOutput(**options)
+    task.get_embeddings(module, [pair_batch(n, seed=5)], batch_size=n, embedding_dim=DIM)
+    return task
+
+
+def p_of(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    exps = (logits.double() / temperature).exp()
+    return exps[torch.arange(len(labels)), labels] / exps.sum(1)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_images__margin_has_no_temperature_and_q_has(temperature: float) -> None:
+    module, (images, labels) = made(mlp), image_batch((12,))
+    logits = module(images)
+    task = ImageClassificationModelOutput(temperature)
+    for i in range(N):
+        found = task.get_output(module, *state(module), images[i], labels[i])
+        assert found.shape == ()
+        torch.testing.assert_close(found.double(), margin_of(logits[i], int(labels[i])))
+    q = task.get_out_to_loss_grad(module, *state(module), [images, labels])
+    torch.testing.assert_close(q.double(), 1 - p_of(logits, labels, temperature)[:, None])
+    assert not q.requires_grad
+    assert task.loss_temperature == temperature
+    assert isinstance(task.softmax, nn.Softmax)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_iterative_images__take_the_batch_and_the_own_weights(temperature: float) -> None:
+    module, (images, labels) = made(mlp), image_batch((12,))
+    task = IterativeImageClassificationModelOutput(temperature)
+    found = task.get_output(module, None, None, images, labels)
+    expected = torch.stack([margin_of(module(images)[i], int(labels[i])) for i in range(N)])
+    torch.testing.assert_close(found.double(), expected)
+    q = task.get_out_to_loss_grad(module, None, None, [images, labels])
+    torch.testing.assert_close(q.double(), 1 - p_of(module(images), labels, temperature)[:, None])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_texts__in_the_order_of_the_original(temperature: float) -> None:
+    module, batch = made(Classifier), text_batch()
+    logits = module(input_ids=batch[0], token_type_ids=batch[1], attention_mask=batch[2])
+    task = TextClassificationModelOutput(temperature=temperature)
+    for i in range(N):
+        found = task.get_output(module, *state(module), *(tensor[i] for tensor in batch))
+        torch.testing.assert_close(found.double(), margin_of(logits[i], int(batch[3][i])))
+    q = task.get_out_to_loss_grad(module, *state(module), batch)
+    torch.testing.assert_close(q.double(), 1 - p_of(logits, batch[3], temperature)[:, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes__are_those_of_the_logits(dtype: torch.dtype) -> None:
+    module, (images, labels) = made(mlp, dtype), image_batch((12,), dtype)
+    task = ImageClassificationModelOutput()
+    output = task.get_output(module, *state(module), images[0], labels[0])
+    q = task.get_out_to_loss_grad(module, *state(module), [images, labels.to(torch.int32)])
+    assert output.dtype == q.dtype == dtype
+
+
+def test_output__of_a_model_that_returns_an_object() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = mlp()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.inside(x)}
+
+    module, (images, labels) = made(Wrapped), image_batch((12,))
+    with pytest.raises(TypeError, match=r"got dict; try .*logits"):
+        ImageClassificationModelOutput.get_output(module, *state(module), images[0], labels[0])
+
+
+def test_output__of_a_single_logit() -> None:
+    module = nn.Linear(12, 1)
+    images, labels = image_batch((12,))
+    with pytest.raises(ValueError, match=r"2 classes or more, got shape \(6, 1\)"):
+        IterativeImageClassificationModelOutput().get_output(module, None, None, images, labels)
+
+
+def test_abstract__a_subclass_needs_both_methods_but_no_init() -> None:
+    class Half(AbstractModelOutput):
+        def get_output(self, *args: Any) -> Tensor:
+            return torch.zeros(())
+
+    with pytest.raises(TypeError, match="get_out_to_loss_grad"):
+        Half()
+
+    class Whole(Half):
+        def get_out_to_loss_grad(self, *args: Any) -> Tensor:
+            return torch.zeros(1)
+
+    class WithInit(Whole):
+        def __init__(self, weight: float) -> None:
+            super().__init__()
+            self.weight = weight
+
+    assert isinstance(Whole(), AbstractModelOutput)
+    assert WithInit(2.0).weight == 2.0
+
+
+# ------------------------------------------------------------------------------------------ CLIP
+
+
+def test_clip__is_its_definition() -> None:
+    module, (images, texts) = made(Pair), pair_batch()
+    task = embedded(module, simulated_batch_size=4)
+    phi, psi, scale = (tensor.detach().double() for tensor in module(images, texts))
+    keys = np.random.Philox(key=0).random_raw(9)
+    rows = [i for i in range(9) if (keys < keys[i]).sum() < 4]
+    others = [tensor.detach().double()[rows] for tensor in module(*pair_batch(9, seed=5))[:2]]
+    for i in range(N):
+        right = phi[i] @ psi[i]
+        by_text = sum((phi[i] @ other - right).exp() for other in others[1])
+        by_image = sum((psi[i] @ other - right).exp() for other in others[0])
+        found = task.get_output(module, *state(module), images[i], texts[i])
+        torch.testing.assert_close(found.double(), -torch.log(by_text) - torch.log(by_image))
+    products = scale * phi @ psi.T
+    p = (products.softmax(0) + products.softmax(1)).diag() / 2
+    q = task.get_out_to_loss_grad(module, *state(module), [images, texts])
+    assert q.shape == (N, 1)  # what the store takes
+    torch.testing.assert_close(q.double(), 1 - p[:, None])
+
+
+def test_clip__instances_do_not_share_embeddings() -> None:
+    one, other = made(Pair), Pair().eval()
+    first = embedded(one, simulated_batch_size=9)
+    expected = first.image_embeddings
+    assert expected is not None
+    second = embedded(other, n=7, simulated_batch_size=7)
+    assert first.image_embeddings is expected
+    assert (first.sim_batch_size, first.num_computed_embeddings) == (9, 9)
+    assert second.num_computed_embeddings == 7
+    assert CLIPModelOutput.image_embeddings is None
+    assert CLIPModelOutput().image_embeddings is None
+
+
+def test_clip__embeddings_of_the_class_serve_instances_that_have_none() -> None:
+    module, (images, texts) = made(Pair), pair_batch()
+    own = embedded(module, simulated_batch_size=9)
+    loader = [pair_batch(9, seed=5)]
+    CLIPModelOutput.get_embeddings(module, loader, batch_size=9, embedding_dim=DIM)
+    bare = CLIPModelOutput(simulated_batch_size=9)
+    found, expected = (
+        task.get_output(module, *state(module), images[0], texts[0]) for task in (bare, own)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_clip__negatives_are_uniform_and_the_same_in_each_run() -> None:
+    """The original never draws the first pair, and the last ones 13 times as often as the first."""
+    module, (images, texts) = made(Pair), pair_batch()
+    outputs = [
+        embedded(module, simulated_batch_size=4).get_output(
+            module, *state(module), images[0], texts[0]
+        )
+        for _ in range(2)
+    ]
+    assert torch.equal(*outputs)
+
+    from trakdask.trak.pairs import negatives
+
+    task = CLIPModelOutput(simulated_batch_size=300)
+    task.image_embeddings = task.text_embeddings = torch.arange(1000.0)[:, None]
+    drawn = negatives(task)[0][:, 0]
+    assert len(set(drawn.tolist())) == 300
+    tenths = torch.histc(drawn, 10, 0, 1000)
+    # 30 of 100 in each tenth, with a standard deviation of 4.3.
+    assert float(tenths.min()) > 30 - 4 * 4.3
+    assert float(tenths.max()) < 30 + 4 * 4.3
+
+
+def test_clip__temperature_is_that_of_the_model_at_each_call() -> None:
+    module, batch = made(Pair), pair_batch()
+    task = embedded(module, simulated_batch_size=4)
+    first = task.get_out_to_loss_grad(module, *state(module), batch)
+    with torch.no_grad():
+        module.get_parameter("logit_scale").fill_(3.0)
+    second = task.get_out_to_loss_grad(module, *state(module), batch)
+    assert not torch.allclose(first, second)
+    assert task.temperature is None
+
+
+def test_get_embeddings__of_batches_of_any_size() -> None:
+    module = made(Pair)
+    images, texts = pair_batch(10, seed=5)
+    loader = [[images[:4], texts[:4]], [images[4:7], texts[4:7]], [images[7:], texts[7:]]]
+    phi, psi, _ = module(images, texts)
+    for size, n in ((50_000, 10), (10, 10), (6, 6), (4, 4)):
+        task = CLIPModelOutput()
+        task.get_embeddings(module, iter(loader), batch_size=4, embedding_dim=DIM, size=size)
+        assert task.num_computed_embeddings == n
+        torch.testing.assert_close(task.image_embeddings, phi[:n].detach())
+        torch.testing.assert_close(task.text_embeddings, psi[:n].detach())
+
+
+def test_get_embeddings__preprocesses_samples_as_the_docs_of_the_original_do() -> None:
+    module = made(Pair)
+    images, texts = pair_batch(3, seed=5)
+    words = {"a": texts[0], "b": texts[1], "c": texts[2]}
+    dataset = [(image.numpy(), [word]) for image, word in zip(images, words, strict=True)]
+    task = CLIPModelOutput()
+    task.get_embeddings(
+        module,
+        dataset,
+        batch_size=1,
+        size=2,
+        embedding_dim=DIM,
+        preprocess_fn_img=lambda x: torch.from_numpy(x).unsqueeze(0),
+        preprocess_fn_txt=lambda x: words[x[0]][None],
+    )
+    torch.testing.assert_close(task.image_embeddings, module(images, texts)[0][:2].detach())
+    torch.testing.assert_close(task.text_embeddings, module(images, texts)[1][:2].detach())
+
+
+def test_get_embeddings__errors() -> None:
+    module = made(Pair)
+    with pytest.raises(ValueError, match=r"\(batch, 1024\), got \(9, 5\); try embedding_dim=5"):
+        CLIPModelOutput().get_embeddings(module, [pair_batch(9)], 9, embedding_dim=1024)
+    with pytest.raises(ValueError, match="empty loader"):
+        CLIPModelOutput().get_embeddings(module, [], 9, embedding_dim=DIM)
+
+
+def test_clip__errors_before_and_after_get_embeddings() -> None:
+    module, (images, texts) = made(Pair), pair_batch()
+    with pytest.raises(AssertionError, match="get_embeddings"):
+        CLIPModelOutput().get_output(module, *state(module), images[0], texts[0])
+    task = embedded(module, simulated_batch_size=300)
+    with pytest.raises(ValueError, match=r"1\.\.9 .*got 300; try .*simulated_batch_size=9"):
+        task.get_output(module, *state(module), images[0], texts[0])
+
+
+def test_is_of_other_weights__looks_at_values() -> None:
+    module = made(Pair)
+    task = embedded(module, simulated_batch_size=4)
+    module.load_state_dict(module.state_dict())
+    assert not task.is_of_other_weights(module)
+    with torch.no_grad():
+        module.get_parameter("visual.1.bias")[0] += 1e-3
+    assert task.is_of_other_weights(module)
+    assert not CLIPModelOutput().is_of_other_weights(module)
+
+
+# --------------------------------------------------------------------------- the original, beside
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", NAMES)
+def test_signatures__are_those_of_the_original(name: str) -> None:
+    original = getattr(pytest.importorskip("trak.modelout_functions"), name)
+    ours = getattr(modelout_functions, name)
+    methods = ["__init__", "get_output", "get_out_to_loss_grad", "get_embeddings"]
+    for method in (m for m in methods if hasattr(original, m)):
+        assert isinstance(inspect.getattr_static(original, method), staticmethod) == isinstance(
+            inspect.getattr_static(ours, method), staticmethod
+        )
+        found, expected = (
+            inspect.signature(getattr(cls, method)).parameters.values() for cls in (ours, original)
+        )
+        assert [(p.name, p.kind, p.default) for p in found] == [
+            (p.name, p.kind, p.default) for p in expected
+        ]
+
+
+@pytest.mark.parity
+def test_task_to_modelout__has_the_names_of_the_original() -> None:
+    original = pytest.importorskip("trak.modelout_functions").TASK_TO_MODELOUT
+    assert {name: cls.__name__ for name, cls in TASK_TO_MODELOUT.items()} == {
+        name: cls.__name__ for name, cls in original.items()
+    }
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "AbstractModelOutput"])
+def test_attributes__are_those_of_the_original(name: str) -> None:
+    original = getattr(pytest.importorskip("trak.modelout_functions"), name)
+    ours = getattr(modelout_functions, name)
+    found, expected = vars(ours()), vars(original())
+    assert set(expected) <= set(found)
+    for attribute in set(expected) - {"softmax"}:
+        assert found[attribute] == expected[attribute]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 7.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "name", ["ImageClassificationModelOutput", "IterativeImageClassificationModelOutput"]
+)
+def test_parity__outputs_of_images(name: str, dtype: torch.dtype, temperature: float) -> None:
+    original = getattr(pytest.importorskip("trak.modelout_functions"), name)(temperature)
+    ours = getattr(modelout_functions, name)(temperature)
+    module, (images, labels) = made(mlp, dtype), image_batch((12,), dtype)
+    batch = [images, labels] if "Iterative" in name else [images[0], labels[0]]
+    found, expected = (t.get_output(module, *state(module), *batch) for t in (ours, original))
+    assert found.shape == expected.shape
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    found, expected = (
+        t.get_out_to_loss_grad(module, *state(module), [images, labels]) for t in (ours, original)
+    )
+    assert torch.equal(found, expected)
