@@ -14,7 +14,7 @@ from numpy.lib.format import open_memmap
 
 from trakdask._version import __version__
 from trakdask.provenance import digest
-from trakdask.trak.savers import EXTRA
+from trakdask.trak.saver_base import EXTRA
 
 __all__ = [
     "FLAGS",
