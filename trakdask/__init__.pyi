@@ -41,3 +41,4 @@ from .storage import drop as drop
 from .storage import open as open
 from .storage import save as save
 from .storage import verify as verify
+from .trak.opening import open_traker as open_traker

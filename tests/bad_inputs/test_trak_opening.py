@@ -1,0 +1,156 @@
+"""Bad inputs of td.open_traker: directories that are not what they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.lib.format import open_memmap
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+
+
+def directory(folder: Path, *, n: int = 6, p: int = 4, ids: tuple[int, ...] = (0, 1)) -> Path:
+    """Write the files of a finished run, with zeros in the arrays."""
+    run = folder / "run"
+    run.mkdir()
+    metadata = {"JL dimension": p, "JL matrix type": "normal", "train set size": n}
+    (run / "metadata.json").write_text(json.dumps(metadata))
+    for id in ids:
+        state = {str(id): {"is_featurized": 1, "is_finalized": 1}}
+        (run / f"id_{id}.json").write_text(json.dumps(state))
+        (run / str(id)).mkdir()
+        array(run / str(id) / "grads.mmap", (n, p), "f2")
+        array(run / str(id) / "out_to_loss.mmap", (n, 1), "f2")
+        array(run / str(id) / "_is_featurized.mmap", (n, 1), "i4")
+        array(run / str(id) / "test_grads.mmap", (3, p), "f2")
+    return run
+
+
+def array(path: Path, shape: tuple[int, ...], dtype: str) -> None:
+    path.unlink(missing_ok=True)
+    open_memmap(path, mode="w+", shape=shape, dtype=dtype)
+
+
+def opened(change: Callable[[Path], object], *args: object, **kwargs: object) -> Callable:
+    """Return a call that opens a directory after a change to it."""
+
+    def call(folder: Path) -> object:
+        run = directory(folder)
+        change(run)
+        return td.open_traker(run, *args, **kwargs)
+
+    return call
+
+
+def as_it_is(run: Path) -> None:
+    pass
+
+
+def truncated(run: Path) -> None:
+    path = run / "1" / "grads.mmap"
+    path.write_bytes(path.read_bytes()[:150])
+
+
+def nested(run: Path) -> None:
+    (run / "first").mkdir()
+    (run / "metadata.json").rename(run / "first" / "metadata.json")
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).write_text(text)
+
+
+def row(case: str, call: Callable, error: type[Exception], *words: str) -> BadInput:
+    return BadInput("open_traker", case, call, error, words)
+
+
+NOT_FINAL = '{"1": {"is_featurized": 1, "is_finalized": 0}}'
+
+ROWS = [
+    row("no such folder", lambda f: td.open_traker(f / "runs"), FileNotFoundError, "/runs'"),
+    row("a file", lambda f: td.open_traker(__file__), FileNotFoundError, "no folder"),
+    row("an empty folder", td.open_traker, FileNotFoundError, "metadata.json", "an empty folder"),
+    row(
+        "no metadata", opened(lambda run: (run / "metadata.json").unlink()),
+        FileNotFoundError, "metadata.json", "id_0.json", "load_from_save_dir=True",
+    ),
+    row("a folder of runs", opened(nested), FileNotFoundError, "metadata.json", "['first']"),
+    row("metadata cut short", opened(write("metadata.json", '{"JL')), ValueError, "metadata.json"),
+    row("metadata is a list", opened(write("metadata.json", "[1]")), ValueError, "[1]"),
+    row(
+        "metadata without sizes", opened(write("metadata.json", '{"JL dimension": "4"}')),
+        ValueError, "'train set size'", "['4', None]",
+    ),
+    row(
+        "no checkpoint",
+        opened(lambda run: [path.unlink() for path in run.glob("id_*.json")]),
+        FileNotFoundError, "id_<model_id>.json", "load_checkpoint",
+    ),
+    row("unknown model id", opened(as_it_is, model_ids=[0, 5]), ValueError, "[0, 1]", "[0, 5]"),
+    row("model id twice", opened(as_it_is, model_ids=[0, 0]), ValueError, "[0, 0]"),
+    row("no model ids", opened(as_it_is, model_ids=[]), ValueError, "got []"),
+    row("a number for model ids", opened(as_it_is, model_ids=1), TypeError, "model_ids", "got 1"),
+    row("a number for exp_name", opened(as_it_is, 1), ValueError, "['test']", "got 1"),
+    row("truncated array", opened(truncated), ValueError, "1/grads.mmap", "150 bytes"),
+    row("empty array", opened(write("1/grads.mmap", "")), ValueError, "1/grads.mmap", "0 bytes"),
+    row("no array", opened(write("0/grads.mmap", "hello world")), ValueError, "0/grads.mmap"),
+    row(
+        "gradients deleted", opened(lambda run: (run / "1" / "grads.mmap").unlink()),
+        FileNotFoundError, "grads.mmap", "/1,", "del_grads",
+    ),
+    row(
+        "flags lost", opened(lambda run: (run / "1" / "_is_featurized.mmap").unlink()),
+        FileNotFoundError, "_is_featurized.mmap", "/1,",
+    ),
+    row(
+        "array of another run", opened(lambda run: array(run / "1/grads.mmap", (6, 5), "f2")),
+        ValueError, "(6, 4)", "(6, 5)", "1/grads.mmap",
+    ),
+    row(
+        "array of integers", opened(lambda run: array(run / "1/grads.mmap", (6, 4), "i2")),
+        ValueError, "float16 or float32", "int16", "1/grads.mmap",
+    ),
+    row("unknown experiment", opened(as_it_is, "val"), ValueError, "['test']", "'val'"),
+    row(
+        "no experiment at all",
+        opened(lambda run: [path.unlink() for path in run.glob("*/test_grads.mmap")], "test"),
+        ValueError, "'test'", "got 'test'", "without exp_name",
+    ),
+    row(
+        "experiment of one checkpoint",
+        opened(lambda run: (run / "1" / "test_grads.mmap").unlink(), "test"),
+        ValueError, "[0, 1]", "[0] only", "model_ids=[0]",
+    ),
+    row(
+        "other number of targets",
+        opened(lambda run: array(run / "1/test_grads.mmap", (2, 4), "f2"), "test"),
+        ValueError, "{0: 3, 1: 2}", "model_ids=[0]",
+    ),
+    row("not finalized", opened(write("id_1.json", NOT_FINAL), "test"), ValueError, "[1]", "final"),
+    row("id cut short", opened(write("id_1.json", '{"1'), "test"), ValueError, "id_1.json"),
+]  # fmt: skip
+
+
+@parametrize(ROWS)
+def test_open_traker__bad_input(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)
+
+
+def test_directory__opens_as_it_is(tmp_path: Path) -> None:
+    """The rows fail by their change and nothing else."""
+    features, targets = td.open_traker(directory(tmp_path), "test")
+    assert np.isnan(features.feature).all(), "no row is flagged as featurized"
+    assert targets.sizes == {"sample": 3, "proj_dim": 4, "checkpoint": 2}
+
+
+def test_directory__an_unreadable_id_matters_for_targets_only(tmp_path: Path) -> None:
+    run = directory(tmp_path)
+    (run / "id_1.json").write_text('{"1')
+    td.open_traker(run)
+    with pytest.raises(ValueError, match=r"id_1\.json"):
+        td.open_traker(run, "test")

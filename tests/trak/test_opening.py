@@ -1,0 +1,441 @@
+"""The oracle is the original package: it writes the directories and computes the scores."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+from numpy.lib.format import open_memmap
+
+import trakdask as td
+from trakdask import StoreMismatchError
+from trakdask import trak as ours
+from trakdask.testing import raise_if_dask_computes
+
+trak = pytest.importorskip("trak")
+
+N, M, PROJ_DIM = 60, 7, 16
+N_PIXELS, N_CLASSES = 12, 4
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(N_PIXELS, 9), torch.nn.ReLU(), torch.nn.Linear(9, N_CLASSES)
+    )
+
+
+def batch_of(n: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, N_PIXELS, generator=generator)
+    return [x, torch.randint(N_CLASSES, (n,), generator=generator)]
+
+
+TRAIN, TARGETS = batch_of(N, 1), batch_of(M, 2)
+
+
+def traker_of(folder: Path, half: bool = False, lambda_reg: float = 0.5) -> trak.TRAKer:
+    return trak.TRAKer(
+        model=model(0),
+        task="image_classification",
+        train_set_size=N,
+        save_dir=folder,
+        device="cpu",
+        proj_dim=PROJ_DIM,
+        use_half_precision=half,
+        lambda_reg=lambda_reg,
+        logging_level=logging.CRITICAL,
+    )
+
+
+def write_features(traker: trak.TRAKer, ids: tuple[int, ...], rows: int = N) -> None:
+    for id in ids:
+        traker.load_checkpoint(model(id).state_dict(), model_id=id)
+        for start in range(0, rows, 20):
+            inds = np.arange(start, min(start + 20, rows))
+            traker.featurize([part[inds] for part in TRAIN], inds=inds)
+
+
+def write_targets(traker: trak.TRAKer, ids: tuple[int, ...], exp_name: str, n: int = M) -> None:
+    for id in ids:
+        traker.start_scoring_checkpoint(exp_name, model(id).state_dict(), id, num_targets=n)
+        traker.score([part[:n] for part in TARGETS], num_samples=n)
+
+
+def run_of(folder: Path, ids: tuple[int, ...] = (0, 1, 2), **options: object) -> np.ndarray:
+    """Write a whole run of the original and return its scores."""
+    traker = traker_of(folder, **options)
+    write_features(traker, ids)
+    traker.finalize_features()
+    traker = traker_of(folder, **options)  # the original cannot score with the one that finalized
+    write_targets(traker, ids, "test")
+    return np.array(traker.finalize_scores("test"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run_of(folder)
+    return folder
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+def on_disk(folder: Path, id: int, file: str) -> np.ndarray:
+    return np.array(np.load(folder / str(id) / file, mmap_mode="r"))
+
+
+# ------------------------------------------------------------------------------------ what is there
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_open_traker__features_are_the_stored_gradients(tmp_path: Path, half: bool) -> None:
+    run_of(tmp_path, ids=(3, 10), half=half)
+    features, targets = td.open_traker(tmp_path, "test")
+    assert features.checkpoint.values.tolist() == ["3", "10"]
+    assert features.attrs["checkpoint_ids"] == {"3": 3, "10": 10}
+    assert features.feature.dims == targets.feature.dims == ("sample", "proj_dim", "checkpoint")
+    assert features.feature.dtype == features.out_to_loss.dtype == targets.feature.dtype == "f4"
+    for name, id in (("3", 3), ("10", 10)):
+        at = {"checkpoint": name}
+        grads = on_disk(tmp_path, id, "grads.mmap")
+        assert grads.dtype == ("f2" if half else "f4")
+        np.testing.assert_array_equal(features.feature.sel(at), grads)
+        np.testing.assert_array_equal(
+            features.out_to_loss.sel(at), on_disk(tmp_path, id, "out_to_loss.mmap")[:, 0]
+        )
+        np.testing.assert_array_equal(
+            targets.feature.sel(at), on_disk(tmp_path, id, "test_grads.mmap")
+        )
+
+
+def test_open_traker__features_need_not_be_finalized(tmp_path: Path) -> None:
+    write_features(traker_of(tmp_path), ids=(0,))
+    assert np.isfinite(td.open_traker(tmp_path).feature).all()
+
+
+def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
+    traker = traker_of(tmp_path)
+    write_features(traker, ids=(0,))
+    write_features(traker, ids=(1,), rows=40)
+    features = td.open_traker(tmp_path)
+    is_nan = np.isnan(features.feature).all("proj_dim").compute()
+    assert not is_nan.sel(checkpoint="0").any()
+    assert is_nan.sel(checkpoint="1").values.nonzero()[0].tolist() == list(range(40, N))
+    assert (np.isnan(features.out_to_loss) == is_nan).all()
+    done = features.isel(sample=slice(40))
+    xr.testing.assert_allclose(
+        td.gram(features).sel(checkpoint="1"), td.gram(done).sel(checkpoint="1")
+    )
+
+
+def test_open_traker__model_ids_choose_checkpoints(written: Path) -> None:
+    features, targets = td.open_traker(written, "test", model_ids=[2, 0])
+    assert features.checkpoint.values.tolist() == targets.checkpoint.values.tolist() == ["2", "0"]
+    expected = td.open_traker(written).sel(checkpoint=["2", "0"])
+    np.testing.assert_array_equal(features.feature, expected.feature)
+
+
+def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch) -> None:
+    whole, whole_targets = td.open_traker(written, "test")
+    monkeypatch.setattr("trakdask.trak.opening._BLOCK_BYTES", 4 * PROJ_DIM * 9)
+    parts, parts_targets = td.open_traker(written, "test")
+    assert parts.feature.chunks == ((9,) * 6 + (6,), (PROJ_DIM,), (1, 1, 1))
+    xr.testing.assert_equal(whole.compute(), parts.compute())
+    xr.testing.assert_equal(whole_targets.compute(), parts_targets.compute())
+
+
+# ----------------------------------------------------------------------------------------- laziness
+
+
+def test_open_traker__computes_nothing(written: Path) -> None:
+    with raise_if_dask_computes():
+        features, targets = td.open_traker(written, "test")
+        td.top_k(td.score(features, targets, damping=td.Absolute(1.0)), 3)
+
+
+def test_open_traker__reads_no_rows_of_a_large_run(tmp_path: Path, monkeypatch) -> None:
+    """The arrays of 10^6 rows are sparse files; a row that is read is counted."""
+    n, p = 10**6, 512
+    (tmp_path / "0").mkdir()
+    metadata = {"JL dimension": p, "JL matrix type": "normal", "train set size": n}
+    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
+    (tmp_path / "id_0.json").write_text('{"0": {"is_featurized": 1, "is_finalized": 1}}')
+    for name, shape, dtype in (
+        ("grads", (n, p), "f2"),
+        ("test_grads", (100, p), "f2"),
+        ("out_to_loss", (n, 1), "f2"),
+        ("_is_featurized", (n, 1), "i4"),
+    ):
+        open_memmap(tmp_path / "0" / f"{name}.mmap", mode="w+", shape=shape, dtype=dtype)
+    read = []
+    getitem = np.memmap.__getitem__
+
+    def counted(self: np.memmap, index: object) -> np.ndarray:
+        rows = getitem(self, index)
+        read.append(len(rows))
+        return rows
+
+    monkeypatch.setattr(np.memmap, "__getitem__", counted)
+    features, _ = td.open_traker(tmp_path, "test")
+    assert features.sizes["sample"] == n
+    assert read == []
+    features.out_to_loss[:10].compute()
+    assert 0 < sum(read) < 10**5, "one block of rows and of flags"
+
+
+def test_open_traker__writes_nothing(run: Path) -> None:
+    files = [path for path in run.rglob("*") if path.is_file()]
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    for path in files:
+        path.chmod(0o444)
+    features, targets = td.open_traker(run, "test")
+    td.score(features, targets, damping=td.Absolute(1.0)).compute()
+    assert {
+        p: (p.stat().st_mtime_ns, p.read_bytes()) for p in run.rglob("*") if p.is_file()
+    } == before
+
+
+@pytest.mark.slow
+def test_open_traker__computes_on_worker_processes(written: Path, process_client) -> None:
+    features = td.open_traker(written)
+    expected = np.stack([on_disk(written, id, "grads.mmap") for id in (0, 1, 2)], axis=-1)
+    np.testing.assert_array_equal(process_client.compute(features.feature.data).result(), expected)
+
+
+# ------------------------------------------------------------------------------------------- scores
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("ids", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize("lambda_reg", [0.01, 3.0])
+def test_open_traker__scores_are_those_of_finalize_scores(
+    tmp_path: Path, ids: tuple[int, ...], lambda_reg: float
+) -> None:
+    """Up to one factor per checkpoint: the mean absolute entry of the inverse gram matrix."""
+    expected = run_of(tmp_path, ids=ids, lambda_reg=lambda_reg)
+    features, targets = td.open_traker(tmp_path, "test")
+    apart = td.score(
+        features, targets, estimator="trak", damping=td.Absolute(lambda_reg), average=False
+    )
+    factors = []
+    for id in ids:
+        g = on_disk(tmp_path, id, "grads.mmap").astype("f8")
+        factors.append(np.abs(np.linalg.inv(g.T @ g + lambda_reg * np.eye(PROJ_DIM))).mean())
+    scaled = (apart / xr.DataArray(factors, dims="checkpoint")).mean("checkpoint")
+    np.testing.assert_allclose(scaled, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
+
+
+def test_open_traker__queries_groups_and_exports_work_from_there(
+    written: Path, tmp_path: Path
+) -> None:
+    features, targets = td.open_traker(written, "test")
+    features = features.assign_coords(label=("sample", TRAIN[1].numpy()))
+    targets = targets.assign_coords(label=("sample", TARGETS[1].numpy()))
+    options = {"estimator": "trak", "damping": td.Absolute(0.5)}
+    scores = td.score(features, targets, **options)
+    values = scores.values
+
+    top = td.top_k(scores, 3, where=lambda tile: tile.label == tile.target_label).compute()
+    for j, label in enumerate(TARGETS[1].numpy()):
+        same = np.flatnonzero(TRAIN[1].numpy() == label)
+        best = same[np.argsort(-values[same, j], kind="stable")[:3]]
+        assert top.position[j].values.tolist() == best.tolist()
+
+    by_label = td.group_score(features, targets, by="label", **options)
+    summed = [values[TRAIN[1].numpy() == label].sum(axis=0) for label in range(N_CLASSES)]
+    np.testing.assert_allclose(by_label, summed, rtol=1e-4, atol=1e-5)
+
+    td.to_parquet(td.top_k(scores, 3), tmp_path / "top.parquet")
+    table = pd.read_parquet(tmp_path / "top.parquet")
+    assert len(table) == 3 * M
+    assert {"score", "position", "label", "target_label"} <= set(table.columns)
+
+
+def test_open_traker__rows_never_featurized_take_no_part_in_scores(tmp_path: Path) -> None:
+    """A run that stopped: its scores are those of a run with fewer training samples."""
+    traker = traker_of(tmp_path)
+    write_features(traker, ids=(0,), rows=40)
+    features = td.open_traker(tmp_path)
+    features = features.assign_coords(label=("sample", np.arange(N) % 2))
+    done = features.isel(sample=slice(40))
+    targets, options = done.isel(sample=slice(5)), {"damping": td.Absolute(0.5)}
+    scores = td.score(features, targets, **options)
+    assert np.isnan(scores[40:]).all()
+    np.testing.assert_allclose(scores[:40], td.score(done, targets, **options), rtol=1e-5)
+    np.testing.assert_allclose(
+        td.group_score(features, targets, by="label", **options),
+        td.group_score(done, targets, by="label", **options),
+        rtol=1e-5,
+    )
+    assert int(td.top_k(scores, 5).position.max()) < 40
+
+
+def test_open_traker__an_appended_checkpoint_goes_into_the_store(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", tmp_path / "features.zarr"
+    traker = traker_of(run)
+    write_features(traker, ids=(0, 1))
+    td.save(td.open_traker(run), store, progress=False)
+    write_features(traker, ids=(2,))
+    both = td.save(
+        td.open_traker(run, model_ids=[2]), store, append_dim="checkpoint", progress=False
+    )
+    xr.testing.assert_equal(both.feature.compute(), td.open_traker(run).feature.compute())
+
+
+# ------------------------------------------------------------------------------------- what differs
+
+
+def test_open_traker__features_of_another_run_are_refused(written: Path, tmp_path: Path) -> None:
+    run_of(tmp_path)
+    features, _ = td.open_traker(written, "test")
+    _, targets = td.open_traker(tmp_path, "test")
+    with pytest.raises(StoreMismatchError, match="checkpoints"):
+        td.score(features, targets, damping=td.Absolute(1.0))
+
+
+def test_open_traker__features_of_trakdask_are_refused(written: Path) -> None:
+    features = td.open_traker(written)
+    ours = td.testing.simulate_features(n_samples=8, proj_dim=PROJ_DIM, n_checkpoints=3)
+    with pytest.raises(StoreMismatchError, match="projector"):
+        td.score(features, ours, damping=td.Absolute(1.0))
+
+
+def test_open_traker__a_run_that_goes_on_is_another_one(tmp_path: Path) -> None:
+    traker = traker_of(tmp_path)
+    write_features(traker, ids=(0,), rows=40)
+    before = td.open_traker(tmp_path)
+    again = td.open_traker(tmp_path)
+    write_features(traker, ids=(0,))
+    after = td.open_traker(tmp_path)
+    assert before.attrs == again.attrs
+    assert before.feature.data.name == again.feature.data.name != after.feature.data.name
+    assert before.attrs["checkpoints"] != after.attrs["checkpoints"]
+
+
+# ----------------------------------------------------------------------- directories as they happen
+
+
+def test_open_traker__a_moved_directory_opens(run: Path) -> None:
+    """experiments.json holds the absolute path of before."""
+    scores_path = json.loads((run / "experiments.json").read_text())["test"]["scores_path"]
+    assert Path(scores_path).parent.parent != run
+    shutil.rmtree(run / "scores")
+    features, targets = td.open_traker(run, "test")
+    assert np.isfinite(td.score(features, targets, damping=td.Absolute(1.0))).all()
+
+
+def test_open_traker__a_job_without_experiments_json_opens(run: Path) -> None:
+    """As jobs leave it that were started with load_from_save_dir=False."""
+    (run / "experiments.json").unlink()
+    assert td.open_traker(run, "test")[1].sizes["sample"] == M
+
+
+def test_open_traker__runs_inside_are_not_part_of_it(run: Path, written: Path) -> None:
+    shutil.copytree(written, run / "inner")
+    (run / "inner" / "id_2.json").rename(run / "inner" / "id_7.json")
+    assert td.open_traker(run).checkpoint.values.tolist() == ["0", "1", "2"]
+
+
+def test_open_traker__flags_of_one_dimension(run: Path) -> None:
+    """The shape in which the file is first made."""
+    path = run / "1" / "_is_featurized.mmap"
+    np.save(path.with_suffix(".npy"), np.ones(N, np.int32))
+    path.with_suffix(".npy").rename(path)
+    assert np.isfinite(td.open_traker(run).feature).all()
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def test_open_traker__unknown_experiment_lists_the_known(written: Path) -> None:
+    with pytest.raises(ValueError, match=r"\['test'\].*'tset'"):
+        td.open_traker(written, "tset")
+
+
+def test_open_traker__experiment_without_one_checkpoint(run: Path) -> None:
+    (run / "1" / "test_grads.mmap").unlink()
+    with pytest.raises(ValueError, match=r"\[0, 2\] only.*model_ids=\[0, 2\]"):
+        td.open_traker(run, "test")
+    td.open_traker(run, "test", model_ids=[0, 2])
+
+
+def test_open_traker__other_number_of_targets_at_one_checkpoint(run: Path) -> None:
+    (run / "1" / "test_grads.mmap").unlink()
+    write_targets(traker_of(run), (1,), "test", n=4)
+    with pytest.raises(ValueError, match=r"\{0: 7, 1: 4, 2: 7\}.*model_ids=\[0, 2\]"):
+        td.open_traker(run, "test")
+
+
+def test_open_traker__targets_scored_before_finalize_features(tmp_path: Path) -> None:
+    traker = traker_of(tmp_path)
+    write_features(traker, (0, 1))
+    traker.finalize_features(model_ids=[0])
+    write_targets(traker_of(tmp_path), (0, 1), "test")
+    assert not on_disk(tmp_path, 1, "test_grads.mmap").any(), "the original wrote nothing"
+    with pytest.raises(ValueError, match=r"finalize.*\[1\]"):
+        td.open_traker(tmp_path, "test")
+    td.open_traker(tmp_path, "test", model_ids=[0])
+
+
+def test_open_traker__array_truncated_after_opening(run: Path) -> None:
+    """A copy that was interrupted, or made anew under our hands: an error and no SIGBUS."""
+    features = td.open_traker(run)
+    path = run / "1" / "grads.mmap"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"1/grads.mmap.*1,000 bytes"):
+        features.feature.compute()
+
+
+# ------------------------------------------------------------------------------- the drop-in's runs
+
+
+@pytest.mark.parametrize("lambda_reg", [0.0, 2.0])
+def test_open_traker__scores_of_mode_trakdask_are_those_of_td_score(
+    tmp_path: Path, lambda_reg: float
+) -> None:
+    """The image classification of a model without BatchNorm: soft weights."""
+    traker = ours.TRAKer(
+        model=model(0),
+        task="image_classification",
+        train_set_size=N,
+        save_dir=tmp_path,
+        device="cpu",
+        proj_dim=512,
+        lambda_reg=lambda_reg,
+        logging_level=logging.CRITICAL,
+        mode="trakdask",
+    )
+    write_features(traker, (0, 1))
+    traker.finalize_features()
+    write_targets(traker, (0, 1), "test")
+    expected = np.array(traker.finalize_scores("test"))
+    features, targets = td.open_traker(tmp_path, "test")
+    damping = td.Absolute(lambda_reg) if lambda_reg else "closed_form"
+    scores = td.score(features, targets, estimator="soft", damping=damping)
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    assert features.attrs["projector"]["metadata"]["trakdask"]["mode"] == "trakdask"
+
+
+def test_open_traker__lambda_is_no_part_of_what_must_agree(tmp_path: Path) -> None:
+    """It is settled when features are finalized, and may have been another one before."""
+    specs = []
+    for lambda_reg in (0.5, 2.0):
+        options = {"save_dir": tmp_path, "lambda_reg": lambda_reg, "logging_level": 50}
+        traker = ours.TRAKer(model(0), "image_classification", N, device="cpu", **options)
+        write_features(traker, (0,))
+        traker.finalize_features()
+        specs.append(td.open_traker(tmp_path).attrs["projector"])
+        (tmp_path / "id_0.json").write_text('{"0": {"is_featurized": 1, "is_finalized": 0}}')
+    assert specs[0] == specs[1]
