@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 from pathlib import Path
 
 import dask.array as da
@@ -119,8 +121,13 @@ def test_raise_if_dask_computes__raises() -> None:
         FEATURES.feature.compute()
 
 
-def test_public_names__all_exist_and_match_the_stub() -> None:
-    for name in td.__all__:
-        assert getattr(td, name) is not None
-    assert callable(td.featurize)
-    assert callable(td.score)
+def test_public_names__are_those_of_the_stub_and_of_the_modules_behind_it() -> None:
+    stub = ast.parse(Path(td.__file__).with_suffix(".pyi").read_text("utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    listed = {alias.asname: (node.module, alias.name) for node in imports for alias in node.names}
+    assert set(td.__all__) == set(listed) == set(dir(td)) & set(listed)
+    for public, (module, name) in listed.items():
+        where = importlib.import_module(f"trakdask.{module}" if module else "trakdask")
+        assert getattr(td, public) is getattr(where, name), public
+        if module and not name.startswith("_"):
+            assert name in where.__all__, f"{name!r} is public, but not in {module}.__all__"

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 
 from trakdask.errors import StoreMismatchError
-from trakdask.storage.place import PARTIAL, Place
+from trakdask.storage.place import Place, is_partial
 
 __all__ = ["EXTRA", "AbstractSaver", "ModelIDException"]
 
@@ -167,8 +167,9 @@ class AbstractSaver(ABC):
         """Hold the folder against other processes that change its JSON files."""
         path = self.save_dir.joinpath(_LOCK)
         with FileLock(path):
-            for orphan in self.save_dir.glob(f"*.json.*{PARTIAL}"):  # of a process that was killed
-                orphan.unlink()
+            for file in self.save_dir.glob("*.json.*"):
+                if is_partial(file.name):  # its writer was killed
+                    file.unlink()
             try:
                 yield
             finally:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
-from trakdask.storage.place import PARTIAL
 from trakdask.trak.saver_base import EXTRA, AbstractSaver, ModelIDException
 
 __all__ = ["EXTRA", "AbstractSaver", "MmapSaver", "ModelIDException"]
@@ -260,7 +259,7 @@ class MmapSaver(AbstractSaver):
     ) -> None:
         """Make an array that appears under its name only when it is whole."""
         dtype = np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
-        partial = path.with_name(path.name + PARTIAL)
+        partial = path.with_name(f"{path.name}.partial")
         array = open_memmap(partial, mode="w+", dtype=dtype, shape=shape)
         if fill != 0:
             array[...] = fill
