@@ -274,9 +274,9 @@ def test_plan__refuses_what_is_not_featurized() -> None:
     bare = FEATURES.drop_attrs(deep=False)
     with pytest.raises(ValueError, match=r"no attrs \['projector', 'parameters'\]; needed.*Keep"):
         plan(bare)
-    with pytest.raises(TypeError, match=r"features is a DataArray; needed an xarray\.Dataset"):
+    with pytest.raises(TypeError, match=r"expected features as an xarray\.Dataset, got DataArray"):
         plan(FEATURES.feature)
-    with pytest.raises(ValueError, match=r"needed 'feature'.*Make it with td\.featurize"):
+    with pytest.raises(ValueError, match=r"expected 'feature'.*try td\.featurize"):
         plan(FEATURES.drop_vars("feature"))
     with pytest.raises(ValueError, match=r"kind is 'simulated'; .* knows .*\. Use"):
         plan(simulate_features())
