@@ -384,9 +384,3 @@ def test_damping__few_targets_are_warned_of_once() -> None:
             few = TARGETS.isel(sample=slice(n))
             td.damping(TRAIN, few, damping="completeness", estimator="soft")
     assert sum("choosing λ by their outputs" in str(each.message) for each in shown) == 1
-
-
-@pytest.mark.parametrize("value", [-1, np.nan, np.inf, "1", None, True])
-def test_absolute__refuses_what_is_no_damping(value: object) -> None:
-    with pytest.raises(ValueError, match="expected value as a finite number >= 0"):
-        td.Absolute(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -11,6 +11,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays import completeness, totals
+from trakdask.dampings import Absolute, Damping, brief, given_damping, relative_damping
 from trakdask.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
@@ -27,7 +28,7 @@ from trakdask.estimators import (
 )
 from trakdask.once import warn_once
 from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, aligned, lazy_features, validate
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
 __all__ = ["Absolute", "Damping", "Regularized", "damping", "regularize"]
 
@@ -36,30 +37,6 @@ _LEAST_ROWS = 50
 _LEFT_OUT_ROWS = 1000
 _POWER = 0.5
 _LEFT_OUT = "training rows left out"
-
-
-@dataclass(frozen=True)
-class Absolute:
-    """A damping λ in the units of the gram matrix, the same for all checkpoints.
-
-    Raises
-    ------
-    ValueError
-        If ``value`` is not a finite number of at least 0.
-    """
-
-    value: float
-
-    def __post_init__(self) -> None:
-        if not _is_positive(self.value):
-            raise ValueError(
-                f"expected value as a finite number >= 0 in units of the gram matrix, got "
-                f"{self.value!r}; try Absolute(1.0)"
-            )
-
-
-Rule = Literal["auto", "completeness", "closed_form"]
-Damping = Rule | float | Absolute | xr.Dataset | xr.DataArray
 
 
 @dataclass(frozen=True)
@@ -236,41 +213,18 @@ def regularize(
     if calibrate is not None:
         raise ValueError(
             "expected damping='completeness' with calibrate, the rule that looks at outputs, got "
-            f"damping={_brief(damping)} and estimator={estimator!r}; try damping='completeness', "
+            f"damping={brief(damping)} and estimator={estimator!r}; try damping='completeness', "
             "or leave calibrate out"
         )
     matrix, _ = gram_data(features, formula, h)
     if isinstance(damping, (xr.Dataset, xr.DataArray)):
-        return Regularized(matrix, _given(features, damping), ("given",))
+        return Regularized(matrix, given_damping(features, damping), ("given",))
     if isinstance(damping, Absolute):
         lam: da.Array = da.full(matrix.shape[2], float(damping.value), chunks=1)
         return Regularized(matrix, lam, ("absolute",))
-    factor = _CLOSED_FORM if damping in ("auto", "closed_form") else _number(damping)
+    factor = _CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
     lam = arrays.solve.closed_form_damping(matrix, factor, _labels(features))
     return Regularized(matrix, lam, (f"{factor} tr(K^2)/tr(K)",))
-
-
-def _given(features: xr.Dataset, damping: xr.Dataset | xr.DataArray) -> da.Array:
-    """Return λ of the checkpoints here, from what :func:`damping` returned."""
-    remedy = "try damping=td.damping(features, targets), made with these features"
-    values = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
-    if values is None or values.dims != (CHECKPOINT,) or CHECKPOINT not in values.coords:
-        has = list(damping.data_vars) if isinstance(damping, xr.Dataset) else damping.dims
-        raise ValueError(
-            f"expected 'damping' of each checkpoint, with the coord checkpoint, got {has}; {remedy}"
-        )
-    if values.dtype.kind not in "fiu":
-        raise ValueError(f"expected damping in numbers, got dtype {values.dtype}; {remedy}")
-    values = aligned(values, features, what="damping")
-    if values.chunks is None and not all(map(_is_positive, values.values)):
-        found = dict(zip(_labels(features), values.values.tolist(), strict=True))
-        raise ValueError(f"expected finite damping >= 0, got {found}; {remedy}")
-    data: da.Array = values.variable.chunk({CHECKPOINT: 1}).data
-    return data
-
-
-def _labels(features: xr.Dataset) -> list[str]:
-    return [str(name) for name in features[CHECKPOINT].values]
 
 
 def _by_outputs(damping: Any, estimator: Estimator, features: xr.Dataset) -> bool:
@@ -428,20 +382,5 @@ def _warn_of_few_checkpoints(n: int) -> None:
         )
 
 
-def _number(value: Any) -> float:
-    if not _is_positive(value):
-        raise ValueError(
-            "expected damping as 'auto', 'completeness', 'closed_form', a number >= 0 relative to "
-            f"tr(K²)/tr(K), td.Absolute(x), or what td.damping returned, got {_brief(value)}; try "
-            "damping='auto'"
-        )
-    return float(value)
-
-
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    return bool(is_number and 0 <= value < np.inf)
-
-
-def _brief(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, int, float, Absolute)) else type(value).__name__
+def _labels(features: xr.Dataset) -> list[str]:
+    return [str(name) for name in features[CHECKPOINT].values]

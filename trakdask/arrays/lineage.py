@@ -126,7 +126,9 @@ def _task(graph: HighLevelGraph, key: Any) -> Any:
     own = graph.layers.get(key[0]) if isinstance(key, tuple) else None
     if own is not None and key in own:
         return own[key]
-    return next(layer[key] for layer in graph.layers.values() if key in layer)
+    # To look into another kind of layer would make all of its tasks.
+    layers = (each for each in graph.layers.values() if isinstance(each, MaterializedLayer))
+    return next(layer[key] for layer in layers if key in layer)
 
 
 def _indices(graph: HighLevelGraph, task: Any, ndim: int) -> Iterator[tuple[Any, ...]]:
