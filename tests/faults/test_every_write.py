@@ -1,4 +1,4 @@
-"""kill -9 at every change that an operation makes to a store: it shows one of two states, and goes on.
+"""kill -9 at every change that an operation makes to a store: nothing lost, identical bits.
 
 The oracle is the same operation, undisturbed: what it shows, and the bytes of all its files.
 """
@@ -31,7 +31,7 @@ def kill_at_every_change(folder: Path, name: str, *more: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("name", "least"), [("append_samples", 80), ("drop", 30)])
+@pytest.mark.parametrize(("name", "least"), [("append_samples", 80), ("drop", 25)])
 def test_store__killed_at_every_write(tmp_path: Path, name: str, least: int) -> None:
     assert kill_at_every_change(tmp_path, name) > least
 
@@ -40,4 +40,4 @@ def test_store__killed_at_every_write(tmp_path: Path, name: str, least: int) -> 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_store__killed_at_every_write_and_new_folder(tmp_path: Path, name: str) -> None:
-    assert kill_at_every_change(tmp_path, name, "folders") > 40
+    assert kill_at_every_change(tmp_path, name, "folders") > 25
