@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -172,12 +173,14 @@ def shown(store: Path) -> str:
 
 
 def content(store: Path) -> dict[str, str]:
-    """Return hashes of all files but records, which tell of times."""
-    return {
-        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(store.rglob("*"))
-        if path.is_file() and "records" not in path.relative_to(store).parts
-    }
+    """Return hashes of all files but records, which tell of times; edits without their number."""
+    found = {}
+    for path in sorted(store.rglob("*")):
+        name = str(path.relative_to(store))
+        if path.is_file() and "records" not in name.split("/"):
+            name = re.sub(r"^(drops|assigned)/\d+", r"\1/", name)
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def prepare(store: Path, name: str, out: Path, folders: bool) -> None:
