@@ -63,6 +63,11 @@ def append_samples(store: Path) -> None:
     td.save(features(N, 2 * N), store, append_dim="sample", progress=False)
 
 
+def append_samples_with_weights(store: Path) -> None:
+    more = features(N, 2 * N).assign_coords(weight=("sample", np.ones(N)))
+    td.save(more, store, append_dim="sample", progress=False)
+
+
 def append_checkpoint(store: Path) -> None:
     td.save(features(0, N, (1,)), store, append_dim="checkpoint", progress=False)
 
@@ -79,6 +84,10 @@ def assign(store: Path) -> None:
     td.assign_coords(store, {"animal": ["cat", "dog"] * (N // 2), "weight": np.zeros(N)})
 
 
+def assign_all(store: Path) -> None:
+    td.assign_coords(store, {"weight": xr.zeros_like(td.open(store, dropped=True).number, float)})
+
+
 def assign_again(store: Path) -> None:
     td.assign_coords(store, {"weight": np.ones(N)})
 
@@ -86,7 +95,7 @@ def assign_again(store: Path) -> None:
 OPERATIONS: dict[str, tuple[list[Callable[[Path], None]], Callable[[Path], None]]] = {
     "save": ([], save),
     "append_samples": ([save], append_samples),
-    "append_samples_after_all": ([save, drop, assign], append_samples),
+    "append_samples_after_all": ([save, drop, assign_all], append_samples_with_weights),
     "append_checkpoint": ([save, drop], append_checkpoint),
     "drop": ([save], drop),
     "drop_more": ([save, drop], drop_more),

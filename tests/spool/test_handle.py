@@ -270,9 +270,7 @@ def test_spooled__what_another_user_wrote_is_not_unpickled(
     path.chmod(0o666)
     script = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1])).get()"
     command = [sys.executable, "-c", script, pickled.hex()]
-    done = subprocess.run(
-        [sys.executable, "-c", script, pickled.hex()], capture_output=True, text=True
-    )
+    done = subprocess.run(command, capture_output=True, text=True)
     assert "PermissionError: expected a spool that only user" in done.stderr
     path.chmod(0o600)
     uid = os.getuid()
@@ -280,7 +278,5 @@ def test_spooled__what_another_user_wrote_is_not_unpickled(
     if uid != 0:  # what root wrote is trusted
         with pytest.raises(PermissionError, match=f"of user {uid}"):
             handle._open_pickle(str(path))
-    done = subprocess.run(
-        [sys.executable, "-c", script, pickled.hex()], capture_output=True, text=True
-    )
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
