@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -25,6 +27,10 @@ from trakdask.variables import RANK, TARGET
 __all__ = ["to_parquet", "to_zarr"]
 
 _MAX_BYTES = "10 GiB"
+_WRITER = "written_by"
+"""An attribute of what to_zarr writes, with where: what others made of it elsewhere is theirs."""
+_METADATA = "trakdask"
+"""Key of the metadata of each parquet file that to_parquet writes."""
 _ROWS_AT_ONCE = 2**20
 
 
@@ -47,22 +53,31 @@ def to_zarr(
         Refuse to write more than this, a number or a text such as ``"60 GB"``: scores of a million
         samples for ten thousand targets are 40 GB.
     overwrite
-        Replace what is there.
+        Replace an earlier result of this function, known by the attribute ``written_by``; nothing
+        else is ever removed, and least of all a store of features.
 
     Raises
     ------
+    TypeError
+        If ``data`` is no DataArray or Dataset.
     ValueError
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
         If the store exists and ``overwrite`` is false, or if something else is there.
     """
+    if not isinstance(data, (xr.DataArray, xr.Dataset)):
+        raise TypeError(
+            f"expected a DataArray or Dataset, got {data!r:.60} ({type(data).__name__}); try "
+            "td.to_zarr(td.score(features, targets), 'scores.zarr')"
+        )
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
     _require_size(ds, ds.nbytes, max_bytes)
-    place = _free_place(store, overwrite, lambda names: "zarr.json" in names)
+    place = _free_place(store, overwrite, _is_our_zarr)
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    ds.to_zarr(place, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
+    marked = ds.assign_attrs({_WRITER: _mark(place)})
+    marked.to_zarr(place, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
 
 
 def to_parquet(
@@ -85,7 +100,8 @@ def to_parquet(
     max_bytes
         Refuse to write more than this before compression, a number or a text such as ``"60 GB"``.
     overwrite
-        Replace what is there.
+        Replace an earlier result of this function, known by the metadata of each file; nothing else
+        is ever removed.
 
     Raises
     ------
@@ -106,48 +122,101 @@ def to_parquet(
     columns = _columns(ds)
     width = sum(4 if array.dtype.kind in "OTU" else array.dtype.itemsize for _, array in columns)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    place = _free_place(path, overwrite, _are_parquet)
+    place = _free_place(path, overwrite, _is_our_parquet)
     fs, folder = fsspec.core.url_to_fs(place)
     fs.makedirs(folder, exist_ok=True)
     dask.compute(_written(ds, columns, place))
 
 
 def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
-    limit = parse_bytes(max_bytes)
+    try:
+        limit = parse_bytes(max_bytes)
+    except (ValueError, TypeError, AttributeError):
+        limit = -1
+    if isinstance(max_bytes, bool) or limit < 0:
+        raise ValueError(
+            f"expected max_bytes as a number of bytes or a text, got {max_bytes!r:.60}; try "
+            "max_bytes='60 GB'"
+        )
     if n_bytes > limit:
         sizes = " × ".join(f"{size:,} {dim}" for dim, size in ds.sizes.items())
         needed = math.ceil(n_bytes / 2**30)
         raise ValueError(
-            f"{sizes} take {format_bytes(n_bytes)}; needed at most {format_bytes(limit)}. Keep the "
-            "best of each target with td.top_k(scores, k=100), or if you mean it, type "
-            f"max_bytes='{needed} GiB'."
+            f"expected at most {format_bytes(limit)}, got {format_bytes(n_bytes)} ({sizes}); try "
+            "the best of each target, td.top_k(scores, k=100), or if you mean it, "
+            f"max_bytes='{needed} GiB'"
         )
 
 
 def _free_place(
-    path: str | os.PathLike[str], overwrite: bool, are_ours: Callable[[list[str]], bool]
+    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Any, str, str], bool]
 ) -> str:
-    """Return where to write; what is there is removed if it may be, and looks like a result."""
+    """Return where to write; what is there is removed only if the same function wrote it."""
+    if not isinstance(overwrite, bool):
+        raise TypeError(f"expected overwrite=True or False, got {overwrite!r:.60}")
     place = location(path)
     fs, inside = fsspec.core.url_to_fs(place)
     if not fs.exists(inside):
         return place
+    if not fs.isdir(inside):
+        raise NotADirectoryError(f"expected a folder, got the file {place!r}; try another path")
+    names = _names(fs, inside)
+    if not names:
+        return place
     if not overwrite:
         raise FileExistsError(
-            f"{place!r} exists; needed a new path. Type overwrite=True to replace it."
+            f"expected a new path, got {place!r}, which exists; try overwrite=True to replace it"
         )
-    names = [name.rstrip("/").rpartition("/")[2] for name in fs.ls(inside, detail=False)]
-    if names and not are_ours(names):
+    if not is_ours(fs, inside, place):
         raise FileExistsError(
-            f"{place!r} holds {sorted(names)[:3]}; needed an earlier result, to overwrite it. "
-            "Choose another path, or delete the folder yourself."
+            f"expected an earlier result of the same function to overwrite, got {place!r}, which "
+            f"holds {names[:3]}; try another path, or delete the folder yourself"
         )
     fs.rm(inside, recursive=True)
     return place
 
 
-def _are_parquet(names: list[str]) -> bool:
-    return all(name.endswith(".parquet") for name in names)
+def _names(fs: Any, folder: str) -> list[str]:
+    fs.invalidate_cache()
+    found = (name.rstrip("/") for name in fs.ls(folder, detail=False))
+    return sorted(name.rpartition("/")[2] for name in found if name != folder.rstrip("/"))
+
+
+def _is_our_zarr(fs: Any, folder: str, place: str) -> bool:
+    """Tell whether to_zarr wrote a store, and nobody put anything else there."""
+    content = _json(fs, f"{folder}/zarr.json")
+    attrs = content.get("attributes")
+    if not isinstance(attrs, dict) or attrs.get(_WRITER) != _mark(place) or "layout" in attrs:
+        return False
+    arrays = [f"{folder}/{name}" for name in _names(fs, folder) if name != "zarr.json"]
+    return all(set(_names(fs, at)) in ({"zarr.json"}, {"zarr.json", "c"}) for at in arrays)
+
+
+def _mark(place: str) -> str:
+    return f"trakdask.to_zarr {hashlib.sha256(place.encode()).hexdigest()[:16]}"
+
+
+def _is_our_parquet(fs: Any, folder: str, place: str) -> bool:
+    """Tell whether to_parquet wrote all files of a folder, by their names and metadata."""
+    return all(_is_our_file(fs, f"{folder}/{name}") for name in _names(fs, folder))
+
+
+def _is_our_file(fs: Any, path: str) -> bool:
+    if not re.search(r"/part-\d{5,}-\d{5,}\.parquet$", path):
+        return False
+    try:
+        metadata = pq.read_schema(path, filesystem=fs).metadata or {}
+    except (OSError, ValueError):  # no parquet file, whatever its name
+        return False
+    return _METADATA.encode() in metadata
+
+
+def _json(fs: Any, path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(fs.cat_file(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _as_table(data: object) -> xr.Dataset:
@@ -159,9 +228,9 @@ def _as_table(data: object) -> xr.Dataset:
     elif not is_ranking:
         found = tuple(data.dims) if isinstance(data, (xr.DataArray, xr.Dataset)) else type(data)
         raise ValueError(
-            f"to_parquet got {found}; needed the Dataset (target, rank) of td.top_k, or a DataArray"
-            " with two dimensions, one of them target. Average an ensemble with "
-            "scores.mean('checkpoint'), or type td.to_zarr(data, path)."
+            "expected the Dataset (target, rank) of td.top_k, or a DataArray with two dimensions, "
+            f"one of them target, got {found}; try scores.mean('checkpoint') for an ensemble, or "
+            "td.to_zarr(data, path)"
         )
     assert isinstance(data, xr.Dataset)
     chunked = data.map(lambda array: array.copy(data=array.variable.chunk().data), keep_attrs=True)
@@ -215,7 +284,7 @@ def _write_file(
     writer = None
     for table in _tables(dict(zip(names, values, strict=True)), axes):
         if writer is None:
-            about = {"trakdask": json.dumps(attrs, default=str)}
+            about = {_METADATA: json.dumps(attrs, default=str)}
             writer = pq.ParquetWriter(file, table.schema.with_metadata(about), filesystem=fs)
         writer.write_table(table)
     if writer is not None:

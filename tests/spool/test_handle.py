@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import trakdask
-from trakdask.spool import Spooled, handle, spool_folder
+from trakdask.spool import SPOOL_VARIABLE, Spooled, handle, spool_folder
 
 ROOT = str(Path(trakdask.__file__).parents[1])
 LOAD = """
@@ -223,3 +223,60 @@ def test_spooled__travels_inside_other_pickles(folder: Path) -> None:
     spooled = Spooled(np.arange(10**4))
     loaded = pickle.loads(cloudpickle.dumps({"a": [spooled, spooled]}))
     assert loaded["a"][0] is loaded["a"][1] is spooled
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
+def test_spool_folder__that_others_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.setenv(SPOOL_VARIABLE, str(folder))
+    with pytest.raises(PermissionError, match=rf"{folder}.*mode {mode:o}.*chmod go-w"):
+        pickle.dumps(Spooled(np.zeros(100_000)))
+    assert list(folder.iterdir()) == []
+
+
+def test_spool_folder__is_made_for_its_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "spool"
+    monkeypatch.setenv(SPOOL_VARIABLE, str(folder))
+    before = os.umask(0)
+    try:
+        pickle.dumps(Spooled({"a": "x" * 100_000}))
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
+
+
+def test_spool_folder__that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(SPOOL_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(NotADirectoryError, match="got the file"):
+        pickle.dumps(Spooled(np.zeros(100_000)))
+
+
+def test_spooled__what_another_user_wrote_is_not_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a worker of another user, or where a file was put in the place of ours."""
+    monkeypatch.setenv(SPOOL_VARIABLE, str(tmp_path))
+    tmp_path.chmod(0o700)
+    pickled = pickle.dumps(Spooled({"a": "x" * 100_000}))
+    (path,) = tmp_path.iterdir()
+    path.chmod(0o666)
+    script = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1])).get()"
+    command = [sys.executable, "-c", script, pickled.hex()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "PermissionError: expected a spool that only user" in done.stderr
+    path.chmod(0o600)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    if uid != 0:  # what root wrote is trusted
+        with pytest.raises(PermissionError, match=f"of user {uid}"):
+            handle._open_pickle(str(path))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

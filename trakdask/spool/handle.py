@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import weakref
@@ -69,7 +70,9 @@ class Spooled:
     -----
     The folder is ``$TRAKDASK_SPOOL``, which all workers must see, or a temporary one of this
     process that is removed at its exit: enough for workers on this machine. Files of a folder that
-    was named stay, and are used again. Whoever can write there can run code in the workers.
+    was named stay, and are used again. Whoever can write there can run code in the workers: so it
+    is made for its owner alone, one that others can write to is refused, and nothing is unpickled
+    that belongs to another user (but root).
 
     Cost: one hash of the content now; one write at the first pickling. Contents up to 16 kB
     travel in the handle. A read-only ``np.memmap`` is neither read nor written: its file is named
@@ -148,10 +151,22 @@ def spool_folder() -> Path:
     Returns
     -------
     ``$TRAKDASK_SPOOL``, or a temporary folder of this process, removed at its exit.
+
+    Raises
+    ------
+    PermissionError
+        If others can write to the folder that was named, and so run code in the workers.
+    NotADirectoryError
+        If it is a file.
     """
     if named := os.environ.get(SPOOL_VARIABLE):
         folder = Path(named).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(
+                f"expected a folder in {SPOOL_VARIABLE}, got the file {str(folder)!r}; try another"
+            )
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_private(os.stat(folder), str(folder))
         return folder
     return _temporary_folder(os.getpid())
 
@@ -253,5 +268,21 @@ def _open_array(path: str) -> np.ndarray[Any, Any]:
 
 
 def _open_pickle(path: str) -> Any:
+    _require_private(os.stat(os.path.dirname(path)), os.path.dirname(path))
     with open(path, "rb") as file:
+        _require_private(os.fstat(file.fileno()), path)  # of what is read, whatever its name is now
         return pickle.load(file)
+
+
+def _require_private(status: os.stat_result, path: str) -> None:
+    """Refuse what others could have written: unpickling it would run their code."""
+    if not hasattr(os, "getuid"):  # not POSIX
+        return
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if status.st_uid not in (os.getuid(), 0) or others:
+        raise PermissionError(
+            f"expected a spool that only user {os.getuid()} can write to, got {path!r} of user "
+            f"{status.st_uid} with the mode {stat.S_IMODE(status.st_mode):o}: what is there is "
+            f"unpickled, so whoever writes it runs code here. Try chmod go-w, or {SPOOL_VARIABLE} "
+            "as a folder of your own, with workers of the same user"
+        )

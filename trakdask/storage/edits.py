@@ -13,7 +13,7 @@ import zarr
 
 from trakdask.provenance import digest
 from trakdask.storage.piece import ASSIGNED, DROPS
-from trakdask.storage.place import Complete, Place, Recorded, checksum
+from trakdask.storage.place import Arrays, Complete, Place, Recorded, checksum
 from trakdask.storage.template import METADATA
 
 __all__ = ["KINDS", "Edit", "damaged", "latest", "left", "sweep", "write"]
@@ -55,7 +55,8 @@ class Edit:
     def store(self) -> Complete:
         """Return its zarr store, which refuses changed and lost files."""
         token = str(self.attrs["files"])
-        return Complete(self.place.zarr(read_only=True), self.place, token, known=self.files)
+        arrays = Arrays(self.place.zarr(read_only=True))
+        return Complete(arrays, self.place, token, known=self.files)
 
     def group(self) -> zarr.Group:
         """Open its zarr group."""
@@ -72,7 +73,8 @@ def latest(place: Place, kind: str) -> Edit | None:
     """
     for number in sorted(_numbers(place, kind), reverse=True):
         at = place / kind / str(number)
-        if METADATA in at.names() and "pieces" in (attrs := _attrs(at)):
+        # Version 0.1 wrote its attributes one by one, and this last.
+        if METADATA in at.names() and "files" in (attrs := _attrs(at)):
             return Edit(at, attrs)
     return None
 
@@ -90,7 +92,7 @@ def write(
     fill(store)
     group = zarr.open_group(store, mode="r+", zarr_format=3)
     whole = {**group.attrs, **attrs, "files": dict(store.written)}
-    group.attrs.update({**whole, "digest": digest(whole)})  # from now on it counts
+    group.update_attributes({**whole, "digest": digest(whole)})  # one write: from now on it counts
     sweep(place, kind)
 
 

@@ -277,12 +277,12 @@ def _described(piece: Piece) -> dict[str, Any]:
 def _without_known(
     piece: Piece, features: xr.Dataset, found: Sequence[Piece]
 ) -> tuple[Piece, xr.Dataset]:
-    """Leave out checkpoints that a complete piece has of these samples."""
+    """Leave out checkpoints that a piece has of these samples, complete and with its sums."""
     source = piece.spec.get("source")
     known = {
         name: old.spec["checkpoints"][name]
         for old in found
-        if old.spec.get("source") == source and old.is_complete()
+        if old.spec.get("source") == source and len(set(count(old))) == 1
         for name in old.spec["checkpoints"]
     }
     names = [str(name) for name in features[CHECKPOINT].values]

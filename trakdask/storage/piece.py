@@ -101,11 +101,6 @@ class Piece:
         """Return the number of completed blocks, gram matrices among them."""
         return sum(len(self.done(index)) for index in range(len(self.checkpoints)))
 
-    def is_complete(self) -> bool:
-        """Return whether all blocks are there; sums may be missing."""
-        needed = set(map(str, range(self.n_blocks)))
-        return all(needed <= self.done(index) for index in range(len(self.checkpoints)))
-
     def write_record(
         self, index: int, block: str, files: Mapping[str, list[int]], about: Mapping[str, Any]
     ) -> None:

@@ -273,7 +273,10 @@ class _Patient(WrapperStore[Store]):
 
 
 class Arrays(WrapperStore[Store]):
-    """A zarr store that shows no folder of the names that are hidden: zarr warns of such."""
+    """A zarr store that shows no folder of the names that are hidden, and nothing half written.
+
+    zarr would warn that it does not recognize them.
+    """
 
     def __init__(self, store: Store, hidden: frozenset[str] = frozenset()) -> None:
         super().__init__(store)
@@ -285,7 +288,7 @@ class Arrays(WrapperStore[Store]):
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         """List what is in a folder."""
         async for name in self._store.list_dir(prefix):
-            if name.rstrip("/") not in self._hidden:
+            if name.rstrip("/") not in self._hidden and not is_partial(name):
                 yield name
 
 

@@ -64,7 +64,7 @@ def create(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
     zarr.create_group(store, zarr_format=3).create_group(RECORDS)
     write_coords(store, features.coords.to_dataset())
     group = piece.group(store)
-    group.attrs.update({**features.attrs, "layout": piece.layout})
+    group.update_attributes({**features.attrs, "layout": piece.layout})
     for name in FEATURE_NAMES:
         _create_array(group, piece, features, name, features[name].dtype)
     # Whether failures are recorded or not: a run that raises may be resumed by one that does not.

@@ -1,0 +1,278 @@
+"""Kill one operation on a store at each change it makes to the file system, one after the other.
+
+Run as a script: it imports everything once and never opens a store itself, so that it can fork one
+process per kill (zarr's threads would not survive a fork). Each child counts its changes by audit
+events of the interpreter, which see what zarr, fsspec and trakdask do alike, and kills itself in
+place of the k-th. Another child looks at what is left, goes on, and says what it found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+import trakdask as td
+from trakdask.storage import assigning, dropping, opening, saving, verification  # noqa: F401
+from trakdask.testing import simulate_features
+
+N, BLOCK = 4, 4
+
+
+def features(start: int, stop: int, checkpoints: tuple[int, ...] = (0,)) -> xr.Dataset:
+    """Return lazy features of some rows: small integers, whose sums are exact."""
+    whole = simulate_features(n_samples=2 * N, proj_dim=2, n_checkpoints=2, chunks=BLOCK)
+    ds = whole.isel(sample=slice(start, stop), checkpoint=list(checkpoints)).drop_vars("label")
+    values = np.random.default_rng(0).integers(-4, 5, (2 * N, 2, 2)).astype("f4")
+    values = values[start:stop][..., list(checkpoints)]
+    names = [f"c{number}" for number in checkpoints]
+    name = "feature-" + dask.base.tokenize(start, stop, checkpoints)
+    others = {
+        each: (("sample", "checkpoint"), da.from_array(values[:, 0], chunks=(BLOCK, 1)))
+        for each in ("output", "out_to_loss")
+    }
+    feature = da.from_array(values, chunks=(BLOCK, -1, 1), name=name)
+    return ds.assign(feature=(ds.feature.dims, feature), **others).assign_coords(
+        number=("sample", np.arange(start, stop)), animal=("sample", ["cat", "dgo"] * (N // 2))
+    ).assign_attrs(
+        source=f"{start}:{stop}", checkpoints={name: name for name in names},
+        checkpoint_ids={name: int(name[1:]) for name in names},
+    )  # fmt: skip
+
+
+def save(store: Path) -> None:
+    td.save(features(0, N), store, progress=False)
+
+
+def append_samples(store: Path) -> None:
+    td.save(features(N, 2 * N), store, append_dim="sample", progress=False)
+
+
+def append_samples_with_weights(store: Path) -> None:
+    more = features(N, 2 * N).assign_coords(weight=("sample", np.ones(N)))
+    td.save(more, store, append_dim="sample", progress=False)
+
+
+def append_checkpoint(store: Path) -> None:
+    td.save(features(0, N, (1,)), store, append_dim="checkpoint", progress=False)
+
+
+def drop(store: Path) -> None:
+    td.drop(store, where=lambda ds: ds.number == 2)
+
+
+def drop_more(store: Path) -> None:
+    td.drop(store, where=lambda ds: ds.number.isin([2, 3]))
+
+
+def assign(store: Path) -> None:
+    td.assign_coords(store, {"animal": ["cat", "dog"] * (N // 2), "weight": np.zeros(N)})
+
+
+def assign_all(store: Path) -> None:
+    td.assign_coords(store, {"weight": xr.zeros_like(td.open(store, dropped=True).number, float)})
+
+
+def assign_again(store: Path) -> None:
+    td.assign_coords(store, {"weight": np.ones(N)})
+
+
+OPERATIONS: dict[str, tuple[list[Callable[[Path], None]], Callable[[Path], None]]] = {
+    "save": ([], save),
+    "append_samples": ([save], append_samples),
+    "append_samples_after_all": ([save, drop, assign_all], append_samples_with_weights),
+    "append_checkpoint": ([save, drop], append_checkpoint),
+    "drop": ([save], drop),
+    "drop_more": ([save, drop], drop_more),
+    "assign_coords": ([save], assign),
+    "assign_coords_again": ([save, assign], assign_again),
+}
+"""What was done before, and what is killed."""
+
+
+def count_changes(store: Path, at: Callable[[int], None], folders: bool) -> None:
+    """Call ``at`` with the number of each change to the store, before it happens.
+
+    New folders are counted if asked for: an empty one changes nothing that is read.
+    """
+    numbers, root = itertools.count(1), str(store)
+    changes = {"os.rename", "os.link", "os.remove", "os.rmdir"} | (
+        {"os.mkdir"} if folders else set()
+    )
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if not writes and not (isinstance(mode, str) and set(mode) & set("wax+")):
+                return
+        elif event not in changes:
+            return
+        path = arguments[0]
+        # shutil.rmtree removes by names relative to a folder that it holds open.
+        if str(path).startswith(root) or (
+            event in ("os.remove", "os.rmdir") and arguments[-1] >= 0
+        ):
+            at(next(numbers))
+
+    sys.addaudithook(hook)
+
+
+def kill_at(number: int, store: Path, operation: Callable[[Path], None], folders: bool) -> None:
+    def at(found: int) -> None:
+        if found == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    count_changes(store, at, folders)
+    operation(store)
+
+
+def in_child(function: Callable[[], None]) -> int:
+    """Return the status of a forked process that calls a function."""
+    return os.waitpid(in_background(function), 0)[1]
+
+
+def in_background(function: Callable[[], None]) -> int:
+    """Return the number of a forked process that calls a function."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            with dask.config.set(scheduler="sync"):
+                function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return pid
+
+
+def shown(store: Path) -> str:
+    """Hash all that a user sees of a store."""
+    try:
+        ds = td.open(store).compute()
+    except (FileNotFoundError, td.IncompleteFeaturesError):
+        return "nothing"
+    digest = hashlib.sha256()
+    for name in sorted(map(str, ds.variables)):
+        values = ds[name].values
+        digest.update(f"{name} {ds[name].dims} {values.shape}".encode())
+        digest.update(
+            values.tobytes() if values.dtype.kind != "T" else str(values.tolist()).encode()
+        )
+    return digest.hexdigest()
+
+
+def content(store: Path) -> dict[str, str]:
+    """Return hashes of all files but records, which tell of times; edits without their number."""
+    found = {}
+    for path in sorted(store.rglob("*")):
+        name = str(path.relative_to(store))
+        if path.is_file() and "records" not in name.split("/"):
+            name = re.sub(r"^(drops|assigned)/\d+", r"\1/", name)
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def prepare(store: Path, name: str, out: Path, folders: bool) -> None:
+    """Make the store as it was before, and say how it looks before and after the operation."""
+    before, operation = OPERATIONS[name]
+    for each in before:
+        each(store)
+    copy = store.with_name("after")
+    if before:
+        shutil.copytree(store, copy)
+    looks = {"before": shown(store)}
+    changes = [0]
+    count_changes(copy, lambda number: changes.__setitem__(0, number), folders)
+    operation(copy)
+    looks |= {"after": shown(copy)}
+    out.write_text(json.dumps({**looks, "changes": changes[0], "content": content(copy)}))
+
+
+def look(store: Path, name: str, known: dict[str, Any]) -> None:
+    """Check a store whose writer was killed: it shows one of two states, and goes on."""
+    operation = OPERATIONS[name][1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        now = shown(store)
+        if store.exists() and list(store.glob("records/*/template.json")):
+            td.verify(store, checksums=True)
+    assert {each.category for each in caught} <= {td.UnfinishedAppendWarning}, [
+        str(each.message) for each in caught
+    ]
+    assert now in (known["before"], known["after"]), "neither the state before nor that after"
+    if now == known["after"]:
+        assert not caught
+    warnings.simplefilter("error", td.UnfinishedAppendWarning)
+    if name.startswith("append") and caught:
+        require_said_or_done(store)
+    operation(store)
+    assert shown(store) == known["after"]
+    assert content(store) == known["content"], sorted(
+        set(content(store).items()) ^ set(known["content"].items())
+    )
+    found = td.verify(store, checksums=True)
+    assert found.empty, found.to_string()
+
+
+def require_said_or_done(store: Path) -> None:
+    """Drop nothing: it works, or says which append to finish first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", td.UnfinishedAppendWarning)
+        try:
+            td.drop(store, where=lambda ds: ds.number < 0)
+        except td.IncompleteFeaturesError as err:
+            if "to finish it, or delete" not in str(err):
+                raise
+
+
+def main(folder: Path, name: str, folders: bool) -> None:
+    store, out = folder / "f.zarr", folder / "known.json"
+    assert in_child(lambda: prepare(store, name, out, folders)) == 0
+    known = json.loads(out.read_text())
+    numbers = range(1, known["changes"] + 1)
+    each = [
+        in_background(lambda n=n: kill_many(folder, name, known, numbers[n::2], folders))
+        for n in range(2)
+    ]
+    assert [os.waitpid(pid, 0)[1] for pid in each] == [0, 0]
+    print(json.dumps({"changes": known["changes"], "kills": len(numbers)}))
+
+
+def kill_many(
+    folder: Path, name: str, known: dict[str, Any], numbers: Iterable[int], folders: bool
+) -> None:
+    store = folder / "f.zarr"
+    for number in numbers:
+        copy = folder / f"killed-{number}"
+        if store.exists():
+            shutil.copytree(store, copy)
+        ended = in_child(lambda n=number, at=copy: kill_at(n, at, OPERATIONS[name][1], folders))
+        # The order in which zarr's threads write may differ from run to run, the number may not.
+        assert os.WIFSIGNALED(ended), f"it made fewer than {number} changes"
+        looked = in_child(lambda at=copy: look(at, name, known))
+        assert looked == 0, f"killed at change {number} of {known['changes']}"
+        shutil.rmtree(copy)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], "folders" in sys.argv[3:])
