@@ -8,6 +8,7 @@ from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import score as score
 from .attribution import self_influence as self_influence
+from .bergson import open_bergson as open_bergson
 from .errors import BlockError as BlockError
 from .errors import CheckpointError as CheckpointError
 from .errors import IncompleteFeaturesError as IncompleteFeaturesError

@@ -126,7 +126,9 @@ def test_compute_per_sample_grad__is_backward_sample_by_sample(
     assert engine(caplog) == "hooks"
 
 
-@pytest.mark.parametrize("prepare", ["a subclass", "training mode", "hooks that fail"])
+@pytest.mark.parametrize(
+    "prepare", ["a subclass", "a method of its own", "training mode", "hooks that fail"]
+)
 def test_compute_per_sample_grad__by_vmap_is_the_same(
     prepare: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,8 @@ def test_compute_per_sample_grad__by_vmap_is_the_same(
     task, sign = ImageClassificationModelOutput(), 1
     if prepare == "a subclass":
         task, sign = OwnImageOutput(), -1
+    elif prepare == "a method of its own":
+        task.get_output, sign = OwnImageOutput.get_output, -1  # type: ignore[method-assign]
     elif prepare == "training mode":
         module.train()
     else:
@@ -682,6 +686,13 @@ def test_parity__custom_outputs() -> None:
     module, batch = made(mlp), image_batch((12,))
     assert_parity(module, batch, (SquaredNorm(), Theirs()), None, 1e-5)
     assert_parity(module, batch, (Theirs(), Theirs()), ["0.bias"], 1e-5)
+
+
+@pytest.mark.parity
+def test_parity__autocast() -> None:
+    module, batch = made(mlp), image_batch((12,))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_parity(module, batch, pair_of_tasks("ImageClassificationModelOutput"), None, 0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])

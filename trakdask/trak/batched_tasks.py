@@ -100,6 +100,11 @@ _BATCHED: dict[type, Callable[[Any], BatchedTask]] = {
 
 
 def batched_task(modelout: object) -> BatchedTask | None:
-    """Return the batched form of a built-in output; None of others, even of its subclasses."""
+    """Return the batched form of a built-in output.
+
+    None for all others: subclasses of them, and instances that were given methods of their own.
+    """
     batched = _BATCHED.get(type(modelout))
-    return None if batched is None else batched(modelout)
+    if batched is None or {"get_output", "get_out_to_loss_grad"} & set(vars(modelout)):
+        return None
+    return batched(modelout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 
-from trakdask.models.gradients import Sink, require_same_as_loop
+from trakdask.models.gradients import require_same_as_loop
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.logits import shape_of
 from trakdask.trak.batched_tasks import BatchedTask, batched_task
@@ -38,7 +38,11 @@ __all__ = [
 
 
 def vectorise(
-    modelout: Any, forward: Forward, batch: Sequence[Any], names: Sequence[str], sink: Sink
+    modelout: Any,
+    forward: Forward,
+    batch: Sequence[Any],
+    names: Sequence[str],
+    sink: Callable[[str, Tensor], None],
 ) -> None:
     """Hand on the gradients of the output of one sample, vectorised by ``torch.func.vmap``.
 

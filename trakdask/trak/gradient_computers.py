@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from warnings import warn
 
@@ -180,7 +180,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             first = first or 0
             found[name][:, first : first + gradient.shape[1]] = gradient
 
-        self.stream_per_sample_grad(batch, keep)
+        self._run(batch, keep, found.__setitem__)
         return {name: found[name].reshape(-1, *tensor.shape) for name, tensor in selected.items()}
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
@@ -191,12 +191,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
     @property
     def can_stream(self) -> bool:
-        """Whether the two methods below are as good as :meth:`compute_per_sample_grad`.
-
-        They are not in a subclass that has its own.
-        """
-        own = type(self).compute_per_sample_grad
-        return own is FunctionalGradientComputer.compute_per_sample_grad
+        """Whether the methods below are as good: not where a subclass has its own of the above."""
+        return not self._overrides("compute_per_sample_grad")
 
     def stream_per_sample_grad(self, batch: Iterable[Tensor], sink: Sink) -> Tensor | None:
         """Hand gradients on parameter by parameter, without holding all of them where possible.
@@ -221,27 +217,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         Cost: about one forward and one backward pass with hooks; memory, that of the activations
         and the largest layer. With ``vmap``, memory for all gradients.
         """
-        batch = tuple(batch)
-        require_evaluation(self.model)
-        require_output_of_sample(self.modelout_fn)
-        self._warn_of_other_embeddings()
-        names = tuple(selected_parameters(self.func_weights, self.grad_wrt))
-        task = batched_task(self.modelout_fn)
-        inputs = None if task is None else named(task, batch)
-        try:
-            if task is not None and inputs is not None and self._can_hook(task, inputs, names):
-                with torch.enable_grad():
-                    _, q = hooks_gradients(self._forward(), task, inputs, names, sink)
-                is_own = (
-                    type(self).compute_loss_grad is FunctionalGradientComputer.compute_loss_grad
-                )
-                return q[:, None] if is_own else None
-            vectorise(self.modelout_fn, self._forward(), batch, names, sink)
-        except (IndexError, RuntimeError):
-            if task is not None and inputs is not None:
-                task.require_valid(self._forward(), inputs)
-            raise
-        return None
+        return self._run(batch, sink, sink)
 
     def flat_per_sample_grad(
         self, batch: Iterable[Tensor], out: Tensor | None = None
@@ -279,6 +255,32 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         q = self.stream_per_sample_grad(batch, write)
         assert flat is not None  # there is at least one parameter
         return flat, q
+
+    def _run(
+        self, batch: Iterable[Tensor], sink: Sink, own: Callable[[str, Tensor], None]
+    ) -> Tensor | None:
+        """Feed the sink, or with tensors that need not be copied, ``own``; return Q or None."""
+        batch = tuple(batch)
+        require_evaluation(self.model)
+        require_output_of_sample(self.modelout_fn)
+        self._warn_of_other_embeddings()
+        names = tuple(selected_parameters(self.func_weights, self.grad_wrt))
+        task = batched_task(self.modelout_fn)
+        inputs = None if task is None else named(task, batch)
+        try:
+            if task is not None and inputs is not None and self._can_hook(task, inputs, names):
+                with torch.enable_grad():
+                    _, q = hooks_gradients(self._forward(), task, inputs, names, sink)
+                return None if self._overrides("compute_loss_grad") else q[:, None]
+            vectorise(self.modelout_fn, self._forward(), batch, names, own)
+        except (IndexError, RuntimeError):
+            if task is not None and inputs is not None:
+                task.require_valid(self._forward(), inputs)
+            raise
+        return None
+
+    def _overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(FunctionalGradientComputer, method)
 
     def _forward(self) -> Forward:
         weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}

@@ -1,0 +1,105 @@
+"""Bad inputs of td.open_bergson: stores that are not what they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+
+
+def store(folder: Path, name: str = "store", **changes: Any) -> Path:
+    """Write a store of 3 samples and two modules, with some entries of info.json changed."""
+    path = folder / name
+    path.mkdir()
+    info = {"attribute_tokens": False, "num_items": 3, "num_grads": 3, "base_dtype": "float32"}
+    info |= {"grad_sizes": {"q": 4, "mlp": 3}} | changes
+    info = {key: value for key, value in info.items() if value is not None}
+    (path / "info.json").write_text(json.dumps(info))
+    np.zeros((3, 7), np.float32).tofile(path / "gradients.bin")
+    return path
+
+
+def opened(name: str = "store", **changes: Any) -> Callable[[Path], object]:
+    return lambda folder: td.open_bergson(store(folder, name, **changes))
+
+
+def without(file: str, **changes: Any) -> Callable[[Path], object]:
+    def call(folder: Path) -> object:
+        path = store(folder, **changes)
+        (path / file).unlink(missing_ok=True)
+        return td.open_bergson(path)
+
+    return call
+
+
+def wrong_offsets(folder: Path) -> object:
+    path = store(folder, attribute_tokens=True)
+    np.save(path / "offsets.npy", np.array([0, 2, 5]))
+    return td.open_bergson(path)
+
+
+def of_other_samples(folder: Path) -> object:
+    other = store(folder, "other", num_grads=2)
+    np.zeros((2, 7), np.float32).tofile(other / "gradients.bin")
+    return td.open_bergson([store(folder), other])
+
+
+def of_other_modules(folder: Path) -> object:
+    return td.open_bergson([store(folder), store(folder, "other", grad_sizes={"k": 7})])
+
+
+ROWS = [
+    BadInput("open_bergson", "no stores", lambda f: td.open_bergson([]), ValueError, ["got none"]),
+    BadInput(
+        "open_bergson",
+        "no store there",
+        lambda f: td.open_bergson(f / "nowhere"),
+        FileNotFoundError,
+        ["nowhere", "info.json"],
+    ),
+    BadInput(
+        "open_bergson",
+        "the folder above",
+        lambda f: (store(f, "shard"), td.open_bergson(f)),
+        FileNotFoundError,
+        ["info.json", "['shard']"],
+    ),
+    BadInput(
+        "open_bergson", "not finished", opened("run.part"), ValueError, ["run.part", "complete"]
+    ),
+    BadInput("open_bergson", "old", opened(base_dtype=None), ValueError, ["base_dtype", "2.5"]),
+    BadInput("open_bergson", "other dtype", opened(base_dtype="int8"), ValueError, ["int8"]),
+    BadInput("open_bergson", "cut short", opened(num_grads=5), ValueError, ["140 bytes", "got 84"]),
+    BadInput(
+        "open_bergson", "no gradients", without("gradients.bin"), ValueError, ["gradients.bin"]
+    ),
+    BadInput(
+        "open_bergson",
+        "no offsets",
+        without("offsets.npy", attribute_tokens=True),
+        FileNotFoundError,
+        ["offsets.npy"],
+    ),
+    BadInput("open_bergson", "other offsets", wrong_offsets, ValueError, ["3 tokens", "got 5"]),
+    BadInput("open_bergson", "other samples", of_other_samples, ValueError, ["n_rows 2", "'1'"]),
+    BadInput("open_bergson", "other modules", of_other_modules, ValueError, ["sizes", "'k'"]),
+]
+
+
+@parametrize(ROWS)
+def test_open_bergson__bad_inputs(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)
+
+
+def test_store__opens_as_it_is(tmp_path: Path) -> None:
+    """The rows fail by their change and nothing else."""
+    assert td.open_bergson(store(tmp_path)).sizes == {"sample": 3, "proj_dim": 7, "checkpoint": 1}
+    with pytest.raises(FileNotFoundError):
+        td.open_bergson(tmp_path)

@@ -1,0 +1,263 @@
+"""Gradient stores of bergson, opened as lazy trakdask features."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+import yaml
+
+from trakdask._version import __version__
+from trakdask.provenance import digest
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+
+__all__ = ["open_bergson"]
+
+PathLike = str | os.PathLike[str]
+
+_BLOCK_BYTES = 2**25
+_STORED = {
+    "float16": np.float16,
+    "bfloat16": np.uint16,  # numpy has none: the upper half of a float32
+    "float32": np.float32,
+    "float64": np.float64,
+}
+# Settings of a run that say where and how it ran, but not what its gradients are.
+_NOT_OF_THE_GRADIENTS = (
+    *("run_path", "overwrite", "distributed", "fsdp", "data", "tokenizer", "drop_columns"),
+    *("max_tokens", "debug", "token_batch_size", "max_batch_size", "auto_batch_size", "profile"),
+    *("attribute_tokens",),
+)
+
+
+def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> xr.Dataset:
+    """Open a gradient store of bergson (``bergson build``) as features.
+
+    Parameters
+    ----------
+    stores
+        Folder of a store; or one for each checkpoint of a model, of the same samples in the same
+        order: a list, or a mapping from names to folders. They are only read.
+
+    Returns
+    -------
+    Lazy Dataset with ``feature`` (sample, proj_dim, checkpoint), ``out_to_loss`` and ``output``
+    (sample, checkpoint), float32. Columns are those of all modules, in the order of
+    ``attrs["parameters"]``. In a store of tokens each token is a sample, and the coords
+    ``document`` and ``token`` say which. Other metadata are in ``data.hf``:
+    ``features.assign_coords(source=("sample", datasets.load_from_disk(...)["source"]))``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such folder, or it lacks a file.
+    ValueError
+        If files contradict each other, the run was interrupted, or stores do not fit together.
+
+    Notes
+    -----
+    The gradients are those of the loss, not of a model output f. So they contain Q already, and
+    ``out_to_loss`` is 1; scores are attributions of the target's loss, > 0 where training on the
+    sample lowered it. Outputs are not stored: ``output`` is NaN, and ``damping="auto"`` the closed
+    form. ``score(features, targets, estimator="grad_cos")`` compares gradients as
+    ``bergson query`` with ``unit_normalize`` does.
+
+    A row that was never written cannot be told from a zero gradient; ``bergson`` renames a folder
+    from ``<name>.part`` when it is complete, and such a folder is refused.
+
+    ``config.yaml`` says how a run was made. Features and targets of which it tells a different
+    model, loss or projection cannot be scored together.
+
+    Nothing but headers is read here. Each task maps the file read-only and copies a block of at
+    most 32 MB; on a cluster, workers need the folder under the same path.
+
+    References
+    ----------
+    EleutherAI/bergson, version 2.5.1: ``bergson.data.create_index`` and ``create_token_index``.
+    """
+    found = {name: _store(path) for name, path in _named(stores).items()}
+    first = next(iter(found.values()))
+    for name, store in found.items():
+        _require_alike(store, first, name)
+    attrs = {
+        "projector": {"kind": "bergson", "proj_dim": first.width},
+        "checkpoints": {name: store.settings for name, store in found.items()},
+        "checkpoint_ids": {name: i for i, name in enumerate(found)},
+        "parameters": {name: [size] for name, size in first.sizes.items()},
+        "task": "loss",
+        "formula": "feature = P^T grad loss",
+        "trakdask_version": __version__,
+        "source": f"bergson-{digest({'paths': [str(s.folder) for s in found.values()]})[:32]}",
+        "stored_dtype": {name: store.dtype for name, store in found.items()},
+    }
+    feature = _lazy(tuple(found.values()))
+    flat = feature[:, 0, :]
+    one, unknown = (da.full_like(flat, value, dtype=np.float32) for value in (1.0, np.nan))
+    arrays = {"feature": feature, "output": unknown, "out_to_loss": one}
+    data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
+    coords: dict[str, Any] = {CHECKPOINT: (CHECKPOINT, np.array(list(found), dtype=object))}
+    return xr.Dataset(data, coords=coords | first.coords(), attrs=attrs)
+
+
+@dataclass(frozen=True)
+class _Store:
+    """What the headers of one store say."""
+
+    folder: Path
+    n_rows: int
+    sizes: dict[str, int]
+    dtype: str
+    settings: str
+    """A digest of what determines the gradients; "unknown" if it is not recorded."""
+    offsets: np.ndarray | None
+    """First row of each document, of a store of tokens."""
+
+    @property
+    def width(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "gradients.bin"
+
+    def coords(self) -> dict[str, Any]:
+        """Return which token of which document a row is."""
+        if self.offsets is None:
+            return {}
+        lengths = np.diff(self.offsets)
+        document = np.repeat(np.arange(len(lengths)), lengths)
+        token = np.arange(self.n_rows) - self.offsets[document]
+        return {"document": (SAMPLE, document), "token": (SAMPLE, token)}
+
+
+def _named(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> dict[str, PathLike]:
+    if isinstance(stores, (str, os.PathLike)):
+        return {"0": stores}
+    named = stores if isinstance(stores, Mapping) else dict(enumerate(stores))
+    if not named:
+        raise ValueError("expected one store or more, got none; try open_bergson('runs/index')")
+    return {str(name): path for name, path in named.items()}
+
+
+def _store(path: PathLike) -> _Store:
+    folder = Path(path).expanduser().resolve()
+    info = _info(folder)
+    sizes, dtype, n_rows = info["grad_sizes"], info["base_dtype"], info["num_grads"]
+    if dtype not in _STORED:
+        raise ValueError(
+            f"expected one of the dtypes {list(_STORED)} in {folder / 'info.json'}, got {dtype!r}; "
+            "try another --precision"
+        )
+    store = _Store(folder, n_rows, sizes, dtype, _settings(folder), _offsets(folder, info))
+    expected = n_rows * store.width * np.dtype(_STORED[dtype]).itemsize
+    size = store.file.stat().st_size if store.file.is_file() else 0
+    if size != expected:
+        raise ValueError(
+            f"expected {expected:,} bytes in {store.file} ({n_rows} rows of {store.width} columns, "
+            f"{dtype}), got {size:,}; try to copy or build the store again"
+        )
+    return store
+
+
+def _info(folder: Path) -> dict[str, Any]:
+    path = folder / "info.json"
+    if not path.is_file():
+        inside = sorted(each.parent.name for each in folder.glob("*/info.json"))
+        raise FileNotFoundError(
+            f"expected info.json of a bergson store in {folder}, got none; try "
+            + (
+                f"one of the folders inside it: {inside}"
+                if inside
+                else "the path of `bergson build`"
+            )
+        )
+    if folder.suffix == ".part":
+        raise ValueError(
+            f"expected a complete store, got {folder}, which a run of bergson has not finished; "
+            "try to run it again"
+        )
+    info: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    if missing := [key for key in ("num_grads", "grad_sizes", "base_dtype") if key not in info]:
+        raise ValueError(
+            f"expected {missing} in {path}, got {list(info)}; try to build the store with bergson "
+            "2.5 or newer"
+        )
+    return info
+
+
+def _offsets(folder: Path, info: Mapping[str, Any]) -> np.ndarray | None:
+    if not info.get("attribute_tokens"):
+        return None
+    path = folder / "offsets.npy"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"expected offsets.npy of a store of tokens in {folder}, got none; try to copy or "
+            "build the store again"
+        )
+    offsets: np.ndarray = np.load(path)
+    if offsets[-1] != info["num_grads"]:
+        raise ValueError(
+            f"expected {info['num_grads']} tokens in {path}, as info.json says, got {offsets[-1]}; "
+            "try to copy or build the store again"
+        )
+    return offsets
+
+
+def _settings(folder: Path) -> str:
+    """Digest what ``config.yaml`` says of model, loss, projection and preprocessing."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return "unknown"
+    steps = yaml.safe_load(path.read_text("utf-8")).get("steps", [])
+    builds = [dict(each["build"]) for each in steps if "build" in each]
+    for build in builds:
+        index = build.get("index_cfg", {})
+        build["index_cfg"] = {k: v for k, v in index.items() if k not in _NOT_OF_THE_GRADIENTS}
+    return digest({"build": builds})[:32] if builds else "unknown"
+
+
+def _require_alike(store: _Store, first: _Store, name: str) -> None:
+    for what in ("n_rows", "sizes"):
+        found, expected = getattr(store, what), getattr(first, what)
+        if found != expected:
+            raise ValueError(
+                f"expected stores of the same samples and modules, got {what} {found} of "
+                f"checkpoint {name!r} and {expected} of the first; try to open them apart"
+            )
+
+
+def _lazy(stores: tuple[_Store, ...]) -> da.Array:
+    """Build the lazy array (sample, proj_dim, checkpoint)."""
+    n, width = stores[0].n_rows, stores[0].width
+    rows = max(1, _BLOCK_BYTES // (4 * width))
+    chunks = da.core.normalize_chunks((rows,), shape=(n,))[0]
+    bounds = tuple(np.concatenate([[0], np.cumsum(chunks)]).tolist())
+    states = [[str(s.file), s.file.stat().st_size, s.file.stat().st_mtime_ns] for s in stores]
+    array: da.Array = da.map_blocks(
+        functools.partial(_read, stores, bounds),
+        chunks=(chunks, (width,), (1,) * len(stores)),
+        name=f"feature-{digest({'files': states, 'rows': rows})[:32]}",
+        dtype=np.float32,
+        meta=np.empty((0, 0, 0), np.float32),
+    )
+    return array
+
+
+def _read(
+    stores: tuple[_Store, ...], bounds: tuple[int, ...], block_id: tuple[int, ...]
+) -> np.ndarray:
+    store = stores[block_id[2]]
+    rows = slice(*bounds[block_id[0] : block_id[0] + 2])
+    shape = (store.n_rows, store.width)
+    values = np.memmap(store.file, _STORED[store.dtype], "r", shape=shape)[rows]
+    if store.dtype == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return np.array(values, np.float32)[:, :, None]
