@@ -396,7 +396,8 @@ def test_31__more_targets_than_announced(tmp_path: Path) -> None:
 def test_32__chunk_seeds_suit_torch_generators() -> None:
     for seed in default_projectors.chunk_seeds(0, 5):
         assert type(seed) is int
-        torch.Generator().manual_seed(seed)
+        given = [BasicProjector(4, 3, each, "normal", "cpu") for each in (seed, np.int64(seed))]
+        assert torch.equal(given[0].proj_matrix, given[1].proj_matrix)
 
 
 def test_33__the_matrix_in_half_precision_must_stay() -> None:

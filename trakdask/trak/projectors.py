@@ -107,7 +107,7 @@ class BasicSingleBlockProjector(AbstractProjector):
 
     def generate_sketch_matrix(self) -> None:
         """Draw ``proj_matrix`` of the current model id."""
-        self.generator.manual_seed(self.seed + 10_000 * self.model_id)
+        self.generator.manual_seed(int(self.seed + 10_000 * self.model_id))
         self.proj_matrix = torch.empty(
             self.grad_dim, self.proj_dim, dtype=self.dtype, device=self.device
         )
@@ -183,7 +183,7 @@ class BasicProjector(AbstractProjector):
         self._kept.clear()
         self.jl_size = self.grad_dim * self.block_size
         self.seeds = [
-            self.seed + _seed_of_block(block) + 100_000 * self.model_id
+            int(self.seed + _seed_of_block(block) + 100_000 * self.model_id)
             for block in range(self.num_blocks)
         ]
         self.generator_states = [
