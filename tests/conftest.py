@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import dask
 import matplotlib
 import pytest
 import torch
 from distributed import Client, LocalCluster
 from hypothesis import settings
 
+from tests.clusters import PATIENT, local_cluster
 from trakdask import once
 
 HERE = Path(__file__).parent
@@ -32,6 +34,7 @@ settings.register_profile("ci", max_examples=100, deadline=None, derandomize=Tru
 settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+dask.config.set(PATIENT)
 matplotlib.use("Agg")
 torch.set_num_threads(1)
 
@@ -76,12 +79,6 @@ def process_client(process_cluster: LocalCluster) -> Iterator[Client]:
     """Make the process cluster the active one, for this test only."""
     with Client(process_cluster, set_as_default=False) as client, client.as_current():
         yield client
-
-
-def local_cluster(*, processes: bool) -> LocalCluster:
-    return LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=processes, dashboard_address=":0"
-    )
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client, LocalCluster
+from distributed import Client
 
 import trakdask as td
+from tests.clusters import local_cluster
 from trakdask.scheduling import active_client, n_slots, run
 from trakdask.storage import sums
 
@@ -81,10 +82,9 @@ def test_run__nothing_to_do() -> None:
 
 @contextmanager
 def one_worker(allowed_failures: int) -> Iterator[None]:
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": allowed_failures}),
-        LocalCluster(**options) as cluster,
+        local_cluster(processes=True, n_workers=1) as cluster,
         Client(cluster),
     ):
         yield

@@ -39,8 +39,23 @@ def _slow(
     counts: Path, seconds: float, values: np.ndarray, block_id: tuple[int, ...]
 ) -> np.ndarray:
     time.sleep(seconds)
+    while len(list(counts.iterdir())) >= limit(counts):
+        time.sleep(0.01)
     (counts / f"{block_id[2]}-{block_id[0]}-{uuid.uuid4().hex}").touch()
     return values
+
+
+def limit(counts: Path) -> int:
+    """Return how many blocks may be computed for now: whoever is to be killed waits for it."""
+    try:
+        return int(limit_file(counts).read_text())
+    except FileNotFoundError:
+        return sys.maxsize
+
+
+def limit_file(counts: Path) -> Path:
+    """Return where the limit is written, beside the counts."""
+    return counts.with_name("limit")
 
 
 def main(store: str, counts: str, seconds: str, address: str) -> None:

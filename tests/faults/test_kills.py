@@ -19,15 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from distributed import Client, Scheduler
 
 import trakdask as td
-from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, features
+from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, features, limit_file
 
 pytestmark = pytest.mark.slow
 
 SECONDS = 0.05
-HEARD_S = 1.0
-"""Until the driver has heard of a completed block: before that, its worker's death undoes it."""
+AHEAD = 8
+"""Blocks that may be computed before a kill: however slow this process is, the driver waits."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -121,6 +122,12 @@ def a_cluster(folder: Path) -> Iterator[Cluster]:
         cluster.end()
 
 
+def n_blocks_waiting(dask_scheduler: Scheduler) -> int:
+    """Return how many blocks a scheduler has yet to store, or may still have to store again."""
+    keys = map(str, dask_scheduler.tasks)
+    return sum("save-" in key and "save-gram-" not in key for key in keys)
+
+
 class Run:
     """Saves into one store, by drivers that come one after the other."""
 
@@ -130,17 +137,48 @@ class Run:
         self.counts.mkdir()
         self.done_before: set[str] = set()
 
-    def driver(self, address: str = "") -> subprocess.Popen[bytes]:
+    def driver(self, address: str = "", *, limited: bool = True) -> subprocess.Popen[bytes]:
+        if limited:
+            self.limit()
+        else:
+            limit_file(self.counts).unlink(missing_ok=True)
         arguments = [str(self.store), str(self.counts), str(self.seconds), address]
         return start(self.folder / "driver.log", "-m", "tests.faults._run", *arguments)
 
+    def limit(self) -> None:
+        """Let some more blocks be computed."""
+        file = limit_file(self.counts)
+        partial = file.with_suffix(".new")
+        partial.write_text(str(sum(computed(self.counts).values()) + AHEAD))
+        partial.replace(file)
+
     def wait_for_a_moment(self, driver: subprocess.Popen[bytes]) -> None:
         """Wait for one to six more blocks, and a little."""
-        least = len(completed(self.store)) + self.rng.randrange(1, 7)
+        least = min(len(completed(self.store)) + self.rng.randrange(1, 5), N_BLOCKS * N_CHECKPOINTS)
         wait_for(
             lambda: len(completed(self.store)) >= least or driver.poll() is not None, "a block"
         )
         time.sleep(self.rng.random() * self.seconds)
+
+    def wait_until_heard(self, driver: subprocess.Popen[bytes], address: str) -> set[str]:
+        """Return the completed blocks, once the driver has heard of them all, and let go of them.
+
+        Before that, the death of its worker has a block computed again. Nothing is computed beyond
+        the limit, so this comes to rest.
+        """
+        done: set[str] = set()
+
+        def is_heard() -> bool:
+            done.clear()
+            done.update(completed(self.store))
+            counts = [sum(block[0] == str(c) for block in done) for c in range(N_CHECKPOINTS)]
+            left = next((N_BLOCKS - count for count in counts if count < N_BLOCKS), 0)
+            waiting = client.run_on_scheduler(n_blocks_waiting)
+            return driver.poll() is not None or (waiting == left and done == completed(self.store))
+
+        with Client(address, timeout=240, set_as_default=False) as client:
+            wait_for(is_heard, "the driver's knowledge")
+        return done
 
     def require_nothing_twice(self, before: Counter[str], done: set[str]) -> None:
         """Require that no block with a record was computed since."""
@@ -149,7 +187,7 @@ class Run:
 
     def finish(self, expected: dict[str, str], address: str = "") -> None:
         done, before = completed(self.store), computed(self.counts)
-        driver = self.driver(address)
+        driver = self.driver(address, limited=False)
         assert driver.wait(280) == 0, (self.folder / "driver.log").read_text()
         self.require_nothing_twice(before, done)
         assert len(computed(self.counts)) == N_BLOCKS * N_CHECKPOINTS
@@ -183,13 +221,15 @@ def test_worker__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     with a_cluster(tmp_path) as cluster:
         driver = run.driver(cluster.address)
         for numbers in ([0], [0, 1]):
+            run.limit()
             run.wait_for_a_moment(driver)
-            done, before = completed(run.store), computed(run.counts)
-            time.sleep(HEARD_S)
+            done = run.wait_until_heard(driver, cluster.address)
+            before = computed(run.counts)
             for number in numbers:
                 kill(cluster.workers[number])
             for number in numbers:
                 cluster.replace(number)
+        limit_file(run.counts).unlink()
         assert driver.wait(280) == 0, (tmp_path / "driver.log").read_text()
         run.require_nothing_twice(before, done)
     run.finish(undisturbed)
@@ -227,9 +267,10 @@ def test_anything__killed_at_many_moments(
     try:
         driver = run.driver(cluster.address)
         for _ in range(5):
+            run.limit()
             run.wait_for_a_moment(driver)
-            done, before = completed(run.store), computed(run.counts)
-            time.sleep(HEARD_S)
+            done = run.wait_until_heard(driver, cluster.address)
+            before = computed(run.counts)
             if driver.poll() is not None:
                 break
             driver, cluster = kill_something(run, driver, cluster)

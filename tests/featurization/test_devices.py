@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client, Nanny, SpecCluster
-from distributed.scheduler import Scheduler
+from distributed import Client
 from torch import Tensor, nn
 
 import trakdask as td
+from tests.clusters import workers_with
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
 from trakdask.errors import KernelError
 from trakdask.featurization import block, devices
@@ -180,23 +180,6 @@ class TellsProcess(td.tasks.ImageClassification):
         return torch.full((len(batch["label"]),), float(os.getpid()))
 
 
-@contextmanager
-def cluster(**resources: dict[str, int]) -> Iterator[Client]:
-    """Worker processes by name, and what they declare; the client is the active one."""
-    options = {"nthreads": 1, "dashboard_address": ":0"}
-    workers = {
-        name: {"cls": Nanny, "options": {**options, "resources": given}}
-        for name, given in resources.items()
-    }
-    scheduler = {"cls": Scheduler, "options": {"dashboard_address": ":0"}}
-    with (
-        SpecCluster(workers=workers, scheduler=scheduler) as made,
-        Client(made, set_as_default=False) as client,
-        client.as_current(),
-    ):
-        yield client
-
-
 def processes(client: Client) -> dict[str, int]:
     """Return the process of each worker, by its name."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
@@ -206,7 +189,7 @@ def processes(client: Client) -> dict[str, int]:
 def test_save__gradients_go_to_the_workers_that_declare_a_gpu(tmp_path: Path) -> None:
     many = td.Model(Net, [Net().state_dict(), Net().state_dict()], task=TellsProcess())
     features = td.featurize(samples(), many, projector=td.Rademacher(8))
-    with cluster(plain={}, declares={"GPU": 1}) as client:
+    with workers_with({"plain": {}, "declares": {"GPU": 1}}) as client:
         found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
         of = processes(client)
         assert (found.out_to_loss == of["declares"]).all()  # 3 blocks of 2 checkpoints
@@ -258,7 +241,7 @@ def test_save__workers_with_and_without_kernels_give_the_same_bits(tmp_path: Pat
     """Of the projection: here, unlike on a GPU, both take the gradients on a CPU."""
     features = td.featurize(samples(40), model(), projector=td.SJLT(8))
     expected = features.compute(scheduler="sync")
-    with cluster(plain={}, gpu={}) as client:
+    with workers_with({"plain": {}, "gpu": {}}) as client:
         workers = client.scheduler_info(n_workers=-1)["workers"]
         client.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "gpu"])
         found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False).compute()

@@ -1,0 +1,53 @@
+"""Clusters of worker processes for tests: no test may fail because the machine is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import dask
+from distributed import Client, LocalCluster, Nanny, Scheduler, SpecCluster
+
+PATIENCE_S = 240
+
+PATIENT: dict[str, Any] = {
+    "distributed.comm.timeouts.connect": f"{PATIENCE_S}s",
+    "distributed.comm.timeouts.tcp": f"{PATIENCE_S}s",
+    "distributed.deploy.lost-worker-timeout": f"{PATIENCE_S}s",
+    "distributed.scheduler.worker-ttl": None,
+}
+"""Settings without which a worker that gets no processor for a while is taken for dead."""
+
+
+class PatientNanny(Nanny):
+    """A nanny that waits until its worker has ended: others kill it after four seconds."""
+
+    async def kill(self, timeout: float = PATIENCE_S, reason: str = "nanny-kill") -> None:
+        await super().kill(timeout=max(timeout, PATIENCE_S), reason=reason)
+
+
+def local_cluster(*, processes: bool, n_workers: int = 2) -> LocalCluster:
+    """Return workers with one thread each, in this process or in one each."""
+    return LocalCluster(
+        n_workers=n_workers, threads_per_worker=1, processes=processes, dashboard_address=":0",
+        **({"worker_class": PatientNanny} if processes else {}),
+    )  # fmt: skip
+
+
+@contextmanager
+def workers_with(resources: Mapping[str, dict[str, int]]) -> Iterator[Client]:
+    """Start worker processes by name, with what they declare; the client is the active one."""
+    options = {"nthreads": 1, "dashboard_address": ":0"}
+    workers = {
+        name: {"cls": PatientNanny, "options": {**options, "resources": given}}
+        for name, given in resources.items()
+    }
+    scheduler = {"cls": Scheduler, "options": {"dashboard_address": ":0"}}
+    with (
+        dask.config.set(PATIENT),
+        SpecCluster(workers=workers, scheduler=scheduler) as made,
+        Client(made, set_as_default=False) as client,
+        client.as_current(),
+    ):
+        yield client
