@@ -60,7 +60,7 @@ types: $(INSTALLED)
 	@$(PY) -m mypy
 
 imports: $(INSTALLED)
-	$(call heading,import rooms: import-linter)
+	$(call heading,import layers: import-linter)
 	@$(VENV)/bin/lint-imports --no-logo
 
 wheel: $(INSTALLED)

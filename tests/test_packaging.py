@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PROBE = """
 import json, trakdask
-from trakdask import kernels
+from trakdask.projection.cuda import sources
 print(json.dumps({
     "package": trakdask.__file__,
     "version": trakdask.__version__,
-    "kernels": {name: kernels.kernel_source(name) for name in kernels.kernel_files()},
+    "kernels": {name: sources.kernel_source(name) for name in sources.kernel_files()},
 }))
 """
 

@@ -4,10 +4,13 @@ from . import examples as examples
 from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
+from .attribution import Absolute as Absolute
+from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import score as score
 from .attribution import self_influence as self_influence
+from .attribution import top_k as top_k
 from .bergson import open_bergson as open_bergson
 from .errors import BlockError as BlockError
 from .errors import CheckpointError as CheckpointError
@@ -30,9 +33,6 @@ from .projection import Kronecker as Kronecker
 from .projection import Mask as Mask
 from .projection import Projector as Projector
 from .projection import Rademacher as Rademacher
-from .queries import top_k as top_k
-from .regularization import Absolute as Absolute
-from .regularization import damping as damping
 from .samples import from_arrays as from_arrays
 from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch

@@ -7,7 +7,7 @@ from typing import Any
 
 import xarray as xr
 
-from trakdask import attribution, export, queries, regularization, storage
+from trakdask import attribution, export, storage
 
 __all__ = ["FeaturesAccessor", "ScoresAccessor"]
 
@@ -21,7 +21,7 @@ class ScoresAccessor:
 
     def top_k(self, k: int, **options: Any) -> xr.Dataset:
         """See :func:`trakdask.top_k`."""
-        return queries.top_k(self._scores, k, **options)
+        return attribution.top_k(self._scores, k, **options)
 
     def to_zarr(self, store: str | os.PathLike[str], **options: Any) -> None:
         """See :func:`trakdask.to_zarr`."""
@@ -49,7 +49,7 @@ class FeaturesAccessor:
 
     def damping(self, *args: Any, **options: Any) -> xr.Dataset:
         """See :func:`trakdask.damping`."""
-        return regularization.damping(self._ds, *args, **options)
+        return attribution.damping(self._ds, *args, **options)
 
     def score(self, targets: xr.Dataset, **options: Any) -> xr.DataArray:
         """See :func:`trakdask.score`."""

@@ -44,7 +44,7 @@ from torch import Tensor
 
 import trakdask as td
 from trakdask import examples
-from trakdask.projection import dense
+from trakdask.projection import dense_products
 
 WARM_UP = 2.0  # seconds: what is slower counts from its first run
 MOST_ROUNDS = 5
@@ -240,9 +240,9 @@ def facts() -> dict[str, Any]:
 
 def chosen_way() -> str:
     """What the package measured to be the fastest on this machine."""
-    if dense.lookup_is_faster():
+    if dense_products.lookup_is_faster():
         return "table lookup"
-    return "torch._int_mm" if dense.int8_matmul_is_usable() else "float32"
+    return "torch._int_mm" if dense_products.int8_matmul_is_usable() else "float32"
 
 
 def cpu_name() -> str:

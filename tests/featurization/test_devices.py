@@ -24,6 +24,7 @@ import trakdask as td
 from tests.clusters import workers_with
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
 from trakdask.errors import KernelError
+from trakdask.execution.scheduling import gpu_options
 from trakdask.featurization import block, devices
 from trakdask.featurization.devices import (
     check_device,
@@ -38,7 +39,6 @@ from trakdask.models.tasks import Batch, Forward, classification
 from trakdask.projection import stream
 from trakdask.projection.cuda import launch
 from trakdask.projection.cuda import projector as with_kernels
-from trakdask.scheduling import gpu_options
 
 META = torch.device("meta")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

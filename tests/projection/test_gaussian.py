@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import Projector, dense, gaussian
+from trakdask.projection import Projector, dense_products, gaussian
 from trakdask.projection.gaussian import TABLE, VARIANCE, Gaussian
 from trakdask.projection.philox import STREAM_NORMAL, philox4x32, split_seed
-from trakdask.projection.rows import RowMap
+from trakdask.projection.row_map import RowMap
 from trakdask.projection.stream import project
 
 SMALL = Gaussian(proj_dim=12, seed=3)
@@ -120,7 +120,7 @@ def test_project_block__float32_fallback_has_the_same_bits(
 ) -> None:
     block = normal(5, 16384 - 300)
     expected = accumulated(block, 130, n_digits)
-    monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda: False)
+    monkeypatch.setattr(dense_products, "int8_matmul_is_usable", lambda: False)
     assert torch.equal(accumulated(block, 130, n_digits), expected)
 
 
@@ -131,7 +131,7 @@ def test_project_block__exact_at_the_extremes(
 ) -> None:
     # Odd products, since a float32 holds large multiples of 128 without an error.
     if way == "float32":
-        monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda: False)
+        monkeypatch.setattr(dense_products, "int8_matmul_is_usable", lambda: False)
     monkeypatch.setattr(gaussian, "_PAIRS", np.full(2**16, 0x7F7F, np.uint16))
     block = torch.full((2, 16384), float(digit))
     block[:, 0] = 2**13

@@ -28,7 +28,7 @@ from trakdask.projection import (
     project,
 )
 from trakdask.projection.philox import philox4x32, split_seed
-from trakdask.projection.words import fill_words
+from trakdask.projection.random_words import fill_words
 
 PATH = Path(__file__).with_name("known_answers.json")
 

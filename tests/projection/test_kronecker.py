@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import ROW_BLOCK, Projector, Rademacher, RowMap, dense, kronecker
+from trakdask.projection import ROW_BLOCK, Projector, Rademacher, RowMap, dense_products, kronecker
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.philox import philox4x32, split_seed
 from trakdask.projection.quantize import Scratch, quantize_integers
@@ -162,7 +162,7 @@ def test_project__smaller_left_is_a_prefix() -> None:
 def test_project__float32_fallback_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients, results = draw(LAYERS["across blocks"]), []
     for usable in (True, False):
-        monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda usable=usable: usable)
+        monkeypatch.setattr(dense_products, "int8_matmul_is_usable", lambda usable=usable: usable)
         results.append(project_shapes(Kronecker(9, 70), gradients))
     assert torch.equal(*results)
 

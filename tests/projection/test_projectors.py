@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trakdask.projection import SJLT, Gaussian, Identity, Mask, Projector, Rademacher
 from trakdask.projection.philox import rademacher_bits
-from trakdask.projection.rows import ROW_BLOCK, RowMap
+from trakdask.projection.row_map import ROW_BLOCK, RowMap
 from trakdask.projection.stream import ProjectionStream, project
 
 SMALL = Rademacher(proj_dim=12, seed=3)

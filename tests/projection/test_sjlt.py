@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trakdask.projection import Projector, sjlt
 from trakdask.projection.philox import STREAM_SJLT, philox4x32
-from trakdask.projection.rows import RowMap
+from trakdask.projection.row_map import RowMap
 from trakdask.projection.sjlt import SJLT
 from trakdask.projection.stream import project
 

@@ -17,10 +17,10 @@ import torch
 from distributed import Client
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from trakdask.execution.handles import Spooled
 from trakdask.samples import from_torch
 from trakdask.samples.blocks import Field, read_bundle
 from trakdask.samples.torch_source import _DatasetReader
-from trakdask.spool import Spooled
 
 N = 23
 

@@ -14,7 +14,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.estimators import Weights, kept
+from trakdask.attribution.estimators import Weights, kept
 from trakdask.testing import simulate_features
 
 

@@ -14,7 +14,7 @@ import xarray as xr
 import zarr
 
 import trakdask as td
-from trakdask.estimators import Weights, kept
+from trakdask.attribution.estimators import Weights, kept
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 NAMES = ("c0", "c1", "c2")

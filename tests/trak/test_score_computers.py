@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trakdask.estimators import Weights
+from trakdask.attribution.estimators import Weights
 from trakdask.trak.score_computers import (
     BasicScoreComputer,
     BasicSingleBlockScoreComputer,

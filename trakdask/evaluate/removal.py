@@ -12,6 +12,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from trakdask import arrays
+from trakdask.attribution.ranking import top_k
 from trakdask.checks import require_number, shown
 from trakdask.evaluate.labels import (
     BOUND,
@@ -24,7 +25,6 @@ from trakdask.evaluate.labels import (
     require_seed,
 )
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
-from trakdask.queries import top_k
 from trakdask.variables import SAMPLE, TARGET
 
 __all__ = ["brittleness", "removal_curve"]

@@ -29,7 +29,7 @@ from trakdask.evaluate.labels import (
     require_positive,
 )
 from trakdask.evaluate.records import Records, model_key, open_records
-from trakdask.progress import polled_bar
+from trakdask.execution.progress import polled_bar
 from trakdask.variables import SAMPLE, TARGET
 
 __all__ = ["Seeds", "Store", "TrainFn", "retrain", "train_models"]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trakdask.errors import BlockError
+from trakdask.execution.scheduling import note_start, remember
 from trakdask.featurization.checks import check_micro_batch, check_once
 from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
@@ -21,7 +22,6 @@ from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.gradients import ENGINES
 from trakdask.models.tasks import Forward
 from trakdask.projection import ProjectionStream
-from trakdask.scheduling import note_start, remember
 
 __all__ = ["Block", "featurize_block"]
 

@@ -12,8 +12,8 @@ from distributed import get_worker
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
+from trakdask.execution.scheduling import active_client
 from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.scheduling import active_client
 
 __all__ = [
     "activation_bytes",

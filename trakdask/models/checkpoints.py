@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import CheckpointError
-from trakdask.spool import Spooled
+from trakdask.execution.handles import Spooled
 
 __all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make_checkpoints"]
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import CheckpointError
+from trakdask.execution.fingerprints import fingerprint
+from trakdask.execution.handles import Spooled
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
@@ -21,7 +23,6 @@ from trakdask.models.checkpoints import (
 )
 from trakdask.models.parameters import Selection, select_parameters
 from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
-from trakdask.spool import Spooled, fingerprint
 
 __all__ = ["Model"]
 

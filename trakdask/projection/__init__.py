@@ -9,7 +9,7 @@ from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
 from trakdask.projection.protocol import Cost, Projector
 from trakdask.projection.rademacher import Rademacher
-from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
+from trakdask.projection.row_map import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 from trakdask.projection.sjlt import SJLT
 from trakdask.projection.stream import ProjectionStream, project
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from trakdask.projection.cuda import GpuProjector
 from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR, Cost, allowed
-from trakdask.projection.rows import ROW_ALIGNMENT
+from trakdask.projection.row_map import ROW_ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from trakdask.projection.cuda import Kernels
 from trakdask.projection.cuda import dense as dense_on_gpu
-from trakdask.projection.dense import digit_sum, integer_matmul
+from trakdask.projection.dense_products import digit_sum, integer_matmul
 from trakdask.projection.dense_projector import DenseProjector
 from trakdask.projection.philox import BYTES_PER_COUNTER, STREAM_NORMAL
 from trakdask.projection.quantize import QuantizedBlock, Scratch, quantize_block
-from trakdask.projection.rows import ROW_BLOCK
-from trakdask.projection.words import fill_words
+from trakdask.projection.random_words import fill_words
+from trakdask.projection.row_map import ROW_BLOCK
 
 # fmt: off
 _UPPER_HALF = (

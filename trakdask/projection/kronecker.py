@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.projection.dense import integer_matmul
+from trakdask.projection.dense_products import integer_matmul
 from trakdask.projection.philox import (
     ROWS_PER_COUNTER,
     STREAM_KRONECKER_LEFT,
@@ -22,8 +22,8 @@ from trakdask.projection.philox import (
 )
 from trakdask.projection.protocol import ROUNDING_ERROR, Cost, Projector, allowed
 from trakdask.projection.quantize import FRACTION_BITS, Scratch, quantize_integers
-from trakdask.projection.rows import ROW_ALIGNMENT, ROW_BLOCK, RowMap
-from trakdask.projection.words import fill_words
+from trakdask.projection.random_words import fill_words
+from trakdask.projection.row_map import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 
 # What is held at once. No effect on the result: all sums within a row block are exact.
 _SAMPLE_TILE = 32

@@ -17,8 +17,8 @@ from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.philox import STREAM_MASK, UInt64Array
 from trakdask.projection.protocol import Cost, Projector, allowed
-from trakdask.projection.rows import RowMap
-from trakdask.projection.words import fill_words
+from trakdask.projection.random_words import fill_words
+from trakdask.projection.row_map import RowMap
 
 Int64Array = npt.NDArray[np.int64]
 

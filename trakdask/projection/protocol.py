@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from trakdask.checks import require_choice, require_integer
-from trakdask.projection.rows import ROW_BLOCK, RowMap
+from trakdask.projection.row_map import ROW_BLOCK, RowMap
 
 DEFINITION_VERSION = 1
 """Version of the mathematical definition; a change makes stores incomparable."""

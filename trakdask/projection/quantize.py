@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trakdask.projection.acceleration import compiled
 from trakdask.projection.philox import ROWS_PER_COUNTER
-from trakdask.projection.rows import ROW_BLOCK
+from trakdask.projection.row_map import ROW_BLOCK
 
 SLAB_ROWS = 2048
 """Rows of one integer product, so that a tile of bits fits the cache; results are unaffected."""

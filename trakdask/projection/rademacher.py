@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trakdask.projection.cuda import Kernels
 from trakdask.projection.cuda import dense as dense_on_gpu
-from trakdask.projection.dense import accumulate_rademacher, dense_buffer_bytes
+from trakdask.projection.dense_products import accumulate_rademacher, dense_buffer_bytes
 from trakdask.projection.dense_projector import DenseProjector
 
 
@@ -70,7 +70,7 @@ class Rademacher(DenseProjector):
 
         Notes
         -----
-        Cost: see :func:`~trakdask.projection.dense.accumulate_rademacher`.
+        Cost: see :func:`~trakdask.projection.dense_products.accumulate_rademacher`.
         """
         accumulate_rademacher(
             block,

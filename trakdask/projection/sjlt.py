@@ -24,8 +24,8 @@ from trakdask.projection.quantize import (
     flatten,
     quantize_integers,
 )
-from trakdask.projection.rows import ROW_BLOCK
-from trakdask.projection.words import fill_words
+from trakdask.projection.random_words import fill_words
+from trakdask.projection.row_map import ROW_BLOCK
 
 _FRACTION_BITS = 14
 _NONZEROS_PER_COUNTER = 4

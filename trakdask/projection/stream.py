@@ -12,7 +12,7 @@ from trakdask.checks import require_integer
 from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.memory import require_sums_fit
 from trakdask.projection.protocol import Projector
-from trakdask.projection.rows import ROW_BLOCK, RowMap
+from trakdask.projection.row_map import ROW_BLOCK, RowMap
 
 _PROBE_STEP = 512
 

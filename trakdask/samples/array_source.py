@@ -14,6 +14,7 @@ import torch
 import xarray as xr
 import zarr
 
+from trakdask.execution.handles import Spooled
 from trakdask.samples.blocks import (
     assemble,
     check_chunks,
@@ -21,7 +22,6 @@ from trakdask.samples.blocks import (
     read_array,
 )
 from trakdask.samples.coords import CoordsLike, normalise_coords, without_mask
-from trakdask.spool import Spooled
 
 __all__ = ["from_arrays", "lazy_variables"]
 
@@ -60,9 +60,9 @@ def from_arrays(
     -----
     Nothing is computed. Arrays in memory are hashed once and held, not copied: do not change them
     afterwards. They never enter the graph: worker processes map a file of them
-    (:class:`~trakdask.spool.Spooled`). Zarr arrays and read-only ``np.memmap`` are read by the
-    workers where they lie, and named by where that is; give zarr arrays ``chunks`` that are
-    multiples of their own, else chunks are read more than once.
+    (:class:`~trakdask.execution.handles.Spooled`). Zarr arrays and read-only ``np.memmap`` are
+    read by the workers where they lie, and named by where that is; give zarr arrays ``chunks`` that
+    are multiples of their own, else chunks are read more than once.
 
     Examples
     --------

@@ -12,8 +12,9 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask.execution.fingerprints import fingerprint
+from trakdask.execution.handles import Spooled
 from trakdask.samples.coords import check_name
-from trakdask.spool import Spooled, fingerprint
 from trakdask.variables import SAMPLE
 
 __all__ = [

@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from trakdask.execution.handles import Spooled
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.blocks import Field, assemble, check_chunks, read_bundle
 from trakdask.samples.coords import normalise_coords
 from trakdask.samples.parquet import ParquetRows, stack
-from trakdask.spool import Spooled
 
 __all__ = ["from_dataframe"]
 

@@ -15,9 +15,10 @@ import torch
 import xarray as xr
 from torch.utils.data import DataLoader, IterableDataset
 
+from trakdask.execution.fingerprints import fingerprint
+from trakdask.execution.handles import Spooled
 from trakdask.samples.blocks import Field, assemble, check_chunks, check_dtype, read_bundle
 from trakdask.samples.coords import CoordsLike, normalise_coords, without_mask
-from trakdask.spool import Spooled, fingerprint
 
 __all__ = ["from_torch"]
 

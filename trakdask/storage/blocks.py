@@ -16,9 +16,9 @@ import numpy as np
 import xarray as xr
 from distributed import as_completed, futures_of
 
-from trakdask import scheduling
 from trakdask._version import __version__
 from trakdask.arrays.half import encode
+from trakdask.execution import scheduling
 from trakdask.provenance import digest
 from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained

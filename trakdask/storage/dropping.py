@@ -12,7 +12,7 @@ import xarray as xr
 import zarr
 from zarr.codecs import Crc32cCodec
 
-from trakdask.estimators import Weights
+from trakdask.attribution.estimators import Weights
 from trakdask.storage import edits
 from trakdask.storage.coords import DROPPED, by_source
 from trakdask.storage.lease import lease

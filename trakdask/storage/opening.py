@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from trakdask.attribution.estimators import with_origin
 from trakdask.errors import UnfinishedAppendWarning
-from trakdask.estimators import with_origin
 from trakdask.storage.coords import DROPPED
 from trakdask.storage.failures import with_errors
 from trakdask.storage.parts import assembled

@@ -13,7 +13,7 @@ import dask
 import zarr
 
 from trakdask._version import __version__
-from trakdask.scheduling import on_all_workers
+from trakdask.execution.scheduling import on_all_workers
 from trakdask.storage.piece import Piece
 
 __all__ = ["RUNS", "has_ended", "recorded_run", "runs", "tell"]

@@ -11,15 +11,15 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from trakdask.errors import StoreMismatchError
-from trakdask.estimators import (
+from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
     Weights,
     estimator_weights,
     require_estimator,
 )
-from trakdask.progress import polled_bar
+from trakdask.errors import StoreMismatchError
+from trakdask.execution.progress import polled_bar
 from trakdask.provenance import EARLIER_SOURCE, STORE_SPEC, require_same
 from trakdask.storage.blocks import save_checkpoint, storing
 from trakdask.storage.coords import (

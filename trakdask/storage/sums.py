@@ -10,9 +10,10 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from trakdask import arrays, scheduling
+from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
-from trakdask.estimators import Weights
+from trakdask.attribution.estimators import Weights
+from trakdask.execution import scheduling
 from trakdask.storage.blocks import about, run, storing
 from trakdask.storage.piece import GRAM, LOSS_GRADIENT, Piece, array
 from trakdask.storage.place import Recorded

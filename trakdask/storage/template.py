@@ -13,8 +13,8 @@ from zarr.abc.store import Store
 from zarr.codecs import Crc32cCodec
 
 from trakdask import arrays
+from trakdask.attribution.estimators import Weights
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.estimators import Weights
 from trakdask.storage.lease import PREFIX as LEASE
 from trakdask.storage.piece import (
     ERROR,

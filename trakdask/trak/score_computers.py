@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trakdask import arrays
-from trakdask.estimators import Weights
+from trakdask.attribution.estimators import Weights
 from trakdask.trak.utils import get_matrix_mult
 
 __all__ = [

@@ -12,7 +12,7 @@ import torch
 import xarray as xr
 
 from trakdask._version import __version__
-from trakdask.estimators import Weights, estimator_weights
+from trakdask.attribution.estimators import Weights, estimator_weights
 from trakdask.trak.default_projectors import seeds_of
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT
 from trakdask.trak.stream_projector import StreamProjector

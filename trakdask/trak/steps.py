@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.progress import polled_bar
+from trakdask.execution.progress import polled_bar
 from trakdask.trak.batches import projected
 from trakdask.trak.savers import AbstractSaver, MmapSaver, ModelIDException
 from trakdask.trak.score_computers import DampedScoreComputer

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from trakdask.kernels import kernel_program
 from trakdask.projection.cuda.launch import FAMILIES, family_of, packed
+from trakdask.projection.cuda.sources import kernel_program
 
 HEADER = Path(__file__).with_name("emulator.hpp")
 COMPILER = shutil.which("g++")

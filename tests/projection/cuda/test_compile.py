@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from trakdask.kernels import kernel_files, kernel_program
 from trakdask.projection.cuda.launch import FAMILIES, OPTIONS
+from trakdask.projection.cuda.sources import kernel_files, kernel_program
 
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from trakdask.errors import KernelError
-from trakdask.kernels import kernel_files
 from trakdask.projection import Rademacher
 from trakdask.projection.cuda import launch
+from trakdask.projection.cuda.sources import kernel_files
 
 NO_GPU = not torch.cuda.is_available()
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.execution.handles import Spooled
 from trakdask.models.checkpoints import Checkpoint, digest_state
 from trakdask.models.tasks.logits import (
     as_tensors,
@@ -20,7 +21,6 @@ from trakdask.models.tasks.logits import (
     shape_of,
 )
 from trakdask.models.tasks.protocol import Batch, Forward
-from trakdask.spool import Spooled
 
 __all__ = ["Clip", "clip_embeddings"]
 

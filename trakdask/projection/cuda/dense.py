@@ -64,8 +64,8 @@ def accumulate_rademacher(
         Shape (B, rows): float32, float16 or bfloat16, neighbours adjacent. Only the last block may
         be short.
     row_offset, seed, checkpoint, n_digits, out
-        As in :func:`trakdask.projection.dense.accumulate_rademacher`; ``out`` with adjacent
-        columns.
+        As in :func:`trakdask.projection.dense_products.accumulate_rademacher`; ``out`` with
+        adjacent columns.
 
     Notes
     -----

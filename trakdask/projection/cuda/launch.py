@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import KernelError
-from trakdask.kernels import kernel_program
+from trakdask.projection.cuda.sources import kernel_program
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")
 """Options of NVRTC: no product is fused with a sum, and no subnormal becomes zero."""

@@ -15,7 +15,7 @@ from trakdask.errors import KernelError
 from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for
 from trakdask.projection.protocol import Projector
-from trakdask.projection.rows import ROW_BLOCK
+from trakdask.projection.row_map import ROW_BLOCK
 
 _PROOF_ROWS = 2 * ROW_BLOCK + 300  # two whole blocks, that go at once, and a short one
 _PROOF_WIDTH = 77

@@ -16,7 +16,7 @@ from rich.table import Table
 from trakdask import arrays
 from trakdask.checks import shown
 from trakdask.featurization import model_operations
-from trakdask.pilot import Pilot, run_pilot
+from trakdask.planning.pilot import Pilot, run_pilot
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.specs import from_spec
 from trakdask.variables import CHECKPOINT, SAMPLE, validate

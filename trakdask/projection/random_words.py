@@ -38,7 +38,7 @@ def fill_words(
     Exactness: numba and numpy give the same words. Cost: about 0.03 (numba) or 0.2 ns (numpy) per
     bit on one core; no allocation beyond 1 MB per thread.
     """
-    if (kernels := compiled("words")) is not None:
+    if (kernels := compiled("random_words")) is not None:
         kernels.fill_words(out, index, column, split_seed(seed), checkpoint, stream)
         return
     n_indices = out.shape[1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import dense
-from trakdask.projection.dense import (
+from trakdask.projection import dense_products
+from trakdask.projection.dense_products import (
     accumulate_by_matmul,
     accumulate_rademacher,
     integer_matmul,
@@ -61,9 +61,9 @@ def test_accumulate_by_matmul__every_way_has_the_same_bits(
 ) -> None:
     block = gaussian(7, 16384 - 300)
     expected = accumulated(block, 270, n_digits)
-    for numba, usable in itertools.product("01", {dense.int8_matmul_is_usable(), False}):
+    for numba, usable in itertools.product("01", {dense_products.int8_matmul_is_usable(), False}):
         monkeypatch.setenv("TRAKDASK_NUMBA", numba)
-        monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda usable=usable: usable)
+        monkeypatch.setattr(dense_products, "int8_matmul_is_usable", lambda usable=usable: usable)
         out = torch.zeros(7, 270, dtype=torch.float64)
         accumulate_by_matmul(block, 0, seed=5, checkpoint=9, n_digits=n_digits, out=out)
         assert torch.equal(out, expected)
@@ -94,9 +94,9 @@ def test_accumulate_rademacher__concurrent_threads_do_not_share_buffers() -> Non
 def test_integer_matmul__exact_at_the_extremes(
     shape: tuple[int, int, int], usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if usable and not dense.int8_matmul_is_usable():
+    if usable and not dense_products.int8_matmul_is_usable():
         pytest.skip("torch multiplies int8 matrices wrongly or slowly here")
-    monkeypatch.setattr(dense, "int8_matmul_is_usable", lambda: usable)
+    monkeypatch.setattr(dense_products, "int8_matmul_is_usable", lambda: usable)
     n, m, k = shape
     rng = np.random.default_rng(k)
     bits = torch.from_numpy(rng.integers(0, 2, (n, k), dtype=np.int8))
@@ -109,12 +109,12 @@ def test_integer_matmul__exact_at_the_extremes(
 
 def test_int8_matmul_is_usable__false_without_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_int_mm")
-    assert dense.int8_matmul_is_usable.__wrapped__() is False
+    assert dense_products.int8_matmul_is_usable.__wrapped__() is False
 
 
 def test_int8_matmul_is_usable__false_when_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_int_mm", lambda a, b, out: out.zero_())
-    assert dense.int8_matmul_is_usable.__wrapped__() is False
+    assert dense_products.int8_matmul_is_usable.__wrapped__() is False
 
 
 def test_int8_matmul_is_usable__false_where_pairs_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,4 +124,4 @@ def test_int8_matmul_is_usable__false_where_pairs_saturate(monkeypatch: pytest.M
         out.copy_((pairs[0] + pairs[1]).clamp(-(2**15), 2**15 - 1).sum(1))
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    assert dense.int8_matmul_is_usable.__wrapped__() is False
+    assert dense_products.int8_matmul_is_usable.__wrapped__() is False

@@ -11,7 +11,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask._version import __version__
-from trakdask.estimators import (
+from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
     Weights,
@@ -21,9 +21,9 @@ from trakdask.estimators import (
     require_estimator,
     weight_data,
 )
-from trakdask.factors import WITHOUT_GRAM, Factors, cholesky, factors, refuse_options
+from trakdask.attribution.products import WITHOUT_GRAM, Factors, cholesky, factors, refuse_options
+from trakdask.attribution.regularization import Damping, regularize
 from trakdask.provenance import FEATURE_SPEC
-from trakdask.regularization import Damping, regularize
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,

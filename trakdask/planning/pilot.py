@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from trakdask.scheduling import are_lazy, gpu_options, n_slots
+from trakdask.execution.scheduling import are_lazy, gpu_options, n_slots
 
 __all__ = ["Pilot", "run_pilot"]
 

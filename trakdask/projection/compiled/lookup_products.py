@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from trakdask.projection.compiled.jit import jit
 from trakdask.projection.compiled.quantize import rounded
-from trakdask.projection.compiled.words import philox
+from trakdask.projection.compiled.random_words import philox
 
 COLUMNS = 256
 """Columns of a tile: 8 registers of 32 columns, so that the sums of two digits stay in 16."""

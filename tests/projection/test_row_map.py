@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trakdask.projection.rows import RowMap
+from trakdask.projection.row_map import RowMap
 
 shape = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 

@@ -14,7 +14,7 @@ UInt64Array = npt.NDArray[np.uint64]
 def fill_words(
     out: UInt64Array, index: int, column: int, key: tuple[int, int], checkpoint: int, stream: int
 ) -> None:
-    """Write the four words of every counter of a grid; see :mod:`trakdask.projection.words`."""
+    """Write the four words of every counter; see :mod:`trakdask.projection.random_words`."""
     _fill(out, index, column, checkpoint, stream << 16, *key)
 
 

@@ -30,7 +30,7 @@ def kernel_files() -> dict[str, Traversable]:
 
     Examples
     --------
-    >>> from trakdask.kernels import kernel_files
+    >>> from trakdask.projection.cuda.sources import kernel_files
     >>> "README.md" in kernel_files()
     True
     """
@@ -56,7 +56,7 @@ def kernel_source(name: str) -> str:
 
     Examples
     --------
-    >>> from trakdask.kernels import kernel_source
+    >>> from trakdask.projection.cuda.sources import kernel_source
     >>> kernel_source("README.md").splitlines()[0]
     '# kernels'
     """
@@ -64,7 +64,7 @@ def kernel_source(name: str) -> str:
     if name not in found:
         raise FileNotFoundError(
             f"There is no kernel file {name!r}; needed one of {list(found)}. "
-            "Pass a name that trakdask.kernels.kernel_files() lists."
+            "Pass a name that trakdask.projection.cuda.sources.kernel_files() lists."
         )
     return found[name].read_text(encoding="utf-8")
 
@@ -88,7 +88,7 @@ def kernel_program(name: str) -> str:
 
     Examples
     --------
-    >>> from trakdask.kernels import kernel_program
+    >>> from trakdask.projection.cuda.sources import kernel_program
     >>> "#include" in kernel_program("quantize.cu")
     False
     """
@@ -99,7 +99,7 @@ def _kernel_folder() -> Traversable:
     packaged = files("trakdask") / "_kernels"
     if packaged.is_dir():
         return packaged
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[3]
     # In site-packages a folder of this name would be another distribution's.
     if (root / "pyproject.toml").is_file() and (root / "kernels").is_dir():
         return root / "kernels"

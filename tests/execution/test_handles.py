@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import trakdask
-from trakdask.spool import SPOOL_VARIABLE, Spooled, handle, spool_folder
+from trakdask.execution import handles
+from trakdask.execution.handles import SPOOL_VARIABLE, Spooled, spool_folder
 
 ROOT = str(Path(trakdask.__file__).parents[1])
 LOAD = """
@@ -46,8 +47,8 @@ def in_other_process(obj: Any, folder: Path) -> subprocess.CompletedProcess[str]
 def forget(obj: Spooled) -> Spooled:
     """Unpickle as another process would: with no live handle."""
     data, token = pickle.dumps(obj), obj.token
-    live = handle._live.pop(token)
-    handle._opened_small.pop(token, None)
+    live = handles._live.pop(token)
+    handles._opened_small.pop(token, None)
     restored = pickle.loads(data)
     assert restored is not live
     return restored
@@ -111,9 +112,9 @@ def test_get__missing_file_says_which_folder_to_share(folder: Path) -> None:
 def test_get__opens_once_for_many_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restored = forget(Spooled(np.zeros(10**4)))
     calls = []
-    open_once = handle._open
+    open_once = handles._open
     monkeypatch.setattr(
-        handle, "_open", lambda *args: (calls.append(threading.get_ident()), open_once(*args))[1]
+        handles, "_open", lambda *args: (calls.append(threading.get_ident()), open_once(*args))[1]
     )
     with ThreadPoolExecutor(8) as pool:
         values = list(pool.map(lambda _: restored.get(), range(64)))
@@ -122,11 +123,11 @@ def test_get__opens_once_for_many_threads(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_get__keeps_few_large_objects(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "LARGE_BYTES", 20_000)
-    handle._opened_large.clear()
+    monkeypatch.setattr(handles, "LARGE_BYTES", 20_000)
+    handles._opened_large.clear()
     restored = [forget(Spooled([i, b"x" * 30_000])) for i in range(6)]
     assert [each.get()[0] for each in restored] == list(range(6))
-    assert len(handle._opened_large) == 4
+    assert len(handles._opened_large) == 4
     assert restored[0].get()[0] == 0
 
 
@@ -199,13 +200,14 @@ def test_init__given_token_is_kept() -> None:
 def test_live_handles__do_not_outlive_their_use() -> None:
     token = Spooled(np.zeros(3), token="short-lived").token
     gc.collect()
-    assert token not in handle._live
+    assert token not in handles._live
 
 
 @pytest.mark.slow
 def test_spool_folder__temporary_one_is_removed_at_exit() -> None:
     code = (
-        "from trakdask.spool import spool_folder; f = spool_folder(); assert f.is_dir(); print(f)"
+        "from trakdask.execution.handles import spool_folder\n"
+        "f = spool_folder(); assert f.is_dir(); print(f)"
     )
     env = {key: value for key, value in os.environ.items() if key != "TRAKDASK_SPOOL"}
     env["PYTHONPATH"] = ROOT
@@ -277,6 +279,6 @@ def test_spooled__what_another_user_wrote_is_not_unpickled(
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     if uid != 0:  # what root wrote is trusted
         with pytest.raises(PermissionError, match=f"of user {uid}"):
-            handle._open_pickle(str(path))
+            handles._open_pickle(str(path))
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

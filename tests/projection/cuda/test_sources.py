@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from trakdask import kernels
+from trakdask.projection.cuda import sources
 
-FOLDER = Path(__file__).resolve().parents[1] / "kernels"
+FOLDER = Path(__file__).resolve().parents[3] / "kernels"
 
 
 def oracle(folder: Path) -> dict[str, str]:
@@ -17,7 +17,7 @@ def oracle(folder: Path) -> dict[str, str]:
 
 
 def read_all() -> dict[str, str]:
-    return {name: kernels.kernel_source(name) for name in kernels.kernel_files()}
+    return {name: sources.kernel_source(name) for name in sources.kernel_files()}
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand the loader in an empty package folder of its own."""
     folder = tmp_path / "site-packages" / "trakdask"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(kernels, "files", lambda name: folder)
-    monkeypatch.setattr(kernels, "__file__", str(folder / "kernels.py"))
+    monkeypatch.setattr(sources, "files", lambda name: folder)
+    monkeypatch.setattr(sources, "__file__", str(folder / "projection" / "cuda" / "sources.py"))
     return folder
 
 
@@ -42,9 +42,9 @@ def test_kernel_files__packaged_wins_over_checkout(package: Path) -> None:
     (package.parent / "kernels").mkdir()
     (package.parent / "kernels" / "b.cu").write_text("// beside")
     (package.parent / "pyproject.toml").write_text("")
-    assert list(kernels.kernel_files()) == ["b.cu", "family/a.cuh"]
-    assert kernels.kernel_source("b.cu") == "// packaged"
-    assert kernels.kernel_source("family/a.cuh") == "// nested"
+    assert list(sources.kernel_files()) == ["b.cu", "family/a.cuh"]
+    assert sources.kernel_source("b.cu") == "// packaged"
+    assert sources.kernel_source("family/a.cuh") == "// nested"
 
 
 def test_kernel_files__checkout_when_nothing_is_packaged(package: Path) -> None:
@@ -57,12 +57,12 @@ def test_kernel_files__folder_of_another_distribution_is_not_ours(package: Path)
     (package.parent / "kernels").mkdir()
     (package.parent / "kernels" / "theirs.cu").write_text("")
     with pytest.raises(FileNotFoundError, match=r"no _kernels folder.*needed.*pip install"):
-        kernels.kernel_files()
+        sources.kernel_files()
 
 
 def test_kernel_source__unknown_name_lists_the_known() -> None:
     with pytest.raises(FileNotFoundError, match=r"'sjlt\.gpu'.*README\.md.*kernel_files"):
-        kernels.kernel_source("sjlt.gpu")
+        sources.kernel_source("sjlt.gpu")
 
 
 def test_kernel_program__puts_included_files_in_place(package: Path) -> None:
@@ -70,11 +70,11 @@ def test_kernel_program__puts_included_files_in_place(package: Path) -> None:
     (package / "_kernels" / "a.cu").write_text('// a\n#include "family/b.cuh"\nint a;\n')
     (package / "_kernels" / "family" / "b.cuh").write_text('#include "c.cuh"\nint b;')
     (package / "_kernels" / "c.cuh").write_text("int c;")
-    assert kernels.kernel_program("a.cu") == "// a\nint c;\nint b;\nint a;\n"
+    assert sources.kernel_program("a.cu") == "// a\nint c;\nint b;\nint a;\n"
 
 
 def test_kernel_program__missing_include(package: Path) -> None:
     (package / "_kernels").mkdir(parents=True)
     (package / "_kernels" / "a.cu").write_text('#include "b.cuh"\n')
     with pytest.raises(FileNotFoundError, match=r"'b\.cuh'.*needed one of \['a\.cu'\]"):
-        kernels.kernel_program("a.cu")
+        sources.kernel_program("a.cu")

@@ -24,7 +24,7 @@ _scratch = Scratch()
 
 def lookup_is_available() -> bool:
     """Return whether the kernel can run on this machine."""
-    kernels = compiled("lookup")
+    kernels = compiled("lookup_products")
     return kernels is not None and kernels.is_available()
 
 
@@ -40,7 +40,7 @@ def accumulate_by_lookup(
     """Add the product of one row block with the Rademacher matrix to ``out``.
 
     The parameters and the bits of the result are those of
-    :func:`~trakdask.projection.dense.accumulate_by_matmul`.
+    :func:`~trakdask.projection.dense_products.accumulate_by_matmul`.
 
     Notes
     -----
@@ -88,7 +88,7 @@ class _Buffers:
     @classmethod
     def take(cls, thread: int, n_samples: int, width: int, n_digits: int) -> _Buffers:
         """Return buffers of the calling thread, which it reuses in later calls."""
-        kernels = compiled("lookup")
+        kernels = compiled("lookup_products")
         n_columns = min(_COLUMNS, -(-width // kernels.COLUMNS) * kernels.COLUMNS)
         shapes = {
             "digits": (n_digits, kernels.CHUNK),
@@ -116,7 +116,7 @@ class _Buffers:
         out: npt.NDArray[np.float64],
     ) -> None:
         """Add the product of a tile of samples to ``out``, (samples, width)."""
-        kernels = compiled("lookup")
+        kernels = compiled("lookup_products")
         digits, tables, *rest = self.inputs
         buffers = (digits, tables[: len(out)], *rest)
         for first in range(0, out.shape[1], _COLUMNS):

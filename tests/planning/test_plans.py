@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import nn
 
 import trakdask as td
-from trakdask.planning import plan
+from trakdask.planning.plans import plan
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask

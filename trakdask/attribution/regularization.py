@@ -11,8 +11,8 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays import completeness, totals
-from trakdask.dampings import Absolute, Damping, brief, given_damping, relative_damping
-from trakdask.estimators import (
+from trakdask.attribution.dampings import Absolute, Damping, brief, given_damping, relative_damping
+from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
     Weights,

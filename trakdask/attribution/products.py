@@ -11,15 +11,15 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.estimators import (
+from trakdask.attribution.estimators import (
     Estimator,
     Weights,
     chosen_estimator,
     estimator_weights,
     require_estimator,
 )
+from trakdask.attribution.regularization import Absolute, Damping, regularize
 from trakdask.provenance import require_comparable
-from trakdask.regularization import Absolute, Damping, regularize
 from trakdask.variables import CHECKPOINT, aligned, lazy_features, validate
 
 __all__ = ["WITHOUT_GRAM", "Factors", "cholesky", "factors", "refuse_options"]

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from trakdask.spool.arrays import is_plain_array, memmap_place
+from trakdask.execution.memory_maps import is_plain_array, memmap_place
 
 __all__ = ["fingerprint", "unpicklable"]
 

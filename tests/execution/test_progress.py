@@ -10,7 +10,7 @@ import IPython.display
 import pytest
 
 import trakdask as td
-from trakdask import progress
+from trakdask.execution import progress
 
 
 def test_polled_bar__polls_while_the_block_runs(

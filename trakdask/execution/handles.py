@@ -27,8 +27,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from trakdask.spool.arrays import is_plain_array, memmap_place, open_memmap
-from trakdask.spool.fingerprint import fingerprint, unpicklable
+from trakdask.execution.fingerprints import fingerprint, unpicklable
+from trakdask.execution.memory_maps import is_plain_array, memmap_place, open_memmap
 
 __all__ = ["SPOOL_VARIABLE", "Spooled", "spool_folder"]
 

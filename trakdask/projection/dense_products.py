@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.projection.lookup import accumulate_by_lookup, lookup_is_available
+from trakdask.projection.lookup_products import accumulate_by_lookup, lookup_is_available
 from trakdask.projection.philox import BYTES_PER_COUNTER, ROWS_PER_COUNTER, STREAM_RADEMACHER
 from trakdask.projection.quantize import SLAB_ROWS, QuantizedBlock, Scratch, quantize_block
-from trakdask.projection.rows import ROW_BLOCK
-from trakdask.projection.words import fill_words
+from trakdask.projection.random_words import fill_words
+from trakdask.projection.row_map import ROW_BLOCK
 
 _COLUMN_TILE = 2048
 _scratch = Scratch()
@@ -53,8 +53,9 @@ def accumulate_rademacher(
     -----
     Exactness: the product of the quantised block is exact, so it does not depend on the batch, on
     tiles, on threads or on the implementation; ``out`` sees one float64 addition per block.
-    Cost: see :func:`~trakdask.projection.lookup.accumulate_by_lookup`, which is used if numba is
-    installed, the processor has AVX-512 and it is faster, and :func:`accumulate_by_matmul`.
+    Cost: see :func:`~trakdask.projection.lookup_products.accumulate_by_lookup`, which is used if
+    numba is installed, the processor has AVX-512 and it is faster, and
+    :func:`accumulate_by_matmul`.
     """
     accumulate = accumulate_by_lookup if lookup_is_faster() else accumulate_by_matmul
     accumulate(block, row_offset, seed=seed, checkpoint=checkpoint, n_digits=n_digits, out=out)

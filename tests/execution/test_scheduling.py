@@ -19,7 +19,7 @@ from distributed import Client
 
 import trakdask as td
 from tests.clusters import local_cluster
-from trakdask.scheduling import active_client, n_slots, run
+from trakdask.execution.scheduling import active_client, n_slots, run
 from trakdask.storage import sums
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import acceleration, dense
-from trakdask.projection.dense import accumulate_by_matmul
-from trakdask.projection.lookup import accumulate_by_lookup, lookup_is_available
+from trakdask.projection import acceleration, dense_products
+from trakdask.projection.dense_products import accumulate_by_matmul
+from trakdask.projection.lookup_products import accumulate_by_lookup, lookup_is_available
 from trakdask.projection.philox import rademacher_bits
 
 needs_lookup = pytest.mark.skipif(
@@ -109,7 +109,7 @@ def test_accumulate_by_lookup__adds_to_what_is_there() -> None:
 def test_lookup_is_available__not_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAKDASK_NUMBA", "0")
     assert not lookup_is_available()
-    assert not dense.lookup_is_faster()
+    assert not dense_products.lookup_is_faster()
 
 
 def test_lookup_is_available__not_for_a_chosen_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_compiled__none_where_numba_does_not_import(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     acceleration._load.cache_clear()
     try:
-        assert acceleration.compiled("words") is None
+        assert acceleration.compiled("random_words") is None
     finally:
         acceleration._load.cache_clear()
 
@@ -134,7 +134,7 @@ def test_fill_words__is_the_reference(
     numba: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trakdask.projection.philox import philox4x32, split_seed
-    from trakdask.projection.words import fill_words
+    from trakdask.projection.random_words import fill_words
 
     monkeypatch.setenv("TRAKDASK_NUMBA", numba)
     out = np.empty((3, 7, 2), np.uint64)

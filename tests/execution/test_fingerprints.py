@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import trakdask
-from trakdask.spool import fingerprint
+from trakdask.execution.fingerprints import fingerprint
 
 # As a script, so that its classes are by-value ones of `__main__`, as in a notebook.
 SCRIPT = """
 import numpy as np, torch
 from torch.utils.data import Dataset, TensorDataset
-from trakdask.spool import fingerprint
+from trakdask.execution.fingerprints import fingerprint
 
 scale = {scale}
 

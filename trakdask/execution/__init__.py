@@ -1,0 +1,1 @@
+"""How work reaches the workers of a scheduler: handles to objects, submissions, progress."""
