@@ -172,7 +172,7 @@ def test_save__shows_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_save__other_spec_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
     save(FEATURES, tmp_path / "f.zarr")
     other = FEATURES.assign_attrs({field: value})
-    with pytest.raises(td.StoreMismatchError, match=rf"differ in {field}.*expected"):
+    with pytest.raises(td.StoreMismatchError, match=rf"differ in {field}"):
         save(other, tmp_path / "f.zarr")
     np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, FEATURES.feature)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import psutil
+import os
+
 import torch
 
 from trakdask.projection.protocol import Projector
@@ -45,7 +46,8 @@ def require_sums_fit(
     if device.type == "cuda":
         limit = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        limit = psutil.virtual_memory().total
+        # Not by psutil: projections also run on machines with torch and numpy alone.
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = _SUM_BYTES * n_samples * projector.width(n_rows)
     require_fit(projector, n_rows, n_samples, needed, limit)
 
