@@ -59,7 +59,7 @@ def test_open__pickled_objects_of_the_older_format_do_not_run(tmp_path: Path) ->
     (tmp_path / "old.zarr/label/0").write_bytes(pickle.dumps(values))
     with pytest.raises(FileNotFoundError, match="older zarr format 2"):
         td.open(tmp_path / "old.zarr")
-    with pytest.raises(FileExistsError, match="is no feature store"):
+    with pytest.raises(FileExistsError, match="older zarr format 2"):
         td.save(FEATURES, tmp_path / "old.zarr", progress=False)
     assert not (tmp_path / "mark").exists()
 

@@ -58,7 +58,6 @@ def features(source: str, checkpoints: tuple[str, ...], budget: int) -> xr.Datas
     number = 100 * int(source[1:]) + np.arange(ROWS)
     return ds.assign(feature=(ds.feature.dims, feature)).assign_coords(
         checkpoint=np.array(checkpoints, dtype=object), number=("sample", number),
-        mark=("sample", 0 * number),
     ).assign_attrs(
         source=source, checkpoints={name: name for name in checkpoints}, checkpoint_ids=ids
     )  # fmt: skip
@@ -83,11 +82,14 @@ class StoreMachine(RuleBasedStateMachine):
     def save(self, call: Save, budget: int) -> bool:
         """Save; return whether it came to its end."""
         source, checkpoints, append_dim = call
+        given = features(source, checkpoints, budget)
+        marks = [self.marks.get(number, 0) for number in given.number.values]
+        given = given.assign_coords(mark=("sample", marks))
         try:
-            td.save(
-                features(source, checkpoints, budget), self.store, append_dim=append_dim,
-                progress=False,
-            )  # fmt: skip
+            with warnings.catch_warnings():
+                if len(self.pending) > 1:  # others lack this checkpoint
+                    warnings.simplefilter("ignore", td.UnfinishedAppendWarning)
+                td.save(given, self.store, append_dim=append_dim, progress=False)
         except Crash:
             return False
         except td.IncompleteFeaturesError:

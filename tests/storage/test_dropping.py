@@ -111,6 +111,22 @@ def test_drop__then_append_a_checkpoint(store: Path) -> None:
     assert_left(opened, expected, without=list(range(5)))
 
 
+@pytest.mark.parametrize("without", [[1, 2], list(range(30))])
+def test_drop__where_an_appended_checkpoint_ended_a_sum(tmp_path: Path, without: list[int]) -> None:
+    three = integers(40, 0, 3)
+    for checkpoints, append_dim in [([0, 1], None), ([2], "checkpoint")]:
+        part = three.isel(checkpoint=checkpoints)
+        name = f"feature-{checkpoints[0]:032d}"
+        data = da.from_array(part.feature.values, chunks=(16, -1, 1), name=name)
+        part = part.assign(feature=(part.feature.dims, data))
+        opened = save(part, tmp_path / "f.zarr", estimator="soft", append_dim=append_dim)
+    assert "loss_gradient" not in opened
+    left = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number.isin(without))
+    assert left.sizes["sample"] == 40 - len(without)
+    expected = save(left, tmp_path / "left.zarr", estimator="soft")
+    np.testing.assert_allclose(left.gram, expected.gram, rtol=1e-5, atol=1e-4)
+
+
 def test_drop__soft_sums(tmp_path: Path) -> None:
     features = simulate_features(n_samples=40, proj_dim=6, chunks=16)
     save(features, tmp_path / "f.zarr", estimator="soft")

@@ -247,7 +247,7 @@ def test_append__what_does_not_fit_is_refused(store, features, append_dim, words
 
 
 def test_append__bad_dim(store) -> None:
-    with pytest.raises(ValueError, match="needed None, 'sample' or 'checkpoint'"):
+    with pytest.raises(ValueError, match=r"expected append_dim.*got 'proj_dim'"):
         save(part(B, NAMES[:2], "b"), store, append_dim="proj_dim")
 
 

@@ -210,7 +210,7 @@ def test_save__selection_of_a_store(tmp_path: Path) -> None:
 
 
 def test_save__without_provenance(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"have no attrs \['projector', .*assign_attrs"):
+    with pytest.raises(ValueError, match=r"none of \['projector', .*assign_attrs"):
         save(FEATURES.drop_attrs(), tmp_path / "f.zarr")
 
 
@@ -220,18 +220,18 @@ def test_save__features_in_memory(tmp_path: Path) -> None:
 
 
 def test_save__unequal_blocks(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sample chunks \(3, 37\).*needed equal ones"):
+    with pytest.raises(ValueError, match=r"equal chunks of samples.*\(3, 37\)"):
         save(FEATURES.chunk(sample=(3, 37)), tmp_path / "f.zarr")
 
 
 def test_save__into_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is no feature store; needed a new path"):
+    with pytest.raises(FileExistsError, match=r"expected a new path.*notes.txt"):
         save(FEATURES, tmp_path)
     FEATURES.output.to_dataset().compute().drop_attrs().to_zarr(
         tmp_path / "other.zarr", consolidated=False
     )
-    with pytest.raises(FileExistsError, match="zarr store without features"):
+    with pytest.raises(FileExistsError, match=r"other.zarr' without features"):
         save(FEATURES, tmp_path / "other.zarr")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -285,7 +285,7 @@ def test_save__killed_while_the_store_was_made(
 def test_save__without_its_records_is_refused_and_kept(tmp_path: Path) -> None:
     save(FEATURES, tmp_path / "f.zarr")
     (tmp_path / "f.zarr" / "records").rename(tmp_path / "records")
-    with pytest.raises(FileExistsError, match="has lost its records"):
+    with pytest.raises(FileExistsError, match="has lost them"):
         save(FEATURES, tmp_path / "f.zarr")
     with pytest.raises(td.IncompleteFeaturesError):
         td.open(tmp_path / "f.zarr")
@@ -314,9 +314,9 @@ def test_save__float16(tmp_path: Path) -> None:
         td.StoreMismatchError, match=r"layout\['dtype'\]: expected .*, got 'float32'"
     ):
         save(FEATURES, tmp_path / "f.zarr")
-    with pytest.raises(ValueError, match="needed 'float16', or None"):
+    with pytest.raises(ValueError, match=r"expected dtype='float16', or None.*got 'float8'"):
         save(FEATURES, tmp_path / "f.zarr", dtype="float8")
-    with pytest.raises(ValueError, match="features are float64; needed float32"):
+    with pytest.raises(ValueError, match=r"expected float32 features.*got float64"):
         save(FEATURES.astype("f8"), tmp_path / "g.zarr", dtype="float16")
 
 
@@ -404,13 +404,13 @@ def test_layout__last_block_may_be_smaller() -> None:
 
 @pytest.mark.parametrize("options", [{"retries": -1}, {"retries": "2"}, {"retries": True}])
 def test_save__retries_are_a_number(tmp_path: Path, options: dict) -> None:
-    with pytest.raises(ValueError, match=r"retries is .*; needed 0, 1, 2, \.\.\."):
+    with pytest.raises(ValueError, match=r"expected retries as 0, 1, 2, \.\.\., got"):
         td.save(simulate_features(n_samples=4, proj_dim=2), tmp_path / "f.zarr", **options)
 
 
 def test_save__no_samples(tmp_path: Path) -> None:
     nothing = simulate_features(n_samples=4, proj_dim=2).isel(sample=slice(0))
-    with pytest.raises(ValueError, match="have no samples; needed one at least"):
+    with pytest.raises(ValueError, match="at least one sample, got"):
         td.save(nothing, tmp_path / "f.zarr")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import dask
+import dask.array as da
 import numpy as np
 import xarray as xr
 import zarr
@@ -152,10 +153,16 @@ def _sums(ds: xr.Dataset, chosen: np.ndarray, names: list[str], index: int) -> l
     attrs = ds[GRAM].attrs
     weights = Weights(attrs["gram_weights"], attrs["loss_weights"], attrs.get("power"))
     gone, left = (ds.isel({SAMPLE: np.flatnonzero(rows)}) for rows in (chosen, ~chosen))
+
+    def of(rows: xr.Dataset) -> list[da.Array]:
+        """Of the sums that go with the weights, an appended checkpoint may have ended some."""
+        sums = dict(zip(weights.sums, reduced(rows, weights, index), strict=True))
+        return [sums[name] for name in names]
+
     old = [ds[name].data[..., index : index + 1] for name in names]
-    before, less = dask.compute(old, reduced(gone, weights, index))
+    before, less = dask.compute(old, of(gone))
     with np.errstate(invalid="ignore"):  # infinity less infinity
         matrices = [total - part for total, part in zip(before, less, strict=True)]
     if np.trace(less[0][..., 0]) <= np.trace(matrices[0][..., 0]):  # false for NaN
         return matrices
-    return list(dask.compute(*reduced(left, weights, index)))
+    return list(dask.compute(*of(left)))

@@ -73,6 +73,9 @@ def open(
         If an append was cut short, or goes on in another process: what is shown is the store as it
         was before, and the warning says how to finish it.
     """
+    for name, value in {"require_complete": require_complete, "dropped": dropped}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
     place = Place.at(store, storage_options)
     found = state(place, require_complete=require_complete)
     if found.unfinished and require_complete:

@@ -16,7 +16,7 @@ from zarr.codecs import Crc32cCodec
 
 from trakdask.provenance import FEATURE_SPEC, digest, spec
 from trakdask.storage.place import Arrays, Place, Recorded
-from trakdask.variables import SAMPLE
+from trakdask.variables import CHECKPOINT, SAMPLE
 
 __all__ = [
     "ASSIGNED",
@@ -155,8 +155,14 @@ def describe(features: xr.Dataset, dtype: str | None) -> tuple[dict[str, Any], d
     """
     if missing := [name for name in FEATURE_SPEC if name not in features.attrs]:
         raise ValueError(
-            f"features have no attrs {missing}; needed what td.featurize writes there, since a "
-            "store is known by it. Keep them: features.assign_attrs(original.attrs)."
+            f"expected attrs as td.featurize writes them, by which a store is known, got none of "
+            f"{missing}; try features.assign_attrs(original.attrs)"
+        )
+    names = [str(name) for name in features[CHECKPOINT].values]
+    if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
+        raise ValueError(
+            f"expected checkpoints of {list(features.attrs['checkpoints'])} (attrs), each once, "
+            f"got {names}; try another selection of checkpoints"
         )
     described = spec(features)
     name = features.feature.data.name
@@ -183,9 +189,8 @@ def _layout(features: xr.Dataset, dtype: str | None) -> dict[str, Any]:
     chunks = features.feature.variable.chunksizes.get(SAMPLE, (features.sizes[SAMPLE],))
     if len(set(chunks[:-1])) > 1 or chunks[-1] > chunks[0]:
         raise ValueError(
-            f"features have the sample chunks {chunks[:4]}...; needed equal ones (the last may be "
-            "smaller), since each is one chunk of the store. Use "
-            f"features.chunk(sample={chunks[0]})."
+            "expected equal chunks of samples (the last may be smaller), since each is one chunk "
+            f"of the store, got {chunks[:4]}...; try features.chunk(sample={max(chunks)})"
         )
     return {
         "samples": sum(chunks),

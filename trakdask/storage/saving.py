@@ -38,7 +38,7 @@ from trakdask.storage.runs import recorded_run
 from trakdask.storage.sums import save_sums
 from trakdask.storage.template import UNFINISHED, create, require_place
 from trakdask.storage.verification import faults, withdraw
-from trakdask.variables import CHECKPOINT, SAMPLE, lazy_features, validate
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features, validate
 
 __all__ = ["save"]
 
@@ -129,7 +129,7 @@ def save(
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, FEATURE_NAMES, what="features")
-    _require_options(features, dtype, append_dim, retries)
+    _require_options(features, dtype, append_dim, retries, gram=gram, progress=progress)
     require_estimator(estimator)
     features = lazy_features(as_variable(features))
     require_names(features.coords)
@@ -150,21 +150,34 @@ def save(
 
 
 def _require_options(
-    features: xr.Dataset, dtype: object, append_dim: object, retries: object
+    features: xr.Dataset, dtype: object, append_dim: object, retries: object, **flags: object
 ) -> None:
-    if dtype not in (None, "float16"):
-        raise ValueError(f"dtype is {dtype!r}; needed 'float16', or None for that of the features.")
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
+    if not (dtype is None or (isinstance(dtype, str) and dtype == "float16")):
+        raise ValueError(
+            f"expected dtype='float16', or None for that of the features, got {dtype!r:.60}; try "
+            "dtype=None"
+        )
     if dtype == "float16" and features.feature.dtype != np.float32:
         raise ValueError(
-            f"features are {features.feature.dtype}; needed float32 for dtype='float16'. Type "
-            "features.assign(feature=features.feature.astype('float32'))."
+            f"expected float32 features for dtype='float16', got {features.feature.dtype}; try "
+            "features.assign(feature=features.feature.astype('float32'))"
         )
     if append_dim not in (None, SAMPLE, CHECKPOINT):
-        raise ValueError(f"append_dim is {append_dim!r}; needed None, 'sample' or 'checkpoint'.")
+        raise ValueError(
+            f"expected append_dim='sample', 'checkpoint' or None, got {append_dim!r:.60}; try "
+            "append_dim=None for a new store"
+        )
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"retries is {retries!r}; needed 0, 1, 2, ... Type retries=2.")
-    if not features.sizes[SAMPLE]:
-        raise ValueError("features have no samples; needed one at least. Check your selection.")
+        raise ValueError(f"expected retries as 0, 1, 2, ..., got {retries!r:.60}; try retries=2")
+    for dim in (SAMPLE, PROJ_DIM, CHECKPOINT):
+        if not features.sizes[dim]:
+            raise ValueError(
+                f"expected features with at least one {dim}, got {dict(features.sizes)}; try "
+                "another selection"
+            )
 
 
 def _save(
@@ -225,13 +238,13 @@ def _require_ours(place: Place) -> bool:
         raise FileExistsError(_not_ours(place, names)) from err
     if "layout" not in group.attrs:
         raise FileExistsError(
-            f"{place.url!r} is a zarr store without features; needed a new path, or a feature "
-            "store to resume. Choose another path."
+            f"expected a new path, or a feature store to resume, got the zarr store {place.url!r} "
+            "without features; try another path"
         )
     if all(name.startswith(PREFIX) for name in control):
         raise FileExistsError(
-            f"the store {place.url!r} has lost its records; needed them to know which blocks are "
-            "complete. Restore the folder 'records', or save to another path."
+            f"expected the records of the store {place.url!r}, which say what blocks are complete, "
+            "but it has lost them; try restoring its folder 'records', or another path"
         )
     return True
 
@@ -239,12 +252,13 @@ def _require_ours(place: Place) -> bool:
 def _not_ours(place: Place, names: list[str]) -> str:
     if RECORDS in names:
         return (
-            f"the metadata of the store {place.url!r} is damaged; needed to read it. Type "
-            "td.verify(store, repair=True)."
+            f"expected metadata that can be read, but those of the store {place.url!r} are "
+            "damaged; try td.verify(store, repair=True)"
         )
+    older = " in the older zarr format 2" if ".zgroup" in names else ""
     return (
-        f"{place.url!r} exists and is no feature store; needed a new path, or a store to "
-        "resume. Choose another path."
+        f"expected a new path, or a feature store to resume, got {place.url!r}, which holds "
+        f"{names[:3]}{older}; try another path"
     )
 
 

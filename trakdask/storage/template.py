@@ -169,8 +169,8 @@ def require_place(piece: Piece, group: zarr.Group, kept: Weights) -> None:
         made = f"gram weights {weights!r} and keeps {[n for n in kept.sums if n in group]}"
         needed = f"{kept.gram!r} and {list(kept.sums)}"
     raise StoreMismatchError(
-        f"the store {piece.place.url!r} was made with {made}; needed {needed}. Type "
-        "td.save(features, store, gram=False), and td.score will reduce them when computed."
+        f"expected a store with {needed}, got {piece.place.url!r}, which was made with {made}; try "
+        "td.save(features, store, gram=False), and td.score will reduce them when computed"
     )
 
 

@@ -1,0 +1,438 @@
+"""Bad inputs of what writes and reads stores and exports."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+
+FEATURES = td.testing.simulate_features(n_samples=8, proj_dim=4, chunks=4)
+TARGETS = td.testing.simulate_features(n_samples=3, proj_dim=4, chunks=4, seed=1)
+
+
+@functools.cache
+def template() -> Path:
+    """Return a store to copy: 8 samples, of which two were dropped."""
+    store = Path(tempfile.mkdtemp()) / "f.zarr"
+    td.save(FEATURES, store, progress=False)
+    td.drop(store, where=lambda ds: xr.DataArray(np.arange(8) < 2, dims="sample"))
+    return store
+
+
+@functools.cache
+def scores() -> xr.DataArray:
+    return td.score(FEATURES, TARGETS, damping=0.1).compute()
+
+
+def store_in(folder: Path) -> Path:
+    shutil.copytree(template(), folder / "f.zarr")
+    return folder / "f.zarr"
+
+
+def save(features: Any = FEATURES, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.save(
+        features, **{"store": folder / "new.zarr", "progress": False, **options}
+    )
+
+
+def save_again(features: xr.Dataset, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.save(features, store_in(folder), progress=False, **options)
+
+
+def named(name: Any) -> Callable[[Path], object]:
+    return save(FEATURES.assign_coords({name: ("sample", np.arange(8))}))
+
+
+def with_coord(values: Any) -> Callable[[Path], object]:
+    return save(FEATURES.assign_coords(mine=("sample", np.array(values))))
+
+
+def loop(folder: Path) -> Path:
+    (folder / "a").symlink_to(folder / "b")
+    (folder / "b").symlink_to(folder / "a")
+    return folder / "a" / "f.zarr"
+
+
+def file(folder: Path) -> Path:
+    (folder / "notes.txt").write_text("mine")
+    return folder / "notes.txt"
+
+
+def foreign_folder(folder: Path) -> Path:
+    (folder / "mine").mkdir()
+    file(folder / "mine")
+    return folder / "mine"
+
+
+def foreign_zarr(folder: Path, zarr_format: Any = 3) -> Path:
+    ds = xr.Dataset({"x": ("y", np.arange(3))})
+    ds.to_zarr(folder / "mine.zarr", consolidated=False, zarr_format=zarr_format)
+    return folder / "mine.zarr"
+
+
+def older_zarr(folder: Path) -> Path:
+    return foreign_zarr(folder, 2)
+
+
+def foreign_parquet(folder: Path) -> Path:
+    (folder / "mine").mkdir()
+    pd.DataFrame({"x": [1]}).to_parquet(folder / "mine/part-00000-00000.parquet")
+    return folder / "mine"
+
+
+def text_as_parquet(folder: Path) -> Path:
+    (folder / "mine").mkdir()
+    (folder / "mine/part-00000-00000.parquet").write_text("x")
+    return folder / "mine"
+
+
+def with_link(folder: Path) -> Path:
+    store = store_in(folder)
+    (store / "elsewhere").symlink_to(folder)
+    return store
+
+
+def without(path: str) -> Callable[[Path], Path]:
+    def damaged(folder: Path) -> Path:
+        store = store_in(folder)
+        (found,) = store.glob(path)
+        shutil.rmtree(found) if found.is_dir() else found.unlink()
+        return store
+
+    return damaged
+
+
+def flipped(path: str) -> Callable[[Path], Path]:
+    def damaged(folder: Path) -> Path:
+        store = store_in(folder)
+        (found,) = store.glob(path)
+        data = bytearray(found.read_bytes())
+        data[len(data) // 2] ^= 1
+        found.write_bytes(data)
+        return store
+
+    return damaged
+
+
+def with_lease(content: bytes) -> Callable[[Path], Path]:
+    def held(folder: Path) -> Path:
+        store = store_in(folder)
+        (store / "records/lease-7.json").write_bytes(content)
+        return store
+
+    return held
+
+
+def verify(at: Callable[[Path], Any], **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.verify(at(folder), **options)
+
+
+def opened(at: Callable[[Path], Any], **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.open(at(folder), **options)
+
+
+def drop(where: Any) -> Callable[[Path], object]:
+    return lambda folder: td.drop(store_in(folder), where=where)
+
+
+def assign(coords: Any) -> Callable[[Path], object]:
+    return lambda folder: td.assign_coords(store_in(folder), coords)
+
+
+def along(values: Any, dim: str = "sample") -> xr.DataArray:
+    return xr.DataArray(np.array(values), dims=dim)
+
+
+def raises(error: Exception) -> Callable[[xr.Dataset], Any]:
+    def where(_: xr.Dataset) -> Any:
+        raise error
+
+    return where
+
+
+def to_zarr(data: Any = None, at: Any = None, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.to_zarr(
+        scores() if data is None else data, at(folder) if at else folder / "s.zarr", **options
+    )
+
+
+def to_parquet(data: Any = None, at: Any = None, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.to_parquet(
+        scores() if data is None else data, at(folder) if at else folder / "s.pq", **options
+    )
+
+
+def exported_twice(export: Callable[..., None]) -> Callable[[Path], object]:
+    def call(folder: Path) -> None:
+        for _ in range(2):
+            export(scores(), folder / "s")
+
+    return call
+
+
+ATTRS = FEATURES.attrs
+ALIVE = json.dumps({"host": "elsewhere", "pid": 7, "renewed": 4e9, "since": 0}).encode()
+
+SAVE = [
+    ("nothing", save(None), TypeError, ["NoneType"]),
+    ("an array", save(FEATURES.feature), TypeError, ["DataArray"]),
+    ("samples", save(FEATURES[["output"]]), ValueError, ["'feature'", "output"]),
+    ("integer features", save(FEATURES.astype(int)), ValueError, ["int64"]),
+    ("swapped arguments", lambda folder: td.save(str(folder), FEATURES), TypeError, ["str"]),
+    ("no path", save(store=None), TypeError, ["None", "features.zarr"]),
+    ("number as path", save(store=5), TypeError, ["5 (int)"]),
+    ("bytes as path", save(store=b"f.zarr"), TypeError, ["b'f.zarr'"]),
+    ("empty path", save(store=""), ValueError, ["''"]),
+    ("blank path", save(store="  "), ValueError, ["'  '"]),
+    ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["'s4'", "s3://"]),
+    ("NUL in path", save(store="/tmp/\0f"), ValueError, ["\\x00", "null byte"]),
+    ("path too long", save(store="/tmp/" + "f" * 300), OSError, ["fff", "too long"]),
+    ("surrogate in path", save(store="/tmp/\ud800"), ValueError, ["\\ud800"]),
+    ("links in a circle", lambda f: td.save(FEATURES, loop(f)), OSError, ["a/f.zarr", "links"]),
+    ("path of a file", lambda f: td.save(FEATURES, file(f)), NotADirectoryError, ["notes.txt"]),
+    ("foreign folder", lambda f: td.save(FEATURES, foreign_folder(f)), FileExistsError, ["notes"]),
+    ("foreign zarr", lambda f: td.save(FEATURES, foreign_zarr(f)), FileExistsError, ["mine.zarr"]),
+    ("older zarr", lambda f: td.save(FEATURES, older_zarr(f)), FileExistsError, ["format 2"]),
+    ("options as a list", save(storage_options=["anon"]), TypeError, ["['anon']"]),
+    ("unknown dtype", save(dtype="float8"), ValueError, ["'float8'", "'float16'"]),
+    ("dtype as a type", save(dtype=np.float16), ValueError, ["float16"]),
+    ("float64 as float16", save(FEATURES.astype("f8"), dtype="float16"), ValueError, ["float64"]),
+    ("unknown append_dim", save(append_dim="target"), ValueError, ["'target'", "'checkpoint'"]),
+    ("append_dim as flag", save(append_dim=True), ValueError, ["True", "'sample'"]),
+    ("negative retries", save(retries=-1), ValueError, ["-1", "retries=2"]),
+    ("retries as text", save(retries="2"), ValueError, ["'2'"]),
+    ("retries as flag", save(retries=True), ValueError, ["True"]),
+    ("half a retry", save(retries=0.5), ValueError, ["0.5"]),
+    ("gram as text", save(gram="no"), TypeError, ["gram", "'no'"]),
+    ("progress as number", save(progress=1), TypeError, ["progress", "1"]),
+    ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
+    ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),
+    ("no checkpoints", save(FEATURES.isel(checkpoint=[])), ValueError, ["checkpoint", "0"]),
+    ("no proj_dim", save(FEATURES.isel(proj_dim=[])), ValueError, ["proj_dim", "0"]),
+    ("checkpoint twice", save(FEATURES.isel(checkpoint=[0, 0])), ValueError, ["'c0', 'c0'"]),
+    ("unknown checkpoints", save(FEATURES.assign_coords(checkpoint=["a", "b"])), ValueError,
+     ["'a', 'b'", "'c0', 'c1'"]),
+    ("no provenance", save(FEATURES.drop_attrs()), ValueError, ["projector", "assign_attrs"]),
+    ("unequal chunks", save(FEATURES.chunk(sample=(3, 5))), ValueError, ["(3, 5)", "chunk(sample"]),
+    *[(f"coord named {name or 'nothing'}", named(name), ValueError, [f"'{name}'"])
+      for name in ("parts", "drops", "records", "assigned", "..", ".", "", "a/b", "zarr.json",
+                   "__x", "gram", "dropped")],
+    ("coord named by a backslash", named("a\\b"), ValueError, [r"a\\b"]),
+    ("coord named by a surrogate", named("a\ud800"), ValueError, ["\\ud800"]),
+    ("coord named by a line break", named("a\n"), ValueError, ["'a\\n'"]),
+    ("coord with a long name", named("a" * 300), ValueError, ["aaaa"]),
+    ("coord named by a number", named(5), TypeError, ["5 (int)", "'5'"]),
+    ("coord of bytes", with_coord([b"a"] * 8), TypeError, ["'mine'", "S1"]),
+    ("coord of several kinds", with_coord([None, *"abcdefg"]), ValueError, ["'mine'"]),
+    ("other task", save_again(FEATURES.assign_attrs(task="other")), td.StoreMismatchError,
+     ["task", "other"]),
+    ("other source", save_again(FEATURES.assign_attrs(source="mine")), td.StoreMismatchError,
+     ["'mine'", "append_dim='sample'"]),
+    ("other blocks", save_again(FEATURES.chunk(sample=2).assign_attrs(ATTRS)),
+     td.StoreMismatchError, ["2"]),
+    ("other label", save_again(FEATURES.assign_coords(label=("sample", np.full(8, 5)))),
+     td.StoreMismatchError, ["'label'", "5 instead of 0", "sample 0", "td.assign_coords"]),
+    ("new coord", save_again(FEATURES.assign_coords(mine=("sample", np.zeros(8)))),
+     td.StoreMismatchError, ["'mine'", "td.assign_coords"]),
+    ("other precision", save_again(FEATURES, dtype="float16"), td.StoreMismatchError, ["float16"]),
+    ("append with other width", save_again(
+        FEATURES.isel(proj_dim=slice(2)).assign_attrs(source="more"), append_dim="sample",
+    ), td.StoreMismatchError, ["4", "2"]),
+    ("append with other coords", save_again(
+        FEATURES.rename(label="mine").assign_attrs(source="more"), append_dim="sample",
+    ), td.StoreMismatchError, ["'label'", "'mine'"]),
+    ("append with fewer checkpoints", save_again(
+        FEATURES.isel(checkpoint=[0]).assign_attrs(source="more"), append_dim="sample",
+    ), td.StoreMismatchError, ["c1"]),
+    ("a live writer", lambda f: td.save(FEATURES, with_lease(ALIVE)(f)), td.StoreBusyError,
+     ["process 7 on elsewhere", "lease-7.json"]),
+    ("a lease that says nothing", lambda f: td.save(FEATURES, with_lease(b"x")(f)),
+     td.StoreBusyError, ["b'x'", "lease-7.json", "deleting"]),
+    ("lost records", lambda f: td.save(FEATURES, without("records")(f)), FileExistsError,
+     ["records"]),
+    ("lost metadata", lambda f: td.save(FEATURES, without("zarr.json")(f)), FileExistsError,
+     ["td.verify(store, repair=True)"]),
+    ("a link in the store", lambda f: td.save(FEATURES, with_link(f)), ValueError, ["elsewhere"]),
+]  # fmt: skip
+
+OPEN = [
+    ("no path", opened(lambda _: None), TypeError, ["None"]),
+    ("features", opened(lambda _: FEATURES), TypeError, ["Dataset"]),
+    ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr", "no store"]),
+    ("foreign folder", opened(foreign_folder), FileNotFoundError, ["notes.txt"]),
+    ("foreign zarr", opened(foreign_zarr), FileNotFoundError, ["mine.zarr", "open_zarr"]),
+    ("older zarr", opened(older_zarr), FileNotFoundError, ["format 2"]),
+    ("file", opened(file), NotADirectoryError, ["notes.txt"]),
+    ("links in a circle", opened(loop), OSError, ["a/f.zarr", "links"]),
+    ("unknown protocol", opened(lambda _: "s4://b/f"), ValueError, ["'s4'"]),
+    ("options as text", opened(store_in, storage_options="anon"), TypeError, ["'anon'"]),
+    ("require_complete as text", opened(store_in, require_complete="no"), TypeError, ["'no'"]),
+    ("dropped as number", opened(store_in, dropped=1), TypeError, ["dropped", "1"]),
+    ("lost block", opened(without("records/*/*1/0.json")), td.IncompleteFeaturesError,
+     ["5 of 6", "td.save(features"]),
+    ("lost coord", opened(without("label")), td.IncompleteFeaturesError, ["label/zarr.json"]),
+    ("lost chunk of a coord", opened(without("label/c/0")), td.IncompleteFeaturesError,
+     ["label/c/0", "td.verify"]),
+    ("lost gram", opened(without("gram")), td.IncompleteFeaturesError, ["gram/zarr.json"]),
+    ("lost list of files", opened(without("records/*/template.json")),
+     td.IncompleteFeaturesError, ["template.json", "require_complete=False"]),
+    ("flipped bit in a coord", opened(flipped("label/c/0")), ValueError, ["label/c/0"]),
+    ("flipped bit in metadata", opened(flipped("label/zarr.json")), ValueError, ["label/zarr"]),
+    ("flipped bit in a drop", opened(flipped("drops/1/dropped/c/0")), ValueError, ["drops/1"]),
+    ("flipped bit in a drop's metadata", opened(flipped("drops/1/zarr.json")), ValueError,
+     ["drops/1"]),
+    ("lost chunk of a drop", opened(without("drops/1/dropped/c/0")),
+     td.IncompleteFeaturesError, ["dropped/c/0"]),
+]  # fmt: skip
+
+VERIFY = [
+    ("no path", verify(lambda _: None), TypeError, ["None"]),
+    ("nothing there", verify(lambda f: f / "f.zarr"), FileNotFoundError, ["no store"]),
+    ("nothing to repair", verify(lambda f: f / "f.zarr", repair=True), FileNotFoundError,
+     ["no store"]),
+    ("foreign folder", verify(foreign_folder, repair=True), FileNotFoundError, ["notes.txt"]),
+    ("foreign zarr", verify(foreign_zarr), FileNotFoundError, ["without features"]),
+    ("older zarr", verify(older_zarr), FileNotFoundError, ["format 2"]),
+    ("file", verify(file), NotADirectoryError, ["notes.txt"]),
+    ("checksums as text", verify(store_in, checksums="all"), TypeError, ["checksums", "'all'"]),
+    ("repair as number", verify(store_in, repair=1), TypeError, ["repair", "1"]),
+    ("a link in the store", verify(with_link, repair=True), ValueError, ["'elsewhere'"]),
+    ("a live writer", verify(with_lease(ALIVE), repair=True), td.StoreBusyError, ["process 7"]),
+    ("lost list of files", verify(without("records/*/template.json")), FileNotFoundError,
+     ["template.json"]),
+]  # fmt: skip
+
+DROP = [
+    ("nothing there", lambda f: td.drop(f / "f.zarr", where=along([True])), FileNotFoundError,
+     ["no store"]),
+    ("nothing", drop(None), ValueError, ["None (NoneType)", "where=lambda"]),
+    ("an array", drop(np.arange(6) < 2), ValueError, ["(ndarray)"]),
+    ("a list", drop([True] * 6), ValueError, ["(list)"]),
+    ("positions", drop(along([0, 1])), ValueError, ["int64 {'sample': 2}", "sample: 6"]),
+    ("numbers", drop(along([0, 1] * 3)), ValueError, ["int64"]),
+    ("too many", drop(along([True, False] * 4)), ValueError, ["{'sample': 8}", "sample: 6"]),
+    ("another dimension", drop(along([True, False] * 3, "target")), ValueError, ["'target'"]),
+    ("all samples", drop(along([True] * 6)), ValueError, ["true for all 6"]),
+    ("a misspelled coord", drop(lambda ds: ds.lable == 1), ValueError, ["lable", "'label'"]),
+    ("a function that raises", drop(raises(KeyError("x"))), ValueError, ["KeyError", "'label'"]),
+    ("a function that returns nothing", drop(lambda _: None), ValueError, ["NoneType"]),
+    ("a function that returns an array", drop(lambda ds: ds.label.values == 1), ValueError,
+     ["(ndarray)"]),
+    ("a function that takes nothing", drop(lambda: None), ValueError, ["TypeError", "argument"]),
+    ("lost block", lambda f: td.drop(without("records/*/*1/0.json")(f), where=along([True])),
+     td.IncompleteFeaturesError, ["5 of 6"]),
+    ("a link in the store", lambda f: td.drop(with_link(f), where=along([True])), ValueError,
+     ["'elsewhere'"]),
+]  # fmt: skip
+
+ASSIGN = [
+    ("nothing there", lambda f: td.assign_coords(f / "f.zarr", {"a": [1]}), FileNotFoundError,
+     ["no store"]),
+    ("nothing", assign(None), TypeError, ["None (NoneType)"]),
+    ("no coords", assign({}), TypeError, ["{}"]),
+    ("a list", assign([1, 2]), TypeError, ["[1, 2]"]),
+    ("too few", assign({"label": [1, 2]}), ValueError, ["'label'", "(2,)", "6"]),
+    ("one value", assign({"label": 1}), TypeError, ["'label'", "int"]),
+    ("a text", assign({"label": "spam"}), TypeError, ["'label'", "str"]),
+    ("two dimensions", assign({"label": np.zeros((8, 2))}), ValueError, ["'label'", "(8, 2)"]),
+    ("another dimension", assign({"label": along([1] * 8, "target")}), ValueError, ["'target'"]),
+    ("missing text", assign({"label": ["a", None] * 4}), ValueError, ["'label'"]),
+    ("several kinds", assign({"label": [1, "a"] * 4}), TypeError, ["'label'", "int", "str"]),
+    ("new, without dropped ones", assign({"mine": [1] * 6}), ValueError,
+     ["'mine'", "8", "2 of them", "dropped=True"]),
+    ("another kind, without dropped ones", assign({"label": ["a"] * 6}), ValueError,
+     ["'label'", "numbers so far"]),
+    *[(f"coord named {name or 'nothing'}", assign({name: [1] * 8}), ValueError, [f"'{name}'"])
+      for name in ("parts", "..", "", "a/b", "gram", "target_label", "sample", "zarr.json")],
+    ("coord named by a number", assign({5: [1] * 8}), TypeError, ["5 (int)"]),
+    ("lost block", lambda f: td.assign_coords(without("records/*/*1/0.json")(f), {"a": [1] * 8}),
+     td.IncompleteFeaturesError, ["5 of 6"]),
+    ("a link in the store", lambda f: td.assign_coords(with_link(f), {"a": [1] * 8}), ValueError,
+     ["'elsewhere'"]),
+]  # fmt: skip
+
+
+def exports(export: Callable[..., Callable[[Path], object]]) -> list[tuple[Any, ...]]:
+    """Return what both exports refuse."""
+    return [
+        ("no path", export(at=lambda _: None), TypeError, ["None"]),
+        ("empty path", export(at=lambda _: ""), ValueError, ["''"]),
+        ("unknown protocol", export(at=lambda _: "s4://b/s"), ValueError, ["'s4'"]),
+        ("path of a file", export(at=file), NotADirectoryError, ["notes.txt"]),
+        ("file to overwrite", export(at=file, overwrite=True), NotADirectoryError, ["notes.txt"]),
+        ("links in a circle", export(at=loop), OSError, ["links"]),
+        ("feature store", export(at=store_in), FileExistsError, ["f.zarr", "overwrite=True"]),
+        ("feature store to overwrite", export(at=store_in, overwrite=True), FileExistsError,
+         ["f.zarr", "delete the folder yourself"]),
+        ("foreign zarr to overwrite", export(at=foreign_zarr, overwrite=True), FileExistsError,
+         ["mine.zarr"]),
+        ("older zarr to overwrite", export(at=older_zarr, overwrite=True), FileExistsError,
+         ["mine.zarr"]),
+        ("foreign folder to overwrite", export(at=foreign_folder, overwrite=True),
+         FileExistsError, ["notes.txt"]),
+        ("foreign parquet to overwrite", export(at=foreign_parquet, overwrite=True),
+         FileExistsError, ["part-00000"]),
+        ("text to overwrite", export(at=text_as_parquet, overwrite=True), FileExistsError,
+         ["part-00000"]),
+        ("overwrite as text", export(overwrite="no"), TypeError, ["overwrite", "'no'"]),
+        ("too large", export(max_bytes=50), ValueError, ["50 B", "184 B", "td.top_k"]),
+        ("size in words", export(max_bytes="a lot"), ValueError, ["'a lot'", "60 GB"]),
+        ("negative size", export(max_bytes=-1), ValueError, ["-1"]),
+        ("no size", export(max_bytes=None), ValueError, ["None"]),
+        ("flag as size", export(max_bytes=True), ValueError, ["True"]),
+        ("not a size", export(max_bytes=float("nan")), ValueError, ["nan"]),
+        ("numpy array", export(np.zeros((8, 3))), (TypeError, ValueError), ["ndarray"]),
+        ("text instead of data", export("scores"), (TypeError, ValueError), ["str"]),
+    ]  # fmt: skip
+
+
+TO_ZARR = [*exports(to_zarr), ("twice", exported_twice(td.to_zarr), FileExistsError, ["overwrite"])]
+TO_PARQUET = [
+    *(row for row in exports(to_parquet) if row[0] != "too large"),
+    ("twice", exported_twice(td.to_parquet), FileExistsError, ["overwrite"]),
+    ("too large", to_parquet(max_bytes=50), ValueError, ["50 B", "td.top_k"]),
+    ("features", to_parquet(FEATURES), ValueError, ["proj_dim", "td.top_k"]),
+    ("gradients", to_parquet(FEATURES.feature), ValueError, ["proj_dim"]),
+    ("scores of one target", lambda f: td.to_parquet(scores().isel(target=0), f / "s"),
+     ValueError, ["'sample'", "target"]),
+    ("scores without targets", lambda f: td.to_parquet(scores().rename(target="query"), f / "s"),
+     ValueError, ["'query'", "target"]),
+]  # fmt: skip
+
+TABLES = {
+    "save": SAVE,
+    "open": OPEN,
+    "verify": VERIFY,
+    "drop": DROP,
+    "assign_coords": ASSIGN,
+    "to_zarr": TO_ZARR,
+    "to_parquet": TO_PARQUET,
+}
+ROWS = [BadInput(function, *row) for function, table in TABLES.items() for row in table]
+
+
+@pytest.mark.filterwarnings("ignore::trakdask.errors.UnfinishedAppendWarning")
+@parametrize(ROWS)
+def test_bad_input(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)
+
+
+@parametrize([row for row in ROWS if row.function == "save" and "coord named" in row.case])
+def test_save__name_of_a_coord_is_refused_before_anything_is_written(
+    row: BadInput, tmp_path: Path
+) -> None:
+    with pytest.raises(row.error):
+        row.call(tmp_path)
+    assert list(tmp_path.iterdir()) == []
