@@ -1,44 +1,29 @@
-"""Bad inputs of what writes and reads stores and exports."""
+"""Bad inputs of what writes, changes and reads stores."""
 
 from __future__ import annotations
 
-import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import xarray as xr
 
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
-
-FEATURES = td.testing.simulate_features(n_samples=8, proj_dim=4, chunks=4)
-TARGETS = td.testing.simulate_features(n_samples=3, proj_dim=4, chunks=4, seed=1)
-
-
-@functools.cache
-def template() -> Path:
-    """Return a store to copy: 8 samples, of which two were dropped."""
-    store = Path(tempfile.mkdtemp()) / "f.zarr"
-    td.save(FEATURES, store, progress=False)
-    td.drop(store, where=lambda ds: xr.DataArray(np.arange(8) < 2, dims="sample"))
-    return store
-
-
-@functools.cache
-def scores() -> xr.DataArray:
-    return td.score(FEATURES, TARGETS, damping=0.1).compute()
-
-
-def store_in(folder: Path) -> Path:
-    shutil.copytree(template(), folder / "f.zarr")
-    return folder / "f.zarr"
+from tests.bad_inputs.stores import (
+    FEATURES,
+    file,
+    foreign_folder,
+    foreign_zarr,
+    loop,
+    older_zarr,
+    store_in,
+    with_link,
+    without,
+)
 
 
 def save(features: Any = FEATURES, **options: Any) -> Callable[[Path], object]:
@@ -57,61 +42,6 @@ def named(name: Any) -> Callable[[Path], object]:
 
 def with_coord(values: Any) -> Callable[[Path], object]:
     return save(FEATURES.assign_coords(mine=("sample", np.array(values))))
-
-
-def loop(folder: Path) -> Path:
-    (folder / "a").symlink_to(folder / "b")
-    (folder / "b").symlink_to(folder / "a")
-    return folder / "a" / "f.zarr"
-
-
-def file(folder: Path) -> Path:
-    (folder / "notes.txt").write_text("mine")
-    return folder / "notes.txt"
-
-
-def foreign_folder(folder: Path) -> Path:
-    (folder / "mine").mkdir()
-    file(folder / "mine")
-    return folder / "mine"
-
-
-def foreign_zarr(folder: Path, zarr_format: Any = 3) -> Path:
-    ds = xr.Dataset({"x": ("y", np.arange(3))})
-    ds.to_zarr(folder / "mine.zarr", consolidated=False, zarr_format=zarr_format)
-    return folder / "mine.zarr"
-
-
-def older_zarr(folder: Path) -> Path:
-    return foreign_zarr(folder, 2)
-
-
-def foreign_parquet(folder: Path) -> Path:
-    (folder / "mine").mkdir()
-    pd.DataFrame({"x": [1]}).to_parquet(folder / "mine/part-00000-00000.parquet")
-    return folder / "mine"
-
-
-def text_as_parquet(folder: Path) -> Path:
-    (folder / "mine").mkdir()
-    (folder / "mine/part-00000-00000.parquet").write_text("x")
-    return folder / "mine"
-
-
-def with_link(folder: Path) -> Path:
-    store = store_in(folder)
-    (store / "elsewhere").symlink_to(folder)
-    return store
-
-
-def without(path: str) -> Callable[[Path], Path]:
-    def damaged(folder: Path) -> Path:
-        store = store_in(folder)
-        (found,) = store.glob(path)
-        shutil.rmtree(found) if found.is_dir() else found.unlink()
-        return store
-
-    return damaged
 
 
 def flipped(path: str) -> Callable[[Path], Path]:
@@ -160,26 +90,6 @@ def raises(error: Exception) -> Callable[[xr.Dataset], Any]:
         raise error
 
     return where
-
-
-def to_zarr(data: Any = None, at: Any = None, **options: Any) -> Callable[[Path], object]:
-    return lambda folder: td.to_zarr(
-        scores() if data is None else data, at(folder) if at else folder / "s.zarr", **options
-    )
-
-
-def to_parquet(data: Any = None, at: Any = None, **options: Any) -> Callable[[Path], object]:
-    return lambda folder: td.to_parquet(
-        scores() if data is None else data, at(folder) if at else folder / "s.pq", **options
-    )
-
-
-def exported_twice(export: Callable[..., None]) -> Callable[[Path], object]:
-    def call(folder: Path) -> None:
-        for _ in range(2):
-            export(scores(), folder / "s")
-
-    return call
 
 
 ATTRS = FEATURES.attrs
@@ -364,61 +274,12 @@ ASSIGN = [
 ]  # fmt: skip
 
 
-def exports(export: Callable[..., Callable[[Path], object]]) -> list[tuple[Any, ...]]:
-    """Return what both exports refuse."""
-    return [
-        ("no path", export(at=lambda _: None), TypeError, ["None"]),
-        ("empty path", export(at=lambda _: ""), ValueError, ["''"]),
-        ("unknown protocol", export(at=lambda _: "s4://b/s"), ValueError, ["'s4'"]),
-        ("path of a file", export(at=file), NotADirectoryError, ["notes.txt"]),
-        ("file to overwrite", export(at=file, overwrite=True), NotADirectoryError, ["notes.txt"]),
-        ("links in a circle", export(at=loop), OSError, ["links"]),
-        ("feature store", export(at=store_in), FileExistsError, ["f.zarr", "overwrite=True"]),
-        ("feature store to overwrite", export(at=store_in, overwrite=True), FileExistsError,
-         ["f.zarr", "delete the folder yourself"]),
-        ("foreign zarr to overwrite", export(at=foreign_zarr, overwrite=True), FileExistsError,
-         ["mine.zarr"]),
-        ("older zarr to overwrite", export(at=older_zarr, overwrite=True), FileExistsError,
-         ["mine.zarr"]),
-        ("foreign folder to overwrite", export(at=foreign_folder, overwrite=True),
-         FileExistsError, ["notes.txt"]),
-        ("foreign parquet to overwrite", export(at=foreign_parquet, overwrite=True),
-         FileExistsError, ["part-00000"]),
-        ("text to overwrite", export(at=text_as_parquet, overwrite=True), FileExistsError,
-         ["part-00000"]),
-        ("overwrite as text", export(overwrite="no"), TypeError, ["overwrite", "'no'"]),
-        ("too large", export(max_bytes=50), ValueError, ["50 B", "184 B", "td.top_k"]),
-        ("size in words", export(max_bytes="a lot"), ValueError, ["'a lot'", "60 GB"]),
-        ("negative size", export(max_bytes=-1), ValueError, ["-1"]),
-        ("no size", export(max_bytes=None), ValueError, ["None"]),
-        ("flag as size", export(max_bytes=True), ValueError, ["True"]),
-        ("not a size", export(max_bytes=float("nan")), ValueError, ["nan"]),
-        ("numpy array", export(np.zeros((8, 3))), (TypeError, ValueError), ["ndarray"]),
-        ("text instead of data", export("scores"), (TypeError, ValueError), ["str"]),
-    ]  # fmt: skip
-
-
-TO_ZARR = [*exports(to_zarr), ("twice", exported_twice(td.to_zarr), FileExistsError, ["overwrite"])]
-TO_PARQUET = [
-    *(row for row in exports(to_parquet) if row[0] != "too large"),
-    ("twice", exported_twice(td.to_parquet), FileExistsError, ["overwrite"]),
-    ("too large", to_parquet(max_bytes=50), ValueError, ["50 B", "td.top_k"]),
-    ("features", to_parquet(FEATURES), ValueError, ["proj_dim", "td.top_k"]),
-    ("gradients", to_parquet(FEATURES.feature), ValueError, ["proj_dim"]),
-    ("scores of one target", lambda f: td.to_parquet(scores().isel(target=0), f / "s"),
-     ValueError, ["'sample'", "target"]),
-    ("scores without targets", lambda f: td.to_parquet(scores().rename(target="query"), f / "s"),
-     ValueError, ["'query'", "target"]),
-]  # fmt: skip
-
 TABLES = {
     "save": SAVE,
     "open": OPEN,
     "verify": VERIFY,
     "drop": DROP,
     "assign_coords": ASSIGN,
-    "to_zarr": TO_ZARR,
-    "to_parquet": TO_PARQUET,
 }
 ROWS = [BadInput(function, *row) for function, table in TABLES.items() for row in table]
 

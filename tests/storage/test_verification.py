@@ -284,3 +284,12 @@ def test_open__names_follow_the_content(store: Path) -> None:
     shutil.rmtree(store)
     td.save(FEATURES, store, progress=False)
     assert td.open(store).feature.data.name != name
+
+
+def test_open__record_of_a_run_that_cannot_be_read(store: Path) -> None:
+    """It only tells when and where: no number needs it."""
+    (run,) = store.glob("records/*/runs/*")
+    truncate(run)
+    opened = td.open(store)
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+    assert opened.attrs["saved"] == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -62,8 +62,7 @@ def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
     And the devices that gradients were taken on, with the kernels that projected them there, as far
     as those who stored the blocks know.
     """
-    folders = [piece.records / RUNS for piece in pieces]
-    found = [folder.read_json(name) for folder in folders for name in folder.names()]
+    found = [run for piece in pieces for run in _recorded(piece)]
     if not found:
         return {}
     ended = [run["ended"] for run in found if run["ended"]]
@@ -80,8 +79,18 @@ def runs(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 def has_ended(piece: Piece) -> bool:
     """Return whether a call of save came to its end here: then all blocks were there."""
-    folder = piece.records / RUNS
-    return any(folder.read_json(name)["ended"] for name in folder.names())
+    return any(run.get("ended") for run in _recorded(piece))
+
+
+def _recorded(piece: Piece) -> list[dict[str, Any]]:
+    """Return the runs of a piece; one that cannot be read is left out, since no number needs it."""
+    folder, found = piece.records / RUNS, []
+    for name in folder.names():
+        with suppress(ValueError):
+            run = folder.read_json(name)
+            if isinstance(run, dict) and {"started", "ended", "versions"} <= set(run):
+                found.append(run)
+    return found
 
 
 def _all(found: Sequence[Mapping[str, Any]], name: str) -> list[str]:

@@ -82,7 +82,8 @@ def save(
         that it has (those that it has already are left out), as xarray's ``append_dim`` does. They
         lie beside what is there, which nobody rewrites; the gram matrix is that of the first plus
         that of the new. Appending a checkpoint to several sets of samples takes one call for each:
-        :func:`open` refuses what lacks some of them, also at the end of the first of these calls.
+        until the last, :func:`open` shows the store without it, with a warning. An append that was
+        cut short has to be finished, by the same call, before another begins.
     dtype
         ``"float16"`` stores features in half the bytes, with an exact power of two for each sample
         and checkpoint: no element is off by more than 2^-11 of the largest of its row.
@@ -101,13 +102,19 @@ def save(
     Raises
     ------
     StoreMismatchError
-        If the store holds features that were made differently; the differing field is named.
+        If the store holds features that were made differently, or coords with other values; the
+        differing field or coord is named. :func:`assign_coords` changes coords of a store.
     StoreBusyError
         If another process writes the store.
     FileExistsError
         If the store holds something else.
+    IncompleteFeaturesError
+        If an append is asked for while the store lacks blocks of something else.
     ValueError
-        If sample chunks are unequal, so that blocks would not be chunks of the store.
+        If sample chunks are unequal, so that blocks would not be chunks of the store; if a coord
+        has a name that cannot be that of a folder; if there are symbolic links in the store.
+    TypeError
+        If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
     BlockError
         If a block fails, or ends every worker process that it comes to; completed blocks stay.
     OSError

@@ -52,6 +52,8 @@ def verify(
     repair
         Restore damaged metadata, remove what writers left half done, and withdraw the records of
         damaged blocks, so that :func:`save` computes these again, and no other. Foreign files stay.
+        Damaged coords stay, too, until :func:`save` is given features that have them, or
+        :func:`assign_coords` their values.
     storage_options
         Given to fsspec with a URL, as xarray does.
 
@@ -67,6 +69,9 @@ def verify(
         If there is no such store, or nothing left to know it by.
     StoreBusyError
         With ``repair``, if another process writes the store.
+    ValueError
+        With ``repair``, if there are symbolic links in the store, through which nothing is written;
+        or if the copy of damaged metadata is damaged, too.
 
     Notes
     -----

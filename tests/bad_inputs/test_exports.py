@@ -1,0 +1,103 @@
+"""Bad inputs of what writes results for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.stores import (
+    FEATURES,
+    file,
+    foreign_folder,
+    foreign_parquet,
+    foreign_zarr,
+    loop,
+    older_zarr,
+    scores,
+    store_in,
+    text_as_parquet,
+)
+
+
+def to_zarr(data: Any = None, at: Any = None, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.to_zarr(
+        scores() if data is None else data, at(folder) if at else folder / "s.zarr", **options
+    )
+
+
+def to_parquet(data: Any = None, at: Any = None, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: td.to_parquet(
+        scores() if data is None else data, at(folder) if at else folder / "s.pq", **options
+    )
+
+
+def exported_twice(export: Callable[..., None]) -> Callable[[Path], object]:
+    def call(folder: Path) -> None:
+        for _ in range(2):
+            export(scores(), folder / "s")
+
+    return call
+
+
+def exports(export: Callable[..., Callable[[Path], object]]) -> list[tuple[Any, ...]]:
+    """Return what both exports refuse."""
+    return [
+        ("no path", export(at=lambda _: None), TypeError, ["None"]),
+        ("empty path", export(at=lambda _: ""), ValueError, ["''"]),
+        ("unknown protocol", export(at=lambda _: "s4://b/s"), ValueError, ["'s4'"]),
+        ("path of a file", export(at=file), NotADirectoryError, ["notes.txt"]),
+        ("file to overwrite", export(at=file, overwrite=True), NotADirectoryError, ["notes.txt"]),
+        ("links in a circle", export(at=loop), OSError, ["links"]),
+        ("feature store", export(at=store_in), FileExistsError, ["f.zarr", "overwrite=True"]),
+        ("feature store to overwrite", export(at=store_in, overwrite=True), FileExistsError,
+         ["f.zarr", "delete the folder yourself"]),
+        ("foreign zarr to overwrite", export(at=foreign_zarr, overwrite=True), FileExistsError,
+         ["mine.zarr"]),
+        ("older zarr to overwrite", export(at=older_zarr, overwrite=True), FileExistsError,
+         ["mine.zarr"]),
+        ("foreign folder to overwrite", export(at=foreign_folder, overwrite=True),
+         FileExistsError, ["notes.txt"]),
+        ("foreign parquet to overwrite", export(at=foreign_parquet, overwrite=True),
+         FileExistsError, ["part-00000"]),
+        ("text to overwrite", export(at=text_as_parquet, overwrite=True), FileExistsError,
+         ["part-00000"]),
+        ("overwrite as text", export(overwrite="no"), TypeError, ["overwrite", "'no'"]),
+        ("too large", export(max_bytes=50), ValueError, ["50 B", "184 B", "td.top_k"]),
+        ("size in words", export(max_bytes="a lot"), ValueError, ["'a lot'", "60 GB"]),
+        ("negative size", export(max_bytes=-1), ValueError, ["-1"]),
+        ("no size", export(max_bytes=None), ValueError, ["None"]),
+        ("flag as size", export(max_bytes=True), ValueError, ["True"]),
+        ("not a size", export(max_bytes=float("nan")), ValueError, ["nan"]),
+        ("numpy array", export(np.zeros((8, 3))), (TypeError, ValueError), ["ndarray"]),
+        ("text instead of data", export("scores"), (TypeError, ValueError), ["str"]),
+    ]  # fmt: skip
+
+
+TO_ZARR = [*exports(to_zarr), ("twice", exported_twice(td.to_zarr), FileExistsError, ["overwrite"])]
+TO_PARQUET = [
+    *(row for row in exports(to_parquet) if row[0] != "too large"),
+    ("twice", exported_twice(td.to_parquet), FileExistsError, ["overwrite"]),
+    ("too large", to_parquet(max_bytes=50), ValueError, ["50 B", "td.top_k"]),
+    ("features", to_parquet(FEATURES), ValueError, ["proj_dim", "td.top_k"]),
+    ("gradients", to_parquet(FEATURES.feature), ValueError, ["proj_dim"]),
+    ("scores of one target", lambda f: td.to_parquet(scores().isel(target=0), f / "s"),
+     ValueError, ["'sample'", "target"]),
+    ("scores without targets", lambda f: td.to_parquet(scores().rename(target="query"), f / "s"),
+     ValueError, ["'query'", "target"]),
+]  # fmt: skip
+
+ROWS = [
+    BadInput(function, *row)
+    for function, table in {"to_zarr": TO_ZARR, "to_parquet": TO_PARQUET}.items()
+    for row in table
+]
+
+
+@parametrize(ROWS)
+def test_bad_input(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)
