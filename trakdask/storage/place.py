@@ -94,7 +94,7 @@ class Place:
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below it, by their relative paths; one listing."""
         if self.is_local:
-            return dict(_walk(self.url))
+            return dict(_sizes(self.url))
         fs, path = self._fs()
 
         def listed() -> dict[str, int]:
@@ -107,9 +107,8 @@ class Place:
     def sweep(self) -> None:
         """Remove the files below it that were half written when their writer was killed."""
         if self.is_local:  # only there is a file written under another name first
-            for path, _ in _walk(self.url):
-                if is_partial(path):
-                    self.remove(path)
+            for path in [path for path, _ in _walk(self.url) if is_partial(path)]:
+                self.remove(path)
 
     def require_no_links(self) -> None:
         """Refuse symbolic links below it, so that what is written there stays there.
@@ -121,12 +120,11 @@ class Place:
         """
         if not self.is_local or not os.path.isdir(self.url):
             return
-        for path, _ in _walk(self.url):
-            whole = f"{self.url}/{path}"
-            if os.path.islink(whole):
+        for path, entry in _walk(self.url):
+            if entry.is_symlink():
                 raise ValueError(
                     f"expected plain files and folders in the store {self.url!r}, got the symbolic "
-                    f"link {path!r} to {os.readlink(whole)!r}, and nothing is written through "
+                    f"link {path!r} to {os.readlink(entry.path)!r}, and nothing is written through "
                     "links; try replacing the link by what it leads to"
                 )
 
@@ -208,7 +206,14 @@ def _written(target: str, data: bytes) -> Iterator[str]:
             os.unlink(partial)
 
 
-def _walk(folder: str) -> Iterator[tuple[str, int]]:
+def _sizes(folder: str) -> Iterator[tuple[str, int]]:
+    for path, entry in _walk(folder):
+        with suppress(FileNotFoundError):  # another's temporary file, gone by now
+            yield path, entry.stat(follow_symlinks=False).st_size
+
+
+def _walk(folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield all that is below a folder but folders, by relative paths."""
     waiting = [(folder, "")]
     while waiting:
         path, prefix = waiting.pop()
@@ -216,9 +221,8 @@ def _walk(folder: str) -> Iterator[tuple[str, int]]:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append((entry.path, f"{prefix}{entry.name}/"))
-                    continue
-                with suppress(FileNotFoundError):  # another's temporary file, gone by now
-                    yield f"{prefix}{entry.name}", entry.stat(follow_symlinks=False).st_size
+                else:
+                    yield f"{prefix}{entry.name}", entry
 
 
 def _may_pass(err: OSError) -> bool:
