@@ -16,6 +16,7 @@ import xarray as xr
 import yaml
 
 from trakdask._version import __version__
+from trakdask.execution.layers import feature_layer
 from trakdask.provenance import digest
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -244,7 +245,7 @@ def _lazy(stores: tuple[_Store, ...]) -> da.Array:
     array: da.Array = da.map_blocks(
         functools.partial(_read, stores, bounds),
         chunks=(chunks, (width,), (1,) * len(stores)),
-        name=f"feature-{digest({'files': states, 'rows': rows})[:32]}",
+        name=feature_layer(digest({"files": states, "rows": rows})[:32]),
         dtype=np.float32,
         meta=np.empty((0, 0, 0), np.float32),
     )

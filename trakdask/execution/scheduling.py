@@ -15,6 +15,7 @@ from dask.base import get_scheduler
 from distributed import Client, KilledWorker, get_worker
 
 from trakdask.errors import BlockError
+from trakdask.execution.layers import has_featurize_layer
 
 __all__ = [
     "active_client",
@@ -110,7 +111,7 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
 def are_lazy(features: xr.Dataset) -> bool:
     """Return whether some of the features are still to be computed from gradients."""
     layers = getattr(features.__dask_graph__(), "layers", ())
-    return any(name.startswith("featurize-") for name in layers)
+    return has_featurize_layer(layers)
 
 
 def remember(block: str, what: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trakdask.errors import BlockError
+from trakdask.execution.layers import block_key
 from trakdask.execution.scheduling import note_start, remember
 from trakdask.featurization.checks import check_micro_batch, check_once
 from trakdask.featurization.devices import described, device_of_task, on_device
@@ -43,7 +44,7 @@ def featurize_block(
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
             block = _featurize_samples(Samples(job, positions, arrays, device), checkpoint)
-        remember(f"{job.token} {index[0]} {positions[0]}", described(device))
+        remember(block_key(job.token, index[0], positions[0]), described(device))
         return block
     except Exception as err:
         raise BlockError(

@@ -16,6 +16,7 @@ import xarray as xr
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
+from trakdask.execution.layers import feature_layer, featurize_layer
 from trakdask.featurization.block import Block, featurize_block
 from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
@@ -318,7 +319,7 @@ def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
     """Build the graph: 1 one bundle per (sample block × checkpoint), 2 one getter per variable."""
     job = replace(job, token=token)
-    _jobs[f"featurize-{token}"] = job
+    _jobs[featurize_layer(token)] = job
     chunks = next(iter(inputs.values())).chunks[0]
     checkpoints = len(job.model.checkpoints)
     bundle = da.blockwise(
@@ -329,7 +330,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         _positions(chunks, token),
         "s",
         *_indexed(inputs),
-        name=f"featurize-{token}",
+        name=featurize_layer(token),
         dtype=object,
         meta=np.empty((0, 0), dtype=object),
         concatenate=True,
@@ -338,7 +339,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
     width = job.projector.width(job.row_map.n_rows)
     feature = da.blockwise(
         _take, "spc", bundle, "sc", 0, None,
-        new_axes={"p": width}, name=f"feature-{token}",
+        new_axes={"p": width}, name=feature_layer(token),
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
     others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))

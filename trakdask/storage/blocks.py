@@ -19,6 +19,7 @@ from distributed import as_completed, futures_of
 from trakdask._version import __version__
 from trakdask.arrays.half import encode
 from trakdask.execution import scheduling
+from trakdask.execution.layers import block_key, token_of
 from trakdask.provenance import digest
 from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained
@@ -117,7 +118,7 @@ def _write_block(piece: Piece, index: int, layer: str, *blocks: np.ndarray) -> n
             # No chunk of errors means none; one that an earlier attempt wrote is removed.
             of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
             of[(rows, ..., slice(index, index + 1))] = value
-        made = scheduling.recall(f"{layer.removeprefix('feature-')} {index} {start}")
+        made = scheduling.recall(block_key(token_of(layer) or layer, index, start))
         piece.write_record(index, str(block), store.written, {**about(started), **made})
         tell(piece.digest, made)
     return np.ones(1, bool)

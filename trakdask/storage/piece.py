@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ import xarray as xr
 import zarr
 from zarr.codecs import Crc32cCodec
 
+from trakdask.execution.layers import token_of
 from trakdask.provenance import FEATURE_SPEC, digest, spec
 from trakdask.storage.place import Arrays, Place, Recorded
 from trakdask.variables import CHECKPOINT, SAMPLE
@@ -166,7 +166,7 @@ def describe(features: xr.Dataset, dtype: str | None) -> tuple[dict[str, Any], d
         )
     described = spec(features)
     name = features.feature.data.name
-    if not re.fullmatch(r"feature-[0-9a-f]{32}", name):
+    if token_of(name) is None:
         described["source"] = f"{described.get('source', '')}/{name}"
     return described, _layout(features, dtype)
 

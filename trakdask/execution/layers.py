@@ -1,0 +1,54 @@
+"""Names of the layers that featurize adds to a graph: made here, and recognised here.
+
+Stores and schedulers see nothing of an array but its name. A name says whether an array is exactly
+what featurize made, and which block of it a task has computed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+__all__ = ["block_key", "feature_layer", "featurize_layer", "has_featurize_layer", "token_of"]
+
+_TOKEN = r"[0-9a-f]{32}"
+
+
+def featurize_layer(token: str) -> str:
+    """Name the layer whose tasks compute all variables of a block."""
+    return f"featurize-{token}"
+
+
+def feature_layer(token: str) -> str:
+    """Name the array ``feature`` that is taken from these tasks.
+
+    Parameters
+    ----------
+    token
+        32 hexadecimal digits, a hash of everything that determines the features.
+    """
+    return f"feature-{token}"
+
+
+def token_of(name: str) -> str | None:
+    """Return the token in the name of a ``feature`` that nothing has changed, else None.
+
+    Examples
+    --------
+    >>> token_of(feature_layer("0" * 32)) == "0" * 32
+    True
+    >>> token_of("getitem-0123") is None
+    True
+    """
+    match = re.fullmatch(f"feature-({_TOKEN})", name)
+    return match[1] if match else None
+
+
+def has_featurize_layer(names: Iterable[str]) -> bool:
+    """Tell whether a graph with layers of these names still computes gradients."""
+    return any(name.startswith("featurize-") for name in names)
+
+
+def block_key(token: str, checkpoint: int, first_sample: int) -> str:
+    """Name one block of features, for what a process notes about how it was computed."""
+    return f"{token} {checkpoint} {first_sample}"
