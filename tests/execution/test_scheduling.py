@@ -77,7 +77,10 @@ def test_save__further_attempts_on_a_cluster(client: Client, tmp_path: Path) -> 
 
 
 def test_run__nothing_to_do() -> None:
-    run(lambda: None, retries=3)
+    def compute(*args: object, **options: object) -> None:
+        raise AssertionError("something was computed")
+
+    assert run(lambda: None, retries=3, compute=compute) is None
 
 
 @contextmanager
