@@ -1,1 +1,1 @@
-"""How work reaches the workers of a scheduler: handles to objects, submissions, progress."""
+"""Run work on a scheduler: handles to large objects, retries, fingerprints and progress bars."""

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from trakdask.execution.memory_maps import is_plain_array, memmap_place
+from trakdask.execution.memory_maps import is_plain_array, memmap_location
 
 __all__ = ["fingerprint", "unpicklable"]
 
@@ -20,7 +20,7 @@ _COPIED_BYTES = 64 * 1024**2
 
 
 def fingerprint(obj: Any) -> str:
-    """Hash the content of an object, equally in every process.
+    """Hash the content of an object; the result is the same in every process.
 
     Parameters
     ----------
@@ -38,11 +38,11 @@ def fingerprint(obj: Any) -> str:
 
     Notes
     -----
-    Arrays and tensors count by dtype, shape and values. What an installed module defines counts
-    by its name, what a notebook or script defines counts by its code. A read-only ``np.memmap``
-    counts by path, size and modification time of its file. Sets of strings have no fixed order,
-    so neither have the fingerprints of objects that hold them. Nothing is copied: the pickle is
-    hashed as it is made.
+    Arrays and tensors are hashed by dtype, shape and values. Functions and classes of installed
+    modules are hashed by name, those defined in a notebook or script by their code. A read-only
+    ``np.memmap`` is hashed by the path, size and modification time of its file. Sets of strings
+    have no fixed order, so the fingerprint of an object that contains one is not reproducible. The
+    pickle is hashed as it is produced, so the object is not copied.
 
     Examples
     --------
@@ -61,10 +61,11 @@ def fingerprint(obj: Any) -> str:
 
 
 def unpicklable(obj: Any, err: Exception) -> TypeError:
-    """Say that an object cannot travel, and what can in its place."""
+    """Return the error for an object that cannot be sent to other processes."""
     return TypeError(
-        f"{type(obj).__name__} object cannot be pickled ({err!r}); needed an object that can be "
-        "sent to other processes. Pass a zero-argument callable that returns it instead."
+        f"expected an object that can be pickled and sent to other processes, got "
+        f"{type(obj).__name__} object, which cannot be pickled ({err!r}); try a zero-argument "
+        "callable that returns it"
     )
 
 
@@ -79,18 +80,18 @@ class _HashWriter:
 
 def _array_digest(array: np.ndarray[Any, Any]) -> str:
     digest = hashlib.sha256()
-    if (place := memmap_place(array)) is not None:
-        status = os.stat(place[0])
-        digest.update(repr((place, status.st_size, status.st_mtime_ns)).encode())
+    if (location := memmap_location(array)) is not None:
+        status = os.stat(location[0])
+        digest.update(repr((location, status.st_size, status.st_mtime_ns)).encode())
         return digest.hexdigest()
     digest.update(repr((array.dtype.str, array.shape)).encode())
-    for part in _contiguous_parts(array):
-        digest.update(part.data)
+    for block in _contiguous_blocks(array):
+        digest.update(block.data)
     return digest.hexdigest()
 
 
-def _contiguous_parts(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Bytes of an array in C order; what is not contiguous is copied 64 MiB at a time."""
+def _contiguous_blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the bytes of an array in C order, copying at most 64 MiB at a time if needed."""
     if array.flags.c_contiguous:
         yield array.reshape(-1).view(np.uint8)
         return
@@ -100,14 +101,15 @@ def _contiguous_parts(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, A
 
 
 class _FingerprintPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler whose bytes say what an object is, and not how or where it was made.
+    """A pickler whose output depends on an object's content, not on how or where it was created.
 
-    cloudpickle's own bytes do: random class ids, file names of notebook cells, torch's addresses.
-    They are only hashed and never loaded, so reductions need not be invertible.
+    The output of cloudpickle itself contains random class ids, file names of notebook cells and
+    memory addresses of torch. The output here is hashed and never loaded, so the reductions need
+    not be invertible.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")  # no object is a tensor before torch is imported
+        torch = sys.modules.get("torch")  # no tensors can exist before torch is imported
         if torch is not None and isinstance(obj, torch.Tensor):
             flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_digest(flat)))
@@ -123,11 +125,12 @@ class _FingerprintPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _stub(name: str) -> None:
-    """Stand in a hashed pickle for the function that would rebuild the object."""
+    """Stand in for the function that would rebuild the object; the pickle is never loaded."""
 
 
 def _reduced(name: str, state: Any) -> tuple[Callable[[str], None], tuple[str], Any]:
-    # As state and not as argument: pickle then knows the object before it meets it again inside.
+    # Passed as state, not as an argument: pickle then memoizes the object before it pickles the
+    # state, so an object that refers to itself does not recurse forever.
     return _stub, (name,), state
 
 
@@ -135,10 +138,10 @@ def _is_importable(obj: Any) -> bool:
     module = sys.modules.get(obj.__module__ or "")
     if module is None or module.__name__ == "__main__":
         return bool(obj.__module__ == "builtins")
-    found: Any = module
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
+    definition: Any = module
+    for name in obj.__qualname__.split("."):
+        definition = getattr(definition, name, None)
+    return definition is obj
 
 
 def _code_state(code: types.CodeType) -> Any:
@@ -159,7 +162,7 @@ def _function_state(function: types.FunctionType) -> Any:
 def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty: its variable is not bound yet
+    except ValueError:  # the cell is empty: its variable is not bound yet
         return None
 
 

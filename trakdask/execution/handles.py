@@ -1,8 +1,8 @@
-"""Driver-side objects that reach workers through a folder instead of through the task graph.
+"""Send large objects to workers through a shared folder instead of through the task graph.
 
-A :class:`Spooled` handle stands for its object in tasks. Inside the process that made it, it gives
-back the very object. Pickling the handle writes the object to the spool folder, once per content,
-and sends the path; another process opens it when it is first asked for, and keeps it.
+A :class:`Spooled` handle represents its object in tasks. In the process that created it, the handle
+returns the object itself. Pickling the handle writes the object to the spool folder, once per
+content, and sends only the path; another process loads the object on first use and caches it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import cloudpickle
 import numpy as np
 
 from trakdask.execution.fingerprints import fingerprint, unpicklable
-from trakdask.execution.memory_maps import is_plain_array, memmap_place, open_memmap
+from trakdask.execution.memory_maps import is_plain_array, memmap_location, open_memmap
 
 __all__ = ["SPOOL_VARIABLE", "Spooled", "spool_folder"]
 
@@ -36,29 +36,29 @@ SPOOL_VARIABLE = "TRAKDASK_SPOOL"
 """Environment variable that names the spool folder."""
 
 INLINE_BYTES = 16 * 1024
-"""An object that pickles to at most this travels in the handle: no shared folder is needed."""
+"""Objects whose pickle is at most this large are sent inside the handle, without a folder."""
 
 LARGE_BYTES = 64 * 1024**2
-_LARGE_KEPT = 4
-_SMALL_KEPT = 1024
+_MAX_LARGE_CACHED = 4
+_MAX_SMALL_CACHED = 1024
 
 _Location = tuple[Callable[..., Any], tuple[Any, ...], int]
-"""How to open an object in another process: a function, its arguments, the bytes it occupies."""
+"""How another process opens the object: a function, its arguments, and the size in bytes."""
 
 _lock = threading.RLock()
 _live: weakref.WeakValueDictionary[str, Spooled] = weakref.WeakValueDictionary()
 
 
 class Spooled:
-    """Hold an object so that its handle can be pickled without it.
+    """Wrap an object in a handle that can be pickled without the object.
 
     Parameters
     ----------
     obj
-        What tasks need: a numpy array, a torch dataset or module, a callable. It is held, not
-        copied: do not change it afterwards.
+        An object that tasks need: a numpy array, a torch dataset or module, a callable. The handle
+        refers to it without copying it, so do not modify it afterwards.
     token
-        Name of the content. Objects with equal tokens must be interchangeable. Without it, the
+        Identifies the content: objects with equal tokens must be interchangeable. By default the
         content is hashed (:func:`fingerprint`).
 
     Raises
@@ -68,17 +68,19 @@ class Spooled:
 
     Notes
     -----
-    The folder is ``$TRAKDASK_SPOOL``, which all workers must see, or a temporary one of this
-    process that is removed at its exit: enough for workers on this machine. Files of a folder that
-    was named stay, and are used again. Whoever can write there can run code in the workers: so it
-    is made for its owner alone, one that others can write to is refused, and nothing is unpickled
-    that belongs to another user (but root).
+    The folder is ``$TRAKDASK_SPOOL``, which all workers must be able to read. If the variable is
+    not set, it is a temporary folder that is removed when this process exits; that suffices for
+    workers on this machine. Files in a folder that you named remain there and are reused. Anyone
+    who can write to the folder can run code in the workers. Therefore a new folder is accessible to
+    its owner only, a folder that others can write to is rejected, and files of other users (except
+    root) are never unpickled.
 
-    Cost: one hash of the content now; one write at the first pickling. Contents up to 16 kB
-    travel in the handle. A read-only ``np.memmap`` is neither read nor written: its file is named
-    by path, size and modification time, and must be seen by the workers. In other processes arrays
-    are memory maps (read-only) and other objects are unpickled once; the last four larger
-    than 64 MiB are kept. Handles and the cache may be used from any thread.
+    Cost: one hash of the content on creation and one write when first pickled. Objects of up to
+    16 kB are sent inside the handle. A read-only ``np.memmap`` is neither read nor written: it is
+    identified by the path, size and modification time of its file, which the workers must be able
+    to read. In other processes arrays are read-only memory maps, and other objects are unpickled
+    once; the four most recently used objects larger than 64 MiB stay in memory. Handles and the
+    cache are thread-safe.
 
     Examples
     --------
@@ -104,12 +106,12 @@ class Spooled:
             _live[self.token] = self
 
     def get(self) -> Any:
-        """Return the object: itself where it was made, a copy kept by the process elsewhere.
+        """Return the object itself where it was created, and a cached copy in other processes.
 
         Raises
         ------
         FileNotFoundError
-            If this process does not see the spool folder of the process that wrote the object.
+            If this process cannot see the spool folder of the process that wrote the object.
         """
         if self._location is not None and self._object is _ABSENT:
             return _opened(self.token, self._location)
@@ -123,7 +125,7 @@ class Spooled:
 
     def __reduce__(self) -> tuple[Callable[..., Spooled], tuple[str, _Location]]:
         with _lock:
-            # The file may be gone: a named folder is swept, or its name was changed.
+            # The file may have gone: someone cleaned the folder, or TRAKDASK_SPOOL changed.
             if self._object is not _ABSENT and not _is_in_folder(self._location):
                 self._location = _store(self._object, self.token)
             assert self._location is not None
@@ -146,24 +148,25 @@ def _restore(token: str, location: _Location) -> Spooled:
 
 
 def spool_folder() -> Path:
-    """Return the folder that this process spools to, made if it is missing.
+    """Return the folder that this process spools to, creating it if it does not exist.
 
     Returns
     -------
-    ``$TRAKDASK_SPOOL``, or a temporary folder of this process, removed at its exit.
+    ``$TRAKDASK_SPOOL``, or a temporary folder that is removed when this process exits.
 
     Raises
     ------
     PermissionError
-        If others can write to the folder that was named, and so run code in the workers.
+        If others can write to the named folder, and so could run code in the workers.
     NotADirectoryError
-        If it is a file.
+        If the path is a file.
     """
     if named := os.environ.get(SPOOL_VARIABLE):
         folder = Path(named).absolute()
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(
-                f"expected a folder in {SPOOL_VARIABLE}, got the file {str(folder)!r}; try another"
+                f"expected a folder in {SPOOL_VARIABLE}, got the file {str(folder)!r}; try the "
+                "path of a folder"
             )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_private(os.stat(folder), str(folder))
@@ -179,7 +182,7 @@ def _temporary_folder(pid: int) -> Path:
 
 
 def _remove_folder(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child runs its parent's exit functions
+    if os.getpid() == pid:  # a forked child also runs its parent's exit functions
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -193,8 +196,8 @@ def _is_in_folder(location: _Location | None) -> bool:
 
 
 def _store(obj: Any, token: str) -> _Location:
-    if (place := memmap_place(obj)) is not None:
-        return open_memmap, place, 0
+    if (location := memmap_location(obj)) is not None:
+        return open_memmap, location, 0
     stem = spool_folder() / hashlib.sha256(token.encode()).hexdigest()
     if is_plain_array(obj) and obj.nbytes > INLINE_BYTES:
         path = stem.with_suffix(".npy")
@@ -238,12 +241,14 @@ _opened_large: OrderedDict[str, Any] = OrderedDict()
 def _opened(token: str, location: _Location) -> Any:
     opener, args, size = location
     large = size > LARGE_BYTES
-    cache, kept = (_opened_large, _LARGE_KEPT) if large else (_opened_small, _SMALL_KEPT)
-    with _lock:  # held while opening: two threads must not both load a large object
+    cache, limit = (
+        (_opened_large, _MAX_LARGE_CACHED) if large else (_opened_small, _MAX_SMALL_CACHED)
+    )
+    with _lock:  # held while opening, so that two threads do not both load a large object
         if token not in cache:
             cache[token] = _open(opener, args)
         cache.move_to_end(token)
-        while len(cache) > kept:
+        while len(cache) > limit:
             cache.popitem(last=False)
         return cache[token]
 
@@ -253,12 +258,12 @@ def _open(opener: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return opener(*args)
     except FileNotFoundError as err:
         if err.filename is None or str(err.filename) != args[0]:
-            raise  # raised by the object itself, while it was unpickled
+            raise  # the object itself raised it while it was unpickled
         raise FileNotFoundError(
-            f"{args[0]} is not there on host {socket.gethostname()}; needed the file that the "
-            f"process which built the graph wrote or mapped. Set {SPOOL_VARIABLE} to a folder that "
-            "all workers see (and keep memory-mapped files on such a disk), then build the graph "
-            "again."
+            "expected a file that the process which built the graph wrote or memory-mapped, got no "
+            f"file {args[0]} on host {socket.gethostname()}; try setting {SPOOL_VARIABLE} to a "
+            "folder that all workers can read (memory-mapped files must be on such a disk, too), "
+            "and building the graph again"
         ) from err
 
 
@@ -270,19 +275,21 @@ def _open_array(path: str) -> np.ndarray[Any, Any]:
 def _open_pickle(path: str) -> Any:
     _require_private(os.stat(os.path.dirname(path)), os.path.dirname(path))
     with open(path, "rb") as file:
-        _require_private(os.fstat(file.fileno()), path)  # of what is read, whatever its name is now
+        # The open file is checked, not the path, which may have been replaced in the meantime.
+        _require_private(os.fstat(file.fileno()), path)
         return pickle.load(file)
 
 
 def _require_private(status: os.stat_result, path: str) -> None:
-    """Refuse what others could have written: unpickling it would run their code."""
+    """Reject a file or folder that others could have written: unpickling would run their code."""
     if not hasattr(os, "getuid"):  # not POSIX
         return
     others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if status.st_uid not in (os.getuid(), 0) or others:
         raise PermissionError(
             f"expected a spool that only user {os.getuid()} can write to, got {path!r} of user "
-            f"{status.st_uid} with the mode {stat.S_IMODE(status.st_mode):o}: what is there is "
-            f"unpickled, so whoever writes it runs code here. Try chmod go-w, or {SPOOL_VARIABLE} "
-            "as a folder of your own, with workers of the same user"
+            f"{status.st_uid} with the mode {stat.S_IMODE(status.st_mode):o} (its files are "
+            "unpickled, so anyone who can write there could run code in this process); try "
+            f"chmod go-w, or setting {SPOOL_VARIABLE} to a folder of your own, with workers that "
+            "run as the same user"
         )

@@ -1,4 +1,4 @@
-"""What the spool must know of numpy arrays: which are plain bytes, and which lie in a file."""
+"""Recognize numpy arrays that are plain bytes, and those that are memory maps of a file."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["is_plain_array", "memmap_place", "open_memmap"]
+__all__ = ["is_plain_array", "memmap_location", "open_memmap"]
 
-MemmapPlace = tuple[str, str, int, tuple[int, ...]]
+MemmapLocation = tuple[str, str, int, tuple[int, ...]]
 """Arguments of :func:`open_memmap`: path, dtype, offset in bytes, shape."""
 
 
 def is_plain_array(obj: Any) -> bool:
-    """Tell whether the object is a numpy array whose content is its bytes."""
+    """Return whether the object is a numpy array whose bytes are its whole content."""
     return type(obj) in (np.ndarray, np.memmap) and obj.dtype.kind in "biufcmMSU"
 
 
-def memmap_place(obj: Any) -> MemmapPlace | None:
-    """Find where on disk a read-only memory map, or a contiguous slice of one, lies."""
+def memmap_location(obj: Any) -> MemmapLocation | None:
+    """Return the file and offset of a read-only memory map, or of a contiguous slice of one.
+
+    None for any other object.
+    """
     if not is_plain_array(obj) or not obj.flags.c_contiguous or obj.size == 0:
         return None
     root: Any = obj
     while isinstance(root.base, np.ndarray):
         root = root.base
     mapped: Any = root.base
-    # A writable map may hold, or get, what its file does not.
+    # A writable map can differ from its file, now or later.
     if type(root) is not np.memmap or not isinstance(mapped, mmap.mmap) or root.mode != "r":
         return None
     if root.filename is None:
@@ -37,5 +40,5 @@ def memmap_place(obj: Any) -> MemmapPlace | None:
 
 
 def open_memmap(path: str, dtype: str, offset: int, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
-    """Map the bytes that :func:`memmap_place` found."""
+    """Map the bytes at a location that :func:`memmap_location` returned."""
     return np.memmap(path, dtype=np.dtype(dtype), mode="r", offset=offset, shape=shape)

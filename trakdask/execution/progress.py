@@ -1,4 +1,4 @@
-"""A progress bar for every scheduler: it counts completed work, whichever process does it."""
+"""Show a progress bar on any scheduler by counting completed work, whichever process did it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 def polled_bar(
     title: str, total: int, count: Callable[[], int], *, show: bool = True
 ) -> Iterator[None]:
-    """Show ``count()`` of ``total`` while the block runs, updated twice a second.
+    """Show ``count()`` out of ``total`` while the ``with`` body runs, updated twice a second.
 
     The count is of completed work in the store, so the bar is the same on threads, processes and a
-    cluster, and correct after a restart. Counting takes at most a twentieth of the time: if listing
-    the store is slow, the count is updated less often. The remaining time is estimated from what
-    was completed since the bar was shown.
+    cluster, and is correct after a restart. Counting takes at most a twentieth of the time: if
+    listing the store is slow, the bar is updated less often. The remaining time is estimated from
+    the work completed since the bar appeared.
     """
     if not show:
         yield
@@ -78,8 +78,8 @@ def _poll(bar: _Bar, count: Callable[[], int], stop: threading.Event) -> None:
         start = time.monotonic()
         try:
             bar.update(count())
-        except Exception as err:  # if it persists, the computation itself fails with it
-            _log.info("could not count what is done: %s", err)
+        except Exception as err:  # if it persists, the computation itself fails, too
+            _log.info("could not count the completed work: %s", err)
         wait = max(_INTERVAL_S, _SHARE * (time.monotonic() - start))
 
 
@@ -98,7 +98,7 @@ class _TerminalBar:
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns)
-        # Not an update: work completed earlier would distort the estimated speed.
+        # Set here and not by an update: earlier work would distort the estimated speed.
         self._task = self._progress.add_task(title, total=total, completed=done)
 
     def update(self, done: int) -> None:
@@ -113,7 +113,7 @@ class _TerminalBar:
 
 
 class _NotebookBar:
-    """An HTML bar that is updated in place; rich would need ipywidgets for that."""
+    """An HTML progress bar, updated in place; rich would need ipywidgets for that."""
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self._title, self._total, self._before = title, total, done

@@ -1,4 +1,4 @@
-"""Submissions to the active scheduler: further attempts, and names of blocks that fail."""
+"""Submit work to the active scheduler: retries, resources, and errors that name the block."""
 
 from __future__ import annotations
 
@@ -43,25 +43,26 @@ def run(
     retries: int,
     compute: Callable[..., T] = dask.compute,
 ) -> T | None:
-    """Compute what a submission finds to do, with further attempts after errors that pass.
+    """Compute the tasks that are still missing, and retry after transient errors.
 
     Parameters
     ----------
     submission
-        Builds the tasks that are missing now; None where nothing is.
+        Builds the tasks that are still missing; returns None if there are none.
     retries
-        Further attempts: of a task on a cluster, of all that is still missing elsewhere.
+        Number of further attempts. On a cluster each task is retried on its own; elsewhere all
+        tasks that are still missing are submitted again.
     compute
-        Computes the tasks, with ``retries=`` on a cluster.
+        Computes the tasks; called with ``retries=`` on a cluster.
 
     Returns
     -------
-    What ``compute`` returns; None where there was nothing to do.
+    The result of ``compute``, or None if no task was missing.
 
     Raises
     ------
     BlockError
-        If a block ends every worker process that it comes to.
+        If a block kills every worker process that computes it.
     """
     cluster = active_client()
     attempts = 1 if cluster else retries + 1
@@ -87,10 +88,10 @@ def active_client() -> Client | None:
 
 
 def gpu_options(features: xr.Dataset) -> dict[str, Any]:
-    """Return what to give to ``compute`` so that gradients are taken by workers that declare a GPU.
+    """Return options of ``compute`` that send gradient tasks to workers that declare a GPU.
 
-    Nothing, unless a worker of the active client was started with ``resources={"GPU": ...}`` and
-    the features are still to be made, on a GPU if there is one. It has to be given to ``compute``:
+    Empty, unless a worker of the active client was started with ``resources={"GPU": ...}`` and the
+    features are still to be computed on a GPU. The options must be passed to ``compute``, because
     Dask drops annotations when it fuses tasks.
 
     Examples
@@ -107,25 +108,25 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
 
 
 def are_lazy(features: xr.Dataset) -> bool:
-    """Tell whether gradients are still to be taken for some features."""
+    """Return whether some of the features are still to be computed from gradients."""
     layers = getattr(features.__dask_graph__(), "layers", ())
     return any(name.startswith("featurize-") for name in layers)
 
 
 def remember(block: str, what: Mapping[str, Any]) -> None:
-    """Keep what is known of a block, until the task of this process that stores it asks."""
-    while len(_remembered) >= _MOST_REMEMBERED:  # of blocks that nobody stores
+    """Remember metadata of a block until the task that stores it, in this process, recalls them."""
+    while len(_remembered) >= _MOST_REMEMBERED:  # blocks that are never stored
         _remembered.pop(next(iter(_remembered)), None)
     _remembered[block] = dict(what)
 
 
 def recall(block: str) -> dict[str, Any]:
-    """Return what this process knows of a block, and forget it; nothing of those made elsewhere."""
+    """Return and forget the metadata of a block; empty if another process computed the block."""
     return _remembered.pop(block, {})
 
 
 def on_all_workers(function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Call a function on each worker that is there, or in this process where there are none."""
+    """Call a function on each worker of the active client, or in this process without a client."""
     client = active_client()
     if client is None:
         return [function(*arguments)]
@@ -133,7 +134,7 @@ def on_all_workers(function: Callable[..., T], *arguments: Any) -> list[T]:
 
 
 def n_slots(resources: Mapping[str, int] | None = None) -> int:
-    """Return how many tasks the active scheduler runs at once, of those that need resources.
+    """Return how many tasks that need the resources the active scheduler runs at once.
 
     Examples
     --------
@@ -151,40 +152,45 @@ def n_slots(resources: Mapping[str, int] | None = None) -> int:
 
 
 def _slots(worker: Mapping[str, Any], resources: Mapping[str, int]) -> int:
-    has = worker["resources"]
-    fits = (int(has.get(name, 0) // needed) for name, needed in resources.items())
+    available = worker["resources"]
+    fits = (int(available.get(name, 0) // amount) for name, amount in resources.items())
     return int(min((worker["nthreads"], *fits)))
 
 
 def note_start(what: str) -> None:
-    """Let the scheduler know what a worker begins: if it dies, that is what it died of.
+    """Record on the scheduler what this worker starts, so that an error can name it if it dies.
 
-    The scheduler itself blames every task that waits at a worker which dies.
+    The scheduler itself blames every task that was waiting on the worker that died.
     """
-    with suppress(ValueError):  # no worker runs this
+    with suppress(ValueError):  # this process is not a worker
         get_worker().log_event(_STARTED, {"what": what})
 
 
 def _killed(err: KilledWorker, client: Client | None) -> str:
     n_deaths = err.allowed_failures + 1
     return (
-        f"{_died_of(client, n_deaths) or f'task {err.task}'} failed: {n_deaths} worker processes "
-        f"died while they computed it; needed no more than {err.allowed_failures} "
-        "(distributed.scheduler.allowed-failures). If they ran out of memory, type "
-        "samples.chunk(sample=...) with smaller blocks, or a batch_size=, or start workers with "
-        "more memory. Where machines are taken away, raise that number before the scheduler starts."
+        f"{_died_of(client, n_deaths) or f'task {err.task}'} failed: expected at most "
+        f"{err.allowed_failures} worker processes to die while they computed it "
+        f"(distributed.scheduler.allowed-failures), got {n_deaths}; try smaller blocks "
+        "(samples.chunk(sample=...)), a smaller batch_size= or workers with more memory if they "
+        "ran out of it, or a higher allowed-failures, set before the scheduler starts, if machines "
+        "are preempted"
     )
 
 
 def _died_of(client: Client | None, n_deaths: int) -> str | None:
-    """Return what most of the workers that died last had begun, if they told."""
+    """Return what most of the workers that died last were computing, if they recorded it."""
     if client is None:
         return None
     alive: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
     begun: dict[str, str] = {}
     for _, event in client.get_events(_STARTED) or ():
         if event["worker"] not in alive:
-            begun.pop(event["worker"], None)  # the last of each, in the order of the last
+            # The last event of each worker, ordered by the time of that event.
+            begun.pop(event["worker"], None)
             begun[event["worker"]] = event["what"]
-    found = Counter(list(begun.values())[-n_deaths:]).most_common(1)
-    return found[0][0] if found and 2 * found[0][1] > n_deaths else None
+    most_common = Counter(list(begun.values())[-n_deaths:]).most_common(1)
+    for what, count in most_common:
+        if 2 * count > n_deaths:
+            return what
+    return None
