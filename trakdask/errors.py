@@ -1,4 +1,4 @@
-"""The few exceptions that a caller would catch; everything else is a built-in type."""
+"""Exceptions that callers may want to catch; all other errors are of built-in types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = [
 
 
 class CheckpointError(ValueError):
-    """A checkpoint file cannot be read safely, or does not fit the model."""
+    """A checkpoint file cannot be read safely or does not match the model."""
 
 
 class StoreMismatchError(ValueError):
@@ -22,24 +22,24 @@ class StoreMismatchError(ValueError):
 
 
 class StoreBusyError(RuntimeError):
-    """Another process writes the store; the message says which."""
+    """Another process is writing to the store; the message names the process."""
 
 
 class IncompleteFeaturesError(ValueError):
-    """A store lacks blocks that were never completed."""
+    """Blocks of a store were never completed."""
 
 
 class UnfinishedAppendWarning(UserWarning):
-    """An append to a store was cut short, or goes on: what was there before is what is shown."""
+    """An append to a store is unfinished; only the data from before the append are shown."""
 
 
 class KernelError(RuntimeError):
-    """A GPU cannot run the kernels, or runs them wrongly; no fault of the samples."""
+    """A GPU cannot run the kernels or returns wrong results; the samples are not the cause."""
 
 
 class BlockError(RuntimeError):
-    """One task failed; the message names its samples and checkpoint, or its subset and seed.
+    """A task failed; the message names its samples and checkpoint, or its subset and seed.
 
-    It holds a single string so that it survives pickling between processes, whatever was raised
-    inside (an exception class that only a worker can import would not).
+    The original error is included as text only, because its class may exist on the worker alone,
+    and then could not be unpickled in another process.
     """

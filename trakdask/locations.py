@@ -1,4 +1,4 @@
-"""Where results go, told so that every worker finds the same place."""
+"""Resolve the paths of results so that they mean the same on every worker."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["location"]
 
 
 def location(path: str | os.PathLike[str]) -> str:
-    """Return an absolute path for a local folder, and any other URL as it is.
+    """Return the absolute path of a local folder; other URLs are returned unchanged.
 
-    A worker may have another working directory than the notebook.
+    Workers may have a different working directory than the process that calls this.
 
     Raises
     ------
     TypeError
-        If it is no path.
+        If it is not a path.
     ValueError
-        If it is empty, cannot be the name of a file, or a URL of a kind that fsspec does not know.
+        If it is empty, cannot be a file name, or is a URL with a protocol unknown to fsspec.
     ImportError
-        If the package for such URLs is not installed.
+        If the package that opens such URLs is not installed.
     OSError
-        If the path leads in a circle of symbolic links, or is too long.
+        If the path is too long or contains a cycle of symbolic links.
 
     Examples
     --------
@@ -67,17 +67,17 @@ def _require_known(url: str) -> None:
 
 
 def _require_path(path: str) -> None:
-    """Refuse what the file system would not take as a path, whether or not something is there."""
+    """Reject a path that the file system cannot represent, whether or not it exists."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return  # those who use it say so
+        return  # whoever opens the path reports these
     except OSError as err:
         raise OSError(
             err.errno,
-            f"expected a path to a folder, got {path!r:.200} ({err.strerror}); try another",
+            f"expected a path to a folder, got {path!r:.200} ({err.strerror}); try another path",
         ) from err
-    except ValueError as err:  # a NUL, or text that is no file name
+    except ValueError as err:  # a NUL character, or text that cannot be encoded as a file name
         raise ValueError(
-            f"expected a path to a folder, got {path!r:.200} ({err}); try another"
+            f"expected a path to a folder, got {path!r:.200} ({err}); try another path"
         ) from err

@@ -1,4 +1,4 @@
-"""How features were made, kept in ``attrs``; features that were made differently are refused."""
+"""Record in ``attrs`` how features were made, and reject features that were made differently."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ __all__ = [
 ]
 
 FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
-"""Attrs that training and target features must share for their product to mean anything."""
+"""Attrs that training and target features must share for their product to be meaningful."""
 
 EARLIER_SOURCE = "earlier_source"
-"""What the source was called when all numeric coords were part of it: stores made then have it."""
+"""Name of the source attr in older stores, whose source included all numeric coords."""
 
 _LONGEST = 60
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
-"""Attrs that all blocks of a store must share: of the same samples, in the same precision."""
+"""Attrs that all blocks of a store must share: the same samples and the same precision, too."""
 
 _NAMES_OF_VARIABLES = ("image", "text", "label", "labels", "target", "ignore_index", "position")
-"""Fields of the tasks of trakdask that say where the data are, not what the gradient is of."""
+"""Fields of trakdask's tasks that name the input variables and do not change the gradient."""
 
 _TASKS = (
     "ImageClassification",
@@ -74,18 +74,18 @@ _REMEDY = {
 def spec(ds: xr.Dataset) -> dict[str, Any]:
     """Return the part of a Dataset's ``attrs`` that determines its features.
 
-    Of the checkpoints, those that the Dataset still has: ``attrs`` do not follow a selection.
+    Only the selected checkpoints are included; xarray leaves ``attrs`` unchanged by a selection.
     """
-    found = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
+    attrs = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
     names = [str(name) for name in ds[CHECKPOINT].values] if CHECKPOINT in ds.coords else []
     for field in ("checkpoints", "checkpoint_ids"):
-        if set(names) <= set(found.get(field, ())):
-            found[field] = {name: found[field][name] for name in names}
-    return found
+        if set(names) <= set(attrs.get(field, ())):
+            attrs[field] = {name: attrs[field][name] for name in names}
+    return attrs
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """Hash plain JSON values, independent of the order of keys."""
+    """Hash plain JSON values; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -101,7 +101,7 @@ def require_same(
     Raises
     ------
     StoreMismatchError
-        At the first difference; it names the field and shows both values.
+        At the first difference. The message names the field and shows both values.
     """
     for name in names:
         if _plain(found.get(name)) == _plain(needed.get(name)):
@@ -113,7 +113,7 @@ def require_same(
 
 
 def _first_difference(name: str, found: Any, needed: Any) -> tuple[str, str, str]:
-    """Return where two values differ, and what each of them has there."""
+    """Return where two values differ, and the text of each value there, the given one first."""
     if isinstance(found, Mapping) and isinstance(needed, Mapping):
         for key in (*needed, *found):
             if _plain(found.get(key)) != _plain(needed.get(key)):
@@ -122,7 +122,7 @@ def _first_difference(name: str, found: Any, needed: Any) -> tuple[str, str, str
     if name == "task" and (fields := _task_fields(found)) and (others := _task_fields(needed)):
         if fields["class"] != others["class"]:
             return "", *_shortened(fields["class"], others["class"])
-        # A field that alone would make no difference is not what is wrong.
+        # Fields that name input variables come last: they are never the only reason.
         for key in sorted((*others, *fields), key=_NAMES_OF_VARIABLES.__contains__):
             if (here := fields.get(key)) != (there := others.get(key)):
                 return f".{key}", *_shortened(here, there)
@@ -130,7 +130,7 @@ def _first_difference(name: str, found: Any, needed: Any) -> tuple[str, str, str
 
 
 def _task_fields(task: Any) -> dict[str, Any] | None:
-    """Return the class and the fields of a task that is described as Python would write it."""
+    """Return the class and the fields of a task, parsed from its repr, or None."""
     try:
         call = ast.parse(task, mode="eval").body
     except (SyntaxError, TypeError, ValueError):
@@ -149,31 +149,36 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return what a value becomes in JSON, as a text: a store gives back lists for tuples."""
+    """Return a value as JSON text, in which a tuple equals the list that a store returns for it."""
     return json.dumps(value)
 
 
 def _shortened(found: Any, needed: Any) -> tuple[str, str]:
-    """Return both as texts, of long ones the part in which they begin to differ."""
+    """Return both values as text; of long texts, the section where they begin to differ."""
     texts = repr(found), repr(needed)
     if max(map(len, texts)) <= _LONGEST:
         return texts
     same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
     start = max(len(list(same)) - 20, 0)
-    return _part(texts[0], start), _part(texts[1], start)
+    return _excerpt(texts[0], start), _excerpt(texts[1], start)
 
 
-def _part(text: str, start: int) -> str:
+def _excerpt(text: str, start: int) -> str:
     end = start + _LONGEST
     return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
 
 
 def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:
-    """Refuse features that were made differently, or of other checkpoints.
+    """Reject features that were made differently or from other checkpoints.
 
-    Where a task finds its data makes no difference: the features of one token of a sequence
-    (``CausalLM(position=...)``) compare with those of whole sequences. Gradients that were computed
-    in another precision differ by its rounding; this is warned of, once per process.
+    The names of a task's input variables do not matter: features of one token of a sequence
+    (``CausalLM(position=...)``) are comparable with those of whole sequences. Gradients computed in
+    different precisions differ by rounding error, which causes a warning once per process.
+
+    Raises
+    ------
+    StoreMismatchError
+        At the first difference between the two.
     """
     what = f"{name} and training features"
     ours, theirs = spec(features), spec(other)
@@ -184,9 +189,13 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
             f"{what} differ in checkpoint: expected {names}, got {others}; try selecting the same "
             "checkpoints, in the same order, from both"
         )
-    p, needed = other.sizes[PROJ_DIM], features.sizes[PROJ_DIM]
-    if p != needed or _order_differs(features, other):
-        how = f"{needed}, got {p}" if p != needed else "the same selection and order, got another"
+    p, expected = other.sizes[PROJ_DIM], features.sizes[PROJ_DIM]
+    if p != expected or _order_differs(features, other):
+        how = (
+            f"{expected}, got {p}"
+            if p != expected
+            else "the same entries in the same order, got others"
+        )
         raise StoreMismatchError(
             f"{what} differ in proj_dim: expected {how}; try the same proj_dim slice of both"
         )
@@ -194,7 +203,7 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
 
 
 def _compared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our task in place of theirs if both differ in nothing but where the data are."""
+    """Return our task in place of theirs if they differ only in the names of input variables."""
     fields = [_task_fields(side.get("task")) for side in (theirs, ours)]
     if any(each is None or each["class"] not in _TASKS for each in fields):
         return {}
@@ -205,7 +214,7 @@ def _compared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, A
 
 
 def _order_differs(features: xr.Dataset, other: xr.Dataset) -> bool:
-    """Return whether proj_dim is known to be selected otherwise: arrays in memory do not tell."""
+    """Return whether proj_dim is known to be selected differently; unknown for arrays in memory."""
     data = [ds["feature"].data for ds in (features, other)]
     if not all(isinstance(each, da.Array) and each.ndim == 3 for each in data):
         return False
@@ -220,10 +229,11 @@ def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what:
         if name in ours and name in theirs and ours[name] != theirs[name]
     }
     if different:
-        found = ", ".join(f"{n} {a!r} and {b!r}" for n, (a, b) in different.items())
+        values = ", ".join(f"{n} {a!r} and {b!r}" for n, (a, b) in different.items())
         warn_once(
             ("precision", *different),
-            f"{what} were computed in different precisions ({found}, training features first); "
-            "their products carry the rounding error of the lower one. Try featurizing both with "
-            "the same dtype=, torch.autocast and torch.set_float32_matmul_precision.",
+            f"expected {what} computed in the same precision, got {values} (training features "
+            "first), so that their products carry the rounding error of the lower precision; try "
+            "featurizing both with the same dtype=, torch.autocast and "
+            "torch.set_float32_matmul_precision",
         )

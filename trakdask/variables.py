@@ -1,4 +1,4 @@
-"""Names, dimensions and dtypes of every array that trakdask makes: the only spelling there is."""
+"""Define the names, dimensions and descriptions of all arrays that trakdask creates."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PROJ_DIM_1 = "proj_dim_1"
 RANK = "rank"
 _ROWS_OF_UNCHUNKED = 4096
 TARGET_PREFIX = "target_"
-"""Put before the targets' coords in scores: a bare name on both sides would be dropped silently."""
+"""Prefix of the targets' coords in scores; xarray would drop a name that both sides share."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """What one array means: its name, dimensions, kind of dtype and a sentence for its attrs."""
+    """Describe one array: its name, its dimensions and a sentence for its attrs."""
 
     name: str
     dims: tuple[str, ...]
@@ -48,7 +48,7 @@ class Variable:
 
     @property
     def attrs(self) -> dict[str, str]:
-        """The ``attrs`` of a DataArray that holds this variable."""
+        """Return the ``attrs`` of a DataArray that holds this variable."""
         return {"description": self.description}
 
 
@@ -84,7 +84,7 @@ VARIABLES: dict[str, Variable] = {variable.name: variable for variable in _ALL}
 
 
 def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> None:
-    """Check that a Dataset holds the named variables with their dimensions; reads metadata only.
+    """Check that a Dataset has the named variables with their dimensions, reading metadata only.
 
     Parameters
     ----------
@@ -93,12 +93,12 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
     names
         Keys of :data:`VARIABLES`.
     what
-        How the error calls ``ds``.
+        What error messages call ``ds``.
 
     Raises
     ------
     TypeError
-        If ``ds`` is no Dataset.
+        If ``ds`` is not a Dataset.
     ValueError
         If a variable is missing, has other dimensions, is not floating point, or is split
         across chunks along ``proj_dim``.
@@ -140,16 +140,16 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
 
 
 def aligned(given: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) -> xr.DataArray:
-    """Return an array with its entries in the order of ``to``, by their labels.
+    """Return an array with its entries reordered by label to match ``to``.
 
-    Along each dimension that has an index on both sides, entries are taken by their labels; those
-    that ``to`` lacks are left out. Without an index on both sides they are taken by position, and
-    coords that both have must be equal.
+    Along each dimension that has an index on both sides, entries are selected by label, and those
+    that ``to`` lacks are left out. Other dimensions are matched by position. Coords that both
+    arrays have must be equal.
 
     Raises
     ------
     ValueError
-        If labels are missing or not unique, if only ``given`` has labels, or coords differ.
+        If labels are missing or not unique, only ``given`` has labels, or coords differ.
 
     Examples
     --------
@@ -226,7 +226,7 @@ def _shown(value: object) -> str:
 
 
 def load_coords(ds: xr.Dataset) -> xr.Dataset:
-    """Return the Dataset with its coords in memory: ``Dataset.chunk`` makes them lazy, too."""
+    """Return the Dataset with its coords loaded: ``Dataset.chunk`` makes coords lazy, too."""
     lazy = {name: coord.load() for name, coord in ds.coords.items() if coord.chunks is not None}
     return ds.assign_coords(lazy) if lazy else ds
 
@@ -234,11 +234,12 @@ def load_coords(ds: xr.Dataset) -> xr.Dataset:
 def lazy_features(features: xr.Dataset) -> xr.Dataset:
     """Return features with lazy arrays, one checkpoint per chunk, and coords in memory.
 
-    Without the coord ``error``, which :func:`open` reads when it is asked for: NaN says the same.
+    The coord ``error`` is dropped, because :func:`open` loads it lazily and failed samples are NaN
+    anyway.
     """
 
     def chunk(array: xr.DataArray) -> xr.DataArray:
-        # Variables one by one: Dataset.chunk would make the coords lazy.
+        # One variable at a time, because Dataset.chunk would make the coords lazy, too.
         is_lazy = isinstance(array.data, da.Array)
         sizes = {CHECKPOINT: 1} if is_lazy else {SAMPLE: _ROWS_OF_UNCHUNKED, CHECKPOINT: 1}
         here = {dim: size for dim, size in sizes.items() if dim in array.dims}
@@ -250,7 +251,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
 
 
 def may_have_failed(features: xr.Dataset) -> bool:
-    """Tell whether samples of features were recorded as failed, or may be once they are computed.
+    """Return whether samples were recorded as failed, or may yet fail when they are computed.
 
     Examples
     --------

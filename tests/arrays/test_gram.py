@@ -155,9 +155,9 @@ def test_gram__inputs_are_not_changed() -> None:
     [
         (
             (10, 2, 1),
-            r"feature has 2 chunks along 'proj_dim' \(2, 2\); gram needs one. Use ds.chunk",
+            r"feature of gram .*'proj_dim', got 2 \(2, 2\)",
         ),
-        ((10, 4, 2), r"feature has chunks \(2, 1\) along 'checkpoint'; gram needs chunks of 1"),
+        ((10, 4, 2), r"feature of gram .*'checkpoint', got \(2, 1\)"),
     ],
 )
 def test_gram__refuses_chunks(chunks: tuple[int, ...], message: str) -> None:
@@ -167,11 +167,11 @@ def test_gram__refuses_chunks(chunks: tuple[int, ...], message: str) -> None:
 
 def test_gram__refuses_other_arrays() -> None:
     x = gaussian(20, 4, 2)
-    with pytest.raises(TypeError, match=r"feature is a ndarray; gram needs a dask array"):
+    with pytest.raises(TypeError, match=r"feature of gram .*got ndarray"):
         gram(x)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"three axes"):
+    with pytest.raises(ValueError, match=r"three axes.*got shape \(.*\)"):
         gram(lazy(x)[:, :, 0])
-    with pytest.raises(TypeError, match=r"feature has dtype int64; gram needs a float"):
+    with pytest.raises(TypeError, match=r"feature of gram .*got dtype int64"):
         gram(lazy(x.astype(int)))
     with pytest.raises(ValueError, match=r"unknown chunk sizes along 'sample'"):
         gram(lazy(x)[lazy(x)[:, 0, 0] > 0])
@@ -181,11 +181,11 @@ def test_gram__refuses_other_arrays() -> None:
 
 def test_gram__refuses_options() -> None:
     feature = lazy(gaussian(20, 4, 2))
-    with pytest.raises(ValueError, match=r"split_every is 1; a reduction tree needs at least 2"):
+    with pytest.raises(ValueError, match=r"split_every .*got 1;"):
         gram(feature, split_every=1)
-    with pytest.raises(ValueError, match=r"weights has shape \(20, 1\); feature needs .*\(20, 2\)"):
+    with pytest.raises(ValueError, match=r"weights .*\(20, 2\).*got \(20, 1\)"):
         gram(feature, da.ones((20, 1)))
-    with pytest.raises(TypeError, match=r"weights is a ndarray; a dask array"):
+    with pytest.raises(TypeError, match=r"weights .*got ndarray"):
         gram(feature, np.ones((20, 2)))  # type: ignore[arg-type]
 
 

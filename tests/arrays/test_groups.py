@@ -129,11 +129,11 @@ def test_group_sum__same_bits_on_sync_and_threads() -> None:
 @pytest.mark.parametrize(
     ("codes", "n_groups", "error", "message"),
     [
-        (np.zeros(94, int), 4, ValueError, r"codes have shape \(94,\); feature needs .*\(95,\)"),
-        (np.zeros(95), 4, TypeError, r"codes have dtype float64; integers are needed"),
-        (np.full(95, 4), 4, ValueError, r"codes lie in \[4, 4\]; \[-1, 3\] is needed"),
-        (np.full(95, -2), 4, ValueError, r"codes lie in \[-2, -2\]"),
-        (np.zeros(95, int), 0, ValueError, r"n_groups is 0; at least 1 is needed"),
+        (np.zeros(94, int), 4, ValueError, r"codes .*\(95,\).*got \(94,\)"),
+        (np.zeros(95), 4, TypeError, r"codes .*got dtype float64"),
+        (np.full(95, 4), 4, ValueError, r"codes in \[-1, 3\].*got codes in \[4, 4\]"),
+        (np.full(95, -2), 4, ValueError, r"got codes in \[-2, -2\]"),
+        (np.zeros(95, int), 0, ValueError, r"n_groups .*got 0;"),
     ],
 )
 def test_group_sum__refuses_codes(
@@ -145,7 +145,7 @@ def test_group_sum__refuses_codes(
 
 def test_group_sum__refuses_split_every() -> None:
     x, _, codes = arrays()
-    with pytest.raises(ValueError, match=r"split_every is 1"):
+    with pytest.raises(ValueError, match=r"split_every .*got 1;"):
         group_sum(lazy(x), None, codes, 4, split_every=1)
 
 

@@ -113,11 +113,11 @@ def test_score__same_bits_on_sync_and_threads() -> None:
 
 def test_score__refuses_arrays_that_do_not_meet() -> None:
     x, w, g = arrays()
-    with pytest.raises(ValueError, match=r"\(8, 3\); solved has \(8, 2\). Featurize both"):
+    with pytest.raises(ValueError, match=r"\(8, 3\), got \(8, 2\)"):
         score(lazy(x), lazy(w)[:, :, :2], lazy(g))
-    with pytest.raises(ValueError, match=r"loss_weight has shape \(59, 3\); feature needs"):
+    with pytest.raises(ValueError, match=r"loss_weight .*got \(59, 3\)"):
         score(lazy(x), lazy(w), lazy(g)[1:])
-    with pytest.raises(ValueError, match=r"solved has 2 chunks along 'proj_dim' \(4, 4\); score"):
+    with pytest.raises(ValueError, match=r"solved of score .*'proj_dim', got 2 \(4, 4\)"):
         score(lazy(x), lazy(w).rechunk((5, 4, 1)), lazy(g))
 
 

@@ -58,7 +58,7 @@ def test_closed_form_damping__zeros_and_nan() -> None:
 
 @pytest.mark.parametrize("factor", [-1.0, np.nan, np.inf])
 def test_closed_form_damping__refuses_factor(factor: float) -> None:
-    with pytest.raises(ValueError, match=r"factor is .*; a number of at least 0 is needed"):
+    with pytest.raises(ValueError, match=r"factor .*at least 0, got "):
         closed_form_damping(lazy(matrices()), factor)
 
 
@@ -92,8 +92,8 @@ def test_cholesky__singular_names_checkpoint_damping_and_remedy() -> None:
     k[3, :, 1] = k[:, 3, 1] = 0
     with pytest.raises(
         np.linalg.LinAlgError,
-        match=r"checkpoint 'second' .* λ = 0, smallest diagonal of K = 0, condition up to inf"
-        r".*Use a larger damping: the closed form .* is \d",
+        match=r"checkpoint 'second' .*λ = 0, smallest diagonal of K = 0, condition up to inf"
+        r".*larger damping.* the closed form .* = \d",
     ):
         cholesky(lazy(k), 0.0, LABELS).compute()
 
@@ -107,23 +107,23 @@ def test_cholesky__condition_is_norm_over_damping() -> None:
 def test_cholesky__non_finite_names_checkpoint() -> None:
     k = matrices()
     k[2, 2, 1] = np.nan
-    with pytest.raises(ValueError, match=r"'second' is not finite: its features contain rows"):
+    with pytest.raises(ValueError, match=r"not finite for checkpoint 'second'"):
         cholesky(lazy(k), closed_form_damping(lazy(k)), LABELS).compute()
-    with pytest.raises(ValueError, match=r"damping of checkpoint 'first' is -1.0; a finite"):
+    with pytest.raises(ValueError, match=r"damping .*got -1.0 for checkpoint 'first'"):
         cholesky(lazy(matrices()), [-1.0, 1.0], LABELS).compute(scheduler="sync")
 
 
 def test_cholesky__refuses_shapes() -> None:
     k = lazy(matrices())
-    with pytest.raises(ValueError, match=r"labels has 1 entries; gram has 2 checkpoints"):
+    with pytest.raises(ValueError, match=r"expected 2 labels.*got 1;"):
         cholesky(k, 1.0, ["only"])
-    with pytest.raises(ValueError, match=r"damping has shape \(3,\); gram has 2 checkpoints"):
+    with pytest.raises(ValueError, match=r"damping of shape \(2,\).*got \(3,\)"):
         cholesky(k, np.ones(3), LABELS)
-    with pytest.raises(ValueError, match=r"cholesky needs square matrices"):
+    with pytest.raises(ValueError, match=r"gram of cholesky as square matrices"):
         cholesky(k[:4], 1.0, LABELS)
-    with pytest.raises(ValueError, match=r"gram has 2 chunks along 'proj_dim_1' \(6, 6\)"):
+    with pytest.raises(ValueError, match=r"gram of cholesky .*'proj_dim_1', got 2 \(6, 6\)"):
         cholesky(k.rechunk((12, 6, 1)), 1.0, LABELS)
-    with pytest.raises(ValueError, match=r"factor has shape .* solve needs square matrices"):
+    with pytest.raises(ValueError, match=r"factor of solve as square matrices"):
         solve(k.rechunk((6, 12, 1)), lazy(features()))
 
 
@@ -200,9 +200,7 @@ def test_cholesky__error_survives_processes(process_client: object) -> None:
 
 def test_solve__refuses_other_features() -> None:
     factor = cholesky(lazy(matrices()), 1.0, LABELS)
-    with pytest.raises(
-        ValueError, match=r"target has \(proj_dim, checkpoint\) \(12, 1\); factor has"
-    ):
+    with pytest.raises(ValueError, match=r"target .*got \(12, 1\)"):
         solve(factor, lazy(features())[:, :, :1])
 
 

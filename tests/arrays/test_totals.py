@@ -103,7 +103,7 @@ def test_spectrum__eigenvalues_that_rounding_made_negative_count_as_zero() -> No
 def test_spectrum__not_finite_names_checkpoint() -> None:
     x, h, g, rows = data()
     x[3, 1, 1] = np.nan
-    with pytest.raises(ValueError, match=r"checkpoint 'b' is not finite"):
+    with pytest.raises(ValueError, match=r"not finite for checkpoint 'b'"):
         held_out(decomposed(x, h, g), lazy(rows)).compute(scheduler="sync")
 
 

@@ -57,7 +57,7 @@ def test_soft_weights__rounding_is_clipped() -> None:
 def test_soft_weights__refuse_other_numbers_when_computed(weights) -> None:
     for q in (-0.1, 1.1, np.inf):
         found = weights(lazy(np.array([[0.5, q]])), 0.5)
-        with pytest.raises(ValueError, match=r"lies in .* need 1 - p.*Type estimator='trak'"):
+        with pytest.raises(ValueError, match=r"out_to_loss .*1 - p.*got .*estimator='trak'"):
             found.compute(scheduler="sync")
 
 

@@ -253,10 +253,10 @@ def test_damping__rows_that_are_nan_in_part_and_bad_q_are_errors() -> None:
     x = TRAIN.feature.values.copy()
     x[5, 0, 1] = np.nan  # a whole row would be a sample that was recorded as failed
     holed = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(32, P, 1))))
-    with pytest.raises(ValueError, match="checkpoint 'c1' is not finite"):
+    with pytest.raises(ValueError, match=r"not finite.*checkpoint 'c1'"):
         td.damping(holed, TARGETS, estimator="soft").compute(scheduler="sync")
     signed = TRAIN.assign(out_to_loss=TRAIN.out_to_loss - 0.5)
-    with pytest.raises(ValueError, match=r"out_to_loss lies in \[-0\.\d+.*Type estimator='trak'"):
+    with pytest.raises(ValueError, match=r"out_to_loss.*got .*\[-0\.\d+.*estimator='trak'"):
         td.damping(signed, TARGETS, estimator="soft").compute(scheduler="sync")
 
 

@@ -324,5 +324,5 @@ def test_score__hidden_entries_of_masked_arrays_are_never_used() -> None:
         td.score(FEATURES, TARGETS, weights=xr.DataArray(h, dims="sample"))
     hidden = np.ma.masked_array(FEATURES.feature.values, mask=FEATURES.feature.values > 2)
     masked = FEATURES.assign(feature=FEATURES.feature.copy(data=hidden))
-    with pytest.raises(ValueError, match=r"of checkpoint 'c.' is not finite"):
+    with pytest.raises(ValueError, match=r"not finite for checkpoint 'c.'"):
         td.score(masked, TARGETS).compute(scheduler="sync")

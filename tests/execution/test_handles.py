@@ -105,7 +105,7 @@ def test_get__missing_file_says_which_folder_to_share(folder: Path) -> None:
     restored = forget(Spooled(np.zeros(10**4)))
     for file in folder.iterdir():
         file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"not there on host .* Set TRAKDASK_SPOOL to"):
+    with pytest.raises(FileNotFoundError, match=r"\.npy on host .*TRAKDASK_SPOOL"):
         restored.get()
 
 
@@ -189,7 +189,7 @@ def test_reduce__writable_memory_map_is_sent_by_content(
 
 
 def test_init__unpicklable_asks_for_a_callable() -> None:
-    with pytest.raises(TypeError, match=r"cannot be pickled .* Pass a zero-argument callable"):
+    with pytest.raises(TypeError, match=r"cannot be pickled .*zero-argument callable"):
         Spooled({"lock": threading.Lock()})
 
 

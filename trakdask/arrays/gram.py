@@ -1,4 +1,4 @@
-"""The Gram matrix of the features, XᵀX, and their weighted sum, reduced by a tree."""
+"""Compute the Gram matrix of the features, XᵀX, and their weighted sum by a tree reduction."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trakdask.arrays.xp import array_module, asnumpy
 
 __all__ = ["accumulation_dtype", "diagonal", "gram", "gram_and_sum", "pooled"]
 
-#: Above this proj_dim two float64 matrices no longer fit beside the features of a task.
+#: Above this proj_dim, two float64 matrices do not fit in memory beside the features of a task.
 _FLOAT64_MAX_DIM = 8192
-#: A partial weighs p² whatever its rows: fewer rows than this times p, and partials cost more
-#: to move than the features they were made from.
+#: Rows per partial matrix, as a multiple of p. A partial has p² entries however few rows it was
+#: computed from, so with fewer rows it would cost more to move than the features themselves.
 _ROWS_PER_DIM = 8
 
 
@@ -45,14 +45,14 @@ def gram(
     ----------
     feature
         (sample, proj_dim, checkpoint), float, chunks (rows, p, 1). Multiplied in float32, or in
-        float64 if that is its dtype. Rows that are NaN throughout, of samples that were recorded as
-        failed, are left out.
+        float64 if that is its dtype. Rows of failed samples, which are entirely NaN, are left out.
     weights
         h, (sample, checkpoint), at least 0 (not checked); None for 1.
     dtype
-        Of the sums and the result: float64 by default, that of the products when p is above 8192.
+        Dtype of the sums and of the result: by default float64, or that of the products if p is
+        above 8192.
     split_every
-        Fan-in of the tree that adds the partials. Use 2 to 4 for p of 16384 and more.
+        Fan-in of the tree that adds the partial matrices. Use 2 to 4 for p of 16384 and more.
 
     Returns
     -------
@@ -61,19 +61,19 @@ def gram(
     Raises
     ------
     ValueError
-        If ``proj_dim`` is in several chunks, checkpoints share a chunk, or shapes differ.
+        If ``proj_dim`` is in several chunks, checkpoints share a chunk, or shapes do not match.
 
     Notes
     -----
-    Cost: 2 n p² C flops (half without weights: BLAS sees the symmetry) and one pass over
-    ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block; all
-    rows where n < 8 p), one partial each. Peak per task: about 2 R p itemsize of ``feature`` while
-    a group is merged, then R p itemsize + 12 p² bytes (28 p² with weights);
+    Cost: 2 n p² C flops (half of that without weights, as BLAS exploits the symmetry) and one pass
+    over ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block;
+    all rows if n < 8 p), with one partial matrix each. Peak memory per task: about 2 R p itemsize
+    of ``feature`` while a group is merged, then R p itemsize + 12 p² bytes (28 p² with weights);
     in the tree (split_every + 1) p² itemsize.
 
-    Exactness: products in the dtype above, sums in ``dtype``. The same bits on any scheduler for
-    given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its GPU). A row that is
-    infinite, or NaN in part, makes its checkpoint's matrix non-finite.
+    Exactness: products in the dtype above, sums in ``dtype``. The bits are the same on any
+    scheduler for given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its GPU).
+    A row that is infinite or partly NaN makes the matrix of its checkpoint non-finite.
 
     References
     ----------
@@ -105,20 +105,20 @@ def gram_and_sum(
     feature, weights, dtype, split_every
         As in :func:`gram`.
     sum_weights
-        g, (sample, checkpoint), of any sign. A sample whose g is NaN at any checkpoint, since it
-        failed there, is left out of all sums.
+        g, (sample, checkpoint), of any sign. A sample whose g is NaN at any checkpoint, because it
+        failed there, is left out of the sums of all checkpoints.
 
     Returns
     -------
     gram
-        (proj_dim, proj_dim, checkpoint), the same bits as :func:`gram` gives.
+        (proj_dim, proj_dim, checkpoint), with the same bits as the result of :func:`gram`.
     total
-        r, (proj_dim, checkpoint), in the dtype of the matrix. Both lazy, one chunk per checkpoint;
-        computed together they cost one pass.
+        r, (proj_dim, checkpoint), in the dtype of the matrix. Both are lazy, with one chunk per
+        checkpoint; computing them together takes one pass over the features.
 
     Notes
     -----
-    Cost and exactness as of :func:`gram`: r is one more column of each partial.
+    Cost and exactness are those of :func:`gram`: r is one more column of each partial matrix.
 
     Examples
     --------
@@ -135,7 +135,7 @@ def gram_and_sum(
 def diagonal(feature: da.Array, weights: da.Array | None = None) -> da.Array:
     """Return the diagonal of :func:`gram`, (proj_dim, checkpoint) float64, lazy.
 
-    Cost: n p C additions in place of n p² C, and one pass over ``feature``.
+    Cost: n p C multiplications instead of n p² C, and one pass over ``feature``.
 
     Examples
     --------
@@ -201,7 +201,9 @@ def _reduced(
     require_split_every(split_every)
     n, p, _ = feature.shape
     if n == 0:
-        raise ValueError("feature has 0 samples; gram needs at least one. Select some samples.")
+        raise ValueError(
+            "expected feature of gram with at least one sample, got 0 samples; try selecting more"
+        )
     least = np.result_type(accumulation_dtype(p), product_dtype(feature))
     sum_dtype = np.dtype(least if dtype is None else dtype)
     groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
@@ -240,7 +242,7 @@ def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
 
 
 def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
-    """Return the sizes of runs of consecutive chunks, each of at least ``min_rows``, or all."""
+    """Merge consecutive chunks into groups of at least ``min_rows`` rows; return their sizes."""
     groups = [0]
     for size in sizes:
         if groups[-1] >= min_rows:
@@ -255,7 +257,10 @@ def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
 def _partial(
     x: Block, h: Block | None, g: Block | None, *, sum_dtype: np.dtype[np.floating]
 ) -> Block:
-    """Return (1, p, p or p + 1, 1) of one group; in slabs so that casts and weighing stay small."""
+    """Return the partial sums of one group, (1, p, p or p + 1, 1).
+
+    Rows are processed in slabs, so that casting and weighting them takes little memory.
+    """
     rows, p, _ = x.shape
     dtype, xp = product_dtype(x), array_module()
     total = xp.zeros((p, p if g is None else p + 1), sum_dtype)
@@ -270,7 +275,7 @@ def _partial(
         b = a
         if h is not None:
             b = a * xp.asarray(np.where(failed, 0, h[chosen]).astype(dtype, copy=False))
-        # Some processors' products warn of infinity; the solve says which checkpoint has it.
+        # On some processors products warn of infinity. The solve reports it, with the checkpoint.
         with np.errstate(invalid="ignore", over="ignore"):
             total[:, :p] += xp.matmul(a.T, b, out=product)
             if g is not None:
@@ -280,7 +285,7 @@ def _partial(
 
 
 def _add_symmetric(blocks: Blocks, axis: object = None, keepdims: bool = False) -> Block:
-    """Add, and take out the asymmetry that rounding leaves in φᵀ(h∘φ)."""
+    """Add, and remove the asymmetry that rounding causes in φᵀ(h∘φ)."""
     total = add(blocks, keepdims=True)
     matrix = total[0, :, : total.shape[1], 0]
     symmetric = matrix + matrix.T

@@ -1,4 +1,4 @@
-"""Sums of features by group of samples."""
+"""Sum the features of each group of samples."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def group_sum(
 ) -> da.Array:
     """Return the sum of weighted features of every group of samples.
 
-    Σ_{z in group} mean_c[ g_c(z) ] φ_c(z): times the solved targets it is the sum of the group's
-    scores, at the cost of one pass over the features and none over the scores.
+    Σ_{z in group} mean_c[ g_c(z) ] φ_c(z). Its product with the solved targets is the sum of the
+    group's scores, at the cost of one pass over the features and without computing the scores.
 
     Parameters
     ----------
@@ -55,30 +55,30 @@ def group_sum(
     n_groups
         Number of groups, at least 1. A group without samples sums to 0.
     pooled
-        Take the mean of ``weight`` over checkpoints; if False, each checkpoint has its own.
+        Use the mean of ``weight`` over checkpoints; if False, each checkpoint uses its own weights.
     split_every
         Fan-in of the reduction tree.
 
     Returns
     -------
     (group, proj_dim, checkpoint) float32 (float64 if the features are), lazy, chunks (n_groups, p,
-    1): may stand for ``feature`` in :func:`trakdask.arrays.score.score`.
+    1). Can be passed as ``feature`` to :func:`trakdask.arrays.score.score`.
 
     Raises
     ------
     ValueError
-        If shapes, chunks or codes do not fit.
+        If shapes or chunks do not match, or codes are out of range.
     TypeError
         If ``codes`` are not integers.
 
     Notes
     -----
-    Cost: 2 n p C flops, bound by memory. Blocks in which no sample has a group are never read.
-    Peak per task: the block in float32 and (split_every + 1) n_groups p 8 bytes.
+    Cost: 2 n p C flops, memory-bound. Blocks in which no sample has a group are never read. Peak
+    memory per task: the block in float32 and (split_every + 1) n_groups p 8 bytes.
 
-    Exactness: float32 (as above) within a block, float64 between blocks; the same bits on any
-    scheduler for given chunks. Rows that are NaN throughout, of samples that were recorded as
-    failed, and those whose weight is NaN are left out; any other NaN stays in its own group.
+    Exactness: sums are float32 (as above) within a block and float64 between blocks, with the same
+    bits on any scheduler for given chunks. Rows of failed samples, which are entirely NaN, and rows
+    whose weight is NaN are left out; any other NaN affects only the sum of its own group.
 
     Examples
     --------
@@ -91,8 +91,8 @@ def group_sum(
     groups = _check_codes(codes, n_groups, feature.shape[0])
     _, p, n_checkpoint = feature.shape
     dtype = product_dtype(feature)
-    kept = blocks_with(groups >= 0, feature.chunks[0])
-    if not kept:
+    used_blocks = blocks_with(groups >= 0, feature.chunks[0])
+    if not used_blocks:
         chunks = (n_groups, p, (1,) * n_checkpoint)
         empty: da.Array = da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
         return empty
@@ -114,8 +114,8 @@ def group_sum(
         meta=np.empty((0,) * 4, np.float64),
         n_groups=n_groups,
     )
-    if len(kept) < parts.numblocks[0]:
-        parts = parts.blocks[kept]
+    if len(used_blocks) < parts.numblocks[0]:
+        parts = parts.blocks[used_blocks]
     finish = functools.partial(_add_as, dtype=dtype)
     return tree_sum(parts, split_every=split_every, name="group-sum", finish=finish, dtype=dtype)
 
@@ -124,20 +124,20 @@ def _check_codes(codes: npt.ArrayLike, n_groups: int, n_sample: int) -> npt.NDAr
     groups = np.asarray(codes)
     if groups.dtype.kind not in "iu":
         raise TypeError(
-            f"codes have dtype {groups.dtype}; integers are needed. "
-            "Use np.unique(labels, return_inverse=True)[1]."
+            f"expected codes as integers, got dtype {groups.dtype}; "
+            "try np.unique(labels, return_inverse=True)[1]"
         )
     if groups.shape != (n_sample,):
         raise ValueError(
-            f"codes have shape {groups.shape}; feature needs one per sample, ({n_sample},). "
-            "Select the same samples in both."
+            f"expected codes of shape ({n_sample},), one per sample, got {groups.shape}; "
+            "try selecting the same samples in both"
         )
     if n_groups < 1:
-        raise ValueError(f"n_groups is {n_groups}; at least 1 is needed. Use codes.max() + 1.")
+        raise ValueError(f"expected n_groups of at least 1, got {n_groups}; try codes.max() + 1")
     if n_sample and (groups.min() < -1 or groups.max() >= n_groups):
         raise ValueError(
-            f"codes lie in [{groups.min()}, {groups.max()}]; [-1, {n_groups - 1}] is needed for "
-            f"n_groups={n_groups}. Use -1 for samples without a group."
+            f"expected codes in [-1, {n_groups - 1}] for n_groups={n_groups}, got codes in "
+            f"[{groups.min()}, {groups.max()}]; try -1 for samples without a group"
         )
     return groups.astype(np.int64)
 
@@ -147,7 +147,7 @@ def _partial(
 ) -> Block:
     """Return the (1, group, p, 1) sums of one block.
 
-    A sparse product: in a dense one-hot product 0 · NaN would carry a NaN to all groups.
+    The product is sparse, because 0 · NaN in a dense one-hot product would make all groups NaN.
     """
     (groups,) = flat(codes)
     x = matrix(feature)

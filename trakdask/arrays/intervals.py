@@ -1,4 +1,4 @@
-"""Closed-form intervals: of a proportion, of a mean, of an area under a ROC curve."""
+"""Compute closed-form intervals of a proportion, a mean, and an area under a ROC curve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 def proportion_interval(fraction: Floats, n: int, confidence: float) -> Floats:
-    """Wilson's interval (bound, ...) of proportions seen in n trials.
+    """Return Wilson's interval (bound, ...) of proportions observed in n trials.
 
     Examples
     --------
@@ -26,7 +26,7 @@ def proportion_interval(fraction: Floats, n: int, confidence: float) -> Floats:
 
 
 def mean_interval(values: Floats, confidence: float) -> Floats:
-    """Student's interval (bound, ...) of the mean along the last axis.
+    """Return Student's interval (bound, ...) of the mean along the last axis.
 
     Examples
     --------
@@ -41,21 +41,22 @@ def mean_interval(values: Floats, confidence: float) -> Floats:
 
 
 def roc_auc(values: Floats, positive: NDArray[np.bool_], confidence: float) -> tuple[float, Floats]:
-    """Area under the ROC curve of one score, and its interval (bound,).
+    """Return the area under the ROC curve of one score, and its interval (bound,).
 
     Parameters
     ----------
     values
-        (sample,), higher for positives; equal values count half.
+        (sample,), expected to be higher for positives; ties count half.
     positive
-        (sample,), both kinds present.
+        (sample,), with at least one positive and one negative.
     confidence
-        Of the interval.
+        Confidence level of the interval.
 
     Notes
     -----
-    Ranks only. The variance is DeLong's, the interval symmetric for the logit of the area, so that
-    it stays within [0, 1]. At 0 or 1 it has no width. A NaN makes everything NaN.
+    Only the ranks of the values matter. The variance is DeLong's. The interval is symmetric for the
+    logit of the area, so that it stays within [0, 1]; for an area of 0 or 1 it has no width. A NaN
+    makes all results NaN.
 
     References
     ----------
@@ -71,7 +72,7 @@ def roc_auc(values: Floats, positive: NDArray[np.bool_], confidence: float) -> t
         return float("nan"), np.full(2, np.nan)
     n1, n0 = int(positive.sum()), int((~positive).sum())
     ranks = stats.rankdata(values)
-    # Share of the other kind that each sample is above.
+    # The fraction of samples of the other class that each sample ranks above.
     above = (ranks[positive] - stats.rankdata(values[positive])) / n0
     below = (ranks[~positive] - stats.rankdata(values[~positive])) / n1
     area = float(above.mean())

@@ -1,8 +1,8 @@
-"""Where the values of a lazy array come from, read from its graph without computing anything.
+"""Trace the values of a lazy array to their sources in its graph, without computing anything.
 
-Arrays that are only selected, concatenated or rechunked hold the values of the array they were
-selected from. This is what decides whether a matrix that was reduced from an array still belongs to
-what somebody made of that array.
+An array that results from selection, concatenation or rechunking contains values of the array that
+it was selected from. This decides whether a matrix that was reduced from an array, such as a stored
+Gram matrix, is still valid for another array that was derived from it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 __all__ = ["Selection", "is_in_memory", "selection", "sources"]
 
 _SELECTING = ("getitem", "concatenate", "rechunk-merge", "rechunk-split", "blocks")
-"""Layers of dask that move values without changing them, by the name before the token."""
+"""Names, before the token, of dask layers that move values without changing them."""
 
 
 class Selection(NamedTuple):
-    """Which part of its source an array is.
+    """The part of its source that an array selects.
 
-    Two arrays of equal ``rows`` take the same rows, in the same order, for their first and their
-    last block. ``columns`` is empty where the second axis is whole, or a prefix of that of the
-    source. ``checkpoints`` are positions along the last axis of the source.
+    If two arrays have equal ``rows``, their first and last blocks select the same rows in the same
+    order. ``columns`` is empty if the second axis is complete or a prefix of that of the source.
+    ``checkpoints`` are positions along the last axis of the source.
     """
 
     rows: tuple[Any, ...]
@@ -34,7 +34,7 @@ class Selection(NamedTuple):
 
 
 def sources(data: da.Array, root: str | None = None) -> frozenset[str]:
-    """Return the names of the arrays whose values these are; the way down ends at ``root``.
+    """Return the names of the arrays that the values come from, tracing no further than ``root``.
 
     Examples
     --------
@@ -42,19 +42,19 @@ def sources(data: da.Array, root: str | None = None) -> frozenset[str]:
     >>> sources(x[1:3].rechunk(1)) == {x.name}, sources(2 * x[1:]) == {x.name}
     (True, False)
     """
-    graph, found, names = data.dask, set(), [data.name]
+    graph, origins, names = data.dask, set(), [data.name]
     while names:
         name = names.pop()
         below = graph.dependencies[name]
         if name == root or name.rpartition("-")[0] not in _SELECTING or not below:
-            found.add(name)
+            origins.add(name)
         else:
             names.extend(below)
-    return frozenset(found)
+    return frozenset(origins)
 
 
 def is_in_memory(data: da.Array, names: Collection[str]) -> bool:
-    """Return whether the blocks of these arrays are in the graph, as NumPy arrays.
+    """Return whether the graph contains the blocks of these arrays as NumPy arrays.
 
     Examples
     --------
@@ -74,14 +74,14 @@ def _holds_arrays(graph: HighLevelGraph, name: str) -> bool:
 
 
 def selection(data: da.Array, names: Collection[str]) -> Selection:
-    """Return which part an array is of the arrays that :func:`sources` named.
+    """Return which part of its sources, named by :func:`sources`, an array selects.
 
     Examples
     --------
     >>> x = da.ones((4, 3, 2), chunks=(2, 3, 1))
     >>> part = x[:, ::-1, 1:]
-    >>> found = selection(part, sources(part))
-    >>> found.columns, found.checkpoints
+    >>> selected = selection(part, sources(part))
+    >>> selected.columns, selected.checkpoints
     ((slice(-1, -4, -1),), (1,))
     """
     first, last = ((block, *(0,) * (data.ndim - 1)) for block in (0, data.numblocks[0] - 1))
@@ -101,7 +101,7 @@ def selection(data: da.Array, names: Collection[str]) -> Selection:
 def _ancestry(
     data: da.Array, block: tuple[int, ...], names: Collection[str]
 ) -> tuple[list[tuple[Any, ...]], list[tuple[int, ...]]]:
-    """Return the indices by which a block is selected, and the source's blocks it is taken of."""
+    """Return the indices that select a block, and the blocks of the source it is selected from."""
     keys: list[Any] = [(data.name, *block)]
     seen: set[Any] = set()
     indices: list[tuple[Any, ...]] = []
@@ -115,9 +115,9 @@ def _ancestry(
             blocks.append(key[1:])
             continue
         task = _task(data.dask, key)
-        if not key[0].startswith("rechunk-"):  # these take a block apart, and leave nothing out
+        if not key[0].startswith("rechunk-"):  # these split blocks, and leave nothing out
             indices += _indices(data.dask, task, data.ndim)
-        # Dask writes an alias as a tuple that is the other key itself, or as a task.
+        # Dask represents an alias either as a task or as the other key itself, a tuple.
         keys += [task] if isinstance(task, tuple) else getattr(task, "dependencies", ())
     return indices, blocks
 
@@ -126,18 +126,18 @@ def _task(graph: HighLevelGraph, key: Any) -> Any:
     own = graph.layers.get(key[0]) if isinstance(key, tuple) else None
     if own is not None and key in own:
         return own[key]
-    # To look into another kind of layer would make all of its tasks.
+    # Looking a key up in any other kind of layer would materialize all of its tasks.
     layers = (each for each in graph.layers.values() if isinstance(each, MaterializedLayer))
     return next(layer[key] for layer in layers if key in layer)
 
 
 def _indices(graph: HighLevelGraph, task: Any, ndim: int) -> Iterator[tuple[Any, ...]]:
-    """Yield the index of each axis that a task selects by."""
+    """Yield the tuples of indices, one per axis, by which a task selects."""
     value = getattr(task, "value", None)
     if isinstance(value, tuple) and len(value) == 2:
-        kept: Any = value[1]  # dask keeps a fancy index together with its size
-        if isinstance(kept, tuple) and len(kept) == ndim:
-            yield kept
+        index: Any = value[1]  # dask stores a fancy index together with its size
+        if isinstance(index, tuple) and len(index) == ndim:
+            yield index
     args: Any = getattr(task, "args", ())
     yield from (arg for arg in args if isinstance(arg, tuple) and len(arg) == ndim)
     for key in getattr(task, "dependencies", ()):
@@ -147,9 +147,9 @@ def _indices(graph: HighLevelGraph, task: Any, ndim: int) -> Iterator[tuple[Any,
 
 
 def _along(indices: list[tuple[Any, ...]], axis: int) -> list[Any]:
-    """Return the indices along one axis in an order that does not depend on that of a set."""
-    found = [_plain(index[axis]) for index in indices]
-    return sorted((each for each in found if each != slice(None)), key=repr)
+    """Return the indices along one axis, sorted, so that the order of visits does not matter."""
+    along = [_plain(index[axis]) for index in indices]
+    return sorted((index for index in along if index != slice(None)), key=repr)
 
 
 def _plain(index: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rank correlations of many targets at once, resampled, and what noise lets them reach."""
+"""Compute bootstrapped rank correlations of many targets, and their noise ceiling."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Ranking:
-    """Values (subset, target), sorted once, so that ranks of any resample are one running sum.
+    """Values (subset, target), sorted once, so that a cumulative sum ranks any resample.
 
     Attributes
     ----------
     order
-        Subsets of each target by rising value, (target, subset).
-    places
-        Where each value stands in ``order.ravel()``, (target, subset).
+        Subsets of each target in ascending order of value, (target, subset).
+    positions
+        Position of each value in ``order.ravel()``, (target, subset).
     ties
-        First and last place, as in ``places``, of the equal values around each place of ``order``;
-        None if no two values of a target are equal.
+        First and last position, as in ``positions``, of the run of equal values at each position of
+        ``order``; None if no two values of a target are equal.
     unknown
-        Targets with a NaN: their ranks are NaN.
+        Targets that have a NaN, and whose ranks are therefore NaN.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class Ranking:
     """
 
     order: NDArray[np.intp]
-    places: NDArray[np.intp]
+    positions: NDArray[np.intp]
     ties: tuple[NDArray[np.intp], NDArray[np.intp]] | None
     unknown: NDArray[np.bool_]
 
@@ -64,18 +64,18 @@ class Ranking:
         return cls(order, np.argsort(order, axis=1) + start, ties, unknown)
 
     def centred(self, counts: Floats) -> Floats:
-        """Mean ranks where subset s is there ``counts[s]`` times, less their mean.
+        """Return the centred average ranks if subset s occurs ``counts[s]`` times.
 
-        (target, subset); multiples of ½, so that sums of their products are exact in any order.
+        (target, subset). They are multiples of ½, so sums of their products are exact in any order.
         """
-        here = counts[self.order]
-        upto = np.cumsum(here, axis=1)
+        occurrences = counts[self.order]
+        upto = np.cumsum(occurrences, axis=1)
         if self.ties is None:
-            sorted_ranks = upto - (here - 1) / 2
+            sorted_ranks = upto - (occurrences - 1) / 2
         else:
             first, last = self.ties
-            sorted_ranks = (np.take(upto - here, first) + np.take(upto, last) + 1) / 2
-        ranks = np.take(sorted_ranks, self.places)
+            sorted_ranks = (np.take(upto - occurrences, first) + np.take(upto, last) + 1) / 2
+        ranks = np.take(sorted_ranks, self.positions)
         ranks[self.unknown] = np.nan
         ranks -= (counts.sum() + 1) / 2
         return ranks
@@ -88,28 +88,32 @@ def _ties(
     begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
     if begins.all():
         return None
-    place, n = np.arange(ordered.shape[1]), ordered.shape[1]
-    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
-    ends = np.roll(begins, -1, axis=1)  # the next place begins anew; the first one always does
-    last = np.minimum.accumulate(np.where(ends, place, n)[:, ::-1], axis=1)[:, ::-1]
+    position, n = np.arange(ordered.shape[1]), ordered.shape[1]
+    first = np.maximum.accumulate(np.where(begins, position, 0), axis=1)
+    # A run ends where the next one begins; the roll works since the first position begins a run.
+    ends = np.roll(begins, -1, axis=1)
+    last = np.minimum.accumulate(np.where(ends, position, n)[:, ::-1], axis=1)[:, ::-1]
     return first + start, last + start
 
 
 def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
-    """Spearman for each target, of centred ranks (target, subset); NaN where all are equal."""
+    """Return the Spearman correlation of each target from centred ranks (target, subset).
+
+    NaN where all ranks are equal.
+    """
     covariance, *variances = ((x * y) @ counts for x, y in ((a, b), (a, a), (b, b)))
     with np.errstate(invalid="ignore"):
         return np.asarray(covariance / np.sqrt(variances[0] * variances[1]))
 
 
 def lds(truth: Ranking, predicted: Sequence[Ranking], counts: Floats) -> Floats:
-    """(prediction, target): Spearman of the truth with each prediction."""
+    """Return the Spearman correlations of the truth with each prediction, (prediction, target)."""
     reference = truth.centred(counts)
     return np.stack([correlation(reference, r.centred(counts), counts) for r in predicted])
 
 
 def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
-    """(target,): Spearman between models of one subset, mean over pairs of seeds; NaN of one."""
+    """Return the mean Spearman correlation over pairs of seeds, (target,); NaN for one seed."""
     ranks = [ranking.centred(counts) for ranking in seeds]
     pairs = list(combinations(ranks, 2))
     if not pairs:
@@ -118,10 +122,11 @@ def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
 
 
 def ceiling(between: Floats, n_seeds: int) -> Floats:
-    """Spearman that a perfect prediction has with the mean of ``n_seeds`` noisy models.
+    """Return the Spearman correlation of a perfect prediction with a mean of noisy models.
 
-    By Spearman and Brown: a mean of k has the reliability k r / (1 + (k - 1) r), and correlates
-    with its own expectation by the square root of that. r < 0 counts as 0.
+    By the Spearman-Brown formula the mean of k = ``n_seeds`` models has the reliability
+    k r / (1 + (k - 1) r), and its correlation with its own expectation is the square root of that.
+    A negative r is treated as 0.
 
     Examples
     --------
@@ -133,17 +138,18 @@ def ceiling(between: Floats, n_seeds: int) -> Floats:
 
 
 def mean_of_known(values: Floats) -> Floats:
-    """Mean along the last axis of what is not NaN; NaN where nothing is known."""
+    """Return the mean of the values that are not NaN along the last axis; NaN if all are NaN."""
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
         return np.asarray(np.where(known, values, 0).sum(axis=-1) / known.sum(axis=-1))
 
 
 def less_bias(draws: Floats, estimate: Floats) -> tuple[Floats, Floats]:
-    """Return bootstrap draws (..., draw) and their estimate (...) without the bias they show.
+    """Return bootstrap draws (..., draw) and their estimate (...), both corrected for bias.
 
-    The draws lie as far from the estimate as that from the truth, on average. Both biases are taken
-    from the draws, so that their quantiles are those of an interval around the corrected estimate.
+    On average the draws differ from the estimate by as much as the estimate differs from the truth.
+    Twice this bias is subtracted from the draws, and once from the estimate, so that quantiles of
+    the draws are an interval around the corrected estimate.
 
     References
     ----------
@@ -154,7 +160,7 @@ def less_bias(draws: Floats, estimate: Floats) -> tuple[Floats, Floats]:
 
 
 def percentiles(draws: Floats, confidence: float) -> Floats:
-    """Interval (bound, ...) that holds the middle part of the draws (..., draw) that are not NaN.
+    """Return the central interval (bound, ...) of the draws (..., draw) that are not NaN.
 
     Examples
     --------
@@ -163,14 +169,14 @@ def percentiles(draws: Floats, confidence: float) -> Floats:
     """
     bounds = [(1 - confidence) / 2, (1 + confidence) / 2]
     known = (row[~np.isnan(row)] for row in draws.reshape(-1, draws.shape[-1]))
-    found = [np.quantile(row, bounds) if len(row) else np.full(2, np.nan) for row in known]
-    return np.stack(found, axis=1).reshape(2, *draws.shape[:-1])
+    intervals = [np.quantile(row, bounds) if len(row) else np.full(2, np.nan) for row in known]
+    return np.stack(intervals, axis=1).reshape(2, *draws.shape[:-1])
 
 
 def statistics(
     truth: Ranking, predicted: Sequence[Ranking], seeds: Sequence[Ranking], counts: Floats
 ) -> Floats:
-    """(prediction + 1, target): LDS of each prediction, and last what a perfect one would reach."""
+    """Return the LDS of each prediction and, last, the ceiling, (prediction + 1, target)."""
     reached = ceiling(between_seeds(seeds, counts), len(seeds))
     return np.vstack([lds(truth, predicted, counts), reached])
 
@@ -183,56 +189,58 @@ def bootstrap(
     repeats: int,
     seed: int,
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the statistics of all subsets, their means over targets, and draws of the means.
+    """Return the statistics from all subsets, their means over targets, and draws of the means.
 
     Returns
     -------
-    ``statistics`` (row, target); their means (row,), that of the last row less its bias; draws
-    (row, draw) of what the means would be with other subsets and other targets, less their bias.
+    ``statistics`` (row, target); their means (row,), where the last row, the ceiling, is corrected
+    for bias; and draws (row, draw) of the means for other subsets and other targets, corrected for
+    bias.
 
     Notes
     -----
-    Subsets are resampled, the same for all rows and targets. Other targets are a Student draw,
-    whose covariance is that of the statistics over targets less the part that is noise of the
-    subsets, as the resamples show it. Resampling targets as well would count that noise up to three
-    times (Owen 2007): too wide for differences of predictions, which are mostly noise.
+    Subsets are resampled, identically for all rows and targets. The variation over targets is drawn
+    from a Student distribution, whose covariance is that of the statistics over targets minus the
+    noise due to subsets, which the resamples estimate. Resampling targets as well would count that
+    noise up to three times (Owen 2007), and make intervals of differences between predictions,
+    which are mostly noise, too wide.
 
     References
     ----------
     Owen 2007, "The pigeonhole bootstrap".
     """
     rng, n_subsets = np.random.default_rng(seed), truth.order.shape[1]
-    found = statistics(truth, predicted, seeds, np.ones(n_subsets))
-    draws, noise = np.empty((len(found), repeats)), np.zeros((len(found), len(found)))
+    observed = statistics(truth, predicted, seeds, np.ones(n_subsets))
+    draws, noise = np.empty((len(observed), repeats)), np.zeros((len(observed), len(observed)))
     for i in range(repeats):
         counts = rng.multinomial(n_subsets, np.full(n_subsets, 1 / n_subsets)).astype(np.float64)
         drawn = statistics(truth, predicted, seeds, counts)
         draws[:, i] = mean_of_known(drawn)
-        noise += _covariance(drawn - found) / repeats
-    means = mean_of_known(found)
+        noise += _covariance(drawn - observed) / repeats
+    means = mean_of_known(observed)
     draws, unbiased = less_bias(draws, means)
     means[-1] = unbiased[-1]
-    between = (_covariance(found) - noise) * _shared(found)
-    draws += _student(rng, between, repeats, found.shape[1] - 1)
-    return found, means, np.minimum(draws, 1)
+    between = (_covariance(observed) - noise) * _shared(observed)
+    draws += _student(rng, between, repeats, observed.shape[1] - 1)
+    return observed, means, np.minimum(draws, 1)
 
 
 def _covariance(values: Floats) -> Floats:
-    """(row, row): covariance over the targets that both rows know."""
+    """Return the covariances of rows, (row, row), over the targets that neither row has as NaN."""
     known = (~np.isnan(values)).astype(np.float64)
     centred = np.nan_to_num(values - mean_of_known(values)[:, None])
     return np.asarray(centred @ centred.T / np.maximum(known @ known.T - 1, 1))
 
 
 def _shared(values: Floats) -> Floats:
-    """(row, row): what makes a covariance over targets one of means over targets."""
+    """Return the factors, (row, row), from covariances over targets to covariances of means."""
     known = (~np.isnan(values)).astype(np.float64)
     counts = np.maximum(known.sum(axis=1), 1)
     return np.asarray(known @ known.T / np.outer(counts, counts))
 
 
 def _student(rng: np.random.Generator, covariance: Floats, n: int, freedom: int) -> Floats:
-    """(row, draw): Student's t of a covariance, its positive part, that was itself estimated."""
+    """Draw from Student's t with the positive part of an estimated covariance, (row, draw)."""
     values, vectors = np.linalg.eigh(covariance)
     normal = vectors * np.sqrt(np.maximum(values, 0)) @ rng.standard_normal((len(values), n))
     freedom = max(freedom, 1)

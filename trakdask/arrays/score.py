@@ -1,4 +1,4 @@
-"""Attribution scores as lazy tiles."""
+"""Compute attribution scores as lazy tiles."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def score(
     loss_weight
         g, (sample, checkpoint); None for 1.
     average
-        Take the mean over checkpoints. If False, each checkpoint's product stays apart, times the
-        same mean of g: their mean is the averaged score.
+        Average the products over checkpoints. If False, return the product of each checkpoint times
+        the mean of g, so that the mean over checkpoints is the averaged score.
     pooled
-        Take the mean of g over checkpoints. If False, mean_c[ g_c(z) φ_c(z)·w_c(t) ].
+        Average g over checkpoints. If False, the score is mean_c[ g_c(z) φ_c(z)·w_c(t) ].
 
     Returns
     -------
@@ -58,17 +58,18 @@ def score(
     Raises
     ------
     ValueError
-        If shapes or chunks do not fit.
+        If shapes or chunks do not match.
 
     Notes
     -----
-    Cost: 2 n m p C flops; every tile reads its sample block and its target block of all
-    checkpoints, so batch the targets. Peak per task: C p (rows of both) itemsize + 8 bytes
-    per entry of the tile; the sum over checkpoints is made in place.
+    Cost: 2 n m p C flops. Every tile reads its sample block and its target block of all
+    checkpoints, so score many targets at once. Peak memory per task: C p (rows of both) itemsize +
+    8 bytes per entry of the tile; the sum over checkpoints is computed in place.
 
-    Exactness: products and sums in the dtype of the result, checkpoints in order: the same bits on
-    any scheduler for given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its
-    GPU). A NaN feature or weight makes the scores of its own sample NaN.
+    Exactness: products and sums are in the dtype of the result, with checkpoints added in order, so
+    the bits are the same on any scheduler for given chunks and BLAS (a worker with
+    ``TRAKDASK_XP=cupy`` multiplies on its GPU). A NaN feature or weight makes only the scores of
+    its own sample NaN.
 
     References
     ----------
@@ -86,8 +87,8 @@ def score(
     )
     if feature.shape[1:] != solved.shape[1:]:
         raise ValueError(
-            f"feature has (proj_dim, checkpoint) {feature.shape[1:]}; solved has "
-            f"{solved.shape[1:]}. Featurize both with the same projector and checkpoints."
+            f"expected solved with the (proj_dim, checkpoint) of feature, {feature.shape[1:]}, got "
+            f"{solved.shape[1:]}; try featurizing both with the same projector and checkpoints"
         )
     arrays: list[object] = [feature, "spc", solved, "tpc"]
     if loss_weight is not None:
@@ -99,8 +100,8 @@ def score(
         _apart if not average else _averaged if pooled else _averaged_apart_weights,
         out,
         *arrays,
-        # Lists of blocks, as False gives; but dask fuses this layer into the one that consumes
-        # its tiles (top_k) only where both say None.
+        # None passes lists of blocks, as False would. But dask fuses this layer with the one that
+        # consumes its tiles (top_k) only if both are None.
         concatenate=None,
         align_arrays=False,
         name="score-" + tokenize(feature.name, solved.name, loss_weight, average, pooled),
@@ -111,7 +112,7 @@ def score(
 
 
 def _averaged(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:
-    """Return one (rows, targets) tile from lists over checkpoints."""
+    """Return one (rows, targets) tile from lists of blocks, one block per checkpoint."""
     xp = array_module()
     pairs = zip(flat(feature), flat(solved), strict=True)
     total, count = _sum_in_place(_product(xp, x, w) for x, w in pairs)
@@ -123,7 +124,7 @@ def _averaged(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> 
 
 
 def _averaged_apart_weights(feature: Blocks, solved: Blocks, weight: Blocks) -> Block:
-    """Return one (rows, targets) tile, each checkpoint's product times its own weights."""
+    """Return one (rows, targets) tile in which each checkpoint's product has its own weights."""
     blocks = zip(flat(feature), flat(solved), flat(weight), strict=True)
     total, count = _sum_in_place(_apart(*each)[:, :, 0] for each in blocks)
     total /= total.dtype.type(count)
@@ -151,5 +152,5 @@ def _apart(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Blo
 
 
 def _product(xp: Any, feature: Blocks, solved: Blocks) -> Any:
-    """Return (rows, targets) of one checkpoint, where ``xp`` forms it."""
+    """Return the (rows, targets) product of one checkpoint, as an array of ``xp``."""
     return xp.asarray(matrix(feature)) @ xp.asarray(matrix(solved)).T

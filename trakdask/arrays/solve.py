@@ -1,4 +1,4 @@
-"""Damping, Cholesky factors and the solve for the targets."""
+"""Compute dampings and Cholesky factors, and solve for the targets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def closed_form_damping(
 ) -> da.Array:
     """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
 
-    tr(K²)/tr(K) is the mean eigenvalue of K weighted by the eigenvalues themselves, so λ follows
-    the scale of the gradients and one factor serves all checkpoints.
+    tr(K²)/tr(K) is the mean of the eigenvalues of K, weighted by the eigenvalues themselves, so λ
+    scales with the gradients and the same factor is suitable for all checkpoints.
 
     Parameters
     ----------
@@ -37,18 +37,19 @@ def closed_form_damping(
 
     Returns
     -------
-    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite where ``gram`` is
-    not.
+    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite for a checkpoint
+    whose ``gram`` is not finite.
 
     Raises
     ------
     ValueError
         If ``gram`` is not square or not in one chunk per checkpoint, or ``factor`` is negative. At
-        compute time, if ``gram`` is all 0: K + λI would be singular. The checkpoint is named.
+        compute time, if ``gram`` is all 0, so that K + λI would be singular; the message names the
+        checkpoint.
 
     Notes
     -----
-    Cost: one pass over ``gram`` in float64, 8 p bytes beside it.
+    Cost: one pass over ``gram`` in float64, with 8 p bytes of additional memory.
 
     Examples
     --------
@@ -58,7 +59,9 @@ def closed_form_damping(
     """
     _require_square(gram, name="gram", caller="closed_form_damping")
     if not (np.isfinite(factor) and factor >= 0):
-        raise ValueError(f"factor is {factor}; a number of at least 0 is needed. Use factor=0.03.")
+        raise ValueError(
+            f"expected factor as a number of at least 0, got {factor}; try factor=0.03"
+        )
     texts = tuple(map(str, range(gram.shape[2]) if labels is None else labels))
     damping: da.Array = da.map_blocks(
         _closed_form,
@@ -76,19 +79,19 @@ def closed_form_damping(
 def _closed_form(
     gram: Block, factor: float, labels: tuple[str, ...], *, block_id: tuple[int, ...]
 ) -> Block:
-    if not np.trace(gram[:, :, 0]):  # a sum of squares: all of it is 0, too
+    if not np.trace(gram[:, :, 0]):  # K is a sum of squares, so all of K is 0, too
         raise ValueError(
             f"expected a gram matrix with a positive trace, got 0 at checkpoint "
-            f"{labels[block_id[-1]]!r}: all features are 0 there, or failed, or their weights are "
-            "all 0 (those of estimator='soft' are where out_to_loss is 0 or 1); try "
-            "estimator='trak', and look at features.feature and features.out_to_loss"
+            f"{labels[block_id[-1]]!r}, where all features are 0 or failed, or all weights are 0 "
+            "(estimator='soft' gives weight 0 where out_to_loss is 0 or 1); try estimator='trak', "
+            "and inspect features.feature and features.out_to_loss"
         )
     return np.array([_closed_form_value(gram[:, :, 0], factor)])
 
 
 def _closed_form_value(gram: Block, factor: float) -> float:
     trace = float(np.trace(gram, dtype=np.float64))
-    # By rows: a float64 copy of the whole matrix would double the task's memory.
+    # Row by row, because a float64 copy of the whole matrix would double the task's memory.
     square = sum(float(np.vdot(row, row)) for row in (r.astype(np.float64) for r in gram))
     return factor * square / trace if trace else 0.0
 
@@ -116,15 +119,15 @@ def cholesky(
     Raises
     ------
     ValueError
-        If shapes or chunks do not fit; at compute time if ``gram`` or λ is not finite.
+        If shapes or chunks do not match; at compute time if ``gram`` or λ is not finite.
     numpy.linalg.LinAlgError
-        At compute time, if K_c + λ_c I is not positive definite: names the checkpoint.
+        At compute time, if K_c + λ_c I is not positive definite; the message names the checkpoint.
 
     Notes
     -----
-    Cost: p³/3 flops, one task per checkpoint, 8 p² bytes beside ``gram``; the work is done in
-    place. No scaling: Cholesky's error does not depend on the scale of rows and columns, and
-    float64 holds the squares of any float32 gradient.
+    Cost: p³/3 flops, one task per checkpoint, 8 p² bytes in addition to ``gram``; the matrix is
+    factorized in place. It is not scaled first: the error of Cholesky does not depend on the scale
+    of rows and columns, and float64 can represent the squares of any float32 gradient.
 
     Examples
     --------
@@ -137,8 +140,8 @@ def cholesky(
     lam = _damping_array(damping, n_checkpoint)
     if len(labels) != n_checkpoint:
         raise ValueError(
-            f"labels has {len(labels)} entries; gram has {n_checkpoint} checkpoints. "
-            "Give one label per checkpoint."
+            f"expected {n_checkpoint} labels, one per checkpoint of gram, got {len(labels)}; "
+            "try the names of all checkpoints"
         )
     texts = tuple(str(label) for label in labels)
     factor: da.Array = da.map_blocks(
@@ -162,8 +165,8 @@ def _damping_array(damping: da.Array | npt.ArrayLike, n_checkpoint: int) -> da.A
         lam = da.from_array(np.full(n_checkpoint, values) if values.ndim == 0 else values, chunks=1)
     if lam.shape != (n_checkpoint,):
         raise ValueError(
-            f"damping has shape {lam.shape}; gram has {n_checkpoint} checkpoints. "
-            "Give one number, or one per checkpoint."
+            f"expected damping of shape ({n_checkpoint},), one number per checkpoint of gram, got "
+            f"{lam.shape}; try one number for all checkpoints"
         )
     lam = lam.rechunk(1, method="tasks")
     return lam
@@ -184,21 +187,21 @@ def _factor(
 
 
 def require_finite(gram: Block, label: str) -> None:
-    """Refuse a matrix that is not finite; the error names its checkpoint."""
+    """Check that a matrix is finite; the error names its checkpoint."""
     if not all(np.isfinite(row).all() for row in gram):
         raise ValueError(
-            f"the Gram matrix of checkpoint {label!r} is not finite: its features contain rows "
-            "that are infinite, or NaN in part; a solve needs finite ones (rows that are all NaN "
-            "were recorded as failed and are left out). Find the others with "
-            "~np.isfinite(features.feature).all('proj_dim'), and leave them out."
+            f"expected a finite Gram matrix, got one that is not finite for checkpoint {label!r}: "
+            "its features have rows that are infinite or partly NaN (rows that are entirely NaN "
+            "were recorded as failed and are left out anyway); try leaving out the samples where "
+            "~np.isfinite(features.feature).all('proj_dim')"
         )
 
 
 def _require_damping(damping: float, label: str) -> None:
     if not (np.isfinite(damping) and damping >= 0):
         raise ValueError(
-            f"the damping of checkpoint {label!r} is {damping}; a finite number of at least 0 is "
-            "needed. Use damping='auto' or a positive number."
+            f"expected damping as a finite number of at least 0, got {damping} for checkpoint "
+            f"{label!r}; try damping='auto' or a positive number"
         )
 
 
@@ -207,11 +210,11 @@ def _not_definite(gram: Block, damping: float, label: str) -> str:
     norm = max(float(np.abs(row).sum(dtype=np.float64)) for row in gram) + damping
     condition = norm / damping if damping else np.inf
     return (
-        f"K + λI of checkpoint {label!r} is not positive definite in float64: λ = {damping:.3g}, "
-        f"smallest diagonal of K = {float(np.diagonal(gram).min()):.3g}, condition up to "
-        f"{condition:.3g}; Cholesky needs about 1e+07 or less where K was summed from float32 "
-        "products. Use a larger damping: the closed form 0.03 * tr(K²) / tr(K) is "
-        f"{_closed_form_value(gram, 0.03):.3g} here."
+        f"expected K + λI to be positive definite, got one of checkpoint {label!r} that is "
+        f"not in float64 (λ = {damping:.3g}, smallest diagonal of K = "
+        f"{float(np.diagonal(gram).min()):.3g}, condition up to {condition:.3g}; for K from "
+        "float32 products it should be at most about 1e+07); try a larger damping, such as the "
+        f"closed form 0.03 * tr(K²) / tr(K) = {_closed_form_value(gram, 0.03):.3g}"
     )
 
 
@@ -228,17 +231,17 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
     Returns
     -------
     (target, proj_dim, checkpoint) float32 (float64 if the targets are), lazy, in the chunks of
-    ``target``: a selection of targets reads only their blocks.
+    ``target``, so that computing some of the targets reads only their blocks.
 
     Raises
     ------
     ValueError
-        If shapes or chunks do not fit.
+        If shapes or chunks do not match.
 
     Notes
     -----
-    Cost: 2 p² flops per target and checkpoint, in float64; 16 p bytes per target beside the
-    inputs. A NaN in a target's feature makes that target NaN, and no other.
+    Cost: 2 p² flops per target and checkpoint, in float64, and 16 p bytes per target in addition to
+    the inputs. A NaN in a target's feature makes that target NaN, and no other.
 
     Examples
     --------
@@ -251,11 +254,11 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
     require_features(target, name="target", caller="solve", dims=_TARGET_DIMS)
     if target.shape[1:] != factor.shape[1:]:
         raise ValueError(
-            f"target has (proj_dim, checkpoint) {target.shape[1:]}; factor has {factor.shape[1:]}."
-            " Featurize both with the same projector and checkpoints."
+            f"expected target with the (proj_dim, checkpoint) of factor, {factor.shape[1:]}, got "
+            f"{target.shape[1:]}; try featurizing both with the same projector and checkpoints"
         )
     dtype = product_dtype(target)
-    # concatenate=False hands over the factor itself; concatenating one block would copy p² numbers.
+    # concatenate=False passes the factor itself; concatenating its one block would copy p² numbers.
     solved: da.Array = da.blockwise(
         _solve_block,
         "tpc",
@@ -298,8 +301,8 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
 
     Notes
     -----
-    Cost: 2 p² flops per sample and checkpoint, in float64, as of a Gram matrix; 16 p bytes per
-    sample of a block beside it. Never n × n.
+    Cost: 2 p² flops per sample and checkpoint, in float64, as for the Gram matrix, and 16 p bytes
+    per sample of a block in addition to the block. The n × n hat matrix is never formed.
 
     Examples
     --------
@@ -336,6 +339,6 @@ def _require_square(x: da.Array, *, name: str, caller: str) -> None:
     require_features(x, name=name, caller=caller, dims=_SQUARE_DIMS)
     if x.shape[0] != x.shape[1] or len(x.chunks[0]) != 1:
         raise ValueError(
-            f"{name} has shape {x.shape} in chunks {x.chunks}; {caller} needs square matrices "
-            f"(p, p, checkpoint), one chunk each. Use {name}.rechunk((-1, -1, 1))."
+            f"expected {name} of {caller} as square matrices (p, p, checkpoint), one chunk each, "
+            f"got shape {x.shape} in chunks {x.chunks}; try {name}.rechunk((-1, -1, 1))"
         )

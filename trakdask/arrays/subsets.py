@@ -1,4 +1,4 @@
-"""Masks of training samples, row by row, and the sums of scores over them."""
+"""Create masks of training samples lazily, and sum scores over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Mask = NDArray[np.bool_]
 def random_subsets(
     n: int, n_subsets: int, size: int, seed: int, *, groups: NDArray[np.int64] | None = None
 ) -> da.Array:
-    """Return masks of random subsets of equal size, each a function of (seed, its index).
+    """Return masks of random subsets of equal size; each depends only on the seed and its index.
 
     Parameters
     ----------
@@ -28,11 +28,11 @@ def random_subsets(
     n_subsets
         Number of masks.
     size
-        Samples, or groups, in each subset.
+        Number of samples, or of groups, in each subset.
     seed
-        Not negative.
+        Random seed, not negative.
     groups
-        Group of each sample, 0 .. the number of groups - 1: a group is in or out as a whole.
+        Group of each sample, from 0; all samples of a group are in or out of a subset together.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def _random_row(n: int, size: int, seed: int, groups: NDArray[np.int64] | None, 
 
 
 def leave_out_each(n: int, positions: NDArray[np.int64]) -> da.Array:
-    """Return masks (subset, sample) of everything but one sample each, lazy.
+    """Return masks (subset, sample) that each leave out one sample, lazy.
 
     Examples
     --------
@@ -96,15 +96,15 @@ def without_first(ranked: da.Array, counts: Sequence[int], n: int) -> da.Array:
     Parameters
     ----------
     ranked
-        Positions (ranking, rank), the first to leave out first; -1 for none.
+        Positions (ranking, rank), in the order in which they are left out; -1 for no sample.
     counts
-        The k's.
+        The values of k.
     n
         Number of samples.
 
     Returns
     -------
-    (ranking × k, sample) bool, k fastest, lazy, in the row chunks of ``ranked``.
+    (ranking × k, sample) bool, k varying fastest, lazy, in the row chunks of ``ranked``.
 
     Examples
     --------
@@ -134,7 +134,8 @@ def _without_first(ranked: NDArray[np.int64], counts: tuple[int, ...], n: int) -
 def subset_sums(masks: da.Array, values: da.Array) -> da.Array:
     """Return the sum of values (sample, ...) over every subset (subset, sample), float64, lazy.
 
-    Block by block: neither is held as a whole. A NaN makes all sums of its column NaN.
+    Computed block by block, so neither array is in memory as a whole. A NaN makes all sums of its
+    column NaN.
     """
     sums: da.Array = da.tensordot(_double(masks), _double(values), axes=((1,), (0,)))
     return sums

@@ -1,4 +1,4 @@
-"""The top samples of every target, without the scores ever being whole."""
+"""Find the top samples of every target without holding all scores in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TileMask: TypeAlias = Callable[[int, int, int, int], npt.NDArray[np.bool_]]
 
 _SPLIT_EVERY = 8
 _LOW = np.int64(0xFFFFFFFF)
-# What no score maps to: rows that are masked out or NaN, and padding.
+# The key of rows that are masked out or NaN, and of padding. No score maps to it.
 _NOTHING = np.iinfo(np.int64).min
 
 
@@ -36,38 +36,41 @@ def top_k(
     Parameters
     ----------
     score
-        (sample, target), float, any chunks; ranked as float32. ±inf is ranked, NaN never.
+        (sample, target), float, any chunks; ranked as float32. ±inf is ranked, NaN is not.
     k
-        How many per target, from 1 to the number of samples; may exceed the rows of a block.
+        Number of samples per target, from 1 to all samples; may exceed the rows of a block.
     largest
-        If False, the k smallest, ascending.
+        If False, return the k smallest scores in ascending order.
     mask
-        Which samples may be ranked: None for all; (sample,) bool, and blocks in which it selects
-        nothing are never computed; or a function of a tile's bounds (sample_start, sample_stop,
-        target_start, target_stop) that returns bool (samples, targets), called in the tasks.
+        Which samples may be ranked: None for all; a (sample,) bool array, in which case blocks
+        without a selected sample are never computed; or a function of a tile's bounds
+        (sample_start, sample_stop, target_start, target_stop) that returns bool (samples, targets)
+        and is called inside the tasks.
 
     Returns
     -------
     values
         (target, k) float32, best first; NaN where fewer than k samples can be ranked.
     positions
-        (target, k) int64 along the sample axis of ``score``; -1 there. Equal scores rank by
-        position. Both lazy, in the target chunks of ``score``; computed together they cost once.
+        (target, k) int64, positions along the sample axis of ``score``; -1 where values are NaN.
+        Equal scores are ranked by position. Both arrays are lazy, in the target chunks of
+        ``score``; computing them together costs no more than computing one.
 
     Raises
     ------
     ValueError
-        If k is out of range or the mask does not fit.
+        If k is out of range or the mask has the wrong shape.
     TypeError
-        If k is not an integer or the mask not boolean.
+        If k is not an integer or the mask is not boolean.
 
     Notes
     -----
-    Cost: one pass over the tiles, and no more than ``score`` itself reads. The local step runs in
-    the task that makes the tile, so only k numbers per block and target outlive it. Peak per task:
-    the tile and 20 bytes per entry of it; in the tree 9 k targets 8 bytes.
+    Cost: one pass over the tiles, reading no more than ``score`` itself does. The local ranking
+    runs in the task that computes the tile, so that only k numbers per block and target outlive
+    the task. Peak memory per task: the tile and 20 bytes per entry of it; in the tree 9 k targets
+    8 bytes.
 
-    Exactness: exact, the same for any chunks, masks and schedulers that give the same scores.
+    Exactness: exact, and the same for any chunks, masks and schedulers with equal scores.
 
     Examples
     --------
@@ -102,28 +105,28 @@ def top_k(
 def _check_score(score: da.Array) -> None:
     if not isinstance(score, da.Array) or score.ndim != 2 or score.dtype.kind != "f":
         raise TypeError(
-            f"score is {score!r}; top_k needs a floating dask array (sample, target). "
-            "Use score.mean(axis=2) for one with checkpoints."
+            f"expected score of top_k as a floating-point dask array (sample, target), got "
+            f"{score!r}; try score.mean(axis=2) if it has checkpoints"
         )
     if any(size != size for axis in score.chunks for size in axis):
         raise ValueError(
-            f"score has unknown chunk sizes {score.chunks}; top_k needs known ones. "
-            "Use score.compute_chunk_sizes()."
+            f"expected score of top_k with known chunk sizes, got unknown chunk sizes "
+            f"{score.chunks}; try score.compute_chunk_sizes()"
         )
     if score.shape[0] >= int(_LOW):
         raise NotImplementedError(
-            f"score has {score.shape[0]} samples; positions are kept in 32 bits, fewer than "
-            f"{int(_LOW)} are needed. Rank parts of the samples and merge them."
+            f"expected fewer than {int(_LOW)} samples, as positions are stored in 32 bits, got "
+            f"{score.shape[0]}; try ranking subsets of the samples and merging the results"
         )
 
 
 def _check_k(k: int, n_sample: int) -> None:
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-        raise TypeError(f"k is {k!r}; an integer is needed. Use k=10.")
+        raise TypeError(f"expected k as an integer, got {k!r}; try k=10")
     if not 1 <= k <= n_sample:
         raise ValueError(
-            f"k is {k}; 1 to {n_sample} is needed, the number of samples. "
-            f"Use k={min(max(k, 1), n_sample)}."
+            f"expected k from 1 to {n_sample}, the number of samples, got {k}; "
+            f"try k={min(max(k, 1), n_sample)}"
         )
 
 
@@ -131,12 +134,12 @@ def _check_mask(mask: npt.ArrayLike, n_sample: int) -> npt.NDArray[np.bool_]:
     mask = np.asarray(mask)
     if mask.dtype != bool:
         raise TypeError(
-            f"mask has dtype {mask.dtype}; bool is needed. Use a comparison, or mask.astype(bool)."
+            f"expected mask of dtype bool, got {mask.dtype}; try a comparison or mask.astype(bool)"
         )
     if mask.shape != (n_sample,):
         raise ValueError(
-            f"mask has shape {mask.shape}; one entry per sample is needed, ({n_sample},). "
-            "Make it from the coordinates of the same scores."
+            f"expected mask of shape ({n_sample},), one entry per sample, got {mask.shape}; "
+            "try a comparison of the coords of the same scores"
         )
     return mask
 
@@ -150,7 +153,7 @@ def _nothing_ranked(score: da.Array, k: int) -> tuple[da.Array, da.Array]:
 def _local_keys(
     score: da.Array, k: int, largest: bool, mask: npt.NDArray[np.bool_] | TileMask | None
 ) -> da.Array | None:
-    """Return each block's best keys, (rank within its block, target), or None if none is kept."""
+    """Return the best keys of each block, (rank within the block, target); None without blocks."""
     sizes, target_sizes = score.chunks
     arrays: list[object] = [score, "st"]
     arrays += [_positions(sizes, None if callable(mask) else mask), "s"]
@@ -170,11 +173,11 @@ def _local_keys(
         largest=largest,
         mask=tile_mask,
     )
-    kept = blocks_with(mask, sizes) if isinstance(mask, np.ndarray) else list(range(len(sizes)))
-    if not kept:
+    used = blocks_with(mask, sizes) if isinstance(mask, np.ndarray) else list(range(len(sizes)))
+    if not used:
         return None
-    # Below the product's layer, so that it stays in one task with the local step.
-    return keys if len(kept) == len(sizes) else keys.blocks[kept]
+    # Blocks are selected after the local ranking, so that dask can fuse it with the product.
+    return keys if len(used) == len(sizes) else keys.blocks[used]
 
 
 def _positions(sizes: tuple[int, ...], mask: npt.NDArray[np.bool_] | None) -> da.Array:
@@ -212,7 +215,7 @@ def _local(
     largest: bool,
     mask: TileMask | None,
 ) -> Block:
-    """Return the (min(k, rows), target) best keys of one tile, in no order."""
+    """Return the best keys of one tile, (min(k, rows), target), unsorted."""
     (tile,), (rows,) = flat(score), flat(positions)
     keys = _keys(tile, rows, largest)
     if mask is not None and targets is not None and tile.size:
@@ -220,19 +223,19 @@ def _local(
         keys[~_tile_mask(mask, rows, columns).T] = _NOTHING
     if len(tile) > k:
         keys.partition(len(tile) - k, axis=1)
-        # A copy, or the keys of the whole tile would live as long as the best of them.
+        # A copy, because a view would keep the keys of the whole tile in memory.
         keys = keys[:, len(tile) - k :].copy()
     return keys.T
 
 
 def _keys(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]:
-    """Return (target, row) integers that sort as (score, -position) do.
+    """Return (target, row) integers that sort like the pairs (score, -position).
 
-    The high half is the float32's bits, folded so that they order as integers; one integer sort
-    then ranks and breaks ties at once, and is as fast for constant scores as for any.
+    The upper 32 bits are those of the float32 score, folded so that they sort as integers. A single
+    integer sort then ranks the scores and breaks ties, equally fast for any values.
     """
     values = np.ascontiguousarray(tile.T, np.float32)
-    # + 0 turns -0.0 into 0.0: equal scores must have equal bits.
+    # Adding 0 turns -0.0 into 0.0, since equal scores must have equal bits.
     values = values + np.float32(0) if largest else np.float32(0) - values
     bits = values.view(np.int32)
     keys = _folded(bits).astype(np.int64)
@@ -244,7 +247,7 @@ def _keys(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]
 
 
 def _folded(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Swap the order of negative numbers; its own inverse."""
+    """Reverse the order of negative numbers; this function is its own inverse."""
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 
 
@@ -254,8 +257,8 @@ def _tile_mask(mask: TileMask, rows: Block, columns: Block) -> npt.NDArray[np.bo
     shape = (len(rows), len(columns))
     if result.shape != shape or result.dtype != bool:
         raise ValueError(
-            f"mask{bounds} returned {result.dtype} of shape {result.shape}; bool of shape {shape} "
-            "is needed. Broadcast it to (samples, targets) of the tile."
+            f"expected bool of shape {shape} from mask{bounds}, got {result.dtype} of shape "
+            f"{result.shape}; try broadcasting it to the (samples, targets) of the tile"
         )
     return result
 
@@ -265,7 +268,7 @@ def _same(block: Block, axis: object, keepdims: bool) -> Block:
 
 
 def _merge(blocks: Blocks, axis: object = None, keepdims: bool = True, *, k: int) -> Block:
-    """Return the best k of several blocks' keys, (k or fewer, target), in no order."""
+    """Return the best k keys of several blocks, (k or fewer, target), unsorted."""
     keys = np.concatenate(list(flat(blocks)))
     if len(keys) <= k:
         return keys
@@ -275,7 +278,7 @@ def _merge(blocks: Blocks, axis: object = None, keepdims: bool = True, *, k: int
 
 
 def _finish(blocks: Blocks, axis: object = None, keepdims: bool = False, *, k: int) -> Block:
-    """Return (target, k) keys, best first, padded."""
+    """Return (target, k) keys, best first, padded if there are fewer than k."""
     keys = np.sort(_merge(blocks, k=k).T, axis=1)[:, ::-1]
     missing = k - keys.shape[1]
     return np.pad(keys, ((0, 0), (0, missing)), constant_values=_NOTHING)
@@ -300,7 +303,7 @@ def _decoded(
 
 def _value(keys: Block, largest: bool) -> Block:
     values = _folded((keys >> 32).astype(np.int32)).view(np.float32)
-    # 0 - x, not -x: no score of 0 comes back as -0.0.
+    # 0 - x instead of -x, so that a score of 0 is not returned as -0.0.
     values = values if largest else np.float32(0) - values
     return np.where(keys == _NOTHING, np.float32(np.nan), values)
 

@@ -1,8 +1,9 @@
-"""Blocked Cholesky and triangular solves, in place.
+"""Compute blocked Cholesky factors and triangular solves in place.
 
-SciPy's LAPACK wrappers hold Python's global lock for the whole factorisation: minutes at large p,
-in which a Dask worker cannot answer its scheduler. NumPy's Cholesky lets it go, but needs three
-matrices. Here nearly all work is in NumPy's matrix products, and LAPACK sees small blocks only.
+SciPy's LAPACK wrappers hold Python's global interpreter lock for the whole factorization. At large
+p that takes minutes, during which a Dask worker cannot answer its scheduler. NumPy's Cholesky
+releases the lock but needs memory for three matrices. Here nearly all work is done by NumPy's
+matrix products, and LAPACK is called for small blocks only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def cholesky_in_place(a: npt.NDArray[np.float64]) -> bool:
 
     Returns
     -------
-    Whether ``a`` is positive definite; if not, it is left in pieces.
+    Whether ``a`` is positive definite. If not, the contents of ``a`` are undefined.
 
     Notes
     -----
@@ -62,7 +63,7 @@ def solve_in_place(lower: npt.NDArray[np.float64], rows: npt.NDArray[np.float64]
     lower
         L, (p, p) float64, in any memory order; its lower triangle is read.
     rows
-        (n, p) float64; overwritten. A row that is not finite leaves the others as they are.
+        (n, p) float64; overwritten. A row that is not finite does not affect the others.
 
     Notes
     -----
@@ -90,7 +91,7 @@ def _solve_panel(
     *,
     transposed: bool,
 ) -> None:
-    """Solve one block of columns of ``rows``, given those already solved."""
+    """Solve one block of columns of ``rows``, given the columns that are already solved."""
     block = slice(start, start + _BLOCK)
     coupling = lower[solved, block] if transposed else lower[block, solved].T
     panel = rows[:, block] - rows[:, solved] @ coupling

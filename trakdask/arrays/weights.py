@@ -1,4 +1,4 @@
-"""Weights of samples, from model outputs and from the norms of features."""
+"""Compute weights of samples from model outputs and from the norms of features."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trakdask.arrays.blocks import Block, Blocks, flat, require_features
 
 __all__ = ["inverse_norm", "soft_gram_weights", "soft_loss_weights", "squared_norm"]
 
-#: How far outside [0, 1] rounding may put 1 - p.
+#: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6
 
 
 def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
-    """Return g = q^a of Q = q in [0, 1]; a is ``power``.
+    """Return the weights g = q^a, where q is ``out_to_loss`` and a is ``power``.
 
     Parameters
     ----------
     out_to_loss
-        q, (sample, checkpoint), float, any chunks; what rounding puts outside [0, 1] is clipped,
-        and NaN, of a sample that was recorded as failed, stays NaN.
+        q, (sample, checkpoint), float, any chunks. Values that rounding puts just outside [0, 1]
+        are clipped. NaN, which marks a sample recorded as failed, stays NaN.
     power
         a, in [0, 1].
 
@@ -46,7 +46,7 @@ def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
 
 
 def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
-    """Return h = q^a (1 - q): up to a factor the slope of q^a in f = log((1 - q)/q).
+    """Return h = q^a (1 - q), proportional to the derivative of q^a by f = log((1 - q)/q).
 
     Parameters and errors are those of :func:`soft_loss_weights`.
 
@@ -82,8 +82,9 @@ def _gram_weights(q: Block, power: float) -> Block:
 def _probability(q: Block) -> Block:
     if ((q < -_ROUNDING) | (q > 1 + _ROUNDING)).any():  # never true of NaN
         raise ValueError(
-            f"out_to_loss lies in [{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; soft weights need "
-            "1 - p, in [0, 1]. Type estimator='trak', with damping='closed_form' or a number."
+            "expected out_to_loss = 1 - p in [0, 1] for soft weights, got values in "
+            f"[{np.nanmin(q):.4g}, {np.nanmax(q):.4g}]; try estimator='trak', with "
+            "damping='closed_form' or a number"
         )
     return np.clip(q.astype(np.float64), 0, 1)
 
@@ -118,7 +119,7 @@ def _squared_norm(feature: Blocks) -> Block:
 
 
 def inverse_norm(squared: da.Array) -> da.Array:
-    """Return 1/√x, NaN where x is 0; lazy.
+    """Return 1/√x, lazy, NaN where x is 0.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""Where tiles are multiplied: by numpy, or by CuPy on the GPU of the worker.
+"""Choose the module that multiplies tiles: numpy, or CuPy on the GPU of the worker.
 
-A worker that is started with ``TRAKDASK_XP=cupy`` in its environment forms gram matrices and tiles
-of scores on its GPU. They are those of a CPU within rounding, so nothing takes this road unasked.
-Blocks come from host memory and go back there. CuPy keeps memory that it has used once, and torch
-cannot have it. Has not run on a GPU yet.
+A worker that is started with ``TRAKDASK_XP=cupy`` in its environment computes gram matrices and
+tiles of scores on its GPU. They equal those of a CPU only up to rounding, so this is never the
+default. Blocks are copied from host memory and back. CuPy does not return memory that it has used
+to the system, so torch cannot use it. This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from trakdask.arrays.blocks import Block
 
 
 def array_module() -> Any:
-    """Return numpy, or CuPy if this process is told to use it.
+    """Return numpy, or CuPy if ``TRAKDASK_XP=cupy`` in the environment of this process.
 
     Raises
     ------
     ImportError
-        If CuPy is missing; the message names the extra.
+        If CuPy is not installed; the message names the extra to install.
     ValueError
-        If it is told of something else.
+        If the variable has any other value.
     """
     asked = os.environ.get("TRAKDASK_XP", "numpy")
     if asked == "numpy":
         return np
     if asked != "cupy":
         raise ValueError(
-            f"the worker's environment has TRAKDASK_XP={asked!r}; needed 'numpy' or 'cupy'. "
-            "Start it with TRAKDASK_XP=cupy, or without."
+            "expected 'numpy' or 'cupy' as TRAKDASK_XP in the worker's environment, got "
+            f"TRAKDASK_XP={asked!r}; try starting the worker with TRAKDASK_XP=cupy, or without it"
         )
     try:
-        import cupy  # optional: only what has a GPU needs it
+        import cupy  # optional: only workers with a GPU need it
     except ImportError as err:
         raise ImportError(
-            "the worker's environment has TRAKDASK_XP=cupy and CuPy cannot be imported; products "
-            "on a GPU need it. Type pip install 'trakdask[cuda]' (with CUDA 12, "
-            f"'trakdask[cuda12]'), or start the worker without TRAKDASK_XP. ({err})"
+            "expected CuPy to be installed, as the worker's environment has TRAKDASK_XP=cupy, got "
+            f"an error on import ({err}); try pip install 'trakdask[cuda]' ('trakdask[cuda12]' for "
+            "CUDA 12), or starting the worker without TRAKDASK_XP"
         ) from err
     return cupy
 
 
 def asnumpy(array: Any) -> Block:
-    """Return an array in host memory; itself if it is numpy's."""
+    """Return an array in host memory: a numpy array itself, or a copy of a CuPy array."""
     host: Block = array if isinstance(array, np.ndarray) else array.get()
     return host

@@ -1,4 +1,4 @@
-"""Which modules to hook, so that every selected parameter gets its gradients."""
+"""Choose the modules to hook so that all selected parameters get their gradients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _WHOLE = (nn.MultiheadAttention,)
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters get their gradients from what it takes in and gives out.
+    """A module whose parameter gradients are computed from its inputs and output gradients.
 
     Parameters
     ----------
     path
-        Its name in the model.
+        Name of the module in the model.
     selected
-        The model's name of each of its selected parameters, by the name inside the module.
+        Selected parameters of the module: name inside the module -> name in the model.
     parameters
-        The same of all its parameters.
+        All parameters of the module, likewise.
     """
 
     path: str
@@ -34,15 +34,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How the selected parameters of a model are reached.
+    """How the gradients of the selected parameters of a model are computed.
 
     Parameters
     ----------
     units
-        Modules to hook.
+        The modules to hook.
     rest
-        Selected parameters that hooks do not reach: those of modules that also have children, so
-        that only the module's own code knows what it does with the parameter.
+        Selected parameters that hooks cannot handle. They belong directly to modules that also have
+        children, so that only the module's own code determines how the parameter is used.
     """
 
     units: tuple[Unit, ...]
@@ -50,18 +50,18 @@ class Coverage:
 
 
 def cover(module: nn.Module, names: Sequence[str]) -> Coverage:
-    """Find the modules to hook for the selected parameters; tied weights have several."""
+    """Find the modules to hook for the selected parameters; tied weights belong to several."""
     canonical: dict[int, str] = {}
     for name, tensor in module.named_parameters():
         canonical.setdefault(id(tensor), name)
     units, rest = [], set()
-    for path, part, whole in _parts(module):
+    for path, submodule, whole in _submodules(module):
         own = {
             inside: canonical[id(tensor)]
-            for inside, tensor in part.named_parameters(recurse=whole, remove_duplicate=False)
+            for inside, tensor in submodule.named_parameters(recurse=whole, remove_duplicate=False)
         }
         selected = {inside: name for inside, name in own.items() if name in names}
-        if selected and not whole and next(part.children(), None) is not None:
+        if selected and not whole and next(submodule.children(), None) is not None:
             rest |= set(selected.values())
         elif selected:
             units.append(Unit(path, selected, own))
@@ -69,11 +69,11 @@ def cover(module: nn.Module, names: Sequence[str]) -> Coverage:
     return Coverage(tuple(u for u in hooked if u.selected), tuple(n for n in names if n in rest))
 
 
-def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
+def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
     whole = isinstance(module, _WHOLE)
     yield path, module, whole
     for name, child in () if whole else module.named_children():
-        yield from _parts(child, f"{path}.{name}" if path else name)
+        yield from _submodules(child, f"{path}.{name}" if path else name)
 
 
 def _without(unit: Unit, names: set[str]) -> Unit:

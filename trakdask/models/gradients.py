@@ -1,8 +1,8 @@
-"""Per-sample gradients of the model output: engines that hand them on parameter by parameter.
+"""Compute per-sample gradients of the model output with one of several engines.
 
-An engine takes a batch and hands the sink the gradient of each selected parameter, (batch, numel),
-which may lie in a buffer that the next one overwrites. It never forms gradients of other
-parameters, and keeps nothing after it returns: what becomes of them is up to the sink.
+An engine takes a batch and passes the gradient of each selected parameter, (batch, numel), to the
+sink. The gradient may be in a buffer that the next one overwrites, so a sink that needs it later
+must copy it. Engines never compute gradients of other parameters, and store nothing themselves.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """What takes the gradients."""
+    """A function that receives the gradients."""
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        """Take all elements of a parameter's gradient, or, in order, those from ``first`` on."""
+        """Receive a parameter's gradient, or, in order, a slice that starts at ``first``."""
 
 
 class Engine(Protocol):
@@ -62,16 +62,16 @@ class Engine(Protocol):
     def __call__(
         self, forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
     ) -> tuple[Tensor, Tensor]:
-        """Feed the sink; return output and out_to_loss, both (batch,) float32."""
+        """Pass gradients to the sink; return output and out_to_loss, both (batch,) float32."""
 
 
 def loop_gradients(
     forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
 ) -> tuple[Tensor, Tensor]:
-    """Differentiate sample by sample with ``torch.autograd.grad``: the oracle, and always right.
+    """Differentiate sample by sample with ``torch.autograd.grad``; the reference for other engines.
 
-    Q is computed for the batch at once, but sample by sample where the model decides on values of
-    its input. Cost: one forward and backward pass per sample. Memory: batch × parameters.
+    Q is computed for the whole batch, or sample by sample if the model branches on values of its
+    input. Cost: one forward and backward pass per sample. Memory: batch × parameters.
     """
     selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
     here = forward.with_parameters(selected)
@@ -80,13 +80,13 @@ def loop_gradients(
     outputs = torch.empty(size)
     for i in range(size):
         output = _require_per_sample(task.output(here, row_of(batch, i)), 1, "output")
-        found = torch.autograd.grad(output[0], list(selected.values()), materialize_grads=True)
-        for name, gradient in zip(names, found, strict=True):
+        of_sample = torch.autograd.grad(output[0], list(selected.values()), materialize_grads=True)
+        for name, gradient in zip(names, of_sample, strict=True):
             gradients[name][i] = gradient.reshape(-1)
         outputs[i] = output.detach()[0]
     for name in names:
         sink(name, gradients.pop(name))
-    if reads_values(forward, task, batch):  # samples of a batch might share a decision
+    if reads_values(forward, task, batch):  # samples of a batch might share a branch
         alone = [_out_to_loss(forward, task, row_of(batch, i)) for i in range(size)]
         return outputs, torch.cat(alone)
     return outputs, _out_to_loss(forward, task, batch)
@@ -95,10 +95,10 @@ def loop_gradients(
 def vmap_gradients(
     forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
 ) -> tuple[Tensor, Tensor]:
-    """Vectorise the gradient of one sample with ``torch.func``.
+    """Vectorize the gradient of one sample with ``torch.func``.
 
     Cost: a few batched forward and backward passes. Memory: batch × parameters. The model must not
-    decide on values of its input, and must treat samples apart.
+    branch on values of its input, and must treat samples independently.
     """
 
     def output_of_one(selected: dict[str, Tensor], sample: dict[str, Tensor]) -> Tensor:
@@ -119,17 +119,17 @@ def vmap_gradients(
 def hooks_gradients(
     forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
 ) -> tuple[Tensor, Tensor]:
-    """Form gradients layer by layer during one batched backward pass.
+    """Compute gradients layer by layer during one batched backward pass.
 
-    The sink gets parameters in the order of the backward pass, those that hooks do not reach last,
-    by :func:`vmap_gradients`. Cost: about one forward and one backward pass. Memory: activations of
-    the batch, and batch × the largest parameter, but 4 MB where that is a linear or embedding
-    layer. The model must treat samples apart.
+    The sink receives parameters in the order of the backward pass. Parameters that hooks cannot
+    handle come last, from :func:`vmap_gradients`. Cost: about one forward and one backward pass.
+    Memory: activations of the batch, and batch × the largest parameter (only 4 MB for linear and
+    embedding layers). The model must treat samples independently.
     """
     if isinstance(task, TrakTask):
         raise ValueError(
             "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
-            "sample at a time; try gradients='vmap'."
+            "sample at a time; try gradients='vmap'"
         )
     size = _size(batch)
     known = _knowledge(forward, task, batch, tuple(names))
@@ -154,7 +154,7 @@ def hooks_gradients(
 
 
 def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
-    """Return the engine that ``gradients="auto"`` takes, and why."""
+    """Return the engine that ``gradients="auto"`` chooses, and the reason."""
     if isinstance(task, TrakTask):
         return "vmap", "the task hands the model one sample at a time"
     reached = cover(module, names)
@@ -166,7 +166,7 @@ def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> 
 
 
 def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, int]) -> int:
-    """Return how many gradient elements of a sample an engine holds at once.
+    """Return how many gradient elements of a sample an engine holds in memory at once.
 
     Parameters
     ----------
@@ -185,10 +185,10 @@ def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, i
 
 
 def require_batch_independence(engine: str, forward: Forward, task: Task, batch: Batch) -> None:
-    """Check that two samples have the f and the Q in a batch that each has alone.
+    """Check that f and Q of a sample are the same in a batch as for the sample alone.
 
-    The engine ``"loop"`` runs every sample alone if the model decides on values of its input, so
-    there is nothing to check then.
+    If the model branches on values of its input, the engine ``"loop"`` runs every sample alone, and
+    there is nothing to check.
 
     Raises
     ------
@@ -211,41 +211,43 @@ def require_same_as_loop(
     Raises
     ------
     ValueError
-        If a gradient differs by more than rounding can explain: the model mixes samples, or does
-        something that the engine does not see.
+        If a gradient differs by more than rounding error: the model mixes samples, or uses a
+        parameter in a way that the engine does not see.
     """
-    found: dict[str, Tensor] = {}
+    computed: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
-    for name, into in ((engine, found), ("loop", expected)):
-        ENGINES[name](forward, task, batch, names, partial(_keep, into))
+    for name, into in ((engine, computed), ("loop", expected)):
+        ENGINES[name](forward, task, batch, names, partial(_collect, into))
     norms = torch.stack([g.double().norm(dim=1) for g in expected.values()]).norm(dim=0)
     allowed = max(tolerance(g.dtype, g.device.type) for g in expected.values())
     for name in names:
-        error = (found[name].double() - expected[name].double()).norm(dim=1)
+        error = (computed[name].double() - expected[name].double()).norm(dim=1)
         if not bool((error <= allowed * norms).all() | error.isnan().any()):
             raise ValueError(
                 f"expected gradients={engine!r} to agree with one backward pass per sample, got a "
                 f"gradient of {name!r} that differs by {float((error / norms).max()):.2g} of its "
                 "norm (the model may mix samples of a batch, or use the parameter outside its "
-                "layer); try gradients='loop'."
+                "layer); try gradients='loop'"
             )
 
 
-def _keep(into: dict[str, Tensor], name: str, gradient: Tensor, first: int | None = None) -> None:
+def _collect(
+    into: dict[str, Tensor], name: str, gradient: Tensor, first: int | None = None
+) -> None:
     into[name] = torch.cat([into[name], gradient], 1) if first else gradient.clone()
 
 
 @dataclass(frozen=True)
 class _Knowledge:
-    """What is found out about a model before it is hooked.
+    """What the engine determines about a model before it hooks it.
 
     Parameters
     ----------
     coverage
-        The units, and what they do not reach.
+        The units, and the parameters that hooks cannot handle.
     axes
-        Batch axes of all that goes in and out of the units: those that change with the batch size.
-        (A length alone tells nothing, since a sequence may be as long as the batch.)
+        Batch axes of all inputs and outputs of the units: the axes whose length changes with the
+        batch size. (A length alone is not enough, since a sequence may be as long as the batch.)
     """
 
     coverage: Coverage
@@ -256,10 +258,10 @@ _known: WeakKeyDictionary[torch.nn.Module, dict[Any, _Knowledge]] = WeakKeyDicti
 
 
 def _knowledge(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> _Knowledge:
-    """Run the first sample two and three times over, once per module; kept with it."""
-    kept = _known.setdefault(forward.module, {})
+    """Run the first sample repeated two and three times; done once per module, and cached."""
+    of_module = _known.setdefault(forward.module, {})
     key = (type(task), names)
-    if key not in kept:
+    if key not in of_module:
         coverage = cover(forward.module, names)
         runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
         two, three = (recorded_shapes(run, forward.module, coverage.units) for run in runs)
@@ -267,8 +269,8 @@ def _knowledge(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...
             path: [_axes_of(*calls) for calls in zip(two[path], three[path], strict=True)]
             for path in two
         }
-        kept[key] = _Knowledge(coverage, axes)
-    return kept[key]
+        of_module[key] = _Knowledge(coverage, axes)
+    return of_module[key]
 
 
 def _axes_of(two: CallShapes, three: CallShapes) -> CallAxes:
@@ -301,10 +303,10 @@ def _out_to_loss(forward: Forward, task: Task, batch: Batch) -> Tensor:
 def _require_per_sample(value: object, size: int, method: str) -> Tensor:
     if isinstance(value, Tensor) and value.shape == (size,):
         return value
-    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    returned = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
         f"expected shape ({size},) from task.{method}, one number per sample for a batch of "
-        f"{size}, got {found}; try a sum over the other axes, or [:, 0]."
+        f"{size}, got {returned}; try a sum over the other axes, or [:, 0]"
     )
 
 

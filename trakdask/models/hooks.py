@@ -1,9 +1,9 @@
-"""All per-sample gradients from one batched forward and backward pass.
+"""Compute all per-sample gradients in one batched forward and backward pass.
 
-Hooks on the layers keep what goes in; when the backward pass brings what comes back, the gradient
-of the layer's parameters is formed sample by sample, handed to the sink and forgotten. So memory is
-that of one layer, and the cost about one backward pass. Autograd itself never differentiates a
-weight, which leaves out a third of its work.
+Hooks on the layers record their inputs. When the backward pass reaches a layer's output, the
+gradients of the layer's parameters are computed for each sample, passed to the sink and discarded.
+The memory needed is therefore that of one layer, and the cost is about one backward pass. Autograd
+itself does not differentiate the weights, which saves a third of its work.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ __all__ = [
 
 Sink = Callable[..., None]
 Part = Callable[[slice], Tensor]
-"""The gradient of some rows of a weight by one of its uses."""
+"""Computes the gradient of some rows of a weight, from one of its uses."""
 CallAxes = tuple[list[int | None], list[int | None]]
-"""The batch axis of each thing that goes in, and that comes out; None where it has none."""
+"""The batch axis of each input and of each output of a call; None if it has no batch axis."""
 CallShapes = tuple[list[Any], list[Any]]
 Axes = dict[str, list[CallAxes]]
-"""By path of the unit, call by call."""
+"""The axes of each call of a unit, by the path of the unit."""
 Shapes = dict[str, list[CallShapes]]
 
 
 _PART_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""By type of device: stays in a cache until it is projected; keeps a GPU busy between launches."""
+"""Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch."""
 
 
 class Remembering(Forward):
-    """A model that gives the last result again for the same inputs: f and Q share one pass."""
+    """A model that returns its last result again for the same inputs, so f and Q share one pass."""
 
     _last: tuple[list[Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a batch, or not."""
+        """Run the model on a batch, or return the last result if the inputs are the same."""
         inputs = [*pytree.tree_leaves((args, kwargs)), *sorted(kwargs)]
         if self._last is None or not _same(self._last[0], inputs):
             self._last = inputs, super().__call__(*args, **kwargs)
         return self._last[1]
 
     def forget(self) -> None:
-        """Let go of the last result, and with it of the graph that led to it."""
+        """Release the last result, and with it the autograd graph that produced it."""
         self._last = None
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
-    """Compare tensors by identity, the rest by value."""
+    """Compare tensors by identity, and other values by equality."""
     return len(left) == len(right) and all(
         a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
         for a, b in zip(left, right, strict=True)
@@ -74,19 +74,19 @@ def _same(left: list[Any], right: list[Any]) -> bool:
 
 
 def recorded_shapes(run: Callable[[], object], module: nn.Module, units: Sequence[Unit]) -> Shapes:
-    """Return the shapes of what goes in and out of the units, call by call, while ``run`` runs."""
-    found: Shapes = {unit.path: [] for unit in units}
+    """Return the shapes of the inputs and outputs of every call of the units during ``run()``."""
+    shapes: Shapes = {unit.path: [] for unit in units}
 
     def hook_of(unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             inputs, outputs = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(output)
-            found[unit.path].append(([_shape(x) for x in inputs], [_shape(y) for y in outputs]))
+            shapes[unit.path].append(([_shape(x) for x in inputs], [_shape(y) for y in outputs]))
 
         return hook
 
     with _hooked(module, units, hook_of), torch.no_grad():
         run()
-    return found
+    return shapes
 
 
 def _shape(value: Any) -> Any:
@@ -97,10 +97,9 @@ def _shape(value: Any) -> Any:
 def _hooked(
     module: nn.Module, units: Sequence[Unit], hook_of: Callable[[Unit], Callable[..., Any]]
 ) -> Iterator[None]:
-    parts = [module.get_submodule(unit.path) for unit in units]
     handles = [
-        part.register_forward_hook(hook_of(unit), with_kwargs=True)
-        for part, unit in zip(parts, units, strict=True)
+        module.get_submodule(unit.path).register_forward_hook(hook_of(unit), with_kwargs=True)
+        for unit in units
     ]
     try:
         yield
@@ -110,19 +109,19 @@ def _hooked(
 
 
 def whole_parameters(module: nn.Module, units: Sequence[Unit]) -> set[str]:
-    """Return the parameters whose gradients cannot be formed in parts."""
-    found = set()
+    """Return the parameters whose gradients cannot be computed in slices of rows."""
+    whole = set()
     for unit in units:
         rules = rules_of(module.get_submodule(unit.path)) or {}
         by_rules = set(unit.selected) <= set(rules)
         for inside, name in unit.selected.items():
             if not by_rules or rules[inside] not in SLICEABLE:
-                found.add(name)
-    return found
+                whole.add(name)
+    return whole
 
 
 class Recorder:
-    """Hooks on the units of a model, for one batch.
+    """Record a batch with hooks on the units of a model, and compute its per-sample gradients.
 
     Parameters
     ----------
@@ -135,9 +134,9 @@ class Recorder:
     n_samples
         Batch size.
     sink
-        Takes the gradients, (batch, numel), when all uses of a parameter have been seen. Those that
-        are larger than 4 MB (on a GPU, 256 MB) come in parts, each with its first element, where
-        rules allow it.
+        Receives the gradients of a parameter, (batch, numel), when all uses of the parameter have
+        been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed in slices, each
+        with the index of its first element, if the rules of the layer allow it.
     """
 
     def __init__(
@@ -159,28 +158,28 @@ class Recorder:
         self._parts: dict[str, list[Part]] = {n: [] for n in self._due if self._is_large(n)}
         for name in whole_parameters(forward.module, units):
             self._parts.pop(name, None)
-        self._calls: dict[int, Call] = {}  # until their gradients have come
+        self._calls: dict[int, Call] = {}  # until their gradients are known
         self._handles: list[Any] = []
         self._anchor = torch.zeros((), requires_grad=True)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep what units are called with, and have autograd call back."""
+        """Record the calls of units, and register hooks with autograd."""
         with _hooked(self._forward.module, self._units, self._hook_of), torch.enable_grad():
             yield
 
     def differentiate(self, output: Tensor) -> None:
-        """Run the backward pass of the summed outputs; the sink is fed on the way."""
+        """Run the backward pass of the summed outputs, passing gradients to the sink on the way."""
         if output.requires_grad:
             torch.autograd.grad(output.sum(), self._anchor, allow_unused=True)
-        for name in list(self._due):  # called, but without effect on the output
+        for name in list(self._due):  # not called, or without effect on the output
             if self._parts.get(name):
                 self._deliver_parts(name)
             else:
                 self._deliver(name, self._sums.pop(name, None))
 
     def release(self) -> None:
-        """Let go of all tensors: hooks and what they know are cycles, which live on."""
+        """Release all tensors, which reference cycles of the hooks would keep alive."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -193,8 +192,8 @@ class Recorder:
             self._n_calls[unit.path] += 1
             if i >= len(self._axes[unit.path]):
                 raise RuntimeError(
-                    f"expected as many calls of layer {unit.path!r} for every sample, got more for "
-                    "some samples than for others; try gradients='loop'."
+                    f"expected the same number of calls of layer {unit.path!r} for every sample, "
+                    "got more for some samples than for others; try gradients='loop'"
                 )
             first = next(iter(pytree.tree_leaves((args, kwargs))), None)
             version = first._version if isinstance(first, Tensor) else 0
@@ -205,7 +204,7 @@ class Recorder:
         return hook
 
     def _tap(self, call: Call, output: Any) -> Any:
-        """Make every tensor of the output one that autograd comes by, with a batch axis."""
+        """Give every tensor of the output a batch axis, and make autograd call back for it."""
         leaves, spec = pytree.tree_flatten(output)
         taps = []
         for i, (leaf, axis) in enumerate(zip(leaves, call.out_axes, strict=True)):
@@ -220,7 +219,7 @@ class Recorder:
         return pytree.tree_unflatten(leaves, spec)
 
     def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
-        """Register what is done when the gradients of a call's outputs are known."""
+        """Register what to do once the gradients of a call's outputs are known."""
         rules, key = rules_of(call.module), len(self._handles)
         self._calls[key] = call
         if rules is not None and set(call.unit.selected) <= set(rules):
@@ -232,7 +231,7 @@ class Recorder:
         )
 
     def _expanded(self, value: Tensor) -> Tensor:
-        """Repeat what is the same for all samples (position embeddings) per sample."""
+        """Expand a tensor that all samples share, such as position embeddings, to a batch."""
         alone = value if value.shape[:1] == (1,) else value[None]
         return alone.expand(self._n_samples, *alone.shape[1:])
 
@@ -241,7 +240,7 @@ class Recorder:
         x = x if call.in_axes[0] is not None else self._expanded(x)
         delta = delta.movedim(axis, 0)
         if x.is_floating_point() and x.dtype != delta.dtype:
-            x = x.to(delta.dtype)  # as autocast does inside of the layer
+            x = x.to(delta.dtype)  # as autocast does inside the layer
         for inside, name in call.unit.selected.items():
             part = partial(rules[inside], call.module, x, delta, call.buffers)
             if name in self._parts:
@@ -250,13 +249,13 @@ class Recorder:
                 self._add(name, part())
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
-        """Differentiate the module alone, sample by sample."""
+        """Differentiate a module without rules on its own, sample by sample."""
         forward, unit = self._forward, call.unit
         tensors = {i: forward.parameters[name] for i, name in unit.parameters.items()}
         tensors |= _inside(forward.buffers, unit.path)
-        found = local_gradients(call, tensors, deltas, axes, self._n_samples)
+        gradients = local_gradients(call, tensors, deltas, axes, self._n_samples)
         for inside, name in unit.selected.items():
-            self._add(name, found[inside].reshape(self._n_samples, -1))
+            self._add(name, gradients[inside].reshape(self._n_samples, -1))
 
     def _is_large(self, name: str) -> bool:
         parameter = self._forward.parameters[name]
@@ -265,7 +264,7 @@ class Recorder:
         )
 
     def _put_off(self, name: str, part: Part) -> None:
-        """Form a large gradient part by part, when all uses of the parameter are known."""
+        """Postpone a large gradient until all uses of the parameter are known."""
         self._due[name] -= 1
         self._parts[name].append(part)
         if not self._due[name]:
@@ -281,7 +280,7 @@ class Recorder:
             rows = slice(start, min(start + step, n_rows))
             gradient = parts[0](rows)
             if len(parts) > 1:
-                gradient = gradient.clone()  # a rule's gradient is in a buffer
+                gradient = gradient.clone()  # rules reuse the buffer of a gradient
             for part in parts[1:]:
                 gradient += part(rows)
             self._sink(name, gradient, start * width)
@@ -291,7 +290,7 @@ class Recorder:
         if name in self._sums:
             gradient = self._sums.pop(name).add_(gradient)
         if self._due[name]:
-            self._sums[name] = gradient.clone()  # a rule's gradient is in a buffer
+            self._sums[name] = gradient.clone()  # rules reuse the buffer of a gradient
         else:
             self._deliver(name, gradient)
 

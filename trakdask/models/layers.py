@@ -1,9 +1,9 @@
-"""Per-sample gradients of single layers, from what goes in and what comes back.
+"""Compute per-sample gradients of single layers from their inputs and output gradients.
 
-A rule takes the layer, its input x (batch, ...), the gradient delta of the model output by what the
-layer returned (batch, ...), and the layer's buffers; it returns the gradient of one parameter,
-(batch, numel). Positions inside a sample (tokens, pixels) are summed over. The rules in
-``SLICEABLE`` also form a part of it, the gradients of some rows of the weight.
+A rule takes the layer, its input x (batch, ...), the gradient delta of the model output with
+respect to the layer's output (batch, ...), and the layer's buffers. It returns the gradient of one
+parameter, (batch, numel), summed over positions inside a sample (tokens, pixels). The rules in
+``SLICEABLE`` can also compute the gradient of only some rows of the weight.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Rule = Callable[..., Tensor]
 ALL_ROWS = slice(None)
 
 
-class _Room(threading.local):
-    """One buffer per thread: a gradient is consumed before the next one is formed.
+class _Scratch(threading.local):
+    """A buffer per thread, reused because each gradient is consumed before the next is computed.
 
-    Fresh memory for each would be paid for page by page.
+    Allocating new memory for each gradient would cost a page fault per page.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class _Room(threading.local):
         return self._buffer[:size].view(shape)
 
 
-_room, _patch_room = _Room(), _Room()
-_PATCH_ELEMENTS = 1 << 21  # what is cut out of the input at once: 8 MB
+_scratch, _patch_scratch = _Scratch(), _Scratch()
+_PATCH_ELEMENTS = 1 << 21  # elements of the patches extracted at once: 8 MB
 
 
 def rules_of(module: nn.Module) -> Mapping[str, Rule] | None:
-    """Return the rules of a layer by parameter, or None if it has a forward of its own."""
+    """Return the rules of a layer by parameter, or None if no rules apply."""
     for kind, rules in RULES.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return None if _is_special(module) else rules
-    # transformers' Conv1D: a linear layer that keeps its weight the other way round.
+    # Conv1D of transformers is a linear layer that stores its weight transposed.
     if (
         type(module).__name__ == "Conv1D"
         and type(module).__module__ == "transformers.pytorch_utils"
@@ -61,7 +61,7 @@ def rules_of(module: nn.Module) -> Mapping[str, Rule] | None:
 
 
 def _is_special(module: Any) -> bool:
-    """Tell whether a layer of a known kind has settings that its rules do not know."""
+    """Return whether a layer of a known class has settings that its rules do not support."""
     if isinstance(module, nn.Embedding):
         return module.scale_grad_by_freq or module.max_norm is not None
     if isinstance(module, nn.modules.conv._ConvNd):
@@ -74,8 +74,11 @@ def _is_special(module: Any) -> bool:
 
 
 def _outer(delta: Tensor, x: Tensor) -> Tensor:
-    """Sum over positions: (batch, positions, o) and (batch, positions, i) to (batch, o * i)."""
-    out = _room.take(delta, len(delta), delta.shape[2], x.shape[2])
+    """Sum outer products over positions.
+
+    (batch, positions, o) and (batch, positions, i) give (batch, o * i).
+    """
+    out = _scratch.take(delta, len(delta), delta.shape[2], x.shape[2])
     if delta.shape[1] == 1:
         return torch.mul(delta.mT, x, out=out).flatten(1)
     return torch.bmm(delta.mT, x, out=out).flatten(1)
@@ -107,23 +110,23 @@ def _channel_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers)
 
 
 def _conv_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    """Multiply patches of the input with delta, per group; patches are (positions, weights)."""
+    """Multiply delta with patches of the input, per group; patches are (weights, positions)."""
     n, groups = len(x), module.groups
     weights = math.prod(module.kernel_size) * x.shape[1] // groups
     delta = delta.reshape(n, groups, delta.shape[1] // groups, -1)
-    out = _room.take(delta, n, groups, delta.shape[2], weights)
+    out = _scratch.take(delta, n, groups, delta.shape[2], weights)
     step = max(1, _PATCH_ELEMENTS // (groups * weights * delta.shape[3]))
     for start in range(0, n, step):
         part = slice(start, start + step)
         view = _patches(module, x[part])
-        patches = _patch_room.take(x, *view.shape).copy_(view)
+        patches = _patch_scratch.take(x, *view.shape).copy_(view)
         patches = patches.view(-1, weights, delta.shape[3])
         torch.bmm(delta[part].flatten(0, 1), patches.mT, out=out[part].flatten(0, 1))
     return out.flatten(1)
 
 
 def _patches(module: Any, x: Tensor) -> Tensor:
-    """Return (batch, channels, kernel..., positions...), a view of the padded input."""
+    """Return a view of the padded input, (batch, channels, kernel..., positions...)."""
     n_axes = len(module.kernel_size)
     if module.padding_mode != "zeros":
         x = functional.pad(x, module._reversed_padding_repeated_twice, module.padding_mode)
@@ -136,7 +139,7 @@ def _patches(module: Any, x: Tensor) -> Tensor:
 
 
 def _both_sides(module: Any) -> list[int]:
-    """Return the padding of all axes, last axis first, as ``functional.pad`` wants it."""
+    """Return the padding of all axes, last axis first, as ``functional.pad`` expects it."""
     if not isinstance(module.padding, str):
         return [side for axis in reversed(module.padding) for side in (axis, axis)]
     return list(module._reversed_padding_repeated_twice)
@@ -147,14 +150,14 @@ def _embedding_weight(
 ) -> Tensor:
     n, width = len(x), module.embedding_dim
     start, stop, _ = rows.indices(module.num_embeddings)
-    out = _room.take(delta, n * (stop - start), width).zero_()
+    out = _scratch.take(delta, n * (stop - start), width).zero_()
     tokens = x.reshape(n, -1)
     used = (tokens >= start) & (tokens < stop)
     if module.padding_idx is not None:
         used &= tokens != module.padding_idx
-    sample, place = used.nonzero(as_tuple=True)
-    into = sample * (stop - start) + tokens[sample, place] - start
-    out.index_add_(0, into, delta.reshape(n, -1, width)[sample, place])
+    sample, position = used.nonzero(as_tuple=True)
+    into = sample * (stop - start) + tokens[sample, position] - start
+    out.index_add_(0, into, delta.reshape(n, -1, width)[sample, position])
     return out.view(n, -1)
 
 
@@ -182,7 +185,7 @@ def _group_norm_weight(module: nn.GroupNorm, x: Tensor, delta: Tensor, buffers: 
 
 
 def _batch_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    """Normalise with the running statistics: a model is attributed in evaluation mode."""
+    """Normalize with the running statistics, since models are attributed in evaluation mode."""
     normal = functional.batch_norm(
         x, buffers["running_mean"], buffers["running_var"], training=False, eps=module.eps
     )

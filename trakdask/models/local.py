@@ -1,4 +1,4 @@
-"""Per-sample gradients of one module from its call, for modules that no rule is written for."""
+"""Compute per-sample gradients of a module without rules by differentiating its recorded call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Call", "is_floating", "local_gradients"]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit: with what, and the module's buffers and batch axes in it."""
+    """One recorded call of a unit: its inputs, buffers and batch axes."""
 
     unit: Unit
     module: nn.Module
@@ -29,14 +29,14 @@ class Call:
     out_axes: list[int | None]
 
     def input(self) -> Tensor:
-        """Return the only or first input, batch first."""
+        """Return the first input, with the batch axis first."""
         leaf: Tensor = pytree.tree_leaves(self.inputs)[0]
         axis = self.in_axes[0]
         if leaf._version != self.version:
             raise RuntimeError(
                 f"expected the input of layer {self.unit.path!r} as the layer used it, got one "
-                "that was changed in place afterwards; try x = x + y in place of x += y, or "
-                "gradients='vmap'."
+                "that was changed in place afterwards; try x = x + y instead of x += y, or "
+                "gradients='vmap'"
             )
         return leaf if axis is None else leaf.movedim(axis, 0)
 
@@ -48,17 +48,17 @@ def local_gradients(
     axes: Sequence[int | None],
     n_samples: int,
 ) -> dict[str, Tensor]:
-    """Differentiate one module sample by sample, whatever it does.
+    """Differentiate one module sample by sample, for modules of any kind.
 
     Parameters
     ----------
     call
-        What the module was called with.
+        The recorded call of the module.
     tensors
-        Its parameters and buffers by name.
+        The parameters and buffers of the module by name.
     deltas, axes
-        The gradient of the model output with respect to each tensor that it returned, None for
-        those without effect, and their batch axes.
+        The gradient of the model output with respect to each tensor that the module returned (None
+        for a tensor without effect on the output), and the batch axes of these gradients.
     n_samples
         Batch size.
 
@@ -75,8 +75,8 @@ def local_gradients(
         selected: Mapping[str, Tensor], inputs: list[Any], deltas: list[Tensor]
     ) -> Tensor:
         args, kwargs = pytree.tree_unflatten(_batched(inputs, call.in_axes), spec)
-        found = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
-        outputs = [y for y in pytree.tree_leaves(found) if is_floating(y)]
+        returned = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
+        outputs = [y for y in pytree.tree_leaves(returned) if is_floating(y)]
         weights = _batched(deltas, out_axes)
         terms = [(outputs[i] * w).sum() for i, w in zip(used, weights, strict=True)]
         total: Tensor = torch.stack(terms).sum()
@@ -86,10 +86,10 @@ def local_gradients(
     in_dims = (None, call.in_axes, out_axes)
     every = torch.func.vmap(torch.func.grad(weighted_output), in_dims=in_dims)
     try:
-        with sdpa_kernel(SDPBackend.MATH):  # the one that vmap knows
+        with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
             gradients: dict[str, Tensor] = every(selected, leaves, known)
             return gradients
-    except RuntimeError:  # not every operator can be vectorised, those of RNNs cannot
+    except RuntimeError:  # some operators, such as those of RNNs, cannot be vectorized
         return _looped(
             weighted_output, selected, (leaves, call.in_axes), (known, out_axes), n_samples
         )
@@ -113,7 +113,7 @@ def _looped(
 
 
 def _batched(values: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Give samples their batch axis back."""
+    """Restore the batch axis of single samples."""
     return [x if a is None else x.unsqueeze(a) for x, a in zip(values, axes, strict=True)]
 
 
@@ -122,5 +122,5 @@ def _sample(values: Sequence[Any], axes: Sequence[int | None], i: int) -> list[A
 
 
 def is_floating(value: object) -> bool:
-    """Tell whether this is a tensor that can have a gradient."""
+    """Return whether a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,4 +1,4 @@
-"""How many operations the passes through a model take, counted on tensors without data."""
+"""Count the operations of the passes through a model, on tensors without data."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ def count_operations(
 ) -> int | None:
     """Return the operations of one forward and one backward pass of a single sample.
 
-    Those of products, convolutions and attention, as torch counts them: a multiplication and an
-    addition are two. None where the model looks at values, of which there are none here.
+    Only matrix products, convolutions and attention are counted, as torch does it: a multiplication
+    and an addition are two operations. None if the model depends on values of its input, because
+    the tensors here have no values.
 
     Parameters
     ----------
     module
         The architecture; its weights do not matter.
     task
-        Whose output is differentiated.
+        The task whose output is differentiated.
     names
         Parameters to differentiate by.
     inputs
-        What a sample is made of, by the names that the task reads.
+        Shape and dtype of each variable of a sample that the task reads.
     """
     try:
-        copied = copy.deepcopy((module, task))  # they may keep tensors
+        copied = copy.deepcopy((module, task))  # they may store tensors
         with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
             return _counted(*copied, names, inputs)
-    except Exception as err:  # whatever a model does with values that are not there
-        _log.info("operations of the model cannot be counted: %s", err)
+    except Exception as err:  # models may fail in any way without values
+        _log.info("the operations of the model cannot be counted: %s", err)
         return None
 
 

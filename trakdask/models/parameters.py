@@ -1,4 +1,4 @@
-"""Which parameters are attributed to, chosen by name, glob or predicate."""
+"""Select the parameters whose gradients are features, by name, glob, class or predicate."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
     Raises
     ------
     TypeError
-        If the selection is none of these.
+        If the selection is of any other kind.
     ValueError
-        If nothing is selected, or a parameter that is not floating point.
+        If nothing is selected, or a selected parameter is not floating point.
     """
     parameters = dict(module.named_parameters())
     if isinstance(selection, type):
@@ -41,7 +41,7 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
         if not parameters[name].is_floating_point():
             raise ValueError(
                 f"expected floating-point parameters, since others have no gradient, got {name!r} "
-                f"with dtype {parameters[name].dtype}; try parameters= without it."
+                f"with dtype {parameters[name].dtype}; try parameters= without it"
             )
     return names
 
@@ -49,15 +49,15 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
 def _of_instances(
     module: nn.Module, parameters: Mapping[str, Tensor], kind: type[nn.Module]
 ) -> tuple[str, ...]:
-    """Return what belongs to modules of a class, and to the modules inside them."""
-    parts = [part for part in module.modules() if isinstance(part, kind)]
-    own = {id(tensor) for part in parts for tensor in part.parameters()}
+    """Return the parameters of modules of a class, and of the modules inside them."""
+    instances = [each for each in module.modules() if isinstance(each, kind)]
+    own = {id(tensor) for instance in instances for tensor in instance.parameters()}
     names = tuple(name for name, tensor in parameters.items() if id(tensor) in own)
     if not names:
-        kinds = sorted({type(part).__name__ for part in module.modules()})
+        kinds = sorted({type(each).__name__ for each in module.modules()})
         raise ValueError(
             f"expected a class of modules that have parameters, got parameters={kind.__name__}, "
-            f"which selects nothing; try one of those in the model: {kinds[:8]}."
+            f"which selects nothing; try one of those in the model: {kinds[:8]}"
         )
     return names
 
@@ -70,20 +70,20 @@ def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[s
         if not names:
             raise ValueError(
                 "expected a predicate parameters= that selects something, got one that selected "
-                f"none of {len(parameters)} parameters; try names such as {list(parameters)[:5]}."
+                f"none of {len(parameters)} parameters; try names such as {list(parameters)[:5]}"
             )
         return names
     patterns = [selection] if isinstance(selection, str) else selection
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
             "expected a name, a glob, a list of these, a class of modules or a predicate as "
-            f"parameters, got {selection!r}; try parameters='head.*', or None for all."
+            f"parameters, got {selection!r}; try parameters='head.*', or None for all"
         )
     patterns = list(patterns)
     if not patterns:
         raise ValueError(
             "expected at least one name or glob, got parameters=[], which selects nothing; try "
-            "parameters=None for all."
+            "parameters=None for all"
         )
     for pattern in patterns:
         _require_match(pattern, parameters)
@@ -103,5 +103,5 @@ def _require_match(pattern: str, parameters: Mapping[str, Tensor]) -> None:
         advice = f"one of {near or list(parameters)[:5]}"
     raise ValueError(
         f"expected a name or a glob of parameters, got parameters={pattern!r}, which matches none "
-        f"of {len(parameters)}; try {advice}."
+        f"of {len(parameters)}; try {advice}"
     )
