@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.options import gather_options, weight_data
+from trakdask.attribution.options import gather_options
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(10, 4, 2, chunks=4)
@@ -61,16 +61,3 @@ def test_gather_options__stay_as_given() -> None:
 def test_gather_options__without_effect(options, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         gather(**options)
-
-
-def test_weight_data__in_the_chunks_of_the_features() -> None:
-    found = weight_data(FEATURES, H)
-    assert found.chunks == ((4, 4, 2), (1, 1))
-    np.testing.assert_array_equal(found, np.stack([np.arange(10.0)] * 2, axis=1))
-    assert weight_data(FEATURES, None) is None
-
-
-@pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf])
-def test_weight_data__names_the_sample(bad: float) -> None:
-    with pytest.raises(ValueError, match=f"got {bad} at sample 3"):
-        weight_data(FEATURES, H.where(H != 3, bad))

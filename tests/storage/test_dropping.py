@@ -15,7 +15,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.stored_matrices import stored_matrix
+from trakdask.attribution.matrices import stored_matrix
 from trakdask.testing import simulate_features
 
 

@@ -15,7 +15,6 @@ from trakdask.variables import CHECKPOINT, SAMPLE
 __all__ = [
     "DEFAULT_ESTIMATOR",
     "DEFAULT_POWER",
-    "WITHOUT_GRAM",
     "Estimator",
     "ResolvedEstimator",
     "Weights",
@@ -28,8 +27,8 @@ DEFAULT_ESTIMATOR: Estimator = "auto"
 #: a of soft weights, unless given; and of those under which outputs choose λ for any estimator.
 DEFAULT_POWER = 0.5
 
-#: Estimators without a gram matrix.
-WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
+_WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
+"""Estimators whose scores are products of features alone."""
 
 _MEASURED_TASKS = ("ImageClassification", "TextClassification")
 """Tasks for which tests/benchmarks/quality.py found what is best."""
@@ -98,17 +97,15 @@ class ResolvedEstimator:
         The weights under which outputs choose λ: its own, or soft ones of power ½.
     damping
         The rule that ``damping="auto"`` stands for.
+    has_gram
+        Whether its scores are products with the inverse of a gram matrix.
     """
 
     name: Estimator
     weights: Weights
     choosing: Weights
     damping: Literal["completeness", "closed_form"]
-
-    @property
-    def has_gram(self) -> bool:
-        """Return whether its scores are products with the inverse of a gram matrix."""
-        return self.name not in WITHOUT_GRAM
+    has_gram: bool
 
 
 def resolve_estimator(
@@ -149,7 +146,11 @@ def resolve_estimator(
     choosing = weights if is_quadratic else Weights.soft(DEFAULT_POWER)
     by_outputs = estimator == "soft" or was_measured
     return ResolvedEstimator(
-        estimator, weights, choosing, "completeness" if by_outputs else "closed_form"
+        name=estimator,
+        weights=weights,
+        choosing=choosing,
+        damping="completeness" if by_outputs else "closed_form",
+        has_gram=estimator not in _WITHOUT_GRAM,
     )
 
 

@@ -15,14 +15,9 @@ from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
     Estimator,
-    Weights,
 )
-from trakdask.attribution.options import Options, gather_options, weight_data
-from trakdask.attribution.stored_matrices import (
-    stored_matrix,
-    stored_samples,
-    without_foreign_matrices,
-)
+from trakdask.attribution.matrices import ChoosingMatrices, Matrices, matrices
+from trakdask.attribution.options import Options, gather_options
 from trakdask.once import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
@@ -179,16 +174,10 @@ def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
 
 def regularize(features: xr.Dataset, targets: xr.Dataset | None, options: Options) -> Regularized:
     """Return the gram matrix of an estimator and its λ; features are chunked already."""
-    h, estimator = weight_data(features, options.weights), options.estimator
-    needed = [estimator.choosing] if options.is_damped_by_outputs else []
-    needed += [estimator.weights]
-    if h is not None:  # the gram matrix of given weights is never stored
-        needed = [each for each in needed if each != estimator.weights]
-    if any(stored_matrix(features, "gram", each) is not None for each in needed):
-        features = without_foreign_matrices(features)
-    if options.is_damped_by_outputs:
-        return _complete(features, targets, options, h)
-    matrix, _ = _gram_data(features, estimator.weights, h)
+    needed = matrices(features, options)
+    if needed.choosing is not None:
+        return _complete(features, targets, options.calibrate, needed, needed.choosing)
+    matrix = needed.gram
     damping = options.damping
     if isinstance(damping, (xr.Dataset, xr.DataArray)):
         return Regularized(matrix, given_damping(features, damping), ("given",))
@@ -200,57 +189,27 @@ def regularize(features: xr.Dataset, targets: xr.Dataset | None, options: Option
     return Regularized(matrix, lam, (f"{factor} tr(K^2)/tr(K)",))
 
 
-def _gram_data(
-    features: xr.Dataset, weights: Weights, given: da.Array | None
-) -> tuple[da.Array, int]:
-    """Return the stored gram matrix, or reduce it; and the number of its samples."""
-    matrix = stored_matrix(features, "gram", weights) if given is None else None
-    if matrix is not None:
-        return matrix, stored_samples(features)
-    h = weights.gram_data(features) if given is None else given
-    return arrays.gram.gram(features.feature.data, h), features.sizes[SAMPLE]
-
-
 def _complete(
-    features: xr.Dataset, targets: xr.Dataset | None, options: Options, given: da.Array | None
+    features: xr.Dataset,
+    targets: xr.Dataset | None,
+    calibrate: xr.Dataset | None,
+    needed: Matrices,
+    choosing: ChoosingMatrices,
 ) -> Regularized:
     """Let outputs choose λ, under the weights that the estimator has for this."""
-    validate(features, ["output", "out_to_loss"], what="features")
-    weights, choosing = options.estimator.weights, options.estimator.choosing
-    is_same = choosing == weights
-    h = given if is_same else None
-    choosing_gram, loss_gradient, n = _choosing_matrices(features, choosing, h)
     labels = _labels(features)
-    spectrum = totals.spectrum(choosing_gram, loss_gradient, n, labels)
-    if is_same and (given is not None or stored_matrix(features, "gram", weights) is None):
-        matrix = choosing_gram
-    else:
-        matrix, n = _gram_data(features, weights, given)
+    spectrum = totals.spectrum(choosing.gram, choosing.loss_gradient, choosing.n_samples, labels)
     _warn_of_few_checkpoints(len(labels))
-    candidates, curves = _candidates(features, targets, options.calibrate, spectrum, choosing, h)
-    fallback = arrays.solve.closed_form_damping(matrix, _CLOSED_FORM, labels)
+    candidates, curves = _candidates(features, targets, calibrate, spectrum, choosing)
+    fallback = arrays.solve.closed_form_damping(needed.gram, _CLOSED_FORM, labels)
     rules = (*(f"completeness, {each.name}" for each in candidates), "0.03 tr(K^2)/tr(K)")
     if not candidates:
-        return Regularized(matrix, fallback, rules)
+        return Regularized(needed.gram, fallback, rules)
     choice = completeness.choose(candidates, curves)
-    relative = choice[0] * totals.mean_trace(matrix, n)
+    relative = choice[0] * totals.mean_trace(needed.gram, needed.n_samples)
     lam = da.where(da.isnan(choice[0]), fallback, relative)
-    is_decomposed = matrix.name == choosing_gram.name
-    return Regularized(matrix, lam, rules, choice, spectrum if is_decomposed else None)
-
-
-def _choosing_matrices(
-    features: xr.Dataset, weights: Weights, given: da.Array | None
-) -> tuple[da.Array, da.Array, int]:
-    """Return K and r under the weights that choose λ, and the number of their samples."""
-    gram, loss_gradient = (
-        stored_matrix(features, name, weights) for name in ("gram", "loss_gradient")
-    )
-    if given is None and gram is not None and loss_gradient is not None:
-        return gram, loss_gradient, stored_samples(features)
-    h = weights.gram_data(features) if given is None else given
-    both = arrays.gram.gram_and_sum(features.feature.data, h, weights.loss_data(features))
-    return *both, features.sizes[SAMPLE]
+    is_decomposed = needed.gram.name == choosing.gram.name
+    return Regularized(needed.gram, lam, rules, choice, spectrum if is_decomposed else None)
 
 
 def _candidates(
@@ -258,8 +217,7 @@ def _candidates(
     targets: xr.Dataset | None,
     calibrate: xr.Dataset | None,
     spectrum: da.Array,
-    weights: Weights,
-    h: da.Array | None,
+    choosing: ChoosingMatrices,
 ) -> tuple[list[completeness.Candidate], list[da.Array]]:
     """Return the sets of outputs that may choose λ, best first, and their curves."""
     candidates = []
@@ -273,7 +231,7 @@ def _candidates(
         _warn_of_few_targets(targets.sizes[SAMPLE], features.sizes[SAMPLE])
     curves = [completeness.curve(each.totals, each.outputs) for each in candidates]
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
-        candidates.append(_left_out(spectrum, features, weights, h, curves))
+        candidates.append(_left_out(spectrum, features, choosing, curves))
         curves.append(completeness.curve(candidates[-1].totals, candidates[-1].outputs))
     return candidates, curves
 
@@ -289,27 +247,22 @@ def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
 
 
 def _held_out(name: str, spectrum: da.Array, rows: xr.Dataset) -> completeness.Candidate:
-    sums = totals.held_out(spectrum, rows.feature.data)
-    return completeness.Candidate(name, sums, rows.output.data)
+    predicted = totals.held_out(spectrum, rows.feature.data)
+    return completeness.Candidate(name, predicted, rows.output.data)
 
 
 def _left_out(
-    spectrum: da.Array,
-    features: xr.Dataset,
-    weights: Weights,
-    given: da.Array | None,
-    unless: list[da.Array],
+    spectrum: da.Array, features: xr.Dataset, choosing: ChoosingMatrices, unless: list[da.Array]
 ) -> completeness.Candidate:
     rows = totals.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-    h = weights.gram_data(features) if given is None else given
-    sums = totals.left_out(
+    predicted = totals.left_out(
         spectrum,
         _taken(features.feature.data, rows),
-        None if h is None else _taken(h, rows),
-        _taken(weights.loss_data(features), rows),
+        None if choosing.h is None else _taken(choosing.h, rows),
+        _taken(choosing.g, rows),
         unless=unless,
     )
-    return completeness.Candidate(_LEFT_OUT, sums, _taken(features.output.data, rows))
+    return completeness.Candidate(_LEFT_OUT, predicted, _taken(features.output.data, rows))
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

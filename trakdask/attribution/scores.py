@@ -18,10 +18,10 @@ from trakdask.attribution.estimators import (
     Estimator,
     Weights,
 )
-from trakdask.attribution.options import gather_options, weight_data
+from trakdask.attribution.matrices import origin, weight_data
+from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Factors, cholesky, factors
 from trakdask.attribution.regularization import regularize
-from trakdask.attribution.stored_matrices import origin
 from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import (
     CHECKPOINT,

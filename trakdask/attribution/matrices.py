@@ -1,7 +1,8 @@
-"""Matrices that are stored beside features: which of them may be used, and for which features."""
+"""The matrices that scores need: stored beside the features, or reduced from them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
@@ -11,12 +12,16 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays import lineage
 from trakdask.attribution.estimators import Weights
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, validate
+from trakdask.attribution.options import Options
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, aligned, validate
 
 __all__ = [
+    "ChoosingMatrices",
+    "Matrices",
+    "matrices",
     "origin",
     "stored_matrix",
-    "stored_samples",
+    "weight_data",
     "with_origin",
     "without_foreign_matrices",
 ]
@@ -24,8 +29,73 @@ __all__ = [
 _REDUCED = ("feature", "out_to_loss")
 """Arrays that a gram matrix is reduced from; the second one only where its weights need it."""
 
+_CHOOSING = ("gram", "loss_gradient")
+"""What λ is chosen with."""
+
 _ORIGIN = "reduced_from"
 """In the attrs of a gram matrix: dask's names of the arrays that it was reduced from."""
+
+
+@dataclass(frozen=True)
+class ChoosingMatrices:
+    """K and r under the weights h (None for 1) and g by which outputs choose λ."""
+
+    gram: da.Array
+    loss_gradient: da.Array
+    n_samples: int
+    h: da.Array | None
+    g: da.Array
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The gram matrix of an estimator, and what λ is chosen with if outputs choose it.
+
+    ``n_samples`` is the number of samples that the gram matrix is a sum over.
+    """
+
+    gram: da.Array
+    n_samples: int
+    choosing: ChoosingMatrices | None = None
+
+
+def matrices(features: xr.Dataset, options: Options) -> Matrices:
+    """Return the matrices that an estimator and its λ need; features are chunked already."""
+    given, weights = weight_data(features, options.weights), options.estimator.weights
+    choosing = options.estimator.choosing
+    needed = [choosing, weights] if options.is_damped_by_outputs else [weights]
+    if given is not None:  # the gram matrix of given weights is never stored
+        needed = [each for each in needed if each != weights]
+    if any(stored_matrix(features, "gram", each) is not None for each in needed):
+        features = without_foreign_matrices(features)
+    if not options.is_damped_by_outputs:
+        return Matrices(*_gram(features, weights, given))
+    validate(features, ["output", "out_to_loss"], what="features")
+    is_same = choosing == weights
+    chosen_by = _choosing_matrices(features, choosing, given if is_same else None)
+    if is_same and (given is not None or stored_matrix(features, "gram", weights) is None):
+        return Matrices(chosen_by.gram, chosen_by.n_samples, chosen_by)
+    return Matrices(*_gram(features, weights, given), chosen_by)
+
+
+def _gram(features: xr.Dataset, weights: Weights, given: da.Array | None) -> tuple[da.Array, int]:
+    """Return the stored gram matrix, or reduce it; and the number of its samples."""
+    matrix = stored_matrix(features, "gram", weights) if given is None else None
+    if matrix is not None:
+        return matrix, _stored_samples(features)
+    h = weights.gram_data(features) if given is None else given
+    return arrays.gram.gram(features.feature.data, h), features.sizes[SAMPLE]
+
+
+def _choosing_matrices(
+    features: xr.Dataset, weights: Weights, given: da.Array | None
+) -> ChoosingMatrices:
+    h, g = weights.gram_data(features) if given is None else given, weights.loss_data(features)
+    gram, loss_gradient = (stored_matrix(features, name, weights) for name in _CHOOSING)
+    if given is None and gram is not None and loss_gradient is not None:
+        return ChoosingMatrices(gram, loss_gradient, _stored_samples(features), h, g)
+    gram, loss_gradient = arrays.gram.gram_and_sum(features.feature.data, h, g)
+    return ChoosingMatrices(gram, loss_gradient, features.sizes[SAMPLE], h, g)
 
 
 def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
@@ -51,7 +121,7 @@ def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array
     return data
 
 
-def stored_samples(features: xr.Dataset) -> int:
+def _stored_samples(features: xr.Dataset) -> int:
     """Return the number of samples that the stored gram matrix is a sum over."""
     return int(features["gram"].attrs.get("samples", features.sizes[SAMPLE]))
 
@@ -134,3 +204,45 @@ def _has_diagonal_of(features: xr.Dataset) -> bool:
     diagonal = da.einsum("iic->ic", matrix).compute(scheduler="sync" if is_here else None)
     largest = np.nanmax(diagonal, initial=0)
     return bool(np.allclose(expected, diagonal, rtol=1e-4, atol=1e-6 * largest, equal_nan=True))
+
+
+def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array | None:
+    """Return given weights (sample, checkpoint) in the chunks of the features, checked.
+
+    By their labels where both sides have them: see :func:`trakdask.variables.aligned`.
+    """
+    if weights is None:
+        return None
+    shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+    if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
+        weights = aligned(weights, features, what="weights")
+    sizes = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
+    if sizes not in ({SAMPLE: shape[SAMPLE]}, shape):
+        raise ValueError(
+            f"expected weights as a DataArray of {shape}, with or without checkpoint, got {sizes}; "
+            "try xr.DataArray(h, dims='sample')"
+        )
+    if weights.dtype.kind not in "fiub":
+        raise ValueError(
+            f"expected weights in numbers, got dtype {weights.dtype}; try weights.astype(float)"
+        )
+    if weights.chunks is None:
+        _require_positive(weights)
+    chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
+    full = weights.broadcast_like(
+        xr.DataArray(np.empty(features.sizes[CHECKPOINT]), dims=CHECKPOINT)
+    )
+    data: da.Array = full.transpose(SAMPLE, CHECKPOINT).variable.chunk(chunks).data
+    return data
+
+
+def _require_positive(weights: xr.DataArray) -> None:
+    values = weights.values
+    bad = ~(np.isfinite(values) & (values >= 0))
+    if bad.any():
+        at = np.argwhere(bad)[0]
+        where = ", ".join(f"{dim} {int(i)}" for dim, i in zip(weights.dims, at, strict=True))
+        raise ValueError(
+            f"expected finite weights >= 0, since the gram matrix must stay positive, got "
+            f"{values[tuple(at)]} at {where}; try weights.clip(min=0).fillna(0)"
+        )

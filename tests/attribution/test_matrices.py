@@ -13,6 +13,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from trakdask.attribution.matrices import weight_data
 from trakdask.storage.place import Complete
 from trakdask.testing import simulate_features
 
@@ -347,3 +348,20 @@ def test_gram__names_the_arrays_that_it_is_reduced_from() -> None:
         name: MADE[name].data.name for name in ("feature", "out_to_loss")
     }
     assert td.gram(MADE.compute(scheduler="sync")).attrs["reduced_from"] == {}
+
+
+WEIGHTED = simulate_features(10, 4, 2, chunks=4)
+H = xr.DataArray(np.arange(10.0), dims="sample")
+
+
+def test_weight_data__in_the_chunks_of_the_features() -> None:
+    found = weight_data(WEIGHTED, H)
+    assert found.chunks == ((4, 4, 2), (1, 1))
+    np.testing.assert_array_equal(found, np.stack([np.arange(10.0)] * 2, axis=1))
+    assert weight_data(WEIGHTED, None) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf])
+def test_weight_data__names_the_sample(bad: float) -> None:
+    with pytest.raises(ValueError, match=f"got {bad} at sample 3"):
+        weight_data(WEIGHTED, H.where(H != 3, bad))
