@@ -1,13 +1,23 @@
-"""The ``.trak`` accessor: the public functions as methods, without state of its own."""
+"""The ``.trak`` accessor: the public functions as methods, without state of its own.
+
+Importing this module loads nothing but xarray; each method loads what it calls on first use.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import xarray as xr
 
-from trakdask import attribution, export, storage
+import trakdask as td
+
+if TYPE_CHECKING:
+    from trakdask.attribution.dampings import Damping
+    from trakdask.attribution.estimators import Estimator
+    from trakdask.attribution.ranking import Where
+    from trakdask.storage.parts import AppendDim
 
 __all__ = ["FeaturesAccessor", "ScoresAccessor"]
 
@@ -19,17 +29,29 @@ class ScoresAccessor:
     def __init__(self, scores: xr.DataArray) -> None:
         self._scores = scores
 
-    def top_k(self, k: int, **options: Any) -> xr.Dataset:
+    def top_k(self, k: int, *, where: Where | None = None, largest: bool = True) -> xr.Dataset:
         """See :func:`trakdask.top_k`."""
-        return attribution.top_k(self._scores, k, **options)
+        return td.top_k(self._scores, k, where=where, largest=largest)
 
-    def to_zarr(self, store: str | os.PathLike[str], **options: Any) -> None:
+    def to_zarr(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "10 GiB",
+        overwrite: bool = False,
+    ) -> None:
         """See :func:`trakdask.to_zarr`."""
-        export.to_zarr(self._scores, store, **options)
+        td.to_zarr(self._scores, store, max_bytes=max_bytes, overwrite=overwrite)
 
-    def to_parquet(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def to_parquet(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "10 GiB",
+        overwrite: bool = False,
+    ) -> None:
         """See :func:`trakdask.to_parquet`."""
-        export.to_parquet(self._scores, path, **options)
+        td.to_parquet(self._scores, path, max_bytes=max_bytes, overwrite=overwrite)
 
 
 @xr.register_dataset_accessor("trak")
@@ -39,30 +61,135 @@ class FeaturesAccessor:
     def __init__(self, ds: xr.Dataset) -> None:
         self._ds = ds
 
-    def save(self, store: str | os.PathLike[str], **options: Any) -> xr.Dataset:
+    def save(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        gram: bool = True,
+        estimator: Estimator = "auto",
+        power: float = 0.5,
+        append_dim: AppendDim | None = None,
+        dtype: Literal["float16"] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        retries: int = 0,
+    ) -> xr.Dataset:
         """See :func:`trakdask.save`."""
-        return storage.save(self._ds, store, **options)
+        return td.save(
+            self._ds,
+            store,
+            gram=gram,
+            estimator=estimator,
+            power=power,
+            append_dim=append_dim,
+            dtype=dtype,
+            storage_options=storage_options,
+            progress=progress,
+            retries=retries,
+        )
 
-    def gram(self, **options: Any) -> xr.DataArray:
+    def gram(self, *, weights: xr.DataArray | None = None) -> xr.DataArray:
         """See :func:`trakdask.gram`."""
-        return attribution.gram(self._ds, **options)
+        return td.gram(self._ds, weights=weights)
 
-    def damping(self, *args: Any, **options: Any) -> xr.Dataset:
+    def damping(
+        self,
+        targets: xr.Dataset | None = None,
+        damping: Damping = "auto",
+        *,
+        estimator: Estimator = "auto",
+        power: float = 0.5,
+        calibrate: xr.Dataset | None = None,
+        weights: xr.DataArray | None = None,
+    ) -> xr.Dataset:
         """See :func:`trakdask.damping`."""
-        return attribution.damping(self._ds, *args, **options)
+        return td.damping(
+            self._ds,
+            targets,
+            damping,
+            estimator=estimator,
+            power=power,
+            calibrate=calibrate,
+            weights=weights,
+        )
 
-    def score(self, targets: xr.Dataset, **options: Any) -> xr.DataArray:
+    def score(
+        self,
+        targets: xr.Dataset,
+        *,
+        estimator: Estimator = "auto",
+        power: float = 0.5,
+        damping: Damping = "auto",
+        calibrate: xr.Dataset | None = None,
+        weights: xr.DataArray | None = None,
+        learning_rates: Mapping[str, float] | xr.DataArray | None = None,
+        average: bool = True,
+    ) -> xr.DataArray:
         """See :func:`trakdask.score`."""
-        return attribution.score(self._ds, targets, **options)
+        return td.score(
+            self._ds,
+            targets,
+            estimator=estimator,
+            power=power,
+            damping=damping,
+            calibrate=calibrate,
+            weights=weights,
+            learning_rates=learning_rates,
+            average=average,
+        )
 
-    def group_score(self, targets: xr.Dataset, **options: Any) -> xr.DataArray:
+    def group_score(
+        self,
+        targets: xr.Dataset,
+        *,
+        by: str,
+        estimator: Estimator = "auto",
+        power: float = 0.5,
+        damping: Damping = "auto",
+        calibrate: xr.Dataset | None = None,
+        weights: xr.DataArray | None = None,
+        learning_rates: Mapping[str, float] | xr.DataArray | None = None,
+    ) -> xr.DataArray:
         """See :func:`trakdask.group_score`."""
-        return attribution.group_score(self._ds, targets, **options)
+        return td.group_score(
+            self._ds,
+            targets,
+            by=by,
+            estimator=estimator,
+            power=power,
+            damping=damping,
+            calibrate=calibrate,
+            weights=weights,
+            learning_rates=learning_rates,
+        )
 
-    def self_influence(self, **options: Any) -> xr.DataArray:
+    def self_influence(
+        self,
+        *,
+        estimator: Estimator = "auto",
+        power: float = 0.5,
+        damping: Damping = "auto",
+        calibrate: xr.Dataset | None = None,
+        weights: xr.DataArray | None = None,
+        average: bool = True,
+    ) -> xr.DataArray:
         """See :func:`trakdask.self_influence`."""
-        return attribution.self_influence(self._ds, **options)
+        return td.self_influence(
+            self._ds,
+            estimator=estimator,
+            power=power,
+            damping=damping,
+            calibrate=calibrate,
+            weights=weights,
+            average=average,
+        )
 
-    def to_parquet(self, path: str | os.PathLike[str], **options: Any) -> None:
+    def to_parquet(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "10 GiB",
+        overwrite: bool = False,
+    ) -> None:
         """See :func:`trakdask.to_parquet`."""
-        export.to_parquet(self._ds, path, **options)
+        td.to_parquet(self._ds, path, max_bytes=max_bytes, overwrite=overwrite)

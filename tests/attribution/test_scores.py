@@ -201,16 +201,6 @@ def test_score__singular_gram_names_the_checkpoint() -> None:
         td.score(few, TARGETS, damping=0).compute(scheduler="sync")
 
 
-def test_accessor__delegates() -> None:
-    scores = FEATURES.trak.score(TARGETS)
-    np.testing.assert_array_equal(scores, td.score(FEATURES, TARGETS))
-    np.testing.assert_array_equal(scores.trak.top_k(2).position, td.top_k(scores, 2).position)
-    np.testing.assert_array_equal(FEATURES.trak.gram(), td.gram(FEATURES))
-    xr.testing.assert_identical(
-        FEATURES.trak.damping(damping=0.1).compute(), td.damping(FEATURES, damping=0.1).compute()
-    )
-
-
 NAMES = [f"s{i}" for i in range(50)]
 ORDER = np.random.default_rng(0).permutation(50)
 NAMED = FEATURES.assign_coords(sample=NAMES)

@@ -14,7 +14,8 @@ import xarray as xr
 import zarr
 
 import trakdask as td
-from trakdask.attribution.estimators import Weights, kept
+from trakdask.attribution.estimators import Weights
+from trakdask.attribution.matrices import stored_matrix
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 NAMES = ("c0", "c1", "c2")
@@ -133,7 +134,7 @@ def test_append__checkpoints_in_another_order(store) -> None:
 
 def test_append__kept_sums_are_used_by_score(store) -> None:
     opened = save(part(B, NAMES[:2], "b"), store, append_dim="sample")
-    assert kept(opened, "gram", Weights()) is not None
+    assert stored_matrix(opened, "gram", Weights()) is not None
 
 
 def test_append__soft_sums(tmp_path) -> None:

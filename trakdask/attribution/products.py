@@ -11,20 +11,14 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.attribution.estimators import (
-    Estimator,
-    Weights,
-    chosen_estimator,
-    estimator_weights,
-    require_estimator,
-)
-from trakdask.attribution.regularization import Absolute, Damping, regularize
-from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, aligned, lazy_features, validate
+from trakdask.attribution.dampings import Absolute
+from trakdask.attribution.estimators import Weights
+from trakdask.attribution.options import LearningRates, Options
+from trakdask.attribution.regularization import regularize
+from trakdask.variables import CHECKPOINT, aligned
 
-__all__ = ["WITHOUT_GRAM", "Factors", "cholesky", "factors", "refuse_options"]
+__all__ = ["Factors", "cholesky", "factors"]
 
-WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
 _PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
 _FORMULAS = {
     "trak": f"mean_c[{_PRODUCT} phi_c(t)] mean_c[Q_c(z)]",
@@ -33,8 +27,6 @@ _FORMULAS = {
     "grad_cos": "mean_c[cos(phi_c(z), phi_c(t))] sign(Q(z))",
     "tracin": "sum_c[learning_rate_c Q_c(z) phi_c(z) phi_c(t)]",
 }
-
-LearningRates = Mapping[str, float] | xr.DataArray
 
 
 @dataclass(frozen=True)
@@ -50,91 +42,38 @@ class Factors:
     pooled: bool = True
 
 
-def factors(
-    features: xr.Dataset,
-    targets: xr.Dataset,
-    estimator: Estimator,
-    *,
-    power: float,
-    learning_rates: LearningRates | None,
-    **options: Any,
-) -> tuple[xr.Dataset, Factors]:
-    """Return the chunked features, and what to multiply them with."""
-    require_estimator(estimator)
-    validate(features, ["feature", "out_to_loss"], what="features")
-    validate(targets, ["feature"], what="targets")
-    require_comparable(features, targets)
-    if learning_rates is not None and estimator != "tracin":
-        raise ValueError(
-            f"expected estimator='tracin', the only one with learning_rates, got {estimator!r}; "
-            "try estimator='tracin', or leave learning_rates out"
-        )
-    estimator = chosen_estimator(estimator, features)
-    features, targets = lazy_features(features), lazy_features(targets)
-    if estimator in WITHOUT_GRAM:
-        refuse_options(estimator, **options)
-        found = _without_gram(features, targets, estimator, learning_rates)
-    else:
-        found = _with_gram(features, targets, estimator, power, **options)
-    return features, found
+def factors(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
+    """Return what to multiply features with; both sides are chunked already."""
+    if options.estimator.has_gram:
+        return _with_gram(features, targets, options)
+    return _without_gram(features, targets, options)
 
 
-def refuse_options(
-    estimator: str, damping: Damping, calibrate: xr.Dataset | None, weights: xr.DataArray | None
-) -> None:
-    """Refuse options of the gram matrix where there is none."""
-    is_auto = isinstance(damping, str) and damping == "auto"
-    options = {"damping": not is_auto, "calibrate": calibrate is not None}
-    options["weights"] = weights is not None
-    if given := [name for name, is_given in options.items() if is_given]:
-        raise ValueError(
-            f"expected neither damping, calibrate nor weights with estimator={estimator!r}, which "
-            f"has no gram matrix, got {', '.join(given)}; try leaving them out, or estimator='trak'"
-        )
-
-
-def _with_gram(
-    features: xr.Dataset,
-    targets: xr.Dataset,
-    estimator: Estimator,
-    power: float,
-    *,
-    damping: Damping,
-    calibrate: xr.Dataset | None,
-    weights: xr.DataArray | None,
-) -> Factors:
-    found = regularize(
-        features,
-        targets,
-        damping,
-        estimator=estimator,
-        power=power,
-        calibrate=calibrate,
-        weights=weights,
-    )
-    factor = cholesky(features, found.gram, found.damping)  # lazy: made only if it is needed
-    if found.spectrum is not None:
-        solved = arrays.totals.solve(found.spectrum, found.damping, targets.feature.data)
+def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
+    matrix, estimator = regularize(features, targets, options), options.estimator
+    factor = cholesky(features, matrix.gram, matrix.damping)  # lazy: made only if it is needed
+    if matrix.spectrum is not None:
+        solved = arrays.totals.solve(matrix.spectrum, matrix.damping, targets.feature.data)
     else:
         solved = arrays.solve.solve(factor, targets.feature.data)
-    formula = estimator_weights(features, estimator, power)
-    weight = formula.loss_data(features)
-    if estimator == "relatif":
+    weight = estimator.weights.loss_data(features)
+    if estimator.name == "relatif":
         own = arrays.solve.leverage(factor, features.feature.data).mean(axis=1, keepdims=True)
         weight = _sign(weight) * arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
+    damping = options.damping
     attrs = {
-        "estimator": estimator,
-        "formula": _FORMULAS.get(estimator, _soft_formula(formula)),
-        "damping": f"{damping.value}" if isinstance(damping, Absolute) else found.rules[-1],
-        "gram_weights": formula.gram if weights is None else "given",
+        "estimator": estimator.name,
+        "formula": _FORMULAS.get(estimator.name, _soft_formula(estimator.weights)),
+        "damping": f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1],
+        "gram_weights": estimator.weights.gram if options.weights is None else "given",
     }
-    if found.choice is not None:
+    if matrix.choice is not None:
         attrs["damping"] = "completeness, 0.5 SE"
     return Factors(solved, weight, attrs)
 
 
-def _soft_formula(formula: Weights) -> str:
-    return f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{formula.loss}]"
+def _soft_formula(weights: Weights) -> str:
+    return f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{weights.loss}]"
 
 
 def cholesky(features: xr.Dataset, gram: da.Array, damping: da.Array) -> da.Array:
@@ -143,12 +82,8 @@ def cholesky(features: xr.Dataset, gram: da.Array, damping: da.Array) -> da.Arra
     return arrays.solve.cholesky(gram, damping, labels)
 
 
-def _without_gram(
-    features: xr.Dataset,
-    targets: xr.Dataset,
-    estimator: Estimator,
-    learning_rates: LearningRates | None,
-) -> Factors:
+def _without_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
+    estimator = options.estimator.name
     attrs = {"estimator": estimator, "formula": _FORMULAS[estimator]}
     solved, q = targets.feature.data, features.out_to_loss.data
     if estimator == "grad_dot":
@@ -158,7 +93,7 @@ def _without_gram(
         ours, theirs = (arrays.weights.inverse_norm(norm) for norm in norms)
         unit = solved * theirs.astype(solved.dtype)[:, None, :]
         return Factors(unit, _with_nan_spread(_sign(q) * ours), attrs, pooled=False)
-    rates = _learning_rates(features, learning_rates)
+    rates = _learning_rates(features, options.learning_rates)
     attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
     # The product is a mean over checkpoints; TracIn is a sum.
     return Factors(solved, _with_nan_spread(q * (len(rates) * rates)[None, :]), attrs, pooled=False)
@@ -184,10 +119,10 @@ def _learning_rates(features: xr.Dataset, given: LearningRates | None) -> np.nda
         given = aligned(given, features, what="learning_rates")
         given = dict(zip(map(str, given[CHECKPOINT].values), given.values.tolist(), strict=True))
     if not isinstance(given, Mapping) or not set(names) <= set(given):
-        found = list(given) if isinstance(given, Mapping) else given
+        shown = list(given) if isinstance(given, Mapping) else given
         raise ValueError(
             f"expected learning_rates of each checkpoint {names}, as a mapping or a DataArray with "
-            f"the coord checkpoint, got {found!r}; try learning_rates={{{typed}, ...}}"
+            f"the coord checkpoint, got {shown!r}; try learning_rates={{{typed}, ...}}"
         )
     return np.array([_rate(name, given[name]) for name in names])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -11,21 +10,14 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays import completeness, totals
-from trakdask.attribution.dampings import Absolute, Damping, brief, given_damping, relative_damping
+from trakdask.attribution.dampings import Absolute, Damping, given_damping, relative_damping
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
+    DEFAULT_POWER,
     Estimator,
-    Weights,
-    chosen_estimator,
-    estimator_weights,
-    has_quadratic_loss,
-    kept,
-    kept_samples,
-    require_estimator,
-    was_measured,
-    weight_data,
-    without_foreign_sums,
 )
+from trakdask.attribution.matrices import ChoosingMatrices, Matrices, matrices
+from trakdask.attribution.options import Options, gather_options
 from trakdask.once import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
@@ -35,7 +27,6 @@ __all__ = ["Absolute", "Damping", "Regularized", "damping", "regularize"]
 _CLOSED_FORM = 0.03
 _LEAST_ROWS = 50
 _LEFT_OUT_ROWS = 1000
-_POWER = 0.5
 _LEFT_OUT = "training rows left out"
 
 
@@ -59,7 +50,7 @@ def damping(
     damping: Damping = "auto",
     *,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = _POWER,
+    power: float = DEFAULT_POWER,
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
 ) -> xr.Dataset:
@@ -138,17 +129,12 @@ def damping(
         validate(targets, ["feature"], what="targets")
         require_comparable(features, targets)
         targets = lazy_features(targets)
-    features = lazy_features(features)
-    found = regularize(
-        features,
-        targets,
-        damping,
-        estimator=estimator,
-        power=power,
-        calibrate=calibrate,
-        weights=weights,
+    allowed = ("auto", "trak", "soft", "relatif")
+    options = gather_options(
+        features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
-    return _dataset(features, found)
+    features = lazy_features(features)
+    return _dataset(features, regularize(features, targets, options))
 
 
 def _dataset(features: xr.Dataset, found: Regularized) -> xr.Dataset:
@@ -186,37 +172,13 @@ def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
     return np.array(rules[int(choice[1])], dtype=object)
 
 
-def regularize(
-    features: xr.Dataset,
-    targets: xr.Dataset | None,
-    damping: Damping,
-    *,
-    estimator: Estimator,
-    power: float,
-    calibrate: xr.Dataset | None,
-    weights: xr.DataArray | None,
-) -> Regularized:
+def regularize(features: xr.Dataset, targets: xr.Dataset | None, options: Options) -> Regularized:
     """Return the gram matrix of an estimator and its λ; features are chunked already."""
-    require_estimator(estimator, ("auto", "trak", "soft", "relatif"))
-    estimator = chosen_estimator(estimator, features)
-    formula = estimator_weights(features, estimator, power)
-    h = weight_data(features, weights)
-    by_outputs = _by_outputs(damping, estimator, features)
-    wanted = [_soft(features, formula)] if by_outputs else []
-    wanted += [formula]
-    if h is not None:  # the matrix of given weights is never kept
-        wanted = [each for each in wanted if each != formula]
-    if any(kept(features, "gram", each) is not None for each in wanted):
-        features = without_foreign_sums(features)
-    if by_outputs:
-        return _complete(features, targets, calibrate, formula, h)
-    if calibrate is not None:
-        raise ValueError(
-            "expected damping='completeness' with calibrate, the rule that looks at outputs, got "
-            f"damping={brief(damping)} and estimator={estimator!r}; try damping='completeness', "
-            "or leave calibrate out"
-        )
-    matrix, _ = gram_data(features, formula, h)
+    needed = matrices(features, options)
+    if needed.choosing is not None:
+        return _complete(features, targets, options.calibrate, needed, needed.choosing)
+    matrix = needed.gram
+    damping = options.damping
     if isinstance(damping, (xr.Dataset, xr.DataArray)):
         return Regularized(matrix, given_damping(features, damping), ("given",))
     if isinstance(damping, Absolute):
@@ -227,72 +189,27 @@ def regularize(
     return Regularized(matrix, lam, (f"{factor} tr(K^2)/tr(K)",))
 
 
-def _by_outputs(damping: Any, estimator: Estimator, features: xr.Dataset) -> bool:
-    if not isinstance(damping, str) or damping not in ("auto", "completeness"):
-        return False
-    return damping == "completeness" or estimator == "soft" or was_measured(features)
-
-
-def gram_data(
-    features: xr.Dataset, formula: Weights, given: da.Array | None
-) -> tuple[da.Array, int]:
-    """Return the gram matrix that is kept beside the features, or reduce it; and its samples."""
-    matrix = kept(features, "gram", formula) if given is None else None
-    if matrix is not None:
-        return matrix, kept_samples(features)
-    h = formula.gram_data(features) if given is None else given
-    return arrays.gram.gram(features.feature.data, h), features.sizes[SAMPLE]
-
-
 def _complete(
     features: xr.Dataset,
     targets: xr.Dataset | None,
     calibrate: xr.Dataset | None,
-    formula: Weights,
-    given: da.Array | None,
+    needed: Matrices,
+    choosing: ChoosingMatrices,
 ) -> Regularized:
-    """Let outputs choose λ, under soft weights of power ½ whatever the estimator."""
-    validate(features, ["output", "out_to_loss"], what="features")
-    soft = _soft(features, formula)
-    is_soft = soft == formula
-    h = given if is_soft else None
-    soft_gram, loss_gradient, n = _sums(features, soft, h)
+    """Let outputs choose λ, under the weights that the estimator has for this."""
     labels = _labels(features)
-    spectrum = totals.spectrum(soft_gram, loss_gradient, n, labels)
-    if is_soft and (given is not None or kept(features, "gram", formula) is None):
-        matrix = soft_gram
-    else:
-        matrix, n = gram_data(features, formula, given)
+    spectrum = totals.spectrum(choosing.gram, choosing.loss_gradient, choosing.n_samples, labels)
     _warn_of_few_checkpoints(len(labels))
-    candidates, curves = _candidates(features, targets, calibrate, spectrum, soft, h)
-    fallback = arrays.solve.closed_form_damping(matrix, _CLOSED_FORM, labels)
+    candidates, curves = _candidates(features, targets, calibrate, spectrum, choosing)
+    fallback = arrays.solve.closed_form_damping(needed.gram, _CLOSED_FORM, labels)
     rules = (*(f"completeness, {each.name}" for each in candidates), "0.03 tr(K^2)/tr(K)")
     if not candidates:
-        return Regularized(matrix, fallback, rules)
+        return Regularized(needed.gram, fallback, rules)
     choice = completeness.choose(candidates, curves)
-    relative = choice[0] * totals.mean_trace(matrix, n)
+    relative = choice[0] * totals.mean_trace(needed.gram, needed.n_samples)
     lam = da.where(da.isnan(choice[0]), fallback, relative)
-    is_decomposed = matrix.name == soft_gram.name
-    return Regularized(matrix, lam, rules, choice, spectrum if is_decomposed else None)
-
-
-def _soft(features: xr.Dataset, formula: Weights) -> Weights:
-    """Return the weights under which outputs choose λ: those of the estimator, if soft enough."""
-    if formula.power == _POWER or has_quadratic_loss(features):
-        return formula
-    return estimator_weights(features, "soft", _POWER)
-
-
-def _sums(
-    features: xr.Dataset, soft: Weights, given: da.Array | None
-) -> tuple[da.Array, da.Array, int]:
-    """Return K and r under soft weights, and the number of samples that they are sums over."""
-    matrix, total = (kept(features, name, soft) for name in ("gram", "loss_gradient"))
-    if given is None and matrix is not None and total is not None:
-        return matrix, total, kept_samples(features)
-    h = soft.gram_data(features) if given is None else given
-    both = arrays.gram.gram_and_sum(features.feature.data, h, soft.loss_data(features))
-    return *both, features.sizes[SAMPLE]
+    is_decomposed = needed.gram.name == choosing.gram.name
+    return Regularized(needed.gram, lam, rules, choice, spectrum if is_decomposed else None)
 
 
 def _candidates(
@@ -300,24 +217,23 @@ def _candidates(
     targets: xr.Dataset | None,
     calibrate: xr.Dataset | None,
     spectrum: da.Array,
-    soft: Weights,
-    h: da.Array | None,
+    choosing: ChoosingMatrices,
 ) -> tuple[list[completeness.Candidate], list[da.Array]]:
     """Return the sets of outputs that may choose λ, best first, and their curves."""
-    found = []
+    candidates = []
     if calibrate is not None:
         _require_calibration(features, calibrate)
-        found.append(_held_out("calibration set", spectrum, lazy_features(calibrate)))
+        candidates.append(_held_out("calibration set", spectrum, lazy_features(calibrate)))
     if targets is not None and targets.sizes[SAMPLE] >= _LEAST_ROWS:
         validate(targets, ["output"], what="targets")
-        found.append(_held_out("targets", spectrum, targets))
+        candidates.append(_held_out("targets", spectrum, targets))
     elif targets is not None and calibrate is None:
         _warn_of_few_targets(targets.sizes[SAMPLE], features.sizes[SAMPLE])
-    curves = [completeness.curve(each.totals, each.outputs) for each in found]
+    curves = [completeness.curve(each.totals, each.outputs) for each in candidates]
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
-        found.append(_left_out(spectrum, features, soft, h, curves))
-        curves.append(completeness.curve(found[-1].totals, found[-1].outputs))
-    return found, curves
+        candidates.append(_left_out(spectrum, features, choosing, curves))
+        curves.append(completeness.curve(candidates[-1].totals, candidates[-1].outputs))
+    return candidates, curves
 
 
 def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
@@ -331,27 +247,22 @@ def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
 
 
 def _held_out(name: str, spectrum: da.Array, rows: xr.Dataset) -> completeness.Candidate:
-    sums = totals.held_out(spectrum, rows.feature.data)
-    return completeness.Candidate(name, sums, rows.output.data)
+    predicted = totals.held_out(spectrum, rows.feature.data)
+    return completeness.Candidate(name, predicted, rows.output.data)
 
 
 def _left_out(
-    spectrum: da.Array,
-    features: xr.Dataset,
-    soft: Weights,
-    given: da.Array | None,
-    unless: list[da.Array],
+    spectrum: da.Array, features: xr.Dataset, choosing: ChoosingMatrices, unless: list[da.Array]
 ) -> completeness.Candidate:
     rows = totals.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-    h = soft.gram_data(features) if given is None else given
-    sums = totals.left_out(
+    predicted = totals.left_out(
         spectrum,
         _taken(features.feature.data, rows),
-        None if h is None else _taken(h, rows),
-        _taken(soft.loss_data(features), rows),
+        None if choosing.h is None else _taken(choosing.h, rows),
+        _taken(choosing.g, rows),
         unless=unless,
     )
-    return completeness.Candidate(_LEFT_OUT, sums, _taken(features.output.data, rows))
+    return completeness.Candidate(_LEFT_OUT, predicted, _taken(features.output.data, rows))
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

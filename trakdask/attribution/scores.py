@@ -11,19 +11,18 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask._version import __version__
+from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
+    DEFAULT_POWER,
     Estimator,
     Weights,
-    chosen_estimator,
-    estimator_weights,
-    origin,
-    require_estimator,
-    weight_data,
 )
-from trakdask.attribution.products import WITHOUT_GRAM, Factors, cholesky, factors, refuse_options
-from trakdask.attribution.regularization import Damping, regularize
-from trakdask.provenance import FEATURE_SPEC
+from trakdask.attribution.matrices import origin, weight_data
+from trakdask.attribution.options import gather_options
+from trakdask.attribution.products import Factors, cholesky, factors
+from trakdask.attribution.regularization import regularize
+from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -90,7 +89,7 @@ def score(
     targets: xr.Dataset,
     *,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = 0.5,
+    power: float = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
@@ -192,16 +191,12 @@ def score(
     True
     """
     _require_flag("average", average)
-    features, product = factors(
-        features,
-        targets,
-        estimator,
-        power=power,
-        learning_rates=learning_rates,
-        damping=damping,
-        calibrate=calibrate,
-        weights=weights,
+    _require_sides(features, targets)
+    options = gather_options(
+        features, estimator, power, damping, calibrate, weights, learning_rates
     )
+    features, targets = lazy_features(features), lazy_features(targets)
+    product = factors(features, targets, options)
     _require_own_names(features, targets)
     data = arrays.score.score(
         features.feature.data,
@@ -224,7 +219,7 @@ def group_score(
     *,
     by: str,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = 0.5,
+    power: float = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
@@ -250,8 +245,7 @@ def group_score(
     ValueError
         If there is no such coord, or the result has a coord of the targets of that name.
     """
-    validate(features, ["feature", "out_to_loss"], what="features")
-    validate(targets, ["feature"], what="targets")
+    _require_sides(features, targets)
     names = sorted(map(str, _coords_along(features, SAMPLE)))
     taken = [TARGET, *map(str, _target_coords(targets))]
     if not isinstance(by, str) or by not in names or by in taken:
@@ -260,16 +254,11 @@ def group_score(
             f"none of {taken}, which the result has for the targets, got {by!r}; try "
             f"features.assign_coords({by if isinstance(by, str) else 'group'}=('sample', values))"
         )
-    features, product = factors(
-        features,
-        targets,
-        estimator,
-        power=power,
-        learning_rates=learning_rates,
-        damping=damping,
-        calibrate=calibrate,
-        weights=weights,
+    options = gather_options(
+        features, estimator, power, damping, calibrate, weights, learning_rates
     )
+    features, targets = lazy_features(features), lazy_features(targets)
+    product = factors(features, targets, options)
     codes, groups = pd.factorize(features[by].values, sort=True)
     sums = arrays.groups.group_sum(
         features.feature.data, product.weight, codes, len(groups), pooled=product.pooled
@@ -284,7 +273,7 @@ def self_influence(
     features: xr.Dataset,
     *,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = 0.5,
+    power: float = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
@@ -323,27 +312,20 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
-    require_estimator(estimator, ("auto", "trak", "soft", "grad_dot"))
     _require_flag("average", average)
     validate(features, ["feature", "out_to_loss"], what="features")
-    estimator = chosen_estimator(estimator, features)
+    allowed = ("auto", "trak", "soft", "grad_dot")
+    options = gather_options(
+        features, estimator, power, damping, calibrate, weights, allowed=allowed
+    )
     features = lazy_features(features)
     x = features.feature.data
-    if estimator in WITHOUT_GRAM:
-        refuse_options(estimator, damping, calibrate, weights)
-        own = arrays.weights.squared_norm(x)
+    if options.estimator.has_gram:
+        matrix = regularize(features, None, options)
+        own = arrays.solve.leverage(cholesky(features, matrix.gram, matrix.damping), x)
     else:
-        found = regularize(
-            features,
-            None,
-            damping,
-            estimator=estimator,
-            power=power,
-            calibrate=calibrate,
-            weights=weights,
-        )
-        own = arrays.solve.leverage(cholesky(features, found.gram, found.damping), x)
-    g = estimator_weights(features, estimator, power).loss_data(features)
+        own = arrays.weights.squared_norm(x)
+    g = options.estimator.weights.loss_data(features)
     if average:
         own = own.mean(axis=1)
     data = own * g.mean(axis=1, keepdims=not average) ** 2
@@ -367,6 +349,12 @@ def _target_coords(targets: xr.Dataset) -> dict[Hashable, Any]:
 def _require_flag(name: str, value: object) -> None:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
+
+
+def _require_sides(features: xr.Dataset, targets: xr.Dataset) -> None:
+    validate(features, ["feature", "out_to_loss"], what="features")
+    validate(targets, ["feature"], what="targets")
+    require_comparable(features, targets)
 
 
 def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trakdask.attribution.estimators import with_origin
+from trakdask.attribution.matrices import with_origin
 from trakdask.errors import UnfinishedAppendWarning
 from trakdask.storage.coords import DROPPED
 from trakdask.storage.failures import with_errors

@@ -15,8 +15,7 @@ from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     Estimator,
     Weights,
-    estimator_weights,
-    require_estimator,
+    resolve_estimator,
 )
 from trakdask.errors import StoreMismatchError
 from trakdask.execution.progress import polled_bar
@@ -137,7 +136,7 @@ def save(
     """
     validate(features, FEATURE_NAMES, what="features")
     _require_options(features, dtype, append_dim, retries, gram=gram, progress=progress)
-    require_estimator(estimator)
+    weights = resolve_estimator(estimator, power, features).weights
     features = lazy_features(as_variable(features))
     require_names(features.coords)
     features = portable_coords(features)
@@ -149,7 +148,7 @@ def save(
         if append_dim is not None and _require_ours(place):
             piece, features = appended(place, piece, features, append_dim)
         if features.sizes[CHECKPOINT] > 0:
-            kept = estimator_weights(features, estimator, power) if gram else None
+            kept = weights if gram else None
             _create_or_check(place, piece, features, kept)
             _save(place, piece, features, kept, progress=progress, retries=retries)
         place.sweep()

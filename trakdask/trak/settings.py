@@ -12,7 +12,7 @@ import torch
 import xarray as xr
 
 from trakdask._version import __version__
-from trakdask.attribution.estimators import Weights, estimator_weights
+from trakdask.attribution.estimators import DEFAULT_POWER, Weights, resolve_estimator
 from trakdask.trak.default_projectors import seeds_of
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT
 from trakdask.trak.stream_projector import StreamProjector
@@ -22,7 +22,6 @@ __all__ = ["Shapes", "explained", "instance", "parameter_shapes", "record", "tas
 Shapes = dict[str, tuple[int, ...]]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_POWER = 0.5
 
 
 def explained(example: str) -> Callable[[_Method], _Method]:
@@ -87,7 +86,7 @@ def weights_of(task: Any, model: torch.nn.Module) -> Weights:
     name = type(task).__name__.removeprefix("Iterative") if is_own else "unknown"
     has_norm = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
     attrs = {"task": name.removesuffix("ModelOutput"), "batch_norm": has_norm}
-    return estimator_weights(xr.Dataset(attrs=attrs), "auto", _POWER)
+    return resolve_estimator("auto", DEFAULT_POWER, xr.Dataset(attrs=attrs)).weights
 
 
 def record(
