@@ -16,6 +16,7 @@ from trakdask.attribution.options import Options
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, aligned, validate
 
 __all__ = [
+    "ORIGIN",
     "ChoosingMatrices",
     "Matrices",
     "matrices",
@@ -32,7 +33,7 @@ _REDUCED = ("feature", "out_to_loss")
 _CHOOSING = ("gram", "loss_gradient")
 """What λ is chosen with."""
 
-_ORIGIN = "reduced_from"
+ORIGIN = "reduced_from"
 """In the attrs of a gram matrix: dask's names of the arrays that it was reduced from."""
 
 
@@ -138,7 +139,7 @@ def with_origin(features: xr.Dataset) -> xr.Dataset:
 def origin(features: xr.Dataset) -> dict[str, Any]:
     """Return the ``attrs`` of a gram matrix that name the arrays which it is reduced from."""
     data = {name: features[name].data for name in _REDUCED if name in features}
-    return {_ORIGIN: {n: each.name for n, each in data.items() if isinstance(each, da.Array)}}
+    return {ORIGIN: {n: each.name for n, each in data.items() if isinstance(each, da.Array)}}
 
 
 def without_foreign_matrices(features: xr.Dataset) -> xr.Dataset:
@@ -155,7 +156,7 @@ def without_foreign_matrices(features: xr.Dataset) -> xr.Dataset:
         would differ from the stored one.
     """
     n, attrs = features.sizes[SAMPLE], features["gram"].attrs
-    root, needed = attrs.get(_ORIGIN, {}), attrs.get("samples")
+    root, needed = attrs.get(ORIGIN, {}), attrs.get("samples")
     names = _REDUCED[: 1 if attrs.get("power") is None else 2]
     data = {name: features[name].data for name in names}
     sources = {name: lineage.sources(data[name], root.get(name)) for name in names}

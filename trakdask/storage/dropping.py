@@ -14,6 +14,7 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from trakdask.attribution.estimators import Weights
+from trakdask.attribution.matrices import ORIGIN
 from trakdask.storage import edits
 from trakdask.storage.coords import DROPPED, by_source
 from trakdask.storage.lease import lease
@@ -138,9 +139,11 @@ def _write(place: Place, found: State, ds: xr.Dataset, chosen: np.ndarray) -> No
 def _write_sums(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> None:
     names = [name for name in SUMS if name in ds]
     for name in names:
+        # Names of arrays in this process's graph mean nothing in a store; open adds its own.
+        attrs = {key: value for key, value in ds[name].attrs.items() if key != ORIGIN}
         group.create_array(
             name, shape=ds[name].shape, chunks=(*ds[name].shape[:-1], 1), dtype=ds[name].dtype,
-            compressors=[Crc32cCodec()], fill_value=np.nan, attributes=ds[name].attrs,
+            compressors=[Crc32cCodec()], fill_value=np.nan, attributes=attrs,
             dimension_names=VARIABLES[name].dims,
         )  # fmt: skip
     for index in range(ds.sizes[CHECKPOINT] if names else 0):
