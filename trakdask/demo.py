@@ -1,4 +1,4 @@
-"""``make demo``: which training digits made a small CNN read other digits as it does."""
+"""Run ``make demo``: find the training digits behind the predictions of a small CNN."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def main() -> None:
     with _client() as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
         features, target_features = _featurize(paths, train, targets, seconds)
-        with _timed(seconds, "choose the damping by the outputs of the targets"):
+        with _timed(seconds, "choose the damping from the outputs of the targets"):
             damping = td.damping(features, target_features).compute()
         scores = td.score(features, target_features, damping=damping)
-        console.print("\n[bold]scores[/] are lazy; nothing of them exists yet:")
+        console.print("\n[bold]scores[/] are lazy; none of them has been computed yet:")
         console.print(_summary(scores), "\n", markup=False)
         ends = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
         with _timed(seconds, f"rank all {N_TARGETS} targets, both ends"):
@@ -72,7 +72,7 @@ def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
 @contextmanager
 def _client() -> Iterator[Client]:
     with warnings.catch_warnings():
-        # The dashboard moves to a free port when its usual one is taken, and warns of it.
+        # The dashboard uses a free port if its default one is taken, and warns about it.
         warnings.filterwarnings("ignore", message="Port .* is already in use")
         cluster = LocalCluster(n_workers=2, threads_per_worker=1, processes=True)
     with cluster, Client(cluster) as client:
@@ -102,7 +102,9 @@ def _featurize(
     saved = []
     for name, samples in (("train", train), ("targets", targets)):
         store = OUTPUT / f"{name}.zarr"
-        shutil.rmtree(store, ignore_errors=True)  # measured anew each time; save would resume
+        shutil.rmtree(
+            store, ignore_errors=True
+        )  # removed so that the full time is measured; save would resume
         features = td.featurize(samples, model, projector=projector)
         with _timed(seconds, f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
             saved.append(td.save(features, store, gram=name == "train"))
@@ -120,7 +122,7 @@ def _summary(scores: xr.DataArray) -> str:
 
 
 def _interesting(helpful: xr.Dataset, harmful: xr.Dataset, targets: xr.Dataset) -> list[int]:
-    """Targets on which the models agree least: there the training data have most to tell."""
+    """Return the targets with the smallest margins, whose attributions are most informative."""
     margin = targets.output.mean("checkpoint").values
     return [int(i) for i in np.argsort(margin)[:6]]
 
@@ -152,7 +154,7 @@ def _ranked(ranking: xr.Dataset, unit: int) -> str:
 
 
 def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, float]) -> None:
-    """Ask by metadata: only training digits of the target's own class, or only of other classes."""
+    """Query by metadata: only training digits of the target's class, or only of other classes."""
     target = shown[0]
     one = scores.isel(target=[target])
     label = int(one.target_label[0])
@@ -163,12 +165,12 @@ def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, fl
     }
     lazy = {text: td.top_k(one, SHOWN, where=where) for text, where in queries.items()}
     with _timed(seconds, f"{len(queries)} queries of one target"):
-        (found,) = dask.compute(lazy)  # together: they share the solve
-    unit = td.plots.power_of_ten(*(top.score for top in found.values()))
+        (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
+    unit = td.plots.power_of_ten(*(top.score for top in rankings.values()))
     table = Table(title=f"Queries by metadata, target {target} (a {label}); score in 1e{unit}")
     table.add_column("where")
     table.add_column("top 5: digit score", no_wrap=True)
-    for text, top in found.items():
+    for text, top in rankings.items():
         table.add_row(text, _ranked(top.isel(target=0), unit))
     console.print(table)
 

@@ -90,8 +90,8 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def require_same(
-    found: Mapping[str, Any],
-    needed: Mapping[str, Any],
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any],
     *,
     what: str,
     names: tuple[str, ...] = FEATURE_SPEC,
@@ -104,29 +104,30 @@ def require_same(
         At the first difference. The message names the field and shows both values.
     """
     for name in names:
-        if _plain(found.get(name)) == _plain(needed.get(name)):
+        if _plain(actual.get(name)) == _plain(expected.get(name)):
             continue
-        key, got, expected = _first_difference(name, found.get(name), needed.get(name))
+        key, got_text, expected_text = _first_difference(name, actual.get(name), expected.get(name))
         raise StoreMismatchError(
-            f"{what} differ in {name}{key}: expected {expected}, got {got}; try {_REMEDY[name]}"
+            f"{what} differ in {name}{key}: expected {expected_text}, got {got_text}; "
+            f"try {_REMEDY[name]}"
         )
 
 
-def _first_difference(name: str, found: Any, needed: Any) -> tuple[str, str, str]:
+def _first_difference(name: str, actual: Any, expected: Any) -> tuple[str, str, str]:
     """Return where two values differ, and the text of each value there, the given one first."""
-    if isinstance(found, Mapping) and isinstance(needed, Mapping):
-        for key in (*needed, *found):
-            if _plain(found.get(key)) != _plain(needed.get(key)):
-                return f"[{key!r}]", *_shortened(found.get(key), needed.get(key))
-        return "", f"the order {list(found)}", f"the order {list(needed)}"
-    if name == "task" and (fields := _task_fields(found)) and (others := _task_fields(needed)):
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        for key in (*expected, *actual):
+            if _plain(actual.get(key)) != _plain(expected.get(key)):
+                return f"[{key!r}]", *_shortened(actual.get(key), expected.get(key))
+        return "", f"the order {list(actual)}", f"the order {list(expected)}"
+    if name == "task" and (fields := _task_fields(actual)) and (others := _task_fields(expected)):
         if fields["class"] != others["class"]:
             return "", *_shortened(fields["class"], others["class"])
         # Fields that name input variables come last: they are never the only reason.
         for key in sorted((*others, *fields), key=_NAMES_OF_VARIABLES.__contains__):
             if (here := fields.get(key)) != (there := others.get(key)):
                 return f".{key}", *_shortened(here, there)
-    return "", *_shortened(found, needed)
+    return "", *_shortened(actual, expected)
 
 
 def _task_fields(task: Any) -> dict[str, Any] | None:
@@ -153,9 +154,9 @@ def _plain(value: Any) -> Any:
     return json.dumps(value)
 
 
-def _shortened(found: Any, needed: Any) -> tuple[str, str]:
+def _shortened(actual: Any, expected: Any) -> tuple[str, str]:
     """Return both values as text; of long texts, the section where they begin to differ."""
-    texts = repr(found), repr(needed)
+    texts = repr(actual), repr(expected)
     if max(map(len, texts)) <= _LONGEST:
         return texts
     same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))

@@ -312,7 +312,7 @@ def test_featurize__micro_batch_is_halved_where_a_gpu_runs_out_of_memory(
     monkeypatch.setattr(stream.ProjectionStream, "add", fail)
     found = td.featurize(samples(), model(), **options).compute(scheduler="sync")
     xr.testing.assert_identical(found, expected)
-    assert "out of memory: going on with micro-batches of 1 samples" in caplog.text
+    assert "out of memory: continuing with micro-batches of 1 samples" in caplog.text
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Samples and a model in, a lazy Dataset of projected per-sample gradients out."""
+"""Turn samples and a model into a lazy Dataset of projected per-sample gradients."""
 
 from trakdask.featurization.lazy import featurize, model_operations
 

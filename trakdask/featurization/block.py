@@ -1,4 +1,4 @@
-"""One task of featurize: a block of samples at one checkpoint, in micro-batches."""
+"""Run one task of featurize: a block of samples at one checkpoint, in micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trakdask.projection import ProjectionStream
 __all__ = ["Block", "featurize_block"]
 
 Block = tuple[np.ndarray, ...]
-"""Feature, output and out_to_loss; then, if failures are recorded, error."""
+"""Feature, output and out_to_loss, followed by error if failures are recorded."""
 
 _log = logging.getLogger(__name__)
 _SHARE_OF_MEMORY = 0.5
@@ -53,15 +53,15 @@ def featurize_block(
 
 
 def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
-    """Say what the model was given, where the error is torch's and not ours."""
+    """Describe the inputs of the model, for errors that torch raised and not this package."""
     if isinstance(err, ValueError):
         return ""
     inputs = zip(job.inputs, arrays, strict=True)
     given = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
     advice = (
-        " Try gradients='loop' if the model cannot run under vmap." if "vmap" in str(err) else ""
+        "; try gradients='loop' if the model cannot run under vmap" if "vmap" in str(err) else ""
     )
-    return f"\nThe block's inputs were {given}.{advice}"
+    return f"\nThe inputs of the block were {given}{advice}"
 
 
 def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
@@ -73,38 +73,38 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     checked = check_once(samples, forward)
     size = _micro_batch(job, checked.activation_bytes, device)
     rows = _Rows.empty(job, checkpoint, samples.positions)
-    todo = _parts(0, len(samples), size)
+    todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            found = _featurize_micro_batch(samples, forward, checkpoint, part)
+            block = _featurize_micro_batch(samples, forward, checkpoint, part)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
-                _log.warning("out of memory: going on with micro-batches of %d samples", n // 2)
-                todo = _parts(part.start, len(samples), n // 2)
+                _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
+                todo = _slices(part.start, len(samples), n // 2)
             elif job.on_error == "raise" or not is_of_samples(err):
                 if (better := samples.explained(err, forward, part)) is err:
                     raise
                 raise better from err
             elif n > 1:
-                todo += _parts(part.start, part.stop, -(-n // 2))
+                todo += _slices(part.start, part.stop, -(-n // 2))
             else:
                 rows.fail(part.start, samples.explained(err, forward, part))
             continue
-        check_micro_batch(checked, samples, forward, part, found)
-        rows.put(part, found)
+        check_micro_batch(checked, samples, forward, part, block)
+        rows.put(part, block)
     return rows.result()
 
 
-def _parts(start: int, stop: int, size: int) -> list[slice]:
-    """Cut rows into micro-batches, the first of them last: a stack."""
+def _slices(start: int, stop: int, size: int) -> list[slice]:
+    """Split rows into micro-batches, in reverse order, to be popped from a stack."""
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)][::-1]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a block has so far, and which of its samples failed."""
+    """The results of a block so far, and the samples of it that failed."""
 
     job: Job
     checkpoint: Checkpoint
@@ -123,21 +123,21 @@ class _Rows:
         )
         return cls(job, checkpoint, positions, feature, output, out_to_loss)
 
-    def put(self, part: slice, found: Block) -> None:
-        """Store a micro-batch; samples that are not finite raise an error or become NaN."""
-        bad = not_finite(*found)
+    def put(self, part: slice, block: Block) -> None:
+        """Store the results of a micro-batch; non-finite samples raise an error or become NaN."""
+        bad = not_finite(*block)
         if bad and self.job.on_error == "raise":
             raise self._not_finite(part.start, bad)
-        mine = (self.feature, self.output, self.out_to_loss)
-        for array, values in zip(mine, found, strict=True):
+        arrays = (self.feature, self.output, self.out_to_loss)
+        for array, values in zip(arrays, block, strict=True):
             array[part] = values
             array[part][list(bad)] = np.nan
         for row, name in bad.items():
             self._record(part.start + row, f"the {name} is NaN or infinite")
 
     def fail(self, row: int, err: Exception) -> None:
-        """Leave a sample NaN whose model call raised an error."""
-        # One traceback is enough: each holds the tensors of its frames.
+        """Record the error that the model raised for a sample, whose results stay NaN."""
+        # Only the first traceback is stored, because each one keeps the tensors of its frames.
         self.raised[row] = err.with_traceback(None) if self.raised else err
         self._record(row, reason(err))
 
@@ -153,11 +153,11 @@ class _Rows:
         return ValueError(
             f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
             f"{more} at checkpoint {self.checkpoint.name!r}; try on_error='record', which leaves "
-            f"such samples out, and samples.isel(sample={position}) to look at it."
+            f"such samples out, and samples.isel(sample={position}) to inspect it"
         )
 
     def result(self) -> Block:
-        """Return the block; a block that failed as a whole is no matter of its samples."""
+        """Return the block, or raise the first error if all of several samples failed."""
         n = len(self.positions)
         if 1 < n == len(self.raised):
             raise self.raised[0]
@@ -185,10 +185,14 @@ def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int
     if not job.fits_memory or activations is None:
         return job.batch_size
     width = job.projector.width(job.row_map.n_rows)
-    beside = 4 * job.elements_at_once + 16 * width  # gradients; sums in float64 and their copies
+    beside = (
+        4 * job.elements_at_once + 16 * width
+    )  # gradients, then float64 sums and copies of them
     fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + beside))
     if fits < job.batch_size:
-        _log.info("memory is for micro-batches of %d samples, not %d", fits, job.batch_size)
+        _log.info(
+            "memory suffices for micro-batches of %d samples instead of %d", fits, job.batch_size
+        )
     return min(job.batch_size, fits)
 
 
@@ -199,10 +203,10 @@ _threads_before = 0
 
 @contextmanager
 def _few_torch_threads() -> Iterator[None]:
-    """Give torch one thread while the threaded scheduler runs a task on every core.
+    """Limit torch to one thread while the threaded scheduler runs a task on every core.
 
-    A distributed worker has its number from the environment (1 unless the user says otherwise), and
-    a task on the main thread has the machine for itself.
+    A distributed worker takes its number of threads from the environment (1 by default), and a task
+    on the main thread can use all cores.
     """
     global _threads_inside, _threads_before
     if current_thread() is main_thread() or on_worker():

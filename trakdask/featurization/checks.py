@@ -1,4 +1,4 @@
-"""Is a model fit for an engine? Asked on the first samples that a process sees of it."""
+"""Check that a model works with an engine, on the first samples that a process computes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["Checked", "check_micro_batch", "check_once"]
 
 @dataclass
 class Checked:
-    """What a process knows of a model, from the samples that it was checked on.
+    """What a process has learned about a model from the samples that it was checked on.
 
     Parameters
     ----------
     activation_bytes
-        Memory that the activations of one sample take; None as long as no two samples passed.
+        Memory of the activations of one sample; None until two samples have passed the checks.
     n_samples
-        Size of the largest batch whose f and Q were compared with those of samples alone.
+        Size of the largest batch whose f and Q were compared with those of single samples.
     """
 
     activation_bytes: int | None = None
@@ -46,7 +46,7 @@ _checked: dict[str, Checked] = {}
 def check_once(samples: Samples, forward: Forward) -> Checked:
     """Check a model on two samples, once per process, architecture, engine and device.
 
-    Their f and Q must be those that each has alone, and their gradients those of the loop.
+    Their f and Q must equal those of each sample alone, and their gradients those of the loop.
     """
     job = samples.job
     how = {"engine": job.engine, "device": str(samples.device), **job.precision.attrs()}
@@ -66,15 +66,15 @@ def check_once(samples: Samples, forward: Forward) -> Checked:
 
 
 def check_micro_batch(
-    checked: Checked, samples: Samples, forward: Forward, part: slice, found: tuple[np.ndarray, ...]
+    checked: Checked, samples: Samples, forward: Forward, part: slice, block: tuple[np.ndarray, ...]
 ) -> None:
-    """Compare f and Q of a micro-batch, larger than any before, with those of samples alone.
+    """Compare f and Q with those of single samples if a micro-batch is larger than any before.
 
-    More samples may show what two do not.
+    A larger batch may reveal that samples are mixed where two samples do not.
     """
     n = part.stop - part.start
     if n > checked.n_samples:
-        _, output, out_to_loss = (torch.from_numpy(array) for array in found)
+        _, output, out_to_loss = (torch.from_numpy(array) for array in block)
         batch, task = samples.batch(part), samples.job.model.task
         with _explained(samples, forward, part):
             require_same_alone(forward, task, batch, output, out_to_loss)
@@ -93,7 +93,7 @@ def _explained(samples: Samples, forward: Forward, part: slice) -> Iterator[None
 
 
 def _pair(samples: Samples, forward: Forward) -> slice | None:
-    """Return the first two samples; if failures are recorded, the first two that do not fail."""
+    """Return the first two samples, or the first pair without failures if these are recorded."""
     if samples.job.on_error == "raise":
         return slice(0, 2)
     pairs = (slice(start, start + 2) for start in range(0, len(samples), 2))
@@ -108,7 +108,7 @@ def _passes(samples: Samples, forward: Forward, batch: Batch) -> bool:
 
     job = samples.job
     try:
-        found = ENGINES["loop"](forward, job.model.task, batch, job.row_map.names, sink)
-    except Exception:  # told of where it is met again, with the sample
+        results = ENGINES["loop"](forward, job.model.task, batch, job.row_map.names, sink)
+    except Exception:  # reported with the sample when its micro-batch raises it again
         return False
-    return all(finite) and all(bool(tensor.isfinite().all()) for tensor in found)
+    return all(finite) and all(bool(tensor.isfinite().all()) for tensor in results)

@@ -1,4 +1,4 @@
-"""On which device a task runs: the GPU of its worker, where there is one."""
+"""Choose the device of a task: the GPU of its worker if there is one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_device(device: object) -> str:
-    """Refuse what names no device that tasks can run on."""
+    """Check that a value names a device that tasks can run on."""
     if device == "auto":
         return "auto"
     try:
@@ -27,17 +27,17 @@ def check_device(device: object) -> str:
         pass
     raise ValueError(
         "expected 'auto', 'cpu', 'cuda', or one GPU of each worker, such as 'cuda:1', as device, "
-        f"got {device!r}; try device='auto'."
+        f"got {device!r}; try device='auto'"
     )
 
 
 def device_of_task(asked: str) -> torch.device:
-    """Return where a task of this process runs; ``"auto"`` is the GPU if kernels can run on it.
+    """Return the device of tasks of this process; ``"auto"`` is the GPU if kernels can run on it.
 
     Raises
     ------
     RuntimeError
-        If a GPU was asked for and there is none.
+        If a GPU is requested and this process has none.
     """
     if asked == "auto":
         return _automatic()
@@ -45,7 +45,7 @@ def device_of_task(asked: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(
             f"expected a GPU on every worker for device={asked!r}, got a process without one "
-            f"({missing()}); try device='auto', which uses the GPUs that there are."
+            f"({missing()}); try device='auto', which uses a GPU only where there is one"
         )
     return device
 
@@ -58,10 +58,10 @@ def _automatic() -> torch.device:
 
 
 def on_device(forward: Forward, device: torch.device) -> Forward:
-    """Return the same model on a device; itself on the CPU, where its tensors are."""
+    """Return the model on a device; the same object for the CPU, where its tensors are."""
     if device.type == "cpu":
         return forward
-    # No checkpoint has buffers that are not persistent: the skeleton keeps them, on the CPU.
+    # Buffers that are not persistent are in no checkpoint; the skeleton has them, on the CPU.
     own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
     parameters, buffers = (
         {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -71,7 +71,7 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
 
 
 def described(device: torch.device) -> dict[str, Any]:
-    """Return what records tell of a device: its name, and the kernels started here so far."""
+    """Return the metadata of a device for records: its name, and the kernels launched so far."""
     if device.type == "cpu":
         return {"device": "cpu"}
     return {"device": torch.cuda.get_device_name(device), "kernels": sorted(launched.copy())}

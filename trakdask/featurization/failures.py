@@ -1,4 +1,4 @@
-"""Samples that fail: which errors are theirs, and what is written down of them."""
+"""Decide which errors are caused by samples, and what is recorded about them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _NOT_OF_SAMPLES = (
     torch.OutOfMemoryError,
     _OF_DEVICES,
 )
-"""Of the machine: another attempt may succeed, and the next sample would fail, too."""
+"""Errors of the machine: a retry may succeed, and other samples would fail as well."""
 
 
 def is_of_samples(err: Exception) -> bool:
-    """Tell whether an error of a micro-batch may be the fault of what is in it."""
+    """Return whether an error of a micro-batch may be caused by its samples."""
     return not isinstance(err, _NOT_OF_SAMPLES)
 
 
 def reason(err: Exception) -> str:
-    """Return one line of an error.
+    """Return a one-line description of an error.
 
     Examples
     --------
@@ -46,7 +46,7 @@ def reason(err: Exception) -> str:
 
 
 def not_finite(*arrays: np.ndarray) -> dict[int, str]:
-    """Return which rows of gradient, output and out_to_loss are not finite, and in which of them.
+    """Return the rows that are not finite, and which of gradient, output and out_to_loss is not.
 
     Examples
     --------
@@ -55,6 +55,6 @@ def not_finite(*arrays: np.ndarray) -> dict[int, str]:
     """
     finite = [np.isfinite(array).reshape(len(array), -1).all(axis=1) for array in arrays]
     bad = np.flatnonzero(~np.logical_and.reduce(finite))
-    # A bad output makes a bad gradient, so it is the one to name.
+    # A non-finite output causes a non-finite gradient, so the output is named first.
     order = [(_NAMES[i], finite[i]) for i in (1, 0, 2)]
     return {int(row): next(name for name, good in order if not good[row]) for row in bad}

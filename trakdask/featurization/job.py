@@ -1,4 +1,4 @@
-"""What a task of featurize works on: the settings, and the samples of its block."""
+"""The inputs of a task of featurize: the settings, and the samples of its block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Job", "Samples"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a task needs besides its block of samples; small when pickled."""
+    """The settings of featurize that all tasks share; small when pickled."""
 
     model: Model
     projector: Projector
@@ -31,19 +31,19 @@ class Job:
     engine: str
     batch_size: int
     fits_memory: bool
-    """Whether a micro-batch may be smaller than ``batch_size`` where memory is short."""
+    """Whether micro-batches may be smaller than ``batch_size`` if memory is short."""
     elements_at_once: int
     inputs: Mapping[str, Input]
     precision: Precision
     device: str
     on_error: OnError
     token: str = ""
-    """Names the features, as their layer of the graph does."""
+    """Identifies the features; the same token is in the name of their graph layer."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a block, which the model gets as batches on a device."""
+    """The samples of a block, from which batches for the model are created on a device."""
 
     job: Job
     positions: np.ndarray
@@ -55,20 +55,20 @@ class Samples:
 
     def batch(self, part: slice) -> Batch:
         """Return some of the samples as tensors."""
-        # Copied: torch refuses to share read-only memory, such as a memory-mapped file.
+        # A copy, because torch cannot share read-only memory, such as that of a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
         return Batch(
             {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
         )
 
     def explained(self, err: Exception, forward: Forward, part: slice) -> Exception:
-        """Return an error that says at which sample and layer the model failed, if that is known.
+        """Return an error that names the sample and layer at which the model failed, if possible.
 
-        Costs a pass through the model; errors of the machine are returned as they are.
+        This costs a pass through the model. Errors of the machine are returned unchanged.
         """
-        found: Exception | None = err
+        better: Exception | None = err
         if is_of_samples(err) and not is_out_of_memory(err) and not isinstance(err, SampleError):
-            found = explain(err, forward, self.job.model.task, self.batch(part))
-        if isinstance(found, SampleError):
-            return found.at(int(self.positions[part][found.row]))
-        return err if found is None else found
+            better = explain(err, forward, self.job.model.task, self.batch(part))
+        if isinstance(better, SampleError):
+            return better.at(int(self.positions[part][better.row]))
+        return err if better is None else better

@@ -1,4 +1,4 @@
-"""The graph of featurize: samples and a model in, a lazy Dataset of projected gradients out."""
+"""Build the graph of featurize: a lazy Dataset of projected gradients of samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["featurize", "model_operations"]
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 
 _jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
-"""What each graph of this process does, by the name of its layer, as long as there is the graph."""
+"""The job of each featurize graph of this process, by layer name, while the graph exists."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,48 +58,52 @@ def featurize(
 ) -> xr.Dataset:
     """Compute the projected gradient of the model output for every sample and checkpoint.
 
-    φ_c(z) = p^-1/2 · P_cᵀ ∇_θ f(z; θ_c): the features of TRAK. The same call makes the features of
-    training samples and of targets.
+    φ_c(z) = p^-1/2 · P_cᵀ ∇_θ f(z; θ_c): the features of TRAK. Use the same call for training
+    samples and for targets.
 
     Parameters
     ----------
     samples
         Dataset with a ``sample`` dimension, from :func:`from_arrays`, :func:`from_torch`,
-        :func:`from_dataframe`, or any other: its variables are model inputs, its coords metadata (a
-        coord that the task names is an input too).
+        :func:`from_dataframe`, or any other. Its variables are model inputs and its coords are
+        metadata (a coord that the task names is an input, too).
     model
-        What is attributed.
+        The model whose outputs are attributed.
     projector
-        ``Rademacher(proj_dim=2048, seed=0)`` unless given.
+        ``Rademacher(proj_dim=2048, seed=0)`` by default.
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
-        sample, for models that the others cannot run. ``"auto"`` takes hooks where they reach the
-        selected parameters; what it took and why is in ``attrs``. Whatever the engine, each process
-        checks two samples of its first block, and its largest micro-batch, for an f and a Q that
-        are the same when a sample is alone, and compares the gradients of the two with the loop.
+        sample, for models that the others cannot run. ``"auto"`` chooses hooks if they can handle
+        a selected parameter; the choice and the reason for it are in ``attrs``. With any engine,
+        each process checks on two samples of its first block, and on its largest micro-batch, that
+        f and Q of a sample do not depend on the others, and compares the gradients of the two with
+        those of the loop.
     batch_size
-        Samples per micro-batch inside a task. ``"auto"`` holds the gradients of one in 256 MB (with
-        hooks: those of the largest parameter in 64 MB, or 32 samples if that takes at most 1 GB;
-        those of linear and embedding layers come in parts), at most 512 samples, and no more than
-        fit in half of the memory that a task has, by the activations of two samples. No feature
-        depends on it, given the same gradients. Where memory runs out, a micro-batch is halved.
+        Samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch fit in
+        256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples if
+        that takes at most 1 GB; gradients of linear and embedding layers are computed in slices).
+        It has at most 512 samples, and no more than fit in half of the memory of a task, estimated
+        from the activations of two samples. The batch size does not change features, given the same
+        gradients. If memory runs out, the micro-batch is halved.
     dtype
-        Precision in which the model runs: weights, buffers and inputs that are floating point are
-        cast to it. As they are unless given. Output and Q are float32 in any case. The task also
-        runs under ``torch.autocast`` and ``torch.set_float32_matmul_precision`` as they are where
-        featurize is called; all of it is in ``attrs``.
+        Precision in which the model runs: floating-point weights, buffers and inputs are cast to
+        it. By default they are used as they are. Output and Q are always float32. Tasks also use
+        the settings of ``torch.autocast`` and ``torch.set_float32_matmul_precision`` that are
+        active where featurize is called. All of these are recorded in ``attrs``.
     device
-        Where gradients are computed and projected. ``"auto"`` is the NVIDIA GPU of the worker that
-        runs a task, if torch sees one and CuPy is installed (``pip install 'trakdask[cuda]'``),
-        else its CPU; or ``"cpu"``, ``"cuda"``. One worker process per GPU, as of
-        ``dask_cuda.LocalCUDACluster``. Results are in host memory. **Has not run on a GPU yet.**
+        Device on which gradients are computed and projected: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        ``"auto"`` is the NVIDIA GPU of the worker that runs a task, if torch sees one and CuPy is
+        installed (``pip install 'trakdask[cuda]'``), else its CPU. Start one worker process per
+        GPU, as ``dask_cuda.LocalCUDACluster`` does. Results are in host memory. **This has not run
+        on a GPU yet.**
     on_error
-        What becomes of a sample whose output, gradient or Q is not finite, or at which the model
-        raises an error (found by halving its micro-batch). ``"raise"``: the block fails.
-        ``"record"``: all three are NaN at that checkpoint, ``error`` says why, and what follows
-        leaves the sample out. Errors of files, memory and devices are raised in any case, as is one
-        that every sample of a block (of two or more) raises: that is a mistake in the set-up.
+        What to do with a sample whose output, gradient or Q is not finite, or for which the model
+        raises an error (located by halving its micro-batch). ``"raise"``: the block fails.
+        ``"record"``: all three are NaN at that checkpoint, ``error`` states the reason, and later
+        computations leave the sample out. Errors of files, memory and devices are always raised,
+        and so is an error of every sample of a block of two or more, which indicates a mistake in
+        the setup.
 
     Returns
     -------
@@ -108,34 +112,34 @@ def featurize(
     - ``feature`` (sample, proj_dim, checkpoint), chunks (sample block, proj_dim, 1);
     - ``output`` (sample, checkpoint): f itself;
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
-    - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" where all went well.
-      :func:`open` shows it as a coord.
+    - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
+      did not fail. :func:`open` returns it as a coord.
 
-    Its ``attrs`` say how it was made.
+    Its ``attrs`` record how it was computed.
 
     Raises
     ------
     TypeError, ValueError
-        If the samples lack a variable that the task needs, the model normalises by statistics of
-        the batch, the features of one block cannot fit in the memory of a worker, or an option does
-        not make sense.
+        If the samples lack a variable that the task needs, the model normalizes by statistics of
+        the batch, the features of one block cannot fit in the memory of a worker, or an option is
+        invalid.
     BlockError
-        When computed, with the samples and the checkpoint of whatever failed: labels that are out
-        of range, inputs that a layer cannot take, gradients that are not finite, a model that mixes
-        the samples of a batch (so that f and Q of a sample depend on the others).
+        When computed, naming the samples and the checkpoint that failed: labels that are out of
+        range, inputs that a layer cannot process, gradients that are not finite, or a model that
+        mixes the samples of a batch (so that f and Q of a sample depend on the others).
 
     Notes
     -----
-    One task per (sample block × checkpoint) makes all variables: compute them in one call, or
-    better with :func:`save`, which keeps what is done. Memory of a task: inputs and features of one
-    block, gradients of one micro-batch.
+    One task per (sample block × checkpoint) computes all variables, so compute them in one call, or
+    better with :func:`save`, which stores every finished block. Memory of a task: inputs and
+    features of one block, and gradients of one micro-batch.
 
-    Where workers with and without a GPU take part, the projection of the same gradients has the
-    same bits (:class:`Kronecker` multiplies on the CPU of either). The gradients are those of
-    torch, and differ by its rounding: on GPUs, it takes TF32 for convolutions unless told not to.
-    ``attrs["device"]`` is what was asked for; each completion record in a store tells the device
-    and the kernels. If workers declare ``resources={"GPU": 1}``, :func:`save` takes gradients on
-    these alone. ``features.compute()`` cannot know of it: type
+    If some workers have a GPU and others do not, the projection of equal gradients has the same
+    bits on both (:class:`Kronecker` multiplies on the CPU in either case). The gradients themselves
+    come from torch and differ by rounding: on GPUs, torch uses TF32 for convolutions by default.
+    ``attrs["device"]`` is the device that was requested; each completion record in a store has the
+    actual device and the kernels. If workers declare ``resources={"GPU": 1}``, :func:`save`
+    computes gradients only on these. ``features.compute()`` does not do so by itself: call
     ``features.compute(resources={"GPU": 1})``.
 
     References
@@ -159,16 +163,16 @@ def featurize(
     if gradients not in ("auto", *ENGINES):
         raise ValueError(
             f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
-            "gradients='auto'."
+            "gradients='auto'"
         )
     if dtype not in (None, *get_args(DType)):
         raise ValueError(
             f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
-            "dtype='float32'."
+            "dtype='float32'"
         )
     if on_error not in get_args(OnError):
         raise ValueError(
-            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'."
+            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
         )
     if not isinstance(model, Model):
         raise TypeError(
@@ -213,7 +217,7 @@ def featurize(
 def model_operations(features: xr.Dataset) -> int | None:
     """Return the operations of the passes through the model, per sample and checkpoint.
 
-    None where features were not made lazily in this process, or where they cannot be counted.
+    None if the features were not created lazily in this process, or cannot be counted.
     """
     data = features.feature.variable.data
     layers = data.dask.layers if isinstance(data, da.Array) else ()
@@ -228,33 +232,33 @@ def _projector(projector: Projector | None) -> Projector:
     if projector is None:
         return Rademacher(proj_dim=2048, seed=0)
     if isinstance(projector, type) or not isinstance(projector, Projector):
-        found = projector.__name__ if isinstance(projector, type) else type(projector).__name__
+        given = projector.__name__ if isinstance(projector, type) else type(projector).__name__
         raise TypeError(
-            f"expected a projector, got {found}; try projector=td.Rademacher(proj_dim=2048)."
+            f"expected a projector, got {given}; try projector=td.Rademacher(proj_dim=2048)"
         )
     return projector
 
 
 def _require_running_statistics(model: Model) -> None:
-    """Refuse batch normalisation by statistics of the batch: it mixes samples."""
+    """Reject batch normalization by statistics of the batch, which mixes samples."""
     for path, module in model.skeleton().named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ValueError(
-                "expected batch normalisation with running statistics, got layer "
+                "expected batch normalization with running statistics, got layer "
                 f"{path or type(module).__name__!r} with track_running_stats=False, which "
-                "normalises by the other samples of a batch; try track_running_stats=True when "
-                "the model is trained, or nn.GroupNorm."
+                "normalizes by the other samples of a batch; try training the model with "
+                "track_running_stats=True, or nn.GroupNorm"
             )
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
-    """Lazy arrays of the task's variables, looked up among variables, then coords."""
+    """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:
         raise ValueError(
             f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
             f"variables {[str(name) for name in samples.variables]}; try samples.rename(...), or "
-            "the task with its name, as in td.tasks.ImageClassification(image='pixels')."
+            "the task with its name, as in td.tasks.ImageClassification(image='pixels')"
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
@@ -265,15 +269,15 @@ def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> in
     if batch_size == "auto":
         fits = _MICRO_BATCH_BYTES // (4 * max(held, 1))
         if engine == "hooks":
-            # Beside gradients, autograd keeps the forward pass: most often more. Below 32 samples,
-            # drawing the random matrix costs more than multiplying with it.
+            # Autograd also stores the activations, which usually take more memory than gradients.
+            # Below 32 samples, drawing the random matrix costs more than multiplying with it.
             fits = max(fits // 4, min(32, 4 * fits))
         return max(1, min(_MICRO_BATCH_MOST, fits))
     is_integer = isinstance(batch_size, int | np.integer) and not isinstance(batch_size, bool)
     if not is_integer or int(batch_size) < 1:
         raise ValueError(
             f"expected a positive integer or 'auto' as batch_size, got {batch_size!r}; try "
-            "batch_size='auto'."
+            "batch_size='auto'"
         )
     return int(batch_size)
 
@@ -296,9 +300,9 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
 
 
 def _sources(job: Job, samples: xr.Dataset) -> dict[str, str]:
-    """Name the samples by what the model reads of them: metadata may change.
+    """Identify the samples by what the model reads of them, so that metadata may change.
 
-    Stores that were made before this was so are known by a name made from all numeric coords.
+    Older stores identify them by all numeric coords, so that name is included if it differs.
     """
     source, earlier = source_of(samples, job.inputs), samples.attrs["source"]
     return {"source": source} | ({EARLIER_SOURCE: earlier} if earlier != source else {})
@@ -310,14 +314,14 @@ def _checkpoint_names(model: Model) -> np.ndarray:
 
 
 def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
-    """Name of the graph's layers: whatever could change a block must be in it."""
+    """Return the token of the graph's layers, a digest of everything that could change a block."""
     arrays = {name: [array.name, [list(c) for c in array.chunks]] for name, array in inputs.items()}
     made = {name: value for name, value in attrs.items() if name != EARLIER_SOURCE}
     return digest({"attrs": made, "arrays": arrays})[:32]
 
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
-    """Build the graph: 1 one bundle per (sample block × checkpoint), 2 one getter per variable."""
+    """Build the graph: a bundle per (sample block × checkpoint), then a getter per variable."""
     job = replace(job, token=token)
     _jobs[featurize_layer(token)] = job
     chunks = next(iter(inputs.values())).chunks[0]
@@ -334,7 +338,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         dtype=object,
         meta=np.empty((0, 0), dtype=object),
         concatenate=True,
-        align_arrays=False,  # all chunks agree; aligning would warn about the outer product
+        align_arrays=False,  # all chunks match; aligning would warn about the outer product
     )
     width = job.projector.width(job.row_map.n_rows)
     feature = da.blockwise(
@@ -361,7 +365,7 @@ def _indexed(inputs: dict[str, da.Array]) -> Iterator[Any]:
 
 
 def _positions(chunks: tuple[int, ...], token: str) -> da.Array:
-    """Position of every sample, made inside the tasks: errors must name the sample."""
+    """Return the positions of samples, created inside the tasks so that errors can name them."""
     bounds = np.concatenate([[0], np.cumsum(chunks)])
     positions: da.Array = da.map_blocks(
         functools.partial(_range_of_block, bounds),

@@ -1,4 +1,4 @@
-"""How many samples of a model fit in the memory that a task has."""
+"""Measure the memory that a sample needs, and the memory that a task has."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _CPU = torch.device("cpu")
 
 
 def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
-    """Return what autograd keeps of the forward pass of one sample, beside the parameters."""
+    """Return the bytes that autograd saves in the forward pass of a sample, without parameters."""
     leaves = {
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in forward.parameters.items()
     }
     known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), *forward.buffers.values())}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with torch.enable_grad(), hooks:
         task.output(forward.with_parameters(leaves), batch)
-    return math.ceil(sum(kept.values()) / len(next(iter(batch.values()))))
+    return math.ceil(sum(saved.values()) / len(next(iter(batch.values()))))
 
 
 def available_bytes(device: torch.device = _CPU) -> int:
-    """Return the memory of a task: its thread's share of the worker's, or of the machine's.
+    """Return the memory of a task: the share of its thread in that of the worker or the machine.
 
-    On a GPU, its share of what is free there.
+    On a GPU, it is the share in the memory that is free there.
     """
     try:
         worker: Any = get_worker()
@@ -61,15 +61,15 @@ def available_bytes(device: torch.device = _CPU) -> int:
         limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        limit = free + kept  # torch keeps what it has freed
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limit = free + cached  # torch caches memory that it has freed, and can use it again
     return int(limit // n_threads)
 
 
 def largest_memory() -> float:
-    """Return the bytes of the largest worker of the active client, or those of this machine.
+    """Return the memory limit of the largest worker of the active client, or of this machine.
 
-    Infinite where the active client has no workers yet, or one without a limit.
+    Infinite if the active client has no workers yet, or a worker without a limit.
     """
     client = active_client()
     if client is None:
@@ -80,7 +80,7 @@ def largest_memory() -> float:
 
 
 def on_worker() -> bool:
-    """Tell whether a distributed worker runs this."""
+    """Return whether this code runs on a distributed worker."""
     try:
         get_worker()
     except ValueError:
@@ -89,6 +89,6 @@ def on_worker() -> bool:
 
 
 def is_out_of_memory(err: Exception) -> bool:
-    """Tell it of CUDA, and of what has no error of its own for it: torch on a CPU, and cuBLAS."""
+    """Return whether an error means out of memory, also where torch has no class for it."""
     words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(err, torch.OutOfMemoryError) or any(word in str(err) for word in words)

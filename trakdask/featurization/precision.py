@@ -1,4 +1,4 @@
-"""In what precision a model runs, wherever its tasks run."""
+"""Run a model in the same precision wherever its tasks run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Settings of torch that change gradients: tasks must run under those of the caller.
+    """Settings of torch that affect gradients, to be applied in tasks as in the caller.
 
     Parameters
     ----------
     dtype
-        What weights and inputs are cast to; None to leave them as they are.
+        The dtype to which weights and inputs are cast; None to leave them unchanged.
     autocast
-        The dtype of ``torch.autocast``, for GPUs or else for the CPU; None where it is off. Tasks
-        run under it on whatever device they run.
+        The dtype of ``torch.autocast``, for GPUs or else for the CPU; None if it is off. It applies
+        on any device that tasks run on.
     matmul
         ``torch.get_float32_matmul_precision()``: "highest" is float32, others allow TF32 or
-        bfloat16 inside of float32 products.
+        bfloat16 inside float32 products.
     """
 
     dtype: DType | None
@@ -36,7 +36,7 @@ class Precision:
 
     @classmethod
     def here(cls, dtype: DType | None) -> Precision:
-        """Return the settings under which the caller runs."""
+        """Return the settings that are active in the caller."""
         autocast = None
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -44,7 +44,7 @@ class Precision:
         return cls(dtype, autocast, torch.get_float32_matmul_precision())
 
     def attrs(self) -> dict[str, str]:
-        """Return how to tell of it in ``attrs``."""
+        """Return the settings as they are recorded in ``attrs``."""
         return {
             "dtype": self.dtype or "as given",
             "autocast": self.autocast or "off",
@@ -53,9 +53,11 @@ class Precision:
 
     @contextmanager
     def applied(self, device: str = "cpu") -> Iterator[None]:
-        """Run under these settings, on a type of device."""
+        """Apply these settings on a type of device while the ``with`` body runs."""
         before = torch.get_float32_matmul_precision()
-        if before != self.matmul:  # a setting of the process: touched only where it must be
+        if (
+            before != self.matmul
+        ):  # a setting of the whole process, so it is changed only if necessary
             torch.set_float32_matmul_precision(self.matmul)
         dtype = getattr(torch, self.autocast) if self.autocast else None
         try:

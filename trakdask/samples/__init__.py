@@ -1,4 +1,4 @@
-"""Sources of samples: labelled, lazy Datasets of model inputs with metadata beside them."""
+"""Create lazy Datasets of samples: model inputs as variables, metadata as coords."""
 
 from trakdask.samples.array_source import from_arrays, lazy_variables
 from trakdask.samples.blocks import source_of

@@ -1,4 +1,4 @@
-"""Samples that are arrays: numpy, dask, zarr, torch."""
+"""Create samples from arrays: numpy, dask, zarr, torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["from_arrays", "lazy_variables"]
 def from_arrays(
     arrays: Mapping[str, Any], *, coords: CoordsLike = None, chunks: int = 512
 ) -> xr.Dataset:
-    """Label arrays as samples.
+    """Create a Dataset of samples from arrays.
 
     Parameters
     ----------
@@ -37,32 +37,32 @@ def from_arrays(
         Model inputs by name, each (sample, ...) with the same number of samples: numpy arrays and
         memory maps, torch tensors, dask arrays, zarr arrays, or lists of numbers.
     coords
-        Metadata by name, or a pandas DataFrame of it, one value per sample: numbers, booleans,
-        strings or times. Models can read numeric coords too, labels for instance.
+        Metadata by name, or a pandas DataFrame of metadata, one value per sample: numbers,
+        booleans, strings or times. Models can also read numeric coords, such as labels.
     chunks
-        Samples per block, and so per task.
+        Samples per block, and thus per task.
 
     Returns
     -------
     Dataset with one lazy variable per array, (sample, ...) in its dtype, in blocks of ``chunks``
-    samples and one chunk along other dimensions; the coords in memory, without an index;
-    ``attrs["source"]`` names the content.
+    samples and one chunk along other dimensions. The coords are in memory, without an index.
+    ``attrs["source"]`` identifies the content.
 
     Raises
     ------
     TypeError
-        If something is no array, is sparse, or holds neither numbers nor booleans.
+        If a variable is not an array, is sparse, or has neither numbers nor booleans.
     ValueError
         If there are no arrays or no samples, lengths differ, values are masked, a name is reserved
-        or given twice, or ``chunks`` is not positive.
+        or used twice, or ``chunks`` is not positive.
 
     Notes
     -----
-    Nothing is computed. Arrays in memory are hashed once and held, not copied: do not change them
-    afterwards. They never enter the graph: worker processes map a file of them
-    (:class:`~trakdask.execution.handles.Spooled`). Zarr arrays and read-only ``np.memmap`` are
-    read by the workers where they lie, and named by where that is; give zarr arrays ``chunks`` that
-    are multiples of their own, else chunks are read more than once.
+    Nothing is computed. Arrays in memory are hashed once and referenced without a copy, so do not
+    modify them afterwards. They are not part of the graph: worker processes memory-map a file with
+    their content (:class:`~trakdask.execution.handles.Spooled`). Workers read zarr arrays and
+    read-only ``np.memmap`` from their own storage, whose location identifies them. For zarr arrays
+    choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def from_arrays(
 
 
 def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
-    """Make every array lazy, in blocks of ``size`` samples; check that lengths agree."""
+    """Make every array lazy, in blocks of ``size`` samples, and check that lengths are equal."""
     if not arrays:
         raise ValueError(
             "expected at least one model input, got no arrays; try "
@@ -105,7 +105,7 @@ def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
 
 
 def _readable(name: str, array: Any) -> Any:
-    """Check one array; bring what is not lazy and on the host into numpy."""
+    """Check one array, and convert tensors and lists to numpy."""
     if isinstance(array, torch.Tensor):
         array = _from_tensor(name, array)
     elif isinstance(array, list | tuple | pd.Series):
@@ -153,11 +153,11 @@ def _from_list(name: str, values: Any) -> np.ndarray[Any, Any]:
 
 
 def _first_jag(values: Any) -> str:
-    """Say which sample is unlike the first."""
+    """Describe the first sample whose shape differs from that of sample 0."""
     shapes = [_shape(value) for value in values]
     other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is None or shapes[0] is None or shapes[other] is None:
-        return "lists that differ in length inside of a sample"
+        return "lists that differ in length inside a sample"
     return f"shape {shapes[other]} for sample {other}, but {shapes[0]} for sample 0"
 
 
@@ -196,6 +196,6 @@ def _lazy(name: str, array: Any, size: int) -> Any:
 
 
 def _zarr_token(array: zarr.Array[Any]) -> str:
-    """Name a zarr array by its place and metadata; its values may be more than one can read."""
-    place = [str(array.store_path), array.metadata.to_dict()]
-    return hashlib.sha256(json.dumps(place, default=str, sort_keys=True).encode()).hexdigest()
+    """Identify a zarr array by location and metadata; its values may be too large to hash."""
+    identity = [str(array.store_path), array.metadata.to_dict()]
+    return hashlib.sha256(json.dumps(identity, default=str, sort_keys=True).encode()).hexdigest()

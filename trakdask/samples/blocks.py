@@ -1,4 +1,4 @@
-"""What all sources share: blocks that are read inside tasks, and the Dataset made of them."""
+"""Build Datasets from blocks that are read inside tasks; shared by all sources of samples."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Field:
     dtype: np.dtype[Any]
 
     def check(self, name: str, sample: int, value: Array) -> None:
-        """Refuse the value of one sample that does not fit."""
+        """Check the shape and dtype of the value of one sample."""
         if value.shape != self.shape:
             raise ValueError(
                 f"expected shape {self.shape} in variable {name!r}, as sample 0 has, got "
                 f"{value.shape} for sample {sample}; try padding or cropping all samples to one "
                 "shape."
             )
-        # Floating point may be rounded; integers must not wrap.
+        # Floating-point values may be rounded, but integers must not overflow.
         casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
         if not np.can_cast(value.dtype, self.dtype, casting):
             raise ValueError(
@@ -60,7 +60,7 @@ class Field:
 
 
 class Reader(Protocol):
-    """Source that reads all of its variables together."""
+    """A source that reads all of its variables together."""
 
     def read(self, start: int, stop: int) -> dict[str, Array]:
         """Read the samples ``start:stop`` of every variable, each (stop - start, ...)."""
@@ -68,7 +68,7 @@ class Reader(Protocol):
 
 
 def check_chunks(chunks: int) -> int:
-    """Return the number of samples per block, or say what is wrong with it."""
+    """Check the number of samples per block, and return it as an int."""
     if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
         raise ValueError(
             f"expected a positive integer as chunks, the samples per block, got {chunks!r}; try "
@@ -78,7 +78,7 @@ def check_chunks(chunks: int) -> int:
 
 
 def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
-    """Refuse variables that no model could read."""
+    """Check that a variable has a dtype that models can read."""
     if dtype.kind not in "biufc":
         raise TypeError(
             f"expected numbers or booleans in variable {name!r}, as models read tensors, got dtype "
@@ -87,7 +87,7 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
 
 
 def read_array(name: str, source: Spooled, shape: tuple[int, ...], dtype: Any, size: int) -> Any:
-    """Build the lazy array (sample, ...) whose tasks slice what ``source`` holds."""
+    """Build the lazy array (sample, ...) whose tasks slice the array in ``source``."""
     native = np.dtype(dtype).newbyteorder("=")
     return da.map_blocks(
         _read_rows,
@@ -105,7 +105,7 @@ def read_bundle(
     source: Spooled, fields: Mapping[str, Field], n: int, size: int
 ) -> dict[str, da.Array]:
     """Build the lazy arrays of a :class:`Reader`: one read per block serves all variables."""
-    # One object per block, chunked as if it were the samples: then blockwise sees equal blocks.
+    # One object per block, but with the chunks of the samples, so that blockwise can match them.
     bundle = da.map_blocks(
         _read_bundle,
         source,
@@ -139,7 +139,7 @@ def _read_rows(
     source: Spooled, size: int, dtype: np.dtype[Any], block_id: tuple[int, ...]
 ) -> Array:
     start = block_id[0] * size
-    # A copy: torch refuses read-only memory, and no task may write into the user's array.
+    # A copy, because torch rejects read-only memory, and tasks must not modify the user's array.
     return np.array(source.get()[start : start + size], dtype=dtype)
 
 
@@ -164,17 +164,17 @@ def _digest(token: str) -> str:
 
 
 def _read_name(name: str, token: str, size: int) -> str:
-    # With the variable's name in the digest: the variables of one reader share its token.
+    # The digest includes the variable's name, because all variables of a reader share its token.
     return f"read-{name}-{_digest(f'{name} {token}')}-{size}"
 
 
 def dims_of(name: str, ndim: int) -> tuple[str, ...]:
-    """Name the dimensions of a variable: only ``sample`` is shared."""
+    """Return names for the dimensions of a variable; only ``sample`` is shared with others."""
     return SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, ndim))
 
 
 def assemble(variables: Mapping[str, da.Array], coords: Mapping[str, Array]) -> xr.Dataset:
-    """Label lazy arrays, equally chunked along samples, and their coords."""
+    """Create a Dataset from lazy arrays with equal chunks along samples, and from coords."""
     for name in variables:
         check_name(name, "variable")
     ds = xr.Dataset(
@@ -185,21 +185,21 @@ def assemble(variables: Mapping[str, da.Array], coords: Mapping[str, Array]) -> 
 
 
 def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
-    """Name what a model can read of the samples, whatever the chunks.
+    """Identify what a model can read of the samples, independently of chunks.
 
     Parameters
     ----------
     ds
         Dataset with lazy variables and in-memory coords.
     inputs
-        Names of the coords that the model does read, so that the others may change; all numbers
-        by default, as long as no model is known.
+        Names of the coords that the model reads; other coords do not affect the result. By default,
+        as long as no model is known, all numeric coords are included.
 
     Returns
     -------
-    ``ds.attrs["source"]`` if the user gave it, else a hash of the variables' content as far as
-    dask's names tell it, and of those coords. Strings and times are no part of it: no model reads
-    them, so metadata may be added later.
+    ``ds.attrs["source"]`` if the user set it, else a hash of the variables, identified by dask's
+    names, and of those coords. Strings and times are not included, since models cannot read them,
+    so such metadata may be added later.
     """
     given = ds.attrs.get("source")
     if given is not None and not _SOURCE.fullmatch(str(given)):
@@ -217,6 +217,6 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
 
 
 def _content(array: da.Array) -> str:
-    """Dask's name of an array, without the chunk size where we gave the name."""
+    """Return dask's name of an array, without the chunk size if this module chose the name."""
     match = _READ_NAME.fullmatch(array.name)
     return match[1] if match else array.name

@@ -1,4 +1,4 @@
-"""Metadata of samples as coords: in-memory numpy arrays of few, portable dtypes."""
+"""Convert metadata of samples to coords: in-memory numpy arrays of portable dtypes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CoordsLike", "check_name", "normalise_coord", "normalise_coords", "w
 
 CoordsLike = Mapping[str, Any] | pd.DataFrame | None
 
-# Dimensions, and what results hold beside the samples' coords.
+# Names of dimensions, and of variables that results have in addition to the samples' coords.
 _RESERVED = frozenset(variables.VARIABLES) | {
     variables.SAMPLE,
     variables.TARGET,
@@ -31,7 +31,7 @@ _RESERVED = frozenset(variables.VARIABLES) | {
 
 
 def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[str, Any]:
-    """Bring all coords of ``n`` samples into the form of :func:`normalise_coord`.
+    """Convert all coords of ``n`` samples as :func:`normalise_coord` does.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
         Mapping from name to values (n,), or a pandas DataFrame whose columns are the coords (its
         index is not used), or None.
     names
-        The samples' variables: a coord may not have the name of one.
+        Names of the samples' variables, which coords must not have.
     n
         Number of samples.
 
@@ -50,9 +50,9 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     Raises
     ------
     TypeError
-        If ``coords`` is no mapping, or a coord is of a kind that has no portable dtype.
+        If ``coords`` is not a mapping, or the values of a coord have no portable dtype.
     ValueError
-        If a coord has another length, missing values, or a name that is reserved or taken.
+        If a coord has a different length, missing values, or a name that is reserved or in use.
     """
     if coords is None:
         return {}
@@ -69,13 +69,13 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
         if name in names:
             raise ValueError(
                 f"expected {name!r} as the name of a variable or of a coord, got both; try it "
-                "among the coords only, which models can read too."
+                "among the coords only, which models can read, too."
             )
     return {name: normalise_coord(name, values, n) for name, values in coords.items()}
 
 
 def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
-    """Bring one coord into memory as a one-dimensional numpy array of a portable dtype.
+    """Convert one coord to a one-dimensional numpy array of a portable dtype, in memory.
 
     Parameters
     ----------
@@ -90,21 +90,21 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     Returns
     -------
     Array (n,), bool, integer, floating, ``datetime64[ns]`` or ``numpy.dtypes.StringDType()``.
-    Values that have such a dtype are not copied.
+    Values that already have such a dtype are not copied.
 
     Raises
     ------
     TypeError
         If the values have no such dtype, or are still lazy.
     ValueError
-        If the values have another shape, or some are missing.
+        If the values have a different shape, or some are missing.
 
     Notes
     -----
-    Strings are ``StringDType``: zarr v3 stores it, xarray opens it as what it was, and parquet
-    takes it, all without a warning. Fixed-width ``<U`` has no zarr v3 specification, and object
-    arrays come back as ``StringDType``. NaN is a value of a floating coord; strings, integers and
-    booleans cannot be missing.
+    Strings become ``StringDType``, which zarr v3 can store, xarray reads back unchanged, and
+    parquet accepts, all without a warning. Fixed-width ``<U`` has no zarr v3 specification, and
+    object arrays are read back as ``StringDType``. NaN is allowed in floating-point coords;
+    strings, integers and booleans cannot be missing.
 
     Examples
     --------
@@ -121,12 +121,12 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
 
 
 def check_name(name: object, what: str) -> None:
-    """Refuse names of dimensions and of what results hold.
+    """Reject names of dimensions and of variables of results.
 
     Parameters
     ----------
     name
-        Name that a variable or coord is to have.
+        Name of a variable or coord.
     what
         How the error calls it.
 
@@ -217,7 +217,7 @@ def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
             f"expected times without a time zone for coord {name!r}, got {series.dtype.tz}; try "
             f"{name}.dt.tz_convert('UTC').dt.tz_localize(None)."
         )
-    if series.dtype.kind in "biu":  # of pandas' own dtypes, that can lack values
+    if series.dtype.kind in "biu":  # pandas' own dtypes can have missing values
         _check_present(name, series.isna())
     return series.to_numpy()
 
@@ -253,7 +253,7 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
 
 
 def _is_nan(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Tell which objects are NaN beside numbers: the one missing value that has a place there."""
+    """Return which objects are NaN among numbers, where NaN is allowed."""
     if any(isinstance(value, str) for value in array):
         return np.zeros(array.shape, bool)
     return np.array([isinstance(value, float | np.floating) for value in array], dtype=bool)
@@ -268,7 +268,10 @@ def _strings(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     try:
         return array.astype(np.dtypes.StringDType(), copy=False)
-    except (UnicodeEncodeError, TypeError) as err:  # of objects, and of fixed-width strings
+    except (
+        UnicodeEncodeError,
+        TypeError,
+    ) as err:  # raised for objects, and for fixed-width strings
         bad = next(i for i, text in enumerate(array.tolist()) if not _is_unicode(text))
         raise ValueError(
             f"expected text that UTF-8 can hold for coord {name!r}, got {array[bad]!r} for sample "

@@ -1,4 +1,4 @@
-"""Samples that are rows of a table: parquet files, pandas or dask DataFrames."""
+"""Create samples from rows of a table: parquet files, pandas or dask DataFrames."""
 
 from __future__ import annotations
 
@@ -34,41 +34,42 @@ def from_dataframe(
     coords: Sequence[str] = (),
     chunks: int = 512,
 ) -> xr.Dataset:
-    """Label the rows of a table as samples.
+    """Create a Dataset of samples from the rows of a table.
 
     Parameters
     ----------
     source
-        Parquet: a path, URL, glob or folder, or a list of paths, read inside tasks. Or a pandas or
-        dask DataFrame.
+        Parquet files that are read inside tasks: a path, URL, glob or folder, or a list of these.
+        Or a pandas or dask DataFrame.
     variables
-        Model inputs: name of the variable -> column. Columns hold numbers, or lists of one length,
-        which become (sample, length).
+        Model inputs: name of the variable -> column. Columns have numbers, or lists of equal
+        length, which become (sample, length).
     coords
-        Columns to keep as metadata, in memory. Strings, categoricals (decoded), numbers or times.
+        Columns of metadata, loaded into memory: strings, categoricals (decoded), numbers or times.
     chunks
-        Samples per block, and so per task.
+        Samples per block, and thus per task.
 
     Returns
     -------
-    Dataset as of :func:`from_arrays`; samples are in the order of the files (sorted by name where
-    a glob or folder was given) and of their rows.
+    Dataset as of :func:`from_arrays`. Samples are in the order of the files (those of a glob or
+    folder are sorted by name) and of their rows.
 
     Raises
     ------
     TypeError
-        If the source is no table, or a variable's column is not numeric.
+        If the source is not a table, or a variable's column is not numeric.
     ValueError
-        If there are no rows, a column is missing, or as in :func:`from_arrays`. When computed, if
-        the lists of a column differ in length or a value is missing; the message names the row.
+        If there are no rows, a column is missing, or for the reasons given in :func:`from_arrays`.
+        When computed, if the lists of a column differ in length or a value is missing; the message
+        names the row.
 
     Notes
     -----
-    Parquet: the footers, the first row and the coords are read here, no variable is. A task reads
-    the row groups that its samples are in, whole: write row groups of about ``chunks`` rows. Files
-    count by path, size and modification time in ``attrs["source"]``. pandas: as
-    :func:`from_arrays`, held in memory. dask DataFrame: the one eager step of all sources: the
-    length of each partition, the coords and the first row are computed here, in one call.
+    Parquet: this function reads the footers, the first row and the coords, but no variable. A task
+    reads complete row groups that contain its samples, so write row groups of about ``chunks``
+    rows. In ``attrs["source"]`` files are identified by path, size and modification time. pandas:
+    columns stay in memory, as in :func:`from_arrays`. dask DataFrame: the length of each partition,
+    the coords and the first row are computed here, in one call.
 
     Examples
     --------
@@ -175,7 +176,7 @@ def _from_dask(
 ) -> _Table:
     _check_columns([*variables.values(), *coords], frame.columns)
     columns = list(dict.fromkeys(variables.values()))
-    # As delayed objects: dask may fuse partitions of a DataFrame, differently for other columns.
+    # Delayed objects, because dask may fuse partitions of a DataFrame differently for each column.
     parts = frame[columns].to_delayed()
     summaries = [dask.delayed(_summarise, pure=True)(part) for part in parts]
     rows = frame[list(coords)].to_delayed() if coords else []

@@ -1,4 +1,4 @@
-"""Rows of parquet files by index, and columns of lists as arrays."""
+"""Read rows of parquet files by index, and convert columns of lists to arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ParquetRows:
-    """Parquet files seen as one table, of which tasks read the row groups that they need.
+    """Parquet files as one table, from which tasks read only the row groups that they need.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class ParquetRows:
         footers = [self._footer(path) for path in self.paths]
         columns = [footer.schema.to_arrow_schema().names for footer in footers]
         self.columns = [name for name in columns[0] if all(name in other for other in columns)]
-        # Row groups of all files in order: the file and the index in it, and the row it ends at.
+        # The row groups of all files in order: the file, the index in the file, and the row count.
         groups = [
             (file, group, footer.row_group(group).num_rows)
             for file, footer in enumerate(footers)
@@ -53,7 +53,7 @@ class ParquetRows:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def probe(self) -> None:
-        """Learn shapes and dtypes from the first row."""
+        """Determine shapes and dtypes from the first row."""
         file, group = self.groups[np.searchsorted(self.ends, 0, side="right")]
         columns = list(dict.fromkeys(self.variables.values()))
         with self.fs.open(self.paths[file], "rb") as opened:
@@ -101,7 +101,7 @@ class ParquetRows:
             with self.fs.open(path, "rb") as opened:
                 tables.append(pq.ParquetFile(opened).read(columns=list(names)))
         table = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
-        # Integers with nulls as objects: as floats they would be rounded, silently.
+        # Integers with nulls are read as objects, because floats would silently round them.
         frame = table.to_pandas(date_as_object=False, integer_object_nulls=True)
         return {name: frame[name] for name in names}
 
@@ -128,24 +128,28 @@ class ParquetRows:
 
 def _expand(paths: list[str]) -> tuple[Any, list[str]]:
     fs = None
-    found: list[str] = []
+    files: list[str] = []
     for path in paths:
         fs, matches = _matches(path)
         for match in sorted(matches):
-            found += _parquet_files(fs, match) if fs.isdir(match) else [match]
-    if fs is None or not found:
+            files += _parquet_files(fs, match) if fs.isdir(match) else [match]
+    if fs is None or not files:
         raise FileNotFoundError(
             f"expected at least one parquet file, got {paths}, which matches none; try another "
             "path or pattern (in a folder, files are named *.parquet or *.parq)."
         )
-    return fs, found
+    return fs, files
 
 
 def _matches(path: str) -> tuple[Any, list[str]]:
     try:
         fs, _, matches = get_fs_token_paths(path)
         return fs, matches
-    except (ValueError, ImportError, OSError) as err:  # no such protocol, or its package is missing
+    except (
+        ValueError,
+        ImportError,
+        OSError,
+    ) as err:  # unknown protocol, or its package is not installed
         kind = ImportError if isinstance(err, ImportError) else ValueError
         raise kind(
             f"expected a path, URL or pattern of parquet files that fsspec can open, got {path!r} "
@@ -158,7 +162,7 @@ def _parquet_files(fs: Any, folder: str) -> list[str]:
 
 
 def _from_arrow(name: str, column: Any, start: int, per_row: int = 1) -> Array:
-    """Turn a column, of lists of one length perhaps, into an array (row, ...).
+    """Convert a column of numbers, or of lists of equal length, to an array (row, ...).
 
     ``start`` is the sample of the first row; ``per_row`` values of the column make one row.
     """
@@ -194,18 +198,18 @@ def _is_list(kind: Any) -> bool:
 
 
 def stack(name: str, series: pd.Series[Any], start: int, field: Field | None = None) -> Array:
-    """Turn a pandas column, of lists of one length perhaps, into an array (row, ...).
+    """Convert a pandas column of numbers, or of lists of equal length, to an array (row, ...).
 
     Parameters
     ----------
     name
         Name of the variable, for errors.
     series
-        Numbers, or equally long lists of them.
+        Numbers, or lists of numbers of equal length.
     start
-        Sample that the first row is, for errors.
+        Index of the sample in the first row, for errors.
     field
-        What every row must be; by default, what the first row is.
+        Shape and dtype that every row must have; by default, those of the first row.
 
     Returns
     -------
@@ -223,7 +227,7 @@ def stack(name: str, series: pd.Series[Any], start: int, field: Field | None = N
 def _stack_lists(name: str, values: Array, start: int, field: Field | None) -> Array:
     rows = []
     for sample, value in enumerate(values, start):
-        if value is None or value is pd.NA or isinstance(value, float):  # NaN stands for no list
+        if value is None or value is pd.NA or isinstance(value, float):  # NaN marks a missing list
             raise _missing(name, sample)
         row = _as_row(name, sample, value)
         field = Field(row.shape, row.dtype) if field is None else field

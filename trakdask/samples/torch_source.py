@@ -1,4 +1,4 @@
-"""Samples of a map-style torch Dataset, read by index range inside tasks."""
+"""Create samples from a map-style torch Dataset, read by index range inside tasks."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def from_torch(
     chunks: int = 512,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> xr.Dataset:
-    """Label a map-style torch Dataset as samples that are read inside tasks.
+    """Create a Dataset of samples from a map-style torch Dataset, read inside tasks.
 
     Parameters
     ----------
     dataset
-        Anything with ``__len__`` and ``__getitem__(index)``; or, for one that is large or cannot be
-        pickled, a zero-argument callable or ``"package.module:callable"`` that returns it, called
-        once per process. Items are tuples or lists, mappings, or single tensors.
+        Any object with ``__len__`` and ``__getitem__(index)``. If it is large or cannot be pickled,
+        a zero-argument callable or ``"package.module:callable"`` that returns it, called once per
+        process. Items are tuples or lists, mappings, or single tensors.
     names
-        Name of each field of an item, None for one to leave out; the keys to take of a mapping.
+        Name of each field of an item, None for a field to leave out; of mappings, the keys to use.
     coords
         As in :func:`from_arrays`.
     chunks
-        Samples per block, and so per task.
+        Samples per block, and thus per task.
     shapes
-        Shape of one item by name, where that of item 0 is not the right one.
+        Shape of one item by name, for fields whose shape in item 0 is not the right one.
 
     Returns
     -------
@@ -59,19 +59,19 @@ def from_torch(
     TypeError
         If the dataset is iterable only, cannot be pickled, or has fields that are not numeric.
     ValueError
-        If it is empty, its items do not have the named fields, or as in :func:`from_arrays`. When
-        computed, if an item's shape or dtype differs from that of item 0.
+        If it is empty, its items do not have the named fields, or for the reasons given in
+        :func:`from_arrays`. When computed, if an item's shape or dtype differs from that of item 0.
     RuntimeError
         When computed, if reading a sample fails; the message names it.
 
     Notes
     -----
-    Nothing is computed; item 0 is read here, for shapes and dtypes. One read of a block serves all
-    variables that are computed together. A process reads one sample at a time, as datasets are not
-    promised to be thread-safe. Items must not depend on chance: switch augmentation off. (Item 0 is
-    read again to see, and a ``UserWarning`` says if it differs.) A dataset
-    counts by its pickled content in ``attrs["source"]``, a callable by its code or name,
-    and the length and first item of what it returns.
+    Nothing is computed; only item 0 is read here, for shapes and dtypes. Each block is read once
+    for all variables that are computed together. A process reads one sample at a time, because
+    datasets need not be thread-safe. Items must not be random, so turn augmentation off. (Item 0 is
+    read repeatedly to check this, and a ``UserWarning`` is issued if it differs.) In
+    ``attrs["source"]`` a dataset is identified by its pickled content, and a callable by its code
+    or name and the length and first item of the dataset that it returns.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def from_torch(
     reader = _DatasetReader(dataset, _check_names(names))
     n = reader.probe(_check_shapes(shapes))
     variables = read_bundle(Spooled(reader), reader.fields, n, size)
-    reader.warn_if_random()  # after the content was hashed: reading may leave traces in a dataset
+    reader.warn_if_random()  # after hashing the content, because reading may change a dataset
     return assemble(variables, normalise_coords(coords, variables, n))
 
 
@@ -128,7 +128,7 @@ def _check_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
 
 
 class _DatasetReader:
-    """A dataset that each process opens once, and reads one thread at a time."""
+    """A dataset that each process opens once, and reads in one thread at a time."""
 
     def __init__(self, given: Any, names: tuple[str | None, ...]) -> None:
         self.given = given
@@ -145,7 +145,7 @@ class _DatasetReader:
         self.__dict__.update(state, _lock=threading.Lock(), _dataset=None)
 
     def probe(self, shapes: dict[str, tuple[int, ...]]) -> int:
-        """Learn the fields from item 0; return the number of samples."""
+        """Determine the fields from item 0; return the number of samples."""
         n = len(self._opened())
         if n == 0:
             raise ValueError(
@@ -164,23 +164,23 @@ class _DatasetReader:
             name: Field(shapes.get(name, tuple(value.shape)), value.dtype)
             for name, value in item.items()
         }
-        if self._dataset is not self.given:  # the code alone does not say what it returns
+        if self._dataset is not self.given:  # the code alone does not determine what it returns
             self.first = fingerprint((n, item))
         return n
 
     def warn_if_random(self) -> None:
-        """Warn if item 0 differs when it is read again, as it does with random augmentation.
+        """Warn if item 0 differs when it is read again, as with random augmentation.
 
-        It is read three times more, which finds a random flip in three of four cases.
+        It is read three more times, which detects a random flip in three of four cases.
         """
         before = self._item(0)
         for _ in range(2):
             again = self._item(0)
             if changed := [name for name in before if not _equal(before[name], again[name])]:
                 warnings.warn(
-                    "expected a dataset whose items do not depend on chance, got another "
-                    f"{changed[0]!r} when item 0 was read again; features would differ between "
-                    "runs. Try the dataset without random augmentation.",
+                    "expected a dataset whose items are not random, got another "
+                    f"{changed[0]!r} when item 0 was read again, so that features would differ "
+                    "between runs; try the dataset without random augmentation",
                     UserWarning,
                     stacklevel=3,
                 )
@@ -248,19 +248,19 @@ def _open(given: Any) -> Any:
 
 def _imported(name: str) -> Callable[[], Any]:
     try:
-        found = pkgutil.resolve_name(name)
+        target = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as err:
         raise ImportError(
             "expected dataset = 'package.module:callable' that can be imported, got "
             f"{name!r} ({type(err).__name__}: {err}); try the callable itself, or an installed "
             "module that every worker can import."
         ) from err
-    if not callable(found):
+    if not callable(target):
         raise TypeError(
-            f"expected a callable at dataset = {name!r}, got {type(found).__name__}; try the name "
-            "of a function that returns the dataset."
+            f"expected a callable at dataset = {name!r}, got {type(target).__name__}; try the name "
+            "of a function that returns the dataset"
         )
-    return cast(Callable[[], Any], found)
+    return cast(Callable[[], Any], target)
 
 
 def _equal(left: Array, right: Array) -> bool:

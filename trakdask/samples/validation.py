@@ -1,4 +1,4 @@
-"""The form that every Dataset of samples has, whoever made it."""
+"""Convert any Dataset of samples to the form that the rest of the package expects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNKS = 512
 
 
 def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset:
-    """Bring a Dataset into the form that :func:`from_arrays` gives.
+    """Convert a Dataset to the form that :func:`from_arrays` returns.
 
     Parameters
     ----------
@@ -34,22 +34,22 @@ def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset
     Returns
     -------
     Dataset with lazy variables, ``sample`` first, in equal blocks of samples and one chunk along
-    other dimensions; coords in memory; no index; ``attrs["source"]`` as given by the user, else
-    made from dask's names and the content. What has this form already is not changed.
+    other dimensions; coords in memory; no index; ``attrs["source"]`` as set by the user, else
+    derived from dask's names and the content. A Dataset that has this form already is not changed.
 
     Raises
     ------
     TypeError
-        If ``ds`` is no Dataset, or a variable or coord has a dtype that cannot be used.
+        If ``ds`` is not a Dataset, or a variable or coord has an unsupported dtype.
     ValueError
-        If there is no ``sample`` dimension, no variable or no sample, a variable does not run along
-        ``sample``, a name is reserved, or lazy coords are larger than 1 GB.
+        If there is no ``sample`` dimension, no variable or no sample, a variable lacks the
+        dimension ``sample``, a name is reserved, or lazy coords are larger than 1 GB.
 
     Notes
     -----
     Lazy coords are loaded; nothing else is computed. A coord named ``sample`` becomes
-    ``sample_id``, and coords that do not run along ``sample`` are left out. Subsets of a Dataset
-    get a source of their own, unless the user gave one.
+    ``sample_id``, and coords without the dimension ``sample`` are left out. Subsets of a Dataset
+    get a source of their own, unless the user set one.
 
     Examples
     --------
@@ -99,14 +99,14 @@ def _check_form(ds: Any) -> None:
 
 def _block_size(ds: xr.Dataset) -> int:
     widest = max(ds.data_vars.values(), key=lambda array: array.nbytes)
-    sizes = widest.variable.chunksizes.get(SAMPLE)  # a DataArray counts its coords
+    sizes = widest.variable.chunksizes.get(SAMPLE)  # chunks of a DataArray would include its coords
     return max(1, *sizes) if sizes else _CHUNKS
 
 
 def _without_indexes(ds: xr.Dataset) -> xr.Dataset:
     indexed = [name for name, coord in ds.coords.items() if name in ds.xindexes]
     multi = [name for name in indexed if isinstance(ds.xindexes[name], xr.indexes.PandasMultiIndex)]
-    if SAMPLE in multi:  # tuples of the levels, which stay as coords
+    if SAMPLE in multi:  # it consists of tuples of the levels, which remain as coords
         ds = ds.drop_indexes(multi).drop_vars(SAMPLE)
         indexed = [name for name in indexed if name not in multi]
     ds = ds.drop_indexes(indexed)
@@ -134,7 +134,7 @@ def _load_coords(ds: xr.Dataset) -> dict[str, Any]:
 
 
 def _data(array: xr.DataArray) -> Any:
-    """Take a variable's array; what xarray would read from a file at once is made lazy."""
+    """Return the array of a variable, made lazy if xarray would read it from a file here."""
     variable = array.variable
     if variable.chunks is None and not getattr(variable, "_in_memory", True):
         return array.chunk().data
