@@ -12,14 +12,17 @@ from dask.base import tokenize
 from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
-__all__ = ["cholesky", "closed_form_damping", "leverage", "require_finite", "solve"]
+__all__ = ["CLOSED_FORM", "cholesky", "closed_form_damping", "leverage", "require_finite", "solve"]
+
+#: The default factor of the closed form of λ.
+CLOSED_FORM = 0.03
 
 _SQUARE_DIMS = ("proj_dim", "proj_dim_1", "checkpoint")
 _TARGET_DIMS = ("target", "proj_dim", "checkpoint")
 
 
 def closed_form_damping(
-    gram: da.Array, factor: float = 0.03, labels: Sequence[Hashable] | None = None
+    gram: da.Array, factor: float = CLOSED_FORM, labels: Sequence[Hashable] | None = None
 ) -> da.Array:
     """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
 
@@ -58,7 +61,9 @@ def closed_form_damping(
     """
     _require_square(gram, name="gram", caller="closed_form_damping")
     if not (np.isfinite(factor) and factor >= 0):
-        raise ValueError(f"factor is {factor}; a number of at least 0 is needed. Use factor=0.03.")
+        raise ValueError(
+            f"factor is {factor}; a number of at least 0 is needed. Use factor={CLOSED_FORM}."
+        )
     texts = tuple(map(str, range(gram.shape[2]) if labels is None else labels))
     damping: da.Array = da.map_blocks(
         _closed_form,
@@ -210,8 +215,8 @@ def _not_definite(gram: Block, damping: float, label: str) -> str:
         f"K + λI of checkpoint {label!r} is not positive definite in float64: λ = {damping:.3g}, "
         f"smallest diagonal of K = {float(np.diagonal(gram).min()):.3g}, condition up to "
         f"{condition:.3g}; Cholesky needs about 1e+07 or less where K was summed from float32 "
-        "products. Use a larger damping: the closed form 0.03 * tr(K²) / tr(K) is "
-        f"{_closed_form_value(gram, 0.03):.3g} here."
+        f"products. Use a larger damping: the closed form {CLOSED_FORM} * tr(K²) / tr(K) is "
+        f"{_closed_form_value(gram, CLOSED_FORM):.3g} here."
     )
 
 
