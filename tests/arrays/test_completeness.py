@@ -1,3 +1,5 @@
+"""Totals against dense solves, each row left out by a loop, and the choice of λ by a loop."""
+
 from __future__ import annotations
 
 import time
@@ -9,11 +11,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trakdask.arrays.completeness import GRID, Candidate, choose, curve
+from trakdask.arrays.completeness import (
+    CURVE,
+    GRID,
+    Candidate,
+    choose,
+    curve,
+    held_out,
+    left_out,
+    spread_rows,
+)
+from trakdask.arrays.gram import gram_and_sum
+from trakdask.arrays.spectrum import spectrum
 from trakdask.testing import raise_if_dask_computes
 
+LABELS = ["a", "b"]
 
-def oracle(values: list[float], m: int) -> float:
+
+def oracle_totals(x: np.ndarray, h: np.ndarray, g: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """φ(t)ᵀ (K + λI)⁻¹ r by dense solves, (row, ρ, checkpoint); h (n, C), g (n,)."""
+    totals = np.empty((len(rows), len(GRID), x.shape[2]))
+    for c in range(x.shape[2]):
+        k, r = (x[..., c] * h[:, [c]]).T @ x[..., c], g @ x[..., c]
+        for i, rho in enumerate(GRID):
+            system = k + rho * np.trace(k) / len(x) * np.eye(len(k))
+            totals[:, i, c] = rows[..., c] @ np.linalg.solve(system, r)
+    return totals
+
+
+def oracle_left_out(x: np.ndarray, h: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """Each row in turn: its weights set to 0, at the λ of the whole."""
+    totals = np.empty((len(x), len(GRID), x.shape[2]))
+    for c in range(x.shape[2]):
+        trace = np.trace((x[..., c] * h[:, [c]]).T @ x[..., c])
+        for z in range(len(x)):
+            others = np.delete(np.arange(len(x)), z)
+            a = x[others, :, c]
+            k, r = (a * h[others, c][:, None]).T @ a, g[others] @ a
+            for i, rho in enumerate(GRID):
+                system = k + rho * trace / len(x) * np.eye(len(k))
+                totals[z, i, c] = x[z, :, c] @ np.linalg.solve(system, r)
+    return totals
+
+
+def oracle_choice(values: list[float], m: int) -> float:
     """The largest ρ whose correlation is at most (1 - max²)/√m below the best, by a loop."""
     best, chosen = max(values), 0.0
     for rho, value in zip(GRID, values, strict=True):
@@ -22,8 +63,23 @@ def oracle(values: list[float], m: int) -> float:
     return chosen
 
 
+def data(n: int = 40, p: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((n, p, 2)) * 0.5 ** np.arange(p)[:, None]
+    return x, rng.random((n, 2)), rng.random((n, 2)), rng.standard_normal((9, p, 2))
+
+
+def lazy(x: np.ndarray, rows: int = 7) -> da.Array:
+    return da.from_array(x, chunks=(rows, -1, 1) if x.ndim == 3 else (rows, 1))
+
+
+def decomposed(x: np.ndarray, h: np.ndarray | None, g: np.ndarray) -> da.Array:
+    k, r = gram_and_sum(lazy(x), None if h is None else lazy(h), lazy(g))
+    return spectrum(k, r, len(x), LABELS)
+
+
 def made(values: list[float] | np.ndarray, m: int = 100) -> da.Array:
-    return da.from_array(np.append(values, m), chunks=-1)
+    return da.from_array(np.array([(values, m)], CURVE))
 
 
 def candidates(*names: str) -> list[Candidate]:
@@ -33,6 +89,65 @@ def candidates(*names: str) -> list[Candidate]:
 
 def bump(peak: float, at: int, width: float = 1.0) -> np.ndarray:
     return peak - width * (np.arange(17) - at) ** 2 / 100
+
+
+@pytest.mark.parametrize("n", [40, 4])
+def test_held_out__dense_solves(n: int) -> None:
+    x, h, g, rows = data(n)
+    with raise_if_dask_computes():
+        found = held_out(decomposed(x, h, g), lazy(rows, 4))
+    assert found.chunks == ((4, 4, 1), (17,), (1, 1))
+    np.testing.assert_allclose(found, oracle_totals(x, h, g.mean(1), rows), rtol=1e-10)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_left_out__dense_solves_without_each_row(weighted: bool) -> None:
+    x, h, g, _ = data(12)
+    h = h if weighted else np.ones_like(h)
+    with raise_if_dask_computes():
+        whole = decomposed(x, h if weighted else None, g)
+        found = left_out(whole, lazy(x), lazy(h) if weighted else None, lazy(g))
+    np.testing.assert_allclose(found, oracle_left_out(x, h, g.mean(1)), rtol=1e-9)
+
+
+def test_left_out__skipped_where_an_earlier_curve_is_high() -> None:
+    x, h, g, _ = data()
+    whole = decomposed(x, h, g)
+    for peak, is_skipped in ((0.3, False), (0.5, True), (np.nan, False)):
+        earlier = made(np.full(17, peak), 99)
+        found = left_out(whole, lazy(x), lazy(h), lazy(g), unless=[earlier]).compute()
+        assert np.isnan(found).all() == is_skipped
+        assert np.isnan(found).any() == is_skipped
+
+
+def test_held_out__nothing_but_zeros_is_nan() -> None:
+    x, h, g, rows = data()
+    assert np.isnan(held_out(decomposed(x, 0 * h, g), lazy(rows)).compute()).all()
+
+
+def test_curve__same_bits_on_sync_and_threads() -> None:
+    x, h, g, rows = data()
+    totals = held_out(decomposed(x, h, g), lazy(rows, 2))
+    result = curve(totals, da.from_array(rows[:, 0], chunks=(3, 2)))
+    sync, threads = (result.compute(scheduler=s) for s in ("sync", "threads"))
+    assert sync.tobytes() == threads.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"), [((5,), 3), ((5,), 9), ((4,) * 20, 16), ((4,) * 20, 1000), ((1, 50, 2), 30)]
+)
+def test_spread_rows__bounded_ascending_and_within_blocks(
+    sizes: tuple[int, ...], most: int
+) -> None:
+    rows = spread_rows(sizes, most)
+    starts = np.cumsum((0, *sizes))
+    blocks = [int(np.searchsorted(starts, r.start, "right")) - 1 for r in rows]
+    assert sum(r.stop - r.start for r in rows) <= most
+    assert blocks == sorted(set(blocks))
+    assert len(blocks) <= 8
+    assert blocks[0] == 0
+    assert blocks[-1] == len(sizes) - 1
+    assert all(0 < r.stop - r.start <= sizes[b] for r, b in zip(rows, blocks, strict=True))
 
 
 def test_curve__pearson_of_means_over_checkpoints() -> None:
@@ -45,7 +160,8 @@ def test_curve__pearson_of_means_over_checkpoints() -> None:
     expected = [
         np.corrcoef(totals[good, i].mean(1), outputs[good].mean(1))[0, 1] for i in range(17)
     ]
-    np.testing.assert_allclose(found, [*expected, 28], rtol=1e-12)
+    np.testing.assert_allclose(found["correlation"][0], expected, rtol=1e-12)
+    assert found["n_rows"].compute() == 28
 
 
 @pytest.mark.parametrize("case", ["outputs alike", "totals alike", "one row", "all NaN"])
@@ -61,7 +177,7 @@ def test_curve__undefined_is_nan_without_warning(case: str) -> None:
     else:
         outputs[:] = np.nan
     found = curve(da.from_array(totals), da.from_array(outputs)).compute()
-    assert np.isnan(found[:-1]).all()
+    assert np.isnan(found["correlation"]).all()
 
 
 @given(st.lists(st.floats(-1, 1), min_size=17, max_size=17), st.integers(50, 10_000))
@@ -70,13 +186,13 @@ def test_choose__largest_within_one_standard_error(values: list[float], m: int) 
         warnings.simplefilter("ignore")
         found = choose(candidates("targets"), [made(values, m)]).compute(scheduler="sync")
     if max(values) < 0.4:
-        assert np.isnan(found[0])
-        assert found[1] == 1
+        assert np.isnan(found["relative"])
+        assert found["candidate"] == 1
     else:
-        assert found[0] == oracle(values, m)
-        assert found[1] == 0
-        assert found[2] == max(values)
-    np.testing.assert_array_equal(found[4:], values)
+        assert found["relative"] == oracle_choice(values, m)
+        assert found["candidate"] == 0
+        assert found["peak"] == max(values)
+    np.testing.assert_array_equal(found["correlation"][0], values)
 
 
 def test_choose__first_that_is_followed() -> None:
@@ -84,7 +200,7 @@ def test_choose__first_that_is_followed() -> None:
     curves = [made(bump(0.39, 8)), made(np.full(17, np.nan)), made(bump(0.8, 6))]
     with pytest.warns(UserWarning, match="instead") as caught:
         found = choose(names, curves).compute(scheduler="sync")
-    assert found[1] == 2
+    assert found["candidate"] == 2
     first, second = (str(w.message) for w in caught)
     assert "outputs of the calibration set correlate at most 0.39" in first
     assert "λ comes from the targets instead" in first
@@ -95,16 +211,25 @@ def test_choose__first_that_is_followed() -> None:
 def test_choose__none_is_followed() -> None:
     with pytest.warns(UserWarning, match=r"at most 0\.20.*the closed form 0\.03"):
         found = choose(candidates("targets"), [made(bump(0.2, 8))]).compute(scheduler="sync")
-    assert np.isnan(found[0])
-    assert found[1] == 1
-    np.testing.assert_array_equal(found[4:], bump(0.2, 8))
+    assert np.isnan(found["relative"])
+    assert found["candidate"] == 1
+    np.testing.assert_array_equal(found["correlation"][0], bump(0.2, 8))
+
+
+def test_choose__by_half_a_standard_error() -> None:
+    """Half a one is (1 - 0.6²)/√100/2 = 0.032 here, so that 0.57 may be chosen and 0.56 not."""
+    values = np.full(17, 0.1)
+    values[[4, 8, 12]] = 0.6, 0.57, 0.56
+    found = choose(candidates("targets"), [made(values, 100)]).compute(scheduler="sync")
+    assert found["relative"] == GRID[8]
+    np.testing.assert_allclose(found["threshold"], 0.568)
 
 
 @pytest.mark.parametrize("at", [0, 16])
 def test_choose__end_of_the_grid(at: int) -> None:
     with pytest.warns(UserWarning, match=rf"is {GRID[at]:g} tr\(K\)/n, an end of the grid"):
         found = choose(candidates("targets"), [made(bump(0.95, at), 10_000)]).compute()
-    assert found[0] == GRID[at]
+    assert found["relative"] == GRID[at]
 
 
 @pytest.mark.parametrize("kind", ["client", pytest.param("process_client", marks=pytest.mark.slow)])
@@ -129,15 +254,15 @@ def test_choose__copies_of_two_rows_whose_correlation_rounds_beyond_1() -> None:
     rounded = (y @ centred) / np.sqrt(np.square(centred).sum(0) * np.square(y).sum())
     assert rounded.max() > 1
     lazy = curve(da.from_array(totals, chunks=(16, 17, 1)), da.from_array(outputs, chunks=16))
-    np.testing.assert_allclose(np.abs(lazy[:-1]), 1, rtol=1e-12)
-    assert np.abs(lazy[:-1].compute()).max() <= 1
+    np.testing.assert_allclose(np.abs(lazy["correlation"]), 1, rtol=1e-12)
+    assert np.abs(lazy["correlation"].compute()).max() <= 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert choose(candidates("targets"), [lazy]).compute()[0] in GRID
+        assert choose(candidates("targets"), [lazy]).compute()["relative"] in GRID
 
 
 def test_choose__the_end_of_the_grid_is_warned_of_once() -> None:
     found = choose(candidates("targets"), [made(bump(0.9, 16))])
     with pytest.warns(UserWarning, match="an end of the grid"):
         found.compute(scheduler="sync")
-    assert found.compute(scheduler="sync")[0] == 100  # a second warning would be an error
+    assert found.compute(scheduler="sync")["relative"] == 100  # a second warning would be an error

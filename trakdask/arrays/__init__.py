@@ -9,9 +9,9 @@ from trakdask.arrays import (
     ranks,
     score,
     solve,
+    spectrum,
     subsets,
     topk,
-    totals,
     weights,
 )
 
@@ -24,8 +24,8 @@ __all__ = [
     "ranks",
     "score",
     "solve",
+    "spectrum",
     "subsets",
     "topk",
-    "totals",
     "weights",
 ]

@@ -17,16 +17,54 @@ import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.blocks import Block
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    align_weights,
+    block_starts,
+    flat,
+    require_features,
+)
+from trakdask.arrays.gram import pooled
+from trakdask.arrays.solve import CLOSED_FORM
+from trakdask.arrays.spectrum import Spectrum
 from trakdask.once import warn_once
 
-__all__ = ["GRID", "Candidate", "choose", "curve", "is_followed"]
+__all__ = [
+    "CHOICE",
+    "CURVE",
+    "GRID",
+    "STANDARD_ERRORS",
+    "Candidate",
+    "choose",
+    "curve",
+    "held_out",
+    "left_out",
+    "spread_rows",
+]
 
 #: Candidates for ρ, a quarter of a decade apart.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 2, 17)
-#: Totals that correlate less than this with the outputs say nothing of λ.
+#: By how many standard errors the correlation at the chosen ρ may be below the largest one.
+STANDARD_ERRORS = 0.5
+#: Totals that correlate less than this with the outputs do not determine λ.
 _LEAST_PEAK = 0.4
-_STANDARD_ERRORS = 0.5
+_LEFT_OUT_BLOCKS = 8
+
+#: The correlation for every ρ of the grid, and the number of rows that it is computed from.
+CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
+
+#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the least
+#: one that may be chosen; and all correlations.
+CHOICE = np.dtype(
+    [
+        ("relative", np.float64),
+        ("candidate", np.int64),
+        ("peak", np.float64),
+        ("threshold", np.float64),
+        ("correlation", np.float64, GRID.shape),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +79,148 @@ class Candidate:
     outputs: da.Array
 
 
+def _inverse(spectrum: Spectrum) -> npt.NDArray[np.float64]:
+    """Return 1/(s + ρ tr(K)/n), (p, ρ); NaN where K is all 0."""
+    if not spectrum.mean > 0:
+        return np.full((len(spectrum.values), len(GRID)), np.nan)
+    return 1 / (spectrum.values[:, None] + GRID * spectrum.mean)
+
+
+def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
+    """Return Σ_z score(z, t) of rows that are not in the gram matrix, for every ρ of the grid.
+
+    Parameters
+    ----------
+    spectrum
+        Of :func:`trakdask.arrays.spectrum.spectrum`.
+    feature
+        (row, proj_dim, checkpoint), float, chunks (rows, p, 1).
+
+    Returns
+    -------
+    φ_c(t)ᵀ (K_c + λ_c I)⁻¹ r_c, (row, ρ, checkpoint) float64, lazy.
+
+    Notes
+    -----
+    Cost: 34 p flops per row, after 34 p² once per checkpoint.
+    """
+    require_features(feature, name="feature", caller="held_out")
+    directions: da.Array = da.blockwise(
+        _directions,
+        "pgc",
+        spectrum,
+        "c",
+        new_axes={"p": feature.shape[1], "g": len(GRID)},
+        align_arrays=False,
+        name="newton-directions-" + tokenize(spectrum.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0), np.float64),
+    )
+    totals: da.Array = da.blockwise(
+        _totals,
+        "sgc",
+        feature,
+        "spc",
+        directions,
+        "pgc",
+        concatenate=False,
+        align_arrays=False,
+        name="held-out-totals-" + tokenize(feature.name, directions.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0), np.float64),
+    )
+    return totals
+
+
+def _directions(spectrum: Spectrum) -> Block:
+    return (spectrum.vectors @ (_inverse(spectrum) * spectrum.loss[:, None]))[:, :, None]
+
+
+def _totals(feature: Blocks, directions: Blocks) -> Block:
+    (phi,), (along,) = flat(feature), flat(directions)
+    with np.errstate(invalid="ignore"):  # a NaN target is left out of the correlation
+        return (phi[:, :, 0] @ along[:, :, 0])[:, :, None]
+
+
+def left_out(
+    spectrum: da.Array,
+    feature: da.Array,
+    weights: da.Array | None,
+    sum_weights: da.Array,
+    unless: Sequence[da.Array] = (),
+) -> da.Array:
+    """Return the totals of :func:`held_out` with each row in turn left out of K and r.
+
+    Parameters
+    ----------
+    spectrum, feature
+        As in :func:`held_out`; the rows are among those that K and r are sums over.
+    weights, sum_weights
+        h (None for 1) and g of those rows, (row, checkpoint), as K and r were made with.
+    unless
+        Curves of the candidates before this one: if one of them reaches the least peak, nothing is
+        computed and the totals are NaN.
+
+    Returns
+    -------
+    (row, ρ, checkpoint) float64, lazy.
+
+    Notes
+    -----
+    Exact (Sherman-Morrison): with the leverage l = φᵀ (K + λI)⁻¹ φ it is
+    (φᵀ (K + λI)⁻¹ r - g l) / (1 - h l). Cost: 2 p² flops per row and checkpoint.
+    """
+    require_features(feature, name="feature", caller="left_out")
+    h = [None, None] if weights is None else [align_weights(weights, feature, name="weights"), "sc"]
+    g = pooled(align_weights(sum_weights, feature, name="sum_weights"))
+    curves = [item for curve in unless for item in (curve, "k")]
+    totals: da.Array = da.blockwise(
+        _left_out,
+        "sgc",
+        feature,
+        "spc",
+        g,
+        "s",
+        spectrum,
+        "c",
+        *h,
+        *curves,
+        new_axes={"g": len(GRID)},
+        concatenate=True,
+        align_arrays=False,
+        name="left-out-totals-" + tokenize(feature.name, spectrum.name, weights, g.name, unless),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0), np.float64),
+    )
+    return totals
+
+
+def _left_out(phi: Block, g: Block, spectrum: Spectrum, h: Block | None, *curves: Block) -> Block:
+    if any(_is_followed(curve) for curve in curves):
+        return np.full((len(phi), len(GRID), 1), np.nan)
+    along, inverse = phi[:, :, 0] @ spectrum.vectors, _inverse(spectrum)
+    total = along @ (inverse * spectrum.loss[:, None])
+    leverage = np.square(along, out=along) @ inverse
+    weight = 1.0 if h is None else h
+    result = (total - g[:, None] * leverage) / (1 - weight * leverage)
+    return np.asarray(result)[:, :, None]
+
+
+def spread_rows(sizes: tuple[int, ...], most: int) -> list[slice]:
+    """Return at most ``most`` rows in all, from up to 8 chunks spread over all of them.
+
+    Examples
+    --------
+    >>> [(rows.start, rows.stop) for rows in spread_rows((4, 4, 4), 6)]
+    [(0, 2), (4, 6), (8, 10)]
+    """
+    n_blocks = min(len(sizes), _LEFT_OUT_BLOCKS, most)
+    chosen = np.unique(np.linspace(0, len(sizes) - 1, n_blocks).round().astype(int))
+    starts = block_starts(sizes)
+    rows = most // len(chosen)
+    return [slice(int(starts[i]), int(starts[i]) + min(rows, sizes[i])) for i in chosen]
+
+
 def curve(totals: da.Array, outputs: da.Array) -> da.Array:
     """Correlate totals with outputs for every ρ, both as means over checkpoints.
 
@@ -53,8 +233,8 @@ def curve(totals: da.Array, outputs: da.Array) -> da.Array:
 
     Returns
     -------
-    (ρ + 1,) float64, lazy: Pearson's correlation over the finite rows (NaN where a side does not
-    vary), and the number of these rows.
+    (1,) of dtype :data:`CURVE`, lazy: Pearson's correlation over the finite rows (NaN where a side
+    does not vary), and the number of these rows.
     """
     aligned = outputs.rechunk((totals.chunks[0], 1), method="tasks")
     result: da.Array = da.blockwise(
@@ -64,12 +244,12 @@ def curve(totals: da.Array, outputs: da.Array) -> da.Array:
         "sgc",
         aligned,
         "sc",
-        new_axes={"k": len(GRID) + 1},
+        new_axes={"k": 1},
         concatenate=True,
         align_arrays=False,
         name="completeness-curve-" + tokenize(totals.name, outputs.name),
-        dtype=np.float64,
-        meta=np.empty((0,), np.float64),
+        dtype=CURVE,
+        meta=np.empty((0,), CURVE),
     )
     return result
 
@@ -77,7 +257,7 @@ def curve(totals: da.Array, outputs: da.Array) -> da.Array:
 def _curve(totals: Block, outputs: Block) -> Block:
     total, output = totals.mean(axis=2), outputs.astype(np.float64).mean(axis=1)
     finite = np.isfinite(output) & np.isfinite(total).all(axis=1)
-    return np.append(_correlation(total[finite], output[finite]), finite.sum())
+    return np.array([(_correlation(total[finite], output[finite]), finite.sum())], CURVE)
 
 
 def _correlation(x: Block, y: Block) -> Block:
@@ -92,13 +272,13 @@ def _correlation(x: Block, y: Block) -> Block:
     return np.where(varies, np.clip(correlation, -1, 1), np.nan)
 
 
-def is_followed(curve: Block) -> bool:
+def _is_followed(curve: Block) -> bool:
     """Return whether a computed curve's peak is high enough to choose λ by."""
     return _peak(curve) >= _LEAST_PEAK
 
 
 def _peak(curve: Block) -> float:
-    values = curve[:-1]
+    values = curve["correlation"][0]
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
 
 
@@ -114,9 +294,8 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
 
     Returns
     -------
-    (ρ + 4,) float64, lazy: the chosen ρ; which candidate chose it, or their number if none did
-    (ρ is then NaN); the peak of its curve; the least correlation that may be chosen; the curve,
-    of the last candidate if none did.
+    (1,) of dtype :data:`CHOICE`, lazy. If no candidate's totals follow the outputs, ``relative`` is
+    NaN, ``candidate`` the number of candidates, and the curve that of the last one.
 
     Warns
     -----
@@ -130,33 +309,32 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
     the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
     """
     names = tuple(candidate.name for candidate in candidates)
-    arrays = [item for i, each in enumerate(curves) for item in (each, f"{i}")]
+    arrays = [item for each in curves for item in (each, "k")]
     result: da.Array = da.blockwise(
         _choose,
         "k",
         *arrays,
         names=names,
-        new_axes={"k": len(GRID) + 4},
         concatenate=True,
         align_arrays=False,
         name="completeness-choice-" + tokenize(names, *(each.name for each in curves)),
-        dtype=np.float64,
-        meta=np.empty((0,), np.float64),
+        dtype=CHOICE,
+        meta=np.empty((0,), CHOICE),
     )
     return result
 
 
 def _choose(*curves: Block, names: tuple[str, ...]) -> Block:
     for index, (each, name) in enumerate(zip(curves, names, strict=True)):
-        peak = _peak(each)
-        if is_followed(each):
-            threshold = peak - _STANDARD_ERRORS * (1 - peak**2) / np.sqrt(each[-1])
-            chosen = int(np.flatnonzero(each[:-1] >= threshold)[-1])
+        peak, values = _peak(each), each["correlation"][0]
+        if _is_followed(each):
+            threshold = peak - STANDARD_ERRORS * (1 - peak**2) / np.sqrt(each["n_rows"][0])
+            chosen = int(np.flatnonzero(values >= threshold)[-1])
             if chosen in (0, len(GRID) - 1):
                 warn_once(("end of the grid", name), _at_the_end(GRID[chosen], name), _warn)
-            return np.array([GRID[chosen], index, peak, threshold, *each[:-1]])
+            return np.array([(GRID[chosen], index, peak, threshold, values)], CHOICE)
         _warn(_too_weak(peak, name, names[index + 1 :]))
-    return np.array([np.nan, len(names), peak, np.nan, *each[:-1]])
+    return np.array([(np.nan, len(names), peak, np.nan, values)], CHOICE)
 
 
 def _at_the_end(rho: float, name: str) -> str:
@@ -168,14 +346,14 @@ def _at_the_end(rho: float, name: str) -> str:
 
 
 def _too_weak(peak: float, name: str, rest: Sequence[str]) -> str:
-    found = (
+    defect = (
         f"correlate at most {peak:.2f} with their totals of attributions"
         if np.isfinite(peak)
         else "or their totals of attributions are all alike"
     )
-    after = f"the {rest[0]}" if rest else "the closed form 0.03 tr(K²)/tr(K)"
+    after = f"the {rest[0]}" if rest else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
     return (
-        f"the outputs of the {name} {found}; choosing λ by them needs {_LEAST_PEAK}. λ comes from "
+        f"the outputs of the {name} {defect}; choosing λ by them needs {_LEAST_PEAK}. λ comes from "
         f"{after} instead. Give other outputs with calibrate=td.featurize(held_out, model, ...)."
     )
 

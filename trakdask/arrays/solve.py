@@ -12,14 +12,17 @@ from dask.base import tokenize
 from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
-__all__ = ["cholesky", "closed_form_damping", "leverage", "require_finite", "solve"]
+__all__ = ["CLOSED_FORM", "cholesky", "closed_form_damping", "leverage", "require_finite", "solve"]
+
+#: The default factor of the closed form of λ.
+CLOSED_FORM = 0.03
 
 _SQUARE_DIMS = ("proj_dim", "proj_dim_1", "checkpoint")
 _TARGET_DIMS = ("target", "proj_dim", "checkpoint")
 
 
 def closed_form_damping(
-    gram: da.Array, factor: float = 0.03, labels: Sequence[Hashable] | None = None
+    gram: da.Array, factor: float = CLOSED_FORM, labels: Sequence[Hashable] | None = None
 ) -> da.Array:
     """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
 
@@ -60,7 +63,7 @@ def closed_form_damping(
     _require_square(gram, name="gram", caller="closed_form_damping")
     if not (np.isfinite(factor) and factor >= 0):
         raise ValueError(
-            f"expected factor as a number of at least 0, got {factor}; try factor=0.03"
+            f"expected factor as a number of at least 0, got {factor}; try factor={CLOSED_FORM}"
         )
     texts = tuple(map(str, range(gram.shape[2]) if labels is None else labels))
     damping: da.Array = da.map_blocks(
@@ -214,7 +217,7 @@ def _not_definite(gram: Block, damping: float, label: str) -> str:
         f"not in float64 (λ = {damping:.3g}, smallest diagonal of K = "
         f"{float(np.diagonal(gram).min()):.3g}, condition up to {condition:.3g}; for K from "
         "float32 products it should be at most about 1e+07); try a larger damping, such as the "
-        f"closed form 0.03 * tr(K²) / tr(K) = {_closed_form_value(gram, 0.03):.3g}"
+        f"closed form {CLOSED_FORM} * tr(K²) / tr(K) = {_closed_form_value(gram, CLOSED_FORM):.3g}"
     )
 
 

@@ -53,7 +53,7 @@ def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> F
     matrix, estimator = regularize(features, targets, options), options.estimator
     factor = cholesky(features, matrix.gram, matrix.damping)  # lazy: made only if it is needed
     if matrix.spectrum is not None:
-        solved = arrays.totals.solve(matrix.spectrum, matrix.damping, targets.feature.data)
+        solved = arrays.spectrum.solve(matrix.spectrum, matrix.damping, targets.feature.data)
     else:
         solved = arrays.solve.solve(factor, targets.feature.data)
     weight = estimator.weights.loss_data(features)
@@ -68,7 +68,7 @@ def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> F
         "gram_weights": estimator.weights.gram if options.weights is None else "given",
     }
     if matrix.choice is not None:
-        attrs["damping"] = "completeness, 0.5 SE"
+        attrs["damping"] = f"completeness, {arrays.completeness.STANDARD_ERRORS} SE"
     return Factors(solved, weight, attrs)
 
 

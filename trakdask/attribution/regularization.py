@@ -9,7 +9,8 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays import completeness, totals
+from trakdask.arrays import completeness
+from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.attribution.dampings import Absolute, Damping, given_damping, relative_damping
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
@@ -24,17 +25,18 @@ from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, val
 
 __all__ = ["Absolute", "Damping", "Regularized", "damping", "regularize"]
 
-_CLOSED_FORM = 0.03
 _LEAST_ROWS = 50
 _LEFT_OUT_ROWS = 1000
 _LEFT_OUT = "training rows left out"
+_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], completeness.CHOICE)
 
 
 @dataclass(frozen=True)
 class Regularized:
     """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
 
-    ``spectrum`` is that of the gram matrix, where choosing λ has decomposed it.
+    ``choice`` is that of :func:`trakdask.arrays.completeness.choose`; ``spectrum`` is that of the
+    gram matrix, where choosing λ has decomposed it.
     """
 
     gram: da.Array
@@ -137,28 +139,31 @@ def damping(
     return _dataset(features, regularize(features, targets, options))
 
 
-def _dataset(features: xr.Dataset, found: Regularized) -> xr.Dataset:
-    n_grid = len(completeness.GRID)
-    choice = found.choice
+def _dataset(features: xr.Dataset, regularized: Regularized) -> xr.Dataset:
+    choice = regularized.choice
     if choice is None:
-        nothing: da.Array = da.full(n_grid + 4, np.nan, chunks=-1)
-        choice, rule = nothing, da.full((), found.rules[0], dtype=object)
+        choice = da.from_array(_NO_CHOICE)
+        rule = da.full((), regularized.rules[0], dtype=object)
     else:
         rule = da.map_blocks(
-            _rule, choice, found.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
+            _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
         )
     variable = VARIABLES["damping"]
     return xr.Dataset(
         {
-            "damping": (variable.dims, found.damping, variable.attrs),
-            "relative": ((), choice[0], {"description": "λ in units of tr(K)/n"}),
+            "damping": (variable.dims, regularized.damping, variable.attrs),
+            "relative": ((), choice["relative"][0], {"description": "λ in units of tr(K)/n"}),
             "curve": (
                 "relative_damping",
-                choice[4:],
+                choice["correlation"][0],
                 {"description": "correlation of outputs with totals of attributions"},
             ),
-            "peak": ((), choice[2], {"description": "largest correlation of the curve"}),
-            "threshold": ((), choice[3], {"description": "half a standard error below the peak"}),
+            "peak": ((), choice["peak"][0], {"description": "largest correlation of the curve"}),
+            "threshold": (
+                (),
+                choice["threshold"][0],
+                {"description": "half a standard error below the peak"},
+            ),
             "rule": ((), rule, {"description": "what chose λ"}),
         },
         coords={
@@ -169,7 +174,7 @@ def _dataset(features: xr.Dataset, found: Regularized) -> xr.Dataset:
 
 
 def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
-    return np.array(rules[int(choice[1])], dtype=object)
+    return np.array(rules[int(choice["candidate"][0])], dtype=object)
 
 
 def regularize(features: xr.Dataset, targets: xr.Dataset | None, options: Options) -> Regularized:
@@ -184,7 +189,7 @@ def regularize(features: xr.Dataset, targets: xr.Dataset | None, options: Option
     if isinstance(damping, Absolute):
         lam: da.Array = da.full(matrix.shape[2], float(damping.value), chunks=1)
         return Regularized(matrix, lam, ("absolute",))
-    factor = _CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
+    factor = CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
     lam = arrays.solve.closed_form_damping(matrix, factor, _labels(features))
     return Regularized(matrix, lam, (f"{factor} tr(K^2)/tr(K)",))
 
@@ -198,16 +203,19 @@ def _complete(
 ) -> Regularized:
     """Let outputs choose λ, under the weights that the estimator has for this."""
     labels = _labels(features)
-    spectrum = totals.spectrum(choosing.gram, choosing.loss_gradient, choosing.n_samples, labels)
+    spectrum = arrays.spectrum.spectrum(
+        choosing.gram, choosing.loss_gradient, choosing.n_samples, labels
+    )
     _warn_of_few_checkpoints(len(labels))
     candidates, curves = _candidates(features, targets, calibrate, spectrum, choosing)
-    fallback = arrays.solve.closed_form_damping(needed.gram, _CLOSED_FORM, labels)
-    rules = (*(f"completeness, {each.name}" for each in candidates), "0.03 tr(K^2)/tr(K)")
+    fallback = arrays.solve.closed_form_damping(needed.gram, CLOSED_FORM, labels)
+    rules = (*(f"completeness, {each.name}" for each in candidates), f"{CLOSED_FORM} tr(K^2)/tr(K)")
     if not candidates:
         return Regularized(needed.gram, fallback, rules)
     choice = completeness.choose(candidates, curves)
-    relative = choice[0] * totals.mean_trace(needed.gram, needed.n_samples)
-    lam = da.where(da.isnan(choice[0]), fallback, relative)
+    rho = choice["relative"][0]
+    relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples)
+    lam = da.where(da.isnan(rho), fallback, relative)
     is_decomposed = needed.gram.name == choosing.gram.name
     return Regularized(needed.gram, lam, rules, choice, spectrum if is_decomposed else None)
 
@@ -247,15 +255,15 @@ def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
 
 
 def _held_out(name: str, spectrum: da.Array, rows: xr.Dataset) -> completeness.Candidate:
-    predicted = totals.held_out(spectrum, rows.feature.data)
+    predicted = completeness.held_out(spectrum, rows.feature.data)
     return completeness.Candidate(name, predicted, rows.output.data)
 
 
 def _left_out(
     spectrum: da.Array, features: xr.Dataset, choosing: ChoosingMatrices, unless: list[da.Array]
 ) -> completeness.Candidate:
-    rows = totals.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-    predicted = totals.left_out(
+    rows = completeness.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+    predicted = completeness.left_out(
         spectrum,
         _taken(features.feature.data, rows),
         None if choosing.h is None else _taken(choosing.h, rows),
@@ -273,7 +281,7 @@ def _taken(data: da.Array, rows: list[slice]) -> da.Array:
 
 
 def _warn_of_few_targets(n: int, n_rows: int) -> None:
-    instead = _LEFT_OUT if n_rows >= _LEAST_ROWS else "the closed form 0.03 tr(K²)/tr(K)"
+    instead = _LEFT_OUT if n_rows >= _LEAST_ROWS else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
     warn_once(
         "few targets",
         f"there {'is 1 target' if n == 1 else f'are {n} targets'}; choosing λ by their outputs "

@@ -27,8 +27,6 @@ __all__ = [
     "DampedScoreComputer",
 ]
 
-_CLOSED_FORM = 0.03
-
 
 class AbstractScoreComputer(ABC):
     """What ``TRAKer(score_computer=...)`` takes: a subclass of this, not an instance.
@@ -223,7 +221,7 @@ class DampedScoreComputer(BasicScoreComputer):
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
         """Return the features G (K + λI)⁻¹, (n, p) float32."""
         matrix = _one_block(xtx.numpy()[:, :, None])
-        closed_form = arrays.solve.closed_form_damping(matrix, _CLOSED_FORM)
+        closed_form = arrays.solve.closed_form_damping(matrix)
         damping = self.lambda_reg or closed_form.compute(scheduler="synchronous")
         factor = arrays.solve.cholesky(matrix, damping, ["this"])
         solved = arrays.solve.solve(factor, self._blocks(grads)).compute(scheduler="synchronous")
