@@ -20,7 +20,7 @@ import torch
 import trakdask as td
 from tests.trak._runs import QUIET, M, N, Run, built, checkpoints, content, images, relative
 from trakdask.errors import StoreMismatchError
-from trakdask.trak import TRAKer, default_projectors, utils
+from trakdask.trak import TRAKer, default_projectors, tensors, utils
 from trakdask.trak.gradient_computers import IterativeGradientComputer
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
 from trakdask.trak.projectors import (
@@ -123,8 +123,8 @@ def test_7__seeds_of_model_ids_must_stay() -> None:
 
 def test_8__a_parameter_larger_than_a_chunk_is_cut() -> None:
     most = 2**32 // 32 - 1
-    assert utils.chunk_sizes([most + 7, 5], 32) == (most, [most, 12])
-    assert utils.chunk_sizes([3, most], 32) == (most, [3, most])
+    assert tensors.chunk_sizes([most + 7, 5], 32) == (most, [most, 12])
+    assert tensors.chunk_sizes([3, most], 32) == (most, [3, most])
 
 
 def chunked(sizes: list[int], feat_bs: int, dtype: torch.dtype) -> ChunkedCudaProjector:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trakdask.projection import FastJL
 from trakdask.trak.projector_base import AbstractProjector, Gradients, ProjectionType
-from trakdask.trak.utils import vectorize
+from trakdask.trak.tensors import vectorize
 
 __all__ = ["ChunkedCudaProjector", "CudaProjector"]
 

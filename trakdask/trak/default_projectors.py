@@ -15,7 +15,7 @@ from trakdask.trak.projectors import (
     CudaProjector,
     ProjectionType,
 )
-from trakdask.trak.utils import chunk_sizes
+from trakdask.trak.tensors import chunk_sizes
 
 __all__ = ["DefaultProjector", "seeds_of"]
 

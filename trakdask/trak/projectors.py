@@ -17,7 +17,7 @@ from torch import Tensor
 from trakdask.trak.cuda_projectors import ChunkedCudaProjector, CudaProjector
 from trakdask.trak.projector_base import AbstractProjector, Gradients, ProjectionType, device_of
 from trakdask.trak.stream_projector import StreamProjector
-from trakdask.trak.utils import vectorize
+from trakdask.trak.tensors import vectorize
 
 __all__ = [
     "AbstractProjector",

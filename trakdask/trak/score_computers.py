@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trakdask import arrays
 from trakdask.attribution.estimators import Weights
-from trakdask.trak.utils import get_matrix_mult
+from trakdask.trak.tensors import get_matrix_mult
 
 __all__ = [
     "AbstractScoreComputer",

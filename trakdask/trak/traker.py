@@ -32,7 +32,7 @@ from trakdask.trak.settings import (
     task_of,
     weights_of,
 )
-from trakdask.trak.utils import get_num_params
+from trakdask.trak.tensors import get_num_params
 
 __all__ = ["TRAKer"]
 
