@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.arrays.decomposed_features import data, decomposed, lazy
 from trakdask.arrays.completeness import (
     CURVE,
     GRID,
@@ -21,11 +22,7 @@ from trakdask.arrays.completeness import (
     left_out,
     spread_rows,
 )
-from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.spectrum import spectrum
 from trakdask.testing import raise_if_dask_computes
-
-LABELS = ["a", "b"]
 
 
 def oracle_totals(x: np.ndarray, h: np.ndarray, g: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -61,21 +58,6 @@ def oracle_choice(values: list[float], m: int) -> float:
         if value >= best - (1 - best**2) / m**0.5 / 2:
             chosen = rho
     return chosen
-
-
-def data(n: int = 40, p: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((n, p, 2)) * 0.5 ** np.arange(p)[:, None]
-    return x, rng.random((n, 2)), rng.random((n, 2)), rng.standard_normal((9, p, 2))
-
-
-def lazy(x: np.ndarray, rows: int = 7) -> da.Array:
-    return da.from_array(x, chunks=(rows, -1, 1) if x.ndim == 3 else (rows, 1))
-
-
-def decomposed(x: np.ndarray, h: np.ndarray | None, g: np.ndarray) -> da.Array:
-    k, r = gram_and_sum(lazy(x), None if h is None else lazy(h), lazy(g))
-    return spectrum(k, r, len(x), LABELS)
 
 
 def made(values: list[float] | np.ndarray, m: int = 100) -> da.Array:

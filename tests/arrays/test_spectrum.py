@@ -7,26 +7,10 @@ import dask.array as da
 import numpy as np
 import pytest
 
+from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
 from trakdask.arrays.completeness import GRID, held_out, left_out
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.spectrum import mean_trace, solve, spectrum
-
-LABELS = ["a", "b"]
-
-
-def data(n: int = 40, p: int = 6) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((n, p, 2)) * 0.5 ** np.arange(p)[:, None]
-    return x, rng.random((n, 2)), rng.random((n, 2)), rng.standard_normal((9, p, 2))
-
-
-def lazy(x: np.ndarray, rows: int = 7) -> da.Array:
-    return da.from_array(x, chunks=(rows, -1, 1) if x.ndim == 3 else (rows, 1))
-
-
-def decomposed(x: np.ndarray, h: np.ndarray | None, g: np.ndarray) -> da.Array:
-    k, r = gram_and_sum(lazy(x), None if h is None else lazy(h), lazy(g))
-    return spectrum(k, r, len(x), LABELS)
 
 
 def test_spectrum__one_decomposition_per_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_kernels__on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
-def test_array_module__numpy_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_module__numpy_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAKDASK_XP", raising=False)
     assert array_module() is np
     monkeypatch.setenv("TRAKDASK_XP", "numpy")

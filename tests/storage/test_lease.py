@@ -39,7 +39,7 @@ def put(folder: Path, name: str, content: dict[str, object] | bytes) -> None:
     (folder / "records" / name).write_bytes(data)
 
 
-def test_lease__second_is_refused_and_told_who(tmp_path: Path) -> None:
+def test_lease__second_writer_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
     place = Place(str(tmp_path))
     with lease(place, "td.save"):
         with (

@@ -227,7 +227,7 @@ def test_save__sweeps_partial_files(store: Path) -> None:
 def test_verify__without_its_list_of_files(store: Path) -> None:
     template = next(store.glob("records/*/template.json"))
     truncate(template)
-    with pytest.raises(FileNotFoundError, match=r"no readable template\.json.*new store"):
+    with pytest.raises(FileNotFoundError, match=r"readable template\.json.*new store"):
         td.verify(store)
     with pytest.raises(FileNotFoundError, match="there is no store"):
         td.verify(store.parent / "nowhere")

@@ -23,7 +23,7 @@ from trakdask.execution.layers import block_key, token_of
 from trakdask.provenance import digest
 from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
 from trakdask.storage.place import Recorded, explained
-from trakdask.storage.runs import tell
+from trakdask.storage.runs import note_device
 
 __all__ = ["about", "run", "save_checkpoint", "storing"]
 
@@ -120,7 +120,7 @@ def _write_block(piece: Piece, index: int, layer: str, *blocks: np.ndarray) -> n
             of[(rows, ..., slice(index, index + 1))] = value
         made = scheduling.recall(block_key(token_of(layer) or layer, index, start))
         piece.write_record(index, str(block), store.written, {**about(started), **made})
-        tell(piece.digest, made)
+        note_device(piece.digest, made)
     return np.ones(1, bool)
 
 

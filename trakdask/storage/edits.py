@@ -124,8 +124,8 @@ def _numbers(place: Place, kind: str) -> list[int]:
 def _attrs(at: Place) -> dict[str, Any]:
     try:
         attrs = dict(zarr.open_group(at.zarr(read_only=True), mode="r", zarr_format=3).attrs)
-        told = attrs.pop("digest", None)  # version 0.1 wrote none
-        is_whole = told is None or told == digest(attrs)
+        recorded = attrs.pop("digest", None)  # version 0.1 wrote none
+        is_whole = recorded is None or recorded == digest(attrs)
         if "files" in attrs:
             is_whole &= type(attrs["pieces"]) is int and isinstance(attrs["files"], dict)
     except (ValueError, KeyError, TypeError):

@@ -16,10 +16,10 @@ from trakdask._version import __version__
 from trakdask.execution.scheduling import on_all_workers
 from trakdask.storage.piece import Piece
 
-__all__ = ["RUNS", "has_ended", "recorded_run", "runs", "tell"]
+__all__ = ["RUNS", "has_ended", "note_device", "recorded_run", "runs"]
 
 RUNS = "runs"
-_told: dict[str, dict[str, set[str]]] = {}  # by the digest of a piece
+_used: dict[str, dict[str, set[str]]] = {}  # devices and kernels, by the digest of a piece
 
 
 @contextmanager
@@ -39,21 +39,21 @@ def recorded_run(piece: Piece) -> Iterator[set[str]]:
     }  # fmt: skip
     _write(piece, name, run)
     yield hosts
-    told = on_all_workers(told_of, piece.digest)
-    run |= {field: _all(told, field) for field in ("devices", "kernels")}
+    used = on_all_workers(devices_used, piece.digest)
+    run |= {field: _all(used, field) for field in ("devices", "kernels")}
     _write(piece, name, {**run, "ended": _now(), "hosts": sorted(hosts)})
 
 
-def tell(digest: str, made: Mapping[str, Any]) -> None:
-    """Keep in this process where blocks of a piece were made that it stored."""
-    told = _told.setdefault(digest, {"devices": set(), "kernels": set()})
-    told["devices"] |= {made["device"]} if "device" in made else set()
-    told["kernels"] |= set(made.get("kernels", ()))
+def note_device(digest: str, made: Mapping[str, Any]) -> None:
+    """Note in this process the device and kernels that computed a block which it has stored."""
+    used = _used.setdefault(digest, {"devices": set(), "kernels": set()})
+    used["devices"] |= {made["device"]} if "device" in made else set()
+    used["kernels"] |= set(made.get("kernels", ()))
 
 
-def told_of(digest: str) -> dict[str, list[str]]:
-    """Return what this process was told of a piece."""
-    return {field: sorted(values) for field, values in _told.get(digest, {}).items()}
+def devices_used(digest: str) -> dict[str, list[str]]:
+    """Return the devices and kernels that this process has noted for the features of a digest."""
+    return {field: sorted(values) for field, values in _used.get(digest, {}).items()}
 
 
 def runs(pieces: Sequence[Piece]) -> dict[str, Any]:

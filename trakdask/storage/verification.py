@@ -233,8 +233,8 @@ def _template(place: Place) -> dict[str, Any]:
     except ValueError as err:
         find(place)  # says what is there instead
         raise FileNotFoundError(
-            f"the store {place.url!r} has no readable {TEMPLATE} among its records; needed the "
-            "list of its files. Save the features to a new store."
+            f"expected a readable {TEMPLATE}, the list of its files, among the records of the "
+            f"store {place.url!r}, got none; try saving the features to a new store"
         ) from err
 
 

@@ -131,7 +131,7 @@ class AbstractSaver(ABC):
                 return
             ids = self._recorded_ids()
             if final := sorted(i for i, each in ids.items() if each["is_finalized"] == 1):
-                raise _SettingsMismatch(
+                raise SettingsMismatchError(
                     f"expected lambda_reg={before}, as the features of model ids {final} in "
                     f"{str(self.save_dir)!r} were made with, got {lambda_reg}; try the same, or "
                     "another save_dir"
@@ -189,7 +189,7 @@ class AbstractSaver(ABC):
         Place(str(path.parent)).write(path.name, json.dumps(content).encode())
 
 
-class _SettingsMismatch(StoreMismatchError, AssertionError):
+class SettingsMismatchError(StoreMismatchError, AssertionError):
     """A folder was written with other settings; the original raises an AssertionError."""
 
 
@@ -200,7 +200,7 @@ def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: P
     pairs += [(key, theirs[key], mine[key]) for key in mine if key in theirs]
     for key, before, now in pairs:
         if json.loads(json.dumps(now)) != before and key not in ("version", "lambda_reg"):
-            raise _SettingsMismatch(
+            raise SettingsMismatchError(
                 f"expected {key} {before!r}, as {str(folder)!r} was started with, got {now!r}; try "
                 "the same setting, or another save_dir"
             )

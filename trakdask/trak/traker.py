@@ -280,9 +280,9 @@ class TRAKer(Scoring):
         rows = row_positions(inds, num_samples, self._last_ind)
         if self.ckpt_loaded != self.saver.current_model_id or self.ckpt_loaded != self._weights_of:
             raise AssertionError(
-                f"expected the checkpoint of model id {self.saver.current_model_id}, got "
-                f"{self.ckpt_loaded!r}. Load a checkpoint using traker.load_checkpoint before "
-                "featurizing"
+                f"expected the weights of the current model id ({self.saver.current_model_id}) to "
+                f"be loaded, got {self.ckpt_loaded!r}. Load a checkpoint using "
+                "traker.load_checkpoint before featurizing"
             )
         if inds is None:
             self._last_ind += len(rows)

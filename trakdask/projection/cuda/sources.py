@@ -63,8 +63,8 @@ def kernel_source(name: str) -> str:
     found = kernel_files()
     if name not in found:
         raise FileNotFoundError(
-            f"There is no kernel file {name!r}; needed one of {list(found)}. "
-            "Pass a name that trakdask.projection.cuda.sources.kernel_files() lists."
+            f"expected one of the kernel files {list(found)}, got {name!r}; try a name that "
+            "trakdask.projection.cuda.sources.kernel_files() lists"
         )
     return found[name].read_text(encoding="utf-8")
 
@@ -104,9 +104,9 @@ def _kernel_folder() -> Traversable:
     if (root / "pyproject.toml").is_file() and (root / "kernels").is_dir():
         return root / "kernels"
     raise FileNotFoundError(
-        f"trakdask at {packaged.parent if isinstance(packaged, Path) else packaged} has no "
-        "_kernels folder and no checkout around it; needed the kernel sources that every wheel "
-        "carries. Reinstall it: pip install --force-reinstall --no-deps trakdask"
+        "expected the kernel sources, which every wheel carries, got no _kernels folder in "
+        f"{packaged.parent if isinstance(packaged, Path) else packaged} and no checkout around it; "
+        "try pip install --force-reinstall --no-deps trakdask"
     )
 
 
