@@ -130,7 +130,7 @@ def test_verify__repair_writes_only_inside(store: Path) -> None:
     absolute = store.parent / "absolute"
     content["../outside/zarr.json"] = content[f"{absolute}/zarr.json"] = evil
     path.write_text(json.dumps(content))
-    with pytest.raises(FileNotFoundError, match="no readable template"):
+    with pytest.raises(FileNotFoundError, match=r"readable template\.json"):
         td.verify(store, repair=True)
     with pytest.raises(ValueError, match="outside"):
         inventory(Place(str(store)))

@@ -115,11 +115,14 @@ def _differ(left: float, right: float, scale: float, relative: float) -> bool:
 
 def _advice(forward: Forward, task: Task, one: Batch) -> str:
     """Say why f and Q may depend on the batch, and what to do about it."""
+    state = _random_state(forward)
     first, second = _alone(forward, task, one), _alone(forward, task, one)
     pairs = zip(first, second, strict=True)
-    if any(a != b and _differ(a, b, abs(b), _tolerance_of(forward)) for a, b in pairs):
+    varies = any(a != b and _differ(a, b, abs(b), _tolerance_of(forward)) for a, b in pairs)
+    # Two draws of a dropout may agree by chance, so the state of the generator is compared, too.
+    if varies or not torch.equal(state, _random_state(forward)):
         return (
-            f"the model is random (the same sample has f = {first[0]:.4g}, then {second[0]:.4g}); "
+            f"the model is random (f of the same sample, twice: {first[0]:.4g}, {second[0]:.4g}); "
             "try a model that draws no random numbers in evaluation mode, such as dropout."
         )
     if reads_values(forward, task, one):
@@ -131,6 +134,13 @@ def _advice(forward: Forward, task: Task, one: Batch) -> str:
         "the model or the task mixes the samples of a batch; try one without a softmax, mean or "
         "normalisation over the batch axis."
     )
+
+
+def _random_state(forward: Forward) -> Tensor:
+    devices = {tensor.device for tensor in forward.parameters.values()}
+    states = [torch.get_rng_state()]
+    states += [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
+    return torch.cat(states)
 
 
 def _tolerance_of(forward: Forward) -> float:
