@@ -1,4 +1,4 @@
-"""Real data and models that fit on a laptop: the handwritten digits of scikit-learn, in memory."""
+"""Example data and models that fit on a laptop: the handwritten digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -149,12 +149,12 @@ def digits_checkpoints(
     batch_size: int = 64,
     lr: float = 3e-3,
 ) -> list[Path]:
-    """Train what is missing of an ensemble on the digits and return its checkpoint files.
+    """Train an ensemble on the digits, unless its checkpoints exist, and return their paths.
 
     Parameters
     ----------
     folder
-        Folder for the files, created if missing. Files of other settings are left alone.
+        Folder for the files, created if missing. Files for other settings are not touched.
     build
         Returns the untrained model.
     n_checkpoints
@@ -182,7 +182,7 @@ def digits_checkpoints(
     Notes
     -----
     The file names contain the settings and a digest of the architecture, and a file appears only
-    when it is complete: a second call with the same settings trains nothing.
+    when it is complete, so a second call with the same settings trains nothing.
     """
     n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
     require_training(seed, epochs, batch_size, lr)
@@ -240,7 +240,7 @@ def _made_folder(folder: object) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as err:
         raise NotADirectoryError(
-            f"expected folder to be a folder, got {str(path)!r}, where there is a file; {remedy}"
+            f"expected a path to a folder, got {str(path)!r}, where there is a file; {remedy}"
         ) from err
     return path
 

@@ -1,4 +1,4 @@
-"""Warnings that a process shows once, however many queries give cause for them."""
+"""Warnings that a process shows only once, however often their cause occurs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _shown: set[Hashable] = set()
 
 
 def warn_once(kind: Hashable, message: str, warn: Callable[[str], object] | None = None) -> None:
-    """Warn, unless this process has shown a warning of this kind.
+    """Issue a warning, unless this process has already issued one of this kind.
 
     Parameters
     ----------
     kind
-        What the warning is about, whatever numbers its text has.
+        What identifies the warning, independently of the numbers in its text.
     message
-        Its text.
+        The text of the warning.
     warn
-        What shows it, :func:`warnings.warn` by default.
+        The function that issues it; :func:`warnings.warn` by default.
 
     Notes
     -----
-    A warning that a filter turns into an error was not shown, and is raised again.
+    A warning that a filter turns into an error does not count, so it is raised again.
 
     Examples
     --------
@@ -44,5 +44,5 @@ def warn_once(kind: Hashable, message: str, warn: Callable[[str], object] | None
 
 
 def forget() -> None:
-    """Show every kind of warning once more."""
+    """Forget which warnings were issued, so that each of them can be issued once more."""
     _shown.clear()

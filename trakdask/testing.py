@@ -1,4 +1,4 @@
-"""Simulated features, and a check of laziness: for tests, doctests and benchmarks."""
+"""Simulated features, and a check of laziness, for tests, doctests and benchmarks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def raise_if_dask_computes() -> Iterator[None]:
     ...     total = da.ones(3).sum()
     """
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    def fail(*args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("expected lazy results only, got a computation by Dask")
 
-    with dask.config.set(scheduler=refuse):
+    with dask.config.set(scheduler=fail):
         yield
 
 
@@ -59,7 +59,7 @@ def simulate_features(
     chunks
         Samples per block.
     seed
-        Seed; a block depends on nothing but (seed, its position, checkpoint).
+        Seed. A block depends only on the seed, its position and the checkpoint.
 
     Returns
     -------

@@ -308,7 +308,7 @@ def test_hooks__model_that_decides_on_values() -> None:
     same = Batch(data, image=data["image"].abs())
     torch.testing.assert_close(run("hooks", model, same)[0], run("loop", model, same)[0])
     data["image"][0], data["image"][1:] = 100.0, -1.0
-    with pytest.raises(ValueError, match=r"decides on values of its input.*gradients='loop'"):
+    with pytest.raises(ValueError, match=r"branches on values of its input.*gradients='loop'"):
         run("hooks", model, data)
 
 
@@ -326,7 +326,7 @@ def test_choose_engine__says_why() -> None:
     per_sample = Model(module, task=TrakStyle()).task
     assert choose_engine(module, per_sample, names) == (
         "vmap",
-        "the task hands the model one sample at a time",
+        "the task calls the model with one sample at a time",
     )
 
 

@@ -14,7 +14,6 @@ from trakdask.evaluate.labels import (
     DRAW,
     SEED,
     SUBSET,
-    coords_along,
     lazy_data,
     lazy_results,
     require_aligned,
@@ -24,7 +23,7 @@ from trakdask.evaluate.labels import (
     require_positive,
     require_seed,
 )
-from trakdask.variables import SAMPLE, TARGET
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 __all__ = ["lds"]
 

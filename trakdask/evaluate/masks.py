@@ -13,12 +13,11 @@ from trakdask.checks import shown
 from trakdask.evaluate.labels import (
     SUBSET,
     as_array,
-    coords_along,
     require_fraction,
     require_positive,
     require_seed,
 )
-from trakdask.variables import SAMPLE
+from trakdask.variables import SAMPLE, coords_along
 
 __all__ = ["leave_one_out", "subsets"]
 

@@ -10,14 +10,13 @@ from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
     as_array,
-    coords_along,
     lazy_data,
     lazy_results,
     require_dims,
     require_fraction,
     require_size,
 )
-from trakdask.variables import SAMPLE
+from trakdask.variables import SAMPLE, coords_along
 
 __all__ = ["mislabelled_auc"]
 

@@ -17,7 +17,6 @@ from trakdask.checks import require_number, shown
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
-    coords_along,
     lazy_results,
     require_dims,
     require_fraction,
@@ -25,7 +24,7 @@ from trakdask.evaluate.labels import (
     require_seed,
 )
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
-from trakdask.variables import SAMPLE, TARGET
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 __all__ = ["brittleness", "removal_curve"]
 

@@ -22,7 +22,6 @@ from trakdask.evaluate.labels import (
     SEED,
     SUBSET,
     as_array,
-    coords_along,
     lazy_data,
     require_bool,
     require_dims,
@@ -30,7 +29,7 @@ from trakdask.evaluate.labels import (
 )
 from trakdask.evaluate.records import Records, model_key, open_records
 from trakdask.execution.progress import polled_bar
-from trakdask.variables import SAMPLE, TARGET
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 __all__ = ["Seeds", "Store", "TrainFn", "retrain", "train_models"]
 

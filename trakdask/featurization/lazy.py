@@ -177,7 +177,7 @@ def featurize(
     if not isinstance(model, Model):
         raise TypeError(
             f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
-            "checkpoints=[...], task=...)."
+            "checkpoints=[...], task=...)"
         )
     projector = _projector(projector)
     samples = validate_samples(samples)

@@ -48,14 +48,14 @@ class Field:
             raise ValueError(
                 f"expected shape {self.shape} in variable {name!r}, as sample 0 has, got "
                 f"{value.shape} for sample {sample}; try padding or cropping all samples to one "
-                "shape."
+                "shape"
             )
         # Floating-point values may be rounded, but integers must not overflow.
         casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
         if not np.can_cast(value.dtype, self.dtype, casting):
             raise ValueError(
                 f"expected dtype {self.dtype} in variable {name!r}, as sample 0 has, got "
-                f"{value.dtype} for sample {sample}; try one dtype for all samples."
+                f"{value.dtype} for sample {sample}; try one dtype for all samples"
             )
 
 
@@ -72,7 +72,7 @@ def check_chunks(chunks: int) -> int:
     if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
         raise ValueError(
             f"expected a positive integer as chunks, the samples per block, got {chunks!r}; try "
-            "chunks=512."
+            "chunks=512"
         )
     return int(chunks)
 
@@ -82,7 +82,7 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
     if dtype.kind not in "biufc":
         raise TypeError(
             f"expected numbers or booleans in variable {name!r}, as models read tensors, got dtype "
-            f"{dtype}; try one numeric array, or metadata: coords={{{name!r}: ...}}."
+            f"{dtype}; try one numeric array, or pass it as metadata: coords={{{name!r}: ...}}"
         )
 
 
