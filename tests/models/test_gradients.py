@@ -326,7 +326,7 @@ def test_choose_engine__says_why() -> None:
     per_sample = Model(module, task=TrakStyle()).task
     assert choose_engine(module, per_sample, names) == (
         "vmap",
-        "the task calls the model with one sample at a time",
+        "the task hands the model one sample at a time",
     )
 
 

@@ -221,7 +221,7 @@ def test_from_dataframe__refuses(tmp_path: Path) -> None:
 def test_from_dataframe__integer_coord_with_nulls_is_refused(tmp_path: Path) -> None:
     table = pa.table({"y": pa.array([1, 2, 3]), "id": pa.array([1, None, 3])})
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="coord 'id'.*got 1 missing, the first for sample 1"):
+    with pytest.raises(ValueError, match=r"coord 'id'.*got 1 missing, the first for sample 1"):
         from_dataframe(tmp_path / "a.parquet", variables={"y": "y"}, coords="id")
 
 

@@ -1,7 +1,7 @@
-"""A folder with the outputs of retrained models: one file per model, written whole or not at all.
+"""A folder with the outputs of retrained models, one file per model, complete or absent.
 
-A file is named after the mask and the seed of its model, so that more subsets, more seeds and other
-experiments with the same ``train_fn`` share a store and train no model twice.
+A file is named after the mask and the seed of its model. Calls with more subsets or seeds, and
+other experiments with the same ``train_fn``, can therefore share a store and train no model twice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Records:
         return {name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)}
 
     def read(self, key: str, n_targets: int) -> np.ndarray | None:
-        """Return the outputs of a completed model; None if it is not completed.
+        """Return the outputs of a completed model; None if it has not been completed.
 
         Raises
         ------
@@ -78,11 +78,11 @@ class Records:
     def _damaged(self, key: str, got: str) -> ValueError:
         return ValueError(
             f"expected the outputs of one model in {self._path(key)!r}, got {got}; try deleting "
-            "it, which trains this model again"
+            "it, so that this model is trained again"
         )
 
     def write(self, key: str, outputs: np.ndarray) -> None:
-        """Store the outputs of a model; the file is renamed when complete, so never partial."""
+        """Store the outputs of a model; the file gets its name only when it is complete."""
         content = io.BytesIO()
         np.save(content, outputs)
         _write_whole(self._path(key), content.getvalue())

@@ -156,7 +156,7 @@ def hooks_gradients(
 def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:
     """Return the engine that ``gradients="auto"`` chooses, and the reason."""
     if isinstance(task, TrakTask):
-        return "vmap", "the task calls the model with one sample at a time"
+        return "vmap", "the task hands the model one sample at a time"
     reached = cover(module, names)
     if not reached.units:
         return "vmap", "no selected parameter belongs to a layer of its own"

@@ -14,6 +14,7 @@ import xarray as xr
 
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
+from trakdask.execution.layers import take
 from trakdask.samples.coords import check_name
 from trakdask.variables import SAMPLE
 
@@ -122,7 +123,7 @@ def read_bundle(
 def _member(name: str, bundle: da.Array, field: Field, source: Spooled, size: int) -> Any:
     axes = tuple(range(1 + len(field.shape)))
     return da.blockwise(
-        _take,
+        take,
         axes,
         bundle,
         axes[:1],
@@ -147,10 +148,6 @@ def _read_bundle(source: Spooled, n: int, size: int, block_id: tuple[int, ...]) 
     start = block_id[0] * size
     reader: Reader = source.get()
     return reader.read(start, min(start + size, n))
-
-
-def _take(bundle: Mapping[str, Array], name: str) -> Array:
-    return bundle[name]
 
 
 def _chunks(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:

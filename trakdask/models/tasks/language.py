@@ -43,8 +43,8 @@ class CausalLM:
         Name of the variable with the token to predict at each position, or ``ignore_index`` (as in
         transformers, not shifted). By default the token ids.
     position
-        Name of an integer variable (batch,): the position of the only token that is attributed, with
-        f = m_t and Q = 1 - p_t. The token at position 0 is never predicted. See
+        Name of an integer variable (batch,) with the position of the only token that is attributed;
+        then f = m_t and Q = 1 - p_t. The token at position 0 is never predicted. See
         :func:`expand_tokens`.
     ignore_index
         Label of positions that are not predicted.

@@ -100,8 +100,8 @@ def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], position
     Raises
     ------
     ValueError
-        If the model does not return a tensor, an object with ``logits``, or a tuple that begins with
-        logits.
+        If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
+        begins with logits.
     RuntimeError
         If it cannot run under vmap; the message also says what to do with models of transformers.
     """
