@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import dask.array as da
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.arrays.decomposed_features import data, decomposed, lazy
+from tests.waiting import wait_until
 from trakdask.arrays.completeness import (
     CURVE,
     GRID,
@@ -221,11 +221,7 @@ def test_choose__warns_the_client_of_a_worker(kind: str, request: pytest.Fixture
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         choose(candidates("targets"), curves).compute()
-        for _ in range(100):
-            if any("at most 0.20" in str(w.message) for w in caught):
-                break
-            time.sleep(0.05)
-    assert any("at most 0.20" in str(w.message) for w in caught)
+        wait_until(lambda: any("0.20" in str(w.message) for w in caught), "the worker's warning")
 
 
 def test_choose__copies_of_two_rows_whose_correlation_rounds_beyond_1() -> None:
