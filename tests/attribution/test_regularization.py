@@ -193,7 +193,7 @@ def test_damping__order_of_the_rules() -> None:
     assert str(with_calibration.rule.values) == "completeness, calibration set"
     h, g = weights(TRAIN, 0.5)
     train = with_outputs(TRAIN, totals_left_out(TRAIN, 0.5, h, g))
-    with pytest.warns(UserWarning, match="the training rows left out instead"):
+    with pytest.warns(UserWarning, match=r"training rows left out"):
         found = td.damping(train, calibrate=RANDOM, estimator="soft").compute()
     assert str(found.rule.values) == "completeness, training rows left out"
 
@@ -333,7 +333,7 @@ def test_damping__options_that_do_not_meet() -> None:
         ValueError, match=r"with calibrate.*got damping='auto' and estimator='trak'"
     ):
         td.damping(TRAIN, calibrate=calibrate)
-    with pytest.raises(td.StoreMismatchError, match="calibration and training features differ"):
+    with pytest.raises(td.StoreMismatchError, match=r"calibration.*differ.*projector"):
         td.damping(
             TRAIN, estimator="soft", calibrate=calibrate.assign_attrs(projector={"kind": "other"})
         )
