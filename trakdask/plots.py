@@ -150,9 +150,7 @@ def _require_label(rankings: tuple[xr.Dataset, xr.Dataset], label: str) -> None:
 
 
 def damping(chosen: xr.Dataset) -> Figure:
-    """Draw how the damping was chosen: the curve, the band below its peak, and the choice.
-
-    The band ends half a standard error below the peak.
+    """Draw how the damping was chosen: the curve, half a standard error below its peak, the choice.
 
     Parameters
     ----------

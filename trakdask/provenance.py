@@ -13,8 +13,7 @@ import dask.array as da
 import xarray as xr
 
 from trakdask.arrays import lineage
-from trakdask.errors import StoreMismatchError
-from trakdask.once import warn_once
+from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
 __all__ = [

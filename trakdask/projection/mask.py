@@ -244,14 +244,18 @@ def _candidates(
     n_rows: int, keep: int, seed: int, checkpoint: int
 ) -> tuple[Int64Array, UInt64Array]:
     """Return at least ``keep`` rows that have the smallest keys, ascending, and their keys."""
-    # Six standard deviations more than needed, so that one pass nearly always suffices.
-    expected = keep + 6 * math.isqrt(keep) + 16
+    expected = keep + _margin(keep)
     while True:
         largest = min((expected << 64) // n_rows, 2**64 - 1)
         rows, keys = _rows_up_to(largest, n_rows, seed, checkpoint)
         if len(rows) >= keep:
             return rows, keys
         expected *= 2
+
+
+def _margin(keep: int) -> int:
+    """Return six standard deviations, so that one pass over the keys nearly always suffices."""
+    return 6 * math.isqrt(keep) + 16
 
 
 def _rows_up_to(

@@ -32,10 +32,7 @@ from trakdask.trak.engines import (
     why_hooks_differ,
     widest,
 )
-from trakdask.trak.modelout_functions import (
-    AbstractModelOutput,
-    CLIPModelOutput,
-)
+from trakdask.trak.modelout_functions import AbstractModelOutput, CLIPModelOutput
 
 __all__ = [
     "AbstractGradientComputer",
@@ -184,7 +181,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         return {n: gradients[n].reshape(-1, *tensor.shape) for n, tensor in selected.items()}
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return what the model output defines as derivative of the loss with respect to it."""
+        """Return the derivative of the loss that the model output defines, (batch,) or (batch, 1)."""
         return loss_gradient(
             self.modelout_fn, self.model, self.func_weights, self.func_buffers, batch
         )
@@ -398,5 +395,5 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return gradients
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return what the model output defines as derivative of the loss with respect to it."""
+        """Return the derivative of the loss that the model output defines, (batch,) or (batch, 1)."""
         return loss_gradient(self.modelout_fn, self.model, None, None, batch)

@@ -1,4 +1,4 @@
-"""Example data and models that fit on a laptop: the handwritten digits of scikit-learn."""
+"""The handwritten digits of scikit-learn, small models for them, and trained checkpoints."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trakdask.checks import require_integer, shown
-from trakdask.files import Folder
-from trakdask.samples import from_arrays
-from trakdask.training import (
+from trakdask.examples.training import (
     Images,
     Labels,
     build_model,
-    classifier_accuracy,
     require_training,
     train_classifier,
 )
+from trakdask.files import Folder
+from trakdask.samples import from_arrays
 
-__all__ = [
-    "classifier_accuracy",
-    "digits",
-    "digits_arrays",
-    "digits_checkpoints",
-    "digits_cnn",
-    "digits_mlp",
-    "train_classifier",
-]
+__all__ = ["digits", "digits_arrays", "digits_checkpoints", "digits_cnn", "digits_mlp"]
 
 
 def digits_arrays(

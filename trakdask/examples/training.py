@@ -1,4 +1,4 @@
-"""Train small classifiers in memory, for the examples."""
+"""Train small classifiers in memory."""
 
 from __future__ import annotations
 
