@@ -181,7 +181,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         return {n: gradients[n].reshape(-1, *tensor.shape) for n, tensor in selected.items()}
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the derivative of the loss that the model output defines, (batch,) or (batch, 1)."""
+        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
         return loss_gradient(
             self.modelout_fn, self.model, self.func_weights, self.func_buffers, batch
         )
@@ -395,5 +395,5 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return gradients
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the derivative of the loss that the model output defines, (batch,) or (batch, 1)."""
+        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
         return loss_gradient(self.modelout_fn, self.model, None, None, batch)
