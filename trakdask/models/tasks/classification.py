@@ -150,7 +150,25 @@ class TextClassification(_OneOfManyClasses):
 
 
 @dataclass(frozen=True)
-class BinaryClassification:
+class _LabelsOf0And1:
+    """The variables of tasks whose labels are 0 or 1."""
+
+    inputs: tuple[str, ...] = ("x",)
+    label: str = "label"
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.label, "label")
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.label)
+
+
+@dataclass(frozen=True)
+class BinaryClassification(_LabelsOf0And1):
     """Classification into two classes by a single logit.
 
     The output is the signed logit, f = z for label 1 and -z for label 0, which is log p/(1-p) of
@@ -179,19 +197,6 @@ class BinaryClassification:
     Park et al. 2023, section 3 (logistic regression).
     """
 
-    inputs: tuple[str, ...] = ("x",)
-    label: str = "label"
-    positional: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
-
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the signed logit, (batch,)."""
         logits = call_model(forward, batch, self.inputs, self.positional)
@@ -206,7 +211,7 @@ class BinaryClassification:
 
 
 @dataclass(frozen=True)
-class MultiLabel:
+class MultiLabel(_LabelsOf0And1):
     """Several independent yes-or-no labels per sample, one logit each.
 
     With the signed logits m_k (z_k for label 1, -z_k for label 0), which are log p_k/(1-p_k) of the
@@ -238,19 +243,6 @@ class MultiLabel:
     ----------
     Park et al. 2023, section 3, for a single label.
     """
-
-    inputs: tuple[str, ...] = ("x",)
-    label: str = "label"
-    positional: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
