@@ -64,7 +64,7 @@ _REMEDY = {
     "autocast": "featurizing under the torch.autocast of the store, or saving to another one",
     "float32_matmul_precision": "torch.set_float32_matmul_precision(...) as for the store",
     "layout": "the blocks of the store (samples.chunk(sample=...)) and its dtype (dtype=)",
-    "tag": "another store, or the store's tag= if both train alike",
+    "tag": "another store, or the store's tag= if both train models in the same way",
     "samples": "another store for other training samples",
     "targets": "another store for other targets",
 }

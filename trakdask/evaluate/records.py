@@ -90,7 +90,7 @@ def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records
     StoreMismatchError
         If the store has models of another spec; the message names the field.
     FileExistsError
-        If the folder or file holds something else.
+        If the folder or file contains something else.
     ValueError
         If the spec of the store is damaged.
     """
@@ -103,7 +103,7 @@ def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records
     elif names:
         raise FileExistsError(
             f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
-            "holds something else; try another path"
+            "contains something else; try another path"
         )
     else:
         folder.write(_SPEC, json.dumps(spec).encode())

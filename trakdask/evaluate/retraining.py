@@ -86,7 +86,7 @@ def retrain(
     Raises
     ------
     StoreMismatchError
-        If the store holds models of another tag, number of samples or of targets.
+        If the store contains models of another tag, or for other numbers of samples or targets.
     BlockError
         When trained, if ``train_fn`` raises an error, or does not return one number per target that
         is not NaN. The message names the subset and the seed.

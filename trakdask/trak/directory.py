@@ -194,7 +194,7 @@ def require_finalized(run: Run, exp_name: str) -> None:
     if missing:
         raise ValueError(
             f"expected finalized features of every checkpoint of {exp_name!r}, since others are "
-            f"not scored, got none of model ids {missing} in {run.folder}; try "
+            f"not scored, got none for model ids {missing} in {run.folder}; try "
             "traker.finalize_features() and scoring the targets again, or td.open_traker(save_dir) "
             "without exp_name"
         )
