@@ -44,12 +44,13 @@ def plan(
         One or more other projectors to compare with, on the same samples and model.
     pilot
         Compute the first block of the first checkpoint, twice, on the active client or on threads,
-        and estimate from it how long :func:`save` will take.
+        and estimate from it how long :func:`~trakdask.save` will take.
 
     Returns
     -------
-    The plan. It is displayed as a table; :class:`PlannedProjection` explains each number,
-    ``plan.projections`` has them as attributes, ``plan.to_dataframe()`` as columns.
+    The plan. It is displayed as a table, whose numbers
+    :class:`~trakdask.planning.plans.PlannedProjection` explains; ``plan.projections`` has them as
+    attributes, ``plan.to_dataframe()`` as columns.
 
     Raises
     ------
@@ -128,8 +129,8 @@ class PlannedProjection:
     feature_bytes
         Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
-        Bytes that :func:`save` writes, without metadata: features, output, out_to_loss and gram
-        matrices.
+        Bytes that :func:`~trakdask.save` writes, without metadata: features, output, out_to_loss
+        and gram matrices.
     gradient_bytes
         Bytes of one gradient, float32: rows × 4.
     buffer_bytes
@@ -162,7 +163,7 @@ class PlannedProjection:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The cost of computing features, as returned by :func:`plan`.
+    """The cost of computing features, as returned by :func:`~trakdask.plan`.
 
     Parameters
     ----------
