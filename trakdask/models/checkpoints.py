@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trakdask.errors import CheckpointError
 from trakdask.execution.handles import Spooled
+from trakdask.models.folders import checkpoint_folders, read_folder, weight_files
 
 __all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make_checkpoints"]
 
@@ -40,36 +41,45 @@ class Checkpoint:
     name
         Label on the ``checkpoint`` dimension.
     source
-        Path of the file, or a spooled state dict.
+        Path of the file or folder, or a spooled state dict.
     digest
         sha256 over names, dtypes, shapes and bytes of all tensors.
+        Of an adapter, over the digests of its own tensors and of the base model.
     id
         The number in [0, 2³²) that selects the projection matrix.
+    base
+        The base model, if the tensors are those of an adapter alone.
     """
 
     name: str
     source: str | Spooled
     digest: str
     id: int
+    base: Checkpoint | None = None
 
 
 def make_checkpoints(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
     ids: Iterable[int] | None = None,
     *,
-    check: Callable[[str, State], None] | None = None,
+    check: Callable[[str, State, Checkpoint | None], None] | None = None,
+    find_base: Callable[[State, Path | None], Checkpoint | None] | None = None,
 ) -> tuple[Checkpoint, ...]:
     """Read and hash checkpoints given as a list or as a mapping from name to checkpoint.
 
     Parameters
     ----------
     checkpoints
-        Paths (``.pt``, ``.safetensors``) or state dicts. In a list, a path is named by its stem and
-        a state dict by its position.
+        Paths (``.pt``, ``.safetensors``, folders of ``save_pretrained``) or state dicts. In a list,
+        a file is named by its stem, a folder by its name and a state dict by its position. One path
+        of a folder with ``checkpoint-<step>`` folders stands for these.
     ids
         Projection ids; the first 32 bits of each content hash unless given.
     check
-        Called with name and tensors of each checkpoint while it is in memory.
+        Called with name, tensors and base of each checkpoint while it is in memory.
+    find_base
+        Called with the tensors and the path of each checkpoint; returns the base model if these are
+        the tensors of an adapter alone.
 
     Raises
     ------
@@ -82,17 +92,17 @@ def make_checkpoints(
             "expected at least one set of weights as checkpoints, got none; try "
             "td.Model(build, checkpoints=['model.pt'], ...)."
         )
-    opened = [(name, *_open(name, value, check)) for name, value in named.items()]
-    digests = [digest for _, _, digest in opened]
+    opened = [(name, *_open(name, value, check, find_base)) for name, value in named.items()]
+    digests = [digest for _, _, digest, _ in opened]
     if twice := {digest for digest in digests if digests.count(digest) > 1}:
-        names = [name for name, _, digest in opened if digest in twice]
+        names = [name for name, _, digest, _ in opened if digest in twice]
         raise ValueError(
             f"expected checkpoints with different weights, got the same in {names}; try leaving "
             "the copies out, which would add nothing to the mean."
         )
     return tuple(
-        Checkpoint(name, source, digest, id)
-        for (name, source, digest), id in zip(opened, _ids(digests, ids), strict=True)
+        Checkpoint(name, source, digest, id, base)
+        for (name, source, digest, base), id in zip(opened, _ids(digests, ids), strict=True)
     )
 
 
@@ -106,8 +116,15 @@ def digest_state(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
+    own = digest_state(state)
+    return own if base is None else hashlib.sha256(f"{base.digest}|{own}".encode()).hexdigest()
+
+
 def cached_state(checkpoint: Checkpoint) -> State:
     """Return the tensors of a checkpoint, read once per process (the last two are kept).
+
+    Of an adapter, these are its own tensors; those of the base are a checkpoint of their own.
 
     The hash is verified at each read: a file that changed since the model was made would give
     features of other weights under the old name.
@@ -128,10 +145,10 @@ def _keep(digest: str, state: State) -> State:
 def _read_verified(checkpoint: Checkpoint) -> State:
     source = checkpoint.source
     state = source.get() if isinstance(source, Spooled) else read_state(Path(source))
-    if (found := digest_state(state)) != checkpoint.digest:
+    if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
             f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was made "
-            f"(content hash {checkpoint.digest[:12]}), got the content hash {found[:12]}; try "
+            f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]}; try "
             "making the td.Model again."
         )
     return dict(state)
@@ -139,6 +156,8 @@ def _read_verified(checkpoint: Checkpoint) -> State:
 
 def read_state(path: Path) -> State:
     """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
+
+    Of a folder, read what ``save_pretrained`` of transformers or PEFT wrote into it.
 
     Into memory, not mapped: training may overwrite the file while its hash stands for the tensors.
 
@@ -149,6 +168,8 @@ def read_state(path: Path) -> State:
     CheckpointError
         If the file is damaged, holds pickled code, or holds something else than tensors by name.
     """
+    if path.is_dir():
+        return read_folder(path, read_state)
     _require_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     return _require_state(content, path)
@@ -168,13 +189,6 @@ def _require_file(path: Path) -> None:
             f"expected {needed} as checkpoint, got {str(path)!r} ({err}); try another path, or the "
             "state dict itself."
         ) from err
-    if stat.S_ISDIR(found.st_mode):
-        inside = sorted(p.name for p in path.iterdir() if p.suffix in _SUFFIXES)
-        some = f"{str(path / inside[0])!r}" if inside else "the file inside"
-        raise CheckpointError(
-            f"expected {needed} as checkpoint, got the folder {str(path)!r} with "
-            f"{inside[:5] or 'no such file'}; try {some}."
-        )
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(
             f"expected {needed} as checkpoint, got {str(path)!r}, which is no regular file; try "
@@ -257,7 +271,9 @@ def _named(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
 ) -> dict[str, CheckpointLike]:
     if isinstance(checkpoints, (str, Path)):
-        return _named([checkpoints])
+        path = Path(checkpoints)
+        is_run = path.is_dir() and not weight_files(path)
+        return _named((checkpoint_folders(path) if is_run else None) or [checkpoints])
     if isinstance(checkpoints, Mapping):
         if checkpoints and all(isinstance(value, Tensor) for value in checkpoints.values()):
             raise ValueError(
@@ -272,14 +288,18 @@ def _named(
             "checkpoints=['model.pt']."
         )
     values = list(checkpoints)
-    stems = [Path(value).stem for value in values if isinstance(value, (str, Path))]
+    paths = [Path(value) for value in values if isinstance(value, (str, Path))]
+    stems = [path.name if path.is_dir() else path.stem for path in paths]
     unique = len(stems) == len(values) == len(set(stems))
     return dict(zip(stems if unique else map(str, range(len(values))), values, strict=True))
 
 
 def _open(
-    name: str, value: CheckpointLike, check: Callable[[str, State], None] | None
-) -> tuple[str | Spooled, str]:
+    name: str,
+    value: CheckpointLike,
+    check: Callable[[str, State, Checkpoint | None], None] | None,
+    find_base: Callable[[State, Path | None], Checkpoint | None] | None,
+) -> tuple[str | Spooled, str, Checkpoint | None]:
     if isinstance(value, str) and "://" in value:
         raise CheckpointError(
             f"expected a path that every worker can read as checkpoint {name!r}, got the URL "
@@ -288,12 +308,13 @@ def _open(
     path = Path(value).absolute() if isinstance(value, (str, Path)) else None
     # Copied if given: the caller may go on training the module that these tensors belong to.
     state = read_state(path) if path else _copied(_require_state(value, name))
+    base = None if find_base is None else find_base(state, path)
     if check is not None:
-        check(name, state)
-    digest = digest_state(state)
+        check(name, state, base)
+    digest = _digest(state, base)
     with _states_lock:
         _keep(digest, state)
-    return (str(path) if path else Spooled(state, token=f"state-{digest}")), digest
+    return (str(path) if path else Spooled(state, token=f"state-{digest}")), digest, base
 
 
 def _copied(state: State) -> State:

@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,9 +19,11 @@ from trakdask.execution.handles import Spooled
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
+    State,
     cached_state,
     make_checkpoints,
 )
+from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.parameters import Selection, select_parameters
 from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
 
@@ -43,8 +46,11 @@ class Model:
         since threads that share a module corrupt each other's results silently.
     checkpoints
         List of, or mapping from name to, paths (``.pt`` read with ``weights_only=True``,
-        ``.safetensors``) or state dicts. May be left out if ``build`` is a module: then its own
-        weights are the one checkpoint.
+        ``.safetensors``, folders that ``save_pretrained`` or ``Trainer`` wrote) or state dicts.
+        One path of a run's folder stands for all ``checkpoint-<step>`` in it. May be left out if
+        ``build`` is a module: then its own weights are the one checkpoint. The file of a PEFT
+        adapter is completed by the weights of its base model: of the local folder that the
+        adapter's configuration names, or else those with which ``build`` returns the model.
     task
         A name (``"image_classification"``, ``"text_classification"``, ``"binary_classification"``,
         ``"multi_label"``, ``"regression"``, ``"causal_lm"``, ``"clip"``), a :class:`Task`, or an
@@ -113,13 +119,18 @@ class Model:
         self.shapes = {name: tuple(own[name].shape) for name in names}
         self._n_parameters = sum(tensor.numel() for tensor in own.values())
         self.checkpoints = make_checkpoints(
-            checkpoints, checkpoint_ids, check=lambda name, state: _require_fit(module, state, name)
+            checkpoints,
+            checkpoint_ids,
+            check=lambda name, state, base: _require_fit(
+                module, _completed(module, state, base, name), name
+            ),
+            find_base=_BaseFinder(self.build, module),
         )
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own skeleton."""
         module = self.skeleton()
-        state = cached_state(checkpoint)
+        state = _completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
         aliases = _aliases(module)
         parameters = {n: _find(state, aliases[n]) for n, _ in module.named_parameters()}
         buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
@@ -153,6 +164,40 @@ class Model:
         )
 
 
+class _BaseFinder:
+    """Finds the base model of checkpoints that are adapters alone, reading each base once."""
+
+    def __init__(
+        self, build: str | Callable[[], torch.nn.Module] | Spooled, module: torch.nn.Module
+    ) -> None:
+        self.build = build
+        self.names = module.state_dict().keys()
+        self.bases: dict[Path | None, Checkpoint] = {}
+
+    def __call__(self, state: Mapping[str, Tensor], path: Path | None) -> Checkpoint | None:
+        if not is_adapter(state, self.names):
+            return None
+        folder = base_folder(path) if path is not None and path.is_dir() else None
+        if folder not in self.bases:
+            weights = _base_state(self.build) if folder is None else folder
+            (self.bases[folder],) = make_checkpoints({"base model": weights})
+        return self.bases[folder]
+
+
+def _base_state(build: str | Callable[[], torch.nn.Module] | Spooled) -> Mapping[str, Tensor]:
+    """Return the weights of the base model in a PEFT model, as the model was built."""
+    module = _built(build)
+    unload = getattr(module, "unload", None) or getattr(module, "get_base_model", None)
+    base = module if unload is None else unload()
+    return cast(Mapping[str, Tensor], base.state_dict())
+
+
+def _completed(module: torch.nn.Module, state: State, base: Checkpoint | None, name: str) -> State:
+    if base is None:
+        return state
+    return complete_adapter(state, cached_state(base), module.state_dict(), name)
+
+
 def _own_state(build: Build) -> Mapping[str, Tensor]:
     if isinstance(build, torch.nn.Module):
         return cast(Mapping[str, Tensor], build.state_dict())
@@ -171,6 +216,10 @@ def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
 
 
 def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
+    return _without_weights(_built(build).eval())
+
+
+def _built(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
     module = copy.deepcopy(build.get()) if isinstance(build, Spooled) else _called(build)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
@@ -178,7 +227,7 @@ def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> tor
             "returning the module from the function."
         )
     _require_plain(module)
-    return _without_weights(module.eval())
+    return module
 
 
 def _called(build: str | Callable[[], Any]) -> Any:
@@ -306,5 +355,10 @@ def _advice(state: Mapping[str, Tensor]) -> str:
         return (
             f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}, since all names "
             f"begin with {prefix!r} (of a wrapped model)."
+        )
+    if all(name.startswith("base_model.") for name in state):
+        return (
+            "a build function that returns the model with its adapter: "
+            "lambda: peft.get_peft_model(base, config)."
         )
     return "the build function that this checkpoint was trained with."
