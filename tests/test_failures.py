@@ -163,7 +163,7 @@ def test_featurize__engine_is_checked_on_samples_that_pass() -> None:
             return self.head(x - x.mean(0))
 
     data = samples(raises=[0], not_finite=[1])
-    with pytest.raises(td.BlockError, match=r"the output of sample \d+ .*mixes the samples"):
+    with pytest.raises(td.BlockError, match=r"output of sample \d+ .*alone"):
         td.featurize(data, td.Model(Mixing()), on_error="record").compute()
 
 

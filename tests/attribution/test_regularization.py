@@ -192,12 +192,12 @@ def test_damping__order_of_the_rules() -> None:
     with_calibration = td.damping(TRAIN, RANDOM, estimator="soft", calibrate=calibrate)
     assert str(with_calibration.rule.values) == "completeness, calibration set"
     random = with_outputs(calibrate, np.random.default_rng(6).standard_normal(70))
-    with pytest.warns(UserWarning, match="calibration set correlate .* the targets instead"):
+    with pytest.warns(UserWarning, match=r"calibration set .*targets"):
         found = td.damping(TRAIN, TARGETS, estimator="soft", calibrate=random).compute()
     assert str(found.rule.values) == "completeness, targets"
     h, g = weights(TRAIN, 0.5)
     train = with_outputs(TRAIN, totals_left_out(TRAIN, 0.5, h, g))
-    with pytest.warns(UserWarning, match="the training rows left out instead"):
+    with pytest.warns(UserWarning, match=r"training rows left out"):
         found = td.damping(train, RANDOM, estimator="soft").compute()
     assert str(found.rule.values) == "completeness, training rows left out"
 
@@ -339,7 +339,7 @@ def test_damping__options_that_do_not_meet() -> None:
         ValueError, match=r"with calibrate.*got damping='auto' and estimator='trak'"
     ):
         td.damping(TRAIN, TARGETS, calibrate=calibrate)
-    with pytest.raises(td.StoreMismatchError, match="calibration and training features differ"):
+    with pytest.raises(td.StoreMismatchError, match=r"calibration.*differ.*projector"):
         td.damping(
             TRAIN, estimator="soft", calibrate=calibrate.assign_attrs(projector={"kind": "other"})
         )

@@ -144,8 +144,9 @@ def write_once(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     """Write a file whole or not at all, unless it exists: its name says what is in it."""
     if path.exists():
         return
-    is_temporary = SPOOL_VARIABLE not in os.environ
-    with Folder(str(path.parent)).writing(path.name, mode=0o600, durable=not is_temporary) as file:
+    named = os.environ.get(SPOOL_VARIABLE)
+    is_lasting = bool(named) and not _is_url(named)
+    with Folder(str(path.parent)).writing(path.name, mode=0o600, durable=is_lasting) as file:
         write(file)
 
 
