@@ -112,13 +112,28 @@ class SpoolServer(SchedulerPlugin):
         """Add the requests that this plugin answers."""
         self._scheduler = scheduler
         self._uploads: dict[str, _Upload] = {}
+        self._senders: set[str] = set()
+        scheduler.handlers["trakdask_spool_serve"] = self.serve
         scheduler.handlers["trakdask_spool_read"] = self.read
         scheduler.handlers["trakdask_spool_write"] = self.write
+
+    async def serve(self, client: str) -> None:
+        """Take note of a client that sends files when it is asked."""
+        self._senders.add(client)
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Let workers ask others for what this client was sending."""
+        self._senders.discard(client)
+        for upload in self._uploads.values():
+            upload.report()
+        self._uploads.clear()
 
     async def read(self, name: str, offset: int) -> dict[str, Any]:
         """Return a part of a file, once a client has sent the whole file."""
         path = _path(name)
         while not path.exists():
+            if not self._senders:
+                raise OSError("the process that built the graph has left the cluster")
             if name not in self._uploads:
                 self._uploads[name] = _Upload()
                 self._scheduler.log_event(_TOPIC, name)
@@ -145,7 +160,7 @@ class SpoolServer(SchedulerPlugin):
             self._uploads.pop(name, None)
             raise OSError(
                 f"the process that built the graph did not send it within {_PATIENCE_S:g} seconds "
-                "when the scheduler asked; has it ended?"
+                "when the scheduler asked"
             ) from None
         if upload.failure:
             raise OSError(f"the process that built the graph cannot send it: {upload.failure}")
@@ -178,12 +193,17 @@ def _append(path: Path, sender: str, offset: int, data: bytes, size: int) -> Non
 def _serve(client: Client) -> None:
     client.subscribe_topic(_TOPIC, functools.partial(_answer, weakref.ref(client)))
     try:
-        registered = client.register_plugin(SpoolServer())
+        registered = client.sync(_register, client)
     except Exception as err:  # a scheduler that takes no plugins: workers may see the disk
         _log.info("%s cannot send files to workers: %r", client, err)
         return
     if inspect.isawaitable(registered):  # in the thread of the event loop
         _in_background(registered)
+
+
+async def _register(client: Client) -> None:
+    await client.register_plugin(SpoolServer())
+    await cast(Any, client.scheduler).trakdask_spool_serve(client=client.id)
 
 
 def _answer(client: weakref.ref[Client], event: tuple[float, str]) -> None:

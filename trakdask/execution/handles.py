@@ -115,12 +115,15 @@ class Spooled:
     True
     """
 
-    __slots__ = ("__weakref__", "_location", "_object", "_storing", "token")
+    __slots__ = ("__weakref__", "_location", "_mapped", "_object", "_storing", "token")
 
     token: str
 
     def __init__(self, obj: Any, token: str | None = None) -> None:
         self._object = obj
+        mapped = memmap_location(obj)
+        # Of the file as it is now: workers must not map what is written there later.
+        self._mapped = None if mapped is None else (mapped, file_version(mapped[0]))
         self._location: _Location | None = None
         self._storing = threading.Lock()
         self.token = fingerprint(obj) if token is None else token
@@ -150,13 +153,20 @@ class Spooled:
             with self._storing:
                 # The file may have gone: someone cleaned the folder, or TRAKDASK_SPOOL changed.
                 if self._location is None or not _is_current(self._location):
-                    self._location = _store(self._object, self.token)
+                    self._location = self._stored()
             if self._location.file is not None:
                 name = self._location.file.name
                 # Not under a lock: this may wait for the scheduler, which unpickles handles.
                 offer(name, functools.partial(_path_to_send, self.token, name))
         assert self._location is not None
         return _restore, (self.token, self._location)
+
+    def _stored(self) -> _Location:
+        name = hashlib.sha256(self.token.encode()).hexdigest()
+        if self._mapped is not None:
+            (path, *_), _ = self._mapped
+            return _Location(mapped=self._mapped, file=SpoolFile(f"{name}.npy", path))
+        return _store(self._object, name)
 
 
 _ABSENT = object()
@@ -210,6 +220,7 @@ class SpooledFile:
                 raise
         else:
             yield copy
+            os.unlink(copy)  # who asks for more expected something else
 
     def __reduce__(self) -> tuple[Callable[..., SpooledFile], tuple[str, SpoolFile]]:
         file = self._file
@@ -232,11 +243,7 @@ def _is_current(location: _Location) -> bool:
     return location.mapped is not None or location.file is None or is_current(location.file)
 
 
-def _store(obj: Any, token: str) -> _Location:
-    name = hashlib.sha256(token.encode()).hexdigest()
-    if (mapped := memmap_location(obj)) is not None:
-        file = SpoolFile(f"{name}.npy", mapped[0])
-        return _Location(mapped=(mapped, file_version(mapped[0])), file=file)
+def _store(obj: Any, name: str) -> _Location:
     if is_plain_array(obj) and obj.nbytes > INLINE_BYTES:
         return _Location(file=uploaded(_write_array(obj, f"{name}.npy")))
     path = spool_folder() / f"{name}.pkl"
@@ -264,10 +271,10 @@ def _path_to_send(token: str, name: str) -> str:
     """Return the path of a spool file for a worker; that of a memory map is written only now."""
     path = spool_folder() / name
     if not path.exists() and (live := _live.get(token)) is not None:
-        if live._location is not None and live._location.mapped is not None:
-            mapped, version = live._location.mapped
-            if file_version(mapped[0]) != version:
-                raise OSError(f"{mapped[0]} was changed since it was memory-mapped")
+        if live._mapped is not None:
+            (mapped, *_), version = live._mapped
+            if file_version(mapped) != version:
+                raise OSError(f"{mapped} was changed since it was memory-mapped")
         if name.endswith(".npy"):
             return _write_array(live.get(), name).path
         write_once(path, functools.partial(_pickle_into, live.get()))

@@ -145,7 +145,7 @@ def write_once(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     if path.exists():
         return
     named = os.environ.get(SPOOL_VARIABLE)
-    is_lasting = bool(named) and not _is_url(named)
+    is_lasting = named is not None and not _is_url(named)
     with Folder(str(path.parent)).writing(path.name, mode=0o600, durable=is_lasting) as file:
         write(file)
 

@@ -319,14 +319,21 @@ def _read(place: str) -> State:
     with tempfile.NamedTemporaryFile(suffix=Path(place).suffix) as file:
         try:
             download(place, file)
-            return read_state(Path(file.name))
         except FileNotFoundError as err:
-            raise FileNotFoundError(
-                f"expected a .pt or .safetensors file as checkpoint, got {place!r}, which does not "
-                "exist; try another path or URL, or the state dict itself."
-            ) from err
+            raise FileNotFoundError(_unreadable(place, "does not exist")) from err
+        except Exception as err:  # each service has errors of its own
+            raise CheckpointError(_unreadable(place, f"cannot be read ({err!r})")) from err
+        try:
+            return read_state(Path(file.name))
         except CheckpointError as err:
             raise CheckpointError(str(err).replace(file.name, place)) from err
+
+
+def _unreadable(url: str, why: str) -> str:
+    return (
+        f"expected a .pt or .safetensors file that every worker can read as checkpoint, got "
+        f"{url!r}, which {why}; try another path or URL, or the state dict itself."
+    )
 
 
 def _copied(state: State) -> State:
