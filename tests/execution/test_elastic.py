@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client, Worker, get_task_stream, get_worker
+from distributed import Client, LocalCluster, Worker, get_task_stream, get_worker
 
 import trakdask as td
 from tests.clusters import local_cluster, workers_with
@@ -113,7 +113,12 @@ def test_save__workers_come_when_there_is_work(
     tmp_path: Path, expected: tuple[xr.Dataset, xr.Dataset]
 ) -> None:
     """A worker that comes late, or after others have gone, still gets the samples and the model."""
-    with cluster_of(0) as (cluster, _):
+    # Not with a patient nanny: a worker that is closed while it starts may never end by itself.
+    with (
+        LocalCluster(0, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster, set_as_default=False) as client,
+        client.as_current(),
+    ):
         cluster.adapt(minimum=0, maximum=2, interval="50 ms")
         stored = td.save(features(tmp_path / "none"), tmp_path / "f.zarr", progress=False)
         cluster.adapt(minimum=0, maximum=1, interval="50 ms")
