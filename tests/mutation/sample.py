@@ -26,8 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 SUBJECTS = ("trakdask/arrays", "trakdask/attribution", "trakdask/accessor.py")
-ALSO = {"trakdask/arrays": ["tests/arrays/test_graphs.py"]}
-"""Tests of all modules of a folder, besides those that mirror one."""
+ALSO = {
+    "trakdask/arrays": ["tests/arrays/test_graphs.py"],
+    "trakdask/attribution/dampings.py": ["tests/bad_inputs/test_scores.py"],
+    "trakdask/attribution/scores.py": ["tests/attribution/test_products.py"],
+}
+"""Tests of a module, or of all modules of a folder, besides those that mirror a module."""
 
 # Workers are forked from a process that has imported everything but run nothing: threads of dask
 # and torch do not survive a fork. No test pins the wording of a message, and dask makes the same of
@@ -55,7 +59,7 @@ def tests_of(module: str) -> list[str]:
     path = Path(module).relative_to("trakdask")
     mirror = Path("tests") / path.parent / f"test_{path.name}"
     own = [str(mirror)] if (ROOT / mirror).exists() else []
-    return own + ALSO.get(str(Path(module).parent), [])
+    return own + ALSO.get(module, []) + ALSO.get(str(Path(module).parent), [])
 
 
 def copied(folder: Path, module: str) -> None:
