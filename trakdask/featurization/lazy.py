@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
 from trakdask.execution.layers import feature_layer, featurize_layer
-from trakdask.featurization.block import Block, featurize_block
+from trakdask.featurization.block import featurize_block
 from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.job import Job
@@ -322,7 +321,6 @@ def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
     """Build the graph: a bundle per (sample block × checkpoint), then a getter per variable."""
-    job = replace(job, token=token)
     _jobs[featurize_layer(token)] = job
     chunks = next(iter(inputs.values())).chunks[0]
     checkpoints = len(job.model.checkpoints)
@@ -378,5 +376,6 @@ def _range_of_block(bounds: np.ndarray, block_id: tuple[int, ...]) -> np.ndarray
     return np.arange(*bounds[block_id[0] : block_id[0] + 2])
 
 
-def _take(bundle: Block, item: int) -> np.ndarray:
-    return bundle[item]
+def _take(bundle: tuple[Any, ...], item: int) -> np.ndarray:
+    block: np.ndarray = bundle[item]
+    return block
