@@ -60,7 +60,7 @@ def test_bundle_of__has_each_block_and_how_it_was_made() -> None:
     bundle = bundle_of(variables(made))
     assert bundle is not None
     assert not any("output" in layer for layer in bundle.dask.layers)
-    feature, output, out_to_loss, device = bundle.compute(scheduler="sync").item()
+    feature, output, out_to_loss, device = bundle.to_delayed().item().compute()
     np.testing.assert_array_equal(feature, made.feature)
     np.testing.assert_array_equal(output, made.output)
     np.testing.assert_array_equal(out_to_loss, made.out_to_loss)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -18,6 +19,7 @@ __all__ = [
     "featurize_layer",
     "has_featurize_layer",
     "save_layer",
+    "take",
     "token_of",
 ]
 
@@ -96,3 +98,11 @@ def bundle_of(arrays: Mapping[str, da.Array]) -> da.Array | None:
     rows, _, checkpoints = feature.chunks
     graph, meta = feature.dask.cull_layers([layer]), np.empty((0, 0), object)
     return da.Array(graph, layer, (rows, checkpoints), object, meta)
+
+
+def take(results: Any, key: Any) -> Any:
+    """Return one of the arrays that a task computed together, by position or by name.
+
+    Not ``operator.getitem``, which the optimizer of Dask takes for a slice of an array.
+    """
+    return results[key]
