@@ -210,7 +210,7 @@ def score(
         coords[CHECKPOINT] = features[CHECKPOINT]
     dims = (SAMPLE, TARGET) if average else (SAMPLE, TARGET, CHECKPOINT)
     attrs = _score_attrs(features, targets, product)
-    return xr.DataArray(data, dims=dims, coords=coords, name="score", attrs=attrs)
+    return _labelled("score", dims, data, coords, attrs)
 
 
 def group_score(
@@ -334,7 +334,14 @@ def self_influence(
     if not average:
         coords[CHECKPOINT] = features[CHECKPOINT]
     dims = (SAMPLE,) if average else (SAMPLE, CHECKPOINT)
-    return xr.DataArray(data, dims=dims, coords=coords, name=variable.name, attrs=variable.attrs)
+    return _labelled(variable.name, dims, data, coords, variable.attrs)
+
+
+def _labelled(
+    name: str, dims: tuple[str, ...], data: Any, coords: Mapping[Hashable, Any], attrs: Any
+) -> xr.DataArray:
+    """Return a DataArray without copying its coords, as the constructor of DataArray does."""
+    return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 
 def _coords_along(ds: xr.Dataset, dim: str) -> dict[Hashable, xr.DataArray]:
