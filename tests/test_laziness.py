@@ -59,7 +59,7 @@ PUBLIC = {
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
     "damping": lambda: td.damping(FEATURES),
-    "damping_by_outputs": lambda: td.damping(MANY, MANY_TARGETS, estimator="soft"),
+    "damping_by_outputs": lambda: td.damping(MANY, estimator="soft", calibrate=MANY_TARGETS),
     "score": lambda: td.score(FEATURES, TARGETS),
     "score_soft": lambda: td.score(MANY, MANY_TARGETS, estimator="soft"),
     "score_relatif": lambda: td.score(FEATURES, TARGETS, estimator="relatif"),

@@ -94,7 +94,6 @@ class FeaturesAccessor:
 
     def damping(
         self,
-        targets: xr.Dataset | None = None,
         damping: Damping = "auto",
         *,
         estimator: Estimator = "auto",
@@ -105,7 +104,6 @@ class FeaturesAccessor:
         """See :func:`trakdask.damping`."""
         return td.damping(
             self._ds,
-            targets,
             damping,
             estimator=estimator,
             power=power,

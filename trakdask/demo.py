@@ -46,8 +46,8 @@ def main() -> None:
     with _client() as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
         features, target_features = _featurize(paths, train, targets, seconds)
-        with _timed(seconds, "choose the damping from the outputs of the targets"):
-            damping = td.damping(features, target_features).compute()
+        with _timed(seconds, "choose the damping"):
+            damping = td.damping(features).compute()
         scores = td.score(features, target_features, damping=damping)
         console.print("\n[bold]scores[/] are lazy; none of them has been computed yet:")
         console.print(_summary(scores), "\n", markup=False)

@@ -176,13 +176,13 @@ def damping(chosen: xr.Dataset) -> Figure:
             **dict.fromkeys(("rule", "relative", "threshold", "peak"), ()),
         },
         "chosen",
-        "try td.damping(features, targets, 'completeness')",
+        "try td.damping(features, 'completeness')",
     )
     chosen = chosen.compute()
     if not np.isfinite(chosen.curve.values).any():
         raise ValueError(
             "expected a damping chosen by outputs, which has a curve, got one by the rule "
-            f"{str(chosen.rule.values)!r}; try td.damping(features, targets, 'completeness')"
+            f"{str(chosen.rule.values)!r}; try td.damping(features, 'completeness')"
         )
     figure = _new_figure(5.2, 3.4)
     ax = figure.subplots()

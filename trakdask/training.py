@@ -34,7 +34,7 @@ def train_classifier(
     build
         Returns the untrained model; called once, after seeding.
     images
-        Model inputs (n, ...), float32.
+        Model inputs (n, ...), float32, or int64 for tokens.
     labels
         Classes (n,), int64.
     seed
@@ -95,7 +95,7 @@ def classifier_accuracy(
     state
         Its state dict.
     images
-        Model inputs (n, ...), float32.
+        Model inputs (n, ...), float32, or int64 for tokens.
     labels
         Classes (n,), int64.
 
@@ -127,8 +127,10 @@ def require_training(seed: int, epochs: int, batch_size: int, lr: float) -> None
 
 
 def _require_data(images: object, labels: object) -> None:
-    """Reject anything but finite float32 images and as many int64 labels."""
-    for name, array, dtype in (("images", images, np.float32), ("labels", labels, np.int64)):
+    """Reject anything but finite float32 images, or int64 tokens, and as many int64 labels."""
+    tokens = isinstance(images, np.ndarray) and images.dtype == np.int64
+    inputs = np.int64 if tokens else np.float32
+    for name, array, dtype in (("images", images, inputs), ("labels", labels, np.int64)):
         if not isinstance(array, np.ndarray):
             raise TypeError(
                 f"expected {name} to be a NumPy array, got a {type(array).__name__}; try "

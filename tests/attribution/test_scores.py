@@ -187,7 +187,7 @@ def test_score__bad_damping(damping: object) -> None:
 
 
 def test_score__bad_weights() -> None:
-    with pytest.raises(ValueError, match=r"expected weights as a DataArray of .*'sample': 3"):
+    with pytest.raises(ValueError, match=r"weights.*DataArray.*'sample': 3"):
         td.score(FEATURES, TARGETS, weights=xr.DataArray(np.ones(3), dims="sample"))
     with pytest.raises(ValueError, match=r"finite weights >= 0.*got -1.0 at sample 0"):
         td.score(FEATURES, TARGETS, weights=xr.DataArray(-np.ones(50), dims="sample"))
@@ -279,7 +279,7 @@ def test_score__precisions_that_differ_are_warned_of_once(field: str) -> None:
 def test_group_score__by_what_is_no_coord_of_its_own(by: object) -> None:
     features = FEATURES.assign_coords(target_label=("sample", np.arange(50)))
     features = features.assign_coords(target=("sample", np.arange(50)))
-    with pytest.raises(ValueError, match="expected by as the name of one coord"):
+    with pytest.raises(ValueError, match=r"\bby\b.*coord.*got"):
         td.group_score(features, TARGETS, by=by)
 
 

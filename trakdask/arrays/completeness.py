@@ -341,7 +341,7 @@ def _at_the_end(rho: float, name: str) -> str:
     return (
         f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
         f"[{GRID[0]:g}, {GRID[-1]:g}]; the best may lie beyond. Look at "
-        "td.plots.damping(td.damping(features, targets)), or type damping='closed_form'."
+        "td.plots.damping(td.damping(features)), or type damping='closed_form'."
     )
 
 

@@ -321,7 +321,7 @@ def self_influence(
     features = lazy_features(features)
     x = features.feature.data
     if options.estimator.has_gram:
-        matrix = regularize(features, None, options)
+        matrix = regularize(features, options)
         own = arrays.solve.leverage(cholesky(features, matrix.gram, matrix.damping), x)
     else:
         own = arrays.weights.squared_norm(x)
