@@ -17,7 +17,7 @@ from dask.callbacks import Callback
 from distributed import Client
 
 import trakdask as td
-from tests.stored_arrays import ShapeOfArray, as_stored, stored
+from tests.stored_arrays import ShapeOfArray, StoredArray, as_stored, stored
 from trakdask.arrays.block_arguments import Slices
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
@@ -144,7 +144,7 @@ def test_tasks__one_per_stored_block(name: str) -> None:
 
 
 VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200)).compute()
-TARGETS = simulate_features(60, P, C, chunks=7, seed=1).assign_coords(metadata(60))
+TARGETS = simulate_features(60, P, C, chunks=60, seed=1).assign_coords(metadata(60))
 UNEVEN = (50, 3, 47, 60, 1, 39)
 
 
@@ -209,6 +209,15 @@ def test_stored_blocks__never_leave_their_task(name: str) -> None:
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
         lazy.compute(scheduler="sync")
     assert max(sizes) < 500 * p * 4
+
+
+@pytest.mark.parametrize("chunks", [60, 7])
+def test_score__reads_each_stored_block_once(chunks: int) -> None:
+    features = as_stored(VALUES, UNEVEN)
+    (source,) = (x for x in features.feature.data.dask.values() if isinstance(x, StoredArray))
+    targets = TARGETS.map(lambda x: x.chunk(sample=chunks))
+    td.score(features, targets, estimator="grad_dot").compute(scheduler="sync")
+    assert list(source.reads.values()) == [1] * len(UNEVEN) * C
 
 
 def scores_of(features: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:

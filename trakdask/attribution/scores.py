@@ -109,9 +109,10 @@ def score(
         Features of the training samples. If they hold the ``gram`` of this estimator, as
         :func:`save` keeps it, and their arrays are those of the store, it is used: rows selected
         lazily with ``features.isel(sample=...)`` are scored under the gram matrix of all samples,
-        and only their blocks are read. Otherwise it is reduced from these features, whose blocks
-        then stay in memory until they are scored. Of arrays that were loaded as a whole, the
-        diagonal of the gram matrix tells whether they are still those of the store.
+        and only their blocks are read. Otherwise it is reduced from these features: stored ones are
+        read twice, and those that are computed stay in memory until they are scored. Of arrays that
+        were loaded as a whole, the diagonal of the gram matrix tells whether they are still those
+        of the store.
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
