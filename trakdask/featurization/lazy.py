@@ -161,25 +161,7 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    if gradients not in ("auto", *ENGINES):
-        raise ValueError(
-            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
-            "gradients='auto'"
-        )
-    if dtype not in (None, *get_args(DType)):
-        raise ValueError(
-            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
-            "dtype='float32'"
-        )
-    if on_error not in get_args(OnError):
-        raise ValueError(
-            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
-        )
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
-            "checkpoints=[...], task=...)"
-        )
+    _require_options(model, gradients, dtype, on_error)
     projector = _projector(projector)
     samples = validate_samples(samples)
     _require_running_statistics(model)
@@ -211,8 +193,8 @@ def featurize(
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
     arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
     names = [checkpoint.name for checkpoint in model.checkpoints]
-    names_coord = normalise_coord(CHECKPOINT, names, len(names))
-    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, names_coord)}
+    checkpoint = normalise_coord(CHECKPOINT, names, len(names))
+    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
 
@@ -230,6 +212,28 @@ def model_operations(features: xr.Dataset) -> int | None:
         return None
     model = job.model
     return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
+
+
+def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:
+    if gradients not in ("auto", *ENGINES):
+        raise ValueError(
+            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
+            "gradients='auto'"
+        )
+    if dtype not in (None, *get_args(DType)):
+        raise ValueError(
+            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
+            "dtype='float32'"
+        )
+    if on_error not in get_args(OnError):
+        raise ValueError(
+            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
+        )
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
+            "checkpoints=[...], task=...)"
+        )
 
 
 def _projector(projector: Projector | None) -> Projector:
