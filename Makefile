@@ -8,6 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
+MUTATION := $(VENV)/.installed-mutation
 # Twice quiet: pip's notes about its own settings drown its errors.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
@@ -26,14 +27,15 @@ COVERAGE := $(if $(CI),--cov --cov-report=term:skip-covered)
 heading = @printf '\n== %s\n' '$(1)'
 
 .NOTPARALLEL:
-.PHONY: help install demo test test-faults benchmarks lint format types imports wheel notebooks unit clean
+.PHONY: help install demo test test-faults mutate benchmarks lint format types imports wheel notebooks unit clean
 
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | notebooks | unit'
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
-	@echo 'make format      let ruff mend what it can'
+	@echo 'make mutate      change the code in small ways and see which changes no test notices: an hour'
+	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri: hours'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
@@ -81,6 +83,10 @@ test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest --quiet -n $(JOBS) tests/faults
 
+# For other samples: make mutate MUTATE='trakdask/arrays/gram.py --ending 3'.
+mutate: $(MUTATION)
+	@$(PY) tests/mutation/sample.py $(MUTATE)
+
 benchmarks: $(PEERS)
 	@set -e; for script in $(BENCHMARKS); do printf '\n== %s\n' "$$script"; $(PY) "$$script"; done
 
@@ -107,4 +113,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(PEERS): $(INSTALLED)
 	@$(PIP_INSTALL) --editable '.[dev,demo,peers]'
+	@touch $@
+
+$(MUTATION): $(INSTALLED)
+	@$(PIP_INSTALL) --editable '.[dev,demo,mutation]'
 	@touch $@

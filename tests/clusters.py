@@ -9,7 +9,7 @@ from typing import Any
 import dask
 from distributed import Client, LocalCluster, Nanny, Scheduler, SpecCluster
 
-PATIENCE_S = 240
+from tests.waiting import PATIENCE_S
 
 PATIENT: dict[str, Any] = {
     "distributed.comm.timeouts.connect": f"{PATIENCE_S}s",

@@ -163,7 +163,7 @@ def test_featurize__engine_is_checked_on_samples_that_pass() -> None:
             return self.head(x - x.mean(0))
 
     data = samples(raises=[0], not_finite=[1])
-    with pytest.raises(td.BlockError, match=r"the output of sample \d+ .*mixes the samples"):
+    with pytest.raises(td.BlockError, match=r"output of sample \d+ .*alone"):
         td.featurize(data, td.Model(Mixing()), on_error="record").compute()
 
 
@@ -236,11 +236,11 @@ def test_score__by_completeness_with_failures() -> None:
     ]
     targets = TARGETS.compute()
     targets["output"][:] = np.einsum("spc,cp->sc", targets.feature, newton)  # ρ = 1
-    options = {"estimator": "soft", "damping": "completeness"}
+    options = {"estimator": "soft", "damping": "completeness", "calibrate": targets}
     scores = td.score(features, targets, **options).compute()
     failed = (features.error != "").any("checkpoint").values
     assert (np.isnan(scores).all("target").values == failed).all()
-    found, expected = (td.damping(ds, targets, **options).compute() for ds in (features, rest))
+    found, expected = (td.damping(ds, **options).compute() for ds in (features, rest))
     assert expected.relative == 1
     assert 0.5 < found.relative < 2  # two samples are in some of the gram matrices
     assert found.peak > 0.99

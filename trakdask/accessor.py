@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trakdask.attribution.dampings import Damping
     from trakdask.attribution.estimators import Estimator
     from trakdask.attribution.ranking import Where
-    from trakdask.storage.parts import AppendDim
+    from trakdask.storage.appending import AppendDim
 
 __all__ = ["FeaturesAccessor", "ScoresAccessor"]
 
@@ -94,7 +94,6 @@ class FeaturesAccessor:
 
     def damping(
         self,
-        targets: xr.Dataset | None = None,
         damping: Damping = "auto",
         *,
         estimator: Estimator = "auto",
@@ -105,7 +104,6 @@ class FeaturesAccessor:
         """See :func:`trakdask.damping`."""
         return td.damping(
             self._ds,
-            targets,
             damping,
             estimator=estimator,
             power=power,

@@ -1,9 +1,10 @@
-"""Results written for others: scores and rankings as zarr and parquet."""
+"""Write scores and rankings to zarr and parquet, for other programs."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,6 @@ from typing import Any
 
 import dask
 import dask.array as da
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,14 +21,14 @@ import xarray as xr
 from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
-from trakdask.locations import location
+from trakdask.files import Folder
 from trakdask.variables import RANK, TARGET
 
 __all__ = ["to_parquet", "to_zarr"]
 
 _MAX_BYTES = "10 GiB"
 _WRITER = "written_by"
-"""An attribute of what to_zarr writes, with where: what others made of it elsewhere is theirs."""
+"""Attribute of stores that to_zarr writes; it includes the path, so a moved store is not ours."""
 _METADATA = "trakdask"
 """Key of the metadata of each parquet file that to_parquet writes."""
 _ROWS_AT_ONCE = 2**20
@@ -50,16 +50,16 @@ def to_zarr(
     store
         Folder or fsspec URL. Read it with ``xarray.open_zarr(store, consolidated=False)``.
     max_bytes
-        Refuse to write more than this, a number or a text such as ``"60 GB"``: scores of a million
-        samples for ten thousand targets are 40 GB.
+        Raise an error instead of writing more than this, a number of bytes or a string such as
+        ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
     overwrite
-        Replace an earlier result of this function, known by the attribute ``written_by``; nothing
-        else is ever removed, and least of all a store of features.
+        Replace an earlier result of this function, which the attribute ``written_by`` identifies.
+        Nothing else is ever removed, in particular no store of features.
 
     Raises
     ------
     TypeError
-        If ``data`` is no DataArray or Dataset.
+        If ``data`` is not a DataArray or Dataset.
     ValueError
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
@@ -72,12 +72,12 @@ def to_zarr(
         )
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
     _require_size(ds, ds.nbytes, max_bytes)
-    place = _free_place(store, overwrite, _is_our_zarr)
+    folder = _free_folder(store, overwrite, _is_our_zarr)
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    marked = ds.assign_attrs({_WRITER: _mark(place)})
-    marked.to_zarr(place, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
+    marked = ds.assign_attrs({_WRITER: _mark(folder)})
+    marked.to_zarr(folder.url, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
 
 
 def to_parquet(
@@ -87,45 +87,44 @@ def to_parquet(
     max_bytes: int | str = _MAX_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Compute a ranking, or scores, into parquet files: one row per number, metadata beside it.
+    """Compute a ranking or scores into parquet files, with one row per score and its metadata.
 
     Parameters
     ----------
     data
-        Lazy Dataset (target, rank) of :func:`top_k`, or scores (sample, target) of :func:`score`,
-        or by group of :func:`group_score`.
+        Lazy Dataset (target, rank) of :func:`top_k`, scores (sample, target) of :func:`score`, or
+        scores by group of :func:`group_score`.
     path
-        Folder or fsspec URL. One file per block of targets (of scores: and of samples), so that
-        nothing larger than a block is in memory.
+        Folder or fsspec URL. There is one file per block of targets (for scores, per block of
+        targets and samples), so that nothing larger than a block is in memory.
     max_bytes
-        Refuse to write more than this before compression, a number or a text such as ``"60 GB"``.
+        Raise an error instead of writing more than this, before compression: a number of bytes or a
+        string such as ``"60 GB"``.
     overwrite
-        Replace an earlier result of this function, known by the metadata of each file; nothing else
-        is ever removed.
+        Replace an earlier result of this function, which the metadata of each file identify.
+        Nothing else is ever removed.
 
     Raises
     ------
     ValueError
-        If ``data`` is no such result, or takes more than ``max_bytes``.
+        If ``data`` is not such a result, or takes more than ``max_bytes``.
     FileExistsError
         If the folder exists and ``overwrite`` is false, or if something else is in it.
 
     Notes
     -----
-    Columns: ``target`` and ``rank``, ``sample`` or the group (positions from 0 where there is no
-    index); of a ranking ``score`` and ``position`` of the training sample, of scores ``score``;
-    coords by their names, those of targets with the prefix ``target_``. Text is categorical (a
-    dictionary of arrow), null where a rank has no sample. ``attrs`` are in the metadata of each
-    file, under ``trakdask``, as JSON.
+    Columns are ``target``, then ``rank``, ``sample`` or the group (positions from 0 if there is no
+    index); ``score``; for a ranking, the ``position`` of the training sample; and the coords, those
+    of targets with the prefix ``target_``. Text is categorical (a dictionary of arrow), and null
+    where a rank has no sample. ``attrs`` are in the metadata of each file, under ``trakdask``, as
+    JSON.
     """
     ds = _as_table(data)
     columns = _columns(ds)
     width = sum(4 if array.dtype.kind in "OTU" else array.dtype.itemsize for _, array in columns)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    place = _free_place(path, overwrite, _is_our_parquet)
-    fs, folder = fsspec.core.url_to_fs(place)
-    fs.makedirs(folder, exist_ok=True)
-    dask.compute(_written(ds, columns, place))
+    folder = _free_folder(path, overwrite, _is_our_parquet)
+    dask.compute(_written(ds, columns, folder))
 
 
 def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
@@ -135,7 +134,7 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
         limit = -1
     if isinstance(max_bytes, bool) or limit < 0:
         raise ValueError(
-            f"expected max_bytes as a number of bytes or a text, got {max_bytes!r:.60}; try "
+            f"expected max_bytes as a number of bytes or a string, got {max_bytes!r:.60}; try "
             "max_bytes='60 GB'"
         )
     if n_bytes > limit:
@@ -143,80 +142,73 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
         needed = math.ceil(n_bytes / 2**30)
         raise ValueError(
             f"expected at most {format_bytes(limit)}, got {format_bytes(n_bytes)} ({sizes}); try "
-            "the best of each target, td.top_k(scores, k=100), or if you mean it, "
+            "the highest scores of each target, td.top_k(scores, k=100), or to write everything, "
             f"max_bytes='{needed} GiB'"
         )
 
 
-def _free_place(
-    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Any, str, str], bool]
-) -> str:
-    """Return where to write; what is there is removed only if the same function wrote it."""
+def _free_folder(
+    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool]
+) -> Folder:
+    """Return the folder to write to, after removing an earlier result of the same function."""
     if not isinstance(overwrite, bool):
-        raise TypeError(f"expected overwrite=True or False, got {overwrite!r:.60}")
-    place = location(path)
-    fs, inside = fsspec.core.url_to_fs(place)
-    if not fs.exists(inside):
-        return place
-    if not fs.isdir(inside):
-        raise NotADirectoryError(f"expected a folder, got the file {place!r}; try another path")
-    names = _names(fs, inside)
+        raise TypeError(
+            f"expected overwrite=True or False, got {overwrite!r:.60}; try overwrite=True"
+        )
+    folder = Folder.at(path)
+    names = folder.names()
     if not names:
-        return place
+        folder.sweep()
+        return folder
     if not overwrite:
         raise FileExistsError(
-            f"expected a new path, got {place!r}, which exists; try overwrite=True to replace it"
+            f"expected a new path, got {folder.url!r}, which exists; try overwrite=True to replace "
+            "it"
         )
-    if not is_ours(fs, inside, place):
+    if not is_ours(folder):
         raise FileExistsError(
-            f"expected an earlier result of the same function to overwrite, got {place!r}, which "
-            f"holds {names[:3]}; try another path, or delete the folder yourself"
+            f"expected an earlier result of the same function to overwrite, got {folder.url!r}, "
+            f"which contains {names[:3]}; try another path, or deleting the folder yourself"
         )
-    fs.rm(inside, recursive=True)
-    return place
+    folder.remove()
+    return folder
 
 
-def _names(fs: Any, folder: str) -> list[str]:
-    fs.invalidate_cache()
-    found = (name.rstrip("/") for name in fs.ls(folder, detail=False))
-    return sorted(name.rpartition("/")[2] for name in found if name != folder.rstrip("/"))
-
-
-def _is_our_zarr(fs: Any, folder: str, place: str) -> bool:
-    """Tell whether to_zarr wrote a store, and nobody put anything else there."""
-    content = _json(fs, f"{folder}/zarr.json")
-    attrs = content.get("attributes")
-    if not isinstance(attrs, dict) or attrs.get(_WRITER) != _mark(place) or "layout" in attrs:
+def _is_our_zarr(folder: Folder) -> bool:
+    """Return whether to_zarr wrote a store, and the folder contains nothing else."""
+    attrs = _attrs(folder)
+    if attrs.get(_WRITER) != _mark(folder) or "layout" in attrs:
         return False
-    arrays = [f"{folder}/{name}" for name in _names(fs, folder) if name != "zarr.json"]
-    return all(set(_names(fs, at)) in ({"zarr.json"}, {"zarr.json", "c"}) for at in arrays)
+    arrays = [folder / name for name in folder.names() if name != "zarr.json"]
+    return all(set(array.names()) in ({"zarr.json"}, {"zarr.json", "c"}) for array in arrays)
 
 
-def _mark(place: str) -> str:
-    return f"trakdask.to_zarr {hashlib.sha256(place.encode()).hexdigest()[:16]}"
+def _mark(folder: Folder) -> str:
+    return f"trakdask.to_zarr {hashlib.sha256(folder.url.encode()).hexdigest()[:16]}"
 
 
-def _is_our_parquet(fs: Any, folder: str, place: str) -> bool:
-    """Tell whether to_parquet wrote all files of a folder, by their names and metadata."""
-    return all(_is_our_file(fs, f"{folder}/{name}") for name in _names(fs, folder))
+def _is_our_parquet(folder: Folder) -> bool:
+    """Return whether to_parquet wrote all files of a folder, by their names and metadata."""
+    return all(_is_our_file(folder, name) for name in folder.names())
 
 
-def _is_our_file(fs: Any, path: str) -> bool:
-    if not re.search(r"/part-\d{5,}-\d{5,}\.parquet$", path):
+def _is_our_file(folder: Folder, name: str) -> bool:
+    if not re.fullmatch(r"part-\d{5,}-\d{5,}\.parquet", name):
         return False
     try:
-        metadata = pq.read_schema(path, filesystem=fs).metadata or {}
-    except (OSError, ValueError):  # no parquet file, whatever its name
+        with folder.open(name) as file:
+            metadata = pq.read_schema(file).metadata or {}
+    except (OSError, ValueError):  # not a parquet file, despite its name
         return False
     return _METADATA.encode() in metadata
 
 
-def _json(fs: Any, path: str) -> dict[str, Any]:
+def _attrs(folder: Folder) -> dict[str, Any]:
+    """Return the attributes of a zarr group, or none if it is not a group or is damaged."""
     try:
-        found = json.loads(fs.cat_file(path))
-    except (OSError, ValueError):
+        return dict(folder.read_json("zarr.json")["attributes"])
+    except (OSError, ValueError, TypeError, KeyError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _as_table(data: object) -> xr.Dataset:
@@ -226,10 +218,10 @@ def _as_table(data: object) -> xr.Dataset:
     if isinstance(data, xr.DataArray) and is_scores:
         data = data.to_dataset(name=data.name or "score")
     elif not is_ranking:
-        found = tuple(data.dims) if isinstance(data, (xr.DataArray, xr.Dataset)) else type(data)
+        given = tuple(data.dims) if isinstance(data, (xr.DataArray, xr.Dataset)) else type(data)
         raise ValueError(
             "expected the Dataset (target, rank) of td.top_k, or a DataArray with two dimensions, "
-            f"one of them target, got {found}; try scores.mean('checkpoint') for an ensemble, or "
+            f"one of them target, got {given}; try scores.mean('checkpoint') for an ensemble, or "
             "td.to_zarr(data, path)"
         )
     assert isinstance(data, xr.Dataset)
@@ -249,24 +241,24 @@ Column = tuple[str, da.Array]
 def _columns(ds: xr.Dataset) -> list[Column]:
     """Return the columns' names, and their arrays over one or both dimensions, chunked alike."""
     names = [*_dims(ds), *ds.data_vars, *(name for name in ds.coords if name not in ds.dims)]
-    found = []
+    columns = []
     for name in names:
         array = ds[name]  # of a dimension without an index: 0, 1, ...
         if array.ndim:
             chunks = tuple(ds.chunksizes[dim] for dim in array.dims)
             lazy = isinstance(array.data, da.Array)
-            found.append((str(name), array.data if lazy else da.from_array(array.values, chunks)))
-    return found
+            columns.append((str(name), array.data if lazy else da.from_array(array.values, chunks)))
+    return columns
 
 
-def _written(ds: xr.Dataset, columns: list[Column], place: str) -> da.Array:
-    """Return the tasks that write a file each, (block of targets, block of the rest)."""
+def _written(ds: xr.Dataset, columns: list[Column], folder: Folder) -> da.Array:
+    """Return tasks that write one file each, (block of targets, block of the other dimension)."""
     dims = dict(zip(_dims(ds), "to", strict=True))
     axes = ["".join(dims[dim] for dim in ds[name].dims) for name, _ in columns]
     numbers = [da.arange(len(ds.chunksizes[dim]), chunks=1) for dim in dims]
-    token = tokenize(place, [(name, array.name) for name, array in columns])
+    token = tokenize(folder.url, [(name, array.name) for name, array in columns])
     written: da.Array = da.blockwise(
-        functools.partial(_write_file, place, [name for name, _ in columns], axes, ds.attrs), "to",
+        functools.partial(_write_file, folder, [name for name, _ in columns], axes, ds.attrs), "to",
         *(item for (_, array), axis in zip(columns, axes, strict=True) for item in (array, axis)),
         numbers[0], "t", numbers[1], "o",
         name=f"to-parquet-{token}", align_arrays=False, concatenate=True,
@@ -276,19 +268,18 @@ def _written(ds: xr.Dataset, columns: list[Column], place: str) -> da.Array:
 
 
 def _write_file(
-    place: str, names: list[str], axes: list[str], attrs: dict[str, Any], *blocks: np.ndarray
+    folder: Folder, names: list[str], axes: list[str], attrs: dict[str, Any], *blocks: np.ndarray
 ) -> np.ndarray:
     *values, (target_block,), (other_block,) = blocks
-    fs, folder = fsspec.core.url_to_fs(place)
-    file = f"{folder}/part-{target_block:05d}-{other_block:05d}.parquet"
-    writer = None
-    for table in _tables(dict(zip(names, values, strict=True)), axes):
-        if writer is None:
-            about = {_METADATA: json.dumps(attrs, default=str)}
-            writer = pq.ParquetWriter(file, table.schema.with_metadata(about), filesystem=fs)
-        writer.write_table(table)
-    if writer is not None:
-        writer.close()
+    tables = _tables(dict(zip(names, values, strict=True)), axes)
+    if (first := next(tables, None)) is not None:
+        schema = first.schema.with_metadata({_METADATA: json.dumps(attrs, default=str)})
+        with (
+            folder.writing(f"part-{target_block:05d}-{other_block:05d}.parquet") as file,
+            pq.ParquetWriter(file, schema) as writer,
+        ):
+            for table in itertools.chain([first], tables):
+                writer.write_table(table)
     return np.ones((1, 1), bool)
 
 

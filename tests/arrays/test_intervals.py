@@ -28,11 +28,20 @@ def test_proportion_interval__equals_scipy(n: int) -> None:
         np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+def test_proportion_interval__stays_within_0_and_1() -> None:
+    """Rounding would put the bounds of 0 and 1 just outside, for some n."""
+    ends = np.array([0.0, 1.0])
+    found = np.array([intervals.proportion_interval(ends, n, 0.9) for n in range(1, 200)])
+    assert (found[:, 0, 0] >= 0).all()
+    assert (found[:, 1, 1] <= 1).all()
+
+
 def test_mean_interval__equals_scipy() -> None:
     x = np.random.default_rng(0).standard_normal((2, 12))
     found = intervals.mean_interval(x, 0.9)
     expected = stats.t.interval(0.9, 11, loc=x.mean(axis=1), scale=stats.sem(x, axis=1))
     np.testing.assert_allclose(found, expected)
+    np.testing.assert_array_equal(intervals.mean_interval(x[:, None], 0.9)[..., 0], found)
     assert np.isnan(intervals.mean_interval(x[:, :1], 0.9)).all()
 
 

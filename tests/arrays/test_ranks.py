@@ -93,6 +93,14 @@ def test_less_bias__moves_by_what_the_draws_are_off() -> None:
     assert ranks.less_bias(np.array([0.8, 0.9]), np.float64(0.99))[1] == 1
 
 
+@pytest.mark.parametrize("confidence", [0.5, 0.9])
+def test_percentiles__as_far_from_both_ends(confidence: float) -> None:
+    draws = np.random.default_rng(0).permuted(np.arange(101.0))
+    tail = 100 * (1 - confidence) / 2
+    found = ranks.percentiles(np.stack([draws, np.full(101, np.nan)]), confidence)
+    np.testing.assert_allclose(found, [[tail, np.nan], [100 - tail, np.nan]])
+
+
 def test_bootstrap__same_resamples_for_all_predictions() -> None:
     """Of one target, so that only subsets are drawn: each draw is that of written-out rows."""
     rng = np.random.default_rng(1)

@@ -119,11 +119,11 @@ def test_cholesky__refuses_shapes() -> None:
         cholesky(k, 1.0, ["only"])
     with pytest.raises(ValueError, match=r"damping of shape \(2,\).*got \(3,\)"):
         cholesky(k, np.ones(3), LABELS)
-    with pytest.raises(ValueError, match=r"gram of cholesky as square matrices"):
+    with pytest.raises(ValueError, match=r"gram of cholesky .*square.*\(4, 12, 2\)"):
         cholesky(k[:4], 1.0, LABELS)
     with pytest.raises(ValueError, match=r"gram of cholesky .*'proj_dim_1', got 2 \(6, 6\)"):
         cholesky(k.rechunk((12, 6, 1)), 1.0, LABELS)
-    with pytest.raises(ValueError, match=r"factor of solve as square matrices"):
+    with pytest.raises(ValueError, match=r"factor of solve .*square"):
         solve(k.rechunk((6, 12, 1)), lazy(features()))
 
 

@@ -43,6 +43,11 @@ def test_mean_trace__trace_by_samples() -> None:
     np.testing.assert_allclose(found, [np.trace(k[..., c]) / 10 for c in (0, 1)])
 
 
+def test_mean_trace__is_summed_in_float64() -> None:
+    k = np.diag(np.array([2**24, 1, 1], "f4"))[:, :, None]
+    assert mean_trace(lazy(k, 3), 1).compute().tolist() == [2**24 + 2]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_solve__equals_a_dense_solve(dtype: type) -> None:
     x, h, g, rows = data()

@@ -14,7 +14,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.matrices import weight_data
-from trakdask.storage.place import Complete
+from trakdask.storage.zarr_stores import Complete
 from trakdask.testing import simulate_features
 
 SOFT = {"estimator": "soft", "damping": "completeness"}
@@ -126,7 +126,7 @@ def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(tmp_pa
     rows = some[0].isel(sample=slice(60))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        chosen = td.damping(rows, some[2], estimator="soft").compute()
+        chosen = td.damping(rows, estimator="soft").compute()
     # Simulated outputs follow nothing, so λ is the closed form: that of all samples.
     closed_form = td.damping(some[0], damping="closed_form", estimator="soft").damping
     np.testing.assert_allclose(chosen.damping, closed_form)

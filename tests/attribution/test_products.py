@@ -116,9 +116,9 @@ def test_score__automatic_soft_is_the_damping_it_reports() -> None:
     f = (targets.feature * step).sum("proj_dim").values
     f += 0.2 * f.std() * rng.standard_normal(f.shape)
     targets = targets.assign(output=targets.output.copy(data=da.from_array(f, chunks=(16, 1))))
-    chosen = td.damping(train, targets, estimator="soft").compute()
+    chosen = td.damping(train, estimator="soft", calibrate=targets).compute()
     assert np.isfinite(chosen.relative)
-    found = td.score(train, targets, estimator="soft", average=False)
+    found = td.score(train, targets, estimator="soft", calibrate=targets, average=False)
     for c in range(C):
         one = [ds.isel(checkpoint=[c]) for ds in (train, targets)]
         lam = td.Absolute(float(chosen.damping[c]))

@@ -99,13 +99,13 @@ def test_top_k__nan_scores_never_rank() -> None:
     top = td.top_k(scores, 3)
     mask = ALL & (FEATURES["size"].values > 0.5)[:, None]
     np.testing.assert_array_equal(top.position, argsorted(mask, 3))
-    with pytest.raises(ValueError, match="integer coords cannot be missing"):
+    with pytest.raises(ValueError, match=r"integer coords"):
         td.top_k(SCORES.where(SCORES["size"] > 2), 3).compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("k", [0, -1, 51, 2.0, True, "3"])
 def test_top_k__bad_k(k: object) -> None:
-    with pytest.raises(ValueError, match="expected k as an integer from 1 to the 50 samples"):
+    with pytest.raises(ValueError, match=r"\bk\b.* 1 to .*50 samples.*got"):
         td.top_k(SCORES, k)
 
 
@@ -120,9 +120,7 @@ def test_top_k__bad_k(k: object) -> None:
     ],
 )
 def test_top_k__bad_mask(where: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"expected where as bool over the samples, \{'sample': 50\}"
-    ):
+    with pytest.raises(ValueError, match=r"where as bool.*\{'sample': 50\}"):
         td.top_k(SCORES, 3, where=where)
 
 
@@ -132,7 +130,7 @@ def test_top_k__mask_selects_too_few() -> None:
 
 
 def test_top_k__function_that_returns_no_mask() -> None:
-    with pytest.raises(ValueError, match=r"to return a boolean DataArray.*got int64"):
+    with pytest.raises(ValueError, match=r"boolean DataArray.*got int64"):
         td.top_k(SCORES, 3, where=lambda tile: tile.label).compute(scheduler="sync")
 
 
@@ -182,7 +180,7 @@ def test_top_k__mask_that_cannot_be_aligned_is_refused() -> None:
     with pytest.raises(ValueError, match="coord 'label' at sample 1"):
         td.top_k(SCORES.sortby("label"), 3, where=where)
     labelled = xr.DataArray(np.ones(50, bool), coords={"sample": NAMES})
-    with pytest.raises(ValueError, match="got labels"):
+    with pytest.raises(ValueError, match="labels"):
         td.top_k(SCORES, 3, where=labelled)
     with pytest.raises(ValueError, match="without 's49'"):
         td.top_k(SCORES.assign_coords(sample=NAMES), 3, where=labelled[:49])
@@ -218,7 +216,7 @@ def test_top_k__other_dimensions_say_what_to_type(scores: xr.DataArray, remedy: 
 
 
 def test_top_k__nothing_selected_does_not_ask_for_one() -> None:
-    with pytest.raises(ValueError, match="got 0 of 50; try a mask that selects some"):
+    with pytest.raises(ValueError, match=r"got 0 of 50; try"):
         td.top_k(SCORES, 1, where=np.zeros(50, bool))
 
 

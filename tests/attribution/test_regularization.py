@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import dask
@@ -101,7 +102,7 @@ def closed_form(train: xr.Dataset, h: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_damping__by_targets(power: float) -> None:
+def test_damping__by_a_calibration_set(power: float) -> None:
     """The outputs choose under weights of power ½; ρ is then one of the estimator's own matrix."""
     h, g = weights(TRAIN, 0.5)
     curve = np.array(
@@ -110,14 +111,14 @@ def test_damping__by_targets(power: float) -> None:
             for rho in GRID
         ]
     )
-    found = td.damping(TRAIN, TARGETS, estimator="soft", power=power).compute()
+    found = td.damping(TRAIN, calibrate=TARGETS, estimator="soft", power=power).compute()
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
     assert float(found.relative) == oracle(curve, M)
     assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
     assert float(found.threshold) == pytest.approx(
         curve.max() - (1 - curve.max() ** 2) / M**0.5 / 2, abs=1e-10
     )
-    assert str(found.rule.values) == "completeness, targets"
+    assert str(found.rule.values) == "completeness, calibration set"
     x = TRAIN.feature.values
     trace = np.einsum("spc,spc,sc->c", x, x, weights(TRAIN, power)[0])
     np.testing.assert_allclose(found.damping, float(found.relative) * trace / N, rtol=1e-12)
@@ -138,18 +139,18 @@ def test_damping__by_training_rows_left_out() -> None:
 
 
 def test_damping__trak_takes_the_relative_value_of_soft_weights() -> None:
-    soft = td.damping(TRAIN, TARGETS, estimator="soft").compute()
-    trak = td.damping(TRAIN, TARGETS, "completeness", estimator="trak").compute()
+    soft = td.damping(TRAIN, calibrate=TARGETS, estimator="soft").compute()
+    trak = td.damping(TRAIN, "completeness", estimator="trak", calibrate=TARGETS).compute()
     np.testing.assert_allclose(trak.curve, soft.curve, atol=1e-12)
     trace = (TRAIN.feature.values**2).sum((0, 1))
     np.testing.assert_allclose(trak.damping, float(soft.relative) * trace / N, rtol=1e-12)
-    assert str(td.damping(TRAIN, TARGETS).rule.compute().values) == "0.03 tr(K^2)/tr(K)"
+    assert str(td.damping(TRAIN).rule.compute().values) == "0.03 tr(K^2)/tr(K)"
 
 
 def test_damping__given_weights_of_the_gram_matrix() -> None:
     h = np.random.default_rng(3).random((N, C))
     given = xr.DataArray(h, dims=("sample", "checkpoint"))
-    found = td.damping(TRAIN, TARGETS, estimator="soft", weights=given).compute()
+    found = td.damping(TRAIN, calibrate=TARGETS, estimator="soft", weights=given).compute()
     g = weights(TRAIN, 0.5)[1]
     curve = [
         np.corrcoef(totals(TRAIN, TARGETS, rho, h, g), TARGETS.output.mean("checkpoint"))[0, 1]
@@ -168,84 +169,93 @@ def test_damping__given_weights_of_the_gram_matrix() -> None:
 def test_damping__free_of_chunks_scheduler_and_gradient_scales(
     rows: int, target_rows: int, scales: list[float], scheduler: str
 ) -> None:
-    expected = td.damping(TRAIN, TARGETS, estimator="soft").compute()
+    expected = td.damping(TRAIN, calibrate=TARGETS, estimator="soft").compute()
     scale = xr.DataArray(scales, dims="checkpoint")
     ours, theirs = (
         ds.assign(feature=ds.feature * scale).chunk(sample=size)
         for ds, size in ((TRAIN, rows), (TARGETS, target_rows))
     )
-    found = td.damping(ours, theirs, estimator="soft").compute(scheduler=scheduler)
+    found = td.damping(ours, calibrate=theirs, estimator="soft").compute(scheduler=scheduler)
     assert float(found.relative) == float(expected.relative)
     np.testing.assert_allclose(found.curve, expected.curve, atol=1e-9)
     np.testing.assert_allclose(found.damping, expected.damping * np.square(scales), rtol=1e-9)
 
 
 def test_damping__same_bits_on_schedulers_and_a_cluster(client) -> None:
-    lazy = td.damping(TRAIN, TARGETS, estimator="soft").damping
+    lazy = td.damping(TRAIN, calibrate=TARGETS, estimator="soft").damping
     here = lazy.compute(scheduler="sync").values.tobytes()
     assert here == lazy.compute(scheduler="threads").values.tobytes()
     assert here == lazy.compute().values.tobytes()
 
 
+def test_damping__calibrate_means_the_same_in_every_function() -> None:
+    calibrate = following(TRAIN, dataset(70, 2), 0.1)
+    chosen = td.damping(TRAIN, estimator="soft", calibrate=calibrate)
+    other = td.damping(TRAIN, estimator="soft", damping=0.5)
+    functions = (
+        functools.partial(td.score, TRAIN, TARGETS),
+        functools.partial(td.group_score, TRAIN, TARGETS, by="label"),
+        functools.partial(td.self_influence, TRAIN),
+    )
+    for function in functions:
+        found = function(estimator="soft", calibrate=calibrate)
+        np.testing.assert_allclose(found, function(estimator="soft", damping=chosen), rtol=1e-9)
+        assert not np.allclose(found, function(estimator="soft", damping=other), rtol=0.01)
+
+
 def test_damping__order_of_the_rules() -> None:
     calibrate = following(TRAIN, dataset(70, 2), 0.1)
-    with_calibration = td.damping(TRAIN, RANDOM, estimator="soft", calibrate=calibrate)
+    with_calibration = td.damping(TRAIN, estimator="soft", calibrate=calibrate)
     assert str(with_calibration.rule.values) == "completeness, calibration set"
-    random = with_outputs(calibrate, np.random.default_rng(6).standard_normal(70))
-    with pytest.warns(UserWarning, match="calibration set correlate .* the targets instead"):
-        found = td.damping(TRAIN, TARGETS, estimator="soft", calibrate=random).compute()
-    assert str(found.rule.values) == "completeness, targets"
     h, g = weights(TRAIN, 0.5)
     train = with_outputs(TRAIN, totals_left_out(TRAIN, 0.5, h, g))
-    with pytest.warns(UserWarning, match="the training rows left out instead"):
-        found = td.damping(train, RANDOM, estimator="soft").compute()
+    with pytest.warns(UserWarning, match=r"training rows left out"):
+        found = td.damping(train, calibrate=RANDOM, estimator="soft").compute()
     assert str(found.rule.values) == "completeness, training rows left out"
 
 
 def test_damping__closed_form_is_last() -> None:
     with pytest.warns(UserWarning, match="instead") as caught:
-        found = td.damping(TRAIN, RANDOM, estimator="soft").compute(scheduler="sync")
+        found = td.damping(TRAIN, calibrate=RANDOM, estimator="soft").compute(scheduler="sync")
     texts = [str(w.message) for w in caught]
     assert len(texts) == 2
-    assert "of the targets correlate at most" in texts[0]
+    assert "of the calibration set correlate at most" in texts[0]
     assert "are all alike" in texts[1]  # the outputs of TRAIN are 0
     assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
     assert np.isnan(found.relative)
     np.testing.assert_allclose(found.damping, closed_form(TRAIN, weights(TRAIN, 0.5)[0]))
 
 
-def test_damping__few_targets_or_samples() -> None:
+def test_damping__few_samples() -> None:
     few = TARGETS.isel(sample=slice(49))
-    with pytest.warns(UserWarning, match=r"there are 49 targets; .* needs 50.*calibrate="):
-        lazy = td.damping(TRAIN, few, estimator="soft")
-    assert "targets" not in str(quiet(lambda: lazy).rule.values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        td.damping(TRAIN, few, estimator="soft", calibrate=following(TRAIN, dataset(50, 2), 1))
+        td.damping(TRAIN, estimator="soft", calibrate=following(TRAIN, dataset(50, 2), 1))
         found = td.damping(TRAIN.isel(sample=slice(49)), estimator="soft").compute()
     assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
     one = td.damping(TRAIN.isel(sample=[3]), estimator="soft").compute()
     assert np.isfinite(one.damping).all()
     with pytest.raises(ValueError, match=r"expected 50 or more samples in calibrate.*got 49"):
-        td.damping(TRAIN, TARGETS, estimator="soft", calibrate=few)
+        td.damping(TRAIN, estimator="soft", calibrate=few)
 
 
 def test_damping__few_checkpoints() -> None:
-    two = [ds.isel(checkpoint=[0, 1]) for ds in (TRAIN, TARGETS)]
+    two, targets = (ds.isel(checkpoint=[0, 1]) for ds in (TRAIN, TARGETS))
     with pytest.warns(UserWarning, match=r"from 2 checkpoints; 3 or more .* two small models"):
-        td.damping(*two, estimator="soft")
+        td.damping(two, estimator="soft")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        td.damping(*two, estimator="soft", damping="closed_form")
-        td.score(*two)
+        td.damping(two, estimator="soft", damping="closed_form")
+        td.score(two, targets)
 
 
 def test_damping__nan_targets_are_left_out() -> None:
     f = TARGETS.feature.values.copy()
     f[7] = np.nan
     holed = TARGETS.assign(feature=TARGETS.feature.copy(data=da.from_array(f, chunks=(25, P, 1))))
-    found = td.damping(TRAIN, holed, estimator="soft").compute()
-    good = td.damping(TRAIN, TARGETS.isel(sample=np.arange(M) != 7), estimator="soft").compute()
+    found = td.damping(TRAIN, calibrate=holed, estimator="soft").compute()
+    others = TARGETS.isel(sample=np.arange(M) != 7)
+    good = td.damping(TRAIN, calibrate=others, estimator="soft").compute()
     np.testing.assert_allclose(found.curve, good.curve, atol=1e-12)
 
 
@@ -254,10 +264,10 @@ def test_damping__rows_that_are_nan_in_part_and_bad_q_are_errors() -> None:
     x[5, 0, 1] = np.nan  # a whole row would be a sample that was recorded as failed
     holed = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(32, P, 1))))
     with pytest.raises(ValueError, match=r"not finite.*checkpoint 'c1'"):
-        td.damping(holed, TARGETS, estimator="soft").compute(scheduler="sync")
+        td.damping(holed, calibrate=TARGETS, estimator="soft").compute(scheduler="sync")
     signed = TRAIN.assign(out_to_loss=TRAIN.out_to_loss - 0.5)
     with pytest.raises(ValueError, match=r"out_to_loss.*got .*\[-0\.\d+.*estimator='trak'"):
-        td.damping(signed, TARGETS, estimator="soft").compute(scheduler="sync")
+        td.damping(signed, calibrate=TARGETS, estimator="soft").compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("q", [0.0, 1.0])
@@ -265,9 +275,9 @@ def test_damping__all_weights_zero(q: float) -> None:
     flat = TRAIN.assign(out_to_loss=TRAIN.out_to_loss * 0 + q)
     message = r"got 0 at checkpoint 'c[012]'.*estimator='soft'.*try estimator='trak'"
     for damping in ("completeness", "closed_form", 0.5):
-        for function in (td.damping, td.score):
+        for function, sides in ((td.damping, [flat]), (td.score, [flat, TARGETS])):
             with pytest.raises(ValueError, match=message):
-                quiet(function, flat, TARGETS, damping=damping, estimator="soft")
+                quiet(function, *sides, damping=damping, estimator="soft")
     found = quiet(td.score, flat, TARGETS, damping=td.Absolute(1), estimator="trak")
     assert np.isfinite(found).all()
 
@@ -276,7 +286,7 @@ def test_damping__q_of_some_samples_exactly_0_or_1() -> None:
     q = TRAIN.out_to_loss.values.copy()
     q[:20], q[20:40] = 0, 1
     train = TRAIN.assign(out_to_loss=TRAIN.out_to_loss.copy(data=da.from_array(q, chunks=(32, 1))))
-    found = td.damping(train, TARGETS, estimator="soft").compute()
+    found = td.damping(train, calibrate=TARGETS, estimator="soft").compute()
     h, g = weights(train, 0.5)
     curve = [
         np.corrcoef(totals(train, TARGETS, rho, h, g), TARGETS.output.mean("checkpoint"))[0, 1]
@@ -306,7 +316,7 @@ def test_damping__each_block_is_read_once_and_nothing_is_large() -> None:
             sizes.append(result.size)
 
     with dask.callbacks.Callback(posttask=count):
-        quiet(td.damping, train, targets, estimator="soft")
+        quiet(td.damping, train, estimator="soft", calibrate=targets)
     assert sorted(read) == [(b, 0, c) for b in range(5) for c in range(C)]
     assert len(sizes) > 15
     assert max(sizes) < n * m / 10
@@ -326,7 +336,7 @@ def test_damping__rules_without_outputs(damping, rule: str) -> None:
 
 
 def test_damping__dataset_survives_a_store(tmp_path) -> None:
-    found = td.damping(TRAIN, TARGETS, estimator="soft").compute()
+    found = td.damping(TRAIN, calibrate=TARGETS, estimator="soft").compute()
     numbers = found.drop_vars(["rule", "checkpoint"])
     numbers.to_zarr(tmp_path / "d.zarr", consolidated=False)
     opened = xr.open_zarr(tmp_path / "d.zarr", consolidated=False)
@@ -338,15 +348,15 @@ def test_damping__options_that_do_not_meet() -> None:
     with pytest.raises(
         ValueError, match=r"with calibrate.*got damping='auto' and estimator='trak'"
     ):
-        td.damping(TRAIN, TARGETS, calibrate=calibrate)
-    with pytest.raises(td.StoreMismatchError, match="calibration and training features differ"):
+        td.damping(TRAIN, calibrate=calibrate)
+    with pytest.raises(td.StoreMismatchError, match=r"calibration.*differ.*projector"):
         td.damping(
             TRAIN, estimator="soft", calibrate=calibrate.assign_attrs(projector={"kind": "other"})
         )
     with pytest.raises(ValueError, match=r"got 'tracin'"):
-        td.damping(TRAIN, TARGETS, estimator="tracin")
+        td.damping(TRAIN, estimator="tracin")
     with pytest.raises(ValueError, match="expected 'output'"):
-        td.damping(TRAIN, TARGETS.drop_vars("output"), estimator="soft")
+        td.damping(TRAIN, estimator="soft", calibrate=TARGETS.drop_vars("output"))
 
 
 def test_damping__quadratic_loss_has_weights_one() -> None:
@@ -356,31 +366,34 @@ def test_damping__quadratic_loss_has_weights_one() -> None:
     r = signed.out_to_loss.values.mean(1)
     f = totals(signed, TARGETS, 0.5, np.ones((N, C)), r)
     targets = with_outputs(TARGETS, f).assign_attrs(task=task)
-    found = td.damping(signed, targets, "completeness").compute()
+    found = td.damping(signed, "completeness", calibrate=targets).compute()
     curve = [np.corrcoef(totals(signed, TARGETS, rho, np.ones((N, C)), r), f)[0, 1] for rho in GRID]
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    soft = td.damping(signed, targets, estimator="soft", power=1).compute()
+    soft = td.damping(signed, estimator="soft", power=1, calibrate=targets).compute()
     np.testing.assert_array_equal(soft.damping, found.damping)
     with pytest.raises(ValueError, match=r"task Regression.*got power=0.5; try power=1"):
-        td.damping(signed, targets, estimator="soft")
+        td.damping(signed, calibrate=targets, estimator="soft")
 
 
 @pytest.mark.slow
 def test_damping__on_worker_processes(process_client) -> None:
-    lazy = td.damping(TRAIN, TARGETS, estimator="soft")
+    lazy = td.damping(TRAIN, calibrate=TARGETS, estimator="soft")
     xr.testing.assert_identical(dask.compute(lazy)[0], lazy.compute(scheduler="sync"))
 
 
-@pytest.mark.parametrize(("n", "rule"), [(60, "training rows left out"), (20, "closed form")])
-def test_damping__few_targets_says_what_chooses_instead(n: int, rule: str) -> None:
-    with pytest.warns(UserWarning, match=rf"3 targets.*It is chosen by (the )?{rule}"):
-        td.damping(TRAIN.isel(sample=slice(n)), TARGETS.isel(sample=slice(3)), estimator="soft")
-
-
-def test_damping__few_targets_are_warned_of_once() -> None:
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        for n in (1, 2, 3):
-            few = TARGETS.isel(sample=slice(n))
-            td.damping(TRAIN, few, damping="completeness", estimator="soft")
-    assert sum("choosing λ by their outputs" in str(each.message) for each in shown) == 1
+def test_damping__scores_do_not_depend_on_the_other_targets() -> None:
+    """Chosen by training rows; ``calibrate=targets`` lets the targets choose."""
+    f = totals_left_out(TRAIN, 3.0, *weights(TRAIN, 0.5))
+    train = with_outputs(TRAIN, f + 0.2 * f.std() * np.random.default_rng(9).standard_normal(N))
+    alone = td.score(train, TARGETS.isel(sample=[4]), estimator="soft").compute()
+    among = td.score(train, TARGETS, estimator="soft").isel(target=[4]).compute()
+    chosen = td.damping(train, estimator="soft").compute()
+    np.testing.assert_allclose(alone, among, rtol=1e-12)
+    np.testing.assert_allclose(
+        among, td.score(train, TARGETS, estimator="soft", damping=chosen).isel(target=[4])
+    )
+    by_targets = td.damping(train, estimator="soft", calibrate=TARGETS).compute()
+    assert float(by_targets.relative) != float(chosen.relative)
+    calibrated = td.score(train, TARGETS, estimator="soft", calibrate=TARGETS).isel(target=[4])
+    expected = td.score(train, TARGETS, estimator="soft", damping=by_targets).isel(target=[4])
+    np.testing.assert_allclose(calibrated, expected, rtol=1e-12)

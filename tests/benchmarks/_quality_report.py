@@ -67,7 +67,7 @@ def summary(rows: list[Row]) -> list[Row]:
     """Return the regret of every rule, over settings and tasks."""
     found = []
     for estimator in dict.fromkeys(row["estimator"] for row in rows):
-        for rule in ("auto", "closed_form"):
+        for rule in ("auto", "by targets", "closed_form"):
             regrets = {
                 task: [
                     _regret(r, rule)

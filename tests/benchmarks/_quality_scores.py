@@ -29,7 +29,8 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 #: Multiples of tr(K²)/tr(K): two decades on either side of the closed form, a quarter apart.
 FACTORS = 0.03 * 10.0 ** np.linspace(-2, 2, 17)
-RULES = ("closed_form", "auto")
+#: The last two are completeness, with λ chosen by training rows left out and by the targets.
+RULES = ("closed_form", "auto", "by targets")
 DEFAULTS = (*RULES, "default")  # the last is another package's
 #: What the package calls the rule that looks at the outputs, for every estimator.
 AUTO = "completeness"
@@ -182,16 +183,18 @@ def _replaced(ds: xr.Dataset, values: Floats) -> xr.Dataset:
 def score_all(
     train: xr.Dataset, targets: xr.Dataset, options: dict[str, Any]
 ) -> tuple[xr.DataArray, dict[str, Any]]:
-    """Return scores (sample, target, damping), of both rules, then of every factor; and the choice.
+    """Return scores (sample, target, damping), of every rule, then of every factor; and the choice.
 
     The choice is what the rule took for λ, and how well outputs follow totals there.
     """
-    dampings = ["closed_form", AUTO, *FACTORS.tolist()]
+    given: list[dict[str, Any]] = [{"damping": "closed_form"}, {"damping": AUTO}]
+    given += [{"damping": AUTO, "calibrate": targets}]
+    given += [{"damping": factor} for factor in FACTORS.tolist()]
     with warnings.catch_warnings():
         # Of few checkpoints and of λ at an end of the grid: the choice reports both.
         warnings.simplefilter("ignore", UserWarning)
-        lazy = [td.score(train, targets, damping=d, **options) for d in dampings]
-        found = td.damping(train, targets, AUTO, **options)
+        lazy = [td.score(train, targets, **options, **each) for each in given]
+        found = td.damping(train, AUTO, **options)
         found, *scores = dask.compute(found, *lazy)  # at once: they share the gram matrix
     choice = {
         "rho": float(found.relative),

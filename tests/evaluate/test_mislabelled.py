@@ -62,5 +62,5 @@ def test_mislabelled_auc__nan_is_an_error_when_computed() -> None:
     values = VALUES.astype(float)
     values[[7, 9], 0] = np.nan
     result = td.evaluate.mislabelled_auc(values, WRONG)
-    with pytest.raises(ValueError, match="NaN in 2 of 50 samples, the first at sample 7"):
+    with pytest.raises(ValueError, match=r"NaN in 2 of 50 .*sample 7\b"):
         result.compute(scheduler="sync")

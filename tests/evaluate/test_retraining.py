@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
+from tests.waiting import Overlap, wait_until
 from trakdask.evaluate.records import model_key
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
@@ -105,15 +105,17 @@ def test_retrain__on_worker_processes_with_a_store(process_client: Client, tmp_p
 
 def test_retrain__one_model_at_a_time_in_a_process() -> None:
     """Global generators are safe, even on the threaded scheduler."""
+    overlap = Overlap()
 
     def careless(positions: np.ndarray, seed: int) -> np.ndarray:
         np.random.seed(seed)  # noqa: NPY002
-        time.sleep(0.001)
-        return np.random.rand(TARGETS)  # noqa: NPY002
+        with overlap.entered():
+            return np.random.rand(TARGETS)  # noqa: NPY002
 
     found = retrain(careless, MASKS, TARGETS).compute(scheduler="threads", num_workers=4)
     alone = retrain(careless, MASKS, TARGETS).compute(scheduler="sync")
     np.testing.assert_array_equal(found, alone)
+    assert overlap.most == 1
 
 
 def test_retrain__a_second_run_trains_nothing(tmp_path: Path) -> None:
@@ -153,43 +155,41 @@ def test_retrain__killed_and_resumed(tmp_path: Path) -> None:
     """At most the model in flight is trained again: a line is written when training begins."""
     script = textwrap.dedent(
         """
-        import sys, time
+        import sys, threading
         from pathlib import Path
         import dask, trakdask as td
         from tests.evaluate.test_retraining import Counting, TARGETS, N
-        class Slow(Counting):
+        class Stuck(Counting):
             def __call__(self, positions, seed):
                 outputs = super().__call__(positions, seed)
-                time.sleep(0.05)
+                if len(self.trained()) == 6:
+                    threading.Event().wait()  # the process is killed here
                 return outputs
         with dask.config.set(scheduler="sync"):
             td.evaluate.retrain(
-                Slow(Path(sys.argv[1]) / "log"), td.evaluate.subsets(N, 60), TARGETS,
+                Stuck(Path(sys.argv[1]) / "log"), td.evaluate.subsets(N, 60), TARGETS,
                 store=sys.argv[1] + "/s", tag="model", progress=False,
             )
         """
     )
     root = Path(__file__).parents[2]
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=root)
-    deadline = time.monotonic() + 60
-    while len(files(tmp_path / "s")) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = len(files(tmp_path / "s"))
-    assert 5 <= done < 60
     counting, masks = Counting(tmp_path / "log"), td.evaluate.subsets(N, 60)
-    begun = len(counting.trained())
-    assert done <= begun <= done + 1
+    try:
+        wait_until(lambda: len(counting.trained()) == 6 or process.poll(), "the sixth training")
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (len(counting.trained()), len(files(tmp_path / "s"))) == (6, 5)
     np.testing.assert_array_equal(run(counting, tmp_path / "s", masks), expected(masks, 1))
-    assert len(counting.trained()) - begun == 60 - done
+    assert len(counting.trained()) == 6 + 60 - 5
 
 
 def test_retrain__what_was_being_written_is_no_model(tmp_path: Path) -> None:
     counting = Counting(tmp_path / "log")
     run(counting, tmp_path / "s")
     whole = files(tmp_path / "s")[0]
-    whole.rename(whole.with_name(whole.name + ".0123.partial"))
+    whole.rename(whole.with_name(f"{whole.name}.{32 * '0'}.partial"))
     run(counting, tmp_path / "s")
     assert len(counting.trained()) == 7
 

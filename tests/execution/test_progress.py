@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import IPython.display
 import pytest
 
 import trakdask as td
+from tests.waiting import PATIENCE_S
 from trakdask.execution import progress
 
 
@@ -17,15 +19,17 @@ def test_polled_bar__polls_while_the_block_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_INTERVAL_S", 0.01)
-    asked: list[float] = []
+    asked: list[int] = []
+    often = threading.Event()
 
     def count() -> int:
-        asked.append(time.monotonic())
+        asked.append(1)
+        if len(asked) > 5:
+            often.set()
         return min(len(asked), 5)
 
     with progress.polled_bar("title", 5, count):
-        time.sleep(0.2)
-    assert len(asked) > 5
+        assert often.wait(PATIENCE_S)
     assert "title" in capsys.readouterr().out
 
 
@@ -71,30 +75,34 @@ def test_terminal_bar__what_was_done_before_is_no_speed() -> None:
 def test_polled_bar__a_count_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_INTERVAL_S", 0.01)
     asked: list[int] = []
+    again = threading.Event()
 
     def count() -> int:
         asked.append(1)
         if len(asked) == 2:
             raise OSError("connection reset")
+        if len(asked) == 3:
+            again.set()
         return 3
 
     with progress.polled_bar("title", 5, count):
-        time.sleep(0.3)
-    assert len(asked) > 3
+        assert again.wait(PATIENCE_S)
 
 
-def test_polled_bar__slow_counts_are_asked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_INTERVAL_S", 0.001)
-    asked: list[int] = []
+def test_poll__counting_takes_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes, now, waits = iter([0.001, 2.0, 0.001]), [0.0], []
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def count() -> int:
-        asked.append(1)
-        time.sleep(0.05)
+        now[0] += next(takes)
         return 3
 
-    with progress.polled_bar("title", 5, count):
-        time.sleep(0.5)
-    assert len(asked) == 3  # first, while it runs, last
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        return len(waits) == 4  # the body ends
+
+    progress._poll(Mock(), count, Mock(wait=wait))
+    assert waits == [0.5, 0.5, pytest.approx(40), 0.5]
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "cluster"])

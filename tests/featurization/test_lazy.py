@@ -437,7 +437,7 @@ def test_featurize__engine_that_is_wrong_for_the_model_is_found() -> None:
             x = x.flatten(1)
             return self.head(x - x.mean(0))
 
-    with pytest.raises(td.BlockError, match=r"the output of sample \d+ .*mixes the samples"):
+    with pytest.raises(td.BlockError, match=r"output of sample \d+ .*alone"):
         td.featurize(samples(), td.Model(Mixing())).compute(scheduler="sync")
 
 

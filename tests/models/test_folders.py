@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import cloudpickle
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -87,6 +90,27 @@ def test_make_checkpoints__a_whole_folder_and_its_shards(folder: Path) -> None:
     xr.testing.assert_allclose(
         features(whole).drop_vars("checkpoint"),
         features(td.Model(loaded, task="causal_lm")).drop_vars("checkpoint"),
+    )
+
+
+def test_make_checkpoints__folders_at_urls(folder: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder / "shards"), "/saved/shards", recursive=True)
+    memory.put(str(folder / "run"), "/saved/run", recursive=True)
+    shards = td.Model(gpt2, ["memory://saved/shards"], task="causal_lm")
+    here = td.Model(gpt2, [folder / "shards"], task="causal_lm")
+    assert shards.checkpoints[0].name == "shards"
+    xr.testing.assert_equal(features(shards), features(here))
+    run = td.Model(gpt2, "memory://saved/run", task="causal_lm")
+    assert [each.name for each in run.checkpoints] == ["checkpoint-2", "checkpoint-10"]
+    with pytest.raises(CheckpointError, match="memory://saved/nothing"):
+        td.Model(gpt2, ["memory://saved/nothing"], task="causal_lm")
+
+
+def test_make_checkpoints__workers_read_their_own_copies(folder: Path) -> None:
+    made = pickle.loads(cloudpickle.dumps(td.Model(gpt2, [folder / "shards"], task="causal_lm")))
+    xr.testing.assert_equal(
+        features(made), features(td.Model(gpt2, [folder / "shards"], task="causal_lm"))
     )
 
 

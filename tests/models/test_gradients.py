@@ -235,7 +235,7 @@ class TrakStyle:
 
 
 def test_trak_task__not_by_hooks() -> None:
-    with pytest.raises(ValueError, match=r"one sample at a time.*gradients='vmap'"):
+    with pytest.raises(ValueError, match=r"try .*gradients='vmap'"):
         run("hooks", Model(net(), task=TrakStyle()), batch())
 
 
@@ -308,7 +308,7 @@ def test_hooks__model_that_decides_on_values() -> None:
     same = Batch(data, image=data["image"].abs())
     torch.testing.assert_close(run("hooks", model, same)[0], run("loop", model, same)[0])
     data["image"][0], data["image"][1:] = 100.0, -1.0
-    with pytest.raises(ValueError, match=r"decides on values of its input.*gradients='loop'"):
+    with pytest.raises(ValueError, match=r"gradients='loop'"):
         run("hooks", model, data)
 
 

@@ -65,7 +65,7 @@ MIXING = {
 @pytest.mark.parametrize("after", MIXING.values(), ids=MIXING)
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_require_same_alone__mixing(after: Callable[[Tensor], Tensor], n: int) -> None:
-    with pytest.raises(SampleError, match=rf"alone and in a batch.*in a batch of {n}"):
+    with pytest.raises(SampleError, match=rf"sample \d.*batch of {n}\b"):
         check(forward_of(after), batch(n))
 
 
@@ -73,7 +73,7 @@ def test_require_same_alone__nan_of_another_sample() -> None:
     data = batch(3)
     data["image"][1] = torch.nan
     check(forward_of(lambda y: y), data)
-    with pytest.raises(SampleError, match=r"got [\d.-]+ alone and nan in a batch of 3"):
+    with pytest.raises(SampleError, match=r"got [\d.-]+ .*\bnan\b.* 3\b"):
         check(forward_of(lambda y: y + 0 * y.sum(0)), data)
 
 
@@ -84,12 +84,12 @@ class _MixingQ(ImageClassification):
 
 
 def test_require_same_alone__q_only() -> None:
-    with pytest.raises(SampleError, match="expected the out_to_loss of sample 0 of the batch"):
+    with pytest.raises(SampleError, match=r"out_to_loss of sample 0\b"):
         check(forward_of(lambda y: y), batch(5), _MixingQ())
 
 
 def test_require_same_alone__last_sample() -> None:
-    with pytest.raises(SampleError, match="expected the output of sample 4 of the batch"):
+    with pytest.raises(SampleError, match=r"output of sample 4\b"):
         check(forward_of(lambda y: y.cumsum(0)), batch(5))
 
 

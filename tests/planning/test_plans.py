@@ -6,8 +6,8 @@ import dataclasses
 import io
 import pickle
 import re
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from torch import nn
 
 import trakdask as td
+from trakdask.planning import pilot as pilots
 from trakdask.planning.plans import plan
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.kronecker import Kronecker
@@ -167,10 +168,18 @@ def test_to_dataframe__more_operations_than_64_bits() -> None:
     assert frame.total_operations.tolist() == [4.0 * 32 * 10**18 * 40]
 
 
+def test_plan__counts_the_tasks_of_the_graph() -> None:
+    many = td.testing.simulate_features(100, chunks=10).assign_attrs(FEATURES.attrs)
+    for features in (FEATURES, FEATURES.isel(checkpoint=[1]), FEATURES[["feature"]], many):
+        (optimized,) = dask.optimize(features)
+        assert plan(features).n_scheduled_tasks == len(dict(optimized.__dask_graph__()))
+    assert plan(FEATURES.compute()).n_scheduled_tasks is None
+
+
 def test_plan__repr_is_aligned_and_human() -> None:
     lines = repr(plan(FEATURES, [OTHER, td.Identity()])).splitlines()
     title = "Plan: 20 samples in 3 blocks and micro-batches of 512, 2 checkpoints, 53 parameters"
-    title += ": 6 tasks"
+    title += ": 6 tasks of gradients, 32 in the graph"
     assert lines[0] == title
     assert lines[1].startswith("Model: ")
     assert lines[3:6] == [f"1  {OWN}", f"2  {OTHER}", "3  Identity()"]
@@ -216,28 +225,36 @@ def test_plan__rich_table() -> None:
 
 
 class _Slow(td.tasks.ImageClassification):
-    """Takes a second the first time, then 0.1 for each batch."""
+    """Takes a second the first time, then 0.1 for each batch, by a clock that only it moves."""
 
     calls: ClassVar[list[int]] = []
+    now: ClassVar[float] = 0.0
 
     def out_to_loss(self, forward, batch):
         n = len(batch["label"])
         if n > 2:  # not the check of the engine
-            time.sleep(1 if not self.calls else 0.1)
+            _Slow.now += 1 if not self.calls else 0.1
             self.calls.append(n)
         return super().out_to_loss(forward, batch)
 
+    @classmethod
+    def clock(cls) -> float:
+        """Looking at the clock takes a hundredth of a second."""
+        cls.now += 0.01
+        return cls.now
 
-def test_plan__pilot_measures_one_block_of_one_checkpoint() -> None:
+
+def test_plan__pilot_measures_one_block_of_one_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pilots, "time", SimpleNamespace(perf_counter=_Slow.clock))
     lazy = featurized(_Slow())
     with dask.config.set(scheduler="threads", num_workers=2):
         found = plan(lazy, pilot=True)
     pilot = found.pilot
     assert _Slow.calls == [8, 8]
     assert (pilot.n_samples, pilot.n_slots) == (8, 2)
-    assert pilot.first_s > 1
-    assert pilot.block_s > 0.1
-    assert pilot.gram_s > 0
+    assert pilot.first_s == pytest.approx(1 + 0.02)
+    assert pilot.block_s == pytest.approx(0.1 + 0.02)
+    assert pilot.gram_s == pytest.approx(0.01)
     # Two waves of three blocks on two threads, for two checkpoints.
     once = max(pilot.first_s - pilot.block_s, 0)
     assert found.estimated_s == pytest.approx(once + 4 * (pilot.block_s + pilot.gram_s))
@@ -266,7 +283,7 @@ def test_plan__pilot_needs_something_to_compute(tmp_path: Path) -> None:
     computed = features(td.Identity()).compute(scheduler="sync")
     opened = td.save(FEATURES, tmp_path / "f.zarr", progress=False)
     for data in (computed, opened):
-        with pytest.raises(ValueError, match=r"lazy .*pilot=True, got .*computed already"):
+        with pytest.raises(ValueError, match=r"lazy .*pilot=True, got .*already computed"):
             plan(data, pilot=True)
 
 

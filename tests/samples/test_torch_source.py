@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from distributed import Client
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from tests.waiting import Overlap
 from trakdask.execution.handles import Spooled
 from trakdask.samples import from_torch
 from trakdask.samples.blocks import Field, read_bundle
@@ -113,16 +113,12 @@ class Counted(Items):
     def __init__(self, n: int = N) -> None:
         super().__init__(n)
         self.reads: Counter[int] = Counter()
-        self.inside = 0
-        self.most = 0
+        self.overlap = Overlap()
 
     def __getitem__(self, index: int) -> Any:
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        time.sleep(0.001)
-        self.reads[index] += 1
-        self.inside -= 1
-        return super().__getitem__(index)
+        with self.overlap.entered():
+            self.reads[index] += 1
+            return super().__getitem__(index)
 
 
 def consume(image: np.ndarray, label: np.ndarray) -> np.ndarray:
@@ -146,7 +142,7 @@ def test_from_torch__one_read_serves_all_variables_one_thread_at_a_time() -> Non
         total.compute(scheduler="threads", num_workers=4), consume(images, labels)
     )
     assert dataset.reads == dict.fromkeys(range(N), 1)
-    assert dataset.most == 1
+    assert dataset.overlap.most == 1
 
 
 def test_from_torch__selection_reads_its_blocks_only() -> None:

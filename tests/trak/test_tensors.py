@@ -22,7 +22,7 @@ def test_vectorize__fills_an_array() -> None:
 
 @pytest.mark.parametrize("gradients", [{"a": torch.ones(2, 1), "b": torch.ones(3, 1)}, {}])
 def test_vectorize__refuses_other_batches(gradients: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(ValueError, match="expected gradients of the same number of samples"):
+    with pytest.raises(ValueError, match=r"gradients.*samples"):
         tensors.vectorize(gradients, device="cpu")
 
 

@@ -28,7 +28,7 @@ from trakdask.arrays.blocks import (
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.arrays.spectrum import Spectrum
-from trakdask.once import warn_once
+from trakdask.errors import warn_once
 
 __all__ = [
     "CHOICE",
@@ -341,7 +341,7 @@ def _at_the_end(rho: float, name: str) -> str:
     return (
         f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
         f"[{GRID[0]:g}, {GRID[-1]:g}]; the best may lie beyond. Look at "
-        "td.plots.damping(td.damping(features, targets)), or type damping='closed_form'."
+        "td.plots.damping(td.damping(features)), or type damping='closed_form'."
     )
 
 

@@ -40,7 +40,7 @@ Damping = Rule | float | Absolute | xr.Dataset | xr.DataArray
 
 def given_damping(features: xr.Dataset, damping: xr.Dataset | xr.DataArray) -> da.Array:
     """Return λ of the checkpoints of some features, from what :func:`trakdask.damping` returned."""
-    remedy = "try damping=td.damping(features, targets), made with these features"
+    remedy = "try damping=td.damping(features), or to choose λ by other samples, calibrate=samples"
     values = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
     if values is None or values.dims != (CHECKPOINT,) or CHECKPOINT not in values.coords:
         has = list(damping.data_vars) if isinstance(damping, xr.Dataset) else damping.dims

@@ -50,7 +50,7 @@ def factors(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Fact
 
 
 def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
-    matrix, estimator = regularize(features, targets, options), options.estimator
+    matrix, estimator = regularize(features, options), options.estimator
     factor = cholesky(features, matrix.gram, matrix.damping)  # lazy: made only if it is needed
     if matrix.spectrum is not None:
         solved = arrays.spectrum.solve(matrix.spectrum, matrix.damping, targets.feature.data)

@@ -19,7 +19,7 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.attribution.matrices import ChoosingMatrices, Matrices, matrices
 from trakdask.attribution.options import Options, gather_options
-from trakdask.once import warn_once
+from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
@@ -48,7 +48,6 @@ class Regularized:
 
 def damping(
     features: xr.Dataset,
-    targets: xr.Dataset | None = None,
     damping: Damping = "auto",
     *,
     estimator: Estimator = DEFAULT_ESTIMATOR,
@@ -62,8 +61,6 @@ def damping(
     ----------
     features
         Training features.
-    targets
-        Features of the samples to explain; their outputs may choose λ.
     damping
         ``"auto"``: ``"completeness"`` for classification of images and texts, where it was measured
         to be best, and for ``estimator="soft"``, else ``"closed_form"``.
@@ -74,8 +71,9 @@ def damping(
     estimator, power, weights
         As in :func:`score`.
     calibrate
-        Features of held-out samples, 50 or more, whose outputs choose λ instead of the targets':
-        scores of any few targets are then made with the same λ.
+        Features of 50 or more held-out samples whose outputs choose λ, instead of those of training
+        samples. They may be the samples to explain (``calibrate=targets``); then scores depend on
+        which targets are asked for together.
 
     Returns
     -------
@@ -94,23 +92,24 @@ def damping(
     Warns
     -----
     UserWarning
-        If there are fewer than 50 targets, or fewer than 3 checkpoints (completeness only). When
-        computed: if outputs do not follow the totals, or ρ is an end of the grid. But for outputs
-        that do not follow, a process shows each of these once, not for every query.
+        If there are fewer than 3 checkpoints (completeness only). When computed: if outputs do not
+        follow the totals, or ρ is an end of the grid. The first and the last are shown once in a
+        process, not for every query.
 
     Notes
     -----
     Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
     score(z, t) = f(t), if λ is right. So for 17 ρ from 0.01 to 100 these sums are correlated over
-    targets with the outputs f (both as means over checkpoints), under soft weights of power ½, and
+    samples with the outputs f (both as means over checkpoints), under soft weights of power ½, and
     ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. No model is
     retrained and no n × m array made: one more column of the gram matrix and one eigendecomposition
-    per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per target and checkpoint. For
+    per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample and checkpoint. For
     other estimators it needs a gram matrix of these weights too, one more pass over the features.
 
-    The outputs are, in this order: those of ``calibrate``; of the targets, if 50 or more; of up to
-    1000 training rows in up to 8 blocks, each row left out of the sums exactly. If the correlation
-    stays below 0.4 the next is taken, last the closed form.
+    The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
+    blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
+    depends on the training features alone. If the correlation stays below 0.4, the next rule
+    decides: training samples after ``calibrate``, and the closed form last.
 
     ρ is free of the scale of the gradients of any checkpoint. Measured by
     ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.006 to
@@ -127,16 +126,12 @@ def damping(
     ([2.5, 2.5], 'absolute')
     """
     validate(features, ["feature"], what="features")
-    if targets is not None:
-        validate(targets, ["feature"], what="targets")
-        require_comparable(features, targets)
-        targets = lazy_features(targets)
     allowed = ("auto", "trak", "soft", "relatif")
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
     features = lazy_features(features)
-    return _dataset(features, regularize(features, targets, options))
+    return _dataset(features, regularize(features, options))
 
 
 def _dataset(features: xr.Dataset, regularized: Regularized) -> xr.Dataset:
@@ -177,11 +172,11 @@ def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
     return np.array(rules[int(choice["candidate"][0])], dtype=object)
 
 
-def regularize(features: xr.Dataset, targets: xr.Dataset | None, options: Options) -> Regularized:
+def regularize(features: xr.Dataset, options: Options) -> Regularized:
     """Return the gram matrix of an estimator and its λ; features are chunked already."""
     needed = matrices(features, options)
     if needed.choosing is not None:
-        return _complete(features, targets, options.calibrate, needed, needed.choosing)
+        return _complete(features, options.calibrate, needed, needed.choosing)
     matrix = needed.gram
     damping = options.damping
     if isinstance(damping, (xr.Dataset, xr.DataArray)):
@@ -196,7 +191,6 @@ def regularize(features: xr.Dataset, targets: xr.Dataset | None, options: Option
 
 def _complete(
     features: xr.Dataset,
-    targets: xr.Dataset | None,
     calibrate: xr.Dataset | None,
     needed: Matrices,
     choosing: ChoosingMatrices,
@@ -207,7 +201,7 @@ def _complete(
         choosing.gram, choosing.loss_gradient, choosing.n_samples, labels
     )
     _warn_of_few_checkpoints(len(labels))
-    candidates, curves = _candidates(features, targets, calibrate, spectrum, choosing)
+    candidates, curves = _candidates(features, calibrate, spectrum, choosing)
     fallback = arrays.solve.closed_form_damping(needed.gram, CLOSED_FORM, labels)
     rules = (*(f"completeness, {each.name}" for each in candidates), f"{CLOSED_FORM} tr(K^2)/tr(K)")
     if not candidates:
@@ -222,7 +216,6 @@ def _complete(
 
 def _candidates(
     features: xr.Dataset,
-    targets: xr.Dataset | None,
     calibrate: xr.Dataset | None,
     spectrum: da.Array,
     choosing: ChoosingMatrices,
@@ -231,12 +224,9 @@ def _candidates(
     candidates = []
     if calibrate is not None:
         _require_calibration(features, calibrate)
-        candidates.append(_held_out("calibration set", spectrum, lazy_features(calibrate)))
-    if targets is not None and targets.sizes[SAMPLE] >= _LEAST_ROWS:
-        validate(targets, ["output"], what="targets")
-        candidates.append(_held_out("targets", spectrum, targets))
-    elif targets is not None and calibrate is None:
-        _warn_of_few_targets(targets.sizes[SAMPLE], features.sizes[SAMPLE])
+        rows = lazy_features(calibrate)
+        totals = completeness.held_out(spectrum, rows.feature.data)
+        candidates.append(completeness.Candidate("calibration set", totals, rows.output.data))
     curves = [completeness.curve(each.totals, each.outputs) for each in candidates]
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
         candidates.append(_left_out(spectrum, features, choosing, curves))
@@ -252,11 +242,6 @@ def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
             f"expected {_LEAST_ROWS} or more samples in calibrate to choose λ by, got {n}; try "
             "featurizing more held-out samples, or leave calibrate out"
         )
-
-
-def _held_out(name: str, spectrum: da.Array, rows: xr.Dataset) -> completeness.Candidate:
-    predicted = completeness.held_out(spectrum, rows.feature.data)
-    return completeness.Candidate(name, predicted, rows.output.data)
 
 
 def _left_out(
@@ -278,16 +263,6 @@ def _taken(data: da.Array, rows: list[slice]) -> da.Array:
     parts = [data[each].map_blocks(np.copy, dtype=data.dtype, meta=data._meta) for each in rows]
     taken: da.Array = da.concatenate(parts)
     return taken
-
-
-def _warn_of_few_targets(n: int, n_rows: int) -> None:
-    instead = _LEFT_OUT if n_rows >= _LEAST_ROWS else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
-    warn_once(
-        "few targets",
-        f"there {'is 1 target' if n == 1 else f'are {n} targets'}; choosing λ by their outputs "
-        f"needs {_LEAST_ROWS}. It is chosen by {instead} instead. Give outputs of held-out "
-        "samples: calibrate=td.featurize(held_out, model, projector=projector).",
-    )
 
 
 def _warn_of_few_checkpoints(n: int) -> None:

@@ -1,7 +1,7 @@
-"""A folder with the outputs of retrained models: one file per model, written whole or not at all.
+"""A folder with the outputs of retrained models, one file per model, complete or absent.
 
-A file is named after the mask and the seed of its model, so that more subsets, more seeds and other
-experiments with the same ``train_fn`` share a store and train no model twice.
+A file is named after the mask and the seed of its model. Calls with more subsets or seeds, and
+other experiments with the same ``train_fn``, can therefore share a store and train no model twice.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import hashlib
 import io
 import json
 import os
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from trakdask.checks import shown
-from trakdask.locations import location
+from trakdask.files import Folder, location
 from trakdask.provenance import require_same
 
 __all__ = ["Records", "model_key", "open_records"]
@@ -44,27 +42,23 @@ def model_key(mask: np.ndarray, seed: int) -> str:
 class Records:
     """The completed models of one store."""
 
-    store: str
+    store: Folder
 
     def done(self) -> set[str]:
         """List the keys of completed models."""
-        fs, path = fsspec.core.url_to_fs(f"{self.store}/{_FOLDER}")
-        fs.invalidate_cache()
-        names = fs.ls(path, detail=False) if fs.exists(path) else []
-        names = [name.replace("\\", "/").rpartition("/")[2] for name in names]
+        names = (self.store / _FOLDER).names()
         return {name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)}
 
     def read(self, key: str, n_targets: int) -> np.ndarray | None:
-        """Return the outputs of a completed model; None if it is not completed.
+        """Return the outputs of a completed model; None if it has not been completed.
 
         Raises
         ------
         ValueError
             If the file is damaged.
         """
-        fs, path = fsspec.core.url_to_fs(self._path(key))
         try:
-            content = fs.cat_file(path)
+            content = (self.store / _FOLDER).read(f"{key}{_SUFFIX}")
         except FileNotFoundError:
             return None
         try:
@@ -76,19 +70,16 @@ class Records:
         return values
 
     def _damaged(self, key: str, got: str) -> ValueError:
+        path = f"{self.store.url}/{_FOLDER}/{key}{_SUFFIX}"
         return ValueError(
-            f"expected the outputs of one model in {self._path(key)!r}, got {got}; try deleting "
-            "it, which trains this model again"
+            f"expected the outputs of one model in {path!r}, got {got}; try deleting it, so that "
+            "this model is trained again"
         )
 
     def write(self, key: str, outputs: np.ndarray) -> None:
-        """Store the outputs of a model; the file is renamed when complete, so never partial."""
-        content = io.BytesIO()
-        np.save(content, outputs)
-        _write_whole(self._path(key), content.getvalue())
-
-    def _path(self, key: str) -> str:
-        return f"{self.store}/{_FOLDER}/{key}{_SUFFIX}"
+        """Store the outputs of a model; the file gets its name only when it is complete."""
+        with (self.store / _FOLDER).writing(f"{key}{_SUFFIX}") as file:
+            np.save(file, outputs)
 
 
 def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records:
@@ -99,24 +90,24 @@ def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records
     StoreMismatchError
         If the store has models of another spec; the message names the field.
     FileExistsError
-        If the folder or file holds something else.
+        If the folder or file contains something else.
     ValueError
         If the spec of the store is damaged.
     """
-    url = location(store)
-    fs, path = fsspec.core.url_to_fs(url)
-    if fs.exists(f"{path}/{_SPEC}"):
-        what = f"these models and those of the store {url!r}"
-        stored = _read_spec(f"{url}/{_SPEC}", fs.cat_file(f"{path}/{_SPEC}"))
+    folder = Folder(location(store))
+    names = folder.names()
+    if _SPEC in names:
+        what = f"these models and those of the store {folder.url!r}"
+        stored = _read_spec(f"{folder.url}/{_SPEC}", folder.read(_SPEC))
         require_same(spec, stored, what=what, names=tuple(spec))
-    elif fs.exists(path) and not all(n.endswith(".partial") for n in fs.ls(path, detail=False)):
+    elif names:
         raise FileExistsError(
-            f"expected a new path, or a store of retrained models, got {url!r}, which holds "
-            "something else; try another path"
+            f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
+            "contains something else; try another path"
         )
     else:
-        _write_whole(f"{url}/{_SPEC}", json.dumps(spec).encode())
-    return Records(url)
+        folder.write(_SPEC, json.dumps(spec).encode())
+    return Records(folder)
 
 
 def _read_spec(url: str, content: bytes) -> dict[str, Any]:
@@ -133,11 +124,3 @@ def _read_spec(url: str, content: bytes) -> dict[str, Any]:
             "try another path"
         )
     return stored
-
-
-def _write_whole(url: str, content: bytes) -> None:
-    fs, path = fsspec.core.url_to_fs(url)
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    partial = f"{path}.{uuid.uuid4().hex}.partial"
-    fs.pipe_file(partial, content)
-    fs.mv(partial, path)

@@ -1,11 +1,15 @@
-"""Checkpoints: read safely, known by the hash of their tensors, cached once per process."""
+"""Read checkpoints safely, identify them by a hash of their tensors, and cache them."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
+import os
 import pickle
+import socket
 import stat
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -18,33 +22,37 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import CheckpointError
-from trakdask.execution.handles import Spooled
-from trakdask.models.folders import checkpoint_folders, read_folder, weight_files
+from trakdask.execution.handles import Spooled, SpooledFile
+from trakdask.execution.spool import download
+from trakdask.files import Folder, location
+from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
 
 __all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make_checkpoints"]
 
 State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
+Check = Callable[[str, State, "Checkpoint | None"], None]
+FindBase = Callable[[State, "Folder | None"], "Checkpoint | None"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
-_STATES_KEPT = 2
+_MOST_STATES = 2
 _states: collections.OrderedDict[str, State] = collections.OrderedDict()
 _states_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One set of weights, by place and content.
+    """One set of weights: where it is stored, and a hash of its content.
 
     Parameters
     ----------
     name
         Label on the ``checkpoint`` dimension.
     source
-        Path of the file or folder, or a spooled state dict.
+        Handles to the files with the tensors, or one to the state dict.
     digest
-        sha256 over names, dtypes, shapes and bytes of all tensors.
-        Of an adapter, over the digests of its own tensors and of the base model.
+        SHA-256 of the names, dtypes, shapes and bytes of all tensors. Of an adapter, SHA-256 of
+        the digest of its base model and of that of its own tensors.
     id
         The number in [0, 2³²) that selects the projection matrix.
     base
@@ -52,7 +60,7 @@ class Checkpoint:
     """
 
     name: str
-    source: str | Spooled
+    source: tuple[SpooledFile, ...] | Spooled
     digest: str
     id: int
     base: Checkpoint | None = None
@@ -62,52 +70,54 @@ def make_checkpoints(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
     ids: Iterable[int] | None = None,
     *,
-    check: Callable[[str, State, Checkpoint | None], None] | None = None,
-    find_base: Callable[[State, Path | None], Checkpoint | None] | None = None,
+    check: Check | None = None,
+    find_base: FindBase | None = None,
 ) -> tuple[Checkpoint, ...]:
     """Read and hash checkpoints given as a list or as a mapping from name to checkpoint.
 
     Parameters
     ----------
     checkpoints
-        Paths (``.pt``, ``.safetensors``, folders of ``save_pretrained``) or state dicts. In a list,
-        a file is named by its stem, a folder by its name and a state dict by its position. One path
-        of a folder with ``checkpoint-<step>`` folders stands for these.
+        Paths or URLs (``.pt``, ``.safetensors``, folders of ``save_pretrained``) or state dicts. In
+        a list, a file is named by its stem, a folder by its name and a state dict by its position.
+        One path of a folder with ``checkpoint-<step>`` folders stands for these.
     ids
-        Projection ids; the first 32 bits of each content hash unless given.
+        Projection ids; by default the first 32 bits of each content hash.
     check
-        Called with name, tensors and base of each checkpoint while it is in memory.
+        Called with the name, the tensors and the base of each checkpoint while it is in memory.
     find_base
-        Called with the tensors and the path of each checkpoint; returns the base model if these are
-        the tensors of an adapter alone.
+        Called with the tensors of each checkpoint, and its folder if it is one; returns the base
+        model if these are the tensors of an adapter alone.
 
     Raises
     ------
-    FileNotFoundError, CheckpointError, ValueError
-        Missing or unreadable files, no checkpoint at all, the same one twice, bad ids.
+    FileNotFoundError, CheckpointError
+        If a file is missing or cannot be read.
+    ValueError
+        If there is no checkpoint, one is given twice, or ids are invalid.
     """
     named = _named(checkpoints)
     if not named:
         raise ValueError(
             "expected at least one set of weights as checkpoints, got none; try "
-            "td.Model(build, checkpoints=['model.pt'], ...)."
+            "td.Model(build, checkpoints=['model.pt'], ...)"
         )
-    opened = [(name, *_open(name, value, check, find_base)) for name, value in named.items()]
-    digests = [digest for _, _, digest, _ in opened]
+    opened = [_open(name, value, check, find_base) for name, value in named.items()]
+    digests = [each.digest for each in opened]
     if twice := {digest for digest in digests if digests.count(digest) > 1}:
-        names = [name for name, _, digest, _ in opened if digest in twice]
+        names = [each.name for each in opened if each.digest in twice]
         raise ValueError(
             f"expected checkpoints with different weights, got the same in {names}; try leaving "
-            "the copies out, which would add nothing to the mean."
+            "the copies out, since they add nothing to the mean"
         )
     return tuple(
-        Checkpoint(name, source, digest, id, base)
-        for (name, source, digest, base), id in zip(opened, _ids(digests, ids), strict=True)
+        dataclasses.replace(each, id=id)
+        for each, id in zip(opened, _ids(digests, ids), strict=True)
     )
 
 
 def digest_state(state: Mapping[str, Tensor]) -> str:
-    """Hash names, dtypes, shapes and bytes of all tensors; cost: one pass over the bytes."""
+    """Hash the names, dtypes, shapes and bytes of all tensors, in one pass over the bytes."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -122,54 +132,63 @@ def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
 
 
 def cached_state(checkpoint: Checkpoint) -> State:
-    """Return the tensors of a checkpoint, read once per process (the last two are kept).
+    """Return the tensors of a checkpoint; each process caches the last two.
 
-    Of an adapter, these are its own tensors; those of the base are a checkpoint of their own.
+    Of an adapter, these are its own tensors; its base is a checkpoint that is read separately.
 
-    The hash is verified at each read: a file that changed since the model was made would give
-    features of other weights under the old name.
+    The hash is verified at each read, because a file that has changed since the model was created
+    would give features of other weights under the old name.
     """
-    with _states_lock:  # one reader; other threads wait for the same tensors
+    with _states_lock:  # one thread reads, the others wait for the same tensors
         state = _states.get(checkpoint.digest) or _read_verified(checkpoint)
-        return _keep(checkpoint.digest, state)
+        return _cache(checkpoint.digest, state)
 
 
-def _keep(digest: str, state: State) -> State:
+def _cache(digest: str, state: State) -> State:
     _states[digest] = state
     _states.move_to_end(digest)
-    while len(_states) > _STATES_KEPT:
+    while len(_states) > _MOST_STATES:
         _states.popitem(last=False)
     return state
 
 
 def _read_verified(checkpoint: Checkpoint) -> State:
     source = checkpoint.source
-    state = source.get() if isinstance(source, Spooled) else read_state(Path(source))
+    if isinstance(source, Spooled):
+        return dict(_verified(source.get(), checkpoint))
+    problem: CheckpointError | None = None
+    for paths in zip(*(file.paths() for file in source), strict=False):
+        try:
+            return _verified(_merged(read_state(Path(p)) for p in paths), checkpoint)
+        except CheckpointError as err:  # another file at this path, or a damaged one
+            problem = problem or err
+    assert problem is not None
+    raise problem
+
+
+def _verified(state: State, checkpoint: Checkpoint) -> State:
     if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
-            f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was made "
-            f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]}; try "
-            "making the td.Model again."
+            f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was created "
+            f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]} on host "
+            f"{socket.gethostname()!r}; try creating the td.Model again"
         )
-    return dict(state)
+    return state
 
 
 def read_state(path: Path) -> State:
     """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
 
-    Of a folder, read what ``save_pretrained`` of transformers or PEFT wrote into it.
-
-    Into memory, not mapped: training may overwrite the file while its hash stands for the tensors.
+    The file is read into memory and not memory-mapped, because training may overwrite it later, and
+    its tensors would then no longer match their hash.
 
     Raises
     ------
     FileNotFoundError
         If there is no such file.
     CheckpointError
-        If the file is damaged, holds pickled code, or holds something else than tensors by name.
+        If the file is damaged, or contains pickled code or anything but tensors by name.
     """
-    if path.is_dir():
-        return read_folder(path, read_state)
     _require_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     return _require_state(content, path)
@@ -178,21 +197,21 @@ def read_state(path: Path) -> State:
 def _require_file(path: Path) -> None:
     needed = "a .pt or .safetensors file that every worker can read"
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError as err:
         raise FileNotFoundError(
             f"expected {needed} as checkpoint, got {str(path)!r}, which does not exist; try "
-            "another path, or the state dict itself."
+            "another path, or the state dict itself"
         ) from err
     except (OSError, ValueError) as err:  # a loop of symbolic links, no permission, a NUL character
         raise CheckpointError(
             f"expected {needed} as checkpoint, got {str(path)!r} ({err}); try another path, or the "
-            "state dict itself."
+            "state dict itself"
         ) from err
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
-            f"expected {needed} as checkpoint, got {str(path)!r}, which is no regular file; try "
-            "another path."
+            f"expected {needed} as checkpoint, got {str(path)!r}, which is not a regular file; try "
+            "another path"
         )
 
 
@@ -207,9 +226,9 @@ def _read_safetensors(path: Path) -> object:
 
 
 def _read_torch(path: Path) -> object:
-    if _starts_like_zip(path) and not zipfile.is_zipfile(
-        path
-    ):  # the directory of a zip file is at its end
+    with path.open("rb") as file:
+        starts_like_zip = file.read(2) == b"PK"
+    if starts_like_zip and not zipfile.is_zipfile(path):  # a zip file's directory is at its end
         raise CheckpointError(_damaged(path, "its end is missing"))
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -217,22 +236,17 @@ def _read_torch(path: Path) -> object:
         raise CheckpointError(
             "expected a state dict that loads with weights_only=True, so that no code in the file "
             f"can run, got something else in checkpoint {str(path)!r} "
-            f"({str(err).splitlines()[0]}); try torch.save(model.state_dict(), path)."
+            f"({str(err).splitlines()[0]}); try torch.save(model.state_dict(), path)"
         ) from err
     except (OSError, MemoryError):
         raise
-    except Exception as err:  # bytes that are no pickle make the unpickler fail in many ways
+    except Exception as err:  # on other bytes the unpickler fails in many ways
         if "TorchScript" in str(err):
             raise CheckpointError(
                 f"expected a state dict in checkpoint {str(path)!r}, got a TorchScript archive; "
-                "try torch.save(torch.jit.load(path).state_dict(), 'weights.pt')."
+                "try torch.save(torch.jit.load(path).state_dict(), 'weights.pt')"
             ) from err
         raise CheckpointError(_damaged(path, err)) from err
-
-
-def _starts_like_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
 
 
 def _damaged(path: Path, why: object) -> str:
@@ -244,7 +258,7 @@ def _damaged(path: Path, why: object) -> str:
 
 
 def _require_state(content: object, where: str | Path) -> State:
-    """Check that something is tensors by name; ``where`` is a path, or the name of a checkpoint."""
+    """Return a state dict as it is, or reject the content of the path or checkpoint ``where``."""
     advice = "model.state_dict()"
     if isinstance(content, Mapping) and content:
         wrong = [key for key, value in content.items() if not isinstance(value, Tensor)]
@@ -256,14 +270,14 @@ def _require_state(content: object, where: str | Path) -> State:
         elif keys:
             advice = f"checkpoints=[checkpoint[{keys[0]!r}]]"
         kind = type(content[wrong[0]]).__name__
-        found = f"the keys {list(content)[:5]}, with a value of type {kind} at {wrong[0]!r}"
+        actual = f"the keys {list(content)[:5]}, with a value of type {kind} at {wrong[0]!r}"
     else:
-        found = "an empty mapping" if isinstance(content, Mapping) else type(content).__name__
+        actual = "an empty mapping" if isinstance(content, Mapping) else type(content).__name__
         if isinstance(content, torch.nn.Module):
             advice = "its state_dict()"
     raise CheckpointError(
         f"expected a state dict (tensors by parameter name) in checkpoint {str(where)!r}, got "
-        f"{found}; try {advice}."
+        f"{actual}; try {advice}"
     )
 
 
@@ -271,54 +285,98 @@ def _named(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
 ) -> dict[str, CheckpointLike]:
     if isinstance(checkpoints, (str, Path)):
-        path = Path(checkpoints)
-        is_run = path.is_dir() and not weight_files(path)
-        return _named((checkpoint_folders(path) if is_run else None) or [checkpoints])
+        folder = _folder(_place(checkpoints))
+        of_run = checkpoint_folders(folder) if folder and not weight_files(folder) else []
+        return _named(of_run or [checkpoints])
     if isinstance(checkpoints, Mapping):
         if checkpoints and all(isinstance(value, Tensor) for value in checkpoints.values()):
             raise ValueError(
                 "expected a list of checkpoints, got one state dict (its first tensor is "
-                f"{next(iter(checkpoints))!r}); try checkpoints=[state_dict]."
+                f"{next(iter(checkpoints))!r}); try checkpoints=[state_dict]"
             )
         return {str(name): value for name, value in checkpoints.items()}
     if not isinstance(checkpoints, Iterable) or isinstance(checkpoints, (Tensor, torch.nn.Module)):
         raise TypeError(
             "expected a list of paths or state dicts as checkpoints, or a mapping from name to "
             f"these, got {str(checkpoints)[:40]!r} ({type(checkpoints).__name__}); try "
-            "checkpoints=['model.pt']."
+            "checkpoints=['model.pt']"
         )
     values = list(checkpoints)
-    paths = [Path(value) for value in values if isinstance(value, (str, Path))]
-    stems = [path.name if path.is_dir() else path.stem for path in paths]
+    places = [_place(value) for value in values if isinstance(value, (str, Path))]
+    stems = [Path(each).name if _folder(each) else Path(each).stem for each in places]
     unique = len(stems) == len(values) == len(set(stems))
     return dict(zip(stems if unique else map(str, range(len(values))), values, strict=True))
 
 
 def _open(
-    name: str,
-    value: CheckpointLike,
-    check: Callable[[str, State, Checkpoint | None], None] | None,
-    find_base: Callable[[State, Path | None], Checkpoint | None] | None,
-) -> tuple[str | Spooled, str, Checkpoint | None]:
-    if isinstance(value, str) and "://" in value:
-        raise CheckpointError(
-            f"expected a path that every worker can read as checkpoint {name!r}, got the URL "
-            f"{value!r}; try downloading the file, or passing its state dict."
-        )
-    path = Path(value).absolute() if isinstance(value, (str, Path)) else None
-    # Copied if given: the caller may go on training the module that these tensors belong to.
-    state = read_state(path) if path else _copied(_require_state(value, name))
-    base = None if find_base is None else find_base(state, path)
+    name: str, value: CheckpointLike, check: Check | None, find_base: FindBase | None
+) -> Checkpoint:
+    place = _place(value) if isinstance(value, (str, Path)) else None
+    folder = None if place is None else _folder(place)
+    if folder is not None:
+        files = [f"{folder.url}/{each}" for each in require_weight_files(folder)]
+    else:
+        files = [] if place is None else [place]
+    if files:
+        state = _merged(map(_read, files))
+    else:  # copied, because the caller may continue to train the module
+        state = {n: t.detach().cpu().clone() for n, t in _require_state(value, name).items()}
+    base = None if find_base is None else find_base(state, folder)
     if check is not None:
         check(name, state, base)
     digest = _digest(state, base)
     with _states_lock:
-        _keep(digest, state)
-    return (str(path) if path else Spooled(state, token=f"state-{digest}")), digest, base
+        _cache(digest, state)
+    token = f"state-{digest}"
+    handles = tuple(SpooledFile(each, f"{token}-{i}") for i, each in enumerate(files))
+    return Checkpoint(name, handles or Spooled(state, token), digest, 0, base)
 
 
-def _copied(state: State) -> State:
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+def _folder(place: str) -> Folder | None:
+    """Return the folder at a path or URL; of URLs, those that do not end like a file of weights."""
+    is_url = "://" in place
+    is_folder = Path(place).suffix not in _SUFFIXES if is_url else os.path.isdir(place)
+    return Folder(place) if is_folder else None
+
+
+def _merged(states: Iterable[State]) -> State:
+    merged: State = {}
+    for state in states:
+        if twice := [name for name in state if name in merged]:
+            raise CheckpointError(
+                f"expected each tensor in one of the files of a checkpoint, got {twice[0]!r} in "
+                "two of them; try saving the model again"
+            )
+        merged |= state
+    return merged
+
+
+def _place(value: str | Path) -> str:
+    is_url = isinstance(value, str) and "://" in value
+    return location(value) if is_url else str(Path(value).absolute())
+
+
+def _read(place: str) -> State:
+    if "://" not in place:
+        return read_state(Path(place))
+    with tempfile.NamedTemporaryFile(suffix=Path(place).suffix) as file:
+        try:
+            download(place, file)
+        except FileNotFoundError as err:
+            raise FileNotFoundError(_unreadable(place, "does not exist")) from err
+        except Exception as err:  # each service has errors of its own
+            raise CheckpointError(_unreadable(place, f"cannot be read ({err!r})")) from err
+        try:
+            return read_state(Path(file.name))
+        except CheckpointError as err:
+            raise CheckpointError(str(err).replace(file.name, place)) from err
+
+
+def _unreadable(url: str, why: str) -> str:
+    return (
+        f"expected a .pt or .safetensors file that every worker can read as checkpoint, got "
+        f"{url!r}, which {why}; try another path or URL, or the state dict itself"
+    )
 
 
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
@@ -333,7 +391,7 @@ def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
     if len(numbers) != len(digests) or not valid or len(set(numbers)) != len(numbers):
         raise ValueError(
             f"expected {len(digests)} different integers in [0, 2**32) as checkpoint_ids, one per "
-            f"checkpoint, got {numbers}; try checkpoint_ids=None, which takes them from the "
-            "content (two checkpoints with one id would share a projection matrix)."
+            f"checkpoint, got {numbers}; try checkpoint_ids=None, which derives them from the "
+            "content (two checkpoints with one id would share a projection matrix)"
         )
     return [int(n) for n in numbers]

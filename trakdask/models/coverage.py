@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 __all__ = ["Coverage", "Unit", "cover"]
 
 _WHOLE = (nn.MultiheadAttention,)
-"""Classes of modules that use the parameters of their children without calling them."""
+"""Classes of modules that use the parameters of their children without calling the children."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ def cover(module: nn.Module, names: Sequence[str]) -> Coverage:
             rest |= set(selected.values())
         elif selected:
             units.append(Unit(path, selected, own))
-    hooked = (_without(unit, rest) for unit in units)
+    hooked = [
+        replace(unit, selected={i: name for i, name in unit.selected.items() if name not in rest})
+        for unit in units
+    ]
     return Coverage(tuple(u for u in hooked if u.selected), tuple(n for n in names if n in rest))
 
 
@@ -77,14 +80,9 @@ def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Tell whether a module uses the parameters of its children without calling these."""
+    """Return whether a module uses the parameters of its children without calling the children."""
     if isinstance(module, _WHOLE):
         return True
     is_dora = bool(getattr(module, "lora_magnitude_vector", None))  # of PEFT
-    lists = (nn.ParameterDict, nn.ParameterList)
-    return is_dora or any(isinstance(c, lists) and len(c) for c in module.children())
-
-
-def _without(unit: Unit, names: set[str]) -> Unit:
-    left = {inside: name for inside, name in unit.selected.items() if name not in names}
-    return Unit(unit.path, left, unit.parameters)
+    containers = (nn.ParameterDict, nn.ParameterList)
+    return is_dora or any(isinstance(c, containers) and len(c) for c in module.children())

@@ -6,21 +6,21 @@ the folder of its base model or in the model as it was built.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from trakdask.errors import CheckpointError
+from trakdask.files import Folder
 
 __all__ = [
     "base_folder",
     "checkpoint_folders",
     "complete_adapter",
     "is_adapter",
-    "read_folder",
+    "require_weight_files",
     "weight_files",
 ]
 
@@ -33,14 +33,14 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 _OF_BASE = ("base_layer", "original_module")
 
 
-def checkpoint_folders(folder: Path) -> list[Path]:
+def checkpoint_folders(folder: Folder) -> list[str]:
     """Return the folders ``checkpoint-<step>`` that ``Trainer`` wrote, in the order of steps."""
-    steps = [(match, path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted((int(m[1]), path) for m, path in steps if path.is_dir())]
+    steps = [match for name in folder.names() if (match := _STEP.fullmatch(name))]
+    return [f"{folder.url}/{match[0]}" for match in sorted(steps, key=lambda match: int(match[1]))]
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a folder: one, all the shards, or none.
+def weight_files(folder: Folder) -> list[str]:
+    """Return the names of the files with the weights in a folder: one, all shards, or none.
 
     An adapter comes before a whole model, which PEFT does not write beside it. safetensors comes
     before pickled files, as in transformers.
@@ -50,89 +50,61 @@ def weight_files(folder: Path) -> list[Path]:
     CheckpointError
         If the index of the shards cannot be read, or a shard that it names is missing.
     """
+    names = folder.names()
     for name in (*_ADAPTERS, *_WEIGHTS):
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _shards(index)
+        if name in names:
+            return [name]
+        if f"{name}.index.json" in names:
+            return _shards(folder, f"{name}.index.json", names)
     return []
 
 
-def _shards(index: Path) -> list[Path]:
-    weight_map = _read_json(index).get("weight_map")
+def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
+    weight_map = _read_json(folder, index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             "expected an index that says in which file each tensor is ('weight_map'), got "
-            f"{str(index)!r} without one; try saving or copying the folder again."
+            f"{folder.url}/{index} without one; try saving or copying the folder again"
         )
     names = sorted({str(name) for name in weight_map.values()})
-    missing = [name for name in names if not (index.parent / Path(name).name).is_file()]
+    missing = [name for name in names if name not in present]
     if missing:
         raise CheckpointError(
-            f"expected {len(names)} files with weights in {str(index.parent)!r}, as its index "
-            f"says, got {len(names) - len(missing)}: {missing[:3]} missing; try copying the folder "
-            "again, or wait until it is written."
+            f"expected {len(names)} files with weights in {folder.url!r}, as its index says, got "
+            f"{len(names) - len(missing)}: {missing[:3]} missing; try copying the folder again, or "
+            "waiting until it is written"
         )
-    return [index.parent / Path(name).name for name in names]
+    return names
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(folder: Folder, name: str) -> dict[str, object]:
     try:
-        content = json.loads(path.read_text())
+        content = folder.read_json(name)
     except (OSError, ValueError) as err:
         raise CheckpointError(
-            f"expected a JSON file that can be read, got {str(path)!r} ({err}); try saving or "
-            "copying the folder again."
+            f"expected a JSON file that can be read, got {folder.url}/{name} ({err}); try saving "
+            "or copying the folder again"
         ) from err
     return content if isinstance(content, dict) else {}
 
 
-def read_folder(folder: Path, read: Callable[[Path], Mapping[str, Tensor]]) -> State:
-    """Read the weights in a folder, of one file or of several shards.
-
-    Parameters
-    ----------
-    folder
-        As ``save_pretrained`` writes it.
-    read
-        Reads one file.
-
-    Raises
-    ------
-    CheckpointError
-        If there are no weights, if a shard is missing, or if two shards hold the same tensor.
-    """
-    files = weight_files(folder)
-    if not files:
-        raise CheckpointError(_without_weights(folder))
-    state: State = {}
-    for path in files:
-        tensors = read(path)
-        if twice := [name for name in tensors if name in state]:
-            raise CheckpointError(
-                f"expected each tensor in one of the files of {str(folder)!r}, got {twice[0]!r} in "
-                f"two of them, the second is {path.name!r}; try saving the model again."
-            )
-        state |= tensors
-    return state
-
-
-def _without_weights(folder: Path) -> str:
-    steps = [path.name for path in checkpoint_folders(folder)]
-    if steps:
-        return (
-            f"expected a folder with weights as checkpoint, got {str(folder)!r} with the folders "
-            f"{steps[:3]} of a run; try checkpoints={str(folder)!r}, which takes all of them, or "
-            f"{str(folder / steps[-1])!r}."
+def require_weight_files(folder: Folder) -> list[str]:
+    """Return the names of the files with weights as :func:`weight_files`; there must be some."""
+    if files := weight_files(folder):
+        return files
+    if steps := checkpoint_folders(folder):
+        raise CheckpointError(
+            f"expected a folder with weights as checkpoint, got {folder.url!r} with the folders "
+            f"{[Path(step).name for step in steps[:3]]} of a run; try checkpoints={folder.url!r}, "
+            f"which takes all of them, or [{steps[-1]!r}]"
         )
-    inside = sorted(path.name for path in folder.iterdir())
+    inside = folder.names()
     weights = [name for name in inside if Path(name).suffix in (".pt", ".pth", ".safetensors")]
-    advice = f"{str(folder / weights[0])!r}" if weights else "the folder that save_pretrained wrote"
-    return (
+    advice = repr(f"{folder.url}/{weights[0]}") if weights else "the folder of save_pretrained"
+    raise CheckpointError(
         "expected a file, or a folder with model.safetensors, its shards and their index, or "
-        f"adapter_model.safetensors, as checkpoint, got the folder {str(folder)!r} with "
-        f"{weights[:5] or inside[:5] or 'nothing inside'}; try {advice}."
+        f"adapter_model.safetensors, as checkpoint, got the folder {folder.url!r} with "
+        f"{weights[:5] or inside[:5] or 'nothing inside'}; try {advice}"
     )
 
 
@@ -151,16 +123,15 @@ def is_adapter(state: Iterable[str], needed: Iterable[str]) -> bool:
     return of_peft and any(name.startswith("base_model.") for name in all_names - names)
 
 
-def base_folder(adapter: Path) -> Path | None:
-    """Return the folder of the base model that an adapter names, if it is on this machine."""
-    config = adapter / _ADAPTER_CONFIG
-    if not config.is_file():
+def base_folder(adapter: Folder) -> str | None:
+    """Return where the base model is that an adapter names, if that is a folder with weights."""
+    if _ADAPTER_CONFIG not in adapter.names():
         return None
-    name = _read_json(config).get("base_model_name_or_path")
+    name = _read_json(adapter, _ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
-    folder = Path(name).absolute()
-    return folder if folder.is_dir() and weight_files(folder) else None
+    folder = Folder(name if "://" in name else str(Path(name).absolute()))
+    return folder.url if weight_files(folder) else None
 
 
 def complete_adapter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,9 +61,11 @@ def from_arrays(
     -----
     Nothing is computed. Arrays in memory are hashed once and referenced without a copy, so do not
     modify them afterwards. They are not part of the graph: worker processes memory-map a file with
-    their content (:class:`~trakdask.execution.handles.Spooled`). Workers read zarr arrays and
-    read-only ``np.memmap`` from their own storage, whose location identifies them. For zarr arrays
-    choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
+    their content, and fetch it first if they do not see this process's disk
+    (:class:`~trakdask.execution.handles.Spooled`). Workers read zarr arrays from their storage,
+    which all of them must see. A read-only ``np.memmap`` is identified by its file; workers that do
+    not see that file are sent the values. For zarr
+    arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
 
     Examples
     --------
@@ -74,7 +77,7 @@ def from_arrays(
     if not isinstance(arrays, Mapping):
         raise TypeError(
             f"expected a mapping from name to array as arrays, got {type(arrays).__name__}; try "
-            "td.from_arrays({'image': images})."
+            "td.from_arrays({'image': images})"
         )
     size = check_chunks(chunks)
     variables = lazy_variables(arrays, size)
@@ -87,19 +90,19 @@ def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
     if not arrays:
         raise ValueError(
             "expected at least one model input, got no arrays; try "
-            "td.from_arrays({'image': images})."
+            "td.from_arrays({'image': images})"
         )
     readable = {name: _readable(name, array) for name, array in arrays.items()}
     lengths = {name: array.shape[0] for name, array in readable.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             f"expected arrays with the same number of samples, got {lengths}; try "
-            f"array[:{min(lengths.values())}] of each."
+            f"array[:{min(lengths.values())}] of each"
         )
     if not min(lengths.values()):
         raise ValueError(
             f"expected at least one sample, got none in the arrays {list(lengths)}; try another "
-            "selection of samples."
+            "selection of samples"
         )
     return {name: _lazy(name, array, size) for name, array in readable.items()}
 
@@ -114,23 +117,23 @@ def _readable(name: str, array: Any) -> Any:
         advice = "array.toarray()" if hasattr(array, "toarray") else "numpy.asarray(...)"
         raise TypeError(
             f"expected a numpy, dask, zarr or torch array as variable {name!r}, got "
-            f"{type(array).__name__}; try {advice}."
+            f"{type(array).__name__}; try {advice}"
         )
     if array.ndim == 0:
         raise ValueError(
             f"expected samples along the first dimension of variable {name!r}, got an array "
-            "without dimensions; try numpy.atleast_1d(...)."
+            "without dimensions; try numpy.atleast_1d(...)"
         )
     check_dtype(name, array.dtype)
     if np.isnan(array.shape[0]):
         raise ValueError(
             f"expected chunks of known size in variable {name!r}, got unknown ones; try "
-            f"{name}.compute_chunk_sizes()."
+            f"{name}.compute_chunk_sizes()"
         )
     if isinstance(array, da.Array) and isinstance(array._meta, np.ma.MaskedArray):
         raise ValueError(
             f"expected an array without a mask as variable {name!r}, got a masked dask array, "
-            "whose hidden values would be used; try dask.array.ma.filled(array, value)."
+            "whose hidden values would be used; try dask.array.ma.filled(array, value)"
         )
     return without_mask(f"variable {name!r}", array)
 
@@ -142,17 +145,17 @@ def _from_list(name: str, values: Any) -> np.ndarray[Any, Any]:
         return np.asarray(values)
     except ValueError as err:  # numpy cannot make one array of lists that differ in length
         raise ValueError(
-            f"expected lists of one length in variable {name!r}, got {_first_jag(values)}; try "
-            "padding or cropping all samples to one shape."
+            f"expected lists of one length in variable {name!r}, got "
+            f"{_first_other_shape(values)}; try padding or cropping all samples to one shape"
         ) from err
     except TypeError as err:
         raise TypeError(
             f"expected numbers in variable {name!r}, got a list that numpy cannot read ({err}); "
-            "try numpy.stack([...]) of one array per sample."
+            "try numpy.stack([...]) of one array per sample"
         ) from err
 
 
-def _first_jag(values: Any) -> str:
+def _first_other_shape(values: Any) -> str:
     """Describe the first sample whose shape differs from that of sample 0."""
     shapes = [_shape(value) for value in values]
     other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
@@ -172,27 +175,63 @@ def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(
             f"expected a dense tensor as variable {name!r}, got one with the layout "
-            f"{tensor.layout}; try tensor.to_dense(), or pad a nested tensor."
+            f"{tensor.layout}; try tensor.to_dense(), or pad a nested tensor"
         )
     if tensor.is_meta:
         raise TypeError(
             f"expected a tensor with values as variable {name!r}, got one on the meta device; try "
-            "the tensor that holds the data."
+            "the tensor that holds the data"
         )
     try:
         return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     except TypeError as err:
         raise TypeError(
             f"expected a dtype that numpy has for variable {name!r}, got a tensor of "
-            f"{tensor.dtype}; try tensor.float()."
+            f"{tensor.dtype}; try tensor.float()"
         ) from err
 
 
 def _lazy(name: str, array: Any, size: int) -> Any:
     if isinstance(array, da.Array):
         return array.rechunk({0: size} | dict.fromkeys(range(1, array.ndim), -1))
-    token = _zarr_token(array) if isinstance(array, zarr.Array) else None
-    return read_array(name, Spooled(array, token), array.shape, array.dtype, size)
+    if isinstance(array, zarr.Array):
+        source = Spooled(_ZarrRows(array), _zarr_token(array))
+    else:
+        source = Spooled(array)
+    return read_array(name, source, array.shape, array.dtype, size)
+
+
+class _ZarrRows:
+    """A zarr array that is read only where it exists; elsewhere zarr returns its fill value."""
+
+    def __init__(self, array: zarr.Array[Any]) -> None:
+        self.array = array
+        self._is_found = False
+
+    def __getstate__(self) -> zarr.Array[Any]:
+        return self.array
+
+    def __setstate__(self, array: zarr.Array[Any]) -> None:
+        self.__init__(array)  # type: ignore[misc]
+
+    def __getitem__(self, rows: slice) -> Any:
+        if not self._is_found:
+            self._require_found()
+        return self.array[rows]
+
+    def _require_found(self) -> None:
+        where = self.array.store_path
+        try:
+            found = zarr.open_array(where, mode="r").metadata
+        except FileNotFoundError:
+            found = None
+        if found != self.array.metadata:
+            raise FileNotFoundError(
+                f"expected the zarr array {str(where)!r} on host {socket.gethostname()!r}, as on "
+                f"that of the process which built the graph, got {'another' if found else 'none'}; "
+                "try a disk that all workers see, or a store at a URL such as 's3://bucket/x.zarr'"
+            )
+        self._is_found = True
 
 
 def _zarr_token(array: zarr.Array[Any]) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trakdask.examples import digits_arrays, digits_cnn, digits_mlp
-from trakdask.training import build_model, classifier_accuracy, train_classifier
+from trakdask.examples.training import build_model, classifier_accuracy, train_classifier
 
 
 @pytest.mark.parametrize("build", [digits_mlp, digits_cnn])
@@ -29,6 +29,21 @@ def test_train_classifier__one_sample_and_one_step() -> None:
     (images, labels), _ = digits_arrays()
     state = train_classifier(digits_mlp, images[:1], labels[:1], seed=0, epochs=1)
     assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+def test_train_classifier__tokens() -> None:
+    """Tokens stay integers: the benchmark of quality trains on text."""
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(12, 2)
+        )
+
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 5, (64, 3))
+    labels = (tokens[:, 0] > 1).astype(np.int64)
+    state = train_classifier(build, tokens, labels, seed=0, epochs=40, batch_size=8, lr=1e-2)
+    assert classifier_accuracy(build, state, tokens, labels) > 0.9
 
 
 def test_train_classifier__checking_labels_does_not_change_the_weights() -> None:

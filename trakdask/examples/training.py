@@ -1,4 +1,4 @@
-"""A small trainer of classifiers in memory, for examples."""
+"""Train small classifiers in memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def train_classifier(
     Parameters
     ----------
     build
-        Returns the untrained model; called once, after seeding.
+        Function that returns the untrained model; called once, after seeding.
     images
-        Model inputs (n, ...), float32.
+        Model inputs (n, ...), float32, or int64 for tokens.
     labels
         Classes (n,), int64.
     seed
@@ -91,11 +91,11 @@ def classifier_accuracy(
     Parameters
     ----------
     build
-        Returns the model that ``state`` belongs to.
+        Function that returns the model that ``state`` belongs to.
     state
         Its state dict.
     images
-        Model inputs (n, ...), float32.
+        Model inputs (n, ...), float32, or int64 for tokens.
     labels
         Classes (n,), int64.
 
@@ -127,8 +127,10 @@ def require_training(seed: int, epochs: int, batch_size: int, lr: float) -> None
 
 
 def _require_data(images: object, labels: object) -> None:
-    """Reject anything but finite float32 images and as many int64 labels."""
-    for name, array, dtype in (("images", images, np.float32), ("labels", labels, np.int64)):
+    """Reject anything but finite float32 images, or int64 tokens, and as many int64 labels."""
+    tokens = isinstance(images, np.ndarray) and images.dtype == np.int64
+    inputs = np.int64 if tokens else np.float32
+    for name, array, dtype in (("images", images, inputs), ("labels", labels, np.int64)):
         if not isinstance(array, np.ndarray):
             raise TypeError(
                 f"expected {name} to be a NumPy array, got a {type(array).__name__}; try "
@@ -179,20 +181,20 @@ def build_model(build: object) -> nn.Module:
 
 
 def _require_classes(model: nn.Module, images: Images, labels: Labels) -> None:
-    """Reject images that the model does not take, and labels that it has no logit for."""
+    """Reject images that the model cannot process, and labels that it has no logit for."""
     model.eval()
     try:
         with torch.no_grad():
             logits = model(torch.from_numpy(images[:1]))
     except (RuntimeError, ValueError, TypeError) as err:
         raise ValueError(
-            f"expected images that the model takes, got shape {images.shape} ({err}); try "
-            "images of the shape that build's model was written for"
+            f"expected images that the model can process, got shape {images.shape} ({err}); try "
+            "images of the shape that the model was written for"
         ) from err
     if not isinstance(logits, Tensor) or logits.ndim != 2:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        returned = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
-            f"expected the model to return logits (n, classes), got {found} for one image; try "
+            f"expected the model to return logits (n, classes), got {returned} for one image; try "
             "td.examples.digits_mlp"
         )
     n_classes = logits.shape[1]

@@ -1,0 +1,190 @@
+"""What every lazy function of ``arrays`` promises: it computes what it declares, under a name of
+its own for other inputs, and its errors name it. The functions are found by their annotations."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import trakdask.arrays
+from tests.arrays.decomposed_features import data, decomposed, lazy
+from trakdask.arrays.completeness import CURVE, GRID, Candidate
+from trakdask.arrays.solve import cholesky
+
+N, P, C, LABELS = 40, 6, 2, ["a", "b"]
+
+
+def random(seed: int, *shape: int, dtype: str = "f8") -> da.Array:
+    """Positive numbers in chunks (rows, p, 1) or (rows, 1)."""
+    return lazy(np.random.default_rng(seed).random(shape).astype(dtype))
+
+
+def positive_definite(seed: int) -> da.Array:
+    x = np.random.default_rng(seed).standard_normal((20, P, C))
+    return lazy(np.einsum("spc,sqc->pqc", x, x), P)
+
+
+def decomposition(seed: int) -> da.Array:
+    x, h, g, _ = data()
+    return decomposed(x + seed, h, g)
+
+
+def peaked(seed: int) -> da.Array:
+    values = 0.5 + seed / 10 - np.abs(np.arange(17) - 8) / 50
+    return da.from_array(np.array([(values, 100)], CURVE))
+
+
+def half(seed: int) -> da.Array:
+    return random(seed, N, P, C, dtype="f2")
+
+
+INPUTS: dict[str, Callable[[int], Any]] = {
+    # arrays
+    "feature": lambda seed: random(seed, N, P, C, dtype="f4"),
+    "target": lambda seed: random(seed, 9, P, C, dtype="f4"),
+    "solved": lambda seed: random(seed, 9, P, C, dtype="f4"),
+    "weights": lambda seed: random(seed, N, C),
+    "weight": lambda seed: random(seed, N, C),
+    "sum_weights": lambda seed: random(seed, N, C),
+    "loss_weight": lambda seed: random(seed, N, C),
+    "out_to_loss": lambda seed: random(seed, N, C),
+    "squared": lambda seed: random(seed, N, C),
+    "stored": half,
+    "scale": lambda seed: random(seed, N, C),
+    "gram": positive_definite,
+    "loss_gradient": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
+    "damping": lambda seed: da.from_array(np.array([0.5, 1 + seed]), chunks=1),
+    "spectrum": decomposition,
+    "solve.factor": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
+    "leverage.factor": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
+    "totals": lambda seed: random(seed, N, len(GRID), C),
+    "outputs": lambda seed: random(seed, N, C),
+    "unless": lambda seed: [peaked(seed)] * seed,
+    "curves": lambda seed: [peaked(seed)],
+    "candidates": lambda seed: [Candidate(f"c{seed}", da.zeros(0), da.zeros(0))],
+    "score": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
+    "masks": lambda seed: da.from_array(np.random.default_rng(seed).random((8, N)) < 0.5, chunks=7),
+    "values": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
+    "ranked": lambda seed: da.from_array(
+        np.random.default_rng(seed).permuted(np.tile(np.arange(N), (9, 1)), axis=1)[:, :5], chunks=4
+    ),
+    # options
+    "dtype": lambda seed: [None, "f4"][seed],
+    "n_sample": lambda seed: N + seed,
+    "n": lambda seed: N + seed,
+    "labels": lambda seed: [LABELS, ["a", "c"]][seed],
+    "closed_form_damping.factor": lambda seed: 0.03 + seed,
+    "power": lambda seed: [0.5, 1][seed],
+    "codes": lambda seed: (np.arange(N) + seed) % 3,
+    "n_groups": lambda seed: 3 + seed,
+    "pooled": lambda seed: not seed,
+    "average": lambda seed: not seed,
+    "n_subsets": lambda seed: 6 + seed,
+    "size": lambda seed: 10 + seed,
+    "seed": lambda seed: seed,
+    "groups": lambda seed: [None, np.arange(N) // 2][seed],
+    "positions": lambda seed: np.array([1, 3 + seed]),
+    "counts": lambda seed: [1, 3 + seed],
+    "k": lambda seed: 2 + seed,
+    "largest": lambda seed: not seed,
+    "mask": lambda seed: [None, np.arange(N) % 2 == 0][seed],
+}
+"""The value of each parameter, or of "function.parameter", for seed 0; another one for seed 1."""
+
+INVISIBLE = {"split_every"}
+"""The shape of a tree is in the names of its nodes."""
+
+CHUNKED = {"feature", "target", "solved"}
+
+
+def lazy_functions() -> list[Callable[..., Any]]:
+    found = []
+    for info in pkgutil.iter_modules(trakdask.arrays.__path__):
+        module = importlib.import_module(f"trakdask.arrays.{info.name}")
+        for name in getattr(module, "__all__", ()):
+            function = getattr(module, name)
+            if inspect.isfunction(function):
+                kind = function.__annotations__.get("return", "")
+                found += [function] if "da.Array" in kind else []
+    return found
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in INVISIBLE]
+
+
+def arguments(function: Callable[..., Any], **seeds: int) -> dict[str, Any]:
+    return {
+        name: (INPUTS.get(f"{function.__name__}.{name}") or INPUTS[name])(seeds.get(name, 0))
+        for name in parameters(function)
+    }
+
+
+def results(function: Callable[..., Any], **seeds: int) -> list[da.Array]:
+    made = function(**arguments(function, **seeds))
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+def named(function: Callable[..., Any]) -> str:
+    return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+
+
+FUNCTIONS = lazy_functions()
+PAIRS = [
+    pytest.param(function, name, id=f"{named(function)}-{name}")
+    for function in FUNCTIONS
+    for name in parameters(function)
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=named)
+def test_lazy__blocks_are_as_declared(function: Callable[..., Any]) -> None:
+    for array in results(function):
+        blocks = array.to_delayed(optimize_graph=False).ravel()
+        if array.dtype == object:
+            continue  # one object per chunk
+        found = dask.compute(*blocks, scheduler="sync")
+        assert [block.shape for block in found] == declared(array)
+        assert {block.dtype for block in found} == {array.dtype} == {array._meta.dtype}
+        assert array._meta.ndim == array.ndim
+
+
+def declared(array: da.Array) -> list[tuple[int, ...]]:
+    return list(itertools.product(*array.chunks))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=named)
+def test_lazy__equal_inputs_give_equal_names(function: Callable[..., Any]) -> None:
+    """Dask then computes once what several results share."""
+    again = [array.name for array in results(function)]
+    assert [array.name for array in results(function)] == again
+
+
+@pytest.mark.parametrize(("function", "name"), PAIRS)
+def test_lazy__another_input_gives_another_name(function: Callable[..., Any], name: str) -> None:
+    """Otherwise a scheduler that knows the name would return the result of the other input."""
+    first, other = results(function), results(function, **{name: 1})
+    assert [a.name for a in first] != [a.name for a in other]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [pair for pair in PAIRS if pair.values[1] in CHUNKED],
+)
+def test_lazy__errors_name_the_function_and_the_array(
+    function: Callable[..., Any], name: str
+) -> None:
+    given = arguments(function)
+    caller = {"gram_and_sum": "gram"}.get(function.__name__, function.__name__)
+    given[name] = given[name].rechunk({1: 3})
+    with pytest.raises(ValueError, match=rf"{name} of {caller} .*'proj_dim', got 2 "):
+        function(**given)
