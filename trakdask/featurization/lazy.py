@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
@@ -16,6 +15,7 @@ import xarray as xr
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
+from trakdask.arrays.block_arguments import Bounds
 from trakdask.execution.layers import feature_layer, featurize_layer, take
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.devices import check_device
@@ -160,25 +160,7 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    if gradients not in ("auto", *ENGINES):
-        raise ValueError(
-            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
-            "gradients='auto'"
-        )
-    if dtype not in (None, *get_args(DType)):
-        raise ValueError(
-            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
-            "dtype='float32'"
-        )
-    if on_error not in get_args(OnError):
-        raise ValueError(
-            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
-        )
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
-            "checkpoints=[...], task=...)"
-        )
+    _require_options(model, gradients, dtype, on_error)
     projector = _projector(projector)
     samples = validate_samples(samples)
     _require_running_statistics(model)
@@ -210,8 +192,8 @@ def featurize(
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
     arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
     names = [checkpoint.name for checkpoint in model.checkpoints]
-    names_coord = normalise_coord(CHECKPOINT, names, len(names))
-    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, names_coord)}
+    checkpoint = normalise_coord(CHECKPOINT, names, len(names))
+    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
 
@@ -229,6 +211,28 @@ def model_operations(features: xr.Dataset) -> int | None:
         return None
     model = job.model
     return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
+
+
+def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:
+    if gradients not in ("auto", *ENGINES):
+        raise ValueError(
+            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
+            "gradients='auto'"
+        )
+    if dtype not in (None, *get_args(DType)):
+        raise ValueError(
+            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
+            "dtype='float32'"
+        )
+    if on_error not in get_args(OnError):
+        raise ValueError(
+            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
+        )
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
+            "checkpoints=[...], task=...)"
+        )
 
 
 def _projector(projector: Projector | None) -> Projector:
@@ -320,7 +324,6 @@ def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    job = replace(job, token=token)
     _jobs[featurize_layer(token)] = job
     chunks = next(iter(inputs.values())).chunks[0]
     checkpoints = len(job.model.checkpoints)
@@ -329,7 +332,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         "sc",
         da.from_array(np.arange(checkpoints), chunks=1, name=f"checkpoint-{token}"),
         "c",
-        _positions(chunks, token),
+        Bounds(chunks),  # so that errors can name samples
         "s",
         *_indexed(inputs),
         name=featurize_layer(token),
@@ -360,17 +363,3 @@ def _indexed(inputs: dict[str, da.Array]) -> Iterator[Any]:
     for name, array in inputs.items():
         yield array
         yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))
-
-
-def _positions(chunks: tuple[int, ...], token: str) -> da.Array:
-    """Return the positions of samples, created inside the tasks so that errors can name them."""
-    bounds = np.concatenate([[0], np.cumsum(chunks)])
-    positions: da.Array = da.map_blocks(
-        functools.partial(_range_of_block, bounds),
-        chunks=(chunks,), name=f"position-{token}", dtype=np.int64, meta=np.empty(0, np.int64),
-    )  # fmt: skip
-    return positions
-
-
-def _range_of_block(bounds: np.ndarray, block_id: tuple[int, ...]) -> np.ndarray:
-    return np.arange(*bounds[block_id[0] : block_id[0] + 2])

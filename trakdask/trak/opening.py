@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -232,7 +231,7 @@ def _lazy(
     now = state((*paths, *(flags or ())))
     token = digest({"files": files, "state": now, "rows": size})
     array: da.Array = da.map_blocks(
-        functools.partial(_read, _Rows(paths, flags, bounds)),
+        _Rows(paths, flags, bounds).read,
         chunks=shape,
         # By such a name td.save recognises an array that is complete, and not a selection.
         name=f"{'out_to_loss' if width is None else 'feature'}-{token[:32]}",
@@ -240,7 +239,3 @@ def _lazy(
         meta=np.empty((0,) * len(shape), np.float32),
     )
     return array
-
-
-def _read(rows: _Rows, block_id: tuple[int, ...]) -> np.ndarray:
-    return rows.read(block_id)

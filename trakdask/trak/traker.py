@@ -147,8 +147,8 @@ class TRAKer(Scoring):
         self.mode = mode
         self.train_set_size = train_set_size
         self.device = device
-        half = use_half_precision and mode == "traker"
-        self.dtype = torch.float16 if half else torch.float32
+        is_half = use_half_precision and mode == "traker"
+        self.dtype = torch.float16 if is_half else torch.float32
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
         self.lambda_reg = lambda_reg
         logging.basicConfig()
@@ -167,28 +167,9 @@ class TRAKer(Scoring):
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
         self.task = task_of(task)
-        self.gradient_computer = instance(
-            gradient_computer,
-            {"grad_wrt"} if self.grad_wrt is None else set(),
-            model=self.model,
-            task=self.task,
-            grad_dim=self.num_params_for_grad,
-            dtype=self.dtype,
-            device=self.device,
-            grad_wrt=self.grad_wrt,
-        )
+        self.gradient_computer = self._gradient_computer(gradient_computer)
         self.score_computer = self._score_computer(score_computer, logging_level)
-        self.saver = instance(
-            saver or MmapSaver,
-            {"train_set_size", "proj_dim"},
-            save_dir=self.save_dir,
-            metadata=self._metadata(),
-            train_set_size=self.train_set_size,
-            proj_dim=self.proj_dim,
-            load_from_save_dir=self.load_from_save_dir,
-            logging_level=logging_level,
-            use_half_precision=half,
-        )
+        self.saver = self._saver(saver or MmapSaver, logging_level)
         self.ckpt_loaded = _NO_CHECKPOINT
         self._weights_of = None
         self._scoring = None
@@ -352,6 +333,31 @@ class TRAKer(Scoring):
 
     def _shapes(self) -> Shapes:
         return parameter_shapes(self.model, self.grad_wrt)
+
+    def _gradient_computer(self, kind: type[AbstractGradientComputer]) -> AbstractGradientComputer:
+        return instance(  # type: ignore[no-any-return]
+            kind,
+            {"grad_wrt"} if self.grad_wrt is None else set(),
+            model=self.model,
+            task=self.task,
+            grad_dim=self.num_params_for_grad,
+            dtype=self.dtype,
+            device=self.device,
+            grad_wrt=self.grad_wrt,
+        )
+
+    def _saver(self, kind: type[AbstractSaver], logging_level: int) -> AbstractSaver:
+        return instance(  # type: ignore[no-any-return]
+            kind,
+            {"train_set_size", "proj_dim"},
+            save_dir=self.save_dir,
+            metadata=self._metadata(),
+            train_set_size=self.train_set_size,
+            proj_dim=self.proj_dim,
+            load_from_save_dir=self.load_from_save_dir,
+            logging_level=logging_level,
+            use_half_precision=self.dtype == torch.float16,
+        )
 
     def _score_computer(
         self, given: type[AbstractScoreComputer] | None, logging_level: int
