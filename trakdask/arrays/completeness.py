@@ -41,6 +41,7 @@ __all__ = [
     "held_out",
     "left_out",
     "spread_rows",
+    "warn_of_choice",
 ]
 
 #: Candidates for ρ, a quarter of a decade apart.
@@ -282,7 +283,9 @@ def _peak(curve: Block) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
 
 
-def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Array:
+def choose(
+    candidates: Sequence[Candidate], curves: Sequence[da.Array], *, quiet: bool = False
+) -> da.Array:
     """Choose ρ by the first candidate whose totals follow the outputs.
 
     Parameters
@@ -291,6 +294,8 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
         In order of preference.
     curves
         Of each, by :func:`curve`.
+    quiet
+        Leave warnings to whoever uses the choice, who calls :func:`warn_of_choice`.
 
     Returns
     -------
@@ -315,26 +320,51 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
         "k",
         *arrays,
         names=names,
+        quiet=quiet,
         concatenate=True,
         align_arrays=False,
-        name="completeness-choice-" + tokenize(names, *(each.name for each in curves)),
+        name="completeness-choice-" + tokenize(names, quiet, *(each.name for each in curves)),
         dtype=CHOICE,
         meta=np.empty((0,), CHOICE),
     )
     return result
 
 
-def _choose(*curves: Block, names: tuple[str, ...]) -> Block:
+def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
     for index, (each, name) in enumerate(zip(curves, names, strict=True)):
         peak, values = _peak(each), each["correlation"][0]
         if _is_followed(each):
             threshold = peak - STANDARD_ERRORS * (1 - peak**2) / np.sqrt(each["n_rows"][0])
             chosen = int(np.flatnonzero(values >= threshold)[-1])
-            if chosen in (0, len(GRID) - 1):
-                warn_once(("end of the grid", name), _at_the_end(GRID[chosen], name), _warn)
+            if not quiet:
+                _warn_at_the_end(GRID[chosen], name)
             return np.array([(GRID[chosen], index, peak, threshold, values)], CHOICE)
-        _warn(_too_weak(peak, name, names[index + 1 :]))
+        if not quiet:
+            _warn(_too_weak(peak, name, names[index + 1 :]))
     return np.array([(np.nan, len(names), peak, np.nan, values)], CHOICE)
+
+
+def warn_of_choice(rho: float, peak: float, name: str) -> None:
+    """Warn of what :func:`choose` warns of, given what it chose and the name of the last samples.
+
+    Parameters
+    ----------
+    rho
+        What was chosen; NaN if the outputs did not follow the totals.
+    peak
+        The largest correlation.
+    name
+        What warnings call the samples whose outputs chose, or failed to.
+    """
+    if np.isnan(rho):
+        warn_once(("too weak", name), _too_weak(peak, name, ()), _warn)
+    else:
+        _warn_at_the_end(rho, name)
+
+
+def _warn_at_the_end(rho: float, name: str) -> None:
+    if rho in (GRID[0], GRID[-1]):
+        warn_once(("end of the grid", name), _at_the_end(rho, name), _warn)
 
 
 def _at_the_end(rho: float, name: str) -> str:

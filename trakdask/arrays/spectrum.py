@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,18 @@ from trakdask.arrays.blocks import (
     product_dtype,
     require_features,
 )
-from trakdask.arrays.solve import require_finite
+from trakdask.arrays.solve import require_finite, without_trace
 
-__all__ = ["Spectrum", "mean_trace", "solve", "spectrum"]
+__all__ = [
+    "Spectrum",
+    "closed_form_damping",
+    "from_eigenvectors",
+    "is_decomposition",
+    "leverage",
+    "mean_trace",
+    "solve",
+    "spectrum",
+]
 
 
 class Spectrum(NamedTuple):
@@ -96,7 +106,7 @@ def spectrum(
         "pqc",
         loss_gradient,
         "pc",
-        da.from_array(np.array(labels, dtype=object), chunks=1, name="labels-" + tokenize(labels)),
+        _labels(labels),
         "c",
         concatenate=False,
         align_arrays=False,
@@ -116,6 +126,113 @@ def _spectrum(gram: Blocks, loss_gradient: Blocks, label: Block, *, n_sample: in
     loss = vectors.T @ r[:, 0].astype(np.float64)
     mean = float(np.trace(matrix)) / n_sample
     return Spectrum(np.maximum(values, 0), vectors, loss, mean, name)
+
+
+def from_eigenvectors(
+    values: da.Array,
+    vectors: da.Array,
+    loss_gradient: da.Array | None,
+    n_sample: int,
+    labels: Sequence[str],
+) -> da.Array:
+    """Return what :func:`spectrum` returns, from eigenvalues and eigenvectors that are known.
+
+    Parameters
+    ----------
+    values
+        (component, checkpoint) float64, chunks (p, 1).
+    vectors
+        (proj_dim, component, checkpoint) float, chunks (p, p, 1).
+    loss_gradient, n_sample, labels
+        As in :func:`spectrum`; without ``loss_gradient`` the result is for :func:`solve` only.
+
+    Notes
+    -----
+    Cost: 2 p² flops per checkpoint, for ``loss_gradient``.
+    """
+    loss = [None, None] if loss_gradient is None else [loss_gradient, "pc"]
+    result: da.Array = da.blockwise(
+        functools.partial(_from_eigenvectors, n_sample=n_sample),
+        "c",
+        values,
+        "kc",
+        vectors,
+        "pkc",
+        *loss,
+        _labels(labels),
+        "c",
+        concatenate=False,
+        align_arrays=False,
+        name="known-spectrum-" + tokenize(values.name, vectors.name, loss[0], n_sample, labels),
+        dtype=object,
+        meta=np.empty((0,), object),
+    )
+    return result
+
+
+def _from_eigenvectors(
+    values: Blocks, vectors: Blocks, loss_gradient: Blocks | None, label: Block, *, n_sample: int
+) -> Spectrum:
+    ((s,), (v,)) = flat(values), flat(vectors)
+    s, v = s[:, 0], v[:, :, 0]
+    loss = np.full(len(s), np.nan)
+    if loss_gradient is not None:
+        (r,) = flat(loss_gradient)
+        loss = v.T @ r[:, 0].astype(np.float64)
+    return Spectrum(s, v, loss, float(s.sum()) / n_sample, str(label[0]))
+
+
+def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> bool:
+    """Return whether K = V diag(s) Vᵀ, judged by K x for one x; for arrays in memory.
+
+    Parameters
+    ----------
+    gram, values, vectors
+        K, s and V as in :func:`from_eigenvectors`.
+
+    Examples
+    --------
+    >>> k, v = (da.from_array(x[:, :, None]) for x in (np.diag([1.0, 2.0]), np.eye(2)))
+    >>> [is_decomposition(k, da.from_array(np.array([[1.0], [s]])), v) for s in (2, 3)]
+    [True, False]
+    """
+    x = 1 + np.sin(np.arange(gram.shape[1]))
+    known, s, v = dask.compute(da.einsum("pqc,q->pc", gram, x), values, vectors, scheduler="sync")
+    found = np.einsum("pkc,kc->pc", v, s * np.einsum("pkc,p->kc", v, x))
+    scale = np.abs(known).max(axis=0, initial=0)
+    return bool((np.abs(found - known) <= 1e-6 * scale).all())
+
+
+def _labels(labels: Sequence[str]) -> da.Array:
+    texts = np.array(list(labels), dtype=object)
+    array: da.Array = da.from_array(texts, chunks=1, name="labels-" + tokenize(list(labels)))
+    return array
+
+
+def closed_form_damping(spectrum: da.Array, factor: float) -> da.Array:
+    """Return :func:`trakdask.arrays.solve.closed_form_damping`, from the eigenvalues of K.
+
+    Examples
+    --------
+    >>> k = spectrum(da.ones((2, 2, 1), chunks=(2, 2, 1)), da.ones((2, 1)), 4, ["c0"])
+    >>> round(float(closed_form_damping(k, factor=0.5)[0]), 12)
+    1.0
+    """
+    result: da.Array = da.map_blocks(
+        functools.partial(_closed_form, factor=factor),
+        spectrum,
+        name="spectral-closed-form-" + tokenize(spectrum.name, factor),
+        dtype=np.float64,
+        meta=np.empty((0,), np.float64),
+    )
+    return result
+
+
+def _closed_form(spectrum: Spectrum, factor: float) -> Block:
+    trace = float(spectrum.values.sum())
+    if not trace:
+        raise ValueError(without_trace(spectrum.label))
+    return np.array([factor * float(np.square(spectrum.values).sum()) / trace])
 
 
 def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
@@ -164,14 +281,63 @@ def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
 
 
 def _solve(target: Block, spectrum: Spectrum, damping: Block) -> Block:
-    system = spectrum.values + float(damping[0])
-    if not system.min() > 0:
-        raise np.linalg.LinAlgError(
-            f"K + λI of checkpoint {spectrum.label!r} is not positive definite in float64: λ = "
-            f"{float(damping[0]):.3g}, smallest eigenvalue of K = {spectrum.values.min():.3g}. Use "
-            "a larger damping."
-        )
+    system = _damped(spectrum, damping)
     with np.errstate(invalid="ignore"):  # a NaN target stays NaN, alone
         along = target[:, :, 0] @ spectrum.vectors
         solved = (along / system) @ spectrum.vectors.T
     return np.asarray(solved.astype(product_dtype(target), copy=False)[:, :, None])
+
+
+def _damped(spectrum: Spectrum, damping: Block) -> npt.NDArray[np.float64]:
+    """Return the eigenvalues of K + λI."""
+    system = spectrum.values + float(damping[0])
+    # What rounding left of an eigenvalue 0 is no number to divide by.
+    least = np.finfo(np.float64).eps * spectrum.values.max(initial=0)
+    if not system.min() > least:
+        raise np.linalg.LinAlgError(
+            f"expected K + λI to be positive definite, got one of checkpoint {spectrum.label!r} "
+            f"that is not in float64 (λ = {float(damping[0]):.3g}, smallest eigenvalue of K = "
+            f"{spectrum.values.min():.3g}); try a larger damping"
+        )
+    return system
+
+
+def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Array:
+    """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
+
+    Parameters
+    ----------
+    spectrum, damping
+        As in :func:`solve`.
+    feature
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
+
+    Returns
+    -------
+    As :func:`trakdask.arrays.solve.leverage`, at the same cost.
+    """
+    require_features(feature, name="feature", caller="leverage")
+    result: da.Array = da.blockwise(
+        _leverage,
+        "sc",
+        feature,
+        "spc",
+        spectrum,
+        "c",
+        damping.rechunk(1, method="tasks"),
+        "c",
+        concatenate=True,
+        align_arrays=False,
+        name="spectral-leverage-" + tokenize(feature.name, spectrum.name, damping.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0), np.float64),
+    )
+    return result
+
+
+def _leverage(feature: Block, spectrum: Spectrum, damping: Block) -> Block:
+    system = _damped(spectrum, damping)
+    with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
+        along = feature[:, :, 0] @ spectrum.vectors
+        own: Block = np.square(along, out=along) @ (1 / system)
+    return own[:, None]

@@ -36,14 +36,31 @@ class Regularized:
     """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
 
     ``choice`` is that of :func:`trakdask.arrays.completeness.choose`; ``spectrum`` is that of the
-    gram matrix, where choosing λ has decomposed it.
+    gram matrix, where it is stored or choosing λ has computed it. ``labels`` are the names of the
+    checkpoints, for errors.
     """
 
     gram: da.Array
     damping: da.Array
     rules: tuple[str, ...]
+    labels: list[str]
     choice: da.Array | None = None
     spectrum: da.Array | None = None
+
+    def solve(self, target: da.Array) -> da.Array:
+        """Return (K_c + λ_c I)⁻¹ φ_c(t), (target, proj_dim, checkpoint)."""
+        if self.spectrum is not None:
+            return arrays.spectrum.solve(self.spectrum, self.damping, target)
+        return arrays.solve.solve(self._cholesky(), target)
+
+    def leverage(self, feature: da.Array) -> da.Array:
+        """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
+        if self.spectrum is not None:
+            return arrays.spectrum.leverage(self.spectrum, self.damping, feature)
+        return arrays.solve.leverage(self._cholesky(), feature)
+
+    def _cholesky(self) -> da.Array:
+        return arrays.solve.cholesky(self.gram, self.damping, self.labels)
 
 
 def damping(
@@ -172,21 +189,58 @@ def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
     return np.array(rules[int(choice["candidate"][0])], dtype=object)
 
 
-def regularize(features: xr.Dataset, options: Options) -> Regularized:
-    """Return the gram matrix of an estimator and its λ; features are chunked already."""
-    needed = matrices(features, options)
+def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -> Regularized:
+    """Return the gram matrix of an estimator and its λ; features are chunked already.
+
+    ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
+    """
+    needed, labels = matrices(features, options), _labels(features)
+    spectrum = None
+    if needed.decomposition is not None:
+        values, vectors = needed.decomposition
+        spectrum = arrays.spectrum.from_eigenvectors(
+            values, vectors, None, needed.n_samples, labels
+        )
     if needed.choosing is not None:
-        return _complete(features, options.calibrate, needed, needed.choosing)
-    matrix = needed.gram
-    damping = options.damping
-    if isinstance(damping, (xr.Dataset, xr.DataArray)):
-        return Regularized(matrix, given_damping(features, damping), ("given",))
-    if isinstance(damping, Absolute):
-        lam: da.Array = da.full(matrix.shape[2], float(damping.value), chunks=1)
-        return Regularized(matrix, lam, ("absolute",))
-    factor = CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
-    lam = arrays.solve.closed_form_damping(matrix, factor, _labels(features))
-    return Regularized(matrix, lam, (f"{factor} tr(K^2)/tr(K)",))
+        return _complete(
+            features, options.calibrate, needed, needed.choosing, spectrum, quiet=quiet
+        )
+    damping, choice = options.damping, None
+    if needed.damping is not None:
+        lam, rule, choice = _stored(needed.damping, labels)
+    elif isinstance(damping, (xr.Dataset, xr.DataArray)):
+        lam, rule = given_damping(features, damping), "given"
+    elif isinstance(damping, Absolute):
+        lam, rule = da.full(len(labels), float(damping.value), chunks=1), "absolute"
+    else:
+        factor = CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
+        lam, rule = _closed_form(needed.gram, factor, labels, spectrum), _closed_form_name(factor)
+    return Regularized(needed.gram, lam, (rule,), labels, choice, spectrum)
+
+
+def _stored(damping: xr.DataArray, labels: list[str]) -> tuple[da.Array, str, da.Array | None]:
+    """Return the stored λ, its rule, and how it was chosen, if by completeness; warn as then."""
+    lam: da.Array = damping.variable.chunk({CHECKPOINT: 1}).data
+    attrs = damping.attrs
+    if attrs["asked"] != "completeness":
+        return lam, attrs["rule"], None
+    _warn_of_few_checkpoints(len(labels))
+    relative, peak = attrs["relative"], attrs["peak"]
+    completeness.warn_of_choice(relative, peak, attrs["samples_asked"])
+    values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
+    return lam, attrs["rule"], da.from_array(np.array(values, completeness.CHOICE))
+
+
+def _closed_form(
+    gram: da.Array, factor: float, labels: list[str], spectrum: da.Array | None
+) -> da.Array:
+    if spectrum is not None:
+        return arrays.spectrum.closed_form_damping(spectrum, factor)
+    return arrays.solve.closed_form_damping(gram, factor, labels)
+
+
+def _closed_form_name(factor: float) -> str:
+    return f"{factor} tr(K^2)/tr(K)"
 
 
 def _complete(
@@ -194,24 +248,38 @@ def _complete(
     calibrate: xr.Dataset | None,
     needed: Matrices,
     choosing: ChoosingMatrices,
+    spectrum: da.Array | None,
+    *,
+    quiet: bool,
 ) -> Regularized:
-    """Let outputs choose λ, under the weights that the estimator has for this."""
+    """Let outputs choose λ, under the weights that the estimator has for this.
+
+    ``spectrum`` is that of the estimator's own gram matrix, if it is known.
+    """
     labels = _labels(features)
-    spectrum = arrays.spectrum.spectrum(
-        choosing.gram, choosing.loss_gradient, choosing.n_samples, labels
-    )
-    _warn_of_few_checkpoints(len(labels))
-    candidates, curves = _candidates(features, calibrate, spectrum, choosing)
-    fallback = arrays.solve.closed_form_damping(needed.gram, CLOSED_FORM, labels)
-    rules = (*(f"completeness, {each.name}" for each in candidates), f"{CLOSED_FORM} tr(K^2)/tr(K)")
+    n, loss_gradient = choosing.n_samples, choosing.loss_gradient
+    if choosing.decomposition is None:
+        choosing_spectrum = arrays.spectrum.spectrum(choosing.gram, loss_gradient, n, labels)
+    else:
+        values, vectors = choosing.decomposition
+        choosing_spectrum = arrays.spectrum.from_eigenvectors(
+            values, vectors, loss_gradient, n, labels
+        )
+    if needed.gram.name == choosing.gram.name:
+        spectrum = choosing_spectrum
+    if not quiet:
+        _warn_of_few_checkpoints(len(labels))
+    candidates, curves = _candidates(features, calibrate, choosing_spectrum, choosing)
+    fallback = _closed_form(needed.gram, CLOSED_FORM, labels, spectrum)
+    names = [f"completeness, {each.name}" for each in candidates]
+    rules = (*names, _closed_form_name(CLOSED_FORM))
     if not candidates:
-        return Regularized(needed.gram, fallback, rules)
-    choice = completeness.choose(candidates, curves)
+        return Regularized(needed.gram, fallback, rules, labels, None, spectrum)
+    choice = completeness.choose(candidates, curves, quiet=quiet)
     rho = choice["relative"][0]
     relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples)
     lam = da.where(da.isnan(rho), fallback, relative)
-    is_decomposed = needed.gram.name == choosing.gram.name
-    return Regularized(needed.gram, lam, rules, choice, spectrum if is_decomposed else None)
+    return Regularized(needed.gram, lam, rules, labels, choice, spectrum)
 
 
 def _candidates(

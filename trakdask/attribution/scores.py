@@ -20,7 +20,7 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.attribution.matrices import origin, weight_data
 from trakdask.attribution.options import gather_options
-from trakdask.attribution.products import Factors, cholesky, factors
+from trakdask.attribution.products import Factors, factors
 from trakdask.attribution.regularization import regularize
 from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import (
@@ -321,8 +321,7 @@ def self_influence(
     features = lazy_features(features)
     x = features.feature.data
     if options.estimator.has_gram:
-        matrix = regularize(features, options)
-        own = arrays.solve.leverage(cholesky(features, matrix.gram, matrix.damping), x)
+        own = regularize(features, options).leverage(x)
     else:
         own = arrays.weights.squared_norm(x)
     g = options.estimator.weights.loss_data(features)
