@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +11,10 @@ import numpy as np
 import torch
 import xarray as xr
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from trakdask.checks import require_integer, shown
+from trakdask.files import Folder
 from trakdask.samples import from_arrays
 from trakdask.training import (
     Images,
@@ -197,7 +197,8 @@ def digits_checkpoints(
             state = train_classifier(
                 build, images, labels, seed=index, epochs=epochs, batch_size=batch_size, lr=lr
             )
-            _save_atomically(state, path)
+            with Folder(str(folder.absolute())).writing(path.name) as file:
+                torch.save(state, file)
     return paths
 
 
@@ -250,13 +251,3 @@ def _architecture(build: Callable[[], nn.Module]) -> str:
         model = build_model(build)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     return hashlib.sha256(f"{model}{shapes}".encode()).hexdigest()[:8]
-
-
-def _save_atomically(state: dict[str, Tensor], path: Path) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
-        partial = Path(file.name)
-    try:
-        torch.save(state, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

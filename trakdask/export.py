@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -13,7 +14,6 @@ from typing import Any
 
 import dask
 import dask.array as da
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +21,7 @@ import xarray as xr
 from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
-from trakdask.locations import location
+from trakdask.files import Folder
 from trakdask.variables import RANK, TARGET
 
 __all__ = ["to_parquet", "to_zarr"]
@@ -72,12 +72,12 @@ def to_zarr(
         )
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
     _require_size(ds, ds.nbytes, max_bytes)
-    place = _free_place(store, overwrite, _is_our_zarr)
+    folder = _free_folder(store, overwrite, _is_our_zarr)
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    marked = ds.assign_attrs({_WRITER: _mark(place)})
-    marked.to_zarr(place, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
+    marked = ds.assign_attrs({_WRITER: _mark(folder)})
+    marked.to_zarr(folder.url, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
 
 
 def to_parquet(
@@ -122,10 +122,8 @@ def to_parquet(
     columns = _columns(ds)
     width = sum(4 if array.dtype.kind in "OTU" else array.dtype.itemsize for _, array in columns)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    place = _free_place(path, overwrite, _is_our_parquet)
-    fs, folder = fsspec.core.url_to_fs(place)
-    fs.makedirs(folder, exist_ok=True)
-    dask.compute(_written(ds, columns, place))
+    folder = _free_folder(path, overwrite, _is_our_parquet)
+    dask.compute(_written(ds, columns, folder))
 
 
 def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
@@ -148,75 +146,66 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
         )
 
 
-def _free_place(
-    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Any, str, str], bool]
-) -> str:
+def _free_folder(
+    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool]
+) -> Folder:
     """Return where to write; what is there is removed only if the same function wrote it."""
     if not isinstance(overwrite, bool):
         raise TypeError(f"expected overwrite=True or False, got {overwrite!r:.60}")
-    place = location(path)
-    fs, inside = fsspec.core.url_to_fs(place)
-    if not fs.exists(inside):
-        return place
-    if not fs.isdir(inside):
-        raise NotADirectoryError(f"expected a folder, got the file {place!r}; try another path")
-    names = _names(fs, inside)
+    folder = Folder.at(path)
+    names = folder.names()
     if not names:
-        return place
+        folder.sweep()
+        return folder
     if not overwrite:
         raise FileExistsError(
-            f"expected a new path, got {place!r}, which exists; try overwrite=True to replace it"
+            f"expected a new path, got {folder.url!r}, which exists; try overwrite=True to replace "
+            "it"
         )
-    if not is_ours(fs, inside, place):
+    if not is_ours(folder):
         raise FileExistsError(
-            f"expected an earlier result of the same function to overwrite, got {place!r}, which "
-            f"holds {names[:3]}; try another path, or delete the folder yourself"
+            f"expected an earlier result of the same function to overwrite, got {folder.url!r}, "
+            f"which holds {names[:3]}; try another path, or delete the folder yourself"
         )
-    fs.rm(inside, recursive=True)
-    return place
+    folder.remove()
+    return folder
 
 
-def _names(fs: Any, folder: str) -> list[str]:
-    fs.invalidate_cache()
-    found = (name.rstrip("/") for name in fs.ls(folder, detail=False))
-    return sorted(name.rpartition("/")[2] for name in found if name != folder.rstrip("/"))
-
-
-def _is_our_zarr(fs: Any, folder: str, place: str) -> bool:
+def _is_our_zarr(folder: Folder) -> bool:
     """Tell whether to_zarr wrote a store, and nobody put anything else there."""
-    content = _json(fs, f"{folder}/zarr.json")
-    attrs = content.get("attributes")
-    if not isinstance(attrs, dict) or attrs.get(_WRITER) != _mark(place) or "layout" in attrs:
+    attrs = _attrs(folder)
+    if attrs.get(_WRITER) != _mark(folder) or "layout" in attrs:
         return False
-    arrays = [f"{folder}/{name}" for name in _names(fs, folder) if name != "zarr.json"]
-    return all(set(_names(fs, at)) in ({"zarr.json"}, {"zarr.json", "c"}) for at in arrays)
+    arrays = [folder / name for name in folder.names() if name != "zarr.json"]
+    return all(set(array.names()) in ({"zarr.json"}, {"zarr.json", "c"}) for array in arrays)
 
 
-def _mark(place: str) -> str:
-    return f"trakdask.to_zarr {hashlib.sha256(place.encode()).hexdigest()[:16]}"
+def _mark(folder: Folder) -> str:
+    return f"trakdask.to_zarr {hashlib.sha256(folder.url.encode()).hexdigest()[:16]}"
 
 
-def _is_our_parquet(fs: Any, folder: str, place: str) -> bool:
+def _is_our_parquet(folder: Folder) -> bool:
     """Tell whether to_parquet wrote all files of a folder, by their names and metadata."""
-    return all(_is_our_file(fs, f"{folder}/{name}") for name in _names(fs, folder))
+    return all(_is_our_file(folder, name) for name in folder.names())
 
 
-def _is_our_file(fs: Any, path: str) -> bool:
-    if not re.search(r"/part-\d{5,}-\d{5,}\.parquet$", path):
+def _is_our_file(folder: Folder, name: str) -> bool:
+    if not re.fullmatch(r"part-\d{5,}-\d{5,}\.parquet", name):
         return False
     try:
-        metadata = pq.read_schema(path, filesystem=fs).metadata or {}
+        with folder.open(name) as file:
+            metadata = pq.read_schema(file).metadata or {}
     except (OSError, ValueError):  # no parquet file, whatever its name
         return False
     return _METADATA.encode() in metadata
 
 
-def _json(fs: Any, path: str) -> dict[str, Any]:
+def _attrs(folder: Folder) -> dict[str, Any]:
+    """Return the attributes of a zarr group; none if it is no group, or damaged."""
     try:
-        found = json.loads(fs.cat_file(path))
-    except (OSError, ValueError):
+        return dict(folder.read_json("zarr.json")["attributes"])
+    except (OSError, ValueError, TypeError, KeyError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _as_table(data: object) -> xr.Dataset:
@@ -226,10 +215,10 @@ def _as_table(data: object) -> xr.Dataset:
     if isinstance(data, xr.DataArray) and is_scores:
         data = data.to_dataset(name=data.name or "score")
     elif not is_ranking:
-        found = tuple(data.dims) if isinstance(data, (xr.DataArray, xr.Dataset)) else type(data)
+        given = tuple(data.dims) if isinstance(data, (xr.DataArray, xr.Dataset)) else type(data)
         raise ValueError(
             "expected the Dataset (target, rank) of td.top_k, or a DataArray with two dimensions, "
-            f"one of them target, got {found}; try scores.mean('checkpoint') for an ensemble, or "
+            f"one of them target, got {given}; try scores.mean('checkpoint') for an ensemble, or "
             "td.to_zarr(data, path)"
         )
     assert isinstance(data, xr.Dataset)
@@ -249,24 +238,24 @@ Column = tuple[str, da.Array]
 def _columns(ds: xr.Dataset) -> list[Column]:
     """Return the columns' names, and their arrays over one or both dimensions, chunked alike."""
     names = [*_dims(ds), *ds.data_vars, *(name for name in ds.coords if name not in ds.dims)]
-    found = []
+    columns = []
     for name in names:
         array = ds[name]  # of a dimension without an index: 0, 1, ...
         if array.ndim:
             chunks = tuple(ds.chunksizes[dim] for dim in array.dims)
             lazy = isinstance(array.data, da.Array)
-            found.append((str(name), array.data if lazy else da.from_array(array.values, chunks)))
-    return found
+            columns.append((str(name), array.data if lazy else da.from_array(array.values, chunks)))
+    return columns
 
 
-def _written(ds: xr.Dataset, columns: list[Column], place: str) -> da.Array:
+def _written(ds: xr.Dataset, columns: list[Column], folder: Folder) -> da.Array:
     """Return the tasks that write a file each, (block of targets, block of the rest)."""
     dims = dict(zip(_dims(ds), "to", strict=True))
     axes = ["".join(dims[dim] for dim in ds[name].dims) for name, _ in columns]
     numbers = [da.arange(len(ds.chunksizes[dim]), chunks=1) for dim in dims]
-    token = tokenize(place, [(name, array.name) for name, array in columns])
+    token = tokenize(folder.url, [(name, array.name) for name, array in columns])
     written: da.Array = da.blockwise(
-        functools.partial(_write_file, place, [name for name, _ in columns], axes, ds.attrs), "to",
+        functools.partial(_write_file, folder, [name for name, _ in columns], axes, ds.attrs), "to",
         *(item for (_, array), axis in zip(columns, axes, strict=True) for item in (array, axis)),
         numbers[0], "t", numbers[1], "o",
         name=f"to-parquet-{token}", align_arrays=False, concatenate=True,
@@ -276,19 +265,18 @@ def _written(ds: xr.Dataset, columns: list[Column], place: str) -> da.Array:
 
 
 def _write_file(
-    place: str, names: list[str], axes: list[str], attrs: dict[str, Any], *blocks: np.ndarray
+    folder: Folder, names: list[str], axes: list[str], attrs: dict[str, Any], *blocks: np.ndarray
 ) -> np.ndarray:
     *values, (target_block,), (other_block,) = blocks
-    fs, folder = fsspec.core.url_to_fs(place)
-    file = f"{folder}/part-{target_block:05d}-{other_block:05d}.parquet"
-    writer = None
-    for table in _tables(dict(zip(names, values, strict=True)), axes):
-        if writer is None:
-            about = {_METADATA: json.dumps(attrs, default=str)}
-            writer = pq.ParquetWriter(file, table.schema.with_metadata(about), filesystem=fs)
-        writer.write_table(table)
-    if writer is not None:
-        writer.close()
+    tables = _tables(dict(zip(names, values, strict=True)), axes)
+    if (first := next(tables, None)) is not None:
+        schema = first.schema.with_metadata({_METADATA: json.dumps(attrs, default=str)})
+        with (
+            folder.writing(f"part-{target_block:05d}-{other_block:05d}.parquet") as file,
+            pq.ParquetWriter(file, schema) as writer,
+        ):
+            for table in itertools.chain([first], tables):
+                writer.write_table(table)
     return np.ones((1, 1), bool)
 
 

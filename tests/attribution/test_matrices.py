@@ -14,7 +14,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.matrices import weight_data
-from trakdask.storage.place import Complete
+from trakdask.storage.zarr_stores import Complete
 from trakdask.testing import simulate_features
 
 SOFT = {"estimator": "soft", "damping": "completeness"}

@@ -189,7 +189,7 @@ def test_retrain__what_was_being_written_is_no_model(tmp_path: Path) -> None:
     counting = Counting(tmp_path / "log")
     run(counting, tmp_path / "s")
     whole = files(tmp_path / "s")[0]
-    whole.rename(whole.with_name(whole.name + ".0123.partial"))
+    whole.rename(whole.with_name(f"{whole.name}.{32 * '0'}.partial"))
     run(counting, tmp_path / "s")
     assert len(counting.trained()) == 7
 

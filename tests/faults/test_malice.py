@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 import trakdask as td
-from trakdask.storage.place import Place
+from trakdask.files import Folder
 from trakdask.storage.template import inventory
 from trakdask.testing import simulate_features
 
@@ -133,7 +133,7 @@ def test_verify__repair_writes_only_inside(store: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"readable template\.json"):
         td.verify(store, repair=True)
     with pytest.raises(ValueError, match="outside"):
-        inventory(Place(str(store)))
+        inventory(Folder(str(store)))
     assert not (store.parent / "outside").exists()
     assert not absolute.exists()
 

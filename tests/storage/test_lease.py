@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 import trakdask as td
+from trakdask.files import Folder
 from trakdask.storage import lease as lease_module
 from trakdask.storage.lease import lease
-from trakdask.storage.place import Place
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
@@ -40,7 +40,7 @@ def put(folder: Path, name: str, content: dict[str, object] | bytes) -> None:
 
 
 def test_lease__second_writer_gets_an_error_that_names_the_first(tmp_path: Path) -> None:
-    place = Place(str(tmp_path))
+    place = Folder(str(tmp_path))
     with lease(place, "td.save"):
         with (
             pytest.raises(td.StoreBusyError, match=rf"process {os.getpid()} on .*td.save, since"),
@@ -55,24 +55,24 @@ def test_lease__refusal_says_how_to_break_it(tmp_path: Path) -> None:
     put(tmp_path, "lease-3.json", {**DEAD, "renewed": time.time()})
     with (
         pytest.raises(td.StoreBusyError, match=r"wait \d+ s or delete .*/records/lease-3.json"),
-        lease(Place(str(tmp_path)), "td.save"),
+        lease(Folder(str(tmp_path)), "td.save"),
     ):
         pass
     (tmp_path / "records/lease-3.json").unlink()
-    with lease(Place(str(tmp_path)), "td.save"):
+    with lease(Folder(str(tmp_path)), "td.save"):
         pass
 
 
 def test_lease__of_another_machine_expires(tmp_path: Path) -> None:
     put(tmp_path, "lease-3.json", {**DEAD, "renewed": time.time() - 121})
-    with lease(Place(str(tmp_path)), "td.save"):
+    with lease(Folder(str(tmp_path)), "td.save"):
         assert leases(tmp_path) == ["lease-4.json"]
 
 
 def test_lease__of_a_dead_process_of_this_machine(tmp_path: Path) -> None:
     content = lease_module._self("td.save") | {"process_started": 0, "renewed": time.time()}
     put(tmp_path, "lease-1.json", content)
-    with lease(Place(str(tmp_path)), "td.save"):
+    with lease(Folder(str(tmp_path)), "td.save"):
         assert leases(tmp_path) == ["lease-2.json"]
 
 
@@ -92,7 +92,7 @@ def test_lease__that_says_nothing(tmp_path: Path, name: str, content: bytes) -> 
     put(tmp_path, name, content)
     with (
         pytest.raises(td.StoreBusyError, match=rf"records/{name}.*try deleting that file"),
-        lease(Place(str(tmp_path)), "td.save"),
+        lease(Folder(str(tmp_path)), "td.save"),
     ):
         pass
     assert leases(tmp_path) == [name]
@@ -103,7 +103,7 @@ def test_lease__clock_that_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
 ) -> None:
     """A live process of this machine holds it, whatever the clock says by now."""
-    place = Place(str(tmp_path))
+    place = Folder(str(tmp_path))
     with lease(place, "td.save"):
         clock = time.time
         monkeypatch.setattr(time, "time", lambda: clock() + step)
@@ -116,14 +116,14 @@ def test_lease__clock_that_is_set(
 def test_lease__of_a_later_process_with_the_same_number(tmp_path: Path) -> None:
     content = lease_module._self("td.save") | {"process_started": "tick 1", "renewed": time.time()}
     put(tmp_path, "lease-1.json", content)
-    with lease(Place(str(tmp_path)), "td.save"):
+    with lease(Folder(str(tmp_path)), "td.save"):
         assert leases(tmp_path) == ["lease-2.json"]
 
 
 def test_lease__of_another_machine_of_the_same_name(tmp_path: Path) -> None:
     content = lease_module._self("td.save") | {"boot": "another", "renewed": time.time()}
     put(tmp_path, "lease-1.json", content)
-    with pytest.raises(td.StoreBusyError, match="wait"), lease(Place(str(tmp_path)), "td.save"):
+    with pytest.raises(td.StoreBusyError, match="wait"), lease(Folder(str(tmp_path)), "td.save"):
         pass
 
 
@@ -142,7 +142,7 @@ def test_lease__of_another_machine_whose_clock_is_behind(
     monkeypatch.setattr(time, "sleep", sleep)
     with (
         pytest.raises(td.StoreBusyError, match="elsewhere"),
-        lease(Place(str(tmp_path)), "td.save"),
+        lease(Folder(str(tmp_path)), "td.save"),
     ):
         pass
     assert leases(tmp_path) == ["lease-1.json"]
@@ -151,7 +151,7 @@ def test_lease__of_another_machine_whose_clock_is_behind(
 def test_lease__taken_away(tmp_path: Path) -> None:
     with (  # noqa: PT012 - the end of the block is what raises
         pytest.raises(td.StoreBusyError, match=r"was taken away.*process 1 on elsewhere"),
-        lease(Place(str(tmp_path)), "td.save"),
+        lease(Folder(str(tmp_path)), "td.save"),
     ):
         (tmp_path / "records/lease-1.json").unlink()
         put(tmp_path, "lease-2.json", {**DEAD, "renewed": time.time()})
@@ -161,7 +161,7 @@ def test_lease__taken_away(tmp_path: Path) -> None:
 def test_lease__is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_RENEWED_EVERY_S", 0.01)
     path = tmp_path / "records/lease-1.json"
-    with lease(Place(str(tmp_path)), "td.save"):
+    with lease(Folder(str(tmp_path)), "td.save"):
         first = json.loads(path.read_bytes())["renewed"]
         deadline = time.monotonic() + 240
         while json.loads(path.read_bytes())["renewed"] == first:
@@ -173,7 +173,7 @@ def test_lease__is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("before", [False, True])
 def test_lease__of_many_at_once_one_at_a_time(tmp_path: Path, url: str, before: bool) -> None:
     """Eight threads, with nobody before them or an expired lease: never two inside."""
-    place = Place(url.format(tmp_path))
+    place = Folder(url.format(tmp_path))
     if before:
         content = json.dumps({**DEAD, "renewed": 0}).encode()
         place.write("records/lease-3.json", content)
@@ -214,11 +214,11 @@ def test_lease__killed_holder_is_replaced_at_once(tmp_path: Path) -> None:
     script = """if True:
         import os, sys
         from trakdask.storage.lease import lease
-        from trakdask.storage.place import Place
-        with lease(Place(sys.argv[1]), "td.save"):
+        from trakdask.files import Folder
+        with lease(Folder(sys.argv[1]), "td.save"):
             os._exit(9)
     """
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)]).returncode == 9
     assert leases(tmp_path) == ["lease-1.json"]
-    with lease(Place(str(tmp_path)), "td.save"):
+    with lease(Folder(str(tmp_path)), "td.save"):
         assert leases(tmp_path) == ["lease-2.json"]

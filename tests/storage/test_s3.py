@@ -10,8 +10,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 import trakdask as td
+from trakdask.files import Folder
 from trakdask.storage.lease import lease
-from trakdask.storage.place import Place
 from trakdask.testing import simulate_features
 
 pytestmark = [
@@ -35,19 +35,19 @@ def options() -> Iterator[dict[str, object]]:
 
 
 @pytest.fixture
-def place(options: dict[str, object], request: pytest.FixtureRequest) -> Place:
+def place(options: dict[str, object], request: pytest.FixtureRequest) -> Folder:
     bucket = f"s3://bucket-{abs(hash(request.node.name))}"
-    fs, path = Place(bucket, options)._fs()
+    fs, path = Folder(bucket, options)._fs()
     fs.mkdir(path)
-    return Place(f"{bucket}/f.zarr", options)
+    return Folder(f"{bucket}/f.zarr", options)
 
 
-def save(place: Place, **more: object) -> object:
+def save(place: Folder, **more: object) -> object:
     with dask.config.set(scheduler="threads", num_workers=2):
         return td.save(FEATURES, place.url, storage_options=place.options, progress=False, **more)
 
 
-def test_save__to_s3_and_again(place: Place) -> None:
+def test_save__to_s3_and_again(place: Folder) -> None:
     opened = save(place)
     np.testing.assert_array_equal(opened.feature, FEATURES.feature)
     np.testing.assert_array_equal(opened.label, FEATURES.label)
@@ -59,7 +59,7 @@ def test_save__to_s3_and_again(place: Place) -> None:
     assert td.verify(place.url, checksums=True, storage_options=place.options).empty
 
 
-def test_verify__damage_on_s3(place: Place) -> None:
+def test_verify__damage_on_s3(place: Folder) -> None:
     save(place)
     data = bytearray(place.read("feature/c.1.0.0"))
     data[7] ^= 1
@@ -73,7 +73,7 @@ def test_verify__damage_on_s3(place: Place) -> None:
     np.testing.assert_array_equal(save(place).feature, FEATURES.feature)
 
 
-def test_lease__of_s3_is_created_if_absent(place: Place) -> None:
+def test_lease__of_s3_is_created_if_absent(place: Folder) -> None:
     place.create("records/x", b"1")
     with pytest.raises(FileExistsError):
         place.create("records/x", b"2")
@@ -83,6 +83,6 @@ def test_lease__of_s3_is_created_if_absent(place: Place) -> None:
         save(place)
 
 
-def test_open__nowhere_on_s3(place: Place) -> None:
+def test_open__nowhere_on_s3(place: Folder) -> None:
     with pytest.raises(FileNotFoundError, match="there is no store"):
         td.open(place.url, storage_options=place.options)

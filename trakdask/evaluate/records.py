@@ -10,15 +10,13 @@ import hashlib
 import io
 import json
 import os
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
 
 from trakdask.checks import shown
-from trakdask.locations import location
+from trakdask.files import Folder, location
 from trakdask.provenance import require_same
 
 __all__ = ["Records", "model_key", "open_records"]
@@ -44,14 +42,11 @@ def model_key(mask: np.ndarray, seed: int) -> str:
 class Records:
     """The completed models of one store."""
 
-    store: str
+    store: Folder
 
     def done(self) -> set[str]:
         """List the keys of completed models."""
-        fs, path = fsspec.core.url_to_fs(f"{self.store}/{_FOLDER}")
-        fs.invalidate_cache()
-        names = fs.ls(path, detail=False) if fs.exists(path) else []
-        names = [name.replace("\\", "/").rpartition("/")[2] for name in names]
+        names = (self.store / _FOLDER).names()
         return {name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)}
 
     def read(self, key: str, n_targets: int) -> np.ndarray | None:
@@ -62,9 +57,8 @@ class Records:
         ValueError
             If the file is damaged.
         """
-        fs, path = fsspec.core.url_to_fs(self._path(key))
         try:
-            content = fs.cat_file(path)
+            content = (self.store / _FOLDER).read(f"{key}{_SUFFIX}")
         except FileNotFoundError:
             return None
         try:
@@ -76,19 +70,16 @@ class Records:
         return values
 
     def _damaged(self, key: str, got: str) -> ValueError:
+        path = f"{self.store.url}/{_FOLDER}/{key}{_SUFFIX}"
         return ValueError(
-            f"expected the outputs of one model in {self._path(key)!r}, got {got}; try deleting "
-            "it, which trains this model again"
+            f"expected the outputs of one model in {path!r}, got {got}; try deleting it, which "
+            "trains this model again"
         )
 
     def write(self, key: str, outputs: np.ndarray) -> None:
-        """Store the outputs of a model; the file is renamed when complete, so never partial."""
-        content = io.BytesIO()
-        np.save(content, outputs)
-        _write_whole(self._path(key), content.getvalue())
-
-    def _path(self, key: str) -> str:
-        return f"{self.store}/{_FOLDER}/{key}{_SUFFIX}"
+        """Store the outputs of a model."""
+        with (self.store / _FOLDER).writing(f"{key}{_SUFFIX}") as file:
+            np.save(file, outputs)
 
 
 def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records:
@@ -103,20 +94,20 @@ def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records
     ValueError
         If the spec of the store is damaged.
     """
-    url = location(store)
-    fs, path = fsspec.core.url_to_fs(url)
-    if fs.exists(f"{path}/{_SPEC}"):
-        what = f"these models and those of the store {url!r}"
-        stored = _read_spec(f"{url}/{_SPEC}", fs.cat_file(f"{path}/{_SPEC}"))
+    folder = Folder(location(store))
+    names = folder.names()
+    if _SPEC in names:
+        what = f"these models and those of the store {folder.url!r}"
+        stored = _read_spec(f"{folder.url}/{_SPEC}", folder.read(_SPEC))
         require_same(spec, stored, what=what, names=tuple(spec))
-    elif fs.exists(path) and not all(n.endswith(".partial") for n in fs.ls(path, detail=False)):
+    elif names:
         raise FileExistsError(
-            f"expected a new path, or a store of retrained models, got {url!r}, which holds "
-            "something else; try another path"
+            f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
+            "holds something else; try another path"
         )
     else:
-        _write_whole(f"{url}/{_SPEC}", json.dumps(spec).encode())
-    return Records(url)
+        folder.write(_SPEC, json.dumps(spec).encode())
+    return Records(folder)
 
 
 def _read_spec(url: str, content: bytes) -> dict[str, Any]:
@@ -133,11 +124,3 @@ def _read_spec(url: str, content: bytes) -> dict[str, Any]:
             "try another path"
         )
     return stored
-
-
-def _write_whole(url: str, content: bytes) -> None:
-    fs, path = fsspec.core.url_to_fs(url)
-    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    partial = f"{path}.{uuid.uuid4().hex}.partial"
-    fs.pipe_file(partial, content)
-    fs.mv(partial, path)

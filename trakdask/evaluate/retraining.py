@@ -183,7 +183,7 @@ def train_models(
     records = open_records(store, spec)
     wanted = _keys(masks, numbers)
     data = _lazy_outputs(train_fn, masks, names, numbers, n_targets, records)
-    title = f"train {records.store.rpartition('/')[2]}"
+    title = f"train {records.store.name}"
     count = functools.partial(_count_done, records, wanted)
     with polled_bar(title, len(wanted), count, show=progress):
         (outputs,) = dask.compute(data)

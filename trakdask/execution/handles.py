@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import io
 import os
 import pickle
 import shutil
@@ -22,13 +21,14 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import numpy as np
 
 from trakdask.execution.fingerprints import fingerprint, unpicklable
 from trakdask.execution.memory_maps import is_plain_array, memmap_location, open_memmap
+from trakdask.files import Folder
 
 __all__ = ["SPOOL_VARIABLE", "Spooled", "spool_folder"]
 
@@ -212,17 +212,13 @@ def _store(obj: Any, token: str) -> _Location:
     return pickle.loads, (inline,), size
 
 
-def _write_once(path: Path, write: Callable[[io.BufferedWriter], None]) -> None:
+def _write_once(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     if path.exists():
         return
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
-    try:
-        with open(descriptor, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    is_temporary = SPOOL_VARIABLE not in os.environ
+    folder = Folder(str(path.parent))
+    with folder.writing(path.name, mode=0o600, durable=not is_temporary) as file:
+        write(file)
 
 
 def _pickle_into(obj: Any, file: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from trakdask.files import Folder
 from trakdask.samples import normalise_coords
 from trakdask.storage import edits
 from trakdask.storage.coords import by_source, kind_of, require_names, sample_coords
@@ -16,7 +17,6 @@ from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
 from trakdask.storage.parts import dropped_mask, pieces
 from trakdask.storage.piece import ASSIGNED
-from trakdask.storage.place import Place
 from trakdask.storage.state import State, require_settled, state
 from trakdask.storage.template import write_coords
 from trakdask.variables import SAMPLE
@@ -75,7 +75,7 @@ def assign_coords(
     ...     opened.animal.values.tolist()
     ['cat', 'dog', 'dog', 'cat']
     """
-    place = Place.at(store, storage_options)
+    place = Folder.at(store, storage_options)
     if not isinstance(coords, Mapping) or not coords:
         raise TypeError(
             f"expected coords as a mapping from names to values, got {coords!r:.60} "

@@ -20,10 +20,11 @@ from trakdask._version import __version__
 from trakdask.arrays.half import encode
 from trakdask.execution import scheduling
 from trakdask.execution.layers import block_key, token_of
+from trakdask.files import explained
 from trakdask.provenance import digest
 from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
-from trakdask.storage.place import Recorded, explained
 from trakdask.storage.runs import note_device
+from trakdask.storage.zarr_stores import Recorded, zarr_store
 
 __all__ = ["about", "run", "save_checkpoint", "storing"]
 
@@ -110,7 +111,7 @@ def _write_block(piece: Piece, index: int, layer: str, *blocks: np.ndarray) -> n
     started = time.time()
     *values, (block,) = blocks
     with storing(piece, f"block {block} of checkpoint {index}"):
-        store = Recorded(piece.place.zarr())
+        store = Recorded(zarr_store(piece.place))
         group = piece.group(store)
         start = int(block) * piece.layout["block"]
         rows = slice(start, start + len(values[0]))

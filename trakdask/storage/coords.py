@@ -14,9 +14,9 @@ from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.samples import normalise_coord
 from trakdask.storage.edits import Edit
 from trakdask.storage.piece import BESIDE, FEATURE_NAMES, SCALE, SUMS, Piece
-from trakdask.storage.place import checksum
 from trakdask.storage.reading import opened
 from trakdask.storage.template import METADATA, listed, listed_coords, write_coords
+from trakdask.storage.zarr_stores import checksum
 from trakdask.variables import SAMPLE
 
 __all__ = [

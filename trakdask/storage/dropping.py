@@ -15,15 +15,16 @@ from zarr.codecs import Crc32cCodec
 
 from trakdask.attribution.estimators import Weights
 from trakdask.attribution.matrices import ORIGIN
+from trakdask.files import Folder
 from trakdask.storage import edits
 from trakdask.storage.coords import DROPPED, by_source
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
 from trakdask.storage.parts import dropped_mask, pieces
 from trakdask.storage.piece import DROPS, GRAM, SUMS, array
-from trakdask.storage.place import Place, Recorded
 from trakdask.storage.state import State, require_settled, state
 from trakdask.storage.sums import reduced
+from trakdask.storage.zarr_stores import Recorded
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["drop"]
@@ -79,7 +80,7 @@ def drop(
     ...     left.sizes["sample"]
     4
     """
-    place = Place.at(store, storage_options)
+    place = Folder.at(store, storage_options)
     pieces(place)  # nothing is written where there is no store
     with lease(place, "td.drop"):
         found = state(place)
@@ -121,7 +122,7 @@ def _called(where: Callable[[xr.Dataset], Any], ds: xr.Dataset) -> Any:
         ) from err
 
 
-def _write(place: Place, found: State, ds: xr.Dataset, chosen: np.ndarray) -> None:
+def _write(place: Folder, found: State, ds: xr.Dataset, chosen: np.ndarray) -> None:
     """Write the mask of all that are dropped by now, and the sums over the others."""
     n_samples = sum(row[0].layout["samples"] for row in by_source(found.shown))
     mask = np.zeros(n_samples, bool) if found.drop is None else dropped_mask(found.drop, n_samples)

@@ -11,10 +11,11 @@ from typing import Any
 
 import zarr
 
+from trakdask.files import Folder
 from trakdask.provenance import digest
 from trakdask.storage.piece import ASSIGNED, DROPS
-from trakdask.storage.place import Arrays, Complete, Place, Recorded, checksum
 from trakdask.storage.template import METADATA
+from trakdask.storage.zarr_stores import Arrays, Complete, Recorded, checksum, zarr_store
 
 __all__ = ["KINDS", "Edit", "damaged", "latest", "left", "sweep", "write"]
 
@@ -34,7 +35,7 @@ class Edit:
         checksums; and what its kind adds.
     """
 
-    place: Place
+    place: Folder
     attrs: Mapping[str, Any]
 
     @property
@@ -55,7 +56,7 @@ class Edit:
     def store(self) -> Complete:
         """Return its zarr store, which refuses changed and lost files."""
         token = str(self.attrs["files"])
-        arrays = Arrays(self.place.zarr(read_only=True))
+        arrays = Arrays(zarr_store(self.place, read_only=True))
         return Complete(arrays, self.place, token, known=self.files)
 
     def group(self) -> zarr.Group:
@@ -63,7 +64,7 @@ class Edit:
         return zarr.open_group(self.store(), mode="r", zarr_format=3)
 
 
-def latest(place: Place, kind: str) -> Edit | None:
+def latest(place: Folder, kind: str) -> Edit | None:
     """Return the last edit of a kind that was not cut short.
 
     Raises
@@ -80,14 +81,14 @@ def latest(place: Place, kind: str) -> Edit | None:
 
 
 def write(
-    place: Place, kind: str, attrs: Mapping[str, Any], fill: Callable[[Recorded], None]
+    place: Folder, kind: str, attrs: Mapping[str, Any], fill: Callable[[Recorded], None]
 ) -> None:
     """Write an edit: ``fill`` is given the zarr store of its group; then those before it go."""
     before = latest(place, kind)
     number = 1 if before is None else before.number + 1
-    zarr.open_group(place.zarr(), mode="r+", zarr_format=3).require_group(kind)
+    zarr.open_group(zarr_store(place), mode="r+", zarr_format=3).require_group(kind)
     place.remove(f"{kind}/{number}")  # what an attempt that was killed left
-    store = Recorded((place / kind / str(number)).zarr())
+    store = Recorded(zarr_store(place / kind / str(number)))
     zarr.create_group(store, zarr_format=3)
     fill(store)
     group = zarr.open_group(store, mode="r+", zarr_format=3)
@@ -96,13 +97,13 @@ def write(
     sweep(place, kind)
 
 
-def sweep(place: Place, kind: str) -> None:
+def sweep(place: Folder, kind: str) -> None:
     """Remove edits that were cut short, and those that a later one stands for."""
     for at in left(place, kind):
         place.remove(f"{kind}/{at.url.rpartition('/')[2]}")
 
 
-def left(place: Place, kind: str) -> list[Place]:
+def left(place: Folder, kind: str) -> list[Folder]:
     """Return the edits that were cut short, and those that a later one stands for."""
     kept = latest(place, kind)
     numbers = [n for n in _numbers(place, kind) if kept is None or n != kept.number]
@@ -117,13 +118,13 @@ def damaged(edit: Edit, *, checksums: bool) -> Iterator[str]:
             yield path
 
 
-def _numbers(place: Place, kind: str) -> list[int]:
+def _numbers(place: Folder, kind: str) -> list[int]:
     return [int(name) for name in (place / kind).names() if name.isdigit()]
 
 
-def _attrs(at: Place) -> dict[str, Any]:
+def _attrs(at: Folder) -> dict[str, Any]:
     try:
-        attrs = dict(zarr.open_group(at.zarr(read_only=True), mode="r", zarr_format=3).attrs)
+        attrs = dict(zarr.open_group(zarr_store(at, read_only=True), mode="r", zarr_format=3).attrs)
         recorded = attrs.pop("digest", None)  # version 0.1 wrote none
         is_whole = recorded is None or recorded == digest(attrs)
         if "files" in attrs:

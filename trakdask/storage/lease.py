@@ -19,8 +19,8 @@ from uuid import uuid4
 import psutil
 
 from trakdask.errors import StoreBusyError
+from trakdask.files import Folder, explained
 from trakdask.storage.piece import RECORDS
-from trakdask.storage.place import Place, explained
 
 __all__ = ["PREFIX", "lease"]
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def lease(place: Place, purpose: str) -> Iterator[None]:
+def lease(place: Folder, purpose: str) -> Iterator[None]:
     """Hold the lease of a store during the block, or be refused.
 
     The lease is a file ``records/lease-<n>.json``, created if absent. Who finds only an expired
@@ -76,7 +76,7 @@ class _Held:
         return json.dumps({**self.content, "renewed": time.time()}).encode()
 
 
-def _acquire(place: Place, purpose: str) -> _Held:
+def _acquire(place: Folder, purpose: str) -> _Held:
     before = _leases(place)
     _refuse_if_held(place, before)
     _watch(place, before)
@@ -125,7 +125,7 @@ def _self(purpose: str) -> dict[str, Any]:
     }
 
 
-def _leases(place: Place) -> dict[str, dict[str, Any]]:
+def _leases(place: Folder) -> dict[str, dict[str, Any]]:
     found = {}
     for name in (place / RECORDS).names():
         if name.startswith(PREFIX):
@@ -134,7 +134,7 @@ def _leases(place: Place) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _parsed(place: Place, name: str) -> dict[str, Any]:
+def _parsed(place: Folder, name: str) -> dict[str, Any]:
     """Read a lease, or say what to do with what is none."""
     data = place.read(f"{RECORDS}/{name}")
     try:
@@ -153,13 +153,13 @@ def _number(name: str) -> int:
     return int(name[len(PREFIX) :].removesuffix(".json"))
 
 
-def _refuse_if_held(place: Place, leases: dict[str, dict[str, Any]]) -> None:
+def _refuse_if_held(place: Folder, leases: dict[str, dict[str, Any]]) -> None:
     for name, found in leases.items():
         if _is_alive(found):
             raise StoreBusyError(_busy(place, name, found))
 
 
-def _busy(place: Place, name: str, found: dict[str, Any]) -> str:
+def _busy(place: Folder, name: str, found: dict[str, Any]) -> str:
     left = max(float(found["renewed"]) + _EXPIRES_AFTER_S - time.time(), 0)
     wait = "" if _is_here(found) else f"wait {left:.0f} s or "
     return (
@@ -169,7 +169,7 @@ def _busy(place: Place, name: str, found: dict[str, Any]) -> str:
     )
 
 
-def _watch(place: Place, leases: dict[str, dict[str, Any]]) -> None:
+def _watch(place: Folder, leases: dict[str, dict[str, Any]]) -> None:
     """Refuse if one of the leases, which seem to have expired, is renewed while we look.
 
     The clocks of two machines may differ, and may be set: what is watched needs neither.
@@ -255,7 +255,7 @@ def _who(found: dict[str, Any]) -> str:
     )
 
 
-def _renew(place: Place, held: _Held, stop: threading.Event) -> None:
+def _renew(place: Folder, held: _Held, stop: threading.Event) -> None:
     while not stop.wait(_RENEWED_EVERY_S):
         try:
             if held.name not in (place / RECORDS).names():
@@ -265,7 +265,7 @@ def _renew(place: Place, held: _Held, stop: threading.Event) -> None:
             _log.warning("could not renew the lease of %s: %s", place.url, err)
 
 
-def _require_held(place: Place, held: _Held) -> None:
+def _require_held(place: Folder, held: _Held) -> None:
     found = _leases(place)
     if found.get(held.name, {}).get("token") != held.content["token"] or len(found) > 1:
         now = ", ".join(_who(each) for name, each in found.items() if name != held.name)

@@ -12,11 +12,11 @@ import xarray as xr
 
 from trakdask.attribution.matrices import with_origin
 from trakdask.errors import UnfinishedAppendWarning
+from trakdask.files import Folder
 from trakdask.storage.coords import DROPPED
 from trakdask.storage.failures import with_errors
 from trakdask.storage.parts import assembled
 from trakdask.storage.piece import FEATURE_NAMES, SUMS
-from trakdask.storage.place import Place
 from trakdask.storage.reading import require_sense
 from trakdask.storage.runs import runs
 from trakdask.storage.state import state
@@ -76,7 +76,7 @@ def open(
     for name, value in {"require_complete": require_complete, "dropped": dropped}.items():
         if not isinstance(value, bool):
             raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
-    place = Place.at(store, storage_options)
+    place = Folder.at(store, storage_options)
     found = state(place, require_complete=require_complete)
     if found.unfinished and require_complete:
         text = (

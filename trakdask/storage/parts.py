@@ -13,6 +13,7 @@ import xarray as xr
 import zarr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.files import Folder
 from trakdask.provenance import PRECISION, digest, require_same
 from trakdask.storage.coords import (
     DROPPED,
@@ -34,9 +35,9 @@ from trakdask.storage.piece import (
     Piece,
     array,
 )
-from trakdask.storage.place import Place
 from trakdask.storage.reading import find, stored
 from trakdask.storage.template import METADATA, UNFINISHED, listed
+from trakdask.storage.zarr_stores import zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 __all__ = [
@@ -60,22 +61,22 @@ _BY_CHECKPOINT = ("checkpoints", "checkpoint_ids")
 _SAME = ("projector", "parameters", "task", *PRECISION)
 
 
-def pieces(place: Place) -> list[Piece]:
+def pieces(place: Folder) -> list[Piece]:
     """Return the pieces of a store, the first of them at its root."""
     return [find(each) for each in places(place)]
 
 
-def places(place: Place) -> list[Place]:
+def places(place: Folder) -> list[Folder]:
     """Return where the pieces of a store are; one that is being made is not there yet."""
     return [place, *(part for part in _parts(place) if _is_made(part))]
 
 
-def unmade(place: Place) -> list[Place]:
+def unmade(place: Folder) -> list[Folder]:
     """Return where an append was cut short before anything in it counts."""
     return [part for part in _parts(place) if not _is_made(part)]
 
 
-def _parts(place: Place) -> list[Place]:
+def _parts(place: Folder) -> list[Folder]:
     names = sorted((name for name in (place / PARTS).names() if name.isdigit()), key=int)
     return [place / PARTS / name for name in names]
 
@@ -89,7 +90,7 @@ def count(piece: Piece) -> tuple[int, int]:
 
 
 def appended(
-    place: Place, piece: Piece, features: xr.Dataset, append_dim: AppendDim
+    place: Folder, piece: Piece, features: xr.Dataset, append_dim: AppendDim
 ) -> tuple[Piece, xr.Dataset]:
     """Return where features belong that are appended, and those of them that are not there.
 
@@ -120,7 +121,7 @@ def appended(
     _require_width(features, found[0])
     if append_dim == SAMPLE:
         _require_coords(features, sample_coords(found, latest(place, ASSIGNED)), place)
-    zarr.open_group(place.zarr(), mode="r+", zarr_format=3).require_group(PARTS)
+    zarr.open_group(zarr_store(place), mode="r+", zarr_format=3).require_group(PARTS)
     number = 1 + max((int(each.place.url.rpartition("/")[2]) for each in found[1:]), default=0)
     return Piece(place / PARTS / str(number), piece.spec, piece.layout), features
 
@@ -165,7 +166,7 @@ def _require_width(features: xr.Dataset, first: Piece) -> None:
         )
 
 
-def _require_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], place: Place) -> None:
+def _require_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], place: Folder) -> None:
     ours = {str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims}
     if ours != set(known):
         remedies = [f"features.drop_vars({sorted(ours - set(known))})"] * bool(ours - set(known))
@@ -177,7 +178,7 @@ def _require_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], plac
     require_kinds(features, known, place.url)
 
 
-def coords_of(place: Place, piece: Piece, only: Collection[str]) -> dict[str, xr.Variable] | None:
+def coords_of(place: Folder, piece: Piece, only: Collection[str]) -> dict[str, xr.Variable] | None:
     """Return the named coords of the samples of a piece; None if the store has no such samples."""
     found = pieces(place)
     rows = by_source(found)
@@ -250,7 +251,7 @@ def _left(drop: Edit) -> xr.Dataset:
     return xr.Dataset(data, coords={CHECKPOINT: drop.attrs["checkpoints"]})
 
 
-def dropped_rows(place: Place, piece: Piece) -> np.ndarray:
+def dropped_rows(place: Folder, piece: Piece) -> np.ndarray:
     """Return which samples of a piece the store leaves out."""
     rows = by_source(pieces(place))
     sizes = [row[0].layout["samples"] for row in rows]
@@ -262,7 +263,7 @@ def dropped_rows(place: Place, piece: Piece) -> np.ndarray:
     return dropped_mask(drop, sum(sizes))[start : start + piece.layout["samples"]]
 
 
-def _is_made(place: Place) -> bool:
+def _is_made(place: Folder) -> bool:
     control = (place / RECORDS).names()
     return bool(control) and UNFINISHED not in control
 

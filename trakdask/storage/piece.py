@@ -14,8 +14,9 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from trakdask.execution.layers import token_of
+from trakdask.files import Folder
 from trakdask.provenance import FEATURE_SPEC, digest, spec
-from trakdask.storage.place import Arrays, Place, Recorded
+from trakdask.storage.zarr_stores import Arrays, Recorded, zarr_store
 from trakdask.variables import CHECKPOINT, SAMPLE
 
 __all__ = [
@@ -64,7 +65,7 @@ class Piece:
         ``samples`` in all and per ``block``, and the ``dtype`` on disk.
     """
 
-    place: Place
+    place: Folder
     spec: Mapping[str, Any]
     layout: Mapping[str, Any]
 
@@ -84,11 +85,11 @@ class Piece:
         return digest({"spec": self.spec, "layout": self.layout})
 
     @property
-    def records(self) -> Place:
+    def records(self) -> Folder:
         """The folder of the completion records."""
         return self.place / RECORDS / self.digest[:16]
 
-    def folder(self, index: int) -> Place:
+    def folder(self, index: int) -> Folder:
         """Return the folder of the records of one checkpoint."""
         return self.records / self.checkpoints[index]
 
@@ -116,7 +117,7 @@ class Piece:
 
     def arrays(self) -> Arrays:
         """Return the zarr store of its arrays, without what lies beside them."""
-        return Arrays(self.place.zarr(read_only=True), BESIDE)
+        return Arrays(zarr_store(self.place, read_only=True), BESIDE)
 
 
 class Files:

@@ -16,20 +16,21 @@ from zarr.abc.store import Store
 
 from trakdask.arrays.half import decoded
 from trakdask.errors import IncompleteFeaturesError
+from trakdask.files import Folder
 from trakdask.provenance import STORE_SPEC
 from trakdask.storage.piece import BESIDE, ERROR, FEATURE_NAMES, SCALE, SUMS, Piece, array
-from trakdask.storage.place import Complete, Place
 from trakdask.storage.template import listed
+from trakdask.storage.zarr_stores import Complete, zarr_store
 
 __all__ = ["find", "opened", "require_sense", "stored"]
 
 _BLOCKS_AT_MOST = 10**7
 
 
-def find(place: Place) -> Piece:
+def find(place: Folder) -> Piece:
     """Return the piece that is at a place, as its metadata tell."""
     try:
-        group = zarr.open_group(place.zarr(read_only=True), mode="r", zarr_format=3)
+        group = zarr.open_group(zarr_store(place, read_only=True), mode="r", zarr_format=3)
     except (FileNotFoundError, KeyError, ValueError) as err:
         raise FileNotFoundError(_no_store(place)) from err
     if "layout" not in group.attrs:
@@ -44,7 +45,7 @@ def find(place: Place) -> Piece:
     return Piece(place, found, layout)
 
 
-def _no_store(place: Place) -> str:
+def _no_store(place: Folder) -> str:
     names = place.names()
     if not names:
         return (
@@ -106,7 +107,7 @@ def _token(piece: Piece) -> str:
     return f"{piece.digest} {made}"
 
 
-def _require_plain(place: Place, described: Mapping[str, Any], layout: Any) -> None:
+def _require_plain(place: Folder, described: Mapping[str, Any], layout: Any) -> None:
     """Refuse numbers that are none: names of folders and sizes of loops are made of them."""
     ids = described.get("checkpoint_ids")
     if isinstance(ids, Mapping) and isinstance(layout, Mapping):

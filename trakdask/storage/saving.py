@@ -19,6 +19,7 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.errors import StoreMismatchError
 from trakdask.execution.progress import polled_bar
+from trakdask.files import Folder
 from trakdask.provenance import EARLIER_SOURCE, STORE_SPEC, require_same
 from trakdask.storage.blocks import save_checkpoint, storing
 from trakdask.storage.coords import (
@@ -32,11 +33,11 @@ from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.opening import open
 from trakdask.storage.parts import AppendDim, appended, coords_of, dropped_rows, pieces
 from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
-from trakdask.storage.place import Place
 from trakdask.storage.runs import recorded_run
 from trakdask.storage.sums import save_sums
 from trakdask.storage.template import UNFINISHED, create, require_place
 from trakdask.storage.verification import faults, withdraw
+from trakdask.storage.zarr_stores import zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features, validate
 
 __all__ = ["save"]
@@ -140,7 +141,7 @@ def save(
     features = lazy_features(as_variable(features))
     require_names(features.coords)
     features = portable_coords(features)
-    place = Place.at(store, storage_options)
+    place = Folder.at(store, storage_options)
     piece = Piece(place, *describe(features, dtype))
     if _require_ours(place):
         piece = _as_known(piece, features)
@@ -187,7 +188,7 @@ def _require_options(
 
 
 def _save(
-    place: Place,
+    place: Folder,
     piece: Piece,
     features: xr.Dataset,
     kept: Weights | None,
@@ -232,14 +233,14 @@ def _require_source(piece: Piece, known: object, what: str) -> None:
         )
 
 
-def _require_ours(place: Place) -> bool:
+def _require_ours(place: Folder) -> bool:
     """Refuse a folder with something else in it; return whether a store is there."""
     names, control = place.names(), (place / RECORDS).names()
     is_new = names in ([], [RECORDS]) and all(name.startswith(PREFIX) for name in control)
     if is_new or UNFINISHED in control:
         return False
     try:
-        group = zarr.open_group(place.zarr(read_only=True), mode="r", zarr_format=3)
+        group = zarr.open_group(zarr_store(place, read_only=True), mode="r", zarr_format=3)
     except (FileNotFoundError, KeyError, ValueError) as err:
         raise FileExistsError(_not_ours(place, names)) from err
     if "layout" not in group.attrs:
@@ -255,7 +256,7 @@ def _require_ours(place: Place) -> bool:
     return True
 
 
-def _not_ours(place: Place, names: list[str]) -> str:
+def _not_ours(place: Folder, names: list[str]) -> str:
     if RECORDS in names:
         return (
             f"expected metadata that can be read, but those of the store {place.url!r} are "
@@ -269,7 +270,7 @@ def _not_ours(place: Place, names: list[str]) -> str:
 
 
 def _create_or_check(
-    place: Place, piece: Piece, features: xr.Dataset, kept: Weights | None
+    place: Folder, piece: Piece, features: xr.Dataset, kept: Weights | None
 ) -> None:
     """Make the store once, or check that the one there is ours and was made in the same way."""
     is_there = _require_ours(piece.place)

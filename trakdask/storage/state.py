@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trakdask.errors import IncompleteFeaturesError
+from trakdask.files import Folder
 from trakdask.storage.coords import by_source
 from trakdask.storage.edits import Edit, latest
 from trakdask.storage.parts import count, pieces, unmade
 from trakdask.storage.piece import ASSIGNED, DROPS, Piece
-from trakdask.storage.place import Place
 from trakdask.storage.runs import has_ended
 
 __all__ = ["State", "require_settled", "state"]
@@ -42,7 +42,7 @@ class State:
     counts: bool
 
 
-def state(place: Place, *, require_complete: bool = True) -> State:
+def state(place: Folder, *, require_complete: bool = True) -> State:
     """Find what a store holds.
 
     Raises
@@ -70,7 +70,7 @@ def state(place: Place, *, require_complete: bool = True) -> State:
     return State(shown, names, drop, assigned, unfinished, counts)
 
 
-def require_settled(place: Place, found: State, what: str) -> None:
+def require_settled(place: Folder, found: State, what: str) -> None:
     """Refuse to edit a store while an append to it has blocks, but not all.
 
     Raises
@@ -108,7 +108,7 @@ def _complete(found: Sequence[Piece], covered: int) -> list[Piece]:
     return list(found[:first])
 
 
-def _missing_blocks(place: Place, lacking: Sequence[Piece]) -> str:
+def _missing_blocks(place: Folder, lacking: Sequence[Piece]) -> str:
     piece = lacking[0]
     done, total = count(piece)
     return (
@@ -126,7 +126,7 @@ def _common_checkpoints(shown: Sequence[Piece]) -> list[str]:
     return [name for name in rows[0] if all(name in row for row in rows)]
 
 
-def _missing_checkpoints(place: Place, shown: Sequence[Piece], names: Sequence[str]) -> str:
+def _missing_checkpoints(place: Folder, shown: Sequence[Piece], names: Sequence[str]) -> str:
     every = list(dict.fromkeys(name for piece in shown for name in piece.spec["checkpoints"]))
     for row in by_source(shown):
         here = {name for piece in row for name in piece.spec["checkpoints"]}

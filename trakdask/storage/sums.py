@@ -16,8 +16,8 @@ from trakdask.attribution.estimators import Weights
 from trakdask.execution import scheduling
 from trakdask.storage.blocks import about, run, storing
 from trakdask.storage.piece import GRAM, LOSS_GRADIENT, Piece, array
-from trakdask.storage.place import Recorded
 from trakdask.storage.reading import stored
+from trakdask.storage.zarr_stores import Recorded, zarr_store
 from trakdask.variables import SAMPLE
 
 __all__ = ["reduced", "save_sums"]
@@ -61,7 +61,7 @@ def reduced(features: xr.Dataset, weights: Weights, index: int) -> tuple[da.Arra
 def _write_sums(piece: Piece, names: tuple[str, ...], index: int, *matrices: Blocks) -> np.ndarray:
     started = time.time()
     with storing(piece, f"the gram matrix of checkpoint {index}"):
-        store = Recorded(piece.place.zarr())
+        store = Recorded(zarr_store(piece.place))
         group = piece.group(store)
         for name, matrix in zip(names, matrices, strict=True):
             (array(group, name)[..., index : index + 1],) = flat(matrix)

@@ -15,6 +15,7 @@ from zarr.codecs import Crc32cCodec
 from trakdask import arrays
 from trakdask.attribution.estimators import Weights
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.files import Folder
 from trakdask.storage.lease import PREFIX as LEASE
 from trakdask.storage.piece import (
     ERROR,
@@ -25,7 +26,7 @@ from trakdask.storage.piece import (
     SUMS,
     Piece,
 )
-from trakdask.storage.place import Place, Recorded, checksum
+from trakdask.storage.zarr_stores import Recorded, checksum, zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 __all__ = [
@@ -60,7 +61,7 @@ def create(piece: Piece, features: xr.Dataset, kept: Weights | None) -> None:
         for name in place.names():
             if name not in (RECORDS, UNFINISHED) and not name.startswith(LEASE):
                 place.remove(name)
-    store = Recorded(piece.place.zarr())
+    store = Recorded(zarr_store(piece.place))
     zarr.create_group(store, zarr_format=3).create_group(RECORDS)
     write_coords(store, features.coords.to_dataset())
     group = piece.group(store)
@@ -114,7 +115,7 @@ def listed_coords(files: Iterable[str]) -> list[str]:
     return sorted(names - {*FEATURE_NAMES, *SUMS, SCALE, ERROR, RECORDS})
 
 
-def inventory(place: Place) -> dict[str, Any]:
+def inventory(place: Folder) -> dict[str, Any]:
     """Return the files of the store as it was made, found without its own metadata.
 
     Raises
@@ -140,7 +141,7 @@ def _is_described(item: tuple[str, Any]) -> bool:
     return isinstance(about, dict) and fields <= set(about)
 
 
-def restore(place: Place, path: str) -> None:
+def restore(place: Folder, path: str) -> None:
     """Write metadata again that was damaged, from the copy among the records.
 
     Raises

@@ -9,15 +9,16 @@ from typing import Any
 
 import pandas as pd
 
+from trakdask.files import Folder, is_partial
 from trakdask.storage import edits
 from trakdask.storage.edits import KINDS, latest
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.parts import places, unmade
 from trakdask.storage.piece import ASSIGNED, DROPS, GRAM, PARTS, RECORDS, Files, Piece
-from trakdask.storage.place import Place, checksum, is_partial
 from trakdask.storage.reading import find
 from trakdask.storage.runs import RUNS
 from trakdask.storage.template import METADATA, TEMPLATE, UNFINISHED, inventory, restore
+from trakdask.storage.zarr_stores import checksum
 
 __all__ = ["faults", "verify", "withdraw"]
 
@@ -77,7 +78,7 @@ def verify(
     -----
     One listing of the store; with ``checksums``, one pass over its bytes, file by file.
     """
-    place = Place.at(store, storage_options)
+    place = Folder.at(store, storage_options)
     for name, value in {"checksums": checksums, "repair": repair}.items():
         if not isinstance(value, bool):
             raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
@@ -119,7 +120,7 @@ def withdraw(piece: Piece, fault: Fault) -> None:
         piece.folder(fault.checkpoint).remove(f"{fault.block}.json")
 
 
-def _all_faults(place: Place, checksums: bool, repair: bool) -> list[tuple[Place, Fault]]:
+def _all_faults(place: Folder, checksums: bool, repair: bool) -> list[tuple[Folder, Fault]]:
     found = []
     for at, assigned in _pieces_with_assigned(place):
         found += [(at, fault) for fault in _faults_at(at, checksums, repair, assigned)]
@@ -129,7 +130,7 @@ def _all_faults(place: Place, checksums: bool, repair: bool) -> list[tuple[Place
     return found + [(place, Fault(path, text, remedy=_REPAIR)) for path in partial]
 
 
-def _pieces_with_assigned(place: Place) -> list[tuple[Place, set[str]]]:
+def _pieces_with_assigned(place: Folder) -> list[tuple[Folder, set[str]]]:
     """Return where the pieces are, and the coords of each that were assigned anew since."""
     try:
         edit = latest(place, ASSIGNED)
@@ -139,7 +140,7 @@ def _pieces_with_assigned(place: Place) -> list[tuple[Place, set[str]]]:
     return [(at, names if n < covered else set()) for n, at in enumerate(places(place))]
 
 
-def _faults_at(place: Place, checksums: bool, repair: bool, assigned: set[str]) -> list[Fault]:
+def _faults_at(place: Folder, checksums: bool, repair: bool, assigned: set[str]) -> list[Fault]:
     found = _metadata_faults(place)
     if found and not repair:
         return found  # what they describe cannot be known
@@ -152,7 +153,7 @@ def _faults_at(place: Place, checksums: bool, repair: bool, assigned: set[str]) 
     return found + others
 
 
-def _edit_faults(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
+def _edit_faults(place: Folder, checksums: bool) -> list[tuple[Folder, Fault]]:
     """Return what is wrong with the last edit of each kind."""
     found = []
     for kind in KINDS:
@@ -171,7 +172,7 @@ def _edit_faults(place: Place, checksums: bool) -> list[tuple[Place, Fault]]:
     return found
 
 
-def _left_faults(place: Place) -> list[tuple[Place, Fault]]:
+def _left_faults(place: Folder) -> list[tuple[Folder, Fault]]:
     """Return what was left of appends and edits that were cut short before they counted."""
     text = "left of an append that was cut short before its first block"
     found = [(part, Fault("", text, remedy=_REPAIR)) for part in unmade(place)]
@@ -182,14 +183,14 @@ def _left_faults(place: Place) -> list[tuple[Place, Fault]]:
     return found
 
 
-def _left(place: Place, kind: str) -> list[Place]:
+def _left(place: Folder, kind: str) -> list[Folder]:
     try:
         return edits.left(place, kind)
     except ValueError:  # damaged: reported, and nothing of its kind is removed
         return []
 
 
-def _table(root: Place, found: list[tuple[Place, Fault]]) -> pd.DataFrame:
+def _table(root: Folder, found: list[tuple[Folder, Fault]]) -> pd.DataFrame:
     """Return faults as rows, with paths in the store, not in the piece."""
     columns = [field.name for field in fields(Fault)]
     prefixes = [place.url[len(root.url) + 1 :] for place, _ in found]
@@ -226,7 +227,7 @@ def _block_faults(
             yield Fault(path, "other bytes than were written", block, index)
 
 
-def _template(place: Place) -> dict[str, Any]:
+def _template(place: Folder) -> dict[str, Any]:
     """Return the inventory of a store by looking for it: its own metadata may be damaged."""
     try:
         return inventory(place)
@@ -238,7 +239,7 @@ def _template(place: Place) -> dict[str, Any]:
         ) from err
 
 
-def _metadata_faults(place: Place) -> list[Fault]:
+def _metadata_faults(place: Folder) -> list[Fault]:
     found = []
     for path, known in _template(place).items():
         if not path.endswith(METADATA):

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 
 from trakdask.errors import StoreMismatchError
-from trakdask.storage.place import Place, is_partial
+from trakdask.files import Folder, is_partial
 
 __all__ = ["EXTRA", "AbstractSaver", "ModelIDException"]
 
@@ -186,7 +186,7 @@ class AbstractSaver(ABC):
             ) from err
 
     def _write(self, path: Path, content: Any) -> None:
-        Place(str(path.parent)).write(path.name, json.dumps(content).encode())
+        Folder(str(path.parent.absolute())).write(path.name, json.dumps(content).encode())
 
 
 class SettingsMismatchError(StoreMismatchError, AssertionError):

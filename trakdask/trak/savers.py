@@ -7,7 +7,6 @@ started again leaves the same files as one that was never killed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
+from trakdask.files import Folder
 from trakdask.trak.saver_base import EXTRA, AbstractSaver, ModelIDException
 
 __all__ = ["EXTRA", "AbstractSaver", "MmapSaver", "ModelIDException"]
@@ -259,13 +259,14 @@ class MmapSaver(AbstractSaver):
     ) -> None:
         """Make an array that appears under its name only when it is whole."""
         dtype = np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
-        partial = path.with_name(f"{path.name}.partial")
-        array = open_memmap(partial, mode="w+", dtype=dtype, shape=shape)
-        if fill != 0:
-            array[...] = fill
-        array.flush()
-        del array
-        os.replace(partial, path)
+        folder = Folder(str(path.parent.absolute()))
+        folder.sweep(path.name)  # what a killed run left of it
+        with folder.writing(path.name) as file:
+            array = open_memmap(file.name, mode="w+", dtype=dtype, shape=shape)
+            if fill != 0:
+                array[...] = fill
+            array.flush()
+            del array
 
     def _is_complete(self) -> bool:
         """Return whether all rows are featurized; looks at each row about once in a run."""
