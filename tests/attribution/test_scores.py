@@ -290,13 +290,15 @@ def test_score__coord_of_the_targets_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["trak", "soft"])
-@pytest.mark.parametrize("function", [td.score, td.damping])
-def test_damping__all_features_zero_at_one_checkpoint_names_it(function, estimator: str) -> None:
+@pytest.mark.parametrize(("function", "targets"), [(td.score, [TARGETS]), (td.damping, [])])
+def test_damping__all_features_zero_at_one_checkpoint_names_it(
+    function, targets: list[xr.Dataset], estimator: str
+) -> None:
     x = FEATURES.feature.values.copy()
     x[..., 1] = 0
     flat = FEATURES.assign(feature=FEATURES.feature.copy(data=da.from_array(x, chunks=(16, 6, 1))))
     with pytest.raises(ValueError, match=r"expected a gram matrix .* got 0 at checkpoint 'c1'"):
-        function(flat, TARGETS, damping="closed_form", estimator=estimator).compute(
+        function(flat, *targets, damping="closed_form", estimator=estimator).compute(
             scheduler="sync"
         )
 

@@ -22,6 +22,7 @@ from trakdask.arrays.blocks import (
     Blocks,
     align_weights,
     block_starts,
+    failed_rows,
     flat,
     require_features,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "curve",
     "held_out",
     "left_out",
+    "loss_gradient",
     "spread_rows",
     "warn_of_choice",
 ]
@@ -85,6 +87,52 @@ def _inverse(spectrum: Spectrum) -> npt.NDArray[np.float64]:
     if not spectrum.mean > 0:
         return np.full((len(spectrum.values), len(GRID)), np.nan)
     return 1 / (spectrum.values[:, None] + GRID * spectrum.mean)
+
+
+def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
+    """Return r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), where the gram matrix is known already.
+
+    Parameters
+    ----------
+    feature, sum_weights
+        As in :func:`trakdask.arrays.gram.gram_and_sum`, with the same samples left out.
+
+    Returns
+    -------
+    (proj_dim, checkpoint) float64, lazy, chunks (p, 1).
+
+    Notes
+    -----
+    Cost: 2 n p C flops and one pass over ``feature``.
+
+    Examples
+    --------
+    >>> x = da.ones((6, 2, 1), chunks=(4, 2, 1), dtype="float32")
+    >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
+    [3.0, 3.0]
+    """
+    require_features(feature, name="feature", caller="loss_gradient")
+    g = pooled(align_weights(sum_weights, feature, name="sum_weights"))
+    parts = da.blockwise(
+        _weighted_sum,
+        "spc",
+        feature,
+        "spc",
+        g,
+        "s",
+        adjust_chunks={"s": (1,) * feature.numblocks[0]},
+        align_arrays=False,
+        name="loss-gradient-" + tokenize(feature.name, g.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0), np.float64),
+    )
+    total: da.Array = parts.sum(axis=0)
+    return total
+
+
+def _weighted_sum(phi: Block, g: Block) -> Block:
+    here = ~(failed_rows(phi) | np.isnan(g))
+    return np.asarray(g[here] @ phi[here, :, 0])[None, :, None]
 
 
 def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import dask
 import dask.array as da
@@ -24,6 +24,7 @@ from trakdask.arrays.solve import require_finite, without_trace
 __all__ = [
     "Spectrum",
     "closed_form_damping",
+    "eigenvectors",
     "from_eigenvectors",
     "is_decomposition",
     "leverage",
@@ -68,7 +69,7 @@ def _mean_trace(gram: Block, n_sample: int) -> Block:
 
 
 def spectrum(
-    gram: da.Array, loss_gradient: da.Array, n_sample: int, labels: Sequence[str]
+    gram: da.Array, loss_gradient: da.Array | None, n_sample: int, labels: Sequence[str]
 ) -> da.Array:
     """Decompose the Gram matrix of every checkpoint, once for all λ.
 
@@ -77,7 +78,8 @@ def spectrum(
     gram
         K, (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
     loss_gradient
-        r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1).
+        r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1). Without it the
+        result is for :func:`solve` and :func:`leverage` only.
     n_sample
         Samples that both are sums over.
     labels
@@ -99,33 +101,75 @@ def spectrum(
     whose result has 8 p² bytes. Eigenvalues that rounding made negative count as 0. NumPy's routine
     releases Python's lock; SciPy's drivers hold it and are no faster.
     """
+    loss = [None, None] if loss_gradient is None else [loss_gradient, "pc"]
     result: da.Array = da.blockwise(
         functools.partial(_spectrum, n_sample=n_sample),
         "c",
         gram,
         "pqc",
-        loss_gradient,
-        "pc",
+        *loss,
         _labels(labels),
         "c",
         concatenate=False,
         align_arrays=False,
-        name="spectrum-" + tokenize(gram.name, loss_gradient.name, n_sample, labels),
+        name="spectrum-" + tokenize(gram.name, loss_gradient, n_sample, labels),
         dtype=object,
         meta=np.empty((0,), object),
     )
     return result
 
 
-def _spectrum(gram: Blocks, loss_gradient: Blocks, label: Block, *, n_sample: int) -> Spectrum:
-    ((block,), (r,)) = flat(gram), flat(loss_gradient)
+def _spectrum(
+    gram: Blocks, loss_gradient: Blocks | None, label: Block, *, n_sample: int
+) -> Spectrum:
+    (block,) = flat(gram)
     name = str(label[0])
     require_finite(block, name)
     matrix = block[:, :, 0].astype(np.float64, copy=False)
     values, vectors = np.linalg.eigh(matrix)
-    loss = vectors.T @ r[:, 0].astype(np.float64)
     mean = float(np.trace(matrix)) / n_sample
-    return Spectrum(np.maximum(values, 0), vectors, loss, mean, name)
+    return Spectrum(np.maximum(values, 0), vectors, _loss(vectors, loss_gradient), mean, name)
+
+
+def _loss(
+    vectors: npt.NDArray[np.float64], loss_gradient: Blocks | None
+) -> npt.NDArray[np.float64]:
+    """Return Vᵀ r, NaN without r."""
+    if loss_gradient is None:
+        return np.full(vectors.shape[1], np.nan)
+    (r,) = flat(loss_gradient)
+    loss: npt.NDArray[np.float64] = vectors.T @ r[:, 0].astype(np.float64)
+    return loss
+
+
+def eigenvectors(spectrum: da.Array, proj_dim: int) -> tuple[da.Array, da.Array]:
+    """Return the eigenvalues and eigenvectors of a spectrum, as :func:`from_eigenvectors` takes.
+
+    Examples
+    --------
+    >>> k = spectrum(da.eye(2, chunks=2)[:, :, None], None, 1, ["c0"])
+    >>> values, vectors = eigenvectors(k, 2)
+    >>> values.compute()[:, 0].tolist(), vectors.shape
+    ([1.0, 1.0], (2, 2, 1))
+    """
+    shared: dict[str, Any] = {"align_arrays": False, "dtype": np.float64}
+    values = da.blockwise(
+        _values, "kc", spectrum, "c", new_axes={"k": proj_dim},
+        name=f"eigenvalues-{tokenize(spectrum.name)}", meta=np.empty((0, 0)), **shared,
+    )  # fmt: skip
+    vectors = da.blockwise(
+        _vectors, "pkc", spectrum, "c", new_axes={"p": proj_dim, "k": proj_dim},
+        name=f"eigenvectors-{tokenize(spectrum.name)}", meta=np.empty((0, 0, 0)), **shared,
+    )  # fmt: skip
+    return values, vectors
+
+
+def _values(spectrum: Spectrum) -> Block:
+    return spectrum.values[:, None]
+
+
+def _vectors(spectrum: Spectrum) -> Block:
+    return spectrum.vectors[:, :, None]
 
 
 def from_eigenvectors(
@@ -175,11 +219,7 @@ def _from_eigenvectors(
 ) -> Spectrum:
     ((s,), (v,)) = flat(values), flat(vectors)
     s, v = s[:, 0], v[:, :, 0]
-    loss = np.full(len(s), np.nan)
-    if loss_gradient is not None:
-        (r,) = flat(loss_gradient)
-        loss = v.T @ r[:, 0].astype(np.float64)
-    return Spectrum(s, v, loss, float(s.sum()) / n_sample, str(label[0]))
+    return Spectrum(s, v, _loss(v, loss_gradient), float(s.sum()) / n_sample, str(label[0]))
 
 
 def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> bool:

@@ -114,6 +114,10 @@ def _choosing_matrices(
 ) -> ChoosingMatrices:
     h, g = weights.gram_data(features) if given is None else given, weights.loss_data(features)
     gram, loss_gradient = (stored_matrix(features, name, weights) for name in _CHOOSING)
+    is_whole = features.sizes[SAMPLE] == _stored_samples(features) if gram is not None else False
+    if given is None and loss_gradient is None and is_whole:
+        # Other checkpoints are pooled than when it was stored; the gram matrices are the same.
+        loss_gradient = arrays.completeness.loss_gradient(features.feature.data, g)
     if given is None and gram is not None and loss_gradient is not None:
         known = stored_decomposition(features, weights)
         return ChoosingMatrices(gram, loss_gradient, _stored_samples(features), h, g, known)
@@ -194,13 +198,14 @@ def _has_same_outputs(features: xr.Dataset, attrs: Mapping[str, Any]) -> bool:
     is_whole = features.sizes[SAMPLE] == _stored_samples(features)
     if not is_whole or not lineage.is_in_memory(output, origins):
         return False
-    return bool(np.isclose(output_total(output), attrs.get("output_total", np.nan), rtol=1e-9))
+    total = float(output_total(output).compute(scheduler="sync"))
+    return bool(np.isclose(total, attrs.get("output_total", np.nan), rtol=1e-9))
 
 
-def output_total(output: da.Array) -> float:
-    """Return the sum of all outputs, by which arrays in memory are recognised."""
-    total = da.nansum(da.absolute(output.astype(np.float64)))
-    return float(total.compute(scheduler="sync"))
+def output_total(output: da.Array) -> da.Array:
+    """Return the sum of the sizes of all outputs, by which arrays in memory are recognised."""
+    total: da.Array = da.nansum(da.absolute(output.astype(np.float64)))
+    return total
 
 
 def _stored_samples(features: xr.Dataset) -> int:

@@ -23,7 +23,15 @@ from trakdask.once import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
-__all__ = ["Absolute", "Damping", "Regularized", "damping", "regularize"]
+__all__ = [
+    "Absolute",
+    "Damping",
+    "Regularized",
+    "damping",
+    "describe_damping",
+    "regularize",
+    "require_calibration",
+]
 
 _LEAST_ROWS = 50
 _LEFT_OUT_ROWS = 1000
@@ -148,10 +156,11 @@ def damping(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
     features = lazy_features(features)
-    return _dataset(features, regularize(features, options))
+    return describe_damping(features, regularize(features, options))
 
 
-def _dataset(features: xr.Dataset, regularized: Regularized) -> xr.Dataset:
+def describe_damping(features: xr.Dataset, regularized: Regularized) -> xr.Dataset:
+    """Return λ and how it was chosen, as :func:`damping` does."""
     choice = regularized.choice
     if choice is None:
         choice = da.from_array(_NO_CHOICE)
@@ -225,8 +234,10 @@ def _stored(damping: xr.DataArray, labels: list[str]) -> tuple[da.Array, str, da
     if attrs["asked"] != "completeness":
         return lam, attrs["rule"], None
     _warn_of_few_checkpoints(len(labels))
+    if not attrs["tried"]:
+        return lam, attrs["rule"], None
     relative, peak = attrs["relative"], attrs["peak"]
-    completeness.warn_of_choice(relative, peak, attrs["samples_asked"])
+    completeness.warn_of_choice(relative, peak, attrs["tried"][-1])
     values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
     return lam, attrs["rule"], da.from_array(np.array(values, completeness.CHOICE))
 
@@ -291,7 +302,7 @@ def _candidates(
     """Return the sets of outputs that may choose λ, best first, and their curves."""
     candidates = []
     if calibrate is not None:
-        _require_calibration(features, calibrate)
+        require_calibration(features, calibrate)
         rows = lazy_features(calibrate)
         totals = completeness.held_out(spectrum, rows.feature.data)
         candidates.append(completeness.Candidate("calibration set", totals, rows.output.data))
@@ -302,7 +313,8 @@ def _candidates(
     return candidates, curves
 
 
-def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
+def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
+    """Check that held-out samples were featurized as these features, and are enough."""
     validate(calibrate, ["feature", "output"], what="calibrate")
     require_comparable(features, calibrate, "calibration")
     if (n := calibrate.sizes[SAMPLE]) < _LEAST_ROWS:

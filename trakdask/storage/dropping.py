@@ -18,6 +18,7 @@ from trakdask.attribution.matrices import ORIGIN
 from trakdask.files import Folder
 from trakdask.storage import edits
 from trakdask.storage.coords import DROPPED, by_source
+from trakdask.storage.factors import has_factors, update_if_possible
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
 from trakdask.storage.parts import dropped_mask, pieces
@@ -67,7 +68,9 @@ def drop(
     kept beside them is corrected by the dropped rows alone. Integers give the same bits as a sum
     over what is left; else the difference adds a rounding error like that of the sum itself, as
     long as what goes weighs less (by the trace) than what is left. Where it weighs more, or is not
-    finite, the sums of the checkpoint are reduced again from what is left.
+    finite, the sums of the checkpoint are reduced again from what is left. Where λ and the
+    eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by training
+    samples.
 
     Examples
     --------
@@ -90,6 +93,9 @@ def drop(
         if chosen.any():
             _write(place, found, ds, chosen)
         edits.sweep(place, DROPS)
+        left = open(store, storage_options=storage_options)
+        if chosen.any() and has_factors(ds) and GRAM in left:
+            update_if_possible(place, left)
         place.sweep()
     return open(store, storage_options=storage_options)
 

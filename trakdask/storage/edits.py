@@ -13,13 +13,13 @@ import zarr
 
 from trakdask.files import Folder
 from trakdask.provenance import digest
-from trakdask.storage.piece import ASSIGNED, DROPS
+from trakdask.storage.piece import ASSIGNED, DROPS, FACTORS
 from trakdask.storage.template import METADATA
 from trakdask.storage.zarr_stores import Arrays, Complete, Recorded, checksum, zarr_store
 
 __all__ = ["KINDS", "Edit", "damaged", "latest", "left", "sweep", "write"]
 
-KINDS = (DROPS, ASSIGNED)
+KINDS = (DROPS, ASSIGNED, FACTORS)
 
 
 @dataclass(frozen=True)

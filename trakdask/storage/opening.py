@@ -14,6 +14,7 @@ from trakdask.attribution.matrices import with_origin
 from trakdask.errors import UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.storage.coords import DROPPED
+from trakdask.storage.factors import with_factors
 from trakdask.storage.failures import with_errors
 from trakdask.storage.parts import assembled
 from trakdask.storage.piece import FEATURE_NAMES, SUMS
@@ -91,7 +92,8 @@ def open(
     )
     names = [name for name in (*FEATURE_NAMES, *SUMS) if name in ds]
     ds = with_errors(load_coords(ds[names]), found.shown)
-    ds = with_origin(_without_dropped(ds, show=dropped))
+    ds = _without_dropped(ds, show=dropped)
+    ds = with_origin(with_factors(place, ds))
     return ds.assign_attrs(saved=runs(found.shown))
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "BESIDE",
     "DROPS",
     "ERROR",
+    "FACTORS",
     "FEATURE_NAMES",
     "GRAM",
     "LOSS_GRADIENT",
@@ -47,7 +48,8 @@ RECORDS = "records"
 PARTS = "parts"
 DROPS = "drops"
 ASSIGNED = "assigned"
-BESIDE = frozenset({RECORDS, PARTS, DROPS, ASSIGNED})
+FACTORS = "factors"
+BESIDE = frozenset({RECORDS, PARTS, DROPS, ASSIGNED, FACTORS})
 """Folders beside the arrays, which are no coords."""
 
 

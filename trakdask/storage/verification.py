@@ -14,7 +14,7 @@ from trakdask.storage import edits
 from trakdask.storage.edits import KINDS, latest
 from trakdask.storage.lease import PREFIX, lease
 from trakdask.storage.parts import places, unmade
-from trakdask.storage.piece import ASSIGNED, DROPS, GRAM, PARTS, RECORDS, Files, Piece
+from trakdask.storage.piece import ASSIGNED, DROPS, FACTORS, GRAM, PARTS, RECORDS, Files, Piece
 from trakdask.storage.reading import find
 from trakdask.storage.runs import RUNS
 from trakdask.storage.template import METADATA, TEMPLATE, UNFINISHED, inventory, restore
@@ -31,6 +31,7 @@ _COORD = (
 _AGAIN = {
     DROPS: "td.drop(store, where=...)",
     ASSIGNED: "td.assign_coords(store, coords)",
+    FACTORS: "td.calibrate(store)",
 }
 
 
