@@ -35,7 +35,7 @@ help:
 	@echo 'make lint | types | imports | wheel | notebooks | unit'
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
 	@echo 'make mutate      change the code in small ways and see which changes no test notices: an hour'
-	@echo 'make format      let ruff mend what it can'
+	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri: hours'
 	@echo 'make clean       remove what the other targets made, except .venv'
 

@@ -16,7 +16,7 @@ from distributed import Client, LocalCluster
 from hypothesis import settings
 
 from tests.clusters import PATIENT, local_cluster
-from trakdask import once
+from trakdask.errors import forget_warnings
 
 HERE = Path(__file__).parent
 
@@ -64,7 +64,7 @@ def process_cluster() -> Iterator[LocalCluster]:
 @pytest.fixture(autouse=True)
 def _warnings_are_shown_again() -> None:
     """No test sees fewer warnings because another one came first."""
-    once.forget()
+    forget_warnings()
 
 
 @pytest.fixture

@@ -273,7 +273,7 @@ def test_overwrite__never_what_another_wrote(
 ) -> None:
     path = there(tmp_path)
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
-    with pytest.raises(FileExistsError, match=f"{path.name}.*delete the folder yourself"):
+    with pytest.raises(FileExistsError, match=f"{path.name}.*another path"):
         export(SCORES, f"{scheme}{path}", overwrite=True)
     assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
 

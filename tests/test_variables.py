@@ -46,12 +46,12 @@ def test_aligned__positions_are_no_labels() -> None:
         (
             xr.DataArray([1, 2, 3], coords={"sample": LABELS[::-1]}),
             TO.drop_vars("sample"),
-            r"got labels \['c', 'b', 'a'\]",
+            r"labels \['c', 'b', 'a'\]",
         ),
         (
             xr.DataArray([1, 2, 3], dims="sample", coords={"label": ("sample", [7, 8, np.nan])}),
             TO.assign_coords(label=("sample", [7, 9, np.nan])),
-            r"got 8.0 for the coord 'label' at sample 1, where they have 9.0",
+            r"9.0 for the coord 'label' at sample 1, got 8.0",
         ),
     ],
 )

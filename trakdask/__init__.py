@@ -24,8 +24,8 @@ class _AccessorAfterXarray:
         if name != "xarray":
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in others)
-        spec = next((each for each in found if each is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((each for each in specs if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

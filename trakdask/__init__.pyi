@@ -1,4 +1,4 @@
-# The public API, by room. lazy_loader reads this file at run time: relative imports only.
+# The public API, by module. lazy_loader reads this file at run time, so imports are relative.
 from . import evaluate as evaluate
 from . import examples as examples
 from . import plots as plots

@@ -27,11 +27,11 @@ PathLike = str | os.PathLike[str]
 _BLOCK_BYTES = 2**25
 _STORED = {
     "float16": np.float16,
-    "bfloat16": np.uint16,  # numpy has none: the upper half of a float32
+    "bfloat16": np.uint16,  # numpy has no bfloat16; it is the upper half of a float32
     "float32": np.float32,
     "float64": np.float64,
 }
-# Settings of a run that say where and how it ran, but not what its gradients are.
+# Settings of a run that do not affect its gradients, only where and how it ran.
 _NOT_OF_THE_GRADIENTS = (
     *("run_path", "overwrite", "distributed", "fsdp", "data", "tokenizer", "drop_columns"),
     *("max_tokens", "debug", "token_batch_size", "max_batch_size", "auto_batch_size", "profile"),
@@ -45,15 +45,15 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
     Parameters
     ----------
     stores
-        Folder of a store; or one for each checkpoint of a model, of the same samples in the same
-        order: a list, or a mapping from names to folders. They are only read.
+        Folder of a store. For several checkpoints of a model, a list of folders, or a mapping from
+        names to folders, each with the same samples in the same order. Nothing is written to them.
 
     Returns
     -------
     Lazy Dataset with ``feature`` (sample, proj_dim, checkpoint), ``out_to_loss`` and ``output``
     (sample, checkpoint), float32. Columns are those of all modules, in the order of
-    ``attrs["parameters"]``. In a store of tokens each token is a sample, and the coords
-    ``document`` and ``token`` say which. Other metadata are in ``data.hf``:
+    ``attrs["parameters"]``. In a store of tokens each token is a sample, identified by the coords
+    ``document`` and ``token``. Add other metadata from ``data.hf`` with
     ``features.assign_coords(source=("sample", datasets.load_from_disk(...)["source"]))``.
 
     Raises
@@ -61,56 +61,57 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
     FileNotFoundError
         If there is no such folder, or it lacks a file.
     ValueError
-        If files contradict each other, the run was interrupted, or stores do not fit together.
+        If files contradict each other, the run was interrupted, or the stores have different
+        samples or modules.
 
     Notes
     -----
-    The gradients are those of the loss, not of a model output f. So they contain Q already, and
-    ``out_to_loss`` is 1; scores are attributions of the target's loss, > 0 where training on the
-    sample lowered it. Outputs are not stored: ``output`` is NaN, and ``damping="auto"`` the closed
-    form. ``score(features, targets, estimator="grad_cos")`` compares gradients as
+    The gradients are those of the loss, not of a model output f. They already contain Q, so
+    ``out_to_loss`` is 1, and scores attribute the target's loss (> 0 where training on the sample
+    lowered it). The stores have no outputs, so ``output`` is NaN and ``damping="auto"`` is the
+    closed form. ``score(features, targets, estimator="grad_cos")`` compares gradients as
     ``bergson query`` with ``unit_normalize`` does.
 
-    A row that was never written cannot be told from a zero gradient; ``bergson`` renames a folder
-    from ``<name>.part`` when it is complete, and such a folder is refused.
+    A row that was never written looks like a zero gradient. Since ``bergson`` renames a folder
+    from ``<name>.part`` when it is complete, a folder with that suffix is rejected.
 
-    ``config.yaml`` says how a run was made. Features and targets of which it tells a different
+    ``config.yaml`` records how a run was made. Features and targets with different records of
     model, loss or projection cannot be scored together.
 
-    Nothing but headers is read here. Each task maps the file read-only and copies a block of at
+    Only headers are read here. Each task memory-maps the file read-only and copies a block of at
     most 32 MB; on a cluster, workers need the folder under the same path.
 
     References
     ----------
     EleutherAI/bergson, version 2.5.1: ``bergson.data.create_index`` and ``create_token_index``.
     """
-    found = {name: _store(path) for name, path in _named(stores).items()}
-    first = next(iter(found.values()))
-    for name, store in found.items():
+    opened = {name: _store(path) for name, path in _named(stores).items()}
+    first = next(iter(opened.values()))
+    for name, store in opened.items():
         _require_alike(store, first, name)
     attrs = {
         "projector": {"kind": "bergson", "proj_dim": first.width},
-        "checkpoints": {name: store.settings for name, store in found.items()},
-        "checkpoint_ids": {name: i for i, name in enumerate(found)},
+        "checkpoints": {name: store.settings for name, store in opened.items()},
+        "checkpoint_ids": {name: i for i, name in enumerate(opened)},
         "parameters": {name: [size] for name, size in first.sizes.items()},
         "task": "loss",
         "formula": "feature = P^T grad loss",
         "trakdask_version": __version__,
-        "source": f"bergson-{digest({'paths': [str(s.folder) for s in found.values()]})[:32]}",
-        "stored_dtype": {name: store.dtype for name, store in found.items()},
+        "source": f"bergson-{digest({'paths': [str(s.folder) for s in opened.values()]})[:32]}",
+        "stored_dtype": {name: store.dtype for name, store in opened.items()},
     }
-    feature = _lazy(tuple(found.values()))
+    feature = _lazy(tuple(opened.values()))
     flat = feature[:, 0, :]
     one, unknown = (da.full_like(flat, value, dtype=np.float32) for value in (1.0, np.nan))
     arrays = {"feature": feature, "output": unknown, "out_to_loss": one}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
-    coords: dict[str, Any] = {CHECKPOINT: (CHECKPOINT, np.array(list(found), dtype=object))}
+    coords: dict[str, Any] = {CHECKPOINT: (CHECKPOINT, np.array(list(opened), dtype=object))}
     return xr.Dataset(data, coords=coords | first.coords(), attrs=attrs)
 
 
 @dataclass(frozen=True)
 class _Store:
-    """What the headers of one store say."""
+    """The contents of the headers of one store."""
 
     folder: Path
     n_rows: int
@@ -119,7 +120,7 @@ class _Store:
     settings: str
     """A digest of what determines the gradients; "unknown" if it is not recorded."""
     offsets: np.ndarray | None
-    """First row of each document, of a store of tokens."""
+    """First row of each document; None unless it is a store of tokens."""
 
     @property
     def width(self) -> int:
@@ -130,7 +131,7 @@ class _Store:
         return self.folder / "gradients.bin"
 
     def coords(self) -> dict[str, Any]:
-        """Return which token of which document a row is."""
+        """Return the document and the token of each row of a store of tokens."""
         if self.offsets is None:
             return {}
         lengths = np.diff(self.offsets)
@@ -144,7 +145,7 @@ def _named(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> di
         return {"0": stores}
     named = stores if isinstance(stores, Mapping) else dict(enumerate(stores))
     if not named:
-        raise ValueError("expected one store or more, got none; try open_bergson('runs/index')")
+        raise ValueError("expected at least one store, got none; try open_bergson('runs/index')")
     return {str(name): path for name, path in named.items()}
 
 
@@ -163,7 +164,7 @@ def _store(path: PathLike) -> _Store:
     if size != expected:
         raise ValueError(
             f"expected {expected:,} bytes in {store.file} ({n_rows} rows of {store.width} columns, "
-            f"{dtype}), got {size:,}; try to copy or build the store again"
+            f"{dtype}), got {size:,}; try copying or building the store again"
         )
     return store
 
@@ -183,12 +184,12 @@ def _info(folder: Path) -> dict[str, Any]:
     if folder.suffix == ".part":
         raise ValueError(
             f"expected a complete store, got {folder}, which a run of bergson has not finished; "
-            "try to run it again"
+            "try running bergson again"
         )
     info: dict[str, Any] = json.loads(path.read_text("utf-8"))
     if missing := [key for key in ("num_grads", "grad_sizes", "base_dtype") if key not in info]:
         raise ValueError(
-            f"expected {missing} in {path}, got {list(info)}; try to build the store with bergson "
+            f"expected {missing} in {path}, got {list(info)}; try building the store with bergson "
             "2.5 or newer"
         )
     return info
@@ -200,20 +201,20 @@ def _offsets(folder: Path, info: Mapping[str, Any]) -> np.ndarray | None:
     path = folder / "offsets.npy"
     if not path.is_file():
         raise FileNotFoundError(
-            f"expected offsets.npy of a store of tokens in {folder}, got none; try to copy or "
-            "build the store again"
+            f"expected offsets.npy of a store of tokens in {folder}, got none; try copying or "
+            "building the store again"
         )
     offsets: np.ndarray = np.load(path)
     if offsets[-1] != info["num_grads"]:
         raise ValueError(
             f"expected {info['num_grads']} tokens in {path}, as info.json says, got {offsets[-1]}; "
-            "try to copy or build the store again"
+            "try copying or building the store again"
         )
     return offsets
 
 
 def _settings(folder: Path) -> str:
-    """Digest what ``config.yaml`` says of model, loss, projection and preprocessing."""
+    """Return a digest of the model, loss, projection and preprocessing in ``config.yaml``."""
     path = folder / "config.yaml"
     if not path.is_file():
         return "unknown"
@@ -227,11 +228,11 @@ def _settings(folder: Path) -> str:
 
 def _require_alike(store: _Store, first: _Store, name: str) -> None:
     for what in ("n_rows", "sizes"):
-        found, expected = getattr(store, what), getattr(first, what)
-        if found != expected:
+        actual, expected = getattr(store, what), getattr(first, what)
+        if actual != expected:
             raise ValueError(
-                f"expected stores of the same samples and modules, got {what} {found} of "
-                f"checkpoint {name!r} and {expected} of the first; try to open them apart"
+                f"expected stores of the same samples and modules, got {what} {actual} for "
+                f"checkpoint {name!r} and {expected} for the first; try opening them separately"
             )
 
 

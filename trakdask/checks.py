@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
+import pkgutil
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
-__all__ = ["require_choice", "require_integer", "require_number", "shown"]
+__all__ = ["import_callable", "require_choice", "require_integer", "require_number", "shown"]
 
 
 def shown(value: object) -> str:
@@ -51,12 +52,13 @@ def require_integer(
     if number is None or isinstance(value, bool):
         raise TypeError(f"expected an integer for {name}, got {shown(value)}; {remedy}")
     if number < low or (high is not None and number >= high):
-        allowed = f">= {low}" if high is None else f"in [{low}, {_power(high)})"
+        allowed = f">= {low}" if high is None else f"in [{low}, {_readable(high)})"
         raise ValueError(f"expected {name} {allowed}, got {number}; {remedy}")
     return number
 
 
-def _power(bound: int) -> str:
+def _readable(bound: int) -> str:
+    """Return a bound as text: large powers of two as such."""
     is_power = bound > 2**16 and bound & (bound - 1) == 0
     return f"2**{bound.bit_length() - 1}" if is_power else str(bound)
 
@@ -103,7 +105,7 @@ def require_number(
 
 
 def require_choice(name: str, value: object, choices: Sequence[Any], *, remedy: str) -> None:
-    """Reject a text that is not one of the choices.
+    """Reject a value that is not one of the strings in ``choices``.
 
     Raises
     ------
@@ -113,3 +115,41 @@ def require_choice(name: str, value: object, choices: Sequence[Any], *, remedy: 
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"expected {name} to be one of {listed}, got {shown(value)}; {remedy}")
+
+
+def import_callable(path: str, name: str) -> Callable[[], Any]:
+    """Return the callable that an option of the form ``"package.module:callable"`` names.
+
+    Parameters
+    ----------
+    path
+        The value of the option.
+    name
+        The option, for messages.
+
+    Raises
+    ------
+    ImportError
+        If there is no such module, or no such name in it.
+    TypeError
+        If it is not callable.
+
+    Examples
+    --------
+    >>> import_callable("collections:OrderedDict", "build")()
+    OrderedDict()
+    """
+    try:
+        imported = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as err:
+        raise ImportError(
+            f"expected {name} = 'package.module:callable' that can be imported, got {path!r} "
+            f"({type(err).__name__}: {err}); try the callable itself, or an installed module that "
+            "every worker can import"
+        ) from err
+    if not callable(imported):
+        raise TypeError(
+            f"expected a callable at {name} = {path!r}, got {type(imported).__name__}; try the "
+            "name of a function"
+        )
+    return cast(Callable[[], Any], imported)

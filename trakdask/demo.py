@@ -1,4 +1,4 @@
-"""Run ``make demo``: find the training digits behind the predictions of a small CNN."""
+"""The program of ``make demo``: find the training digits behind the predictions of small CNNs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def main() -> None:
         ends = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
         with _timed(seconds, f"rank all {N_TARGETS} targets, both ends"):
             helpful, harmful = dask.compute(*ends)
-        shown = _interesting(helpful, harmful, target_features)
+        # The targets with the smallest margins, whose attributions are the most informative.
+        margins = target_features.output.mean("checkpoint").values
+        shown = [int(i) for i in np.argsort(margins)[:6]]
         _print_rankings(helpful, harmful, shown, target_features)
         _print_queries(scores, shown, seconds)
         _print_groups(features, target_features, shown, damping)
@@ -102,9 +104,8 @@ def _featurize(
     saved = []
     for name, samples in (("train", train), ("targets", targets)):
         store = OUTPUT / f"{name}.zarr"
-        shutil.rmtree(
-            store, ignore_errors=True
-        )  # removed so that the full time is measured; save would resume
+        # Without an earlier store, so that the full time is measured: save would resume it.
+        shutil.rmtree(store, ignore_errors=True)
         features = td.featurize(samples, model, projector=projector)
         with _timed(seconds, f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
             saved.append(td.save(features, store, gram=name == "train"))
@@ -119,12 +120,6 @@ def _summary(scores: xr.DataArray) -> str:
         f"  coords {', '.join(map(str, scores.coords))}\n"
         f"  {scores.attrs['formula']}, damping {scores.attrs['damping']}"
     )
-
-
-def _interesting(helpful: xr.Dataset, harmful: xr.Dataset, targets: xr.Dataset) -> list[int]:
-    """Return the targets with the smallest margins, whose attributions are most informative."""
-    margin = targets.output.mean("checkpoint").values
-    return [int(i) for i in np.argsort(margin)[:6]]
 
 
 def _print_rankings(

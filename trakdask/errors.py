@@ -1,6 +1,12 @@
-"""Exceptions that callers may want to catch; all other errors are of built-in types."""
+"""Exceptions that callers may want to catch, and warnings that a process issues only once.
+
+All other errors are of built-in types.
+"""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
 
 __all__ = [
     "BlockError",
@@ -10,7 +16,11 @@ __all__ = [
     "StoreBusyError",
     "StoreMismatchError",
     "UnfinishedAppendWarning",
+    "forget_warnings",
+    "warn_once",
 ]
+
+_shown: set[Hashable] = set()
 
 
 class CheckpointError(ValueError):
@@ -43,3 +53,41 @@ class BlockError(RuntimeError):
     The original error is included as text only, because its class may exist on the worker alone,
     and then could not be unpickled in another process.
     """
+
+
+def warn_once(kind: Hashable, message: str, warn: Callable[[str], object] | None = None) -> None:
+    """Issue a warning, unless this process has already issued one of this kind.
+
+    Parameters
+    ----------
+    kind
+        What identifies the warning, independently of the numbers in its text.
+    message
+        The text of the warning.
+    warn
+        The function that issues it; :func:`warnings.warn` by default.
+
+    Notes
+    -----
+    A warning that a filter turns into an error does not count, so it is raised again.
+
+    Examples
+    --------
+    >>> forget_warnings()
+    >>> warn_once("few", "there are 2", print), warn_once("few", "there are 3", print)
+    there are 2
+    (None, None)
+    >>> forget_warnings()
+    """
+    if kind in _shown:
+        return
+    if warn is None:
+        warnings.warn(message, UserWarning, stacklevel=3)
+    else:
+        warn(message)
+    _shown.add(kind)
+
+
+def forget_warnings() -> None:
+    """Forget which warnings were issued, so that each of them can be issued once more."""
+    _shown.clear()

@@ -1,4 +1,4 @@
-"""Results written for others: scores and rankings as zarr and parquet."""
+"""Write scores and rankings to zarr and parquet, for other programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["to_parquet", "to_zarr"]
 
 _MAX_BYTES = "10 GiB"
 _WRITER = "written_by"
-"""An attribute of what to_zarr writes, with where: what others made of it elsewhere is theirs."""
+"""Attribute of stores that to_zarr writes; it includes the path, so a moved store is not ours."""
 _METADATA = "trakdask"
 """Key of the metadata of each parquet file that to_parquet writes."""
 _ROWS_AT_ONCE = 2**20
@@ -50,16 +50,16 @@ def to_zarr(
     store
         Folder or fsspec URL. Read it with ``xarray.open_zarr(store, consolidated=False)``.
     max_bytes
-        Refuse to write more than this, a number or a text such as ``"60 GB"``: scores of a million
-        samples for ten thousand targets are 40 GB.
+        Raise an error instead of writing more than this, a number of bytes or a string such as
+        ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
     overwrite
-        Replace an earlier result of this function, known by the attribute ``written_by``; nothing
-        else is ever removed, and least of all a store of features.
+        Replace an earlier result of this function, which the attribute ``written_by`` identifies.
+        Nothing else is ever removed, in particular no store of features.
 
     Raises
     ------
     TypeError
-        If ``data`` is no DataArray or Dataset.
+        If ``data`` is not a DataArray or Dataset.
     ValueError
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
@@ -87,36 +87,37 @@ def to_parquet(
     max_bytes: int | str = _MAX_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Compute a ranking, or scores, into parquet files: one row per number, metadata beside it.
+    """Compute a ranking or scores into parquet files, with one row per score and its metadata.
 
     Parameters
     ----------
     data
-        Lazy Dataset (target, rank) of :func:`top_k`, or scores (sample, target) of :func:`score`,
-        or by group of :func:`group_score`.
+        Lazy Dataset (target, rank) of :func:`top_k`, scores (sample, target) of :func:`score`, or
+        scores by group of :func:`group_score`.
     path
-        Folder or fsspec URL. One file per block of targets (of scores: and of samples), so that
-        nothing larger than a block is in memory.
+        Folder or fsspec URL. There is one file per block of targets (for scores, per block of
+        targets and samples), so that nothing larger than a block is in memory.
     max_bytes
-        Refuse to write more than this before compression, a number or a text such as ``"60 GB"``.
+        Raise an error instead of writing more than this, before compression: a number of bytes or a
+        string such as ``"60 GB"``.
     overwrite
-        Replace an earlier result of this function, known by the metadata of each file; nothing else
-        is ever removed.
+        Replace an earlier result of this function, which the metadata of each file identify.
+        Nothing else is ever removed.
 
     Raises
     ------
     ValueError
-        If ``data`` is no such result, or takes more than ``max_bytes``.
+        If ``data`` is not such a result, or takes more than ``max_bytes``.
     FileExistsError
         If the folder exists and ``overwrite`` is false, or if something else is in it.
 
     Notes
     -----
-    Columns: ``target`` and ``rank``, ``sample`` or the group (positions from 0 where there is no
-    index); of a ranking ``score`` and ``position`` of the training sample, of scores ``score``;
-    coords by their names, those of targets with the prefix ``target_``. Text is categorical (a
-    dictionary of arrow), null where a rank has no sample. ``attrs`` are in the metadata of each
-    file, under ``trakdask``, as JSON.
+    Columns are ``target``, then ``rank``, ``sample`` or the group (positions from 0 if there is no
+    index); ``score``; for a ranking, the ``position`` of the training sample; and the coords, those
+    of targets with the prefix ``target_``. Text is categorical (a dictionary of arrow), and null
+    where a rank has no sample. ``attrs`` are in the metadata of each file, under ``trakdask``, as
+    JSON.
     """
     ds = _as_table(data)
     columns = _columns(ds)
@@ -133,7 +134,7 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
         limit = -1
     if isinstance(max_bytes, bool) or limit < 0:
         raise ValueError(
-            f"expected max_bytes as a number of bytes or a text, got {max_bytes!r:.60}; try "
+            f"expected max_bytes as a number of bytes or a string, got {max_bytes!r:.60}; try "
             "max_bytes='60 GB'"
         )
     if n_bytes > limit:
@@ -141,7 +142,7 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
         needed = math.ceil(n_bytes / 2**30)
         raise ValueError(
             f"expected at most {format_bytes(limit)}, got {format_bytes(n_bytes)} ({sizes}); try "
-            "the best of each target, td.top_k(scores, k=100), or if you mean it, "
+            "the highest scores of each target, td.top_k(scores, k=100), or to write everything, "
             f"max_bytes='{needed} GiB'"
         )
 
@@ -149,9 +150,11 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
 def _free_folder(
     path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool]
 ) -> Folder:
-    """Return where to write; what is there is removed only if the same function wrote it."""
+    """Return the folder to write to, after removing an earlier result of the same function."""
     if not isinstance(overwrite, bool):
-        raise TypeError(f"expected overwrite=True or False, got {overwrite!r:.60}")
+        raise TypeError(
+            f"expected overwrite=True or False, got {overwrite!r:.60}; try overwrite=True"
+        )
     folder = Folder.at(path)
     names = folder.names()
     if not names:
@@ -165,14 +168,14 @@ def _free_folder(
     if not is_ours(folder):
         raise FileExistsError(
             f"expected an earlier result of the same function to overwrite, got {folder.url!r}, "
-            f"which holds {names[:3]}; try another path, or delete the folder yourself"
+            f"which contains {names[:3]}; try another path, or deleting the folder yourself"
         )
     folder.remove()
     return folder
 
 
 def _is_our_zarr(folder: Folder) -> bool:
-    """Tell whether to_zarr wrote a store, and nobody put anything else there."""
+    """Return whether to_zarr wrote a store, and the folder contains nothing else."""
     attrs = _attrs(folder)
     if attrs.get(_WRITER) != _mark(folder) or "layout" in attrs:
         return False
@@ -185,7 +188,7 @@ def _mark(folder: Folder) -> str:
 
 
 def _is_our_parquet(folder: Folder) -> bool:
-    """Tell whether to_parquet wrote all files of a folder, by their names and metadata."""
+    """Return whether to_parquet wrote all files of a folder, by their names and metadata."""
     return all(_is_our_file(folder, name) for name in folder.names())
 
 
@@ -195,13 +198,13 @@ def _is_our_file(folder: Folder, name: str) -> bool:
     try:
         with folder.open(name) as file:
             metadata = pq.read_schema(file).metadata or {}
-    except (OSError, ValueError):  # no parquet file, whatever its name
+    except (OSError, ValueError):  # not a parquet file, despite its name
         return False
     return _METADATA.encode() in metadata
 
 
 def _attrs(folder: Folder) -> dict[str, Any]:
-    """Return the attributes of a zarr group; none if it is no group, or damaged."""
+    """Return the attributes of a zarr group, or none if it is not a group or is damaged."""
     try:
         return dict(folder.read_json("zarr.json")["attributes"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -249,7 +252,7 @@ def _columns(ds: xr.Dataset) -> list[Column]:
 
 
 def _written(ds: xr.Dataset, columns: list[Column], folder: Folder) -> da.Array:
-    """Return the tasks that write a file each, (block of targets, block of the rest)."""
+    """Return tasks that write one file each, (block of targets, block of the other dimension)."""
     dims = dict(zip(_dims(ds), "to", strict=True))
     axes = ["".join(dims[dim] for dim in ds[name].dims) for name, _ in columns]
     numbers = [da.arange(len(ds.chunksizes[dim]), chunks=1) for dim in dims]

@@ -122,8 +122,8 @@ def _chosen_targets(
     sizes = [ranking.sizes[TARGET] for ranking in rankings]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"expected the same targets in helpful and harmful, got {sizes[0]} and {sizes[1]}; try "
-            "rankings of the same scores"
+            f"expected the same targets in helpful and harmful, got {sizes[0]} and {sizes[1]} "
+            "targets; try rankings of the same scores"
         )
     n = min(sizes[0], len(target_images))
     remedy = f"try targets=[{n - 1}], of {sizes[0]} ranked targets and {len(target_images)} images"
@@ -159,15 +159,15 @@ def damping(chosen: xr.Dataset) -> Figure:
 
     Returns
     -------
-    Figure with one axes; no choice is marked if the curve was too low to choose by it.
+    Figure with one axes; no choice is marked if the curve was too low to choose from.
 
     Raises
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
     TypeError, ValueError
-        If this is not such a Dataset, or the damping was not chosen by outputs, so that there is no
-        curve.
+        If this is not such a Dataset, or the damping was not chosen by outputs, in which case there
+        is no curve.
     """
     require_dataset(
         chosen,
@@ -181,7 +181,7 @@ def damping(chosen: xr.Dataset) -> Figure:
     chosen = chosen.compute()
     if not np.isfinite(chosen.curve.values).any():
         raise ValueError(
-            "expected a damping chosen by outputs, which has a curve, got one by the rule "
+            "expected a damping that was chosen by outputs, which has a curve, got the rule "
             f"{str(chosen.rule.values)!r}; try td.damping(features, 'completeness')"
         )
     figure = _new_figure(5.2, 3.4)
@@ -237,7 +237,7 @@ def _new_figure(width: float, height: float) -> Figure:
             "'trakdask[plots]'"
         ) from err
     figure = plt.figure(figsize=(width, height))
-    plt.close(figure)  # a notebook shows what a cell returns; left open, it would show it twice
+    plt.close(figure)  # a notebook would show an open figure twice
     return figure
 
 
@@ -260,7 +260,7 @@ def _draw_side(
     for rank, ax in enumerate(axes):
         one = ranking.isel(rank=rank)
         if (position := int(one.position)) < 0:
-            continue  # fewer samples than asked for
+            continue  # there are fewer samples than ranks
         if position >= len(images):
             raise ValueError(
                 f"expected one image per training sample, in their order, got {len(images)} images "

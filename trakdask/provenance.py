@@ -13,8 +13,7 @@ import dask.array as da
 import xarray as xr
 
 from trakdask.arrays import lineage
-from trakdask.errors import StoreMismatchError
-from trakdask.once import warn_once
+from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
 __all__ = [
@@ -65,7 +64,7 @@ _REMEDY = {
     "autocast": "featurizing under the torch.autocast of the store, or saving to another one",
     "float32_matmul_precision": "torch.set_float32_matmul_precision(...) as for the store",
     "layout": "the blocks of the store (samples.chunk(sample=...)) and its dtype (dtype=)",
-    "tag": "another store, or the store's tag= if both train alike",
+    "tag": "another store, or the store's tag= if both train models in the same way",
     "samples": "another store for other training samples",
     "targets": "another store for other targets",
 }
@@ -114,7 +113,7 @@ def require_same(
 
 
 def _first_difference(name: str, actual: Any, expected: Any) -> tuple[str, str, str]:
-    """Return where two values differ, and the text of each value there, the given one first."""
+    """Return where two values differ, and both values there as text, the actual one first."""
     if isinstance(actual, Mapping) and isinstance(expected, Mapping):
         for key in (*expected, *actual):
             if _plain(actual.get(key)) != _plain(expected.get(key)):
@@ -123,7 +122,7 @@ def _first_difference(name: str, actual: Any, expected: Any) -> tuple[str, str, 
     if name == "task" and (fields := _task_fields(actual)) and (others := _task_fields(expected)):
         if fields["class"] != others["class"]:
             return "", *_shortened(fields["class"], others["class"])
-        # Fields that name input variables come last: they are never the only reason.
+        # Fields that name input variables come last, since they are never the only difference.
         for key in sorted((*others, *fields), key=_NAMES_OF_VARIABLES.__contains__):
             if (here := fields.get(key)) != (there := others.get(key)):
                 return f".{key}", *_shortened(here, there)
@@ -192,13 +191,13 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
         )
     p, expected = other.sizes[PROJ_DIM], features.sizes[PROJ_DIM]
     if p != expected or _order_differs(features, other):
-        how = (
-            f"{expected}, got {p}"
+        values = (
+            f"expected {expected}, got {p}"
             if p != expected
-            else "the same entries in the same order, got others"
+            else "expected the same entries in the same order, got other entries"
         )
         raise StoreMismatchError(
-            f"{what} differ in proj_dim: expected {how}; try the same proj_dim slice of both"
+            f"{what} differ in proj_dim: {values}; try the same proj_dim slice of both"
         )
     _warn_of_precision(ours, theirs, what)
 
@@ -208,10 +207,10 @@ def _compared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, A
     fields = [_task_fields(side.get("task")) for side in (theirs, ours)]
     if any(each is None or each["class"] not in _TASKS for each in fields):
         return {}
-    meant = [
+    defining = [
         {k: v for k, v in each.items() if k not in _NAMES_OF_VARIABLES} for each in fields if each
     ]
-    return {"task": ours["task"]} if meant[0] == meant[1] else {}
+    return {"task": ours["task"]} if defining[0] == defining[1] else {}
 
 
 def _order_differs(features: xr.Dataset, other: xr.Dataset) -> bool:

@@ -1,4 +1,4 @@
-"""Simulated features, and a check of laziness: for tests, doctests and benchmarks."""
+"""Simulated features, and a check of laziness, for tests, doctests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.checks import require_integer
+from trakdask.execution.layers import take
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["raise_if_dask_computes", "simulate_features"]
@@ -35,10 +36,10 @@ def raise_if_dask_computes() -> Iterator[None]:
     ...     total = da.ones(3).sum()
     """
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    def fail(*args: Any, **kwargs: Any) -> NoReturn:
         raise AssertionError("expected lazy results only, got a computation by Dask")
 
-    with dask.config.set(scheduler=refuse):
+    with dask.config.set(scheduler=fail):
         yield
 
 
@@ -59,7 +60,7 @@ def simulate_features(
     chunks
         Samples per block.
     seed
-        Seed; a block depends on nothing but (seed, its position, checkpoint).
+        Seed. A block depends only on the seed, its position and the checkpoint.
 
     Returns
     -------
@@ -112,13 +113,9 @@ def _simulate_block(
 def _item(bundle: da.Array, item: int, proj_dim: int, name: str) -> da.Array:
     is_feature = item == 0
     item_of: da.Array = da.blockwise(
-        _take, "spc" if is_feature else "sc", bundle, "sc", item, None,
+        take, "spc" if is_feature else "sc", bundle, "sc", item, None,
         new_axes={"p": proj_dim} if is_feature else None,
         name=f"{name}-{md5(bundle.name.encode()).hexdigest()}", dtype=np.float32,
         meta=np.empty((0,) * (3 if is_feature else 2), np.float32),
     )  # fmt: skip
     return item_of
-
-
-def _take(bundle: tuple[np.ndarray, ...], item: int) -> np.ndarray:
-    return bundle[item]

@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from trakdask.checks import shown
+
 __all__ = [
     "CHECKPOINT",
     "COMPONENT",
@@ -22,6 +24,7 @@ __all__ = [
     "VARIABLES",
     "Variable",
     "aligned",
+    "coords_along",
     "lazy_features",
     "load_coords",
     "may_have_failed",
@@ -109,8 +112,8 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
     """
     if not isinstance(ds, xr.Dataset):
         raise TypeError(
-            f"expected {what} as an xarray.Dataset, got {_shown(ds)}; try what td.featurize or "
-            "td.open returns"
+            f"expected {what} as an xarray.Dataset, got {shown(ds)} ({type(ds).__name__}); try the "
+            "result of td.featurize or td.open"
         )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
@@ -121,7 +124,7 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
     if name not in ds:
         raise ValueError(
             f"expected {name!r} {variable.dims} in {what}, got the variables "
-            f"{_listed(ds.data_vars)}; try td.featurize(samples, model)"
+            f"{list(map(str, ds.data_vars))}; try td.featurize(samples, model)"
         )
     array = ds[name]
     if array.dims != variable.dims:
@@ -177,9 +180,9 @@ def _by_labels(
         if theirs.equals(pd.RangeIndex(len(theirs))):
             return given
         raise ValueError(
-            f"expected {what} in the order of the scored arrays, got labels {_few(theirs)} along "
-            f"{dim!r}, where the scored arrays have none; try .drop_vars({dim!r}) to take them by "
-            f"position, or assign_coords({dim}=...) on both"
+            f"expected {what} without labels along {dim!r}, since the scored arrays have none "
+            f"there, got the labels {_first_labels(theirs)}; try .drop_vars({dim!r}) to match "
+            f"entries by position, or assign_coords({dim}=...) on both"
         )
     ours = to.indexes[dim]
     if ours.equals(theirs):
@@ -188,13 +191,14 @@ def _by_labels(
         labels = ours if theirs.is_unique else theirs
         raise ValueError(
             f"expected each label of {dim!r} once in {what} and in the scored arrays, got "
-            f"{labels[labels.duplicated()][0]!r} several times; try .drop_vars({dim!r})"
+            f"{labels[labels.duplicated()][0]!r} several times; try .drop_vars({dim!r}) on both"
         )
     positions = theirs.get_indexer(ours)
     if (positions < 0).any():
         raise ValueError(
-            f"expected {what} for each {dim} of {_few(ours)}, got {_few(theirs)} without "
-            f"{ours[positions < 0][0]!r}; try .sel({dim}=...) of the same labels on both"
+            f"expected {what} for each {dim} of {_first_labels(ours)}, got "
+            f"{_first_labels(theirs)} without {ours[positions < 0][0]!r}; try .sel({dim}=...) with "
+            "the same labels on both"
         )
     return given.isel({dim: positions})
 
@@ -213,20 +217,31 @@ def _require_equal_coords(
         if different.any():
             i = int(np.flatnonzero(different)[0])
             raise ValueError(
-                f"expected {what} in the order of the scored arrays, got {left[i]} for the coord "
-                f"{name!r} at {dim} {i}, where they have {right[i]}; try selecting and sorting "
-                f"both alike, or {what}.reset_coords(drop=True) to take it by position"
+                f"expected {what} in the order of the scored arrays, which have {right[i]} for "
+                f"the coord {name!r} at {dim} {i}, got {left[i]}; try selecting and sorting both "
+                f"in the same way, or {what}.reset_coords(drop=True) to match by position"
             )
 
 
-def _few(labels: pd.Index) -> str:
-    few = ", ".join(repr(label) for label in labels[:5].tolist())
-    return f"[{few}{', ...' if len(labels) > 5 else ''}]"
+def _first_labels(labels: pd.Index) -> str:
+    first = ", ".join(repr(label) for label in labels[:5].tolist())
+    return f"[{first}{', ...' if len(labels) > 5 else ''}]"
 
 
-def _shown(value: object) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return type(value).__name__ if len(text) > 60 or "\n" in text else text
+def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hashable, xr.Variable]:
+    """Return the coords that run along one of the dimensions and no other.
+
+    Examples
+    --------
+    >>> array = xr.DataArray([[1, 2]], dims=("a", "b"), coords={"letter": ("b", ["x", "y"])})
+    >>> list(coords_along(array, "a")), list(coords_along(array, "a", "b"))
+    ([], ['letter'])
+    """
+    return {
+        name: coord.variable
+        for name, coord in array.coords.items()
+        if len(coord.dims) == 1 and coord.dims[0] in dims
+    }
 
 
 def load_coords(ds: xr.Dataset) -> xr.Dataset:
@@ -255,7 +270,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
 
 
 def may_have_failed(features: xr.Dataset) -> bool:
-    """Return whether samples were recorded as failed, or may yet fail when they are computed.
+    """Return whether samples have failed, or may fail when the features are computed.
 
     Examples
     --------
@@ -266,7 +281,3 @@ def may_have_failed(features: xr.Dataset) -> bool:
         return False
     error = features.error
     return error.chunks is not None or bool((error.values != "").any())
-
-
-def _listed(names: Iterable[Hashable]) -> str:
-    return "[" + ", ".join(repr(name) for name in names) + "]"

@@ -288,7 +288,7 @@ PLAN = [
         "pilot of computed features",
         lambda _: td.plan(features().compute(scheduler="sync"), pilot=True),
         ValueError,
-        ["pilot=True", "computed already"],
+        ["pilot=True", "already computed"],
     ),
     BadInput(
         "plan",

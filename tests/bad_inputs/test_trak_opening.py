@@ -73,7 +73,7 @@ NOT_FINAL = '{"1": {"is_featurized": 1, "is_finalized": 0}}'
 
 ROWS = [
     row("no such folder", lambda f: td.open_traker(f / "runs"), FileNotFoundError, "/runs'"),
-    row("a file", lambda f: td.open_traker(__file__), FileNotFoundError, "no folder"),
+    row("a file", lambda f: td.open_traker(__file__), FileNotFoundError, "not a folder"),
     row("an empty folder", td.open_traker, FileNotFoundError, "metadata.json", "an empty folder"),
     row(
         "no metadata", opened(lambda run: (run / "metadata.json").unlink()),

@@ -52,7 +52,7 @@ def test_subsets__by_label(form: str) -> None:
         ({"by": np.arange(3)}, r"by, \(30,\), got shape \(3,\)"),
         (
             {"by": pd.array([None] * 2 + [1] * 28)},
-            "30 samples in by, got 2 without, the first at sample 0",
+            "30 samples in by, got 2 without one, the first at sample 0",
         ),
         ({"samples": xr.DataArray([1], dims="x")}, r"dimension 'sample', got \['x'\]"),
         ({"samples": 2.5}, "integer for samples, got 2.5"),

@@ -82,7 +82,7 @@ def test_check_micro_batch__mixing_from_five_samples_on(gradients: str) -> None:
     np.testing.assert_array_equal(
         featurize(made, gradients=gradients, batch_size=3).out_to_loss, expected.out_to_loss
     )
-    with pytest.raises(td.BlockError, match=r"sample \d+ .*batch of 8;"):
+    with pytest.raises(td.BlockError, match=r"sample \d+ .*batch of 8\b"):
         featurize(made, gradients=gradients, batch_size=8)
 
 
@@ -126,7 +126,7 @@ def test_loop__shared_decisions_do_not_reach_q() -> None:
         found = featurize(model, gradients="loop", batch_size=batch_size)
         xr.testing.assert_equal(found, expected)
     for batch_size in (3, 8):
-        with pytest.raises(td.BlockError, match=r"decides on values.*try gradients='loop'"):
+        with pytest.raises(td.BlockError, match=r"branches on values.*try gradients='loop'"):
             featurize(model, gradients="hooks", batch_size=batch_size)
 
 
@@ -164,5 +164,5 @@ def test_featurize__in_place_after_what_backward_needs(gradients: str) -> None:
         y += 1
         return y
 
-    with pytest.raises(td.BlockError, match=r"overwrites it in place.*ReLU\(inplace=False\)"):
+    with pytest.raises(td.BlockError, match=r"in place.*ReLU\(inplace=False\)"):
         featurize(td.Model(Net(after)), gradients=gradients)

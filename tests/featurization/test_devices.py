@@ -230,9 +230,9 @@ def pretend() -> None:
 
 
 class Counting(EmulatedKernels):
-    def launch(self, name: str, *arguments: Any, **options: Any) -> None:
-        launch.launched.add(name)
-        super().launch(name, *arguments, **options)
+    def launch(self, one: launch.Launch) -> None:
+        launch.launched.add(one.name)
+        super().launch(one)
 
 
 @pytest.mark.slow

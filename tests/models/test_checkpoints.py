@@ -163,7 +163,7 @@ def test_cached_state__file_changed_since(folder: Path) -> None:
     (checkpoint,) = make_checkpoints([folder / "c0.pt"])
     room._states.clear()
     torch.save(state(9), folder / "c0.pt")
-    with pytest.raises(CheckpointError, match=r"'c0' as it was .* try making the td.Model"):
+    with pytest.raises(CheckpointError, match=r"'c0' .* try creating the td.Model"):
         cached_state(checkpoint)
 
 

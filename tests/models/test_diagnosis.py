@@ -40,7 +40,7 @@ def batch(*shape: int, dtype: torch.dtype = torch.float32) -> Batch:
 def test_explain__names_the_innermost_layer() -> None:
     found = str(explained(Deep(), batch(2, 4)))
     assert "layer 'body.2', Linear(in_features=6" in found
-    assert "got float32 (2, 5) of the variables image float32 (2, 4), label int64 (2,)" in found
+    assert "got float32 (2, 5) from the variables image float32 (2, 4), label int64 (2,)" in found
 
 
 def test_explain__dtype_of_the_input() -> None:

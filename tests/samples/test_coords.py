@@ -86,7 +86,7 @@ def test_normalise_coord__any_strings(values: list[str], kind: str) -> None:
         (np.zeros((2, 2)), ValueError, r"\(2, 2\)"),
         ("ab", TypeError, "one value per sample.*got str"),
         (3, TypeError, "one value per sample.*got int"),
-        ([1, "a"], TypeError, r"got \['int', 'str'\]"),
+        ([1, "a"], TypeError, r"\['int', 'str'\]"),
         (["a", None], ValueError, "1 missing, the first for sample 1.*fillna"),
         ([None, 1], ValueError, "first for sample 0"),
         (pd.Series(["a", None]), ValueError, "1 missing"),
@@ -127,7 +127,7 @@ def test_normalise_coords__refuses_what_is_no_mapping_of_names() -> None:
         normalise_coords({3: [1]}, (), 1)  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="several named"):
         normalise_coords(pd.DataFrame([[1, 2]], columns=["a", "a"]), (), 1)
-    with pytest.raises(ValueError, match=r"'x'.*got both"):
+    with pytest.raises(ValueError, match=r"'x' for both"):
         normalise_coords({"x": [1]}, {"x": 0}, 1)
 
 

@@ -35,13 +35,13 @@ def oracle_matrix(seed: int, n_columns: int, block: int) -> torch.Tensor:
 def test_basic_projector__is_the_product_whatever_is_kept(
     grads: Any, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projectors, "_spare_bytes", lambda device: budget)
+    monkeypatch.setattr(projectors, "_cache_bytes", lambda device: budget)
     projector = BasicProjector(10, 7, 5, "normal", "cpu", block_size=4)
     for model_id in (0, 0, 2, 0):
         found = projector.project(grads, model_id=model_id)
         expected = GRADIENTS @ oracle_matrix(5 + 100_000 * model_id, 7, 4)
         torch.testing.assert_close(found, expected)
-        assert len(projector._kept) == min(2, budget // 160)
+        assert len(projector._cached) == min(2, budget // 160)
 
 
 def test_basic_projector__draws_kept_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from trakdask.arrays.blocks import (
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.arrays.spectrum import Spectrum
-from trakdask.once import warn_once
+from trakdask.errors import warn_once
 
 __all__ = [
     "CHOICE",

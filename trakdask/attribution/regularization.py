@@ -19,7 +19,7 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.attribution.matrices import ChoosingMatrices, Matrices, matrices
 from trakdask.attribution.options import Options, gather_options
-from trakdask.once import warn_once
+from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 

@@ -1,4 +1,4 @@
-"""The linear datamodeling score: how sums of scores rank models of random subsets."""
+"""The linear datamodeling score: how well sums of scores rank models of random subsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from trakdask.evaluate.labels import (
     DRAW,
     SEED,
     SUBSET,
-    coords_along,
     lazy_data,
     lazy_results,
     require_aligned,
@@ -24,7 +23,7 @@ from trakdask.evaluate.labels import (
     require_positive,
     require_seed,
 )
-from trakdask.variables import SAMPLE, TARGET
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 __all__ = ["lds"]
 
@@ -46,13 +45,13 @@ def lds(
     Parameters
     ----------
     scores
-        Scores (sample, target) of :func:`trakdask.score`, or any further dimensions behind: an
-        estimator, a checkpoint. Each entry is evaluated, on the same resamples.
+        Scores (sample, target) of :func:`trakdask.score`, with any further dimensions, such as an
+        estimator or a checkpoint. Every entry along these is evaluated, on the same resamples.
     masks
-        Samples that the models were trained on, bool (subset, sample), of :func:`subsets`. At least
-        two subsets.
+        Samples that the models were trained on, bool (subset, sample), as from :func:`subsets`. At
+        least two subsets.
     outputs
-        Outputs of these models, (subset[, seed], target), of :func:`retrain`.
+        Outputs of these models, (subset[, seed], target), as from :func:`retrain`.
     resamples
         Number of bootstrap samples.
     seed
@@ -62,7 +61,7 @@ def lds(
 
     Returns
     -------
-    Lazy Dataset; all float64, with the further dimensions of ``scores`` behind those named:
+    Lazy Dataset of float64 variables. Further dimensions of ``scores`` follow those named here:
 
     - ``lds`` (target), and ``lds_mean``, its mean over targets with ``interval`` (bound);
     - ``ceiling`` (target): the correlation that a perfect prediction of the expected output would
@@ -85,18 +84,19 @@ def lds(
 
     Notes
     -----
-    Equal values have their mean rank. A target with a NaN among its scores or outputs, or with
+    Equal values share their mean rank. A target with a NaN among its scores or outputs, or with
     constant predictions or outputs, has the correlation NaN and is left out of the means.
 
     Cost: one pass over the scores, tile by tile; then predictions (subset, target) in memory on one
     worker. Exactness: float64 sums; a different chunking can change their last bits.
 
-    The intervals account for other subsets and other targets: they are percentiles of a bootstrap
-    over subsets, corrected for its bias, with a Student draw for how targets differ beyond their
-    noise. ``tests/evaluate/test_datamodeling.py`` measures their coverage: with about 20 targets
-    they are too narrow, that of the ceiling most. They do not account for other checkpoints or
-    projections. ``lds`` and ``ceiling`` are the plain estimates, biased towards 0 where subsets are
-    few; ``ceiling_mean`` is corrected for the bias that the bootstrap shows.
+    The intervals account for the choice of subsets and of targets: they are percentiles of a
+    bootstrap over subsets, corrected for its bias, with a Student draw for how targets differ
+    beyond their noise. ``tests/evaluate/test_datamodeling.py`` measures their coverage: with about
+    20 targets they are too narrow, most of all that of the ceiling. They do not account for the
+    choice of checkpoints or projections. ``lds`` and ``ceiling`` are plain estimates, which are
+    biased towards 0 if there are few subsets; ``ceiling_mean`` is corrected for the bias that the
+    bootstrap shows.
 
     References
     ----------
@@ -154,7 +154,7 @@ def _checked(
         require_aligned(dim, (one, arrays_by_name[one]), (other, arrays_by_name[other]), remedy)
     if masks.sizes[SUBSET] < 2:
         raise ValueError(
-            "expected at least 2 subsets, since a correlation over subsets needs them, got 1 in "
+            "expected at least 2 subsets, which a correlation over subsets needs, got 1 in "
             "masks; try td.evaluate.subsets(scores, 100)"
         )
     return scores, masks, outputs
@@ -167,7 +167,7 @@ def _variables(scores: xr.DataArray, more: tuple[Any, ...], resamples: int) -> d
         "lds_mean": (more, sizes, "mean of lds over targets"),
         "interval": ((BOUND, *more), (2, *sizes), "of lds_mean"),
         "ceiling": ((TARGET,), (m,), "Spearman of a perfect prediction, given the noise of seeds"),
-        "ceiling_mean": ((), (), "mean of ceiling over targets, less bias"),
+        "ceiling_mean": ((), (), "mean of ceiling over targets, minus the bias"),
         "ceiling_interval": ((BOUND,), (2,), "of ceiling_mean"),
         "draws": (
             (DRAW, *more),

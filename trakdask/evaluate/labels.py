@@ -1,4 +1,4 @@
-"""Dimensions of evaluations, the labels of their results, and checks of their arguments."""
+"""Dimensions and labels of the results of evaluations, and checks of their arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ __all__ = [
     "SEED",
     "SUBSET",
     "as_array",
-    "coords_along",
     "lazy_data",
     "lazy_results",
     "require_aligned",
@@ -63,15 +62,6 @@ def lazy_data(array: xr.DataArray) -> da.Array:
     """Return the array of a DataArray, made lazy if it is in memory."""
     data: da.Array = array.variable.chunk().data if array.chunks is None else array.data
     return data
-
-
-def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hashable, Any]:
-    """Return the coords that run along one of the dimensions and no other."""
-    return {
-        name: coord.variable
-        for name, coord in array.coords.items()
-        if len(coord.dims) == 1 and coord.dims[0] in dims
-    }
 
 
 def require_dims(
@@ -168,10 +158,10 @@ def require_aligned(
     indexes = [array.indexes[dim] for _, array in (one, other) if dim in array.indexes]
     if len(indexes) == 2 and not indexes[0].equals(indexes[1]):
         position = int(np.argmax(np.asarray(indexes[0] != indexes[1])))
-        found, needed = (shown(index[position]) for index in indexes)
+        label, other_label = (shown(index[position]) for index in indexes)
         raise ValueError(
-            f"expected the same labels along {dim!r} in {one[0]} and {other[0]}, got {found} and "
-            f"{needed} at position {position}; {remedy}"
+            f"expected the same labels along {dim!r} in {one[0]} and {other[0]}, got {label} and "
+            f"{other_label} at position {position}; {remedy}"
         )
 
 
@@ -211,7 +201,7 @@ def as_array(value: object, *, name: str, remedy: str) -> np.ndarray:
     Raises
     ------
     ValueError
-        If it is jagged, or nothing that NumPy can make an array of.
+        If NumPy cannot convert it to an array, for example because its rows differ in length.
     """
     try:
         return np.asarray(value)

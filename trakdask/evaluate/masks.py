@@ -1,4 +1,4 @@
-"""Masks of the samples that models are trained on: random subsets, and all samples but one."""
+"""Masks of the samples that models are trained on: random subsets, or all samples but one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from trakdask.checks import shown
 from trakdask.evaluate.labels import (
     SUBSET,
     as_array,
-    coords_along,
     require_fraction,
     require_positive,
     require_seed,
 )
-from trakdask.variables import SAMPLE
+from trakdask.variables import SAMPLE, coords_along
 
 __all__ = ["leave_one_out", "subsets"]
 
@@ -46,8 +45,8 @@ def subsets(
         A subset is a function of (seed, its index, number of samples, fraction): asking for more
         subsets gives the same ones and further ones.
     by
-        Name of a coord, or one label per sample: samples of one label are in or out together, and
-        ``fraction`` is of the labels.
+        Name of a coord, or one label per sample. Samples with the same label are in a subset
+        together or not at all, and ``fraction`` is a share of the labels.
 
     Returns
     -------
@@ -58,12 +57,13 @@ def subsets(
     TypeError
         If an argument has another type.
     ValueError
-        If the subsets would be empty or whole, there is no such coord, or labels are missing.
+        If the subsets would contain no or all samples, there is no such coord, or labels are
+        missing.
 
     Notes
     -----
-    Half of the samples is what the linear datamodeling score is usually measured with. Scores that
-    rank halves well need not rank the removal of single samples as well: see :func:`leave_one_out`.
+    The linear datamodeling score is usually measured with halves of the samples. Scores that rank
+    halves well do not always rank the removal of single samples well; see :func:`leave_one_out`.
 
     Examples
     --------
@@ -121,8 +121,8 @@ def leave_one_out(
 
     Notes
     -----
-    In neural networks the effect of one sample is mostly far below the noise of training: look at
-    ``ceiling`` before you interpret a low correlation, and raise ``seeds``.
+    In neural networks the effect of one sample is usually far below the noise of training, so look
+    at ``ceiling`` before you interpret a low correlation, and increase ``seeds``.
 
     Examples
     --------
@@ -192,6 +192,7 @@ def _groups(
     if (codes < 0).any():
         raise ValueError(
             f"expected a label for each of the {n} samples in by, got {int((codes < 0).sum())} "
-            f"without, the first at sample {int(np.argmax(codes < 0))}; try labels.fillna('none')"
+            f"without one, the first at sample {int(np.argmax(codes < 0))}; try "
+            "labels.fillna('none')"
         )
     return codes

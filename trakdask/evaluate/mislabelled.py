@@ -1,4 +1,4 @@
-"""The area under the ROC curve of finding wrong labels by attributions, with its interval."""
+"""The area under the ROC curve for finding wrong labels by attributions, with its interval."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
     as_array,
-    coords_along,
     lazy_data,
     lazy_results,
     require_dims,
     require_fraction,
     require_size,
 )
-from trakdask.variables import SAMPLE
+from trakdask.variables import SAMPLE, coords_along
 
 __all__ = ["mislabelled_auc"]
 
@@ -28,13 +27,13 @@ def mislabelled_auc(
     *,
     confidence: float = 0.95,
 ) -> xr.Dataset:
-    """Measure how well values tell wrong labels from right ones.
+    """Measure how well values separate wrong labels from right ones.
 
     Parameters
     ----------
     values
-        One value per training sample, higher where the label is more suspect, such as the
-        self-influence: (sample), and any further dimensions, each entry of which is evaluated.
+        One value per training sample, which is higher the more suspicious its label is, such as the
+        self-influence: (sample), with any further dimensions, whose entries are all evaluated.
     is_mislabelled
         Which labels are wrong, bool (sample,).
     confidence
@@ -42,16 +41,17 @@ def mislabelled_auc(
 
     Returns
     -------
-    Lazy Dataset of ``auc``, the probability that a wrong label has the higher value (0.5 by chance;
-    ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit scale.
+    Lazy Dataset of ``auc``, the probability that a wrong label has a higher value than a right one
+    (0.5 by chance; ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit
+    scale.
 
     Raises
     ------
     TypeError
         If ``values`` is not a DataArray.
     ValueError
-        If sizes do not agree, or all labels are wrong, or none is; when computed, if a value is
-        NaN.
+        If sizes do not agree, or all labels are wrong or all are right; when computed, if a value
+        is NaN.
 
     References
     ----------

@@ -1,7 +1,7 @@
-"""A folder with the outputs of retrained models: one file per model, written whole or not at all.
+"""A folder with the outputs of retrained models, one file per model, complete or absent.
 
-A file is named after the mask and the seed of its model, so that more subsets, more seeds and other
-experiments with the same ``train_fn`` share a store and train no model twice.
+A file is named after the mask and the seed of its model. Calls with more subsets or seeds, and
+other experiments with the same ``train_fn``, can therefore share a store and train no model twice.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Records:
         return {name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)}
 
     def read(self, key: str, n_targets: int) -> np.ndarray | None:
-        """Return the outputs of a completed model; None if it is not completed.
+        """Return the outputs of a completed model; None if it has not been completed.
 
         Raises
         ------
@@ -72,12 +72,12 @@ class Records:
     def _damaged(self, key: str, got: str) -> ValueError:
         path = f"{self.store.url}/{_FOLDER}/{key}{_SUFFIX}"
         return ValueError(
-            f"expected the outputs of one model in {path!r}, got {got}; try deleting it, which "
-            "trains this model again"
+            f"expected the outputs of one model in {path!r}, got {got}; try deleting it, so that "
+            "this model is trained again"
         )
 
     def write(self, key: str, outputs: np.ndarray) -> None:
-        """Store the outputs of a model."""
+        """Store the outputs of a model; the file gets its name only when it is complete."""
         with (self.store / _FOLDER).writing(f"{key}{_SUFFIX}") as file:
             np.save(file, outputs)
 
@@ -90,7 +90,7 @@ def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records
     StoreMismatchError
         If the store has models of another spec; the message names the field.
     FileExistsError
-        If the folder or file holds something else.
+        If the folder or file contains something else.
     ValueError
         If the spec of the store is damaged.
     """
@@ -103,7 +103,7 @@ def open_records(store: str | os.PathLike[str], spec: dict[str, Any]) -> Records
     elif names:
         raise FileExistsError(
             f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
-            "holds something else; try another path"
+            "contains something else; try another path"
         )
     else:
         folder.write(_SPEC, json.dumps(spec).encode())

@@ -1,4 +1,4 @@
-"""Removal of the samples that scores call important, compared with random removal."""
+"""Remove the samples that scores rank as important, and compare with random removal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from trakdask.checks import require_number, shown
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
-    coords_along,
     lazy_results,
     require_dims,
     require_fraction,
@@ -25,7 +24,7 @@ from trakdask.evaluate.labels import (
     require_seed,
 )
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
-from trakdask.variables import SAMPLE, TARGET
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 __all__ = ["brittleness", "removal_curve"]
 
@@ -64,7 +63,7 @@ def brittleness(
     random_seed
         Seed of the random removals.
     threshold
-        A prediction flips when its output crosses this value; 0 for the margin log p/(1-p).
+        Value of the output at which a prediction flips; 0 for the margin log p/(1-p).
     confidence
         Level of the intervals.
     store, tag, progress
@@ -93,9 +92,9 @@ def brittleness(
     -----
     Cost: (targets × ks + n_random × ks + 1) × seeds trainings, and one pass over the scores. Select
     a few dozen targets, in ``scores`` and in ``train_fn``. With a store, models that
-    :func:`retrain` or an evaluation of other scores has trained already are not trained again. If
-    a target is misclassified with all samples, removing the samples that help it cannot flip it:
-    select targets that are classified correctly.
+    :func:`retrain` or an evaluation of other scores has already trained are not trained again. If
+    a target is misclassified with all samples, removing helpful samples cannot flip it, so select
+    targets that are classified correctly.
 
     References
     ----------
@@ -103,7 +102,7 @@ def brittleness(
 
     Examples
     --------
-    A target whose output is the share of its own class among what is trained on:
+    A target whose output is the share of its own class among the training samples:
 
     >>> import numpy as np
     >>> import trakdask as td
@@ -160,7 +159,7 @@ def removal_curve(
     tag: str | None = None,
     progress: bool = True,
 ) -> xr.Dataset:
-    """Remove the most helpful share of the samples, retrain, and measure how far outputs fall.
+    """Remove the most helpful samples, retrain, and measure how much the outputs decrease.
 
     Parameters
     ----------
@@ -171,7 +170,7 @@ def removal_curve(
     fractions
         Shares of the samples to remove, between 0 and 1.
     helpful
-        ``False`` removes the most harmful first: the output should rise.
+        ``False`` removes the most harmful samples first, so that outputs should increase.
     seeds, n_random, random_seed
         As in :func:`brittleness`.
     confidence
@@ -282,7 +281,7 @@ def _ranked(scores: xr.DataArray, k: int, *, largest: bool = True) -> da.Array:
 
 
 def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Reject rankings that NaN scores leave incomplete: fewer samples than k would be removed."""
+    """Reject rankings that NaN scores leave incomplete, so that fewer than k would be removed."""
     n_ranked = (positions >= 0).sum(axis=1)
     if len(n_ranked) and n_ranked.min() < (k := positions.shape[1]):
         raise ValueError(
@@ -321,7 +320,12 @@ class _Models:
         random_seed = require_seed(random_seed, name="random_seed")
         if self.store is not None:
             ranked = da.from_array(ranked.compute())  # so that the scores are computed once
-        random = _random_order(self.n, max(counts), n_random, random_seed)
+        # Each draw depends on (seed, its index), not on the counts.
+        orders = (
+            np.random.default_rng([random_seed, draw]).permutation(self.n)
+            for draw in range(n_random)
+        )
+        random = np.stack([order[: max(counts)] for order in orders])
         masks = [
             da.ones((1, self.n), dtype=bool),
             arrays.subsets.without_first(ranked, counts, self.n),
@@ -339,13 +343,11 @@ class _Models:
         return result if self.store is None else result.compute()
 
 
-def _random_order(n: int, k: int, n_random: int, seed: int) -> NDArray[np.int64]:
-    """Return positions (draw, rank): each draw depends on (seed, its index), not on k."""
-    return np.stack([np.random.default_rng([seed, i]).permutation(n)[:k] for i in range(n_random)])
-
-
 def _split(outputs: np.ndarray, n_counts: int, n_random: int) -> tuple[np.ndarray, ...]:
-    """Means over seeds: all samples (target,), ranked and random removals (..., count, target)."""
+    """Return means over seeds: of all samples (target,), and of ranked and of random removals.
+
+    The latter two are (..., count, target).
+    """
     means = outputs.mean(axis=1)
     parts = means[1 : -n_random * n_counts], means[-n_random * n_counts :]
     return means[0], *(part.reshape(-1, n_counts, means.shape[1]) for part in parts)

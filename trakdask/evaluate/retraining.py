@@ -1,4 +1,4 @@
-"""Models trained on subsets of the samples, one Dask task each, and stored if wanted."""
+"""Train models on subsets of the samples, one Dask task each, and optionally store them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from trakdask.evaluate.labels import (
     SEED,
     SUBSET,
     as_array,
-    coords_along,
     lazy_data,
     require_bool,
     require_dims,
@@ -30,7 +29,7 @@ from trakdask.evaluate.labels import (
 )
 from trakdask.evaluate.records import Records, model_key, open_records
 from trakdask.execution.progress import polled_bar
-from trakdask.variables import SAMPLE, TARGET
+from trakdask.variables import SAMPLE, TARGET, coords_along
 
 __all__ = ["Seeds", "Store", "TrainFn", "retrain", "train_models"]
 
@@ -58,20 +57,21 @@ def retrain(
     train_fn
         A function of the positions of the training samples, ascending int64, and of a seed below
         2³¹. It trains a model and returns the outputs f of all targets, (target,), without NaN.
-        Every model gets another seed: a function of its mask and its number in ``seeds``.
+        Every model gets a seed of its own, which depends on its mask and its number in ``seeds``.
     masks
-        Which samples to train on, bool (subset, sample), of :func:`subsets` or
+        Which samples to train on, bool (subset, sample), as from :func:`subsets` or
         :func:`leave_one_out`.
     targets
         Number of outputs that ``train_fn`` returns, or the scores (sample, target), whose target
         coords are copied to the outputs.
     seeds
-        Number of models per subset, or a list of seed numbers. Two or more show how much of an
+        Number of models per subset, or a list of seed numbers. Two or more reveal how much of an
         output is noise; see ``ceiling`` of :func:`lds`.
     store
-        Folder or fsspec URL that all workers reach. With it the models are trained at once, on the
-        active Dask client or on threads, and the outputs of each are stored when it is completed:
-        calling again trains only what is missing, and so does a call with more subsets or seeds.
+        Folder or fsspec URL that all workers can access. With a store, the models are trained
+        immediately, on the active Dask client or on threads, and the outputs of each are stored
+        when it is complete. Calling again, also with more subsets or seeds, trains only the models
+        that are missing.
     tag
         Identifies ``train_fn`` in the store; its qualified name by default. The code of the
         function is not compared; change the tag when it trains differently.
@@ -80,16 +80,16 @@ def retrain(
 
     Returns
     -------
-    DataArray ``output`` (subset, seed, target), float64: lazy, one task per model; in memory if
-    there is a store.
+    DataArray ``output`` (subset, seed, target), float64. It is lazy, with one task per model, or in
+    memory if there is a store.
 
     Raises
     ------
     StoreMismatchError
-        If the store holds models of another tag, number of samples or of targets.
+        If the store contains models of another tag, or for other numbers of samples or targets.
     BlockError
-        When trained: if ``train_fn`` raises, or does not return one finite or infinite number per
-        target. It names subset and seed.
+        When trained, if ``train_fn`` raises an error, or does not return one number per target that
+        is not NaN. The message names the subset and the seed.
     TypeError
         If an argument has another type.
     ValueError
@@ -97,9 +97,9 @@ def retrain(
 
     Notes
     -----
-    One process trains one model at a time, so that ``train_fn`` may seed global generators, as
+    A process trains one model at a time, so that ``train_fn`` may seed global generators, as
     ``torch.manual_seed`` does; parallel training needs a cluster of processes. Data that
-    ``train_fn`` uses are sent with it, once to each worker: let it read large data from files.
+    ``train_fn`` uses are sent with it, once to each worker, so let it read large data from files.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def train_models(
 ) -> da.Array | np.ndarray:
     """Return outputs (model, seed, target) of masks (model, sample): lazy without a store.
 
-    ``names`` identify the models in errors.
+    ``names`` identify the models in messages.
     """
     _require_options(train_fn, store, tag)
     numbers = _seed_numbers(seeds)
@@ -184,8 +184,7 @@ def train_models(
     wanted = _keys(masks, numbers)
     data = _lazy_outputs(train_fn, masks, names, numbers, n_targets, records)
     title = f"train {records.store.name}"
-    count = functools.partial(_count_done, records, wanted)
-    with polled_bar(title, len(wanted), count, show=progress):
+    with polled_bar(title, len(wanted), lambda: len(records.done() & wanted), show=progress):
         (outputs,) = dask.compute(data)
     return np.asarray(outputs)
 
@@ -201,7 +200,9 @@ def _require_options(train_fn: object, store: object, tag: object) -> None:
             f"expected store to be a path or URL, got {shown(store)}; try store='models'"
         )
     if not isinstance(tag, (str, NoneType)):
-        raise TypeError(f"expected tag to be a text, got {shown(tag)}; try tag='resnet, 20 epochs'")
+        raise TypeError(
+            f"expected tag to be a string, got {shown(tag)}; try tag='resnet, 20 epochs'"
+        )
 
 
 def _tag(train_fn: TrainFn) -> str:
@@ -228,10 +229,6 @@ def _keys(masks: da.Array, seeds: NDArray[np.int64]) -> set[str]:
 def _keys_of_rows(masks: NDArray[np.bool_], seeds: NDArray[np.int64]) -> np.ndarray:
     keys = [[model_key(mask, seed) for seed in seeds.tolist()] for mask in masks]
     return np.array(keys, dtype=object)
-
-
-def _count_done(records: Records, wanted: set[str]) -> int:
-    return len(records.done() & wanted)
 
 
 def _lazy_outputs(

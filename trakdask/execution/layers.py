@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["block_key", "feature_layer", "featurize_layer", "has_featurize_layer", "token_of"]
+__all__ = [
+    "block_key",
+    "feature_layer",
+    "featurize_layer",
+    "has_featurize_layer",
+    "take",
+    "token_of",
+]
 
 _TOKEN = r"[0-9a-f]{32}"
 
@@ -52,3 +60,11 @@ def has_featurize_layer(names: Iterable[str]) -> bool:
 def block_key(token: str, checkpoint: int, first_sample: int) -> str:
     """Name one block of features, for what a process notes about how it was computed."""
     return f"{token} {checkpoint} {first_sample}"
+
+
+def take(results: Any, key: Any) -> Any:
+    """Return one of the arrays that a task computed together, by position or by name.
+
+    Not ``operator.getitem``, which the optimizer of Dask takes for a slice of an array.
+    """
+    return results[key]

@@ -185,10 +185,9 @@ def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int
     if not job.fits_memory or activations is None:
         return job.batch_size
     width = job.projector.width(job.row_map.n_rows)
-    beside = (
-        4 * job.elements_at_once + 16 * width
-    )  # gradients, then float64 sums and copies of them
-    fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + beside))
+    # Besides activations: gradients, then float64 sums and copies of them.
+    others = 4 * job.elements_at_once + 16 * width
+    fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + others))
     if fits < job.batch_size:
         _log.info(
             "memory suffices for micro-batches of %d samples instead of %d", fits, job.batch_size

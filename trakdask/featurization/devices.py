@@ -1,4 +1,4 @@
-"""Choose the device of a task: the GPU of its worker if there is one."""
+"""Choose the device of a task: the GPU of its worker if it has one, else the CPU."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _automatic() -> torch.device:
 
 
 def on_device(forward: Forward, device: torch.device) -> Forward:
-    """Return the model on a device; the same object for the CPU, where its tensors are."""
+    """Return the model on a device; for the CPU the same object, since its tensors are there."""
     if device.type == "cpu":
         return forward
-    # Buffers that are not persistent are in no checkpoint; the skeleton has them, on the CPU.
+    # Non-persistent buffers are not in checkpoints; the skeleton has them on the CPU.
     own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
     parameters, buffers = (
         {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -16,8 +16,8 @@ import xarray as xr
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
-from trakdask.execution.layers import feature_layer, featurize_layer
-from trakdask.featurization.block import Block, featurize_block
+from trakdask.execution.layers import feature_layer, featurize_layer, take
+from trakdask.featurization.block import featurize_block
 from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.job import Job
@@ -160,25 +160,7 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    if gradients not in ("auto", *ENGINES):
-        raise ValueError(
-            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
-            "gradients='auto'"
-        )
-    if dtype not in (None, *get_args(DType)):
-        raise ValueError(
-            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
-            "dtype='float32'"
-        )
-    if on_error not in get_args(OnError):
-        raise ValueError(
-            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
-        )
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
-            "checkpoints=[...], task=...)."
-        )
+    _require_options(model, gradients, dtype, on_error)
     projector = _projector(projector)
     samples = validate_samples(samples)
     _require_running_statistics(model)
@@ -209,7 +191,9 @@ def featurize(
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
     arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
-    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, _checkpoint_names(model))}
+    names = [checkpoint.name for checkpoint in model.checkpoints]
+    checkpoint = normalise_coord(CHECKPOINT, names, len(names))
+    coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
 
@@ -217,7 +201,8 @@ def featurize(
 def model_operations(features: xr.Dataset) -> int | None:
     """Return the operations of the passes through the model, per sample and checkpoint.
 
-    None if the features were not created lazily in this process, or cannot be counted.
+    None if the features were not created lazily in this process, or if their operations cannot be
+    counted.
     """
     data = features.feature.variable.data
     layers = data.dask.layers if isinstance(data, da.Array) else ()
@@ -226,6 +211,28 @@ def model_operations(features: xr.Dataset) -> int | None:
         return None
     model = job.model
     return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
+
+
+def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:
+    if gradients not in ("auto", *ENGINES):
+        raise ValueError(
+            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
+            "gradients='auto'"
+        )
+    if dtype not in (None, *get_args(DType)):
+        raise ValueError(
+            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
+            "dtype='float32'"
+        )
+    if on_error not in get_args(OnError):
+        raise ValueError(
+            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
+        )
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
+            "checkpoints=[...], task=...)"
+        )
 
 
 def _projector(projector: Projector | None) -> Projector:
@@ -258,7 +265,7 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
         raise ValueError(
             f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
             f"variables {[str(name) for name in samples.variables]}; try samples.rename(...), or "
-            "the task with its name, as in td.tasks.ImageClassification(image='pixels')"
+            "passing its name to the task, as in td.tasks.ImageClassification(image='pixels')"
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
@@ -308,11 +315,6 @@ def _sources(job: Job, samples: xr.Dataset) -> dict[str, str]:
     return {"source": source} | ({EARLIER_SOURCE: earlier} if earlier != source else {})
 
 
-def _checkpoint_names(model: Model) -> np.ndarray:
-    names = [checkpoint.name for checkpoint in model.checkpoints]
-    return normalise_coord(CHECKPOINT, names, len(names))
-
-
 def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
     """Return the token of the graph's layers, a digest of everything that could change a block."""
     arrays = {name: [array.name, [list(c) for c in array.chunks]] for name, array in inputs.items()}
@@ -321,7 +323,7 @@ def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
 
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
-    """Build the graph: a bundle per (sample block × checkpoint), then a getter per variable."""
+    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     job = replace(job, token=token)
     _jobs[featurize_layer(token)] = job
     chunks = next(iter(inputs.values())).chunks[0]
@@ -342,7 +344,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
     )
     width = job.projector.width(job.row_map.n_rows)
     feature = da.blockwise(
-        _take, "spc", bundle, "sc", 0, None,
+        take, "spc", bundle, "sc", 0, None,
         new_axes={"p": width}, name=feature_layer(token),
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
@@ -351,7 +353,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         others["error"] = ERROR_DTYPE
     return {"feature": feature} | {
         name: da.blockwise(
-            _take, "sc", bundle, "sc", item, None,
+            take, "sc", bundle, "sc", item, None,
             name=f"{name}-{token}", dtype=dtype, meta=np.empty((0, 0), dtype),
         )
         for item, (name, dtype) in enumerate(others.items(), start=1)
@@ -376,7 +378,3 @@ def _positions(chunks: tuple[int, ...], token: str) -> da.Array:
 
 def _range_of_block(bounds: np.ndarray, block_id: tuple[int, ...]) -> np.ndarray:
     return np.arange(*bounds[block_id[0] : block_id[0] + 2])
-
-
-def _take(bundle: Block, item: int) -> np.ndarray:
-    return bundle[item]

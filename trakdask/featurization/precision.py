@@ -55,9 +55,8 @@ class Precision:
     def applied(self, device: str = "cpu") -> Iterator[None]:
         """Apply these settings on a type of device while the ``with`` body runs."""
         before = torch.get_float32_matmul_precision()
-        if (
-            before != self.matmul
-        ):  # a setting of the whole process, so it is changed only if necessary
+        # This is a setting of the whole process, so it is changed only if necessary.
+        if before != self.matmul:
             torch.set_float32_matmul_precision(self.matmul)
         dtype = getattr(torch, self.autocast) if self.autocast else None
         try:

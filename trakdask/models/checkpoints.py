@@ -1,4 +1,4 @@
-"""Checkpoints: read safely, known by the hash of their tensors, cached once per process."""
+"""Read checkpoints safely, identify them by a hash of their tensors, and cache them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
-_STATES_KEPT = 2
+_MOST_STATES = 2
 _states: collections.OrderedDict[str, State] = collections.OrderedDict()
 _states_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One set of weights, by place and content.
+    """One set of weights: where it is stored, and a hash of its content.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Checkpoint:
     source
         Path of the file, or a spooled state dict.
     digest
-        sha256 over names, dtypes, shapes and bytes of all tensors.
+        SHA-256 of the names, dtypes, shapes and bytes of all tensors.
     id
         The number in [0, 2³²) that selects the projection matrix.
     """
@@ -67,20 +67,22 @@ def make_checkpoints(
         Paths (``.pt``, ``.safetensors``) or state dicts. In a list, a path is named by its stem and
         a state dict by its position.
     ids
-        Projection ids; the first 32 bits of each content hash unless given.
+        Projection ids; by default the first 32 bits of each content hash.
     check
-        Called with name and tensors of each checkpoint while it is in memory.
+        Called with the name and the tensors of each checkpoint while it is in memory.
 
     Raises
     ------
-    FileNotFoundError, CheckpointError, ValueError
-        Missing or unreadable files, no checkpoint at all, the same one twice, bad ids.
+    FileNotFoundError, CheckpointError
+        If a file is missing or cannot be read.
+    ValueError
+        If there is no checkpoint, one is given twice, or ids are invalid.
     """
     named = _named(checkpoints)
     if not named:
         raise ValueError(
             "expected at least one set of weights as checkpoints, got none; try "
-            "td.Model(build, checkpoints=['model.pt'], ...)."
+            "td.Model(build, checkpoints=['model.pt'], ...)"
         )
     opened = [(name, *_open(name, value, check)) for name, value in named.items()]
     digests = [digest for _, _, digest in opened]
@@ -88,7 +90,7 @@ def make_checkpoints(
         names = [name for name, _, digest in opened if digest in twice]
         raise ValueError(
             f"expected checkpoints with different weights, got the same in {names}; try leaving "
-            "the copies out, which would add nothing to the mean."
+            "the copies out, since they add nothing to the mean"
         )
     return tuple(
         Checkpoint(name, source, digest, id)
@@ -97,7 +99,7 @@ def make_checkpoints(
 
 
 def digest_state(state: Mapping[str, Tensor]) -> str:
-    """Hash names, dtypes, shapes and bytes of all tensors; cost: one pass over the bytes."""
+    """Hash the names, dtypes, shapes and bytes of all tensors, in one pass over the bytes."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -107,20 +109,20 @@ def digest_state(state: Mapping[str, Tensor]) -> str:
 
 
 def cached_state(checkpoint: Checkpoint) -> State:
-    """Return the tensors of a checkpoint, read once per process (the last two are kept).
+    """Return the tensors of a checkpoint; each process caches the last two.
 
-    The hash is verified at each read: a file that changed since the model was made would give
-    features of other weights under the old name.
+    The hash is verified at each read, because a file that has changed since the model was created
+    would give features of other weights under the old name.
     """
-    with _states_lock:  # one reader; other threads wait for the same tensors
+    with _states_lock:  # one thread reads, the others wait for the same tensors
         state = _states.get(checkpoint.digest) or _read_verified(checkpoint)
-        return _keep(checkpoint.digest, state)
+        return _cache(checkpoint.digest, state)
 
 
-def _keep(digest: str, state: State) -> State:
+def _cache(digest: str, state: State) -> State:
     _states[digest] = state
     _states.move_to_end(digest)
-    while len(_states) > _STATES_KEPT:
+    while len(_states) > _MOST_STATES:
         _states.popitem(last=False)
     return state
 
@@ -128,11 +130,11 @@ def _keep(digest: str, state: State) -> State:
 def _read_verified(checkpoint: Checkpoint) -> State:
     source = checkpoint.source
     state = source.get() if isinstance(source, Spooled) else read_state(Path(source))
-    if (found := digest_state(state)) != checkpoint.digest:
+    if (digest := digest_state(state)) != checkpoint.digest:
         raise CheckpointError(
-            f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was made "
-            f"(content hash {checkpoint.digest[:12]}), got the content hash {found[:12]}; try "
-            "making the td.Model again."
+            f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was created "
+            f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]}; try "
+            "creating the td.Model again"
         )
     return dict(state)
 
@@ -140,14 +142,15 @@ def _read_verified(checkpoint: Checkpoint) -> State:
 def read_state(path: Path) -> State:
     """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
 
-    Into memory, not mapped: training may overwrite the file while its hash stands for the tensors.
+    The file is read into memory and not memory-mapped, because training may overwrite it later, and
+    its tensors would then no longer match their hash.
 
     Raises
     ------
     FileNotFoundError
         If there is no such file.
     CheckpointError
-        If the file is damaged, holds pickled code, or holds something else than tensors by name.
+        If the file is damaged, or contains pickled code or anything but tensors by name.
     """
     _require_file(path)
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
@@ -157,28 +160,28 @@ def read_state(path: Path) -> State:
 def _require_file(path: Path) -> None:
     needed = "a .pt or .safetensors file that every worker can read"
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError as err:
         raise FileNotFoundError(
             f"expected {needed} as checkpoint, got {str(path)!r}, which does not exist; try "
-            "another path, or the state dict itself."
+            "another path, or the state dict itself"
         ) from err
     except (OSError, ValueError) as err:  # a loop of symbolic links, no permission, a NUL character
         raise CheckpointError(
             f"expected {needed} as checkpoint, got {str(path)!r} ({err}); try another path, or the "
-            "state dict itself."
+            "state dict itself"
         ) from err
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         inside = sorted(p.name for p in path.iterdir() if p.suffix in _SUFFIXES)
         some = f"{str(path / inside[0])!r}" if inside else "the file inside"
         raise CheckpointError(
             f"expected {needed} as checkpoint, got the folder {str(path)!r} with "
-            f"{inside[:5] or 'no such file'}; try {some}."
+            f"{inside[:5] or 'no such file'}; try {some}"
         )
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
-            f"expected {needed} as checkpoint, got {str(path)!r}, which is no regular file; try "
-            "another path."
+            f"expected {needed} as checkpoint, got {str(path)!r}, which is not a regular file; try "
+            "another path"
         )
 
 
@@ -193,9 +196,9 @@ def _read_safetensors(path: Path) -> object:
 
 
 def _read_torch(path: Path) -> object:
-    if _starts_like_zip(path) and not zipfile.is_zipfile(
-        path
-    ):  # the directory of a zip file is at its end
+    with path.open("rb") as file:
+        starts_like_zip = file.read(2) == b"PK"
+    if starts_like_zip and not zipfile.is_zipfile(path):  # a zip file's directory is at its end
         raise CheckpointError(_damaged(path, "its end is missing"))
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -203,22 +206,17 @@ def _read_torch(path: Path) -> object:
         raise CheckpointError(
             "expected a state dict that loads with weights_only=True, so that no code in the file "
             f"can run, got something else in checkpoint {str(path)!r} "
-            f"({str(err).splitlines()[0]}); try torch.save(model.state_dict(), path)."
+            f"({str(err).splitlines()[0]}); try torch.save(model.state_dict(), path)"
         ) from err
     except (OSError, MemoryError):
         raise
-    except Exception as err:  # bytes that are no pickle make the unpickler fail in many ways
+    except Exception as err:  # on other bytes the unpickler fails in many ways
         if "TorchScript" in str(err):
             raise CheckpointError(
                 f"expected a state dict in checkpoint {str(path)!r}, got a TorchScript archive; "
-                "try torch.save(torch.jit.load(path).state_dict(), 'weights.pt')."
+                "try torch.save(torch.jit.load(path).state_dict(), 'weights.pt')"
             ) from err
         raise CheckpointError(_damaged(path, err)) from err
-
-
-def _starts_like_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
 
 
 def _damaged(path: Path, why: object) -> str:
@@ -230,7 +228,7 @@ def _damaged(path: Path, why: object) -> str:
 
 
 def _require_state(content: object, where: str | Path) -> State:
-    """Check that something is tensors by name; ``where`` is a path, or the name of a checkpoint."""
+    """Return a state dict as it is, or reject the content of the path or checkpoint ``where``."""
     advice = "model.state_dict()"
     if isinstance(content, Mapping) and content:
         wrong = [key for key, value in content.items() if not isinstance(value, Tensor)]
@@ -242,14 +240,14 @@ def _require_state(content: object, where: str | Path) -> State:
         elif keys:
             advice = f"checkpoints=[checkpoint[{keys[0]!r}]]"
         kind = type(content[wrong[0]]).__name__
-        found = f"the keys {list(content)[:5]}, with a value of type {kind} at {wrong[0]!r}"
+        actual = f"the keys {list(content)[:5]}, with a value of type {kind} at {wrong[0]!r}"
     else:
-        found = "an empty mapping" if isinstance(content, Mapping) else type(content).__name__
+        actual = "an empty mapping" if isinstance(content, Mapping) else type(content).__name__
         if isinstance(content, torch.nn.Module):
             advice = "its state_dict()"
     raise CheckpointError(
         f"expected a state dict (tensors by parameter name) in checkpoint {str(where)!r}, got "
-        f"{found}; try {advice}."
+        f"{actual}; try {advice}"
     )
 
 
@@ -262,14 +260,14 @@ def _named(
         if checkpoints and all(isinstance(value, Tensor) for value in checkpoints.values()):
             raise ValueError(
                 "expected a list of checkpoints, got one state dict (its first tensor is "
-                f"{next(iter(checkpoints))!r}); try checkpoints=[state_dict]."
+                f"{next(iter(checkpoints))!r}); try checkpoints=[state_dict]"
             )
         return {str(name): value for name, value in checkpoints.items()}
     if not isinstance(checkpoints, Iterable) or isinstance(checkpoints, (Tensor, torch.nn.Module)):
         raise TypeError(
             "expected a list of paths or state dicts as checkpoints, or a mapping from name to "
             f"these, got {str(checkpoints)[:40]!r} ({type(checkpoints).__name__}); try "
-            "checkpoints=['model.pt']."
+            "checkpoints=['model.pt']"
         )
     values = list(checkpoints)
     stems = [Path(value).stem for value in values if isinstance(value, (str, Path))]
@@ -283,21 +281,19 @@ def _open(
     if isinstance(value, str) and "://" in value:
         raise CheckpointError(
             f"expected a path that every worker can read as checkpoint {name!r}, got the URL "
-            f"{value!r}; try downloading the file, or passing its state dict."
+            f"{value!r}; try downloading the file, or passing its state dict"
         )
     path = Path(value).absolute() if isinstance(value, (str, Path)) else None
-    # Copied if given: the caller may go on training the module that these tensors belong to.
-    state = read_state(path) if path else _copied(_require_state(value, name))
+    if path:
+        state = read_state(path)
+    else:  # copied, because the caller may continue to train the module
+        state = {n: t.detach().cpu().clone() for n, t in _require_state(value, name).items()}
     if check is not None:
         check(name, state)
     digest = digest_state(state)
     with _states_lock:
-        _keep(digest, state)
+        _cache(digest, state)
     return (str(path) if path else Spooled(state, token=f"state-{digest}")), digest
-
-
-def _copied(state: State) -> State:
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
@@ -312,7 +308,7 @@ def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
     if len(numbers) != len(digests) or not valid or len(set(numbers)) != len(numbers):
         raise ValueError(
             f"expected {len(digests)} different integers in [0, 2**32) as checkpoint_ids, one per "
-            f"checkpoint, got {numbers}; try checkpoint_ids=None, which takes them from the "
-            "content (two checkpoints with one id would share a projection matrix)."
+            f"checkpoint, got {numbers}; try checkpoint_ids=None, which derives them from the "
+            "content (two checkpoints with one id would share a projection matrix)"
         )
     return [int(n) for n in numbers]

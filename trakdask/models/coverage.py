@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 __all__ = ["Coverage", "Unit", "cover"]
 
 _WHOLE = (nn.MultiheadAttention,)
-"""Modules that use the parameters of their children without calling them."""
+"""Modules that use the parameters of their children without calling the children."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ def cover(module: nn.Module, names: Sequence[str]) -> Coverage:
             rest |= set(selected.values())
         elif selected:
             units.append(Unit(path, selected, own))
-    hooked = (_without(unit, rest) for unit in units)
+    hooked = [
+        replace(unit, selected={i: name for i, name in unit.selected.items() if name not in rest})
+        for unit in units
+    ]
     return Coverage(tuple(u for u in hooked if u.selected), tuple(n for n in names if n in rest))
 
 
@@ -74,8 +77,3 @@ def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
     yield path, module, whole
     for name, child in () if whole else module.named_children():
         yield from _submodules(child, f"{path}.{name}" if path else name)
-
-
-def _without(unit: Unit, names: set[str]) -> Unit:
-    left = {inside: name for inside, name in unit.selected.items() if name not in names}
-    return Unit(unit.path, left, unit.parameters)

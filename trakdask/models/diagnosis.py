@@ -1,4 +1,4 @@
-"""Why a model fails on a batch: at which layer, and what the layer was given."""
+"""Explain why a model fails on a batch: which layer fails, and on which input."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Call = tuple[str, nn.Module, list[Tensor]]
 
 
 def explain(err: Exception, forward: Forward, task: Task, batch: Batch) -> Exception | None:
-    """Return an error that says what is wrong with the input or the model, if that can be found.
+    """Return an error that says what is wrong with the input or the model; None if unknown.
 
     Parameters
     ----------
     err
-        What a pass through the model raised.
+        The error that a pass through the model raised.
     forward, task, batch
-        The model, what is computed of it, and the samples.
+        The model, its task, and the samples.
 
     Notes
     -----
@@ -34,9 +34,9 @@ def explain(err: Exception, forward: Forward, task: Task, batch: Batch) -> Excep
     """
     if "modified by an inplace operation" in str(err):
         return ValueError(
-            "expected a model that keeps what its backward pass needs, got one that overwrites it "
-            f"in place ({_first_line(err)}); try nn.ReLU(inplace=False), and y = y + x instead of "
-            "y += x."
+            "expected a model that does not overwrite tensors of its backward pass, got one that "
+            f"does so in place ({_first_line(err)}); try nn.ReLU(inplace=False), and y = y + x "
+            "instead of y += x"
         )
     calls, failure = _calls_at_failure(forward, task, batch)
     if failure is None or not calls:
@@ -44,22 +44,22 @@ def explain(err: Exception, forward: Forward, task: Task, batch: Batch) -> Excep
     path, module, inputs = calls[-1]
     if isinstance(module, nn.Embedding) and isinstance(failure, IndexError):
         return _of_embedding(path, module, inputs[0], len(next(iter(batch.values()))))
-    if (found := _of_dtypes(path, module, inputs, batch)) is not None:
-        return found
+    if (mismatch := _of_dtypes(path, module, inputs, batch)) is not None:
+        return mismatch
     where = f"layer {path!r}" if path else "the model"
     given = ", ".join(_shown(tensor) for tensor in inputs)
     variables = ", ".join(f"{name} {_shown(tensor)}" for name, tensor in batch.items())
     why = f"{type(failure).__name__}: {_first_line(failure)}"
     return ValueError(
-        f"expected an input that {where}, {_described(module)}, can take, got {given} of the "
-        f"variables {variables} ({why}); try {_advice(path, module, failure)}"
+        f"expected an input that {where}, {_described(module)}, can process, got {given} from "
+        f"the variables {variables} ({why}); try {_advice(path, module, failure)}"
     )
 
 
 def _calls_at_failure(
     forward: Forward, task: Task, batch: Batch
 ) -> tuple[list[_Call], Exception | None]:
-    """Return the calls of modules, from the outermost, that had not returned at the failure."""
+    """Return the calls that had not returned when the model failed, the outermost first."""
     calls: list[_Call] = []
 
     def enter(path: str) -> Any:
@@ -96,11 +96,11 @@ def _of_embedding(path: str, layer: nn.Embedding, ids: Tensor, size: int) -> Exc
     if len(ids) != size:  # positions, which all samples share
         return ValueError(
             f"expected positions in 0..{n - 1} (layer {path!r} has {n} rows), got {value}; try "
-            f"sequences that are cut to {n} tokens."
+            f"cutting sequences to {n} tokens"
         )
     return SampleError(
         f"expected ids in 0..{n - 1} (layer {path!r} has {n} rows), got {value} at sample "
-        "{sample}; try the tokenizer that the model was trained with, or leave the sample out.",
+        "{sample}; try the tokenizer that the model was trained with, or leaving the sample out",
         int(bad[0, 0]),
     )
 
@@ -112,23 +112,23 @@ def _of_dtypes(
     needed = next((p.dtype for p in module.parameters(recurse=False)), None)
     if isinstance(module, nn.Embedding) or needed is None or not inputs:
         return None
-    found = inputs[0].dtype
-    if found == needed or torch.is_autocast_enabled(inputs[0].device.type):
+    given = inputs[0].dtype
+    if given == needed or torch.is_autocast_enabled(inputs[0].device.type):
         return None
-    names = [name for name, tensor in batch.items() if tensor.dtype == found]
+    names = [name for name, tensor in batch.items() if tensor.dtype == given]
     name = names[0] if names else next(iter(batch))
     return ValueError(
         f"expected {needed} at layer {path!r}, {_described(module)}, got {_shown(inputs[0])}; try "
-        f"samples.assign({name}=samples[{name!r}].astype({str(needed).removeprefix('torch.')!r}))."
+        f"samples.assign({name}=samples[{name!r}].astype({str(needed).removeprefix('torch.')!r}))"
     )
 
 
 def _advice(path: str, module: nn.Module, failure: Exception) -> str:
     if isinstance(failure, TypeError) and not path:
         return (
-            f"naming its arguments in the task: forward takes {inspect.signature(module.forward)}."
+            f"naming its arguments in the task: forward takes {inspect.signature(module.forward)}"
         )
-    return "samples whose variables have the shapes that the model was built for."
+    return "samples whose variables have the shapes that the model was built for"
 
 
 def _described(module: nn.Module) -> str:

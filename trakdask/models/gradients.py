@@ -19,10 +19,10 @@ from torch import Tensor
 from trakdask.models.coverage import Coverage, cover
 from trakdask.models.hooks import (
     Axes,
+    CachingForward,
     CallAxes,
     CallShapes,
     Recorder,
-    Remembering,
     recorded_shapes,
     whole_parameters,
 )
@@ -132,22 +132,22 @@ def hooks_gradients(
             "sample at a time; try gradients='vmap'"
         )
     size = _size(batch)
-    known = _knowledge(forward, task, batch, tuple(names))
-    reached = known.coverage
+    plan = _hook_plan(forward, task, batch, tuple(names))
+    reached = plan.coverage
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     buffers = forward.buffers
-    here = Remembering(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
-    recorder = Recorder(here, reached.units, known.axes, size, sink)
+    once = CachingForward(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
+    recorder = Recorder(once, reached.units, plan.axes, size, sink)
     try:
         with recorder.listening():
-            output = _require_per_sample(task.output(here, batch), size, "output")
-        out_to_loss = _out_to_loss(here, task, batch)
+            output = _require_per_sample(task.output(once, batch), size, "output")
+        out_to_loss = _out_to_loss(once, task, batch)
         if reads_values(forward, task, batch):
             require_same_alone(forward, task, batch, output.detach(), out_to_loss, range(size))
         recorder.differentiate(output)
     finally:
         recorder.release()
-        here.forget()
+        once.forget()
     if reached.rest:
         vmap_gradients(forward, task, batch, reached.rest, sink)
     return output.detach().float(), out_to_loss
@@ -238,8 +238,8 @@ def _collect(
 
 
 @dataclass(frozen=True)
-class _Knowledge:
-    """What the engine determines about a model before it hooks it.
+class _HookPlan:
+    """Where the gradients of a model come from, determined before it is hooked.
 
     Parameters
     ----------
@@ -254,12 +254,12 @@ class _Knowledge:
     axes: Axes
 
 
-_known: WeakKeyDictionary[torch.nn.Module, dict[Any, _Knowledge]] = WeakKeyDictionary()
+_hook_plans: WeakKeyDictionary[torch.nn.Module, dict[Any, _HookPlan]] = WeakKeyDictionary()
 
 
-def _knowledge(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> _Knowledge:
-    """Run the first sample repeated two and three times; done once per module, and cached."""
-    of_module = _known.setdefault(forward.module, {})
+def _hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> _HookPlan:
+    """Run the first sample repeated two and three times, once per module; the plan is cached."""
+    of_module = _hook_plans.setdefault(forward.module, {})
     key = (type(task), names)
     if key not in of_module:
         coverage = cover(forward.module, names)
@@ -269,7 +269,7 @@ def _knowledge(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...
             path: [_axes_of(*calls) for calls in zip(two[path], three[path], strict=True)]
             for path in two
         }
-        of_module[key] = _Knowledge(coverage, axes)
+        of_module[key] = _HookPlan(coverage, axes)
     return of_module[key]
 
 

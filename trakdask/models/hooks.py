@@ -25,10 +25,10 @@ from trakdask.models.tasks import Forward
 
 __all__ = [
     "Axes",
+    "CachingForward",
     "CallAxes",
     "CallShapes",
     "Recorder",
-    "Remembering",
     "recorded_shapes",
     "whole_parameters",
 ]
@@ -48,7 +48,7 @@ _PART_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch."""
 
 
-class Remembering(Forward):
+class CachingForward(Forward):
     """A model that returns its last result again for the same inputs, so f and Q share one pass."""
 
     _last: tuple[list[Any], Any] | None = None
@@ -56,7 +56,7 @@ class Remembering(Forward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch, or return the last result if the inputs are the same."""
         inputs = [*pytree.tree_leaves((args, kwargs)), *sorted(kwargs)]
-        if self._last is None or not _same(self._last[0], inputs):
+        if self._last is None or not _are_same(self._last[0], inputs):
             self._last = inputs, super().__call__(*args, **kwargs)
         return self._last[1]
 
@@ -65,7 +65,7 @@ class Remembering(Forward):
         self._last = None
 
 
-def _same(left: list[Any], right: list[Any]) -> bool:
+def _are_same(left: list[Any], right: list[Any]) -> bool:
     """Compare tensors by identity, and other values by equality."""
     return len(left) == len(right) and all(
         a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
@@ -158,7 +158,7 @@ class Recorder:
         self._parts: dict[str, list[Part]] = {n: [] for n in self._due if self._is_large(n)}
         for name in whole_parameters(forward.module, units):
             self._parts.pop(name, None)
-        self._calls: dict[int, Call] = {}  # until their gradients are known
+        self._calls: dict[int, Call] = {}  # those whose gradients are not known yet
         self._handles: list[Any] = []
         self._anchor = torch.zeros((), requires_grad=True)
 
@@ -172,7 +172,8 @@ class Recorder:
         """Run the backward pass of the summed outputs, passing gradients to the sink on the way."""
         if output.requires_grad:
             torch.autograd.grad(output.sum(), self._anchor, allow_unused=True)
-        for name in list(self._due):  # not called, or without effect on the output
+        # What remains was not called, or has no effect on the output.
+        for name in list(self._due):
             if self._parts.get(name):
                 self._deliver_parts(name)
             else:
@@ -219,7 +220,7 @@ class Recorder:
         return pytree.tree_unflatten(leaves, spec)
 
     def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
-        """Register what to do once the gradients of a call's outputs are known."""
+        """Register a function to call once the gradients of a call's outputs are known."""
         rules, key = rules_of(call.module), len(self._handles)
         self._calls[key] = call
         if rules is not None and set(call.unit.selected) <= set(rules):
@@ -244,7 +245,7 @@ class Recorder:
         for inside, name in call.unit.selected.items():
             part = partial(rules[inside], call.module, x, delta, call.buffers)
             if name in self._parts:
-                self._put_off(name, part)
+                self._postpone(name, part)
             else:
                 self._add(name, part())
 
@@ -263,7 +264,7 @@ class Recorder:
             parameter
         )
 
-    def _put_off(self, name: str, part: Part) -> None:
+    def _postpone(self, name: str, part: Part) -> None:
         """Postpone a large gradient until all uses of the parameter are known."""
         self._due[name] -= 1
         self._parts[name].append(part)

@@ -1,8 +1,8 @@
-"""Whether a model gives a sample the same numbers in a batch as it does when the sample is alone.
+"""Check that a model computes the same f and Q for a sample in a batch as for the sample alone.
 
-Features are properties of single samples. A model or a task that mixes the samples of a batch (a
-softmax over the batch axis, a batch mean that is subtracted, batch statistics) would give numbers
-that change with the batch size, so it is refused.
+Features are properties of single samples. With a model or a task that mixes the samples of a batch
+(by a softmax over the batch axis, by subtracting the mean of the batch, by batch statistics), they
+would depend on the batch size, so such a model is rejected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trakdask.models.hooks import Remembering
+from trakdask.models.hooks import CachingForward
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import SampleError
 
@@ -25,10 +25,10 @@ _known: WeakKeyDictionary[torch.nn.Module, dict[type, bool]] = WeakKeyDictionary
 
 
 def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
-    """Tell whether the model decides on values of its input: samples may then share a decision.
+    """Return whether the model branches on values of its input.
 
-    Such a model cannot run on tensors that have no values, which is tried once for each module and
-    type of task.
+    The samples of a batch would then share a branch. Such a model cannot run on tensors without
+    values; this is tried once for each module and type of task.
     """
     known = _known.setdefault(forward.module, {})
     if type(task) not in known:
@@ -41,7 +41,7 @@ def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             fake = Batch({name: mode.from_tensor(value) for name, value in batch.items()})
             task.output(forward, fake)
-    except Exception:  # whatever else is in the way: the values are then compared, which is safe
+    except Exception:  # whatever the reason, it is safe to assume that values are read
         return False
     return True
 
@@ -54,19 +54,19 @@ def require_same_alone(
     out_to_loss: Tensor,
     rows: Iterable[int] | None = None,
 ) -> None:
-    """Check that samples have the f and the Q in a batch that they have alone.
+    """Check that f and Q of samples are the same in a batch as for each sample alone.
 
     Parameters
     ----------
     forward, task
-        The model at one checkpoint, and what is computed of it.
+        The model at one checkpoint, and its task.
     batch
         The samples.
     output, out_to_loss
         f and Q of the batch, both (batch,).
     rows
-        Which samples to compare; the first and the last unless given. (A cumulative sum over the
-        batch leaves the first as it is.)
+        Which samples to compare; by default the first and the last. (The first one alone would not
+        reveal a cumulative sum over the batch.)
 
     Raises
     ------
@@ -86,27 +86,30 @@ def require_same_alone(
             ("output", "out_to_loss"), (output, out_to_loss), alone, strict=True
         ):
             scale = float(values.detach().abs().nan_to_num(posinf=0).max())
-            found = float(values[row])
-            if _differ(found, expected, scale, _tolerance_of(forward)):
+            in_batch = float(values[row])
+            if _differ(in_batch, expected, scale, _tolerance_of(forward)):
                 text = (
                     f"expected the {name} of sample {{sample}} to be the same alone and in a "
-                    f"batch, got {expected:.4g} alone and {found:.4g} in a batch of {size}; "
+                    f"batch, got {expected:.4g} alone and {in_batch:.4g} in a batch of {size}: "
                     + _advice(forward, task, row_of(batch, row))
                 )
                 raise SampleError(text, row)
 
 
 def _alone(forward: Forward, task: Task, one: Batch) -> tuple[float, float]:
-    """Return f and Q of a single sample, by one pass if both call the model alike."""
-    here = Remembering(
+    """Return f and Q of a single sample, by one pass if both call the model in the same way."""
+    once = CachingForward(
         forward.module, forward.parameters, forward.buffers, forward.checkpoint, forward.dtype
     )
     with torch.no_grad():
-        return float(task.output(here, one)[0]), float(task.out_to_loss(here, one)[0])
+        return float(task.output(once, one)[0]), float(task.out_to_loss(once, one)[0])
 
 
 def _differ(left: float, right: float, scale: float, relative: float) -> bool:
-    """Tell whether numbers differ by more than rounding; f may be a difference of large logits."""
+    """Return whether numbers differ by more than rounding error.
+
+    f may be a difference of large logits, so the values of the whole batch set the scale.
+    """
     if not (math.isfinite(left) and math.isfinite(right)):
         return math.isfinite(left) != math.isfinite(right)
     floor = 1e-4 if relative <= 1e-3 else relative
@@ -114,7 +117,7 @@ def _differ(left: float, right: float, scale: float, relative: float) -> bool:
 
 
 def _advice(forward: Forward, task: Task, one: Batch) -> str:
-    """Say why f and Q may depend on the batch, and what to do about it."""
+    """Return why f and Q may depend on the batch, and what to do about it."""
     state = _random_state(forward)
     first, second = _alone(forward, task, one), _alone(forward, task, one)
     pairs = zip(first, second, strict=True)
@@ -123,16 +126,16 @@ def _advice(forward: Forward, task: Task, one: Batch) -> str:
     if varies or not torch.equal(state, _random_state(forward)):
         return (
             f"the model is random (f of the same sample, twice: {first[0]:.4g}, {second[0]:.4g}); "
-            "try a model that draws no random numbers in evaluation mode, such as dropout."
+            "try a model without random layers, such as dropout, in evaluation mode"
         )
     if reads_values(forward, task, one):
         return (
-            "the model decides on values of its input, or mixes the samples of a batch; try "
-            "gradients='loop', which runs every sample alone."
+            "the model branches on values of its input, or mixes the samples of a batch; try "
+            "gradients='loop', which runs every sample alone"
         )
     return (
         "the model or the task mixes the samples of a batch; try one without a softmax, mean or "
-        "normalisation over the batch axis."
+        "normalisation over the batch axis"
     )
 
 
@@ -148,7 +151,7 @@ def _tolerance_of(forward: Forward) -> float:
 
 
 def tolerance(dtype: torch.dtype, device: str) -> float:
-    """Return the relative error that rounding may explain, at most 1e-3 in float32 on a CPU."""
+    """Return the relative error that rounding can explain: 1e-3 in float32 on a CPU."""
     coarse = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     if torch.is_autocast_enabled(device):
         coarse = max(coarse, torch.finfo(torch.get_autocast_dtype(device)).eps)

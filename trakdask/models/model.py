@@ -1,10 +1,9 @@
-"""The model as a value: how to build it, its checkpoints, its task, the parameters that count."""
+"""The model as a value: architecture, checkpoints, task, and parameters to differentiate."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -12,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from trakdask.checks import import_callable, shown
 from trakdask.errors import CheckpointError
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
@@ -28,7 +28,7 @@ __all__ = ["Model"]
 
 Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
 
-_SKELETONS_KEPT = 2
+_MOST_SKELETONS = 2
 _local = threading.local()
 
 
@@ -38,37 +38,38 @@ class Model:
     Parameters
     ----------
     build
-        A zero-argument callable that returns the ``nn.Module``, the same as
+        A callable without arguments that returns the ``nn.Module``, its name as
         ``"package.module:callable"``, or a module itself. It is called once per worker thread,
-        since threads that share a module corrupt each other's results silently.
+        since threads that share a module silently corrupt each other's results.
     checkpoints
-        List of, or mapping from name to, paths (``.pt`` read with ``weights_only=True``,
-        ``.safetensors``) or state dicts. May be left out if ``build`` is a module: then its own
-        weights are the one checkpoint.
+        List of paths (``.pt``, which is read with ``weights_only=True``, or ``.safetensors``) or
+        of state dicts, or a mapping from names to these. If ``build`` is a module, it may be
+        omitted; the only checkpoint then consists of the module's own weights.
     task
         A name (``"image_classification"``, ``"text_classification"``, ``"binary_classification"``,
         ``"multi_label"``, ``"regression"``, ``"causal_lm"``, ``"clip"``), a :class:`Task`, or an
         object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
     parameters
-        Which parameters gradients are taken of: ``None`` for all, a name, a glob (``"head.*"``),
-        several of them, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) ->
-        bool``. Others are never differentiated. ``"*lora_*"`` takes a model's adapters.
+        The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
+        these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
+        gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
-        checkpoint's content hash, so that features made apart can be joined.
+        checkpoint's content hash, so that features computed separately can be joined.
 
     Raises
     ------
     FileNotFoundError, CheckpointError
-        If a checkpoint is missing, damaged, holds code, or has other tensors than the model (the
-        first one is named).
+        If a checkpoint is missing or damaged, contains code, or has other tensors than the model
+        (the message names the first of them).
     TypeError, ValueError
-        If another argument does not make sense.
+        If another argument is invalid.
 
     Notes
     -----
-    Cost: builds the module once and reads every checkpoint once, to hash it. Nothing of torch
-    reaches a Dask graph: tasks carry paths and hashes, and load each checkpoint once per process.
+    Cost: builds the module once and reads every checkpoint once, to hash it. No module or tensor
+    becomes part of a Dask graph: tasks contain paths and hashes, and each process loads a
+    checkpoint once.
 
     Examples
     --------
@@ -83,7 +84,7 @@ class Model:
     task: Task
     shapes: dict[str, tuple[int, ...]]
     token: str
-    """Names the architecture: what ``build`` is, not the weights."""
+    """Identifies the architecture, that is ``build``, but not the weights."""
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class Model:
         elif not callable(build) and not isinstance(build, str):
             raise TypeError(
                 "expected an nn.Module, a callable without arguments that returns one, or "
-                f"'package.module:callable' as build, got {_shown(build)}; try td.Model(module, "
-                "...)."
+                f"'package.module:callable' as build, got {shown(build)} ({type(build).__name__}); "
+                "try td.Model(module, ...)"
             )
         if checkpoints is None:
             checkpoints = [_own_state(build)]
@@ -121,12 +122,15 @@ class Model:
         module = self.skeleton()
         state = cached_state(checkpoint)
         aliases = _aliases(module)
-        parameters = {n: _find(state, aliases[n]) for n, _ in module.named_parameters()}
+        parameters = {
+            name: next(state[alias] for alias in aliases[name] if alias in state)
+            for name, _ in module.named_parameters()
+        }
         buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
         return Forward(module, parameters, buffers, checkpoint.name)
 
     def spec(self) -> dict[str, Any]:
-        """Describe what determines the gradients, as plain JSON values."""
+        """Return everything that determines the gradients, as plain JSON values."""
         return {
             "task": task_spec(self.task),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
@@ -135,13 +139,13 @@ class Model:
         }
 
     def skeleton(self) -> torch.nn.Module:
-        """Return the architecture without weights, this thread's own."""
-        kept: dict[str, torch.nn.Module] = _local.__dict__.setdefault("skeletons", {})
-        if self.token not in kept:
-            while len(kept) >= _SKELETONS_KEPT:
-                kept.pop(next(iter(kept)))
-            kept[self.token] = _build_skeleton(self.build)
-        return kept[self.token]
+        """Return this thread's own copy of the architecture, without weights."""
+        skeletons: dict[str, torch.nn.Module] = _local.__dict__.setdefault("skeletons", {})
+        if self.token not in skeletons:
+            while len(skeletons) >= _MOST_SKELETONS:
+                skeletons.pop(next(iter(skeletons)))
+            skeletons[self.token] = _build_skeleton(self.build)
+        return skeletons[self.token]
 
     def __repr__(self) -> str:
         n = len(self.checkpoints)
@@ -158,7 +162,7 @@ def _own_state(build: Build) -> Mapping[str, Tensor]:
         return cast(Mapping[str, Tensor], build.state_dict())
     raise ValueError(
         "expected checkpoints, unless build is a trained nn.Module, got none with build = "
-        f"{_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)."
+        f"{_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)"
     )
 
 
@@ -175,14 +179,14 @@ def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> tor
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
             f"expected an nn.Module from build = {_named(build)}, got {type(module).__name__}; try "
-            "returning the module from the function."
+            "returning the module from the function"
         )
     _require_plain(module)
     return _without_weights(module.eval())
 
 
 def _called(build: str | Callable[[], Any]) -> Any:
-    function = _resolved(build) if isinstance(build, str) else build
+    function = import_callable(build, "build") if isinstance(build, str) else build
     try:
         missing = _required_arguments(function)
     except (TypeError, ValueError):  # some callables in C have no signature
@@ -190,7 +194,7 @@ def _called(build: str | Callable[[], Any]) -> Any:
     if missing:
         raise TypeError(
             f"expected a callable without arguments as build, got {_named(function)}, which needs "
-            f"{missing}; try build=lambda: {_named(function)}({', '.join(missing)})."
+            f"{missing}; try build=lambda: {_named(function)}({', '.join(missing)})"
         )
     return function()
 
@@ -204,49 +208,27 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
     ]
 
 
-def _resolved(name: str) -> Callable[[], Any]:
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as err:
-        raise ImportError(
-            f"expected build = 'package.module:callable' that can be imported, got {name!r} "
-            f"({type(err).__name__}: {err}); try the callable itself, or an installed module that "
-            "every worker can import."
-        ) from err
-    if not callable(found):
-        raise TypeError(
-            f"expected a callable at build = {name!r}, got {type(found).__name__}; try the name "
-            "of a function that returns the module."
-        )
-    return cast(Callable[[], Any], found)
-
-
-def _shown(value: object) -> str:
-    kind, text = type(value).__name__, repr(value)
-    return f"{text} ({kind})" if len(text) <= 80 and "\n" not in text else kind
-
-
 def _named(build: object) -> str:
     return getattr(build, "__name__", None) or repr(build)
 
 
 def _require_plain(module: torch.nn.Module) -> None:
-    """Refuse modules whose parameters have no shape yet, or that cannot be called with others."""
+    """Reject modules whose parameters have no shapes yet or cannot be replaced in a call."""
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"expected an nn.Module from Python code, got {type(module).__name__}; try the module "
-            "that was compiled."
+            "that was compiled"
         )
     for name, tensor in module.named_parameters():
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"expected parameters with shapes, got {name!r} of a lazy module that was never "
-                "run; try running the module once in build: module(example_input)."
+                "run; try running the module once in build: module(example_input)"
             )
 
 
 def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """Move what checkpoints bring to the meta device; tied tensors stay tied."""
+    """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied."""
     saved = set(module.state_dict())
     empty: dict[int, Tensor] = {}
     for prefix, part in module.named_modules():
@@ -254,7 +236,7 @@ def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
         own |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
         for name, tensor in own.items():
             if (f"{prefix}.{name}" if prefix else name) not in saved:
-                continue  # a non-persistent buffer: no checkpoint holds it
+                continue  # a non-persistent buffer, which no checkpoint contains
             if id(tensor) not in empty:
                 meta = tensor.detach().to("meta")
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -266,15 +248,11 @@ def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter: files of tied weights may hold only one of them."""
+    """Return all names of each parameter; a file may contain tied weights under any one of them."""
     names: dict[int, list[str]] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
     return {group[0]: group for group in names.values()}
-
-
-def _find(state: Mapping[str, Tensor], names: list[str]) -> Tensor:
-    return next(state[name] for name in names if name in state)
 
 
 def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
@@ -284,19 +262,19 @@ def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoin
         if name not in state:
             if name in optional:
                 continue
-            found = f"no tensor {name!r} (but {list(state)[:3]}...)"
+            actual = f"no such tensor (but {list(state)[:3]}...)"
         elif tuple(state[name].shape) != shape:
-            found = f"{name!r} of shape {tuple(state[name].shape)}"
+            actual = f"shape {tuple(state[name].shape)}"
         else:
             continue
         raise CheckpointError(
             f"expected {name!r} of shape {shape} in checkpoint {checkpoint!r}, as the model has, "
-            f"got {found}; try {_advice(state)}"
+            f"got {actual}; try {_advice(state)}"
         )
     if extra := [name for name in state if name not in needed]:
         raise CheckpointError(
-            f"expected the tensors of the model in checkpoint {checkpoint!r}, got {len(extra)} "
-            f"that the model lacks, the first is {extra[0]!r}; try {_advice(state)}"
+            f"expected only tensors of the model in checkpoint {checkpoint!r}, got {len(extra)} "
+            f"more, the first of them {extra[0]!r}; try {_advice(state)}"
         )
 
 
@@ -305,6 +283,6 @@ def _advice(state: Mapping[str, Tensor]) -> str:
     if prefix:
         return (
             f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}, since all names "
-            f"begin with {prefix!r} (of a wrapped model)."
+            f"begin with {prefix!r}, as those of a wrapped model do"
         )
-    return "the build function that this checkpoint was trained with."
+    return "the build function that this checkpoint was trained with"

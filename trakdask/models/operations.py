@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -27,9 +26,9 @@ def count_operations(
 ) -> int | None:
     """Return the operations of one forward and one backward pass of a single sample.
 
-    Only matrix products, convolutions and attention are counted, as torch does it: a multiplication
-    and an addition are two operations. None if the model depends on values of its input, because
-    the tensors here have no values.
+    Only matrix products, convolutions and attention are counted, as in torch's own counter; a
+    multiplication and an addition are two operations. The result is None if the model depends on
+    values of its input, because the tensors used here have no values.
 
     Parameters
     ----------
@@ -57,12 +56,13 @@ def _counted(
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     empty = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
     selected = {name: empty[name].requires_grad_() for name in names}
-    batch = Batch({name: _sample(*given) for name, given in inputs.items()})
+    batch = Batch(
+        {
+            name: torch.empty((1, *shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
+            for name, (shape, dtype) in inputs.items()
+        }
+    )
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         output = task.output(Forward(module, empty, {}), batch)
         torch.autograd.grad(output.sum(), list(selected.values()), allow_unused=True)
     return int(counter.get_total_flops())
-
-
-def _sample(shape: tuple[int, ...], dtype: np.dtype) -> Tensor:
-    return torch.empty((1, *shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype)

@@ -1,4 +1,4 @@
-"""What a computation will take: bytes, operations, tasks and time, before it runs."""
+"""Estimate the bytes, operations, tasks and time of a computation before it runs."""
 
 from trakdask.planning.plans import plan
 

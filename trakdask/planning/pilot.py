@@ -1,4 +1,4 @@
-"""One block of features, computed to estimate how long all of them will take."""
+"""Compute one block of features to estimate how long all of them will take."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def run_pilot(features: xr.Dataset) -> Pilot:
     Raises
     ------
     ValueError
-        If the features are computed already, or there are none.
+        If the features are already computed, or there are none.
     """
     if not are_lazy(features[["feature"]]):
         raise ValueError(
-            "expected lazy features for pilot=True, got features that are computed already; try "
+            "expected lazy features for pilot=True, got features that are already computed; try "
             "td.plan(features), or td.plan(td.featurize(samples, model), pilot=True)"
         )
     data = features.feature.variable.data

@@ -1,4 +1,4 @@
-"""The cost of making features, before anything runs."""
+"""The cost of computing features, before anything runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan(
     *,
     pilot: bool = False,
 ) -> Plan:
-    """State the cost of making features, and how far feature products are from gradient products.
+    """Estimate the cost of features, and the error of their products as gradient products.
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ def plan(
         not a bool.
     ValueError
         If the features' ``attrs`` do not say how they were made, or name a projector that this
-        version does not know; if a projector cannot serve the model; or if a pilot is requested for
-        features that are computed already.
+        version does not know; if a projector cannot be used with the model; or if a pilot is
+        requested for features that are already computed.
 
     Notes
     -----
@@ -162,7 +162,7 @@ class PlannedProjection:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The cost of making features, as returned by :func:`plan`.
+    """The cost of computing features, as returned by :func:`plan`.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def n_tasks(self) -> int:
-        """Number of tasks that make features, one per block of samples and checkpoint."""
+        """Number of tasks that compute features, one per block of samples and checkpoint."""
         return self.n_blocks * self.n_checkpoints
 
     @property
@@ -232,7 +232,8 @@ class Plan:
 
     def _repr_html_(self) -> str:
         cells = self._cells()
-        columns = [("projector", [_code(p.projector) for p in self.projections]), *cells]
+        codes = [f"<code>{escape(p.projector)}</code>" for p in self.projections]
+        columns = [("projector", codes), *cells]
         head = "".join(f"<th>{escape(label)}</th>" for label, _ in columns)
         body = "".join(
             "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
@@ -340,7 +341,3 @@ def _power(number: int) -> str:
 
 def _percent(share: float) -> str:
     return f"{np.format_float_positional(100 * share, 2, fractional=False, trim='-')} %"
-
-
-def _code(text: str) -> str:
-    return f"<code>{escape(text)}</code>"

@@ -1,4 +1,4 @@
-"""Random projection of per-sample gradients: exact integer sums, counter-based matrices."""
+"""Random projection of per-sample gradients by exact integer sums and counter-based matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faster replacements of numpy with the same results: numba where it is installed, and GPUs.
+"""Choose faster implementations with the same results: numba if it is installed, and GPUs.
 
 ``TRAKDASK_NUMBA=0`` in the environment turns numba off.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def compiled(name: str) -> Any:
-    """Return the module ``trakdask.projection.compiled.<name>``; None without numba.
+    """Return the module ``trakdask.projection.compiled.<name>``, or None without numba.
 
     Notes
     -----

@@ -1,6 +1,6 @@
 """Dense products on a CPU: entries from counters, exact integer sums, float64 over row blocks.
 
-Three implementations give the same bits; the fastest one on a machine is measured once per process.
+Three implementations give the same bits; each process measures once which one is the fastest.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def accumulate_rademacher(
     n_digits
         8-bit digits per gradient element: 1, 2 or 3.
     out
-        Shape (B, width), float64, changed in place: entry (b, j) grows by
-        sum_r block[b, r] * P[row_offset + r, j], without the factor width**-0.5.
+        Shape (B, width), float64, changed in place: sum_r block[b, r] * P[row_offset + r, j] is
+        added to entry (b, j), without the factor width**-0.5.
 
     Notes
     -----
     Exactness: the product of the quantised block is exact, so it does not depend on the batch, on
-    tiles, on threads or on the implementation; ``out`` sees one float64 addition per block.
+    tiles, on threads or on the implementation; one float64 addition per block rounds ``out``.
     Cost: see :func:`~trakdask.projection.lookup_products.accumulate_by_lookup`, which is used if
     numba is installed, the processor has AVX-512 and it is faster, and
     :func:`accumulate_by_matmul`.
@@ -88,13 +88,13 @@ def accumulate_by_matmul(
         n_cols = min(_COLUMN_TILE, width - col_start)
         packed = _packed_bits(row_offset, block.shape[1], col_start, n_cols, seed, checkpoint)
         ones = digit_sum(_bits_product(packed, quantized), n_digits)
-        # sum q * (1 - 2 b) = sum q - 2 * sum q * b: bits need no sign.
+        # sum q * (1 - 2 b) = sum q - 2 * sum q * b, so bits suffice.
         signed = ones.mul_(-2).add_(total).mul_(quantized.step)
         out[:, col_start : col_start + n_cols].add_(signed.T)
 
 
 def lookup_is_faster() -> bool:
-    """Return whether table lookup is faster here than the product, measured once per process."""
+    """Return whether table lookup is faster than the matrix product, measured once per process."""
     return lookup_is_available() and _lookup_wins()
 
 
@@ -119,7 +119,7 @@ def integer_matmul(bits: Tensor, digits: Tensor, out: Tensor) -> None:
     Parameters
     ----------
     bits
-        Shape (n, k), int8: values 0 and 1 with k <= 16384, or any with k <= 1024.
+        Shape (n, k), int8: values 0 and 1 if k <= 16384, or any values if k <= 1024.
     digits
         Shape (m, k), int8.
     out
@@ -157,10 +157,10 @@ def _float32_product(bits: Tensor, digits: Tensor, out: Tensor) -> None:
 
 
 def _probe_operands(n: int, m: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    # Fixed operands: the probe must not touch torch's global generator.
+    # Fixed operands, because the probe must not use torch's global generator.
     bits = (torch.arange(n * k) * 7 % 11 % 2).to(torch.int8).view(n, k)
     digits = (torch.arange(m * k) * 97 % 256 - 128).to(torch.int8).view(m, k)
-    # Processors without VNNI add two products in 16 bits; these sums overflow there, silently.
+    # Processors without VNNI add two products in 16 bits, which silently overflows for these.
     bits[0], bits[-1], digits[0] = 127, 1, -128
     return bits, digits, torch.empty(n, m, dtype=torch.int32)
 
@@ -172,7 +172,7 @@ def _int8_is_exact(shape: tuple[int, int, int]) -> bool:
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """Return the duration of the fastest of a few runs, least affected by other work."""
+    """Return the duration of the fastest of a few runs, which other work affects least."""
     durations = []
     for _ in range(4):
         start = time.perf_counter()
@@ -184,7 +184,7 @@ def _seconds(run: Callable[[], None]) -> float:
 def _packed_bits(
     row_offset: int, n_rows: int, col_start: int, n_cols: int, seed: int, checkpoint: int
 ) -> npt.NDArray[np.uint8]:
-    """Return (n_cols, bytes), uint8: the bits of consecutive rows, least significant bit first."""
+    """Return the bits of consecutive rows, (n_cols, bytes), uint8, the lowest bit first."""
     n_blocks = -(-n_rows // ROWS_PER_COUNTER)
     words = _scratch.take("words", (n_cols, n_blocks, 2), torch.int64).numpy().view(np.uint64)
     fill_words(
@@ -199,7 +199,7 @@ def _packed_bits(
 
 
 def _bits_product(packed: npt.NDArray[np.uint8], quantized: QuantizedBlock) -> Tensor:
-    """Return (n_cols, n_digits * B), int32: sums of the digits where the bit is set."""
+    """Return the sums of the digits whose bit is set, (n_cols, n_digits * B), int32."""
     shape = (len(packed), len(quantized.slabs[0]))
     total = _scratch.take("total", shape, torch.int32).zero_()
     part = _scratch.take("part", shape, torch.int32)

@@ -35,7 +35,7 @@ class DenseProjector(GpuProjector):
         """Return the working memory of one thread, for micro-batches of 512 samples."""
 
     def cost(self, n_rows: int) -> Cost:
-        """Return what projecting gradients of ``n_rows`` elements takes."""
+        """Return the cost of projecting gradients of ``n_rows`` elements."""
         entries = n_rows * self.proj_dim
         return Cost(
             operations=2 * self.n_digits * entries,

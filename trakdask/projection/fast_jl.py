@@ -1,4 +1,4 @@
-"""The matrix of the ``fast_jl`` extension, for features that agree with those of traker."""
+"""Projection with the matrix of the ``fast_jl`` extension, for features that agree with traker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trakdask.projection.protocol import Cost, Projector, allowed
 
 _COLUMN_STEP = 512
 _BATCHES = (8, 16, 32)
-_MOST_ROWS = 2**27  # 32 samples of more wrap around in the extension's 32-bit addresses
+_MOST_ROWS = 2**27  # for 32 samples, more would overflow the extension's 32-bit addresses
 _SEED_STEP = 10**4  # per checkpoint, as in traker
 
 
@@ -35,8 +35,8 @@ class FastJL(Projector):
     entries
         ``"rademacher"`` or ``"normal"``.
     num_sms
-        Number of streaming multiprocessors of the GPU, which the matrix depends on; that of this
-        machine's GPU unless given. GPUs with another number raise an error.
+        Number of streaming multiprocessors of the GPU, on which the matrix depends; by default that
+        of this machine's GPU. Projection on a GPU with another number raises an error.
 
     Raises
     ------
@@ -45,10 +45,10 @@ class FastJL(Projector):
 
     Notes
     -----
-    All rows are projected at once: 4 bytes per sample and parameter on the GPU. ``fast_jl`` rounds
-    gradients to float16 (larger than 65504 becomes NaN here, smaller than 6e-8 zero) and takes 8,
-    16 or 32 samples; smaller batches are padded with zeros. Not yet run with the extension itself:
-    its calls are those of traker 0.3.2, tested with a substitute.
+    All rows are projected at once, which takes 4 bytes per sample and parameter on the GPU.
+    ``fast_jl`` rounds gradients to float16 (values above 65504 become NaN here, values below 6e-8
+    become zero) and takes 8, 16 or 32 samples; smaller batches are padded with zeros. This has not
+    run with the extension yet: its calls are those of traker 0.3.2, tested with a substitute.
 
     References
     ----------
@@ -80,12 +80,8 @@ class FastJL(Projector):
                 f"proj_dim={-(-self.proj_dim // _COLUMN_STEP) * _COLUMN_STEP}"
             )
 
-    def scale(self, n_rows: int) -> float:
-        """Return ``proj_dim**-0.5``, which makes feature products estimate gradient products."""
-        return float(self.proj_dim**-0.5)
-
     def cost(self, n_rows: int) -> Cost:
-        """Return what projecting gradients of ``n_rows`` elements takes."""
+        """Return the cost of projecting gradients of ``n_rows`` elements."""
         return Cost(
             operations=2 * n_rows * self.proj_dim,
             random_bits=n_rows * self.proj_dim * (1 if self.entries == "rademacher" else 16),
@@ -132,12 +128,12 @@ class FastJL(Projector):
                 f"expected gradients on an NVIDIA GPU, where fast_jl runs, got {block.device}; try "
                 f"device='cuda', or td.Rademacher(proj_dim={self.proj_dim})"
             )
-        found = _num_sms(block.device)
-        if found != self.num_sms:
+        num_sms = _num_sms(block.device)
+        if num_sms != self.num_sms:
             raise RuntimeError(
                 f"expected a GPU with {self.num_sms} multiprocessors, since the matrix of fast_jl "
-                f"depends on their number, got {found}; try the same kind of GPU for all features, "
-                f"or td.Rademacher(proj_dim={self.proj_dim})"
+                f"depends on their number, got {num_sms}; try the same kind of GPU for all "
+                f"features, or td.Rademacher(proj_dim={self.proj_dim})"
             )
 
 

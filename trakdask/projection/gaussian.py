@@ -1,7 +1,7 @@
-"""The dense matrix of normal numbers, as multiples of one unit: for comparison with other packages.
+"""A dense matrix of quantised normal numbers, for comparison with other packages.
 
-Entries are quantiles of the normal distribution, rounded to integers of 8 bits and looked up by a
-random byte:
+Entries are quantiles of the normal distribution, rounded to 8-bit integers and selected by a random
+byte:
 
 .. code-block:: text
 
@@ -45,16 +45,16 @@ _UPPER_HALF = (
 TABLE: npt.NDArray[np.int8] = np.array(
     [-entry for entry in reversed(_UPPER_HALF)] + list(_UPPER_HALF), np.int8
 )
-"""Byte -> entry: round(c * quantile((byte + 0.5) / 256)), c such that the largest is 127."""
+"""Entry by byte: round(c * quantile((byte + 0.5) / 256)), with c such that the largest is 127."""
 
 VARIANCE = 2 * sum(entry**2 for entry in _UPPER_HALF) / 256
 """Variance of the integer entries."""
 
 _COLUMN_TILE = 1024
-# |sums| <= 127 * 128 * 1024 < 2**24: the float32 way of integer_matmul is exact as well.
+# |sums| <= 127 * 128 * 1024 < 2**24, so the float32 product of integer_matmul is exact as well.
 _PRODUCT_ROWS = 1024
 
-# Two bytes at a time: half as many look-ups. The order of the bytes in memory does not matter.
+# Two bytes at a time take half as many look-ups. Their order in memory does not matter.
 _PAIRS: npt.NDArray[np.uint16] = TABLE[np.arange(2**16, dtype=np.uint16).view(np.uint8)].view(
     np.uint16
 )
@@ -69,9 +69,9 @@ class Gaussian(DenseProjector):
     column); a feature is ``(proj_dim * VARIANCE)**-0.5 * P.T @ gradient``. A smaller ``proj_dim``
     is a prefix of a larger one, up to that factor.
 
-    It exists for comparison with packages that draw normal matrices:
-    :class:`~trakdask.projection.rademacher.Rademacher` is faster, as it draws 1 bit per entry and
-    not 8, and its error is never larger.
+    It exists for comparison with packages that draw normal matrices.
+    :class:`~trakdask.projection.rademacher.Rademacher` is faster, as it draws 1 bit per entry
+    instead of 8, and its error is never larger.
 
     Parameters
     ----------
@@ -97,9 +97,9 @@ class Gaussian(DenseProjector):
 
     Variance: for entries of variance 1 and fourth moment k, the variance of φ·φ' for gradients g
     and g' is (|g|²|g'|² + (g·g')² + (k - 3) Σ g_i² g'_i²) / proj_dim. Random signs have k = 1, the
-    least there is; this table has k = 2.918, a normal distribution 3. The difference is seen where
-    a few rows carry a gradient: the norm of a gradient of one row has the relative variance
-    (k - 1) / proj_dim, with random signs 0.
+    smallest possible value; this table has k = 2.918, and a normal distribution has 3. The
+    difference matters if a gradient is concentrated on a few rows: the norm of a gradient with a
+    single nonzero row has the relative variance (k - 1) / proj_dim, which is 0 for random signs.
 
     References
     ----------
@@ -119,7 +119,9 @@ class Gaussian(DenseProjector):
         return float((self.proj_dim * VARIANCE) ** -0.5)
 
     def _buffer_bytes(self) -> int:
-        return _buffer_bytes(self.n_digits)
+        n_samples = 512
+        sums = 8 * _COLUMN_TILE * (1 + self.n_digits) * n_samples
+        return 8 * 2**20 + self.n_digits * n_samples * ROW_BLOCK + sums
 
     def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of one row block to ``out``, both on the CPU.
@@ -164,7 +166,7 @@ def _table_on(device: torch.device) -> Tensor:
 def _tile_product(
     quantized: QuantizedBlock, row: int, column: int, n_cols: int, seed: int, checkpoint: int
 ) -> Tensor:
-    """Return (n_cols, B), float64: the products of one row block with a tile of columns, exact."""
+    """Return the exact products of one row block with a tile of columns, (n_cols, B), float64."""
     shape = (n_cols, len(quantized.slabs[0]))
     total = _scratch.take("total", shape, torch.int32).zero_()
     part = _scratch.take("part", shape, torch.int32)
@@ -180,19 +182,13 @@ def _tile_product(
 def _entries(
     row: int, n_rows: int, column: int, n_cols: int, seed: int, checkpoint: int
 ) -> npt.NDArray[np.int8]:
-    """Return a window of the matrix, (n_cols, n_rows); rows are whole counters."""
+    """Return a window of the matrix, (n_cols, n_rows); rows must be whole counters."""
     n_counters = n_rows // BYTES_PER_COUNTER
     words = _scratch.take("words", (n_cols, n_counters, 2), torch.int64).numpy().view(np.uint64)
     address = {"seed": seed, "checkpoint": checkpoint, "stream": STREAM_NORMAL}
     fill_words(words, row // BYTES_PER_COUNTER, column, **address)
     entries = _scratch.take("entries", (n_cols, n_rows), torch.int8).numpy()
     pairs = words.view(np.uint16).reshape(n_cols, n_rows // 2)
-    # No index is out of range; "wrap" is the mode that writes to `out` without a buffer.
+    # No index is out of range; "wrap" only avoids a buffer between the table and `out`.
     np.take(_PAIRS, pairs, out=entries.view(np.uint16), mode="wrap")
     return entries
-
-
-def _buffer_bytes(n_digits: int, n_samples: int = 512) -> int:
-    """Return the working memory of one thread, for micro-batches of ``n_samples``."""
-    sums = 8 * _COLUMN_TILE * (1 + n_digits) * n_samples
-    return 8 * 2**20 + n_digits * n_samples * ROW_BLOCK + sums

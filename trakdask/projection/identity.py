@@ -1,4 +1,4 @@
-"""No projection: the whole gradient as a feature."""
+"""No projection: the whole gradient is the feature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trakdask.projection.protocol import Cost, Projector
 
 @dataclass(frozen=True)
 class Identity(Projector):
-    """Keep the whole gradient, for small models and exact answers: columns are rows of the map."""
+    """Use the whole gradient, for small models and exact results; columns are rows of the map."""
 
     kind: ClassVar[str] = "identity"
 
@@ -26,7 +26,7 @@ class Identity(Projector):
         return 1.0
 
     def cost(self, n_rows: int) -> Cost:
-        """Return what it takes: a copy, and no error."""
+        """Return the cost, which is that of a copy, without errors."""
         return Cost(0, 0, 0, rounding_error=0.0, product_error=(0.0, 0.0))
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:

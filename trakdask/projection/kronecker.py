@@ -1,4 +1,4 @@
-"""A Kronecker product of sign matrices for each weight matrix: cheap, and less accurate."""
+"""A Kronecker product of sign matrices for each weight matrix, which is cheap but less accurate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trakdask.projection.quantize import FRACTION_BITS, Scratch, quantize_intege
 from trakdask.projection.random_words import fill_words
 from trakdask.projection.row_map import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 
-# What is held at once. No effect on the result: all sums within a row block are exact.
+# Sizes of buffers. They do not affect results, since all sums within a row block are exact.
 _SAMPLE_TILE = 32
 _COLUMN_TILE = 1 << 16
 _SIGNS_TILE = 1 << 21
@@ -39,16 +39,16 @@ _scratch = Scratch()
 class Kronecker(Projector):
     """Project weight matrices from both sides, and sum over the layers.
 
-    A parameter of two or more dimensions is a matrix G of ``shape[0]`` rows, which gives
-    ``L.T @ G @ R``; L and R are matrices of random signs with ``left`` and ``right`` columns. Other
-    parameters (biases, norms) are projected densely, by the entries that
+    The gradient of a parameter with two or more dimensions is a matrix G with ``shape[0]`` rows. It
+    is mapped to ``L.T @ G @ R``, where L and R are matrices of random signs with ``left`` and
+    ``right`` columns. Other parameters (biases, norms) are projected densely, with the entries that
     :class:`~trakdask.projection.rademacher.Rademacher` has in their rows. A feature is
     ``(left * right)**-0.5`` times the sum over all parameters; entry (a, b) of the product is in
     column ``a * right + b``.
 
-    It is far cheaper than a dense matrix of ``left * right`` columns, but another estimator, with a
-    larger error for gradients of low rank (see Notes): choose it where a dense projection takes too
-    long, and check the answers on a small model.
+    This is far cheaper than a dense matrix of ``left * right`` columns, but it is another
+    estimator, with a larger error for gradients of low rank (see Notes). Choose it if a dense
+    projection takes too long, and check the results on a small model.
 
     Parameters
     ----------
@@ -70,24 +70,24 @@ class Kronecker(Projector):
     column a of stream 3, R[v, b] the sign at row s + v and column b of stream 4, by the formula of
     :mod:`trakdask.projection.philox` for the Rademacher matrix (which is stream 0).
 
-    A smaller ``left`` is a prefix of a larger one, up to the factor. A smaller ``right`` is not:
-    for models without vectors, a smaller (left, right) is a sub-grid, the first rows and columns of
-    the features reshaped to (left, right).
+    The columns for a smaller ``left`` are a prefix of those for a larger one, up to the factor. For
+    ``right`` they are not, but if all parameters are matrices, the features for a smaller
+    (left, right) are the first rows and columns of the features reshaped to (left, right).
 
     Variance of φ·φ' for gradients g and g' of norm 1, with ρ = g·g' and κ the sum over matrices of
     |G|²|G'|²: at most (1 + ρ² + κ (2 left + 2 right + 2)) / (left * right), hence at most
     (1 + 2 / left) (1 + 2 / right) - 1; a dense matrix has at most (1 + ρ²) / (left * right). Many
     layers of similar norm make κ small. For one matrix and G = d aᵀ, G' = d' a'ᵀ it is exactly
     (ρ_d² + v_d / left) (ρ_a² + v_a / right) - ρ², with ρ_d = d·d', v_d = 1 + ρ_d² - 2 Σ d_u² d'_u²
-    and likewise for a: 1 / (left * right) for factors that have nothing in common, and up to the
-    bound for factors that are the same. The dense value is approached as the rank of G and G' grows
-    beyond left and right; the gradient of a parameter of shape (1, n) always has rank one.
+    and likewise for a. This is 1 / (left * right) for orthogonal factors, and reaches the bound for
+    equal factors. The variance approaches that of a dense matrix as the ranks of G and G' exceed
+    left and right; the gradient of a parameter of shape (1, n) always has rank one.
 
-    Layers are summed, not set side by side as in LoGra: features have left * right columns for
-    every model. At the same total width the variance is no larger for gradients that are spread
+    Layers are summed and not concatenated as in LoGra, so features have left * right columns for
+    every model. At the same total width, the variance is no larger for gradients that are spread
     evenly over the layers: (Σ x_l)² <= n_layers * Σ x_l², where x_l is the share of layer l in the
-    squared norm. Unlike in LoGra, gradients are formed first; activations are not projected before
-    the outer product.
+    squared norm. Unlike in LoGra, gradients are computed first; activations are not projected
+    before the outer product.
 
     Exactness: gradients are rounded to 14 bits per (sample, 16384-row block); the sums of a block
     are exact, hence bitwise independent of batch, tile, tensor split and thread count.
@@ -116,15 +116,11 @@ class Kronecker(Projector):
         """Return ``left * right``."""
         return self.left * self.right
 
-    def scale(self, n_rows: int) -> float:
-        """Return ``(left * right)**-0.5``, so that feature products estimate gradient products."""
-        return float((self.left * self.right) ** -0.5)
-
     def cost(self, n_rows: int) -> Cost:
-        """Return what projecting gradients of ``n_rows`` elements takes.
+        """Return the cost of projecting gradients of ``n_rows`` elements.
 
-        Operations and bits follow from the shapes, so they are those of one square matrix unless
-        the projector is bound.
+        Operations and bits depend on the shapes of the parameters. Unless the projector is bound,
+        they are those of one square matrix.
         """
         side = math.isqrt(n_rows)
         shapes = self._row_map.shapes if self._row_map else ((side, side),)
@@ -171,11 +167,11 @@ class Kronecker(Projector):
 
         Notes
         -----
-        Cost: for a part of m x n elements of a matrix, per sample: 4 * m * n * right integer and
+        Cost per sample: for m x n elements of a matrix, 4 * m * n * right integer operations and
         2 * m * left * right float64 operations, or the same with the sides exchanged, whichever is
-        less; for a vector 4 * n * left * right integer operations. Working memory is at most about
-        64 MB for every batch and width. A block on another device is copied to the CPU,
-        multiplied there, and the sums copied back.
+        less; for n elements of a vector, 4 * n * left * right integer operations. Working memory is
+        at most about 64 MB for every batch and width. A block on another device is copied to the
+        CPU and multiplied there, and the sums are copied back.
         """
         parts = list(self._parts(row_offset, row_offset + block.shape[1]))
         block, left_tile = block.cpu(), max(1, _COLUMN_TILE // self.right)
@@ -191,7 +187,7 @@ class Kronecker(Projector):
                 out[samples, columns].add_(signed)
 
     def _parts(self, first: int, last: int) -> Iterator[_Part]:
-        """Cut the rows [first, last) of the row map into parameters, padding left out."""
+        """Split the rows [first, last) of the row map by parameter, without padding."""
         if (row_map := self._row_map) is None:
             raise ValueError(
                 f"expected a projector that is bound to a row map, since it needs the shapes of "
@@ -217,7 +213,7 @@ class _Part:
     start, size
         The elements [start, start + size) of the parameter.
     position
-        Where they start in the block.
+        Position of the first of them in the block.
     n_columns
         Columns of the parameter as a matrix; None for a vector.
     """
@@ -235,13 +231,13 @@ class _Tile:
     Parameters
     ----------
     projector
-        Has the seed and the number of columns of R.
+        The projector, for its seed and the number of columns of R.
     checkpoint
         Checkpoint id.
     first, left
         The columns [first, first + left) of L.
     integers
-        Shape (B, rows), int32: the block, of magnitude at most 2**14.
+        The block, shape (B, rows), int32, with magnitudes of at most 2**14.
     """
 
     def __init__(
@@ -254,7 +250,7 @@ class _Tile:
         self.sums = _scratch.take("sums", shape, torch.float64).zero_()
 
     def add(self, part: _Part) -> None:
-        """Add what one parameter contributes."""
+        """Add the contribution of one parameter."""
         integers = self._integers[:, part.position : part.position + part.size]
         if part.n_columns is None:
             self._add_vector(integers, part.offset + part.start)
@@ -298,7 +294,7 @@ def _right_first(n_rows: int, n_columns: int, left: int, right: int) -> bool:
 
 
 def _rectangles(start: int, size: int, n_columns: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut consecutive elements of a matrix: the end of a row, whole rows, the start of a row.
+    """Split consecutive elements of a matrix into the end of a row, whole rows, and a start.
 
     Yields (first row, rows, first column, columns).
     """
@@ -312,8 +308,8 @@ def _rectangles(start: int, size: int, n_columns: int) -> Iterator[tuple[int, in
 
 
 def _tiles(n_rows: int, n_columns: int, left: int, right: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a rectangle so that the signs for a tile fit the buffers; mostly one tile."""
-    # At least 512: the other side of a tile is padded to whole counters.
+    """Split a rectangle so that the signs for a tile fit in the buffers; usually into one tile."""
+    # At least 512, because the other side of a tile is padded to whole counters.
     height, width = (max(1, _SIGNS_TILE // max(512, n)) for n in (left, right))
     for u in range(0, n_rows, height):
         for v in range(0, n_columns, width):
@@ -323,9 +319,9 @@ def _tiles(n_rows: int, n_columns: int, left: int, right: int) -> Iterator[tuple
 def _bits(
     row: int, n_rows: int, column: int, n_columns: int, stream: int, address: dict[str, int]
 ) -> npt.NDArray[np.uint8]:
-    """Return the bits of all counters that the rows are in, (n_columns + 1, rows), 0 and 1.
+    """Return the bits of all counters that contain the rows, (n_columns + 1, rows), 0 and 1.
 
-    The last line is all ones: its product is the sum of the values.
+    The last line consists of ones, so that its product is the sum of the values.
     """
     first, last = row // ROWS_PER_COUNTER, -(-(row + n_rows) // ROWS_PER_COUNTER)
     words = np.empty((n_columns + 1, last - first, 2), np.uint64)
@@ -354,5 +350,5 @@ def _signed_sums(bits: npt.NDArray[np.uint8], row: int, integers: Tensor) -> Ten
     integer_matmul(torch.from_numpy(bits.view(np.int8)), digits, ones)
     low, high = ones.chunk(_N_DIGITS, dim=1)
     low.add_(high, alpha=256)
-    # sum q * (1 - 2 b) = sum q - 2 * sum q * b: bits need no sign. |sum q| <= 2**28.
+    # sum q * (1 - 2 b) = sum q - 2 * sum q * b, so bits suffice. |sum q| <= 2**28.
     return low[:-1].mul_(-2).add_(low[-1]).view(-1, *batch)

@@ -1,4 +1,4 @@
-"""The Rademacher product by table lookup, where numba and the processor support it."""
+"""The Rademacher product by table lookup, if numba and the processor support it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trakdask.projection.acceleration import compiled
 from trakdask.projection.philox import split_seed
 from trakdask.projection.quantize import FRACTION_BITS, Scratch, compiled_scales, flatten
 
-_SAMPLES = 64  # their tables fit a second-level cache; random bits are drawn once per tile
+_SAMPLES = 64  # their tables fit in a second-level cache; bits are drawn once per tile
 _COLUMNS = 4096
-_APART = 16  # one cache line: samples a power of two apart would all fall on the same few lines
+_APART = 16  # a cache line; with strides of a power of two, samples would share a few lines
 
 _scratch = Scratch()
 
@@ -46,7 +46,7 @@ def accumulate_by_lookup(
     -----
     Cost: three look-ups per column, digit and 16 elements of a sample; random bits are drawn once
     per 64 samples. Buffers of one thread: about 1.6 MB, 2.8 MB for three digits.
-    Threads: as many as ``torch.get_num_threads()`` says, each with samples of its own.
+    Threads: ``torch.get_num_threads()``, each with samples of its own.
     """
     flat, stride = flatten(block)
     factors, step = compiled_scales(flat, stride, block.shape, FRACTION_BITS[n_digits])

@@ -1,4 +1,4 @@
-"""A random subsample of the gradient's entries, alone or before another projection."""
+"""A random subset of the gradient's entries, alone or followed by another projection."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _BYTES_PER_SELECTED_ROW = 40
 
 @dataclass(frozen=True)
 class Mask(Projector):
-    """Keep a random subsample of the gradient's entries, and project it if wanted.
+    """Select a random subset of the gradient's entries, and optionally project it.
 
     Exactly ``keep`` rows are drawn without replacement, independently for every checkpoint; other
     rows are never read. Without ``then``, a feature is a selected entry times
     ``(n_rows / keep)**0.5``, and a smaller ``keep`` is a prefix of a larger one, up to that factor.
-    With another projector, which then sees a gradient of ``keep`` entries, its features are
+    Another projector is applied to the gradient of ``keep`` entries, and its features are
     multiplied by the same factor.
 
     Parameters
@@ -69,10 +69,10 @@ class Mask(Projector):
 
     Variance of φ·φ' without ``then``, with x_i = g_i g'_i and n rows:
     n (n - keep) / (keep (n - 1)) (Σ x_i² - (Σ x_i)²/n). It is that of a dense projection to
-    ``keep`` columns for gradients that are spread over all rows, but grows to n / keep - 1 for a
-    gradient that is one row.
+    ``keep`` columns for gradients that are spread over all rows, but increases to n / keep - 1 for
+    a gradient with a single nonzero row.
 
-    Exactness: keys are integers; selected entries are only rounded to float32. A sample gets NaN
+    Exactness: keys are integers; selected entries are only rounded to float32. A sample becomes NaN
     only if one of its selected entries is not finite.
     Cost: selecting rows takes one pass over all keys, and memory for ``keep`` of them; the rows of
     the last few checkpoints are cached.
@@ -119,7 +119,7 @@ class Mask(Projector):
         return float((n_rows / self.keep) ** 0.5) * self.then.scale(self.keep)
 
     def cost(self, n_rows: int) -> Cost:
-        """Return what projecting gradients of ``n_rows`` elements takes.
+        """Return the cost of projecting gradients of ``n_rows`` elements.
 
         The 64 bits per row of the keys are drawn once per checkpoint.
         """
@@ -134,7 +134,7 @@ class Mask(Projector):
             rounding_error=then.rounding_error,
             product_error=(
                 (lost / n_rows + typical**2) ** 0.5,
-                # All in one row: either selected, and scaled by n_rows / keep, or lost.
+                # A single nonzero row is either selected and scaled by n_rows / keep, or lost.
                 ((1 + lost) * (1 + worst**2) - 1) ** 0.5,
             ),
         )
@@ -145,7 +145,7 @@ class Mask(Projector):
         Raises
         ------
         ValueError
-            If there are fewer rows than ``keep``, or rows that pad parameters.
+            If there are fewer rows than ``keep``, or padding between parameters.
         """
         self._check_rows(row_map.n_rows)
         if row_map.n_rows != row_map.n_parameters:
@@ -254,7 +254,7 @@ def _candidates(
 
 
 def _margin(keep: int) -> int:
-    """Return how many extra rows to aim for: six standard deviations."""
+    """Return six standard deviations, so that one pass over the keys nearly always suffices."""
     return 6 * math.isqrt(keep) + 16
 
 

@@ -1,4 +1,4 @@
-"""Whether the arrays of a projection can fit in memory, known before any of them is allocated."""
+"""Check that the arrays of a projection fit in memory before any of them is allocated."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 def require_block_fits(projector: Projector, n_rows: int, n_samples: int, limit: float) -> None:
     """Reject a block of samples whose features cannot fit in ``limit`` bytes.
 
-    What is counted: the float32 features of the block, the sums of a micro-batch of one sample, and
-    the buffers of the projector.
+    This counts the float32 features of the block, the sums of a micro-batch of one sample, and the
+    buffers of the projector.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def require_sums_fit(
     if device.type == "cuda":
         limit = int(torch.cuda.get_device_properties(device).total_memory)
     else:
-        # Not by psutil: projections also run on machines with torch and numpy alone.
+        # Without psutil, since projections also run on machines that have only torch and numpy.
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = _SUM_BYTES * n_samples * projector.width(n_rows)
     require_fit(projector, n_rows, n_samples, needed, limit)
@@ -55,14 +55,14 @@ def require_sums_fit(
 def require_fit(
     projector: Projector, n_rows: int, n_samples: int, needed: int, limit: float
 ) -> None:
-    """Reject features that take more bytes than there are.
+    """Reject features that need more bytes than are available.
 
     Parameters
     ----------
     projector, n_rows, n_samples
-        What makes the features, named in the message.
+        The projector and the sizes that determine the features, for the message.
     needed, limit
-        Bytes that these samples take, and bytes of memory.
+        Bytes that these samples need, and bytes of memory.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Philox4x32-10, the counter-based generator behind every random matrix of the package.
 
-A random bit is a pure function of (seed, checkpoint, row, column), so nothing has to be stored,
-seeded in order or agreed on between machines. The definition for the Rademacher matrix is:
+A random bit is a pure function of (seed, checkpoint, row, column), so no state has to be stored or
+shared between machines. The definition for the Rademacher matrix is:
 
 .. code-block:: text
 
@@ -11,8 +11,8 @@ seeded in order or agreed on between machines. The definition for the Rademacher
     w   = Philox4x32-10(ctr, key)
     bit = (w[(row >> 5) & 3] >> (row & 31)) & 1       # the entry of the matrix is 1 - 2 * bit
 
-Every other kind draws its words from the same grid of counters, in a stream of its own, with
-another meaning of index (here: rb) and column; the kind's module has the definition.
+Every other kind draws its words from the same grid of counters, in a stream of its own, where index
+(rb above) and column have other meanings; the module of the kind contains the definition.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def philox4x32(
 ) -> npt.NDArray[np.uint32]:
     """Evaluate Philox4x32-10 for every counter of a grid.
 
-    The plain version, kept close to the paper: the reference for every faster one.
+    This plain version follows the paper and is the reference for faster ones.
 
     Parameters
     ----------
@@ -111,8 +111,8 @@ def rademacher_bits(
 
     Notes
     -----
-    Slow on purpose (about 10 bytes of temporaries per bit): the reference for tests and for proving
-    other implementations.
+    This is slow (about 10 bytes of temporary memory per bit), and only serves as the reference in
+    tests and in checks of other implementations.
 
     Examples
     --------
@@ -140,7 +140,7 @@ class CounterGrid:
 
     Notes
     -----
-    48 bytes of buffers per counter. One object belongs to one thread.
+    Buffers take 48 bytes per counter. An object must be used by one thread only.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -163,10 +163,11 @@ class CounterGrid:
         Parameters
         ----------
         out
-            Array (n_columns, n_indices, 2), uint64, filled in place: words 0 and 1, then 2 and 3,
-            the earlier one in the low half. In memory: the 128 bits in order, lowest first.
+            Array (n_columns, n_indices, 2), uint64, filled in place with words 0 and 1, then 2 and
+            3, the earlier word in the low half. In memory these are the 128 bits in order, the
+            lowest first.
         index
-            First index, in [0, 2**48): for the Rademacher matrix, a row divided by 128.
+            First index, in [0, 2**48); for the Rademacher matrix, a row divided by 128.
         column
             First column.
         seed, checkpoint
@@ -203,9 +204,9 @@ def _separable_rounds(
     odd: UInt64Array,
     mixed: UInt64Array,
 ) -> None:
-    """Run rounds 1 to 3, in which index and column have hardly met: mostly on vectors.
+    """Run rounds 1 to 3, mostly on vectors, because index and column are hardly mixed yet.
 
-    Leaves words 0 and 2 in ``even``, words 1 and 3 in ``odd``.
+    This leaves words 0 and 2 in ``even``, and words 1 and 3 in ``odd``.
     """
     keys = keys[:, :, 0, 0]
     low, column, checkpoint, high = counter
@@ -232,7 +233,7 @@ def _separable_rounds(
 def _full_round(
     key: UInt64Array, even: UInt64Array, odd: UInt64Array, product: UInt64Array
 ) -> None:
-    # Both halves in one call: on a grid that fits a cache, calls are a good part of the time.
+    # Both halves in one call, since on a grid that fits in a cache, calls take much of the time.
     np.multiply(even[::-1], _SWAPPED_MULTIPLIERS, out=product)
     np.right_shift(product, _HALF, out=even)
     np.bitwise_xor(even, odd, out=even)

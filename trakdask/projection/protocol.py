@@ -1,4 +1,4 @@
-"""The base of all projectors: frozen values that name a linear map from gradients to features."""
+"""The base of all projectors: frozen values that define a linear map from gradients to features."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trakdask.checks import require_choice, require_integer
 from trakdask.projection.row_map import ROW_BLOCK, RowMap
 
 DEFINITION_VERSION = 1
-"""Version of the mathematical definition; a change makes stores incomparable."""
+"""Version of the mathematical definition; stores of different versions cannot be compared."""
 
 ARITHMETIC = {"int8x1": 1, "int8x2": 2, "int8x3": 3}
-"""Arithmetic -> number of 8-bit digits per gradient element."""
+"""Number of 8-bit digits per gradient element, by arithmetic."""
 
 ROUNDING_ERROR = {"int8x1": 1.1e-2, "int8x2": 9e-5, "int8x3": 4e-7}
-"""Arithmetic -> relative error of the features of Gaussian gradients."""
+"""Relative error of the features of Gaussian gradients, by arithmetic."""
 
 
 def allowed(values: range | tuple[str, ...], example: object) -> Mapping[str, Any]:
-    """Return the metadata of a dataclass field that only takes these integers or these texts.
+    """Return the metadata of a dataclass field with the values that it may have.
 
     ``example`` is the value that error messages suggest.
     """
@@ -34,7 +34,7 @@ def allowed(values: range | tuple[str, ...], example: object) -> Mapping[str, An
 
 @dataclass(frozen=True)
 class Cost:
-    """What a projection takes, and how far feature products are from gradient products.
+    """The cost of a projection, and the error of feature products as gradient products.
 
     Parameters
     ----------
@@ -75,13 +75,13 @@ class Projector(ABC):
     """Name of the kind in stored specs; it must never change."""
 
     row_alignment: ClassVar[int] = 1
-    """Rows at which a parameter tensor may start."""
+    """A parameter tensor starts at a multiple of this many rows."""
 
     rounds_row_blocks: ClassVar[bool] = False
-    """Whether gradients are rounded in blocks of 16384 rows, which the spec then names."""
+    """Whether gradients are rounded in blocks of 16384 rows, a number that the spec then has."""
 
     takes_all_rows: ClassVar[bool] = False
-    """Whether all rows form a single block, which is then held in memory as a whole."""
+    """Whether all rows form a single block, which must then fit in memory."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -102,14 +102,18 @@ class Projector(ABC):
         width: int = self.proj_dim  # type: ignore[attr-defined]
         return width
 
-    @abstractmethod
     def scale(self, n_rows: int) -> float:
-        """Return the factor that the accumulated sums are multiplied by at the end."""
+        """Return the factor that makes feature products estimate gradient products.
+
+        The accumulated sums are multiplied by it at the end. By default it is that of a matrix of
+        signs: one over the square root of the number of columns.
+        """
+        return float(self.width(n_rows) ** -0.5)
 
     def spec(self) -> dict[str, Any]:
         """Return a JSON-able value that determines the map completely, given the row map.
 
-        It holds the kind, the fields under their own names, and the layout of rows.
+        It contains the kind, the fields under their own names, and the layout of rows.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         return {
@@ -122,10 +126,10 @@ class Projector(ABC):
 
     @abstractmethod
     def cost(self, n_rows: int) -> Cost:
-        """Return what projecting gradients of ``n_rows`` elements takes."""
+        """Return the cost of projecting gradients of ``n_rows`` elements."""
 
     def _product_error(self) -> tuple[float, float]:
-        """Return the product error of independent random entries with a kurtosis of at most 3."""
+        """Return the product error for independent random entries with a kurtosis of at most 3."""
         width = self.width(0)
         return width**-0.5, (2 / width) ** 0.5
 
@@ -169,8 +173,8 @@ class Projector(ABC):
         return self
 
     def selected_rows(self, checkpoint: int) -> npt.NDArray[np.int64] | None:
-        """Return which rows are projected at all, ascending; None for every row.
+        """Return the rows that are projected, ascending; None for all rows.
 
-        Selected rows are renumbered from 0 before they are cut into blocks.
+        Selected rows are renumbered from 0 before they are split into blocks.
         """
         return None

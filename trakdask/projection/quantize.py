@@ -1,8 +1,8 @@
 """Block fixed-point: gradients as small integers times a power of two per (sample, row block).
 
-Integer sums do not depend on their order, which is what makes a projected block bitwise the same
-on every device, for every batch and tile. The price is a rounding error that the number of
-8-bit digits controls.
+Integer sums do not depend on their order, so a projected block has the same bits on every device,
+for every batch and tile. The price is a rounding error, which depends on the number of 8-bit
+digits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trakdask.projection.philox import ROWS_PER_COUNTER
 from trakdask.projection.row_map import ROW_BLOCK
 
 SLAB_ROWS = 2048
-"""Rows of one integer product, so that a tile of bits fits the cache; results are unaffected."""
+"""Rows of one integer product, so that a tile of bits fits in the cache; no effect on results."""
 
 FRACTION_BITS = {1: 7, 2: 14, 3: 22}
-"""Digits -> exponent t: the largest element of a block becomes an integer of at most 2**t."""
+"""Exponent t by number of digits: the largest element of a block is at most 2**t units."""
 
 # Adding 1.5 * 2**23 in float32 rounds to an integer, half to even: the bits of the sum, read as an
 # integer, are that integer plus the bits of the constant (of which the low 22 are 0).
@@ -46,7 +46,7 @@ class Scratch(threading.local):
         n = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < n:
-            # A tensor made in inference mode could not be written to outside it later.
+            # A tensor created in inference mode could not be modified outside of it later.
             with torch.inference_mode(False):
                 buffer = self._buffers[name, dtype] = torch.empty(n, dtype=dtype)
         return buffer[:n].view(*shape)
@@ -59,11 +59,11 @@ class QuantizedBlock:
     Parameters
     ----------
     slabs
-        Runs of consecutive rows, each (n_digits * B, rows), int8, contiguous: the samples' least
-        significant digits first. A value is the sum of digit * 256**position. Rows that pad the
-        last slab to a multiple of 128 are zero.
+        Runs of consecutive rows, each (n_digits * B, rows), int8, contiguous, with the least
+        significant digits of all samples first. A value is the sum of digit * 256**position. The
+        last slab is padded with rows of zeros to a multiple of 128.
     step
-        Shape (B,), float64: the value of one unit, a power of two; NaN for a sample that is not
+        The value of one unit, shape (B,), float64, a power of two; NaN for a sample that is not
         finite in this block.
     n_digits
         Number of digits.
@@ -93,8 +93,8 @@ def quantize_block(block: Tensor, n_digits: int, scratch: Scratch) -> QuantizedB
 
     Notes
     -----
-    Exactness: the scaled value is rounded once, half to even; scaling is exact for subnormal and
-    for the largest values. With one digit, values that round to 128 are clamped to 127.
+    Exactness: the scaled value is rounded once, half to even; scaling is exact, also for subnormal
+    and for the largest values. With one digit, values that round to 128 are clamped to 127.
     Cost: ``n_digits`` bytes per element plus a fixed working set.
     """
     n_samples, n_rows = block.shape
@@ -123,7 +123,7 @@ def quantize_block(block: Tensor, n_digits: int, scratch: Scratch) -> QuantizedB
 
 
 def flatten(block: Tensor) -> tuple[npt.NDArray[np.float32], int]:
-    """Return a block on the CPU as one run of float32, and the distance from sample to sample."""
+    """Return a block on the CPU as one run of float32, and the stride from sample to sample."""
     block = block.detach().float()
     if block.stride(1) != 1 or block.stride(0) < 0:
         block = block.contiguous()
@@ -135,7 +135,7 @@ def flatten(block: Tensor) -> tuple[npt.NDArray[np.float32], int]:
 def compiled_scales(
     flat: npt.NDArray[np.float32], stride: int, shape: Sequence[int], fraction_bits: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    """Return both factors before rounding, (B, 2), and the step after it, (B,), by numba."""
+    """Compute both factors before rounding, (B, 2), and the step after it, (B,), by numba."""
     n_samples, n_rows = shape
     factors, step = np.empty((n_samples, 2), np.float32), np.empty(n_samples)
     compiled("quantize").scales(flat, stride, n_rows, fraction_bits, factors, step)
@@ -173,7 +173,7 @@ def quantize_integers(block: Tensor, fraction_bits: int, scratch: Scratch) -> tu
 
 
 def _lifted(block: Tensor, lift: Tensor | None, out: Tensor) -> Tensor:
-    """Return the gradients as float32, tiny ones made larger; ``block`` itself if it is both."""
+    """Return the gradients as float32, with tiny ones scaled up; ``block`` itself if possible."""
     if lift is None and block.dtype == torch.float32:
         return block
     out.copy_(block)
@@ -183,7 +183,7 @@ def _lifted(block: Tensor, lift: Tensor | None, out: Tensor) -> Tensor:
 def _empty_slabs(
     n_samples: int, n_rows: int, n_digits: int, scratch: Scratch
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (slabs, n_digits, B, 2048) and, for the rest of the rows, (n_digits, B, rows)."""
+    """Return buffers (slabs, n_digits, B, 2048) and, for remaining rows, (n_digits, B, rows)."""
     assert 0 < n_rows <= ROW_BLOCK
     n_full, rest = divmod(n_rows, SLAB_ROWS)
     full = scratch.take("slabs", (n_full, n_digits, n_samples, SLAB_ROWS), torch.int8)
@@ -203,27 +203,23 @@ def _largest(block: Tensor) -> Tensor:
 def _scales(largest: Tensor, fraction_bits: int) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the factors (B, 1) float32 before rounding and the step (B,) float64 after it.
 
-    The scale of a block of subnormals would be above the float32 range, hence two factors, the
-    first of which is None where no sample needs it. Both are powers of two.
+    There are two factors, both powers of two, because the scale of a block of subnormals would
+    exceed the float32 range. The first one is None if no sample needs it.
     """
     tiny = (largest > 0) & (largest < _TINY)
     lift = torch.ones_like(largest).masked_fill_(tiny, 1 / _TINY)
     finite = torch.isfinite(largest)
     exponent = torch.frexp(torch.where(finite, largest * lift, 1.0)).exponent
-    scale = _power_of_two(fraction_bits - exponent)
+    # The bits of the float32 power of two with this exponent, in [-126, 127].
+    scale = ((fraction_bits - exponent + 127) << 23).view(torch.float32)
     step = torch.where(finite, 1 / (scale.double() * lift.double()), torch.nan)
     return lift[:, None] if bool(tiny.any()) else None, scale[:, None], step
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return exact float32 powers of two, exponents in [-126, 127]."""
-    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _split_digits(
     integers: Tensor, full: Tensor, last: Tensor | None, start: int, n_digits: int
 ) -> None:
-    """Write balanced base-256 digits, least significant first. Changes ``integers``."""
+    """Write balanced base-256 digits, the least significant first; this changes ``integers``."""
     n_full, stop = len(full), start + len(integers)
     head = integers[:, : n_full * SLAB_ROWS].view(len(integers), n_full, SLAB_ROWS).transpose(0, 1)
     tail = integers[:, n_full * SLAB_ROWS :]

@@ -1,4 +1,4 @@
-"""The dense matrix of random signs: the default projector."""
+"""The default projector: a dense matrix of random signs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ class Rademacher(DenseProjector):
     -----
     Exactness: products are sums of integers, hence bitwise independent of batch, tile and thread
     count; the rounding of the gradients to digits is the only error. Per sample and block of 16384
-    rows, an element is off by at most 2**-7 (``int8x1``; 2**-6 for the largest), 2**-14 or 2**-22
-    times the largest magnitude of the block, so the relative error of a block is at most that times
-    largest / root mean square: outliers cost accuracy, most of all with ``int8x1``. Zeros and
-    subnormals are exact, as far as the digits suffice; a sample with NaN or infinity becomes NaN.
+    rows, the error of an element is at most 2**-7 (``int8x1``; 2**-6 for the largest), 2**-14 or
+    2**-22 times the largest magnitude in the block. The relative error of a block is at most that
+    times the ratio of the largest magnitude to the root mean square, so outliers cost accuracy,
+    most of all with ``int8x1``. Zeros are exact, and subnormals are as accurate as other numbers; a
+    sample with NaN or infinity becomes NaN.
 
     References
     ----------
@@ -57,10 +58,6 @@ class Rademacher(DenseProjector):
 
     kind: ClassVar[str] = "rademacher"
     bits_per_entry: ClassVar[int] = 1
-
-    def scale(self, n_rows: int) -> float:
-        """Return ``proj_dim**-0.5``, which makes feature products estimate gradient products."""
-        return float(self.proj_dim**-0.5)
 
     def _buffer_bytes(self) -> int:
         return dense_buffer_bytes(self.n_digits)

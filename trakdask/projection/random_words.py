@@ -1,4 +1,4 @@
-"""Random words on a grid of counters, by numba where it is installed, else by numpy."""
+"""Random words on a grid of counters, computed by numba if it is installed, else by numpy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def fill_words(
     Parameters
     ----------
     out
-        Array (n_columns, n_indices, 2), uint64, C-contiguous, filled in place: words 0 and 1, then
-        2 and 3, the earlier one in the low half. In memory: the 128 bits in order, lowest first.
+        Array (n_columns, n_indices, 2), uint64, C-contiguous, filled in place with words 0 and 1,
+        then 2 and 3, the earlier word in the low half. In memory these are the 128 bits in order,
+        the lowest first.
     index, column
         First index, in [0, 2**48), and first column, in [0, 2**32).
     seed, checkpoint, stream

@@ -1,4 +1,4 @@
-"""Where every parameter tensor starts among the rows of the projection matrix."""
+"""The map from parameter tensors to rows of the projection matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from trakdask.checks import shown
 
 ROW_ALIGNMENT = 512
-"""Rows at which a parameter tensor may start in a random projection."""
+"""In a random projection, a parameter tensor starts at a multiple of this many rows."""
 
 ROW_BLOCK = 16384
 """Rows of one quantisation block. Blocks tile the global row grid from row 0."""
@@ -21,8 +21,8 @@ ROW_BLOCK = 16384
 class RowMap:
     """A fixed map from parameter names to rows of the projection matrix.
 
-    Build it with :meth:`from_shapes`; the order of the names is the order in which gradients are
-    streamed and must never change for stored features.
+    Build it with :meth:`from_shapes`. The order of the names is the order in which gradients are
+    streamed, and must never change for stored features.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class RowMap:
     offsets
         First row of each parameter, a multiple of ``alignment``.
     alignment
-        Rows at which a parameter may start.
+        A parameter starts at a multiple of this many rows.
     """
 
     names: tuple[str, ...]
@@ -43,18 +43,18 @@ class RowMap:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], *, alignment: int) -> RowMap:
-        """Lay parameters out one after the other, each at the next aligned row.
+        """Assign consecutive rows to parameters, each starting at the next aligned row.
 
         Parameters
         ----------
         shapes
-            Shape per parameter name, in the order wanted.
+            Shape of each parameter by name, in the order of the rows.
         alignment
-            Rows at which a parameter may start: the projector's ``row_alignment``.
+            The projector's ``row_alignment``.
 
         Returns
         -------
-        The map. Same shapes in the same order give the same map.
+        The map, which is the same for the same shapes in the same order.
 
         Raises
         ------
@@ -127,7 +127,7 @@ class RowMap:
         Raises
         ------
         ValueError
-            If the stored offsets are not the ones the stored shapes and alignment lead to.
+            If the stored offsets do not follow from the stored shapes and alignment.
 
         Examples
         --------

@@ -1,4 +1,4 @@
-"""The sparse Johnson-Lindenstrauss transform: a few random signs per row, sums by bucket."""
+"""The sparse Johnson-Lindenstrauss transform: a few random signs per row, and sums by bucket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trakdask.projection.row_map import ROW_BLOCK
 _FRACTION_BITS = 14
 _NONZEROS_PER_COUNTER = 4
 
-# Sums of one tile of samples stay near the cache; no effect on the result.
+# Chosen so that the sums of a tile of samples fit in a cache; they do not affect results.
 _MOST_SAMPLES, _LEAST_SAMPLES, _TILE_SUMS = 32, 8, 2**19
 
 _scratch = Scratch()
@@ -40,16 +40,16 @@ _scratch = Scratch()
 class SJLT(GpuProjector):
     """Project with a sparse matrix: every row has ``sparsity`` random signs in random columns.
 
-    A gradient element costs ``sparsity`` additions for every ``proj_dim``; a dense matrix costs
-    ``proj_dim`` of them. The error of feature products is the same on average.
+    A gradient element takes ``sparsity`` additions, whatever ``proj_dim`` is; with a dense matrix
+    it takes ``proj_dim`` of them. The error of feature products is the same on average.
 
     Parameters
     ----------
     proj_dim
         Number of feature columns, the buckets, in [1, 2**31).
     sparsity
-        Nonzeros s of every row, in [1, 64]. One is the fastest, and right for gradients that are
-        spread over many rows; see the notes on tails.
+        Number s of nonzeros per row, in [1, 64]. A value of 1 is the fastest, and suitable for
+        gradients that are spread over many rows; see the notes on tails.
     seed
         Integer in [0, 2**64).
 
@@ -75,21 +75,21 @@ class SJLT(GpuProjector):
     mean 1 and variance 2 (s - 1) / (s proj_dim), which is 0 for s = 1. The mean of a product is
     exact up to proj_dim / 2**64, since bucket and sign come from one word.
 
-    Tails: two rows meet in a bucket with a probability of about s² / proj_dim, and a meeting
-    changes the product by 1 / s of their size. Where a few rows carry the gradients, errors of the
-    same variance are rare and large: for two gradients of one row each, their kurtosis is about
-    3 + proj_dim / s². This is the price of the speed of ``sparsity=1``.
+    Tails: two rows share a bucket with a probability of about s² / proj_dim, which changes the
+    product by 1 / s of their size. If gradients are concentrated on a few rows, errors have the
+    same variance but are rare and large: for two gradients with one nonzero row each, their
+    kurtosis is about 3 + proj_dim / s². This is the price of the speed of ``sparsity=1``.
 
-    Columns: a smaller ``proj_dim`` is not a prefix. Where it divides a larger one, summing adjacent
-    groups of columns of the larger gives the smaller, exactly in exact arithmetic, since
-    floor(floor(w k p / 2**32) / k) = floor(w p / 2**32).
+    Columns: a smaller ``proj_dim`` is not a prefix of a larger one. If it divides the larger one,
+    sums of adjacent columns of the larger matrix are the columns of the smaller matrix (in exact
+    arithmetic), since floor(floor(w k p / 2**32) / k) = floor(w p / 2**32).
 
     Exactness: a gradient is rounded once per sample and block of 16384 rows, to multiples of a
-    power of two with 14 bits after the point. An element is off by at most 2**-14 times the
-    largest magnitude of its block, so the relative error of a block is at most
-    2**-14 * largest / root mean square: outliers cost accuracy. Sums per bucket are exact integers,
-    hence bitwise independent of batch, tile, thread count and implementation; features see one
-    float64 addition per block.
+    power of two with 14 bits after the binary point. The error of an element is at most 2**-14
+    times the largest magnitude of its block, and the relative error of a block at most
+    2**-14 * largest / root mean square, so outliers cost accuracy. Sums per bucket are exact
+    integers, hence bitwise independent of batch, tile, thread count and implementation. Features
+    take one float64 addition per block.
 
     References
     ----------
@@ -114,7 +114,7 @@ class SJLT(GpuProjector):
         return float(self.sparsity**-0.5)
 
     def cost(self, n_rows: int) -> Cost:
-        """Return what projecting gradients of ``n_rows`` elements takes."""
+        """Return the cost of projecting gradients of ``n_rows`` elements."""
         return Cost(
             operations=2 * self.sparsity * n_rows,
             random_bits=128 * _n_groups(self.sparsity) * n_rows,
@@ -181,13 +181,13 @@ def accumulate_sjlt(
     sparsity
         Nonzeros per row.
     out
-        Shape (B, proj_dim), float64, changed in place: it grows by the product of the block with
-        the matrix, without the factor sparsity**-0.5.
+        Shape (B, proj_dim), float64, changed in place: the product of the block with the matrix is
+        added, without the factor sparsity**-0.5.
 
     Notes
     -----
-    Exactness: the product of the quantised block is exact, by numba and without; ``out`` sees one
-    float64 addition per block.
+    Exactness: the product of the quantised block is exact, with or without numba; one float64
+    addition per block rounds ``out``.
     Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; one random
     number generator call per row and 4 nonzeros, once for all samples. Without numba, nonzeros are
     also sorted by bucket. Only buffers persist between calls.
@@ -210,7 +210,7 @@ def _tile_samples(proj_dim: int) -> int:
 
 
 def _buffer_bytes(proj_dim: int, sparsity: int) -> int:
-    """Return an upper bound for one thread, reached without numba and with few columns."""
+    """Return an upper bound for one thread, which is reached without numba and with few columns."""
     tile = _tile_samples(proj_dim)
     per_row = 16 * _n_groups(sparsity) + 32 * sparsity + 20 * tile
     return ROW_BLOCK * per_row + 12 * proj_dim * tile
@@ -219,7 +219,7 @@ def _buffer_bytes(proj_dim: int, sparsity: int) -> int:
 def _random_words(
     row_offset: int, n_rows: int, sparsity: int, seed: int, checkpoint: int
 ) -> npt.NDArray[np.uint32]:
-    """Return (groups, rows, 4), uint32: word j & 3 of group j >> 2 is that of nonzero j."""
+    """Return (groups, rows, 4), uint32; nonzero j has word j & 3 of group j >> 2."""
     shape = (_n_groups(sparsity), n_rows, 2)
     words = _scratch.take("words", shape, torch.int64).numpy().view(np.uint64)
     fill_words(words, row_offset, 0, seed=seed, checkpoint=checkpoint, stream=STREAM_SJLT)
@@ -248,7 +248,7 @@ def _add_compiled(words: npt.NDArray[np.uint32], sparsity: int, block: Tensor, o
 
 
 class _Bags(NamedTuple):
-    """The nonzeros of a row block by bucket: their rows and signs, and where a bucket starts."""
+    """The nonzeros of a row block by bucket: rows, signs, and the start of each bucket."""
 
     rows: Tensor
     signs: Tensor
@@ -268,7 +268,7 @@ def _bags(words: npt.NDArray[np.uint32], sparsity: int, proj_dim: int) -> _Bags:
 
 
 def _sorted(buckets: npt.NDArray[np.uint64], proj_dim: int) -> npt.NDArray[np.int64]:
-    """Return the order by bucket, 16 bits at a time: those numpy sorts by counting."""
+    """Return the order by bucket, 16 bits at a time, because numpy sorts these by counting."""
     order = np.argsort(buckets.astype(np.uint16), kind="stable")
     if proj_dim <= 2**16:
         return order

@@ -1,4 +1,4 @@
-"""Projectors from the specs that stored features carry."""
+"""Rebuild projectors from the specs in the attrs of stored features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trakdask.projection.sjlt import SJLT
 KINDS: dict[str, type[Projector]] = {
     each.kind: each for each in (FastJL, Gaussian, Identity, Kronecker, Mask, Rademacher, SJLT)
 }
-"""Kind, as a spec names it -> class."""
+"""Class of projectors, by the kind in a spec."""
 
 
 def from_spec(spec: Mapping[str, Any]) -> Projector:
@@ -28,11 +28,11 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
     Parameters
     ----------
     spec
-        What :meth:`Projector.spec` returned, also after a round trip through JSON.
+        The result of :meth:`Projector.spec`, also after a round trip through JSON.
 
     Returns
     -------
-    The projector that was described, not bound to a row map.
+    The projector, not bound to a row map.
 
     Raises
     ------
@@ -54,7 +54,9 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
             raise ValueError(
                 f"expected {name!r} in the {spec['kind']} projector's spec, {_MISSING}"
             )
-    projector = kind(**{name: _value(spec[name]) for name in names})
+    values = {name: spec[name] for name in names}
+    inner = {name: from_spec(v) for name, v in values.items() if isinstance(v, Mapping)}
+    projector = kind(**values | inner)
     _require_same(projector.spec(), spec)
     return projector
 
@@ -79,13 +81,8 @@ def _kind(spec: Mapping[str, Any]) -> type[Projector]:
     return KINDS[str(kind)]
 
 
-def _value(value: Any) -> Any:
-    """Rebuild a projector inside a projector."""
-    return from_spec(value) if isinstance(value, Mapping) else value
-
-
 def _require_same(rebuilt: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
-    """Reject a spec with fields that are missing, unknown, or fixed to another value here."""
+    """Reject a spec with missing or unknown fields, or with other values than the rebuilt one."""
     for name in (*rebuilt, *spec):
         if name not in rebuilt:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""From gradients to features: tensors are cut into the row blocks that projectors take."""
+"""From gradients to features: tensors are split into the row blocks that projectors take."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _PROBE_STEP = 512
 
 
 class ProjectionStream:
-    """Project gradients tensor by tensor, in any order, without ever holding the flat gradient.
+    """Project gradients tensor by tensor, in any order, without storing the flat gradient.
 
-    Tensors, or consecutive parts of one, are cut at the global grid of 16384 rows; an incomplete
-    block waits in a buffer until its neighbours have filled it. In the order of the row map
-    the result is bitwise that of one flat vector; another order can change the last bit of the
-    float64 sums. On a CPU, samples that are zero in a block, as most are in the rows of an
-    embedding, are left out of its product; on a GPU, no call synchronises before the result is
-    read.
+    Tensors, or consecutive parts of one, are split at the global grid of 16384 rows. An incomplete
+    block stays in a buffer until adjacent tensors have filled it. In the order of the row map, the
+    result is bitwise that of one flat vector; another order can change the last bit of the float64
+    sums. On a CPU, samples that are zero in a block, as most are in the rows of an embedding, are
+    left out of its product. On a GPU, no call synchronises before the result is read.
 
     Parameters
     ----------
@@ -38,20 +37,19 @@ class ProjectionStream:
     checkpoint
         Checkpoint id in [0, 2**32).
     device
-        Device of the gradients and of the result. Kernels of CUDA project what is on an NVIDIA GPU,
-        with the same bits as on a CPU (they have not run on one yet).
+        Device of the gradients and of the result. On an NVIDIA GPU, CUDA kernels project them, with
+        the same bits as on a CPU. (The kernels have not run on a GPU yet.)
 
     Raises
     ------
     TypeError, ValueError
-        If the row map does not suit the projector, a number is outside its range, or the sums
-        cannot fit in memory.
+        If the row map is not aligned as the projector requires, a number is out of range, or the
+        sums cannot fit in memory.
 
     Notes
     -----
-    Memory: B * 8 * width bytes, and B * 65536 for each block that waits (one, in the order of the
-    row map or its reverse), in addition to those of the
-    projector.
+    Memory: B * 8 * width bytes, and B * 65536 bytes for each incomplete block (one, in the order of
+    the row map or its reverse), in addition to the buffers of the projector.
 
     Examples
     --------
@@ -87,7 +85,7 @@ class ProjectionStream:
         self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
         self._waiting: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
-        self._next = dict.fromkeys(row_map.names, 0)  # the first element that was not added yet
+        self._next = dict.fromkeys(row_map.names, 0)  # the first element that is still missing
         width = projector.width(row_map.n_rows)
         self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
 
@@ -99,17 +97,17 @@ class ProjectionStream:
         name
             A name of the row map; each element is added once.
         gradient
-            Shape (B, numel) or (B, *shape), any float dtype. Read before the call returns.
+            Shape (B, numel) or (B, *shape), any float dtype. It is read before the call returns.
         first
-            Pass only a part, (B, n): elements first to first + n. Those before it must have been
-            added. None for all.
+            Index of the first element, if the gradient is only a part, (B, n), of the whole; all
+            elements before it must have been added. None for the whole.
 
         Raises
         ------
         TypeError
             If the gradient is not of a float dtype.
         ValueError
-            If name, shape, first or device is not an expected one.
+            If the name, the shape, ``first`` or the device is not one of those expected.
         """
         flat = self._checked(name, gradient, first)
         start = self._row_map.offset(name) + (first or 0)
@@ -119,7 +117,7 @@ class ProjectionStream:
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
             flat = flat[:, self._chosen[start:stop] - offset]
         for row, last in _cut(start, stop, self._block, runs=on_gpu(self._sums)):
-            self._take(row, flat[:, row - start : last - start])
+            self._add_rows(row, flat[:, row - start : last - start])
 
     def result(self) -> Tensor:
         """Return the features: shape (B, width), float32, scaled.
@@ -162,14 +160,14 @@ class ProjectionStream:
                 f"come in order, got those from {first or 0} on; try "
                 f"stream.add({name!r}, part, {self._next[name]})"
             )
-        n_samples, shape, found = len(self._sums), self._row_map.shape(name), tuple(gradient.shape)
-        fits = found in {(n_samples, size), (n_samples, *shape)}
+        n_samples, shape, given = len(self._sums), self._row_map.shape(name), tuple(gradient.shape)
+        fits = given in {(n_samples, size), (n_samples, *shape)}
         if first is not None:
-            fits = found[:1] == (n_samples,) and len(found) == 2 and found[1] <= size - first
+            fits = given[:1] == (n_samples,) and len(given) == 2 and given[1] <= size - first
         if not fits:
             raise ValueError(
                 f"expected the gradient of {name!r} to have shape {(n_samples, *shape)}, got "
-                f"{found}; try one gradient per sample, samples first"
+                f"{given}; try one gradient per sample, samples first"
             )
         if not gradient.is_floating_point():
             raise TypeError(
@@ -181,12 +179,12 @@ class ProjectionStream:
                 f"expected the gradient of {name!r} on {self._sums.device}, got it on "
                 f"{gradient.device}; try ProjectionStream(..., device=gradient.device)"
             )
-        flat = gradient.detach().reshape(n_samples, size if first is None else found[1])
+        flat = gradient.detach().reshape(n_samples, size if first is None else given[1])
         self._next[name] += flat.shape[1]
         return flat
 
-    def _take(self, first: int, part: Tensor) -> None:
-        """Project rows of whole blocks at once, others when their block is full."""
+    def _add_rows(self, first: int, part: Tensor) -> None:
+        """Project the rows of whole blocks at once, and others when their block is full."""
         block, position = divmod(first, self._block)
         length = min(self._block, self._n_rows - block * self._block)
         if part.shape[1] >= length:
@@ -195,7 +193,7 @@ class ProjectionStream:
         missing = self._missing.get(block, length)
         if block not in self._waiting:
             self._waiting[block] = self._buffer(length)
-            if missing < length:  # rows that no parameter has are zeros
+            if missing < length:  # the padding between parameters is zero
                 self._waiting[block].zero_()
         self._waiting[block][:, position : position + part.shape[1]].copy_(part)
         self._missing[block] = missing - part.shape[1]
@@ -205,7 +203,7 @@ class ProjectionStream:
             self._spare.append(full)
 
     def _buffer(self, length: int) -> Tensor:
-        """Return a buffer of undefined content: fresh memory would be paid for page by page."""
+        """Return a buffer with undefined content, reused because new memory costs page faults."""
         for i, buffer in enumerate(self._spare):
             if buffer.shape[1] == length:
                 return self._spare.pop(i)
@@ -213,7 +211,7 @@ class ProjectionStream:
 
     def _project(self, block: Tensor, row_offset: int) -> None:
         project = self._projector.project_rows
-        # To look for zeros would be to wait for the GPU.
+        # Looking for zeros would wait for the GPU.
         if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
             project(block, row_offset, self._checkpoint, self._sums)
         elif len(samples):
@@ -223,8 +221,8 @@ class ProjectionStream:
 
 
 def _nonzero_samples(block: Tensor) -> Tensor | None:
-    """Return which samples are not zero in a block; None if they are most of them."""
-    # A few elements show that a gradient is dense; reading all of it would take time.
+    """Return the samples that are not zero in a block; None if these are most of them."""
+    # A few elements reveal that a gradient is dense, which saves reading all of it.
     if bool(block[:, ::_PROBE_STEP].any(1).all()):
         return None
     samples = block.any(1).nonzero()[:, 0]
@@ -232,7 +230,7 @@ def _nonzero_samples(block: Tensor) -> Tensor | None:
 
 
 def _cut(start: int, stop: int, size: int, *, runs: bool) -> Iterator[tuple[int, int]]:
-    """Cut rows at the grid of blocks; with ``runs``, leave neighbours that are complete as one."""
+    """Split rows at the grid of blocks; with ``runs``, complete adjacent blocks stay together."""
     while start < stop:
         block = start // size
         n = (stop - start) // size if runs and start == block * size else 1
@@ -244,7 +242,7 @@ def _cut(start: int, stop: int, size: int, *, runs: bool) -> Iterator[tuple[int,
 def _rows_of_shared_blocks(
     spans: Iterable[tuple[int, int]], n_rows: int, size: int
 ) -> dict[int, int]:
-    """Return how many rows parameters have in each block that no single one of them fills."""
+    """Return the number of rows of parameters in each block that no single parameter fills."""
     counts: dict[int, int] = {}
     for start, stop in spans:
         for block in {start // size, (stop - 1) // size} if start < stop else ():
@@ -278,7 +276,7 @@ def project(
     Raises
     ------
     TypeError, ValueError
-        As :class:`ProjectionStream`; also if ``gradients`` has not exactly the names of the map.
+        As for :class:`ProjectionStream`, and if ``gradients`` has other names than the row map.
 
     Examples
     --------
@@ -290,7 +288,7 @@ def project(
     if set(gradients) != set(row_map.names):
         odd = sorted(set(gradients) ^ set(row_map.names))
         raise ValueError(
-            f"expected gradients with the names of the row map, got a difference in {odd[:4]}; "
+            f"expected gradients with the names of the row map, got others or none for {odd[:4]}; "
             "try RowMap.from_shapes on the parameters that the gradients belong to"
         )
     first = gradients[row_map.names[0]]

@@ -74,7 +74,7 @@ def from_arrays(
     if not isinstance(arrays, Mapping):
         raise TypeError(
             f"expected a mapping from name to array as arrays, got {type(arrays).__name__}; try "
-            "td.from_arrays({'image': images})."
+            "td.from_arrays({'image': images})"
         )
     size = check_chunks(chunks)
     variables = lazy_variables(arrays, size)
@@ -87,19 +87,19 @@ def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
     if not arrays:
         raise ValueError(
             "expected at least one model input, got no arrays; try "
-            "td.from_arrays({'image': images})."
+            "td.from_arrays({'image': images})"
         )
     readable = {name: _readable(name, array) for name, array in arrays.items()}
     lengths = {name: array.shape[0] for name, array in readable.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
             f"expected arrays with the same number of samples, got {lengths}; try "
-            f"array[:{min(lengths.values())}] of each."
+            f"array[:{min(lengths.values())}] of each"
         )
     if not min(lengths.values()):
         raise ValueError(
             f"expected at least one sample, got none in the arrays {list(lengths)}; try another "
-            "selection of samples."
+            "selection of samples"
         )
     return {name: _lazy(name, array, size) for name, array in readable.items()}
 
@@ -114,23 +114,23 @@ def _readable(name: str, array: Any) -> Any:
         advice = "array.toarray()" if hasattr(array, "toarray") else "numpy.asarray(...)"
         raise TypeError(
             f"expected a numpy, dask, zarr or torch array as variable {name!r}, got "
-            f"{type(array).__name__}; try {advice}."
+            f"{type(array).__name__}; try {advice}"
         )
     if array.ndim == 0:
         raise ValueError(
             f"expected samples along the first dimension of variable {name!r}, got an array "
-            "without dimensions; try numpy.atleast_1d(...)."
+            "without dimensions; try numpy.atleast_1d(...)"
         )
     check_dtype(name, array.dtype)
     if np.isnan(array.shape[0]):
         raise ValueError(
             f"expected chunks of known size in variable {name!r}, got unknown ones; try "
-            f"{name}.compute_chunk_sizes()."
+            f"{name}.compute_chunk_sizes()"
         )
     if isinstance(array, da.Array) and isinstance(array._meta, np.ma.MaskedArray):
         raise ValueError(
             f"expected an array without a mask as variable {name!r}, got a masked dask array, "
-            "whose hidden values would be used; try dask.array.ma.filled(array, value)."
+            "whose hidden values would be used; try dask.array.ma.filled(array, value)"
         )
     return without_mask(f"variable {name!r}", array)
 
@@ -142,17 +142,17 @@ def _from_list(name: str, values: Any) -> np.ndarray[Any, Any]:
         return np.asarray(values)
     except ValueError as err:  # numpy cannot make one array of lists that differ in length
         raise ValueError(
-            f"expected lists of one length in variable {name!r}, got {_first_jag(values)}; try "
-            "padding or cropping all samples to one shape."
+            f"expected lists of one length in variable {name!r}, got "
+            f"{_first_other_shape(values)}; try padding or cropping all samples to one shape"
         ) from err
     except TypeError as err:
         raise TypeError(
             f"expected numbers in variable {name!r}, got a list that numpy cannot read ({err}); "
-            "try numpy.stack([...]) of one array per sample."
+            "try numpy.stack([...]) of one array per sample"
         ) from err
 
 
-def _first_jag(values: Any) -> str:
+def _first_other_shape(values: Any) -> str:
     """Describe the first sample whose shape differs from that of sample 0."""
     shapes = [_shape(value) for value in values]
     other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
@@ -172,19 +172,19 @@ def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(
             f"expected a dense tensor as variable {name!r}, got one with the layout "
-            f"{tensor.layout}; try tensor.to_dense(), or pad a nested tensor."
+            f"{tensor.layout}; try tensor.to_dense(), or pad a nested tensor"
         )
     if tensor.is_meta:
         raise TypeError(
             f"expected a tensor with values as variable {name!r}, got one on the meta device; try "
-            "the tensor that holds the data."
+            "the tensor that holds the data"
         )
     try:
         return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     except TypeError as err:
         raise TypeError(
             f"expected a dtype that numpy has for variable {name!r}, got a tensor of "
-            f"{tensor.dtype}; try tensor.float()."
+            f"{tensor.dtype}; try tensor.float()"
         ) from err
 
 

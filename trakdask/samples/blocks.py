@@ -14,6 +14,7 @@ import xarray as xr
 
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
+from trakdask.execution.layers import take
 from trakdask.samples.coords import check_name
 from trakdask.variables import SAMPLE
 
@@ -48,14 +49,14 @@ class Field:
             raise ValueError(
                 f"expected shape {self.shape} in variable {name!r}, as sample 0 has, got "
                 f"{value.shape} for sample {sample}; try padding or cropping all samples to one "
-                "shape."
+                "shape"
             )
         # Floating-point values may be rounded, but integers must not overflow.
         casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
         if not np.can_cast(value.dtype, self.dtype, casting):
             raise ValueError(
                 f"expected dtype {self.dtype} in variable {name!r}, as sample 0 has, got "
-                f"{value.dtype} for sample {sample}; try one dtype for all samples."
+                f"{value.dtype} for sample {sample}; try one dtype for all samples"
             )
 
 
@@ -72,7 +73,7 @@ def check_chunks(chunks: int) -> int:
     if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
         raise ValueError(
             f"expected a positive integer as chunks, the samples per block, got {chunks!r}; try "
-            "chunks=512."
+            "chunks=512"
         )
     return int(chunks)
 
@@ -82,7 +83,7 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
     if dtype.kind not in "biufc":
         raise TypeError(
             f"expected numbers or booleans in variable {name!r}, as models read tensors, got dtype "
-            f"{dtype}; try one numeric array, or metadata: coords={{{name!r}: ...}}."
+            f"{dtype}; try one numeric array, or pass it as metadata: coords={{{name!r}: ...}}"
         )
 
 
@@ -122,7 +123,7 @@ def read_bundle(
 def _member(name: str, bundle: da.Array, field: Field, source: Spooled, size: int) -> Any:
     axes = tuple(range(1 + len(field.shape)))
     return da.blockwise(
-        _take,
+        take,
         axes,
         bundle,
         axes[:1],
@@ -147,10 +148,6 @@ def _read_bundle(source: Spooled, n: int, size: int, block_id: tuple[int, ...]) 
     start = block_id[0] * size
     reader: Reader = source.get()
     return reader.read(start, min(start + size, n))
-
-
-def _take(bundle: Mapping[str, Array], name: str) -> Array:
-    return bundle[name]
 
 
 def _chunks(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:

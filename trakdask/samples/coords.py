@@ -62,14 +62,14 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     if not isinstance(coords, Mapping):
         raise TypeError(
             "expected a mapping from name to values, or a pandas DataFrame, as coords, got "
-            f"{type(coords).__name__}; try coords={{'label': labels}}."
+            f"{type(coords).__name__}; try coords={{'label': labels}}"
         )
     for name in coords:
         check_name(name, "coord")
         if name in names:
             raise ValueError(
-                f"expected {name!r} as the name of a variable or of a coord, got both; try it "
-                "among the coords only, which models can read, too."
+                f"expected different names for variables and coords, got {name!r} for both; try "
+                "it as a coord only, since models can read coords as well"
             )
     return {name: normalise_coord(name, values, n) for name, values in coords.items()}
 
@@ -115,38 +115,38 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     if array.shape != (n,):
         raise ValueError(
             f"expected shape ({n},) for coord {name!r}, one value per sample, got {array.shape}; "
-            f"try one value for each of the {n} samples."
+            f"try one value for each of the {n} samples"
         )
     return _portable(name, array)
 
 
 def check_name(name: object, what: str) -> None:
-    """Reject names of dimensions and of variables of results.
+    """Reject a name that a dimension or a variable of results already has.
 
     Parameters
     ----------
     name
         Name of a variable or coord.
     what
-        How the error calls it.
+        What the error message calls it: "variable" or "coord".
 
     Raises
     ------
     TypeError
-        If the name is no string.
+        If the name is not a string.
     ValueError
         If the name is reserved.
     """
     if not isinstance(name, str):
         raise TypeError(
             f"expected a str as the name of a {what}, got {name!r} ({type(name).__name__}); try "
-            f"{str(name)!r}."
+            f"{str(name)!r}"
         )
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
         other = "sample_id" if name == variables.SAMPLE else f"my_{name}"
         raise ValueError(
             f"expected a name for the {what} that trakdask does not use itself, got {name!r}; try "
-            f"{other!r}."
+            f"{other!r}"
         )
 
 
@@ -154,7 +154,7 @@ def _check_columns(frame: pd.DataFrame) -> None:
     if not frame.columns.is_unique:
         twice = list(frame.columns[frame.columns.duplicated()].unique())
         raise ValueError(
-            f"expected columns with different names, got several named {twice}; try renaming them."
+            f"expected columns with different names, got several named {twice}; try renaming them"
         )
 
 
@@ -162,7 +162,7 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if dask.base.is_dask_collection(values):
         raise TypeError(
             f"expected values in memory for coord {name!r}, got a lazy {type(values).__name__}; "
-            f"try {name}.compute()."
+            f"try {name}.compute()"
         )
     if isinstance(values, torch.Tensor):
         return _from_tensor(name, values)
@@ -175,22 +175,22 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
         raise TypeError(
             f"expected one value per sample for coord {name!r}, got {type(values).__name__}; try a "
-            "list or an array."
+            "list or an array"
         )
     # As objects first: numpy would write [1, "a"] as two strings.
     return np.fromiter(values, dtype=object, count=len(values))
 
 
 def without_mask(what: str, array: Any) -> Any:
-    """Refuse an array that hides values; one that could hide values but does not becomes plain."""
+    """Return the data of a masked array that masks nothing; reject one with masked values."""
     if not isinstance(array, np.ma.MaskedArray):
         return array
-    hidden = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
-    if hidden.any():
+    masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
+    if masked.any():
         raise ValueError(
-            f"expected an array without hidden values as {what}, got {int(hidden.sum())} samples "
-            f"with masked values, the first is sample {int(hidden.argmax())}; try "
-            "array.filled(value), or array[~array.mask] to leave them out."
+            f"expected an array without masked values as {what}, got {int(masked.sum())} samples "
+            f"with masked values, the first of them sample {int(masked.argmax())}; try "
+            "array.filled(value), or array[~array.mask] to leave them out"
         )
     return array.data
 
@@ -202,7 +202,7 @@ def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         raise TypeError(
             f"expected a dense tensor of a dtype that numpy has for coord {name!r}, got "
             f"{tensor.dtype} with the layout {tensor.layout}; try tensor.float() or "
-            "tensor.to_dense()."
+            "tensor.to_dense()"
         ) from err
 
 
@@ -215,7 +215,7 @@ def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
     if isinstance(series.dtype, pd.DatetimeTZDtype):
         raise TypeError(
             f"expected times without a time zone for coord {name!r}, got {series.dtype.tz}; try "
-            f"{name}.dt.tz_convert('UTC').dt.tz_localize(None)."
+            f"{name}.dt.tz_convert('UTC').dt.tz_localize(None)"
         )
     if series.dtype.kind in "biu":  # pandas' own dtypes can have missing values
         _check_present(name, series.isna())
@@ -233,7 +233,7 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return _strings(name, array)
     raise TypeError(
         f"expected numbers, booleans, strings or times for coord {name!r}, got dtype "
-        f"{array.dtype}; try {name}.astype(str), or leave it out."
+        f"{array.dtype}; try {name}.astype(str), or leave it out"
     )
 
 
@@ -247,8 +247,8 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     if all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
         return np.array(array.tolist())
     raise TypeError(
-        f"expected numbers, booleans, strings or times for coord {name!r}, one kind of them, got "
-        f"{sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str), or leave it out."
+        f"expected only numbers, booleans, strings or times for coord {name!r}, got a mixture of "
+        f"{sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str), or leave it out"
     )
 
 
@@ -268,14 +268,12 @@ def _strings(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     try:
         return array.astype(np.dtypes.StringDType(), copy=False)
-    except (
-        UnicodeEncodeError,
-        TypeError,
-    ) as err:  # raised for objects, and for fixed-width strings
+    # Objects raise the first of these, fixed-width strings the second.
+    except (UnicodeEncodeError, TypeError) as err:
         bad = next(i for i, text in enumerate(array.tolist()) if not _is_unicode(text))
         raise ValueError(
             f"expected text that UTF-8 can hold for coord {name!r}, got {array[bad]!r} for sample "
-            f"{bad} (a lone surrogate); try text.encode('utf-8', 'replace').decode()."
+            f"{bad} (a lone surrogate); try text.encode('utf-8', 'replace').decode()"
         ) from err
 
 
@@ -295,7 +293,7 @@ def _nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]
     if not same.all():
         raise ValueError(
             f"expected times from 1677 to 2262 for coord {name!r}, as datetime64[ns] can hold, got "
-            f"{array[~same][0]}; try {name}.astype(str)."
+            f"{array[~same][0]}; try {name}.astype(str)"
         )
     return times
 
@@ -304,7 +302,7 @@ def _check_present(name: str, missing: Any) -> None:
     missing = np.asarray(missing)
     if missing.any():
         raise ValueError(
-            f"expected a value for every sample for coord {name!r}, got {int(missing.sum())} "
-            f"missing, the first for sample {int(missing.argmax())}; try {name}.fillna('') for "
-            "strings, .fillna(-1) for integers."
+            f"expected a value of coord {name!r} for every sample, got {int(missing.sum())} "
+            f"missing, the first for sample {int(missing.argmax())}; try "
+            f"{name}.fillna('') for strings, or {name}.fillna(-1) for integers"
         )

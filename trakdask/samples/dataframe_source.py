@@ -104,11 +104,11 @@ def _check_variables(variables: Any) -> None:
     ):
         raise TypeError(
             "expected a mapping from the name of a variable to a column as variables, got "
-            f"{variables!r}; try variables={{'x': 'column'}}."
+            f"{variables!r}; try variables={{'x': 'column'}}"
         )
     if not variables:
         raise ValueError(
-            "expected at least one model input, got variables={}; try variables={'x': 'column'}."
+            "expected at least one model input, got variables={}; try variables={'x': 'column'}"
         )
 
 
@@ -117,11 +117,11 @@ def _check_coords(coords: Any) -> tuple[str, ...]:
     names = tuple(given)
     if not all(isinstance(name, str) for name in names) or isinstance(coords, Mapping):
         raise TypeError(
-            f"expected names of columns as coords, got {coords!r}; try coords=['column']."
+            f"expected names of columns as coords, got {coords!r}; try coords=['column']"
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"expected different columns as coords, got {twice} several times; try each name once."
+            f"expected different columns as coords, got {twice} several times; try each name once"
         )
     return names
 
@@ -132,20 +132,19 @@ def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
         if column not in columns:
             near = difflib.get_close_matches(column, columns, n=3) or columns
             raise ValueError(
-                f"expected a column of the table, got {column!r}, which it lacks; try one of "
-                f"{near}."
+                f"expected the name of a column of the table, got {column!r}; try one of {near}"
             )
         if columns.count(column) > 1:
             raise ValueError(
                 f"expected one column {column!r}, got {columns.count(column)} of this name; try "
-                "renaming them."
+                "renaming them"
             )
 
 
 def _check_rows(n: int) -> None:
     if n == 0:
         raise ValueError(
-            "expected at least one row, got an empty table; try another path or selection of rows."
+            "expected at least one row, got an empty table; try another path or selection of rows"
         )
 
 

@@ -17,6 +17,8 @@ __all__ = ["ParquetRows", "stack"]
 
 Array = np.ndarray[Any, Any]
 
+_SUFFIXES = (".parquet", ".parq")
+
 
 class ParquetRows:
     """Parquet files as one table, from which tasks read only the row groups that they need.
@@ -112,13 +114,13 @@ class ParquetRows:
         except FileNotFoundError as err:
             raise FileNotFoundError(
                 f"expected a parquet file, got {path!r}, which does not exist; try another path or "
-                "pattern."
+                "pattern"
             ) from err
         except (pa.ArrowException, OSError) as err:
             raise ValueError(
                 f"expected a parquet file, got {path!r}, which cannot be read as one "
                 f"({str(err).splitlines()[0][:200]}); try pandas.read_csv(path) or the like, and "
-                "td.from_dataframe of the DataFrame."
+                "td.from_dataframe of the DataFrame"
             ) from err
 
     def _version(self, path: str) -> tuple[Any, ...]:
@@ -132,11 +134,12 @@ def _expand(paths: list[str]) -> tuple[Any, list[str]]:
     for path in paths:
         fs, matches = _matches(path)
         for match in sorted(matches):
-            files += _parquet_files(fs, match) if fs.isdir(match) else [match]
+            inside = sorted(fs.find(match)) if fs.isdir(match) else None
+            files += [match] if inside is None else [p for p in inside if p.endswith(_SUFFIXES)]
     if fs is None or not files:
         raise FileNotFoundError(
             f"expected at least one parquet file, got {paths}, which matches none; try another "
-            "path or pattern (in a folder, files are named *.parquet or *.parq)."
+            "path or pattern (in a folder, files are named *.parquet or *.parq)"
         )
     return fs, files
 
@@ -145,20 +148,13 @@ def _matches(path: str) -> tuple[Any, list[str]]:
     try:
         fs, _, matches = get_fs_token_paths(path)
         return fs, matches
-    except (
-        ValueError,
-        ImportError,
-        OSError,
-    ) as err:  # unknown protocol, or its package is not installed
+    # An unknown protocol, one whose package is not installed, or a folder that cannot be read.
+    except (ValueError, ImportError, OSError) as err:
         kind = ImportError if isinstance(err, ImportError) else ValueError
         raise kind(
             f"expected a path, URL or pattern of parquet files that fsspec can open, got {path!r} "
-            f"({err}); try a local path, or a URL such as 's3://bucket/train/*.parquet'."
+            f"({err}); try a local path, or a URL such as 's3://bucket/train/*.parquet'"
         ) from err
-
-
-def _parquet_files(fs: Any, folder: str) -> list[str]:
-    return [path for path in sorted(fs.find(folder)) if path.endswith((".parquet", ".parq"))]
 
 
 def _from_arrow(name: str, column: Any, start: int, per_row: int = 1) -> Array:
@@ -177,7 +173,7 @@ def _from_arrow(name: str, column: Any, start: int, per_row: int = 1) -> Array:
         raise ValueError(
             f"expected lists of length {int(lengths[0])} in variable {name!r}, as sample {start} "
             f"has, got {int(lengths[other])} for sample {start + other // per_row}; try padding or "
-            "cropping all lists to one length."
+            "cropping all lists to one length"
         )
     width = int(lengths[0])
     inner = _from_arrow(name, column.flatten(), start, per_row * max(1, width))
@@ -187,7 +183,7 @@ def _from_arrow(name: str, column: Any, start: int, per_row: int = 1) -> Array:
 def _missing(name: str, sample: int) -> ValueError:
     return ValueError(
         f"expected a value in every row of variable {name!r}, got none for sample {sample}; try "
-        "filling or dropping such rows first."
+        "filling or dropping such rows first"
     )
 
 
@@ -243,5 +239,5 @@ def _as_row(name: str, sample: int, value: Any) -> Array:
     except ValueError as err:
         raise ValueError(
             f"expected nested lists of one length in variable {name!r}, got some that differ in "
-            f"length for sample {sample}; try padding or cropping all lists to one length."
+            f"length for sample {sample}; try padding or cropping all lists to one length"
         ) from err

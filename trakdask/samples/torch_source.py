@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import pkgutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,6 +14,7 @@ import torch
 import xarray as xr
 from torch.utils.data import DataLoader, IterableDataset
 
+from trakdask.checks import import_callable
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
 from trakdask.samples.blocks import Field, assemble, check_chunks, check_dtype, read_bundle
@@ -42,7 +42,8 @@ def from_torch(
         a zero-argument callable or ``"package.module:callable"`` that returns it, called once per
         process. Items are tuples or lists, mappings, or single tensors.
     names
-        Name of each field of an item, None for a field to leave out; of mappings, the keys to use.
+        Name of each field of an item, or None to leave a field out. If items are mappings, the
+        keys to use.
     coords
         As in :func:`from_arrays`.
     chunks
@@ -94,17 +95,17 @@ def _check_names(names: Any) -> tuple[str | None, ...]:
     given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
     if not all(name is None or isinstance(name, str) for name in given):
         raise TypeError(
-            f"expected the name of each field of an item as names, None for one to leave out, got "
-            f"{names!r}; try names=('image', 'label')."
+            "expected the name of each field of an item as names, or None to leave a field out, "
+            f"got {names!r}; try names=('image', 'label')"
         )
     if not any(given):
         raise ValueError(
             f"expected a name for at least one field, got names={names!r}; try names=('image', "
-            "'label')."
+            "'label')"
         )
     if len(set(given) - {None}) < len(given) - given.count(None):
         raise ValueError(
-            f"expected different names, got names={given}; try another name for one of the fields."
+            f"expected different names, got names={given}; try another name for one of the fields"
         )
     return given
 
@@ -115,14 +116,14 @@ def _check_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
     if not isinstance(shapes, Mapping):
         raise TypeError(
             f"expected a mapping from name to shape as shapes, got {shapes!r}; try "
-            "shapes={'image': (3, 32, 32)}."
+            "shapes={'image': (3, 32, 32)}"
         )
     for name, shape in shapes.items():
         lengths = shape if isinstance(shape, tuple | list) else [None]
         if not all(isinstance(length, int) and length >= 0 for length in lengths):
             raise ValueError(
                 f"expected a tuple of lengths as the shape of {name!r}, got {shape!r}; try "
-                f"shapes={{{name!r}: (3, 32, 32)}}."
+                f"shapes={{{name!r}: (3, 32, 32)}}"
             )
     return {name: tuple(shape) for name, shape in shapes.items()}
 
@@ -150,7 +151,7 @@ class _DatasetReader:
         if n == 0:
             raise ValueError(
                 "expected at least one sample, got a dataset of length 0; try another selection of "
-                "samples."
+                "samples"
             )
         item = self._item(0)
         for name, value in item.items():
@@ -158,7 +159,7 @@ class _DatasetReader:
         if unknown := shapes.keys() - item.keys():
             raise ValueError(
                 f"expected shapes of some of {list(item)}, got {sorted(unknown)}; try "
-                f"shapes={{{next(iter(item))!r}: ...}}."
+                f"shapes={{{next(iter(item))!r}: ...}}"
             )
         self.fields = {
             name: Field(shapes.get(name, tuple(value.shape)), value.dtype)
@@ -171,7 +172,7 @@ class _DatasetReader:
     def warn_if_random(self) -> None:
         """Warn if item 0 differs when it is read again, as with random augmentation.
 
-        It is read three more times, which detects a random flip in three of four cases.
+        It is read three more times, which detects a random flip three times out of four.
         """
         before = self._item(0)
         for _ in range(2):
@@ -210,7 +211,7 @@ class _DatasetReader:
         except Exception as err:
             raise RuntimeError(
                 "expected an item for every index below len(dataset), got an error for sample "
-                f"{index}: {err!r}; try dataset[{index}]."
+                f"{index}: {err!r}; try dataset[{index}]"
             ) from err
         return {
             name: _to_numpy(name, index, value)
@@ -221,46 +222,29 @@ class _DatasetReader:
 def _open(given: Any) -> Any:
     dataset = given
     if isinstance(given, str):
-        dataset = _imported(given)()
+        dataset = import_callable(given, "dataset")()
     elif callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
         dataset = given()
     if isinstance(dataset, DataLoader):
         raise TypeError(
             "expected a dataset, got a DataLoader, whose items are batches; try "
-            "td.from_torch(loader.dataset, names=...)."
+            "td.from_torch(loader.dataset, names=...)"
         )
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise TypeError(
             "expected a map-style dataset, with __len__ and __getitem__, as blocks are read by "
             f"index, got {type(dataset).__name__}; try list(dataset), or write the samples to zarr "
-            "or parquet first."
+            "or parquet first"
         )
     if isinstance(dataset, Mapping | pd.DataFrame | xr.Dataset):
         other = "td.from_arrays" if isinstance(dataset, Mapping) else "td.from_dataframe"
         other = "td.featurize(dataset, ...)" if isinstance(dataset, xr.Dataset) else other
         raise TypeError(
             "expected a map-style torch dataset, whose items are read by index, got "
-            f"{type(dataset).__name__}; try {other}."
+            f"{type(dataset).__name__}; try {other}"
         )
     return dataset
-
-
-def _imported(name: str) -> Callable[[], Any]:
-    try:
-        target = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as err:
-        raise ImportError(
-            "expected dataset = 'package.module:callable' that can be imported, got "
-            f"{name!r} ({type(err).__name__}: {err}); try the callable itself, or an installed "
-            "module that every worker can import."
-        ) from err
-    if not callable(target):
-        raise TypeError(
-            f"expected a callable at dataset = {name!r}, got {type(target).__name__}; try the name "
-            "of a function that returns the dataset"
-        )
-    return cast(Callable[[], Any], target)
 
 
 def _equal(left: Array, right: Array) -> bool:
@@ -277,14 +261,14 @@ def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, An
                 near = difflib.get_close_matches(name, map(str, item), n=3) or list(item)
                 raise ValueError(
                     f"expected the key {name!r} in sample {index}, got {list(item)}; try one of "
-                    f"{near}."
+                    f"{near}"
                 )
         return {name: item[name] for name in wanted}
     fields = item if isinstance(item, tuple | list) else (item,)
     if len(fields) != len(names):
         raise ValueError(
             f"expected {len(names)} fields in sample {index}, for the names {names}, got "
-            f"{len(fields)}; try a name for every field, None for one to leave out."
+            f"{len(fields)}; try a name for every field, or None to leave a field out"
         )
     return {name: field for name, field in zip(names, fields, strict=True) if name is not None}
 
@@ -309,5 +293,5 @@ def _to_numpy(name: str, index: int, value: Any) -> Array:
         raise ValueError(
             f"expected an array of numbers as variable {name!r} of sample {index}, got "
             f"{type(value).__name__} that numpy cannot read ({err}); try converting it in "
-            "__getitem__."
+            "__getitem__"
         ) from err

@@ -76,24 +76,24 @@ def _check_form(ds: Any) -> None:
     if not isinstance(ds, xr.Dataset):
         raise TypeError(
             f"expected an xarray.Dataset as samples, got {type(ds).__name__}; try td.from_arrays, "
-            "td.from_torch or td.from_dataframe."
+            "td.from_torch or td.from_dataframe"
         )
     if SAMPLE not in ds.dims:
         raise ValueError(
             f"expected the dimension {SAMPLE!r} in samples, got {list(ds.sizes)}; try "
-            f"ds.rename({next(iter(ds.sizes), 'row')}={SAMPLE!r})."
+            f"ds.rename({next(iter(ds.sizes), 'row')}={SAMPLE!r})"
         )
     if not ds.data_vars:
         raise ValueError(
             "expected at least one model input among the variables of samples, got only the "
-            f"coords {list(ds.coords)}; try ds.reset_coords('name')."
+            f"coords {list(ds.coords)}; try ds.reset_coords('name')"
         )
     for name, array in ds.data_vars.items():
         check_name(name, "variable")
         if SAMPLE not in array.dims:
             raise ValueError(
                 f"expected {SAMPLE!r} among the dimensions of variable {name!r}, got {array.dims}; "
-                f"try ds.drop_vars({name!r})."
+                f"try ds.drop_vars({name!r})"
             )
 
 
@@ -121,14 +121,14 @@ def _load_coords(ds: xr.Dataset) -> dict[str, Any]:
         if coord.ndim > 1:
             raise ValueError(
                 f"expected the dimension {SAMPLE!r} alone for coord {name!r}, got {coord.dims}; "
-                f"try ds.reset_coords({name!r}), which makes it a variable."
+                f"try ds.reset_coords({name!r}), which makes it a variable"
             )
     lazy = {name: coord.nbytes for name, coord in coords.items() if coord.chunks is not None}
     if sum(lazy.values()) > _COORDS_BYTES:
         raise ValueError(
             f"expected lazy coords of at most {_COORDS_BYTES} bytes, as coords are held in memory, "
             f"got {sum(lazy.values())} bytes in {lazy}; try ds.drop_vars(...), or "
-            "ds.reset_coords(...) to make one a variable."
+            "ds.reset_coords(...) to make one a variable"
         )
     return {str(name): coord.compute() for name, coord in coords.items()}
 

@@ -1,9 +1,10 @@
 """The interface of the TRAK package (``traker`` 0.3.2) on this engine.
 
-Replace ``trak`` by ``trakdask.trak`` in the imports of a script; nothing else changes. The modules
-have the original's names: ``traker``, ``gradient_computers``, ``modelout_functions``,
-``projectors``, ``savers``, ``score_computers`` and ``utils``. A run can be read by the original and
-continues a run of the original, unless it was started with ``TRAKer(..., mode="trakdask")``.
+Replace ``trak`` with ``trakdask.trak`` in the imports of a script; nothing else changes. The
+modules have the original's names: ``traker``, ``gradient_computers``, ``modelout_functions``,
+``projectors``, ``savers``, ``score_computers`` and ``utils``. The original can read a run, and a
+run can continue one of the original, unless it was started with
+``TRAKer(..., mode="trakdask")``.
 """
 
 from trakdask.trak.traker import TRAKer

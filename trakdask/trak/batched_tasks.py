@@ -1,4 +1,4 @@
-"""The built-in model outputs in the batched form that the engines of ``trakdask.models`` take."""
+"""The built-in model outputs in the batched form that the engines of ``trakdask.models`` use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["BatchedTask", "batched_task"]
 
 
 class BatchedTask(Protocol):
-    """The batched form of a built-in output: what the engines of :mod:`trakdask.models` take."""
+    """The batched form of a built-in output, as the engines of :mod:`trakdask.models` use it."""
 
     names: tuple[str, ...]
     """Names of the tensors of a batch, in their order."""
@@ -33,7 +33,7 @@ class BatchedTask(Protocol):
         """Return the derivative of the loss of each sample, (batch,)."""
 
     def require_valid(self, forward: Forward, batch: Batch) -> None:
-        """Check the values of a batch that failed."""
+        """Reject invalid values in a batch for which the model failed."""
 
 
 class _OfImages:
@@ -89,7 +89,7 @@ class _OfPairs:
         return self._modelout.one_minus_p(forward(**batch))[:, 0]
 
     def require_valid(self, forward: Forward, batch: Batch) -> None:
-        pass  # images and texts have no values that would be wrong
+        pass  # no values of images and texts are invalid
 
 
 _BATCHED: dict[type, Callable[[Any], BatchedTask]] = {
@@ -102,7 +102,7 @@ _BATCHED: dict[type, Callable[[Any], BatchedTask]] = {
 def batched_task(modelout: object) -> BatchedTask | None:
     """Return the batched form of a built-in output.
 
-    None for all others: subclasses of them, and instances that were given methods of their own.
+    None for all others, which include subclasses of these and instances with replaced methods.
     """
     batched = _BATCHED.get(type(modelout))
     if batched is None or {"get_output", "get_out_to_loss_grad"} & set(vars(modelout)):

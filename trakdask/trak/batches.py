@@ -31,14 +31,14 @@ _TAKE_FLAT = {
 
 
 def row_positions(inds: Iterable[int] | None, num_samples: int | None, cursor: int) -> np.ndarray:
-    """Return the rows of a batch: as given, or those from the cursor on."""
+    """Return the rows of a batch: those given, or the next ones from the cursor on."""
     if inds is None and num_samples is not None:
         return np.arange(cursor, cursor + num_samples)
     if inds is None or num_samples is not None:
         given = "neither" if inds is None else "both"
         raise AssertionError(
-            f"Exactly one of num_samples and inds should be specified: expected one, got {given}; "
-            "try num_samples=len(batch[0])"
+            "Exactly one of num_samples and inds should be specified: expected one of them, got "
+            f"{given}; try num_samples=len(batch[0])"
         )
     rows = inds.numpy(force=True) if isinstance(inds, Tensor) else np.asarray(inds)
     if rows.dtype.kind not in "iu":
@@ -47,7 +47,7 @@ def row_positions(inds: Iterable[int] | None, num_samples: int | None, cursor: i
 
 
 def require_within(rows: np.ndarray, size: int, name: str) -> None:
-    """Refuse rows outside [0, size)."""
+    """Reject rows outside [0, size)."""
     if len(rows) and not 0 <= rows.min() <= rows.max() < size:
         raise IndexError(
             f"expected positions below {name}={size}, got {rows.min()} to {rows.max()}; "
@@ -60,20 +60,22 @@ def projected(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the projected gradients of a batch, (batch, proj_dim), and Q if it came with them.
 
-    Gradients go from the layers to the projector without a detour where both are our own.
+    If both computer and projector are our own, gradients are streamed from layers to projector.
     """
     out_to_loss = None
     if getattr(computer, "can_stream", False) and isinstance(projector, StreamProjector):
-        found, out_to_loss = _streamed(computer, projector, batch, model_id)
+        features, out_to_loss = _streamed(computer, projector, batch, model_id)
     elif getattr(computer, "can_stream", False) and type(projector) in _TAKE_FLAT:
         grads, out_to_loss = computer.flat_per_sample_grad(batch)
-        found = projector.project(grads, model_id=model_id)
+        features = projector.project(grads, model_id=model_id)
     else:
         grads = computer.compute_per_sample_grad(batch=batch)
-        found = projector.project(grads, model_id=model_id)
-    if len(found) != n_rows:
-        raise ValueError(f"expected gradients of {n_rows} samples, got {len(found)}; {_LAST_BATCH}")
-    return found, out_to_loss
+        features = projector.project(grads, model_id=model_id)
+    if len(features) != n_rows:
+        raise ValueError(
+            f"expected gradients of {n_rows} samples, got {len(features)}; {_LAST_BATCH}"
+        )
+    return features, out_to_loss
 
 
 def _streamed(

@@ -1,4 +1,4 @@
-"""Projectors of the TRAK package for CUDA devices, by the extension ``fast_jl``."""
+"""Projectors of the TRAK package for CUDA devices, which use the extension ``fast_jl``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class CudaProjector(AbstractProjector):
         As in :class:`AbstractProjector`; ``proj_dim`` is a multiple of 512. The seed of a model id
         is ``seed + 10_000 * model_id``.
     max_batch_size
-        Samples that a kernel may take: 8, 16 or 32. Another number means the next smaller one, as
-        40 does in the original too, where 24 fails.
+        Most samples per kernel launch: 8, 16 or 32. Other numbers are rounded down to one of these.
+        (The original does so for 40, but fails for 24.)
 
     Raises
     ------
@@ -38,9 +38,9 @@ class CudaProjector(AbstractProjector):
 
     Notes
     -----
-    See :class:`trakdask.FastJL`, which does the work: the matrix depends on the number of
-    multiprocessors of the GPU, and gradients are rounded to float16. This class has not been run on
-    a GPU yet; its calls are tested with a stand-in for the extension.
+    This class uses :class:`trakdask.FastJL`: the matrix depends on the number of multiprocessors of
+    the GPU, and gradients are rounded to float16. It has not run on a GPU yet; its calls are tested
+    with a substitute for the extension.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CudaProjector(AbstractProjector):
         where = torch.device(device)
         if where.type != "cuda":
             raise ValueError(
-                f"expected a CUDA device, got device={str(device)!r}; try BasicProjector there"
+                f"expected a CUDA device, got device={str(device)!r}; try BasicProjector"
             )
         if max_batch_size < _KERNELS[0]:
             raise ValueError(
@@ -88,11 +88,11 @@ class CudaProjector(AbstractProjector):
         return sums.float()
 
     def free_memory(self) -> None:
-        """Do nothing: the matrix is never held."""
+        """Do nothing, since the matrix is never in memory."""
 
 
 class ChunkedCudaProjector:
-    """Project consecutive chunks of the gradient elements by one projector each, and add up.
+    """Project consecutive chunks of the gradient with one projector each, and add the results.
 
     Parameters
     ----------
@@ -101,12 +101,12 @@ class ChunkedCudaProjector:
     max_chunk_size
         Elements of the largest chunk.
     params_per_chunk
-        Elements of each chunk. A parameter may lie in several chunks.
+        Elements of each chunk. A parameter may span several chunks.
     feat_bs
-        Samples that are projected at once. A larger batch is projected in parts; the original
-        raises an error.
+        Samples that are projected at once. A larger batch is projected in parts, whereas the
+        original raises an error.
     device, dtype
-        Of the input buffer; of the result. Chunks are added in float32.
+        Device of the input buffer, and dtype of the result. Chunks are added in float32.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class ChunkedCudaProjector:
         self.input_allocated = False
 
     def allocate_input(self) -> None:
-        """Make the buffer ``ch_input``, (feat_bs, elements of the largest chunk)."""
+        """Allocate the buffer ``ch_input``, (feat_bs, elements of the largest chunk)."""
         if not self.input_allocated:
             size = (self.feat_bs, min(self.max_chunk_size, max(self.params_per_chunk)))
             self.ch_input = torch.zeros(size, device=self.device, dtype=self.dtype)
             self.input_allocated = True
 
     def free_memory(self) -> None:
-        """Release the buffer, and what the projectors of the chunks hold."""
+        """Release the buffer, and the memory of the projectors of the chunks."""
         self.input_allocated = False
         vars(self).pop("ch_input", None)
         for projector in self.projector_per_chunk:
@@ -169,7 +169,7 @@ class ChunkedCudaProjector:
 
 
 def _copy_columns(flat: Sequence[Tensor], start: int, into: Tensor) -> None:
-    """Copy columns from ``start`` on of tensors that lie side by side."""
+    """Copy columns of adjacent tensors, from column ``start`` on."""
     position = 0
     for part in flat:
         first = max(start, position)

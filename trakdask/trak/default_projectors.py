@@ -1,4 +1,4 @@
-"""The projector that :class:`TRAKer` takes unless it is given one."""
+"""The projector that :class:`TRAKer` uses by default."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _log = logging.getLogger("TRAK")
 
 @dataclass(frozen=True)
 class DefaultProjector:
-    """What decides on the projector.
+    """The settings that determine the default projector.
 
     Parameters
     ----------
     sizes
         Elements of each parameter that is differentiated.
     proj_dim, seed, dtype, device, max_batch_size
-        As of the projectors.
+        As for the projectors.
     """
 
     sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class DefaultProjector:
     max_batch_size: int
 
     def make(self) -> BasicProjector | CudaProjector | ChunkedCudaProjector:
-        """Return a normal matrix on a CPU, ±1 elsewhere, by ``fast_jl`` if it works."""
+        """Return a normal matrix on a CPU, ±1 on other devices, with ``fast_jl`` if it works."""
         if self.device.type == "cpu":
             _log.info("Using BasicProjector with a normal matrix, since the device is a CPU")
             return self._basic(ProjectionType.normal)
@@ -93,9 +93,9 @@ class DefaultProjector:
 
 
 def chunk_seeds(seed: int, n_chunks: int) -> list[int]:
-    """Return the original's seed of each chunk, but never one twice.
+    """Return the original's seed of each chunk, but no seed twice.
 
-    The original draws from 500 numbers, so that chunks can share a matrix.
+    The original draws from 500 numbers, so that chunks may share a matrix.
     """
     seeds: list[int] = []
     for drawn in np.random.default_rng(seed).integers(0, _CHUNK_SEEDS, size=n_chunks).tolist():
@@ -105,7 +105,7 @@ def chunk_seeds(seed: int, n_chunks: int) -> list[int]:
 
 
 def seeds_of(projector: Any) -> str:
-    """Say whether the seeds of all parts of a matrix are those of the original."""
+    """Describe whether all parts of a matrix have the seeds of the original."""
     parts = getattr(projector, "projector_per_chunk", ())
     beyond = getattr(projector, "num_blocks", 1) > 100
     repaired = any(getattr(part, "seed", 0) >= _CHUNK_SEEDS for part in parts)

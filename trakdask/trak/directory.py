@@ -1,4 +1,4 @@
-"""The ``save_dir`` of a TRAKer as it is on disk: checked, and only read."""
+"""Read and check the ``save_dir`` of a TRAKer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOT_OF_THE_MATRIX = ("lambda_reg", "version")
 
 @dataclass(frozen=True)
 class Run:
-    """A directory, its metadata, and the model ids that are opened."""
+    """A directory, its metadata, and the model ids to open."""
 
     folder: Path
     metadata: Mapping[str, Any]
@@ -55,11 +55,11 @@ class Run:
         return int(self.metadata[_PROJ_DIM])
 
     def paths(self, file: str) -> tuple[Path, ...]:
-        """Return the file of this name of every checkpoint."""
+        """Return the path of the file with this name for every checkpoint."""
         return tuple(self.folder / str(id) / file for id in self.ids)
 
     def attrs(self) -> dict[str, Any]:
-        """Return what features and targets of this directory share and no other features have."""
+        """Return the attrs that identify features and targets of this directory."""
         files = zip(*(self.paths(name) for name in (GRADS, OUT_TO_LOSS, FLAGS)), strict=True)
         return {
             "projector": {"kind": "traker", "proj_dim": self.proj_dim, "metadata": self._matrix()},
@@ -72,20 +72,20 @@ class Run:
         }
 
     def _matrix(self) -> dict[str, Any]:
-        """Return what the metadata say of the projection; runs of ``trakdask.trak`` say more."""
+        """Return the metadata of the projection, of which runs of ``trakdask.trak`` have more."""
         about = {key: value for key, value in self.metadata.items() if key != _TRAIN_SIZE}
         if isinstance(extra := about.get(EXTRA), Mapping):
             about[EXTRA] = {k: value for k, value in extra.items() if k not in _NOT_OF_THE_MATRIX}
         return about
 
     def source(self, of: str = "") -> str:
-        """Name the samples: by the path, so that a checkpoint may be added later."""
+        """Identify the samples by the path, so that a checkpoint may be added later."""
         about = {"path": str(self.folder), "samples": self.n_samples, "of": of}
         return f"traker-{digest(about)[:32]}"
 
 
 def find_run(save_dir: str | os.PathLike[str], model_ids: Iterable[int] | None) -> Run:
-    """Return the run that is in a folder, with all of its checkpoints or the chosen ones."""
+    """Return the run in a folder, with all of its checkpoints or the chosen ones."""
     folder = _existing(save_dir)
     return Run(folder, _metadata(folder), _chosen(folder, model_ids))
 
@@ -94,7 +94,7 @@ def _existing(save_dir: str | os.PathLike[str]) -> Path:
     folder = Path(save_dir).expanduser().resolve()
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"expected the save_dir of a TRAKer, got {str(save_dir)!r}, which is no folder; try "
+            f"expected the save_dir of a TRAKer, got {str(save_dir)!r}, which is not a folder; try "
             f"the absolute path (this process runs in {os.getcwd()})"
         )
     return folder
@@ -106,42 +106,44 @@ def _metadata(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"expected metadata.json in {folder}, got {_listed(folder)}; try {_instead(folder)}"
         )
-    found = _json(path)
-    sizes = [found.get(_PROJ_DIM), found.get(_TRAIN_SIZE)]
+    metadata = _json(path)
+    sizes = [metadata.get(_PROJ_DIM), metadata.get(_TRAIN_SIZE)]
     if not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(
             f"expected positive whole numbers for {_PROJ_DIM!r} and {_TRAIN_SIZE!r} in {path}, got "
-            f"{sizes}; try to restore the file from the arguments of the TRAKer"
+            f"{sizes}; try restoring the file from the arguments of the TRAKer"
         )
-    return found
+    return metadata
 
 
 def _instead(folder: Path) -> str:
-    """Return what may have been meant by a folder without metadata."""
+    """Return a suggestion of what to do about a folder without metadata."""
     nested = sorted(path.parent.name for path in folder.glob("*/metadata.json"))
     if nested:
         return f"one of the runs inside it: {nested}"
     return (
-        "to make a TRAKer there with the arguments of the run and load_from_save_dir=True, which "
+        "creating a TRAKer there with the arguments of the run and load_from_save_dir=True, which "
         "writes the file"
     )
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as err:
         raise ValueError(
-            f"expected JSON in {path}, got {err}; try to restore the file, which a job that was "
-            "killed may have cut short"
+            f"expected JSON in {path}, got a damaged file ({err}); try restoring it, since a job "
+            "that was killed may have truncated it"
         ) from err
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a JSON object in {path}, got {found!r:.60}; try to restore it")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"expected a JSON object in {path}, got {content!r:.60}; try restoring the file"
+        )
+    return content
 
 
 def _chosen(folder: Path, model_ids: Iterable[int] | None) -> tuple[int, ...]:
-    """Return the model ids to open: registered in this folder, not in those inside it."""
+    """Return the model ids to open, of those registered in this folder but not in subfolders."""
     stems = (path.stem.removeprefix("id_") for path in folder.glob("id_*.json"))
     known = sorted(int(stem) for stem in stems if stem.removeprefix("-").isdecimal())
     if not known:
@@ -166,15 +168,15 @@ def _chosen(folder: Path, model_ids: Iterable[int] | None) -> tuple[int, ...]:
 
 
 def require_experiment(run: Run, exp_name: str, paths: Sequence[Path]) -> None:
-    """Refuse the name of an experiment that is not there, or not at every checkpoint."""
+    """Reject the name of an experiment that does not exist, or not for every checkpoint."""
     having = [id for id, path in zip(run.ids, paths, strict=True) if path.is_file()]
     if len(having) == len(run.ids):
         return
     if having:
         raise ValueError(
-            f"expected target gradients of {exp_name!r} at the checkpoints {list(run.ids)} of "
-            f"{run.folder}, got them at {having} only; try td.open_traker(save_dir, {exp_name!r}, "
-            f"model_ids={having}), or score the others"
+            f"expected target gradients of {exp_name!r} for the checkpoints {list(run.ids)} of "
+            f"{run.folder}, got those for {having} only; try td.open_traker(save_dir, "
+            f"{exp_name!r}, model_ids={having}), or scoring with the others"
         )
     suffix = f"_{GRADS}"
     files = (path for id in run.ids for path in (run.folder / str(id)).glob(f"*{suffix}"))
@@ -186,20 +188,20 @@ def require_experiment(run: Run, exp_name: str, paths: Sequence[Path]) -> None:
 
 
 def require_finalized(run: Run, exp_name: str) -> None:
-    """Refuse target gradients of checkpoints that could not be scored: the files hold zeros."""
+    """Reject target gradients of checkpoints that are not finalized: the files contain zeros."""
     states = {id: _json(run.folder / f"id_{id}.json").get(str(id), {}) for id in run.ids}
     missing = [id for id, state in states.items() if state.get("is_finalized") != 1]
     if missing:
         raise ValueError(
             f"expected finalized features of every checkpoint of {exp_name!r}, since others are "
-            f"not scored, got none of model ids {missing} in {run.folder}; try "
-            "traker.finalize_features() and score the targets again, or td.open_traker(save_dir) "
+            f"not scored, got none for model ids {missing} in {run.folder}; try "
+            "traker.finalize_features() and scoring the targets again, or td.open_traker(save_dir) "
             "without exp_name"
         )
 
 
 def checked(path: Path, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> str:
-    """Check header and size of the file of an array, without reading rows; return its dtype."""
+    """Check the header and size of an array's file, without reading rows; return its dtype."""
     array = mapped(path)
     if array.shape not in shapes or array.dtype.name not in dtypes:
         raise ValueError(
@@ -211,24 +213,24 @@ def checked(path: Path, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]
 
 
 def mapped(path: Path) -> np.ndarray:
-    """Map a file read-only. The ending is .mmap, the format is that of .npy."""
+    """Memory-map a file read-only; files ending in .mmap have the format of .npy."""
     try:
         return open_memmap(path, mode="r")
     except FileNotFoundError as err:
         raise FileNotFoundError(
             f"expected the array {path.name} in {path.parent}, got {_listed(path.parent)}; try "
-            "model_ids= without this checkpoint, or featurize it again (finalize_features with "
+            "model_ids= without this checkpoint, or featurizing it again (finalize_features with "
             "del_grads=True removes grads.mmap)"
         ) from err
     except (ValueError, EOFError, OSError) as err:
         raise ValueError(
-            f"expected a whole array in {path}, got {path.stat().st_size:,} bytes ({err}); try to "
-            "copy the file again, or model_ids= without this checkpoint"
+            f"expected a complete array in {path}, got {path.stat().st_size:,} bytes ({err}); try "
+            "copying the file again, or model_ids= without this checkpoint"
         ) from err
 
 
 def state(paths: Iterable[Path]) -> str:
-    """Digest sizes and times of files, which change when a run goes on."""
+    """Return a digest of the sizes and times of files, which change as a run continues."""
     stats = [path.stat() for path in paths]
     return digest({"files": [[stat.st_size, stat.st_mtime_ns] for stat in stats]})[:32]
 

@@ -1,4 +1,4 @@
-"""What gradient computers are made of: parameters by name, checks, and gradients by vmap."""
+"""Parts of gradient computers: parameters by name, checks, and gradients by vmap."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ def vectorise(
     names: Sequence[str],
     sink: Callable[[str, Tensor], None],
 ) -> None:
-    """Hand on the gradients of the output of one sample, vectorised by ``torch.func.vmap``.
+    """Pass per-sample gradients to a sink, vectorised by ``torch.func.vmap``.
 
     Parameters
     ----------
     modelout
-        Has ``get_output(model, weights, buffers, *sample)``, which returns a scalar.
+        Object with ``get_output(model, weights, buffers, *sample)``, which returns a scalar.
     forward
         Model, weights and buffers.
     batch
-        What ``get_output`` takes, with the samples along the first axis.
+        The arguments of ``get_output``, with samples along the first axis.
     names
-        Parameters to differentiate by.
+        Parameters to differentiate with respect to.
     sink
-        Takes each gradient, (batch, numel), in the order of the names.
+        Receives each gradient, (batch, numel), in the order of the names.
     """
 
     def output_of_one(selected: dict[str, Tensor], *sample: Any) -> Tensor:
         weights = {**forward.parameters, **selected}
-        found = modelout.get_output(forward.module, weights, forward.buffers, *sample)
-        if not (isinstance(found, Tensor) and found.ndim == 0):
+        output = modelout.get_output(forward.module, weights, forward.buffers, *sample)
+        if not (isinstance(output, Tensor) and output.ndim == 0):
             raise ValueError(
                 f"expected a scalar tensor from {type(modelout).__name__}.get_output, which is "
-                f"called with one sample, got {shape_of(found)}; try .sum() on what it returns"
+                f"called with one sample, got {shape_of(output)}; try returning output.sum()"
             )
-        return found
+        return output
 
     selected = {name: forward.parameters[name] for name in names}
     in_dims = (None, *[0] * len(batch))
     every = torch.func.vmap(torch.func.grad(output_of_one), in_dims=in_dims, randomness="different")
-    with sdpa_kernel(SDPBackend.MATH):  # the attention that vmap does not run sample by sample
+    with sdpa_kernel(SDPBackend.MATH):  # vmap would run other backends sample by sample
         gradients = every(selected, *batch)
     for name in names:
         gradient = gradients.pop(name)
@@ -81,7 +81,7 @@ def vectorise(
 
 
 def require_output_of_sample(modelout: object) -> None:
-    """Refuse the built-in output that takes whole batches."""
+    """Reject the built-in output that takes whole batches."""
     if type(modelout) is IterativeImageClassificationModelOutput:
         raise TypeError(
             "expected an output that takes one sample at a time, got "
@@ -91,7 +91,7 @@ def require_output_of_sample(modelout: object) -> None:
 
 
 def require_output_of_batch(modelout: object) -> None:
-    """Refuse the built-in outputs that take one sample."""
+    """Reject the built-in outputs that take one sample."""
     if batched_task(modelout) is not None:
         raise TypeError(
             f"expected an output that takes whole batches, got {type(modelout).__name__}; try "
@@ -99,13 +99,13 @@ def require_output_of_batch(modelout: object) -> None:
         )
 
 
-def checked_outputs(found: object, size: int, modelout: Any) -> Tensor:
-    """Return the outputs of a batch, (batch,), if that is what they are."""
-    if isinstance(found, Tensor) and found.shape in ((size,), (size, 1)):
-        return found.reshape(size)
+def checked_outputs(outputs: object, size: int, modelout: Any) -> Tensor:
+    """Return the outputs of a batch as (batch,); reject values of any other form."""
+    if isinstance(outputs, Tensor) and outputs.shape in ((size,), (size, 1)):
+        return outputs.reshape(size)
     raise ValueError(
         f"expected one number per sample from {type(modelout).__name__}.get_output, shape "
-        f"({size},), got {shape_of(found)}; try to sum over the other axes"
+        f"({size},), got {shape_of(outputs)}; try summing over the other axes"
     )
 
 
@@ -116,21 +116,21 @@ def loss_gradient(
     buffers: Mapping[str, Tensor] | None,
     batch: Iterable[Any],
 ) -> Tensor:
-    """Return what the model output says; only an output of your own may differentiate for it."""
+    """Return the out-to-loss gradients; gradients are enabled for outputs of your own only."""
     is_built_in = type(modelout).__module__ == AbstractModelOutput.__module__
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_built_in):
-        found: Tensor = modelout.get_out_to_loss_grad(model, weights, buffers, batch)
-    return found.detach()
+        gradients: Tensor = modelout.get_out_to_loss_grad(model, weights, buffers, batch)
+    return gradients.detach()
 
 
 def why_hooks_differ(
     forward: Forward, task: BatchedTask, few: Batch, names: tuple[str, ...]
 ) -> str:
-    """Return why hooks cannot be used, or differ from one backward pass per sample; else ""."""
+    """Return why hooks fail or disagree with one backward pass per sample; "" if they agree."""
     try:
         with torch.enable_grad():
             require_same_as_loop("hooks", forward, task, few, names)
-    except Exception as err:  # whatever it is, vmap can do it or tells what is wrong
+    except Exception as err:  # vmap runs instead, and raises an error if it fails, too
         return f"{type(err).__name__}: {err}"
     return ""
 
@@ -138,7 +138,7 @@ def why_hooks_differ(
 def selected_parameters(
     weights: Mapping[str, Tensor], names: Sequence[str] | None
 ) -> dict[str, Tensor]:
-    """Return the parameters to differentiate by, in the order of the model."""
+    """Return the parameters to differentiate with respect to, in the order of the model."""
     if names is None:
         return dict(weights)
     for name in names:
@@ -156,13 +156,13 @@ def selected_parameters(
 
 
 def widest(tensors: Iterable[Tensor], at_least: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype that holds what each tensor's own dtype holds."""
+    """Return the dtype to which the dtypes of all tensors are promoted."""
     dtypes = [tensor.dtype for tensor in tensors]
     return reduce(torch.promote_types, dtypes if at_least is None else [at_least, *dtypes])
 
 
 def named(task: BatchedTask, batch: Sequence[Tensor]) -> Batch:
-    """Give the tensors of a batch their names."""
+    """Return the tensors of a batch by name."""
     if len(batch) != len(task.names):
         raise TypeError(
             f"expected a batch of {len(task.names)} tensors ({', '.join(task.names)}), got "
@@ -172,7 +172,7 @@ def named(task: BatchedTask, batch: Sequence[Tensor]) -> Batch:
 
 
 def require_evaluation(model: nn.Module) -> None:
-    """Refuse layers that would mix the samples of a batch and change their own statistics."""
+    """Reject layers that would mix the samples of a batch and update their own statistics."""
     for name, part in model.named_modules():
         if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
             raise RuntimeError(
@@ -184,7 +184,7 @@ def require_evaluation(model: nn.Module) -> None:
 
 @contextmanager
 def differentiable(model: nn.Module, selected: Sequence[Tensor]) -> Iterator[None]:
-    """Let autograd differentiate by the selected parameters only, even by those that are frozen."""
+    """Let autograd differentiate with respect to the selected parameters only, frozen or not."""
     wanted = {id(parameter) for parameter in selected}
     changed = [p for p in model.parameters() if p.requires_grad != (id(p) in wanted)]
     for parameter in changed:

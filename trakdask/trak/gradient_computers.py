@@ -1,8 +1,8 @@
 """Per-sample gradients of the model output, with the classes of the TRAK package.
 
-:class:`FunctionalGradientComputer` takes all of them in one backward pass where the output is one
-of the built-in ones and the model treats samples apart, and vectorises the gradient of one sample
-elsewhere; :class:`IterativeGradientComputer` differentiates one sample after the other.
+:class:`FunctionalGradientComputer` computes all of them in one backward pass if the output is
+built-in and the model treats samples independently, and otherwise vectorises the gradient of one
+sample. :class:`IterativeGradientComputer` differentiates one sample after the other.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ from trakdask.trak.engines import (
     why_hooks_differ,
     widest,
 )
-from trakdask.trak.modelout_functions import (
-    AbstractModelOutput,
-    CLIPModelOutput,
-)
+from trakdask.trak.modelout_functions import AbstractModelOutput, CLIPModelOutput
 
 __all__ = [
     "AbstractGradientComputer",
@@ -47,7 +44,7 @@ __all__ = [
 class AbstractGradientComputer(ABC):
     """Base class of gradient computers, for subclasses of your own.
 
-    ``TRAKer`` makes one with the arguments below and ``grad_wrt``. It calls
+    ``TRAKer`` creates one with the arguments below and ``grad_wrt``. It calls
     ``load_model_params(model)`` for every checkpoint, and then, batch by batch,
     ``compute_per_sample_grad(batch)`` and ``compute_loss_grad(batch)``.
 
@@ -58,11 +55,11 @@ class AbstractGradientComputer(ABC):
     task
         The model output; the attribute is called ``modelout_fn``.
     grad_dim
-        Number of parameters that gradients are taken of.
+        Number of parameters to differentiate with respect to.
     dtype
         Precision of the stored features; gradients have that of the parameters.
     device
-        Where gradients are computed.
+        Device on which gradients are computed.
     """
 
     @abstractmethod
@@ -82,7 +79,7 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
-        """Take over the weights of a model that has just loaded a checkpoint."""
+        """Use the weights of a model that has just loaded a checkpoint."""
 
     @abstractmethod
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Any:
@@ -90,7 +87,7 @@ class AbstractGradientComputer(ABC):
 
     @abstractmethod
     def compute_loss_grad(self, batch: Iterable[Tensor], batch_size: int) -> Tensor:
-        """Return the derivative of the loss by the model output, (batch, 1)."""
+        """Return the derivative of the loss with respect to the model output, (batch, 1)."""
 
 
 class FunctionalGradientComputer(AbstractGradientComputer):
@@ -101,8 +98,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     model, task, grad_dim, dtype, device
         As for :class:`AbstractGradientComputer`.
     grad_wrt
-        Names of the parameters to differentiate by; None for all. Unlike in the TRAK package, the
-        gradients of others are never formed.
+        Names of the parameters to differentiate with respect to; None for all. Unlike in the TRAK
+        package, gradients of other parameters are never computed.
 
     Attributes
     ----------
@@ -119,10 +116,10 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     Notes
     -----
     With a built-in output (not a subclass of one), a model in evaluation mode and no autocast,
-    hooks on the layers form the gradients in about one forward and one backward pass. For each
-    checkpoint, the first two samples are compared with a backward pass for each; where they differ,
-    or the model cannot be hooked, ``torch.func.vmap`` runs instead, as in the TRAK package. The
-    logger ``GradientComputer`` says which.
+    hooks on the layers compute the gradients in about one forward and one backward pass. For each
+    checkpoint, the gradients of the first two samples are compared with one backward pass for each.
+    If they differ, or the model cannot be hooked, ``torch.func.vmap`` runs instead, as in the TRAK
+    package. The logger ``GradientComputer`` reports the choice.
     """
 
     _hooks_agree: Mapping[int, bool] = {}
@@ -145,14 +142,14 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         selected_parameters(self.func_weights, self.grad_wrt)
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Take over the parameters and buffers of a model."""
+        """Use the parameters and buffers of a model."""
         self.func_weights: dict[str, Tensor] = dict(model.named_parameters())
         self.func_buffers: dict[str, Tensor] = dict(model.named_buffers())
         self._hooks_agree = {}
         self._weights_are_new = True
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> dict[str, Tensor]:
-        """Return the gradient of every sample's model output by each parameter.
+        """Return the gradient of every sample's model output with respect to each parameter.
 
         Parameters
         ----------
@@ -168,34 +165,34 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         RuntimeError
             If a layer of batch normalisation is in training mode.
         TypeError, ValueError
-            If the batch does not suit the model output.
+            If the batch does not match the model output.
         """
         selected = selected_parameters(self.func_weights, self.grad_wrt)
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
 
-        def keep(name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        def store(name: str, gradient: Tensor, first: int | None = None, /) -> None:
             n, size = len(gradient), selected[name].numel()
-            if name not in found:
-                found[name] = selected[name].new_empty((n, size), requires_grad=False)
+            if name not in gradients:
+                gradients[name] = selected[name].new_empty((n, size), requires_grad=False)
             first = first or 0
-            found[name][:, first : first + gradient.shape[1]] = gradient
+            gradients[name][:, first : first + gradient.shape[1]] = gradient
 
-        self._run(batch, keep, found.__setitem__)
-        return {name: found[name].reshape(-1, *tensor.shape) for name, tensor in selected.items()}
+        self._run(batch, store, gradients.__setitem__)
+        return {n: gradients[n].reshape(-1, *tensor.shape) for n, tensor in selected.items()}
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the derivative of the loss by the model output, as the model output defines it."""
+        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
         return loss_gradient(
             self.modelout_fn, self.model, self.func_weights, self.func_buffers, batch
         )
 
     @property
     def can_stream(self) -> bool:
-        """Whether the methods below are as good: not where a subclass has its own of the above."""
+        """Whether the methods below may be used: not if a subclass overrides the method above."""
         return not self._overrides("compute_per_sample_grad")
 
     def stream_per_sample_grad(self, batch: Iterable[Tensor], sink: Sink) -> Tensor | None:
-        """Hand gradients on parameter by parameter, without holding all of them where possible.
+        """Pass gradients to a sink parameter by parameter, if possible without storing all of them.
 
         Parameters
         ----------
@@ -204,17 +201,17 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         sink
             Called as ``sink(name, gradient)`` with (batch, numel), or, in order,
             ``sink(name, part, first)`` with the elements from ``first`` on. Names come in any
-            order. A gradient may lie in memory that the next one overwrites, so it must be used or
-            copied before the call returns. ``ProjectionStream.add`` is a sink.
+            order. The next gradient may overwrite the memory of this one, so the sink must use or
+            copy it before it returns. ``ProjectionStream.add`` is a sink.
 
         Returns
         -------
-        What :meth:`compute_loss_grad` returns, (batch, 1) float32, where it was found in the same
-        pass; else None.
+        The result of :meth:`compute_loss_grad`, (batch, 1) float32, if the same pass has computed
+        it; else None.
 
         Notes
         -----
-        Cost: about one forward and one backward pass with hooks; memory, that of the activations
+        Cost: with hooks, about one forward and one backward pass, and memory for the activations
         and the largest layer. With ``vmap``, memory for all gradients.
         """
         return self._run(batch, sink, sink)
@@ -222,15 +219,15 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def flat_per_sample_grad(
         self, batch: Iterable[Tensor], out: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return all gradients in one array, and what :meth:`stream_per_sample_grad` returns.
+        """Return all gradients in one array, and the result of :meth:`stream_per_sample_grad`.
 
         Parameters
         ----------
         batch
             As for :meth:`compute_per_sample_grad`.
         out
-            Where to write, (batch, parameters) of any float dtype. By default a new array of the
-            widest dtype among the parameters, so that no gradient overflows that did not before.
+            Array to write to, (batch, parameters) of any float dtype. By default a new array of the
+            widest dtype among the parameters, so that the copy does not overflow.
 
         Returns
         -------
@@ -259,7 +256,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     def _run(
         self, batch: Iterable[Tensor], sink: Sink, own: Callable[[str, Tensor], None]
     ) -> Tensor | None:
-        """Feed the sink, or with tensors that need not be copied, ``own``; return Q or None."""
+        """Pass gradients to ``sink``, or to ``own`` if no copy is needed; return Q or None."""
         batch = tuple(batch)
         require_evaluation(self.model)
         require_output_of_sample(self.modelout_fn)
@@ -288,11 +285,11 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
     def _can_hook(self, task: BatchedTask, inputs: Batch, names: tuple[str, ...]) -> bool:
         if any(part.training for part in self.model.modules()):
-            return False  # dropout must differ from sample to sample
+            return False  # dropout must be independent for each sample
         first = next(iter(inputs.values()))
         if torch.is_autocast_enabled(first.device.type):
             return False
-        n = min(2, len(first))  # what holds for a single sample need not hold for two
+        n = min(2, len(first))  # hooks that agree for one sample may disagree for two
         if n not in self._hooks_agree:
             few = Batch({name: tensor[:n] for name, tensor in inputs.items()})
             why_not = why_hooks_differ(self._forward(), task, few, names)
@@ -301,21 +298,22 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         return self._hooks_agree[n]
 
     def _warn_of_other_embeddings(self) -> None:
-        """Look once per checkpoint whether CLIP's embeddings are of this one."""
+        """Check once per checkpoint whether CLIP's embeddings were computed with it."""
         if not self._weights_are_new or not isinstance(self.modelout_fn, CLIPModelOutput):
             return
         self._weights_are_new = False
         if self.modelout_fn.is_of_other_weights(self.model):
             warn(
-                "expected embeddings of the checkpoint that is loaded, got those of other weights; "
-                "try traker.task.get_embeddings(...) again after each load_checkpoint",
+                "expected embeddings that were computed with the loaded checkpoint, got those of "
+                "other weights; try traker.task.get_embeddings(...) again after each "
+                "load_checkpoint",
                 UserWarning,
                 stacklevel=4,
             )
 
 
 class IterativeGradientComputer(AbstractGradientComputer):
-    """Gradients of one sample after the other, by autograd alone, of outputs of whole batches.
+    """Gradients of one sample after the other, by autograd, for outputs that take whole batches.
 
     For outputs whose ``get_output`` calls the model with the whole batch, and for models that
     ``torch.func`` cannot run. Slow: one backward pass per sample.
@@ -325,13 +323,13 @@ class IterativeGradientComputer(AbstractGradientComputer):
     model, task, grad_dim, dtype, device
         As for :class:`AbstractGradientComputer`.
     grad_wrt
-        Names of the parameters to differentiate by; None for all. (The TRAK package ignores it
-        here, and then fails.)
+        Names of the parameters to differentiate with respect to; None for all. (The TRAK package
+        ignores it here, and then fails.)
 
     Attributes
     ----------
     model_params
-        The parameters to differentiate by.
+        The parameters to differentiate with respect to.
 
     Raises
     ------
@@ -354,7 +352,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Take over a model and its parameters."""
+        """Use a model and its parameters."""
         self.model = model
         self.model_params = list(
             selected_parameters(dict(model.named_parameters()), self.grad_wrt).values()
@@ -376,14 +374,15 @@ class IterativeGradientComputer(AbstractGradientComputer):
         Raises
         ------
         TypeError, ValueError
-            If the model output is not one of whole batches, or has not one number per sample.
+            If the model output does not take whole batches, or does not return one number per
+            sample.
         """
         batch = tuple(batch)
         require_output_of_batch(self.modelout_fn)
         params = self.model_params
         with torch.enable_grad(), differentiable(self.model, params):
-            found = self.modelout_fn.get_output(self.model, None, None, *batch)
-            outputs = checked_outputs(found, len(batch[0]), self.modelout_fn)
+            returned = self.modelout_fn.get_output(self.model, None, None, *batch)
+            outputs = checked_outputs(returned, len(batch[0]), self.modelout_fn)
             dtype = widest(params, at_least=torch.float32)
             width = sum(parameter.numel() for parameter in params)
             gradients = outputs.new_empty((len(outputs), width), dtype=dtype, requires_grad=False)
@@ -396,5 +395,5 @@ class IterativeGradientComputer(AbstractGradientComputer):
         return gradients
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the derivative of the loss by the model output, as the model output defines it."""
+        """Return the derivative of the loss as the model output defines it, (batch, 1)."""
         return loss_gradient(self.modelout_fn, self.model, None, None, batch)

@@ -10,22 +10,22 @@ __all__ = ["checked_labels", "margins", "require_labels", "text_inputs"]
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the margin of each sample in the dtype of the logits, computed in float32 or wider."""
+    """Return each sample's margin in the dtype of the logits, computed in at least float32."""
     labels = checked_labels(logits, labels)
     return margin(at_least_float32(logits), labels).to(logits.dtype)
 
 
 def checked_labels(logits: object, labels: Tensor) -> Tensor:
-    """Check everything but values, which vmap does not show; return the labels as int64."""
+    """Check types and shapes, but not values, which vmap hides; return the labels as int64."""
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"expected the model to return a tensor of logits, got {type(logits).__name__}; try a "
-            "module around it that returns model(...).logits"
+            f"expected the model to return a tensor of logits, got {type(logits).__name__}; try "
+            "wrapping it in a module that returns model(...).logits"
         )
     if logits.ndim != 2 or logits.shape[1] < 2:
         raise ValueError(
             "expected the model to return logits (batch, classes) with 2 classes or more, got "
-            f"shape {tuple(logits.shape)}; try a module around it that returns them"
+            f"shape {tuple(logits.shape)}; try wrapping it in a module that returns these"
         )
     if labels.shape != logits.shape[:1] or labels.is_floating_point():
         raise ValueError(
@@ -36,21 +36,21 @@ def checked_labels(logits: object, labels: Tensor) -> Tensor:
 
 
 def require_labels(logits: Tensor, labels: Tensor) -> None:
-    """Refuse labels that are not classes, naming the first."""
+    """Reject labels that are not classes; the message names the first."""
     n = logits.shape[-1]
     wrong = ((labels < 0) | (labels >= n)).nonzero()
     if len(wrong):
         sample = int(wrong[0, 0])
         raise ValueError(
             f"expected labels in 0..{n - 1} ({n} classes), got {int(labels[sample])} at sample "
-            f"{sample} of the batch; try to leave such samples out"
+            f"{sample} of the batch; try leaving such samples out"
         )
 
 
 def text_inputs(
     input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor
 ) -> dict[str, Tensor]:
-    """Name the inputs as the models of transformers do."""
+    """Return the inputs with the names that models of transformers expect."""
     return {
         "input_ids": input_ids,
         "token_type_ids": token_type_ids,

@@ -53,7 +53,7 @@ class AbstractModelOutput(ABC):
     Park et al. 2023, sections 2 and 3: f(z; θ) and Q.
     """
 
-    def __init__(self) -> None:  # noqa: B027 (a subclass may call it, as it had to)
+    def __init__(self) -> None:  # noqa: B027 (subclasses written for the original call it)
         pass
 
     @abstractmethod
@@ -62,11 +62,11 @@ class AbstractModelOutput(ABC):
 
     @abstractmethod
     def get_out_to_loss_grad(self, model: Any, batch: Iterable[Tensor]) -> Tensor:
-        """Return the derivative of the loss by the model output, without its sign."""
+        """Return the absolute derivative of the loss with respect to the model output."""
 
 
 class _Classification(AbstractModelOutput):
-    """What the three outputs of classifiers share.
+    """The out-to-loss gradient that the three outputs of classifiers share.
 
     Parameters
     ----------
@@ -200,20 +200,20 @@ class IterativeImageClassificationModelOutput(_Classification):
 
 
 class _static_or_of_instance(staticmethod):  # type: ignore[type-arg]
-    """A static method for those who call it, which gets to know the instance or the class."""
+    """A static method whose first argument is the instance, or the class if called on that."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Any]:
         return MethodType(self.__func__, owner if instance is None else instance)
 
 
 class CLIPModelOutput(AbstractModelOutput):
-    """Match of an image and its text against other pairs, for models in the manner of open_clip.
+    """Match of an image and its text against other pairs, for models such as those of open_clip.
 
-    With the embeddings φ of the image and ψ of the text, and φ' and ψ' those of other pairs, the
+    With the embeddings φ of the image and ψ of the text, and those of other pairs φ' and ψ', the
     output is -log Σ exp(φ·ψ' - φ·ψ) - log Σ exp(φ'·ψ - φ·ψ). The model is called as
     ``model(image=..., text=...)`` and returns (φ, ψ, logit_scale). The other pairs are drawn from
-    those that :meth:`get_embeddings` has embedded, which must be called before ``featurize``, and
-    again for each checkpoint: a warning says so where they are another checkpoint's.
+    those that :meth:`get_embeddings` has embedded. Call it before ``featurize``, and again for each
+    checkpoint; a warning is issued if the embeddings belong to another checkpoint.
 
     Parameters
     ----------
@@ -225,21 +225,21 @@ class CLIPModelOutput(AbstractModelOutput):
 
     Notes
     -----
-    Where it differs from the TRAK package:
+    Differences from the TRAK package:
 
-    - Embeddings belong to the instance whose ``get_embeddings`` is called, so that two instances
-      do not overwrite each other's. ``CLIPModelOutput.get_embeddings(...)``, on the class, sets
+    - Embeddings belong to the instance whose ``get_embeddings`` is called, so that instances do not
+      overwrite each other's embeddings. ``CLIPModelOutput.get_embeddings(...)``, on the class, sets
       those of all instances that have none of their own.
     - Other pairs are drawn uniformly, without replacement and with a fixed seed, and are the same
-      for all samples. The original draws anew for every sample, the pair *i* with a probability
-      proportional to *i*, and unseeded, so that no two runs agree.
-    - Fewer pairs than ``size`` are not filled up with zeros.
+      for all samples. The original draws without a seed for every sample, with probabilities
+      proportional to the index of a pair, so no two runs agree.
+    - If there are fewer pairs than ``size``, they are not padded with zeros.
     - Embeddings stay on the device of the model.
     - The temperature of the first checkpoint is not used for the others.
     - ``get_out_to_loss_grad`` returns (batch, 1), which can be stored, instead of (batch,).
 
-    What had to stay: the out-to-loss gradient compares each pair with the others of its batch, as
-    the original does, so it depends on how samples are batched.
+    As in the original, the out-to-loss gradient compares each pair with the others of its batch, so
+    it depends on how samples are batched.
 
     References
     ----------
@@ -251,13 +251,13 @@ class CLIPModelOutput(AbstractModelOutput):
     image_embeddings: Tensor | None = None
     text_embeddings: Tensor | None = None
     _digest: str | None = None
-    """Of the weights that made the embeddings."""
+    """Digest of the weights that the embeddings were computed with."""
 
     def __init__(self, temperature: float | None = None, simulated_batch_size: int = 300) -> None:
         super().__init__()
         self.softmax = nn.Softmax(-1)
         self.temperature = temperature
-        torch.backends.cuda.enable_mem_efficient_sdp(False)  # vmap does not know this attention
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # vmap does not support this backend
         self.sim_batch_size = simulated_batch_size
         CLIPModelOutput.sim_batch_size = simulated_batch_size  # for calls on the class
 
@@ -272,7 +272,7 @@ class CLIPModelOutput(AbstractModelOutput):
         preprocess_fn_img: Callable[[Any], Any] | None = None,
         preprocess_fn_txt: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Embed the first pairs of a loader, from which the other pairs are then drawn.
+        """Embed the first pairs of a loader, from which other pairs are then drawn.
 
         Parameters
         ----------
@@ -281,11 +281,11 @@ class CLIPModelOutput(AbstractModelOutput):
         loader
             Batches of (images, texts).
         batch_size
-            Not used: the batches say how large they are.
+            Not used; the sizes of the batches are those of the loader.
         embedding_dim
-            Length of an embedding, which is checked.
+            Expected length of an embedding.
         size
-            How many pairs to embed at most.
+            Largest number of pairs to embed.
         preprocess_fn_img, preprocess_fn_txt
             Applied to images and to texts before the model is called; for example, they move them
             to the model's device.
@@ -324,8 +324,8 @@ class CLIPModelOutput(AbstractModelOutput):
     ) -> Tensor:
         """Return the output of one image and text (without a batch axis), a scalar."""
         inputs = {"image": image.unsqueeze(0), "text": label.unsqueeze(0)}
-        found = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return matches(found[0], found[1], *negatives(self)).sum()
+        embeddings = torch.func.functional_call(model, (weights, buffers), (), inputs)
+        return matches(embeddings[0], embeddings[1], *negatives(self)).sum()
 
     def get_out_to_loss_grad(  # type: ignore[override]
         self,
@@ -342,16 +342,16 @@ class CLIPModelOutput(AbstractModelOutput):
         inputs = {"image": image, "text": text}
         return self.one_minus_p(torch.func.functional_call(model, (weights, buffers), (), inputs))
 
-    def one_minus_p(self, found: Sequence[Tensor]) -> Tensor:
-        """Return 1 - p, (batch, 1), of what the model returned."""
-        image, text, logit_scale = found
+    def one_minus_p(self, returned: Sequence[Tensor]) -> Tensor:
+        """Return 1 - p, (batch, 1), from the values that the model returned."""
+        image, text, logit_scale = returned
         scale = logit_scale if self.temperature is None else self.temperature
         products = scale * image @ text.T
         p: Tensor = (self.softmax(products) + self.softmax(products.T)).diag() / 2
         return (1 - p).detach().unsqueeze(-1)
 
     def is_of_other_weights(self, model: nn.Module) -> bool:
-        """Tell whether the embeddings were made by other weights than the model has now."""
+        """Return whether the embeddings were computed with other weights than the model has."""
         if self._digest is None:
             return False
         return self._digest != digest_state(dict(model.named_parameters()))

@@ -1,8 +1,7 @@
-"""A directory of the TRAK package, opened as lazy trakdask features and targets."""
+"""Open a directory of the TRAK package as lazy trakdask features and targets."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -62,11 +61,11 @@ def open_traker(
     Parameters
     ----------
     save_dir
-        A local folder that a ``TRAKer`` wrote. It is only read.
+        A local folder that a ``TRAKer`` wrote. Nothing is written to it.
     exp_name
         Name of an experiment whose target gradients are opened, too.
     model_ids
-        The checkpoints to open, in this order; all of them, in numerical order, unless given.
+        The checkpoints to open, in this order; by default all of them, in numerical order.
 
     Returns
     -------
@@ -78,30 +77,30 @@ def open_traker(
         ``features.assign_coords(label=("sample", labels))``.
     targets
         Only with ``exp_name``: lazy Dataset with ``feature`` and ``output`` of the targets. Targets
-        that were never scored are as they are in the file: NaN, or zeros in a run of the original.
+        that were never scored have the values in the file: NaN, or zeros in a run of the original.
 
     Raises
     ------
     FileNotFoundError
         If there is no such folder, or it lacks ``metadata.json`` or an array.
     TypeError
-        If ``model_ids`` is no list.
+        If ``model_ids`` is not a list.
     ValueError
         If an array is truncated or contradicts the metadata, if there is no such experiment or
         model id, or if the checkpoints of the experiment differ in the number of targets, or were
-        scored before their features were finalized, when the package wrote nothing.
+        scored before their features were finalized (the package writes no scores then).
 
     Notes
     -----
-    Nothing but headers and JSON is read here, so a run of a million samples opens in milliseconds.
-    Each task maps the files read-only and copies one block of at most 32 MB; on a cluster, workers
-    need the folder under the same path. The absolute paths in ``experiments.json`` are not used,
-    so a directory may have been moved. Runs inside subfolders are not part of the run.
+    Only headers and JSON files are read here, so a run of a million samples opens in milliseconds.
+    Each task memory-maps the files read-only and copies one block of at most 32 MB; on a cluster,
+    workers need the folder under the same path. The absolute paths in ``experiments.json`` are not
+    used, so a directory may have been moved. Runs inside subfolders are not part of the run.
 
     Features are the projected gradients, ``grads.mmap``, divided by the square root of the number
     of parameters; ``finalize_features`` need not have been called for them. The directory does not
-    hold model outputs: ``output`` is NaN, and ``damping="auto"`` is the closed form. For the tasks
-    of classification the outputs follow from Q, so that they can choose the damping:
+    contain model outputs: ``output`` is NaN, and ``damping="auto"`` is the closed form. For
+    classification, the outputs follow from Q, so the damping can be chosen by them after
     ``features.assign(output=np.log(1 / features.out_to_loss - 1))``.
 
     ``score(features, targets, estimator="trak", damping=td.Absolute(lambda_reg))`` is what
@@ -109,9 +108,9 @@ def open_traker(
     inverse gram matrix, by which the package divides. (Not so with ``mode="trakdask"``, whose
     estimator and damping are those of :func:`score`.)
 
-    ``attrs`` tell these features from all others: the projector by the metadata and checkpoints by
-    sizes and times of their files. ``attrs["source"]`` is a digest of the path and the number of
-    samples: set it yourself to continue a store of :func:`save` after the directory has been moved.
+    ``attrs`` identify these features: the projector by the metadata, and checkpoints by the sizes
+    and times of their files. ``attrs["source"]`` is a digest of the path and the number of samples;
+    set it yourself to continue a store of :func:`save` after the directory has been moved.
 
     Examples
     --------
@@ -138,7 +137,10 @@ def open_traker(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of one array per checkpoint, and which of them were written; None for all."""
+    """The files of one array, one per checkpoint, and of the flags of rows that were written.
+
+    Without flags, all rows count as written.
+    """
 
     arrays: tuple[Path, ...]
     flags: tuple[Path, ...] | None
@@ -178,12 +180,12 @@ def _targets(run: Run, exp_name: str) -> xr.Dataset:
     require_finalized(run, exp_name)
     counts = [len(mapped(path)) for path in paths]
     if len(set(counts)) > 1:
-        found = dict(zip(run.ids, counts, strict=True))
-        alike = [id for id, count in found.items() if count == max(counts)]
+        by_id = dict(zip(run.ids, counts, strict=True))
+        equal = [id for id, count in by_id.items() if count == max(counts)]
         raise ValueError(
             f"expected the same number of targets of {exp_name!r} at every checkpoint of "
-            f"{run.folder}, got {found} by model id; try td.open_traker(save_dir, {exp_name!r}, "
-            f"model_ids={alike}), or score the others again under another exp_name"
+            f"{run.folder}, got {by_id} by model id; try td.open_traker(save_dir, {exp_name!r}, "
+            f"model_ids={equal}), or scoring the others again under another exp_name"
         )
     shape = (counts[0], run.proj_dim)
     dtypes = [checked(path, [shape], ("float16", "float32")) for path in paths]
@@ -197,7 +199,7 @@ def _targets(run: Run, exp_name: str) -> xr.Dataset:
 
 
 def _unknown(feature: da.Array) -> da.Array:
-    """Return the outputs of the rows, (sample, checkpoint): the files do not tell."""
+    """Return outputs of NaN, (sample, checkpoint), since the files contain none."""
     shape, chunks = ((each[0], each[2]) for each in (feature.shape, feature.chunks))
     unknown: da.Array = da.full(shape, np.nan, np.float32, chunks=chunks)
     return unknown
@@ -229,15 +231,11 @@ def _lazy(
     now = state((*paths, *(flags or ())))
     token = digest({"files": files, "state": now, "rows": size})
     array: da.Array = da.map_blocks(
-        functools.partial(_read, _Rows(paths, flags, bounds)),
+        _Rows(paths, flags, bounds).read,
         chunks=shape,
-        # By names of this form td.save knows what is whole, and no selection of samples.
+        # By such a name td.save recognises an array that is complete, and not a selection.
         name=f"{'out_to_loss' if width is None else 'feature'}-{token[:32]}",
         dtype=np.float32,
         meta=np.empty((0,) * len(shape), np.float32),
     )
     return array
-
-
-def _read(rows: _Rows, block_id: tuple[int, ...]) -> np.ndarray:
-    return rows.read(block_id)

@@ -1,12 +1,13 @@
-"""Pairs of images and texts: their embeddings, and how well they match."""
+"""Pairs of images and texts: their embeddings, and how well these match."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
+
+from trakdask.models.tasks.clip import random_rows
 
 __all__ = ["checked_embeddings", "matches", "negatives"]
 
@@ -15,13 +16,13 @@ _SEED = 0
 
 def checked_embeddings(pair: Sequence[Tensor], embedding_dim: int) -> list[Tensor]:
     """Return the embeddings of images and texts, both (batch, embedding_dim), without a graph."""
-    for what, found in zip(("image", "text"), pair, strict=True):
-        if found.ndim != 2 or found.shape[1] != embedding_dim:
+    for what, embedding in zip(("image", "text"), pair, strict=True):
+        if embedding.ndim != 2 or embedding.shape[1] != embedding_dim:
             raise ValueError(
-                f"expected {what} embeddings (batch, {embedding_dim}), got {tuple(found.shape)}; "
-                f"try embedding_dim={found.shape[-1]}"
+                f"expected {what} embeddings (batch, {embedding_dim}), got "
+                f"{tuple(embedding.shape)}; try embedding_dim={embedding.shape[-1]}"
             )
-    return [found.detach() for found in pair]
+    return [embedding.detach() for embedding in pair]
 
 
 def negatives(holder: Any) -> tuple[Tensor, Tensor]:
@@ -37,9 +38,7 @@ def negatives(holder: Any) -> tuple[Tensor, Tensor]:
             f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
             f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
         )
-    # Raw bits: numpy keeps their stream in all versions.
-    keys = np.random.Philox(key=_SEED).random_raw(n)
-    rows = np.sort(np.argsort(keys, kind="stable")[:size])
+    rows = random_rows(n, size, _SEED)
     return holder.image_embeddings[rows], holder.text_embeddings[rows]
 
 

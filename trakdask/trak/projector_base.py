@@ -1,4 +1,4 @@
-"""What every projector of the TRAK package is."""
+"""The base class of projectors of the TRAK package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ProjectionType(str, Enum):  # noqa: UP042 (as in the original, also in its
 
 
 class AbstractProjector(ABC):
-    """What ``TRAKer(projector=...)`` takes: an instance of a subclass.
+    """Base class of projectors; ``TRAKer(projector=...)`` takes an instance of a subclass.
 
     Parameters
     ----------
@@ -32,11 +32,11 @@ class AbstractProjector(ABC):
     proj_dim
         Number of columns after the projection; 0 means ``grad_dim``.
     seed
-        Of the matrix, together with the model id.
+        Seed of the matrix, together with the model id.
     proj_type
-        Kind of the matrix, which is written to ``metadata.json``.
+        Kind of the matrix, as written to ``metadata.json``.
     device
-        Where the matrix is drawn and multiplied.
+        Device on which the matrix is drawn and multiplied.
     """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class AbstractProjector(ABC):
         ``grads`` is a dict of gradients by parameter name, or one tensor (batch, grad_dim).
         """
 
-    def free_memory(self) -> None:  # noqa: B027 (most projectors hold none)
+    def free_memory(self) -> None:  # noqa: B027 (most projectors have no matrix in memory)
         """Release the matrix; the next call of :meth:`project` draws it again."""
 
 

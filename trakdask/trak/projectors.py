@@ -1,7 +1,7 @@
-"""Projectors of the TRAK package: from flat per-sample gradients to few columns.
+"""Projectors of the TRAK package: from flat per-sample gradients to a few columns.
 
-Matrices are those of the original, entry by entry: unscaled, drawn by torch from the same seeds.
-What is new is that they are kept between batches as long as they fit in memory.
+Matrices have the same entries as in the original: unscaled, drawn by torch from the same seeds.
+Unlike in the original, they stay in memory between batches if they fit.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _BLOCKS_PER_CHECKPOINT = 100
 class NoOpProjector(AbstractProjector):
     """Return the gradients as they are, flattened to (batch, grad_dim).
 
-    All arguments are optional and change nothing. Gradients stay on their device; the original
-    moves them to ``device``, so that ``NoOpProjector()`` fails there on a machine without CUDA.
+    All arguments are optional and have no effect. Gradients stay on their device; the original
+    moves them to ``device``, so its ``NoOpProjector()`` fails on a machine without CUDA.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class NoOpProjector(AbstractProjector):
 
 
 class BasicSingleBlockProjector(AbstractProjector):
-    """Multiply with one matrix of shape (grad_dim, proj_dim), which is held in memory.
+    """Multiply with one matrix of shape (grad_dim, proj_dim), which stays in memory.
 
     Parameters
     ----------
     grad_dim, proj_dim, seed, proj_type, device
         As in :class:`AbstractProjector`. The generator's seed is ``seed + 10_000 * model_id``, so
-        that seed 10,000 with model id 0 gives the matrix of seed 0 with model id 1: use seeds below
-        10,000. (It must stay, since scores would not agree with the original's otherwise.)
+        seed 10,000 with model id 0 gives the matrix of seed 0 with model id 1; use seeds below
+        10,000. (This is as in the original, so that scores agree.)
     dtype
-        Of the matrix and the result.
+        Dtype of the matrix and the result.
     model_id
-        Whose matrix is drawn first.
+        Model id whose matrix is drawn first.
 
     Raises
     ------
@@ -120,7 +120,8 @@ class BasicSingleBlockProjector(AbstractProjector):
         if model_id != self.model_id or not self.proj_matrix_available:
             self.model_id = model_id
             self.generate_sketch_matrix()
-        return _times(flat, self.proj_matrix).to(self.dtype)
+        dtype = self.proj_matrix.dtype
+        return (_operand(flat, dtype) @ _operand(self.proj_matrix, dtype)).to(self.dtype)
 
 
 class BasicProjector(AbstractProjector):
@@ -129,20 +130,20 @@ class BasicProjector(AbstractProjector):
     Parameters
     ----------
     grad_dim, proj_dim, seed, proj_type, device, dtype, model_id
-        As in :class:`BasicSingleBlockProjector`, but for the seeds: block b of columns has
+        As in :class:`BasicSingleBlockProjector`, except that block b of columns has the seed
         ``seed + 1000 * b + 100_000 * model_id``, so seeds that differ by 1000 share matrices.
     block_size
         Columns of a block. The matrix depends on it.
 
     Notes
     -----
-    Blocks are kept between batches, as many as fit in half of the memory that is available when the
-    first batch is projected: with float32, 4 * grad_dim * proj_dim bytes for all. The others are
-    drawn again for every batch, as the original does with all of them.
+    Blocks stay in memory between batches, as many as fit in half of the memory that is available
+    when the first batch is projected (all of them take 4 * grad_dim * proj_dim bytes in float32).
+    The others are drawn again for every batch, as all blocks are in the original.
 
-    A matrix of more than 100 blocks has seeds of its own from block 100 on, since the original's
-    block 100 of a model id is block 0 of the next. ``TRAKer`` refuses to continue a run of the
-    original with such a matrix.
+    From block 100 on, the seeds differ from the original's, in which block 100 of a model id equals
+    block 0 of the next. ``TRAKer`` raises an error if such a matrix would continue a run of the
+    original.
 
     With ``dtype=torch.float16``, the matrix is drawn in float16, as in the original; on a CPU,
     gradients are then multiplied in float32 and the result is rounded.
@@ -167,20 +168,20 @@ class BasicProjector(AbstractProjector):
         self.dtype = dtype
         self.model_id = model_id
         self.generator = torch.Generator(device=self.device)
-        self._kept: dict[int, Tensor] = {}
+        self._cached: dict[int, Tensor] = {}
         self._budget = 0
         self.get_generator_states()
         self.generate_sketch_matrix(self.generator_states[0])
 
     def free_memory(self) -> None:
         """Release all blocks."""
-        self._kept.clear()
+        self._cached.clear()
         self.proj_matrix_available = False
         vars(self).pop("proj_matrix", None)
 
     def get_generator_states(self) -> None:
         """Set ``seeds`` and ``generator_states``, one per block, to those of the model id."""
-        self._kept.clear()
+        self._cached.clear()
         self.jl_size = self.grad_dim * self.block_size
         self.seeds = [
             int(self.seed + _seed_of_block(block) + 100_000 * self.model_id)
@@ -214,19 +215,19 @@ class BasicProjector(AbstractProjector):
 
     def _block(self, block: int) -> Tensor:
         """Return the columns of a block, in the dtype in which they are multiplied."""
-        if block in self._kept:
-            return self._kept[block]
+        if block in self._cached:
+            return self._cached[block]
         self.generate_sketch_matrix(self.generator_states[block])
         drawn = _operand(self.proj_matrix, self.dtype)
-        if not self._kept:
-            self._budget = _spare_bytes(drawn.device)
-        if (len(self._kept) + 1) * drawn.nbytes <= self._budget:
-            self._kept[block] = drawn
+        if not self._cached:
+            self._budget = _cache_bytes(drawn.device)
+        if (len(self._cached) + 1) * drawn.nbytes <= self._budget:
+            self._cached[block] = drawn
         return drawn
 
 
 def _seed_of_block(block: int) -> int:
-    """Return what a block adds to the seed; from block 100 on not what the original adds."""
+    """Return the number added to the seed for a block; from block 100 on it is our own."""
     hundreds, rest = divmod(block, _BLOCKS_PER_CHECKPOINT)
     # torch's generators on a CPU use the lower 32 bits of a seed.
     return 1000 * rest + (2**31 + hundreds if hundreds else 0)
@@ -245,7 +246,7 @@ def _fill(matrix: Tensor, proj_type: str | ProjectionType, generator: torch.Gene
 
 
 def _flat(grads: Gradients, projector: AbstractProjector) -> Tensor:
-    """Return gradients as one tensor on the projector's device, checked."""
+    """Return gradients as one tensor, and check its shape."""
     flat = grads if isinstance(grads, Tensor) else vectorize(grads, device=projector.device)
     if flat.shape[1:] != (projector.grad_dim,):
         raise ValueError(
@@ -256,17 +257,13 @@ def _flat(grads: Gradients, projector: AbstractProjector) -> Tensor:
 
 
 def _operand(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix in a dtype, or, where a CPU would multiply in half precision, in float32."""
+    """Return a matrix in a dtype, or in float32 if a CPU would multiply in half precision."""
     narrow = dtype.itemsize < 4 and matrix.device.type == "cpu"
     return matrix.to(torch.float32 if narrow else dtype)
 
 
-def _times(flat: Tensor, matrix: Tensor) -> Tensor:
-    return _operand(flat, matrix.dtype) @ _operand(matrix, matrix.dtype)
-
-
-def _spare_bytes(device: torch.device) -> int:
-    """Return how many bytes of matrices may be kept on a device."""
+def _cache_bytes(device: torch.device) -> int:
+    """Return how many bytes of matrices may stay on a device between batches."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:

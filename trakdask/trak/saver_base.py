@@ -1,4 +1,4 @@
-"""What every saver of the TRAK package is: a folder, its JSON files, and their lock."""
+"""The base class of savers of the TRAK package: a folder, its JSON files, and their lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trakdask.files import Folder, is_partial
 __all__ = ["EXTRA", "AbstractSaver", "ModelIDException"]
 
 EXTRA = "trakdask"
-"""Key of ``metadata.json`` under which everything stands that the original does not write."""
+"""Key of ``metadata.json`` that contains everything that the original does not write."""
 
 _KEYS = ("JL dimension", "JL matrix type", "train set size")
 _OF_THE_ORIGINAL = {"mode": "traker", "seeds": "as in traker"}
@@ -26,16 +26,16 @@ _LOCK = ".lock"
 
 
 class ModelIDException(Exception):
-    """A model id is not registered, registered twice, or not far enough for what was asked."""
+    """A model id is not registered, is registered twice, or is not featurized or finalized yet."""
 
 
 class AbstractSaver(ABC):
-    """What ``TRAKer(saver=...)`` takes: a subclass of this, not an instance.
+    """Base class of savers; ``TRAKer(saver=...)`` takes a subclass, not an instance.
 
-    Creates the folder, checks ``metadata.json`` against the settings of this run or writes it, and
-    finds existing model ids and experiments. ``current_store`` holds the arrays of the current
-    model id: ``grads``, ``out_to_loss``, ``features`` and ``is_featurized``, and ``<exp>_grads``
-    and ``<exp>_scores`` of an experiment.
+    It creates the folder, compares ``metadata.json`` with the settings of this run or writes it,
+    and finds existing model ids and experiments. ``current_store`` contains the arrays of the
+    current model id: ``grads``, ``out_to_loss``, ``features`` and ``is_featurized``, and
+    ``<exp>_grads`` and ``<exp>_scores`` of an experiment.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class AbstractSaver(ABC):
         Whether to read and write ``metadata.json`` and look for model ids of other runs. Jobs that
         run at the same time may all do so; the original advises against it.
     logging_level
-        Of the logger ``STORE``.
+        Level of the logger ``STORE``.
     use_half_precision
         Whether arrays are float16 rather than float32.
 
@@ -89,7 +89,7 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def serialize_current_model_id_metadata(self) -> None:
-        """Record how far the current model id is."""
+        """Record whether the current model id is featurized and finalized."""
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:
@@ -117,12 +117,12 @@ class AbstractSaver(ABC):
             _require_same(self._read(self.metadata_file), self.metadata, self.save_dir)
 
     def settle_lambda(self, lambda_reg: float) -> None:
-        """Record the λ of features that are about to be made; all model ids have the same.
+        """Record the λ of features before they are computed; all model ids have the same λ.
 
         Raises
         ------
         AssertionError
-            If features of another model id were made with another λ.
+            If features of another model id were computed with another λ.
         """
         with self._locked():
             content = self._read(self.metadata_file) if self.metadata_file.exists() else {}
@@ -132,15 +132,15 @@ class AbstractSaver(ABC):
             ids = self._recorded_ids()
             if final := sorted(i for i, each in ids.items() if each["is_finalized"] == 1):
                 raise SettingsMismatchError(
-                    f"expected lambda_reg={before}, as the features of model ids {final} in "
-                    f"{str(self.save_dir)!r} were made with, got {lambda_reg}; try the same, or "
-                    "another save_dir"
+                    f"expected lambda_reg={before}, which the features of model ids {final} in "
+                    f"{str(self.save_dir)!r} were computed with, got {lambda_reg}; try the same "
+                    "value, or another save_dir"
                 )
             content[EXTRA]["lambda_reg"] = lambda_reg
             self._write(self.metadata_file, content)
 
     def _recorded_ids(self) -> dict[int, dict[str, int]]:
-        # Not those in subfolders, which belong to other runs: the original takes them for its own.
+        # Unlike in the original, not those in subfolders, which belong to other runs.
         files = sorted(self.save_dir.glob("id_*.json"))
         return {int(i): each for file in files for i, each in self._read(file).items()}
 
@@ -164,7 +164,7 @@ class AbstractSaver(ABC):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder against other processes that change its JSON files."""
+        """Lock the folder against other processes that change its JSON files."""
         path = self.save_dir.joinpath(_LOCK)
         with FileLock(path):
             for file in self.save_dir.glob("*.json.*"):
@@ -181,8 +181,8 @@ class AbstractSaver(ABC):
             return json.loads(path.read_bytes())
         except ValueError as err:
             raise ValueError(
-                f"expected JSON in {str(path)!r}, got {path.read_bytes()[:40]!r}; try to restore "
-                "the file, which an interrupted run of the original may have left like this"
+                f"expected JSON in {str(path)!r}, got {path.read_bytes()[:40]!r}; try restoring "
+                "the file, which an interrupted run of the original may have damaged"
             ) from err
 
     def _write(self, path: Path, content: Any) -> None:
@@ -193,14 +193,14 @@ class SettingsMismatchError(StoreMismatchError, AssertionError):
     """A folder was written with other settings; the original raises an AssertionError."""
 
 
-def _require_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+def _require_same(stored: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     mine = wanted.get(EXTRA, {})
-    theirs = found.get(EXTRA, _OF_THE_ORIGINAL)
-    pairs = [(key, found[key], wanted[key]) for key in _KEYS if key in found and key in wanted]
+    theirs = stored.get(EXTRA, _OF_THE_ORIGINAL)
+    pairs = [(key, stored[key], wanted[key]) for key in _KEYS if key in stored and key in wanted]
     pairs += [(key, theirs[key], mine[key]) for key in mine if key in theirs]
     for key, before, now in pairs:
         if json.loads(json.dumps(now)) != before and key not in ("version", "lambda_reg"):
             raise SettingsMismatchError(
-                f"expected {key} {before!r}, as {str(folder)!r} was started with, got {now!r}; try "
-                "the same setting, or another save_dir"
+                f"expected {key} {before!r}, which the run in {str(folder)!r} was started with, "
+                f"got {now!r}; try the same setting, or another save_dir"
             )

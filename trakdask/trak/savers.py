@@ -1,7 +1,7 @@
 """Savers of the TRAK package: gradients, features and scores in a folder of memory-mapped files.
 
-Files and their content are those of the original, which can read what is written here and the other
-way round. What is new is that they survive interruptions: a process that is killed at any point and
+Files and their content are those of the original; each package can read the files of the other.
+Unlike in the original, they survive interruptions: a process that is killed at any point and
 started again leaves the same files as one that was never killed.
 """
 
@@ -24,7 +24,7 @@ _SCAN = 2**12
 
 
 class MmapSaver(AbstractSaver):
-    """Keeps arrays in memory-mapped files, so that a batch can be written at any position.
+    """Store arrays in memory-mapped files, so that a batch can be written at any position.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ class MmapSaver(AbstractSaver):
 
     Notes
     -----
-    Files are created under another name and renamed when they are whole; a model id exists from the
-    moment that its ``id_<n>.json`` does. JSON files are replaced, never changed in place, and under
-    a lock, so that jobs with different model ids can share a folder.
+    Files are created under another name and renamed when they are complete. A model id exists as
+    soon as its ``id_<n>.json`` does. JSON files are replaced under a lock and never changed in
+    place, so that jobs with different model ids can share a folder.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class MmapSaver(AbstractSaver):
     ) -> None:
         """Create the files of a model id, or open those of an earlier run in the same folder.
 
-        Existing rows are never discarded. (The original empties them if it was started with
-        ``load_from_save_dir=False``, or is given ``_allow_featurizing_already_registered=True``.)
+        Existing rows are never discarded. (The original clears them if it was started with
+        ``load_from_save_dir=False``, or with ``_allow_featurizing_already_registered=True``.)
 
         Raises
         ------
         ModelIDException
-            If this saver knows the id already, unless ``_allow_featurizing_already_registered``.
+            If this saver already knows the id, unless ``_allow_featurizing_already_registered``.
         AssertionError
             If ``metadata.json`` has other settings.
         """
@@ -115,8 +115,8 @@ class MmapSaver(AbstractSaver):
     ) -> None:
         """Create or open the files of an experiment for a model id.
 
-        Existing scores and target gradients stay until they are written over. New target gradients
-        are NaN, so that :meth:`TRAKer.finalize_scores` can tell targets that were never scored.
+        Existing scores and target gradients stay until they are overwritten. New target gradients
+        are NaN, so that :meth:`TRAKer.finalize_scores` recognises targets that were never scored.
 
         Raises
         ------
@@ -133,11 +133,12 @@ class MmapSaver(AbstractSaver):
             )
         with self._locked():
             known = self._known_experiments()
-            found = known.get(exp_name, {}).get("num_targets", num_targets)
-            if found != num_targets:
+            started_with = known.get(exp_name, {}).get("num_targets", num_targets)
+            if started_with != num_targets:
                 raise StoreMismatchError(
-                    f"expected num_targets={found}, as experiment {exp_name!r} was started with in "
-                    f"{str(self.save_dir)!r}, got {num_targets}; try another exp_name"
+                    f"expected num_targets={started_with}, which experiment {exp_name!r} in "
+                    f"{str(self.save_dir)!r} was started with, got {num_targets}; try another "
+                    "exp_name"
                 )
             scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
             known[exp_name] = {
@@ -166,13 +167,14 @@ class MmapSaver(AbstractSaver):
         Parameters
         ----------
         model_id
-            Becomes the current one.
+            The model id that becomes the current one.
         exp_name
             The experiment; None for gradients and features of the training samples.
         exp_num_targets
-            Number of its targets; -1 for whatever the file has.
+            Number of its targets; -1 for any number.
         mode
-            ``"r+"`` to open existing files, None where one does not exist; ``"w+"`` to create them.
+            ``"r+"`` to open existing files (an array is None if its file does not exist), ``"w+"``
+            to create them.
 
         Raises
         ------
@@ -202,12 +204,12 @@ class MmapSaver(AbstractSaver):
             self.current_store[name] = self._load(path, shape, mode, dtype)
 
     def flush(self, *names: str) -> None:
-        """Bring arrays of ``current_store`` to the disk, and return when they are there."""
+        """Write arrays of ``current_store`` to disk, and return when that is done."""
         for name in names:
             self.current_store[name].flush()
 
     def save_scores(self, exp_name: str) -> None:
-        """Bring the scores of the current experiment to the disk and record that they are final."""
+        """Write the scores of the current experiment to disk, and record that they are final."""
         if self.current_experiment_name != exp_name:
             raise AssertionError(
                 f"expected the current experiment {self.current_experiment_name!r}, got "
@@ -222,10 +224,10 @@ class MmapSaver(AbstractSaver):
         self.logger.info("Saved scores in %s", self.save_dir.joinpath(f"scores/{exp_name}.mmap"))
 
     def del_grads(self, model_id: int) -> None:  # type: ignore[override]
-        """Delete ``grads.mmap`` of a model id, if it is there.
+        """Delete ``grads.mmap`` of a model id, if it exists.
 
-        Its features can still be used for scores, but no longer be made again, nor read by
-        :func:`trakdask.open_traker`.
+        Its features can still be used for scores, but they can no longer be computed again or be
+        read by :func:`trakdask.open_traker`.
         """
         self.save_dir.joinpath(str(model_id), "grads.mmap").unlink(missing_ok=True)
 
@@ -236,28 +238,28 @@ class MmapSaver(AbstractSaver):
         if mode == "w+":
             self._create(fname, shape, dtype)
         try:
-            found = open_memmap(fname, mode="r+")
+            array = open_memmap(fname, mode="r+")
         except FileNotFoundError:
             self.logger.info("%s does not exist, skipping.", fname)
             return None
         except ValueError as err:
             raise ValueError(
-                f"expected an array in {str(fname)!r}, got a truncated file ({err}); try to delete "
-                f"the folder and id file of this model id, and featurize it again"
+                f"expected an array in {str(fname)!r}, got a truncated file ({err}); try "
+                "deleting the folder and the id file of this model id, and featurizing it again"
             ) from err
-        fits = all(n in (-1, size) for n, size in zip(shape, found.shape, strict=False))
-        if len(found.shape) != len(shape) or not fits or found.dtype != dtype:
+        fits = all(n in (-1, size) for n, size in zip(shape, array.shape, strict=False))
+        if len(array.shape) != len(shape) or not fits or array.dtype != dtype:
             raise StoreMismatchError(
-                f"expected {dtype} {shape} in {str(fname)!r}, got {found.dtype} {found.shape}; try "
-                f"use_half_precision={found.dtype == np.float16} and the sizes of the run that "
+                f"expected {dtype} {shape} in {str(fname)!r}, got {array.dtype} {array.shape}; try "
+                f"use_half_precision={array.dtype == np.float16} and the sizes of the run that "
                 "wrote it, or another save_dir"
             )
-        return found
+        return array
 
     def _create(
         self, path: Path, shape: tuple[int, int], dtype: Any = None, fill: float = 0
     ) -> None:
-        """Make an array that appears under its name only when it is whole."""
+        """Create a file that gets its name only when it is complete."""
         dtype = np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
         folder = Folder(str(path.parent.absolute()))
         folder.sweep(path.name)  # what a killed run left of it
@@ -269,7 +271,7 @@ class MmapSaver(AbstractSaver):
             del array
 
     def _is_complete(self) -> bool:
-        """Return whether all rows are featurized; looks at each row about once in a run."""
+        """Return whether all rows are featurized; each row is read about once in a run."""
         flags = self.current_store["is_featurized"].reshape(-1)
         while self._n_leading < len(flags):
             open_rows = np.flatnonzero(flags[self._n_leading : self._n_leading + _SCAN] != 1)

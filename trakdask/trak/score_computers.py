@@ -1,8 +1,8 @@
 """From projected gradients to scores: the Gram matrix, its inverse, and the final product.
 
-The interface is that of the TRAK package. Its :class:`BasicScoreComputer` gives the same numbers
-here, up to two repairs: float16 gradients are summed in float32 (the original's sums overflow
-beyond 65504, and its λ below 6e-8 is rounded to 0), and a Gram matrix that is singular is logged.
+The interface is that of the TRAK package, and :class:`BasicScoreComputer` returns the same numbers,
+with two corrections: float16 gradients are summed in float32 (the original's sums overflow beyond
+65504, and it rounds λ below 6e-8 to 0), and a singular Gram matrix is logged.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = [
 
 
 class AbstractScoreComputer(ABC):
-    """What ``TRAKer(score_computer=...)`` takes: a subclass of this, not an instance.
+    """Base class of score computers; ``TRAKer(score_computer=...)`` takes a subclass.
 
     Parameters
     ----------
     dtype
-        Of features: ``torch.float16`` or ``torch.float32``.
+        Dtype of features: ``torch.float16`` or ``torch.float32``.
     device
-        Where matrices are multiplied.
+        Device on which matrices are multiplied.
     """
 
     @abstractmethod
@@ -50,7 +50,7 @@ class AbstractScoreComputer(ABC):
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Return the features G (GᵀG)⁻¹, (n, p), of G and what :meth:`get_xtx` returned."""
+        """Return the features G (GᵀG)⁻¹, (n, p), from G and the result of :meth:`get_xtx`."""
 
     @abstractmethod
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
@@ -61,15 +61,15 @@ class BasicSingleBlockScoreComputer(AbstractScoreComputer):
     """The plain formula in single matrix products, for small data.
 
     The inverse is not divided by its mean absolute entry, so scores differ from those of
-    :class:`BasicScoreComputer` by one factor per checkpoint, as in the original. There, this class
-    cannot be instantiated, and has no λ.
+    :class:`BasicScoreComputer` by one factor per checkpoint, as in the original. (The original's
+    class cannot be instantiated, and has no λ.)
 
     Parameters
     ----------
     dtype, device
         As in :class:`AbstractScoreComputer`.
     logging_level
-        Of the logger ``ScoreComputer``.
+        Level of the logger ``ScoreComputer``.
     lambda_reg
         λ that is added to the diagonal of the Gram matrix.
     """
@@ -102,7 +102,7 @@ class BasicSingleBlockScoreComputer(AbstractScoreComputer):
 
 
 class BasicScoreComputer(AbstractScoreComputer):
-    """Features G (GᵀG + λI)⁻¹ over the mean absolute entry of that inverse, in blocks of rows.
+    """Features G (GᵀG + λI)⁻¹ divided by the mean absolute entry of that inverse.
 
     Parameters
     ----------
@@ -111,15 +111,15 @@ class BasicScoreComputer(AbstractScoreComputer):
     CUDA_MAX_DIM_SIZE
         Rows of a block.
     logging_level
-        Of the logger ``ScoreComputer``.
+        Level of the logger ``ScoreComputer``.
     lambda_reg
         λ, in the units of the Gram matrix.
 
     Notes
     -----
-    Because of the division, scores scale with the square of the gradients of a checkpoint, so
-    checkpoints weigh differently in the mean over several. It must stay: it is what scores of the
-    TRAK package are. ``TRAKer(..., mode="trakdask")`` does without it.
+    Because of the division, scores scale with the square of a checkpoint's gradients, so
+    checkpoints have different weights in a mean over several. The division is part of the scores of
+    the TRAK package; ``TRAKer(..., mode="trakdask")`` omits it.
     """
 
     lambda_reg: float = 0.0
@@ -171,10 +171,10 @@ class BasicScoreComputer(AbstractScoreComputer):
 
 
 class DampedScoreComputer(BasicScoreComputer):
-    """The scores of :func:`trakdask.score`: what ``TRAKer(mode="trakdask")`` uses.
+    """The scores of :func:`trakdask.score`, for ``TRAKer(mode="trakdask")``.
 
-    The Gram matrix is summed in float64, weighted as the estimator says, damped, and solved by
-    Cholesky; nothing is divided by a mean entry.
+    The Gram matrix is summed in float64 with the weights of the estimator, damped, and solved by a
+    Cholesky factorization. Nothing is divided by a mean entry.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ class DampedScoreComputer(BasicScoreComputer):
         self._gram_weights: np.ndarray | None = None
 
     def set_out_to_loss(self, out_to_loss: np.ndarray) -> None:
-        """Take Q, (n, 1), of the checkpoint that :meth:`get_xtx` will be called for."""
+        """Set Q, (n, 1), of the checkpoint that :meth:`get_xtx` will be called for."""
         if self.weights.power is not None:
             h = arrays.weights.soft_gram_weights(_one_block(out_to_loss), self.weights.power)
             self._gram_weights = h.compute(scheduler="synchronous")
@@ -256,5 +256,5 @@ def _one_block(array: np.ndarray) -> da.Array:
 
 
 def _product(features: Tensor, target_grads: Tensor) -> Any:
-    """Return the product in host memory; that of float16 matrices is not rounded to float16."""
+    """Return the product in host memory, in float32 also for float16 matrices."""
     return get_matrix_mult(features, target_grads, torch.float32).detach().cpu()

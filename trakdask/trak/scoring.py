@@ -44,7 +44,7 @@ class Scoring(Steps):
         exp_name
             Name of the set of targets, and of the file of its scores.
         checkpoint
-            State dict: that with which the model id was featurized.
+            State dict that the model id was featurized with.
         model_id
             A featurized model id.
         num_targets
@@ -53,9 +53,9 @@ class Scoring(Steps):
         Raises
         ------
         TypeError
-            If the arguments are not those; the original's README has them in another order.
+            If the arguments differ from these; the original's README has them in another order.
         ModelIDException, StoreMismatchError
-            If the model id has no files; if the experiment has another number of targets.
+            If the model id has no files, or the experiment has another number of targets.
         """
         if not isinstance(exp_name, str):
             raise TypeError(
@@ -88,13 +88,13 @@ class Scoring(Steps):
 
         Notes
         -----
-        Targets that were scored before are computed again. The model id need not be finalized yet;
-        the original logs an error then, and does nothing.
+        Targets that were scored before are computed again. The model id need not be finalized yet,
+        whereas the original would log an error and do nothing.
         """
         rows = row_positions(inds, num_samples, self._last_ind_target)
         if self._scoring is None or self._weights_of != self._scoring[1]:
             raise AssertionError(
-                f"expected a call of start_scoring_checkpoint just before, got weights of model id "
+                "expected the weights that start_scoring_checkpoint loads, got those of model id "
                 f"{self._weights_of}; try {_START_SCORING}"
             )
         exp_name, model_id, num_targets = self._scoring
@@ -121,7 +121,7 @@ class Scoring(Steps):
         exp_name
             The experiment.
         model_ids
-            Checkpoints to average over; all of ``save_dir`` by default. Those that are not
+            Checkpoints to average over; by default all in ``save_dir``. Those that are not
             finalized are left out, with a warning.
         allow_skip
             Whether to leave out checkpoints without target gradients, too.

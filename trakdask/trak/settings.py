@@ -1,4 +1,4 @@
-"""What the arguments of :class:`TRAKer` become: instances, shapes, and a record of them."""
+"""Process the arguments of :class:`TRAKer`: create instances, find shapes, and record settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def explained(example: str) -> Callable[[_Method], _Method]:
-    """Say, where a call does not fit the signature of a method, what a call looks like."""
+    """Add an example call to the error of a call that does not match a method's signature."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -34,7 +34,8 @@ def explained(example: str) -> Callable[[_Method], _Method]:
                 inspect.signature(method).bind(*args, **kwargs)
             except TypeError as err:
                 raise TypeError(
-                    f"expected the arguments of {method.__name__}, got {str(err)!r}; try {example}"
+                    f"expected the arguments of {method.__name__}, got others ({err}); try "
+                    f"{example}"
                 ) from None
             return method(*args, **kwargs)
 
@@ -44,9 +45,9 @@ def explained(example: str) -> Callable[[_Method], _Method]:
 
 
 def instance(kind: Any, droppable: set[str], **arguments: Any) -> Any:
-    """Make an instance, without droppable arguments that the class does not take.
+    """Create an instance, omitting droppable arguments that the class does not accept.
 
-    The abstract classes take fewer arguments than the original passes to their subclasses.
+    The abstract classes accept fewer arguments than the original passes to their subclasses.
     """
     parameters = inspect.signature(kind).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -56,11 +57,11 @@ def instance(kind: Any, droppable: set[str], **arguments: Any) -> Any:
 
 
 def task_of(task: Any) -> Any:
-    """Return the model output of a name, of a class or of an instance."""
+    """Return the model output for a name, a class or an instance."""
     if isinstance(task, str):
         if task not in TASK_TO_MODELOUT:
             raise KeyError(
-                f"expected a task among {sorted(TASK_TO_MODELOUT)}, got {task!r}; try "
+                f"expected one of {sorted(TASK_TO_MODELOUT)} as task, got {task!r}; try "
                 "task='image_classification', or an instance of an AbstractModelOutput"
             )
         task = TASK_TO_MODELOUT[task]
@@ -81,7 +82,7 @@ def parameter_shapes(model: torch.nn.Module, grad_wrt: Sequence[str] | None) -> 
 
 
 def weights_of(task: Any, model: torch.nn.Module) -> Weights:
-    """Return the weights of the estimator that trakdask takes for a task and a model."""
+    """Return the weights of the estimator that trakdask chooses for a task and a model."""
     is_own = type(task) in TASK_TO_MODELOUT.values()
     name = type(task).__name__.removeprefix("Iterative") if is_own else "unknown"
     has_norm = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
@@ -98,9 +99,9 @@ def record(
     grad_wrt: Sequence[str] | None,
     lambda_reg: float,
 ) -> dict[str, Any]:
-    """Return what ``metadata.json`` holds beside the keys of the original, all of it JSON-able."""
+    """Return the JSON-able settings that ``metadata.json`` has in addition to the original's."""
     seed = getattr(projector, "seed", seed)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "mode": mode,
         "version": __version__,
         "dtype": str(dtype).removeprefix("torch."),
@@ -110,5 +111,5 @@ def record(
         "lambda_reg": float(lambda_reg),
     }
     if isinstance(projector, StreamProjector):
-        found["projector"] = projector.projector.spec()
-    return found
+        settings["projector"] = projector.projector.spec()
+    return settings

@@ -1,4 +1,4 @@
-"""What the methods of :class:`TRAKer` have in common: weights, batches, checkpoints."""
+"""Steps that the methods of :class:`TRAKer` share: weights, batches, checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Steps:
         if store["grads"] is None:
             raise ModelIDException(
                 f"expected gradients of model id {model_id}, got none in {str(self.save_dir)!r}, "
-                "where they were deleted; try to featurize it in another save_dir"
+                "since they were deleted; try featurizing it in another save_dir"
             )
         if isinstance(computer, DampedScoreComputer):
             computer.set_out_to_loss(store["out_to_loss"])
@@ -108,11 +108,11 @@ class Steps:
     def _projected(
         self, batch: Any, model_id: int, rows: np.ndarray
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what is stored of the gradients of a batch, in host memory, and perhaps Q."""
-        found, out_to_loss = projected(
+        """Return a batch's projected gradients in the form to be stored, and Q if it is known."""
+        features, out_to_loss = projected(
             self.gradient_computer, self.projector, batch, model_id, len(rows)
         )
-        stored = self._as_stored(found / self.normalize_factor)
+        stored = self._as_stored(features / self.normalize_factor)
         if not bool(stored.isfinite().all()):
             bad = rows[(~stored.isfinite().all(dim=1)).numpy()]
             self.logger.warning("gradients of samples %s are not finite", bad.tolist())

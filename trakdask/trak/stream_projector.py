@@ -1,4 +1,4 @@
-"""A projector of the TRAK package that is one of trakdask."""
+"""A projector of trakdask with the interface of the TRAK package."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["StreamProjector"]
 
 
 class StreamProjector(AbstractProjector):
-    """Multiply with the matrix of a trakdask projector, such as ``td.SJLT``, scaled as there.
+    """Multiply with the scaled matrix of a trakdask projector, such as ``td.SJLT``.
 
     Parameters
     ----------
     projector
-        The projector; ``TRAKer(projector=td.SJLT(...))`` wraps it by itself.
+        The projector; ``TRAKer(projector=td.SJLT(...))`` wraps it in this class.
     shapes
         Shape of each parameter, in the order of the gradients.
     device
@@ -27,8 +27,8 @@ class StreamProjector(AbstractProjector):
 
     Notes
     -----
-    The result is what :func:`trakdask.featurize` computes for checkpoint id ``model_id``, without
-    the division by the square root of the number of parameters: the matrix is scaled already.
+    The result is that of :func:`trakdask.featurize` for the checkpoint id ``model_id``. It is not
+    divided by the square root of the number of parameters, because the matrix is already scaled.
     """
 
     def __init__(
@@ -60,5 +60,5 @@ class StreamProjector(AbstractProjector):
         return stream.result()
 
     def stream(self, n_samples: int, model_id: int, device: torch.device) -> ProjectionStream:
-        """Return what takes gradients parameter by parameter and projects them."""
+        """Return a stream that takes gradients parameter by parameter and projects them."""
         return ProjectionStream(self.projector, self.row_map, n_samples, int(model_id), device)

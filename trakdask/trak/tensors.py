@@ -66,11 +66,11 @@ def vectorize(
         Gradient per parameter name, each of shape (batch, *parameter shape), in the order in which
         they are laid out.
     arr
-        Tensor of shape (batch, elements) that is filled; a new one unless given.
+        Tensor of shape (batch, elements) to fill; by default a new one.
     device
-        Where a new tensor is made. The original makes it in the dtype of the first gradient, so
-        that a later gradient of a wider dtype can overflow to infinity; here it has the dtype that
-        holds all of them.
+        Device of a new tensor. In the original it has the dtype of the first gradient, so a later
+        gradient of a wider dtype can overflow to infinity; here its dtype can represent all of
+        them.
 
     Returns
     -------
@@ -113,8 +113,8 @@ def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torc
 def get_free_memory(device: torch.device | str) -> int:
     """Return the bytes that can still be allocated on a CUDA device.
 
-    The original counts only what torch has reserved and not used, which is nearly always too
-    little, and so takes the slow way of :func:`get_matrix_mult` needlessly.
+    The original counts only memory that torch has reserved but not used. That is nearly always too
+    little, so its :func:`get_matrix_mult` computes block by block without need.
     """
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -126,8 +126,7 @@ def get_matrix_mult_standard(
 ) -> Tensor:
     """Return ``features @ target_grads.T`` in a dtype, computed at once.
 
-    float16 inputs on a CPU are multiplied in float32, which neither overflows in the sums nor costs
-    more there.
+    float16 inputs on a CPU are multiplied in float32, whose sums do not overflow, at no extra cost.
     """
     return _product(features, target_grads).to(target_dtype)
 
@@ -142,14 +141,14 @@ def get_matrix_mult_blockwise(
     features, target_grads
         Shapes (n, p) and (m, p), in host memory; not copied as a whole.
     target_dtype
-        Of the result.
+        Dtype of the result.
     bs
-        Rows of a block of either matrix. (The original makes blocks no larger than the smaller
-        matrix: a million of one row for a single target.)
+        Rows of a block of either matrix. (In the original blocks are no larger than the smaller
+        matrix, so a single target leads to a million blocks of one row.)
 
     Notes
     -----
-    Blocks are multiplied on the GPU where there is one, else on the CPU.
+    Blocks are multiplied on the GPU if there is one, else on the CPU.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result = torch.empty(len(features), len(target_grads), dtype=target_dtype)
@@ -175,15 +174,15 @@ def get_matrix_mult(
     features, target_grads
         Shapes (n, p) and (m, p).
     target_dtype
-        Of the result; that of ``features`` unless given.
+        Dtype of the result; by default that of ``features``.
     batch_size
         Rows of a block.
     use_blockwise
-        Whether to compute in blocks in any case.
+        Whether to compute block by block in any case.
 
     Returns
     -------
-    Tensor of shape (n, m), on the device of ``features``, or in host memory if made in blocks.
+    Tensor of shape (n, m), on the device of ``features``, or in host memory if computed in blocks.
 
     Examples
     --------
@@ -216,15 +215,15 @@ def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[
     Parameters
     ----------
     model
-        Its parameters are assigned to chunks in their order.
+        The model, whose parameters are assigned to chunks in their order.
     batch_size
         Samples that are projected at once.
 
     Returns
     -------
     The largest chunk that ``fast_jl`` can address, (2³² − 1) // ``batch_size``, and the sizes of
-    the chunks. A parameter larger than that is cut into several chunks; the original makes an empty
-    one before it, and fails later.
+    the chunks. A larger parameter is split into several chunks; the original puts an empty chunk
+    before it, and fails later.
 
     Examples
     --------
@@ -235,7 +234,7 @@ def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[
 
 
 def chunk_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, list[int]]:
-    """Do the work of :func:`get_parameter_chunk_sizes` for parameters of these sizes."""
+    """Return what :func:`get_parameter_chunk_sizes` returns, for parameters of these sizes."""
     most, chunks, current = int(np.iinfo(np.uint32).max) // batch_size, [], 0
     for size in sizes:
         if current and current + size >= most:

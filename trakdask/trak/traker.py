@@ -1,4 +1,4 @@
-"""The class :class:`TRAKer`: features and scores batch by batch, as scripts of TRAK expect them."""
+"""The class :class:`TRAKer`: features and scores batch by batch, with the interface of TRAK."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class TRAKer(Scoring):
     Parameters
     ----------
     model
-        The model, in the architecture of all checkpoints; its weights change with each call of
-        :meth:`load_checkpoint` and :meth:`start_scoring_checkpoint`.
+        The model, which has the architecture of all checkpoints. Each call of
+        :meth:`load_checkpoint` and :meth:`start_scoring_checkpoint` changes its weights.
     task
         ``"image_classification"``, ``"text_classification"``, ``"clip"`` or
         ``"iterative_image_classification"``, or an instance of a subclass of
@@ -58,11 +58,11 @@ class TRAKer(Scoring):
     save_dir
         Folder of all results. A run that was interrupted continues there.
     load_from_save_dir
-        Whether to look there for other runs' settings, model ids and experiments. Several jobs may
-        do so at the same time; False, as in the original's SLURM example, works too, and does not
-        discard what an earlier job featurized.
+        Whether to read the settings, model ids and experiments of other runs there. Several jobs
+        may do so at the same time. False, as in the original's SLURM example, works as well, and
+        does not discard rows that an earlier job featurized.
     device
-        ``"cpu"``, ``"cuda"`` or any torch device, where the model and the batches are.
+        Device of the model and the batches: ``"cpu"``, ``"cuda"`` or any other torch device.
     gradient_computer
         A class, subclass of ``AbstractGradientComputer``.
     projector
@@ -76,12 +76,13 @@ class TRAKer(Scoring):
     proj_dim
         Number of feature columns, if ``projector`` is None.
     logging_level
-        Of the loggers ``TRAK``, ``STORE`` and ``ScoreComputer``. Progress is shown at INFO.
+        Level of the loggers ``TRAK``, ``STORE`` and ``ScoreComputer``. Progress is shown at INFO.
     use_half_precision
         Whether features are stored, and the matrix drawn, in float16. The model runs in its own
         precision in any case. Ignored in mode ``"trakdask"``.
     proj_max_batch_size
-        Samples per kernel of ``CudaProjector``: 8, 16 or 32; another number means the next smaller.
+        Most samples per kernel launch of ``CudaProjector``: 8, 16 or 32; other numbers are rounded
+        down to one of these.
     projector_seed
         Seed of the matrix.
     grad_wrt
@@ -89,25 +90,27 @@ class TRAKer(Scoring):
     lambda_reg
         λ that is added to the diagonal of the Gram matrix of the projected gradients.
     mode
-        ``"traker"``: matrices, normalisation, formula, dtypes and files of the original, with which
-        scores agree. ``"trakdask"``: features of :func:`trakdask.featurize`, in float32, by
-        ``td.Rademacher(proj_dim, projector_seed)`` unless ``projector`` is given, and scores of
-        :func:`trakdask.score` with its estimator and ``damping="closed_form"``, or
-        ``td.Absolute(lambda_reg)`` if that is not 0. A folder has one mode.
+        ``"traker"``: matrices, normalisation, formula, dtypes and files are those of the original,
+        so that scores agree with it. ``"trakdask"``: features are those of
+        :func:`trakdask.featurize`, in float32, with ``td.Rademacher(proj_dim, projector_seed)``
+        unless ``projector`` is given, and scores are those of :func:`trakdask.score` with its
+        estimator and ``damping="closed_form"``, or ``td.Absolute(lambda_reg)`` if ``lambda_reg`` is
+        not 0. A folder has one mode.
 
     Raises
     ------
     AssertionError
-        If ``save_dir`` has a run with other settings: sizes, projector, seed, dtype, ``grad_wrt``
-        or mode. What the original wrote says nothing of the last four.
+        If ``save_dir`` contains a run with other settings: sizes, projector, seed, dtype,
+        ``grad_wrt`` or mode. Files of the original do not record the last four.
     RuntimeError
-        If the device is CUDA, there is none, and a matrix is to be made there.
+        If a matrix must be drawn on a CUDA device and there is none.
 
     Notes
     -----
-    Differences from traker 0.3.2 in mode ``"traker"``: Gram matrices are summed in float32, half a
-    batch may be featurized already, targets that were never scored are NaN, with a warning, and
-    settings that do not fit are refused. float16 results differ by rounding.
+    Differences from traker 0.3.2 in mode ``"traker"``: Gram matrices are summed in float32, a part
+    of a batch may already be featurized, targets that were never scored are NaN, with a warning,
+    and settings that contradict an earlier run raise an error. float16 results differ by rounding
+    errors.
 
     References
     ----------
@@ -144,8 +147,8 @@ class TRAKer(Scoring):
         self.mode = mode
         self.train_set_size = train_set_size
         self.device = device
-        half = use_half_precision and mode == "traker"
-        self.dtype = torch.float16 if half else torch.float32
+        is_half = use_half_precision and mode == "traker"
+        self.dtype = torch.float16 if is_half else torch.float32
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
         self.lambda_reg = lambda_reg
         logging.basicConfig()
@@ -156,7 +159,7 @@ class TRAKer(Scoring):
         self.num_params_for_grad = sum(math.prod(shape) for shape in self._shapes().values())
         self.proj_seed = projector_seed
         self.init_projector(projector, proj_dim, proj_max_batch_size)
-        # Matrices of trakdask are scaled by themselves.
+        # Matrices of trakdask are already scaled.
         scaled = isinstance(self.projector, StreamProjector)
         n_parameters = torch.tensor(1 if scaled else self.num_params_for_grad, dtype=torch.float32)
         self.normalize_factor = torch.sqrt(n_parameters)
@@ -164,28 +167,9 @@ class TRAKer(Scoring):
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
         self.task = task_of(task)
-        self.gradient_computer = instance(
-            gradient_computer,
-            {"grad_wrt"} if self.grad_wrt is None else set(),
-            model=self.model,
-            task=self.task,
-            grad_dim=self.num_params_for_grad,
-            dtype=self.dtype,
-            device=self.device,
-            grad_wrt=self.grad_wrt,
-        )
+        self.gradient_computer = self._gradient_computer(gradient_computer)
         self.score_computer = self._score_computer(score_computer, logging_level)
-        self.saver = instance(
-            saver or MmapSaver,
-            {"train_set_size", "proj_dim"},
-            save_dir=self.save_dir,
-            metadata=self._metadata(),
-            train_set_size=self.train_set_size,
-            proj_dim=self.proj_dim,
-            load_from_save_dir=self.load_from_save_dir,
-            logging_level=logging_level,
-            use_half_precision=half,
-        )
+        self.saver = self._saver(saver or MmapSaver, logging_level)
         self.ckpt_loaded = _NO_CHECKPOINT
         self._weights_of = None
         self._scoring = None
@@ -199,7 +183,7 @@ class TRAKer(Scoring):
         proj_dim: int,
         proj_max_batch_size: int,
     ) -> None:
-        """Set ``projector`` and ``proj_dim``; see the class for what the default is."""
+        """Set ``projector`` and ``proj_dim``; the class documents the default."""
         if projector is None and self.mode == "trakdask":
             projector = Rademacher(proj_dim, self.proj_seed)
         if isinstance(projector, Projector):
@@ -231,10 +215,10 @@ class TRAKer(Scoring):
         checkpoint
             State dict.
         model_id
-            Non-negative number of the checkpoint, which also decides on its projection matrix.
+            Non-negative number of the checkpoint, which also determines its projection matrix.
         _allow_featurizing_already_registered
-            Has no effect, as in the original: a known id always continues where it was, and rows
-            that are done are skipped.
+            Has no effect, as in the original: a known id always continues where it stopped, and
+            completed rows are skipped.
         """
         self.ckpt_loaded = _NO_CHECKPOINT  # until all of this has worked
         if self.saver.model_ids.get(model_id) is None:
@@ -256,26 +240,27 @@ class TRAKer(Scoring):
         Parameters
         ----------
         batch
-            Input of the task: usually tensors whose first axis is the sample.
+            Input of the task, usually tensors with samples along the first axis.
         inds
             Positions of the batch's samples in the training set: array, tensor or list.
         num_samples
-            Number of samples in the batch, which then follow those of the call before.
+            Number of samples in the batch, if they follow those of the previous call.
 
         Raises
         ------
         AssertionError
-            If no checkpoint is loaded, or not exactly one of ``inds`` and ``num_samples`` is given.
+            If no checkpoint is loaded, or unless exactly one of ``inds`` and ``num_samples`` is
+            given.
         IndexError
             If a position is outside the training set.
         ValueError
-            If the batch does not have as many samples as were announced.
+            If the batch has another number of samples than the arguments say.
 
         Notes
         -----
-        Rows that are done, by this or an earlier run, are not written again; a batch of which only
-        some are done is computed as a whole, so that results do not depend on where a run was
-        interrupted. When this returns, the rows are on the disk.
+        Rows that this or an earlier run has completed are not written again. A batch with some
+        completed rows is computed as a whole, so that results do not depend on where a run was
+        interrupted. When this method returns, the rows are on disk.
         """
         rows = row_positions(inds, num_samples, self._last_ind)
         if self.ckpt_loaded != self.saver.current_model_id or self.ckpt_loaded != self._weights_of:
@@ -313,7 +298,7 @@ class TRAKer(Scoring):
         Parameters
         ----------
         model_ids
-            The checkpoints; all of ``save_dir`` by default. Those that are done are skipped.
+            The checkpoints; by default all in ``save_dir``. Those that are finalized are skipped.
         del_grads
             Whether to delete the projected gradients once the features are written.
 
@@ -349,6 +334,31 @@ class TRAKer(Scoring):
     def _shapes(self) -> Shapes:
         return parameter_shapes(self.model, self.grad_wrt)
 
+    def _gradient_computer(self, kind: type[AbstractGradientComputer]) -> AbstractGradientComputer:
+        return instance(  # type: ignore[no-any-return]
+            kind,
+            {"grad_wrt"} if self.grad_wrt is None else set(),
+            model=self.model,
+            task=self.task,
+            grad_dim=self.num_params_for_grad,
+            dtype=self.dtype,
+            device=self.device,
+            grad_wrt=self.grad_wrt,
+        )
+
+    def _saver(self, kind: type[AbstractSaver], logging_level: int) -> AbstractSaver:
+        return instance(  # type: ignore[no-any-return]
+            kind,
+            {"train_set_size", "proj_dim"},
+            save_dir=self.save_dir,
+            metadata=self._metadata(),
+            train_set_size=self.train_set_size,
+            proj_dim=self.proj_dim,
+            load_from_save_dir=self.load_from_save_dir,
+            logging_level=logging_level,
+            use_half_precision=self.dtype == torch.float16,
+        )
+
     def _score_computer(
         self, given: type[AbstractScoreComputer] | None, logging_level: int
     ) -> AbstractScoreComputer:
@@ -364,7 +374,7 @@ class TRAKer(Scoring):
         return instance(given or BasicScoreComputer, droppable, **arguments)  # type: ignore[no-any-return]
 
     def _metadata(self) -> dict[str, Any]:
-        """Return what ``metadata.json`` holds: the original's keys, and under one key our own."""
+        """Return the content of ``metadata.json``: the original's keys, and one key for our own."""
         return {
             "JL dimension": self.proj_dim,
             "JL matrix type": self.projector.proj_type,

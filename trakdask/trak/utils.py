@@ -1,4 +1,4 @@
-"""The helpers that scripts import from the TRAK package, and its test of an installation."""
+"""Helpers that scripts import from the TRAK package, and its test of an installation."""
 
 from __future__ import annotations
 

@@ -229,10 +229,10 @@ def test_clip_embeddings__other_task() -> None:
 
 
 def test_clip__without_negatives() -> None:
-    with pytest.raises(ValueError, match=r"'c0'.*of \[\].*clip_embeddings"):
+    with pytest.raises(ValueError, match=r"'c0'.*got those for \[\].*clip_embeddings"):
         run(Clip(), pairs())
     other = Clip({"best": clip().negatives["c0"]}, n_negatives=2)
-    with pytest.raises(ValueError, match=r"'c0'.*of \['best'\]"):
+    with pytest.raises(ValueError, match=r"'c0'.*got those for \['best'\]"):
         run(other, pairs())
 
 

@@ -13,9 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from trakdask.projection.cuda.launch import FAMILIES, family_of, packed
+from trakdask.projection.cuda.launch import FAMILIES, Launch, family_of, packed
 from trakdask.projection.cuda.sources import kernel_program
 
 HEADER = Path(__file__).with_name("emulator.hpp")
@@ -57,23 +56,17 @@ class EmulatedKernels:
         self.reverse = reverse
         self.launched: list[str] = []
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        arguments: Sequence[Tensor | np.generic | None],
-        shared_bytes: int = 0,
-    ) -> None:
-        # What a GPU would refuse.
-        assert 0 < grid[0] < 2**31
-        assert 0 < grid[1] < 2**16
-        assert 0 < threads <= 1024
-        assert shared_bytes <= 2**16
+    def launch(self, launch: Launch) -> None:
+        # The limits of a GPU.
+        assert 0 < launch.grid[0] < 2**31
+        assert 0 < launch.grid[1] < 2**16
+        assert 0 < launch.threads <= 1024
+        assert launch.shared_bytes <= 2**16
         with _one_at_a_time:
-            self.launched.append(name)
-            error = self._run(name, (*grid, threads), packed(arguments))
-        assert error is None, f"{name}: {error.decode()}"
+            self.launched.append(launch.name)
+            shape = (*launch.grid, launch.threads)
+            error = self._run(launch.name, shape, packed(launch.arguments))
+        assert error is None, f"{launch.name}: {error.decode()}"
 
     def _run(
         self, name: str, shape: tuple[int, int, int], arguments: Sequence[np.generic]

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
 from trakdask.projection import SJLT, Gaussian, Rademacher
 from trakdask.projection.cuda import dense, layout
-from trakdask.projection.cuda.launch import FAMILIES
+from trakdask.projection.cuda.launch import FAMILIES, Launch
 from trakdask.projection.cuda.layout import Columns, Run
 from trakdask.projection.cuda.projector import GpuProjector
 from trakdask.projection.gaussian import TABLE
@@ -95,12 +95,10 @@ def test_rademacher_bits__are_those_of_the_definition(data: st.DataObject) -> No
     guarded = torch.full((n_columns * n_counters * 128 + 64,), 77, dtype=torch.int8)
     address = (np.uint64(counter), np.int32(n_counters), np.uint32(column), np.int32(n_columns),
                np.uint64(seed), np.uint32(checkpoint))  # fmt: skip
+    threads = layout.TILE_THREADS
+    grid = layout.fill_grid(n_columns, n_counters)
     EmulatedKernels().launch(
-        "rademacher_bits",
-        layout.fill_grid(n_columns, n_counters),
-        layout.TILE_THREADS,
-        (*address, guarded),
-        16 * layout.TILE_THREADS,
+        Launch("rademacher_bits", grid, threads, (*address, guarded), 16 * threads)
     )
     window = (128 * counter, 128 * n_counters, column, n_columns)
     expected = rademacher_bits(*window, seed=seed, checkpoint=checkpoint)
@@ -119,7 +117,7 @@ def test_gaussian_entries__are_those_of_the_definition(data: st.DataObject) -> N
                np.uint64(seed), np.uint32(checkpoint))  # fmt: skip
     grid = layout.fill_grid(n_columns, n_counters)
     arguments = (torch.from_numpy(TABLE), *address, guarded)
-    EmulatedKernels().launch("gaussian_entries", grid, layout.TILE_THREADS, arguments, 256)
+    EmulatedKernels().launch(Launch("gaussian_entries", grid, layout.TILE_THREADS, arguments, 256))
     indices = np.arange(counter, counter + n_counters, dtype=np.uint64)
     columns = np.arange(3, 3 + n_columns, dtype=np.uint64)[:, None]
     low, high = indices & np.uint64(2**32 - 1), indices >> np.uint64(32) | np.uint64(5 << 16)

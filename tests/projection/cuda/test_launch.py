@@ -150,7 +150,7 @@ def test_launch__on_torchs_stream_compiled_once(calls: list[Any]) -> None:
     assert "H0 (sm_90, CUDA driver 13000, torch" in kernels.description
     tensor = torch.zeros(2)
     for n_bytes in (256, 60000, 100):
-        kernels.launch("combine_int32", (3, 2), 128, [tensor, np.int32(5)], n_bytes)
+        kernels.launch(launch.Launch("combine_int32", (3, 2), 128, [tensor, np.int32(5)], n_bytes))
     place = [("device", 1), (0, 4711)]
     launches = [
         ("combine_int32", (3, 2, 1), (128,), (tensor.data_ptr(), 5), n_bytes)
@@ -162,7 +162,7 @@ def test_launch__on_torchs_stream_compiled_once(calls: list[Any]) -> None:
 
 def test_launch__much_shared_memory_is_asked_for(calls: list[Any]) -> None:
     kernels = launch.kernels_for(torch.device("cuda", 0))
-    kernels.launch("combine_int32", (1, 1), 32, [], 60000)
+    kernels.launch(launch.Launch("combine_int32", (1, 1), 32, [], 60000))
     assert isinstance(kernels, launch.CupyKernels)
     assert kernels._function("combine_int32").max_dynamic_shared_size_bytes == 60000
 
@@ -170,7 +170,7 @@ def test_launch__much_shared_memory_is_asked_for(calls: list[Any]) -> None:
 def test_launch__what_the_driver_refuses(calls: list[Any]) -> None:
     kernels = launch.kernels_for(torch.device("cuda", 0))
     with pytest.raises(KernelError, match=r"combine_int32 .*start on H0.*INVALID_VALUE"):
-        kernels.launch("combine_int32", (1, 1), 4096, [])
+        kernels.launch(launch.Launch("combine_int32", (1, 1), 4096, []))
 
 
 def test_machine_code__says_what_the_compiler_says() -> None:
@@ -189,7 +189,7 @@ def test_launch__a_gpu_that_the_compiler_does_not_know(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: new)
     kernels = launch.kernels_for(torch.device("cuda", 0))
     with pytest.raises(KernelError, match=r"sm_99.*device='cpu', on Z9 \(sm_99"):
-        kernels.launch("combine_int32", (1, 1), 32, [])
+        kernels.launch(launch.Launch("combine_int32", (1, 1), 32, []))
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from trakdask.projection import SJLT, Gaussian, Identity, Mask, Rademacher, RowM
 from trakdask.projection import protocol as protocol_of_projectors
 from trakdask.projection import stream as stream_of_blocks
 from trakdask.projection.cuda import projector as on_device
-from trakdask.projection.cuda.launch import Kernels
+from trakdask.projection.cuda.launch import Kernels, Launch
 from trakdask.projection.stream import ProjectionStream, project
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -29,17 +29,11 @@ class WrongKernels(EmulatedKernels):
 
     description = "a broken GPU"
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        arguments: Sequence[Tensor | np.generic | None],
-        shared_bytes: int = 0,
-    ) -> None:
-        if name.startswith("combine"):
-            arguments = [*arguments[:3], np.int32(1), *arguments[4:]]
-        super().launch(name, grid, threads, arguments, shared_bytes)
+    def launch(self, launch: Launch) -> None:
+        if launch.name.startswith("combine"):
+            arguments = [*launch.arguments[:3], np.int32(1), *launch.arguments[4:]]
+            launch = replace(launch, arguments=arguments)
+        super().launch(launch)
 
 
 @pytest.fixture

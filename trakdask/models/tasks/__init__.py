@@ -1,4 +1,4 @@
-"""Tasks: what is the scalar output of a model, and how much does the loss still care for it."""
+"""Tasks: the scalar output of a model that is attributed, and how much the loss depends on it."""
 
 from __future__ import annotations
 

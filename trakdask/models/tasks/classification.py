@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,9 +23,30 @@ from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 __all__ = ["BinaryClassification", "ImageClassification", "MultiLabel", "TextClassification"]
 
 
+class _OneOfManyClasses:
+    """The margin of the correct class, for models that return (batch, classes)."""
+
+    label: str
+    temperature: float
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the margin of the correct class, (batch,)."""
+        return margin(*self._logits(forward, batch))
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return 1 - p of the correct class, (batch,)."""
+        logits, label = self._logits(forward, batch)
+        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
+        return one_minus_p(margin(logits / self.temperature, label))
+
+    @abstractmethod
+    def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits (batch, classes) and the checked labels (batch,)."""
+
+
 @dataclass(frozen=True)
-class ImageClassification:
-    """Classification of images, or of anything else that is one tensor, into two or more classes.
+class ImageClassification(_OneOfManyClasses):
+    """Classification of images, or of any other single tensor, into two or more classes.
 
     The output is the margin log p/(1-p) of the correct class, f = logit_y - logsumexp(other
     logits); Q = 1 - p, with p the softmax at ``temperature`` (the margin has no temperature).
@@ -65,23 +87,13 @@ class ImageClassification:
         """Names of the variables that the task reads."""
         return (self.image, self.label)
 
-    def output(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return the margin of the correct class, (batch,)."""
-        return margin(*self._logits(forward, batch))
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return 1 - p of the correct class, (batch,)."""
-        logits, label = self._logits(forward, batch)
-        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
-        return one_minus_p(margin(logits / self.temperature, label))
-
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = call_model(forward, batch, (self.image,), positional=True)
         return logits, require_classes(logits, batch[self.label], self.label)
 
 
 @dataclass(frozen=True)
-class TextClassification:
+class TextClassification(_OneOfManyClasses):
     """Classification of token sequences into two or more classes.
 
     Output and Q are those of :class:`ImageClassification`: the margin f = logit_y - logsumexp(other
@@ -96,20 +108,20 @@ class TextClassification:
     temperature
         Divides the logits in Q only.
     positional
-        Pass the inputs in their order instead of by name.
+        Whether the inputs are passed in their order; otherwise by name.
 
     Raises
     ------
     ValueError
-        If an option does not make sense. When run, if logits are not (batch, classes), or labels
-        are not integers below the number of classes.
+        If an option is invalid. When run, if logits are not (batch, classes), or labels are not
+        integers below the number of classes.
 
     Notes
     -----
-    By name is how transformers calls its models; they return an object with ``logits``. Padding is
-    the model's business: pass it the attention mask. Encoders of transformers 5 decide on the
-    values of that mask, which vmap cannot follow: take ``gradients="loop"`` for them, or leave the
-    mask away where nothing is padded.
+    Models of transformers take their inputs by name and return an object with ``logits``. Padding
+    is ignored only if the model gets an attention mask. Encoders of transformers 5 branch on the
+    values of that mask, so vmap cannot run them: use ``gradients="loop"``, or omit the mask if
+    nothing is padded.
 
     References
     ----------
@@ -132,23 +144,31 @@ class TextClassification:
         """Names of the variables that the task reads."""
         return (*self.inputs, self.label)
 
-    def output(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return the margin of the correct class, (batch,)."""
-        return margin(*self._logits(forward, batch))
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return 1 - p of the correct class, (batch,)."""
-        logits, label = self._logits(forward, batch)
-        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
-        return one_minus_p(margin(logits / self.temperature, label))
-
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = call_model(forward, batch, self.inputs, self.positional)
         return logits, require_classes(logits, batch[self.label], self.label)
 
 
 @dataclass(frozen=True)
-class BinaryClassification:
+class _LabelsOf0And1:
+    """The variables of tasks whose labels are 0 or 1."""
+
+    inputs: tuple[str, ...] = ("x",)
+    label: str = "label"
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.label, "label")
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.label)
+
+
+@dataclass(frozen=True)
+class BinaryClassification(_LabelsOf0And1):
     """Classification into two classes by a single logit.
 
     The output is the signed logit, f = z for label 1 and -z for label 0, which is log p/(1-p) of
@@ -161,7 +181,7 @@ class BinaryClassification:
     label
         Name of the labels (batch,), 0 or 1, of any dtype.
     positional
-        Pass the inputs in their order, or by name.
+        Whether the inputs are passed in their order; otherwise by name.
 
     Raises
     ------
@@ -177,19 +197,6 @@ class BinaryClassification:
     Park et al. 2023, section 3 (logistic regression).
     """
 
-    inputs: tuple[str, ...] = ("x",)
-    label: str = "label"
-    positional: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
-
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the signed logit, (batch,)."""
         logits = call_model(forward, batch, self.inputs, self.positional)
@@ -204,7 +211,7 @@ class BinaryClassification:
 
 
 @dataclass(frozen=True)
-class MultiLabel:
+class MultiLabel(_LabelsOf0And1):
     """Several independent yes-or-no labels per sample, one logit each.
 
     With the signed logits m_k (z_k for label 1, -z_k for label 0), which are log p_k/(1-p_k) of the
@@ -217,7 +224,7 @@ class MultiLabel:
     label
         Name of the labels (batch, labels), 0 or 1, of any dtype.
     positional
-        Pass the inputs in their order, or by name.
+        Whether the inputs are passed in their order; otherwise by name.
 
     Raises
     ------
@@ -226,29 +233,16 @@ class MultiLabel:
 
     Notes
     -----
-    The loss ℓ = Σ log(1 + exp(-m_k)) is not a function of f alone, so no scalar is its derivative
-    along f. Q is the number for which Q·∇f is nearest to -∇ℓ as vectors in the space of the m_k:
-    (1 - p_k)_k projected on (1, ..., 1). It is the derivative of -ℓ by f where all m_k rise
-    together, and exact for one label. To keep labels apart, make (sample, label) pairs samples of
-    a :class:`BinaryClassification`.
+    The loss ℓ = Σ log(1 + exp(-m_k)) is not a function of f alone, so it has no derivative with
+    respect to f. Q is the number for which Q·∇f is nearest to -∇ℓ as vectors in the space of the
+    m_k: (1 - p_k)_k projected on (1, ..., 1). It is the derivative of -ℓ with respect to f if all
+    m_k increase equally, and exact for one label. To attribute labels separately, make
+    (sample, label) pairs the samples of a :class:`BinaryClassification`.
 
     References
     ----------
     Park et al. 2023, section 3, for a single label.
     """
-
-    inputs: tuple[str, ...] = ("x",)
-    label: str = "label"
-    positional: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
@@ -266,7 +260,7 @@ class MultiLabel:
             raise ValueError(
                 f"expected logits and labels of the same shape (batch, labels), got "
                 f"{tuple(logits.shape)} from the model and {tuple(label.shape)} in "
-                f"{self.label!r}; try wrapping the model so that it returns one logit per label."
+                f"{self.label!r}; try wrapping the model so that it returns one logit per label"
             )
         return logits * _sign(label, logits)
 
@@ -276,13 +270,16 @@ def _sign(label: Tensor, logits: Tensor) -> Tensor:
 
 
 def _require_binary(label: Tensor, name: str) -> None:
-    """Check values, which only a task's ``out_to_loss`` may do: ``output`` runs under vmap."""
+    """Reject labels other than 0 and 1.
+
+    This looks at values, so it must not be called by ``output``, which runs under vmap.
+    """
     bad = (label != 0) & (label != 1)
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
         raise SampleError(
             f"expected 0 or 1 in {name!r}, got {label[where].item()} at sample {{sample}}; try "
             "(labels > 0).astype(int) for labels that are signs, or "
-            "task='image_classification' for more than two classes.",
+            "task='image_classification' for more than two classes",
             where[0],
         )

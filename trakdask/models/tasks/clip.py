@@ -1,4 +1,4 @@
-"""Contrastive models of images and texts, in the manner of CLIP."""
+"""Contrastive models of images and texts, such as CLIP."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trakdask.execution.handles import Spooled
@@ -25,56 +26,56 @@ from trakdask.models.tasks.protocol import Batch, Forward
 __all__ = ["Clip", "clip_embeddings"]
 
 Embeddings = Mapping[str, tuple[Tensor, Tensor]]
-"""Embeddings of images and of texts, both (n, embedding), by checkpoint."""
+"""Embeddings of images and of texts, both (n, embedding), by name of the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Clip:
     """Matching of images and texts against a fixed set of other pairs, the negatives.
 
-    With the embeddings φ of the image and ψ of the text, and ψ' and φ' those of the negatives, the
-    output is the sum of two margins, f = m_text + m_image,
+    With the embeddings φ of the image and ψ of the text, and the embeddings φ' and ψ' of the
+    negatives, the output is the sum of two margins, f = m_text + m_image,
 
-    - m_text = φ·ψ - logsumexp(φ·ψ'), of the right text among texts,
-    - m_image = φ·ψ - logsumexp(φ'·ψ), of the right image among images,
+    - m_text = φ·ψ - logsumexp(φ·ψ'), that of the correct text among the texts,
+    - m_image = φ·ψ - logsumexp(φ'·ψ), that of the correct image among the images,
 
-    and Q = 1 - (p_text + p_image)/2, with p of the same margins at ``temperature``.
+    and Q = 1 - (p_text + p_image)/2, with the p of the same margins at ``temperature``.
 
     Parameters
     ----------
     negatives
-        Embeddings of images and of texts, both (n, embedding), by the name of the checkpoint: what
-        :func:`clip_embeddings` returns. They are constants: no gradient flows through them.
+        Embeddings of images and of texts, both (n, embedding), by name of the checkpoint, as
+        :func:`clip_embeddings` returns them. They are constants: no gradient flows through them.
     image, text
         Names of the variables; the model is called as ``model(image, text)``.
     n_negatives
-        How many pairs are drawn from them, uniformly and without repetition.
+        Number of pairs that are drawn from them, uniformly and without replacement.
     seed
-        Of the draw, an integer in [0, 2**64).
+        Seed of the draw, an integer in [0, 2**64).
     temperature
-        Divides the products in Q only. By default 1/``logit_scale``, the third thing that the model
-        returns.
+        Divides the products in Q only. By default 1/``logit_scale``, where ``logit_scale`` is the
+        third value that the model returns.
 
     Raises
     ------
     TypeError, ValueError
-        If there are too few negatives, or they do not match. When run, if there are none of the
-        checkpoint, or the model returns something else than (image embedding, text embedding,
-        logit_scale) as those of open_clip do.
+        If there are too few negatives, or images and texts differ in shape. When run, if there are
+        no negatives for the checkpoint, or the model does not return (image embedding, text
+        embedding, logit_scale), as the models of open_clip do.
 
     Notes
     -----
-    The same negatives serve all samples of a checkpoint, so neither f nor Q depends on what else is
-    in a batch. A sample that is itself among them is pushed from its own copy: take negatives that
-    are neither training samples nor targets, or many more than ``n_negatives``.
+    All samples of a checkpoint have the same negatives, so neither f nor Q depends on the rest of a
+    batch. A sample that is itself a negative would be compared with its own copy, so choose
+    negatives that are neither training samples nor targets, or many more than ``n_negatives``.
 
     The loss is the sum of two cross-entropies ℓ = Σ log(1 + exp(-m)), as in training up to a
     factor. Q is the number for which Q·∇f is nearest to -∇ℓ as vectors in the space of the margins,
     at ``temperature`` as in traker.
 
-    In traker negatives are drawn anew, with probability proportional to their index, for every
-    sample; they are those of one checkpoint for all; Q compares with the rest of the batch; and
-    ``temperature`` is the factor that ours divides by.
+    traker differs in four ways: negatives are drawn for every sample, with probabilities
+    proportional to their index; those of one checkpoint serve all checkpoints; Q compares a pair
+    with the rest of its batch; and ``temperature`` is a factor, not a divisor.
 
     References
     ----------
@@ -96,13 +97,13 @@ class Clip:
         check_variable(self.text, "text")
         _check_integer(self.n_negatives, "n_negatives", 1, 2**63)
         _check_integer(self.seed, "seed", 0, 2**64)
-        if self.negatives is None:  # enough for a model, of which the negatives can then be made
+        if self.negatives is None:  # a model with this task can compute the negatives
             return
         if not isinstance(self.negatives, Mapping):
             raise TypeError(
                 "expected negatives as a mapping from checkpoint to (image, text) embeddings, got "
                 f"{type(self.negatives).__name__}; try "
-                "negatives=td.tasks.clip_embeddings(model, samples)."
+                "negatives=td.tasks.clip_embeddings(model, samples)"
             )
         drawn = {
             name: _draw(name, pair, self.n_negatives, self.seed)
@@ -110,7 +111,8 @@ class Clip:
         }
         flat = {f"{name}/{i}": t for name, pair in drawn.items() for i, t in enumerate(pair)}
         object.__setattr__(self, "digest", digest_state(flat)[:32])
-        object.__setattr__(self, "negatives", _Kept(Spooled(drawn, f"negatives-{self.digest}")))
+        spooled = Spooled(drawn, f"negatives-{self.digest}")
+        object.__setattr__(self, "negatives", _SpooledNegatives(spooled))
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -134,22 +136,22 @@ class Clip:
         if scale is None:
             raise ValueError(
                 "expected a model that returns (image embedding, text embedding, logit_scale), got "
-                "no logit_scale; try td.tasks.Clip(..., temperature=0.07), or return it."
+                "no logit_scale; try td.tasks.Clip(..., temperature=0.07), or return it"
             )
         by_text, by_image = self._margins(forward, image, text, scale)
         return (one_minus_p(by_text) + one_minus_p(by_image)) / 2
 
     def _call(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        found = forward(batch[self.image], batch[self.text])
-        parts = list(found) if isinstance(found, (tuple, list)) else []
+        returned = forward(batch[self.image], batch[self.text])
+        parts = list(returned) if isinstance(returned, (tuple, list)) else []
         pair = [shape_of(part) for part in parts[:2]]
         size = len(batch[self.image])
         is_pair = len(pair) == 2 and all(isinstance(part, Tensor) for part in parts[:2])
         if not is_pair or parts[0].ndim != 2 or pair[0] != pair[1] or len(parts[0]) != size:
             raise ValueError(
                 "expected (image embedding, text embedding, logit_scale) with both embeddings of "
-                f"shape ({size}, embedding), got {pair or shape_of(found)} from the model; try "
-                "wrapping the model so that model(image, text) returns them."
+                f"shape ({size}, embedding), got {pair or shape_of(returned)} from the model; try "
+                "wrapping the model so that model(image, text) returns them"
             )
         image, text = (at_least_float32(part) for part in parts[:2])
         return image, text, parts[2] if len(parts) > 2 else None
@@ -160,23 +162,23 @@ class Clip:
         negatives, name = self.negatives or {}, forward.checkpoint
         if name is None or name not in negatives:
             raise ValueError(
-                f"expected negatives of the checkpoint {name!r}, at which the model runs, got "
-                f"those of {list(negatives)}; try "
-                "td.tasks.Clip(negatives=td.tasks.clip_embeddings(model, samples))."
+                f"expected negatives for the checkpoint {name!r}, which the model has loaded, got "
+                f"those for {list(negatives)}; try "
+                "td.tasks.Clip(negatives=td.tasks.clip_embeddings(model, samples))"
             )
         images, texts = (t.to(image) for t in negatives[name])
         if images.shape[1] != image.shape[1]:
             raise ValueError(
                 f"expected negatives with {image.shape[1]} numbers per embedding, as the model "
-                f"returns, got {images.shape[1]} for checkpoint {name!r}; try "
-                "td.tasks.clip_embeddings(model, samples) of this model."
+                f"returns them, got {images.shape[1]} for checkpoint {name!r}; try "
+                "td.tasks.clip_embeddings(model, samples) of this model"
             )
-        right = scale * (image * text).sum(1)
-        by_text = right - (scale * image @ texts.T).logsumexp(1)
-        return by_text, right - (scale * text @ images.T).logsumexp(1)
+        correct = scale * (image * text).sum(1)
+        by_text = correct - (scale * image @ texts.T).logsumexp(1)
+        return by_text, correct - (scale * text @ images.T).logsumexp(1)
 
 
-class _Kept(Mapping[str, tuple[Tensor, Tensor]]):
+class _SpooledNegatives(Mapping[str, tuple[Tensor, Tensor]]):
     """Negatives by checkpoint that reach workers through the spool, not through the task graph."""
 
     def __init__(self, spooled: Spooled) -> None:
@@ -193,47 +195,55 @@ class _Kept(Mapping[str, tuple[Tensor, Tensor]]):
 
 
 def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Take some rows of both: those with the smallest of n random keys, in their own order."""
+    """Return some rows of both tensors, drawn without replacement, in their original order."""
     parts = list(pair) if isinstance(pair, (tuple, list)) else []
     if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(
             f"expected two tensors (image, text) as the negatives of checkpoint {name!r}, got "
-            f"{type(pair).__name__}; try td.tasks.clip_embeddings(model, samples)."
+            f"{type(pair).__name__}; try td.tasks.clip_embeddings(model, samples)"
         )
     image, text = parts
     if image.ndim != 2 or image.shape != text.shape:
         raise ValueError(
             "expected negatives (n, embedding) of images and of texts, in pairs, got the shapes "
             f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
-            "td.tasks.clip_embeddings(model, samples)."
+            "td.tasks.clip_embeddings(model, samples)"
         )
     if not bool(image.isfinite().all() & text.isfinite().all()):
         raise ValueError(
             f"expected finite embeddings, got NaN or infinity among the negatives of checkpoint "
             f"{name!r}; try td.tasks.clip_embeddings(model, samples) without the samples that "
-            "give them."
+            "cause them"
         )
     if size > len(image):
         raise ValueError(
             f"expected n_negatives in 1..{len(image)} (the negatives of checkpoint {name!r}), got "
-            f"{size}; try n_negatives={len(image)}, or embed more samples."
+            f"{size}; try n_negatives={len(image)}, or embed more samples"
         )
-    # Raw bits: numpy keeps their stream in all versions, which it does not promise of `choice`.
-    keys = np.random.Philox(key=seed).random_raw(len(image))
-    rows = torch.from_numpy(np.sort(np.argsort(keys, kind="stable")[:size]))
+    rows = torch.from_numpy(random_rows(len(image), size, seed))
     return image.detach().cpu()[rows], text.detach().cpu()[rows]
+
+
+def random_rows(n: int, size: int, seed: int) -> NDArray[np.int64]:
+    """Draw ``size`` of ``n`` rows uniformly, without replacement; return them in ascending order.
+
+    The rows are those with the smallest random keys. The keys are raw bits because numpy guarantees
+    the same bits in all versions, but not the same results of ``Generator.choice``.
+    """
+    keys = np.random.Philox(key=seed).random_raw(n)
+    return np.sort(np.argsort(keys, kind="stable")[:size])
 
 
 def _check_integer(value: object, option: str, low: int, high: int) -> None:
     is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_integer or not low <= int(cast(int, value)) < high:
         raise ValueError(
-            f"expected an integer of at least {low} as {option}, got {value!r}; try {option}={low}."
+            f"expected an integer of at least {low} as {option}, got {value!r}; try {option}={low}"
         )
 
 
 class _Model(Protocol):
-    """What of ``td.Model`` the embeddings need."""
+    """The part of ``td.Model`` that :func:`clip_embeddings` uses."""
 
     checkpoints: tuple[Checkpoint, ...]
     task: Any
@@ -249,7 +259,7 @@ def clip_embeddings(
     Parameters
     ----------
     model
-        Made with ``task="clip"``, or a :class:`Clip` that names the variables.
+        A model with ``task="clip"``, or with a :class:`Clip` that names the variables.
     samples
         Images and texts by the task's names: arrays, tensors or a Dataset.
     batch_size
@@ -262,28 +272,28 @@ def clip_embeddings(
     Raises
     ------
     TypeError, ValueError
-        If the model's task is another one, or samples lack a variable.
+        If the model has another task, or samples lack a variable.
 
     Notes
     -----
-    Cost: reads all samples into memory, and runs them once per checkpoint. A few thousand are
-    plenty: ``td.tasks.clip_embeddings(model, pool.isel(sample=slice(3000)))``.
+    Cost: reads all samples into memory, and runs them once per checkpoint. A few thousand samples
+    suffice: ``td.tasks.clip_embeddings(model, pool.isel(sample=slice(3000)))``.
     """
     task = getattr(model, "task", None)
     if not isinstance(task, Clip):
         kind = type(model).__name__ if task is None else f"one whose task is {task!r}"
         raise TypeError(
-            f"expected a td.Model with the task clip, got {kind}; try td.Model(..., task='clip')."
+            f"expected a td.Model with the task clip, got {kind}; try td.Model(..., task='clip')"
         )
     _check_integer(batch_size, "batch_size", 1, 2**63)
     whole = as_tensors(samples, task.variables)
     starts = range(0, len(whole[task.image]), batch_size)
     batches = [Batch({n: t[i : i + batch_size] for n, t in whole.items()}) for i in starts]
-    found = {}
+    embeddings = {}
     for checkpoint in model.checkpoints:
         forward = model.forward(checkpoint)
         with torch.no_grad():
             parts = [task.embed(forward, batch) for batch in batches]
         image, text = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-        found[checkpoint.name] = (image, text)
-    return found
+        embeddings[checkpoint.name] = (image, text)
+    return embeddings

@@ -31,47 +31,50 @@ _MASK = "attention_mask"
 class CausalLM:
     """Next-token prediction, per sequence or per token.
 
-    Of every predicted token t, m_t = log p_t/(1-p_t) is the margin of the token that is there. The
-    output is their sum f = Σ m_t, and Q = mean_t(1 - p_t).
+    For every predicted token t, m_t = log p_t/(1-p_t) is the margin of the actual token. The output
+    is the sum f = Σ m_t of these margins, and Q = mean_t(1 - p_t).
 
     Parameters
     ----------
     inputs
         Names of the variables that the model takes, each (batch, tokens); the first one holds the
-        token ids. An ``"attention_mask"`` among them says where a sequence is padded.
+        token ids. An ``"attention_mask"`` among them marks the padding of a sequence.
     labels
-        Name of the variable with the token to predict at each place, or ``ignore_index`` (as in
+        Name of the variable with the token to predict at each position, or ``ignore_index`` (as in
         transformers, not shifted). By default the token ids.
     position
-        Name of an integer variable (batch,): only the token at this place (the first is 0, which
-        nothing predicts) is the output, f = m_t and Q = 1 - p_t. See :func:`expand_tokens`.
+        Name of an integer variable (batch,) with the position of the only token that is attributed;
+        then f = m_t and Q = 1 - p_t. The token at position 0 is never predicted. See
+        :func:`expand_tokens`.
     ignore_index
-        Label of places that are not predicted.
+        Label of positions that are not predicted.
     positional
-        Pass the inputs in their order instead of by name.
+        Whether the inputs are passed in their order; otherwise by name.
 
     Raises
     ------
     ValueError
-        When run, if logits are not (batch, tokens, vocabulary), labels not (batch, tokens), or
-        tokens to predict not in the vocabulary.
+        When run, if logits are not (batch, tokens, vocabulary), labels are not (batch, tokens), or
+        tokens to predict are not in the vocabulary.
 
     Notes
     -----
     A token is predicted if its label is not ``ignore_index``, and it and the token before it are
-    attended to; others add exactly nothing, on whichever side the padding is. A sequence without
-    any has f = 0, Q = 0 and no gradient. (Padding on the left shifts absolute positions: such
-    models need ``position_ids`` among the inputs.)
+    not masked. Other tokens contribute exactly nothing, whether padding is on the left or on the
+    right. A sequence without predicted tokens has f = 0, Q = 0 and no gradient. (Padding on the
+    left shifts absolute positions, so models that use these need ``position_ids`` among the
+    inputs.)
 
-    The sum, not the mean: tokens weigh alike in sequences of any length, as they do in the training
-    loss of a batch, and the feature of a sequence is the sum of the features of its tokens. The
-    loss ℓ = Σ log(1 + exp(-m_t)) is not a function of f alone. Q is the number for which Q·∇f is
-    nearest to -∇ℓ as vectors in the space of the margins: (1 - p_t)_t projected on (1, ..., 1).
+    The output is the sum of the margins, not their mean, so that all tokens have the same weight in
+    sequences of any length, as in the training loss of a batch, and the feature of a sequence is
+    the sum of the features of its tokens. The loss ℓ = Σ log(1 + exp(-m_t)) is not a function of f
+    alone. Q is the number for which Q·∇f is nearest to -∇ℓ as vectors in the space of the margins:
+    (1 - p_t)_t projected on (1, ..., 1).
 
     For ``gradients="vmap"`` build a model of transformers with ``attn_implementation="eager"``.
 
-    Cost: one more copy of the logits (batch, tokens, vocabulary); per token, a forward and backward
-    pass of the whole sequence for each.
+    Cost: one more copy of the logits (batch, tokens, vocabulary). With ``position``, every token
+    takes a forward and a backward pass of its whole sequence.
 
     References
     ----------
@@ -92,7 +95,7 @@ class CausalLM:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise TypeError(
                 f"expected an integer as ignore_index, got {self.ignore_index!r}; try "
-                "ignore_index=-100."
+                "ignore_index=-100"
             )
 
     @property
@@ -123,9 +126,9 @@ class CausalLM:
         return predicted
 
     def _margins(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor, int]:
-        """Margins and whether they count, both (batch, tokens - 1), or (batch, 1) at a position.
+        """Return margins, whether each is predicted, and the size of the vocabulary.
 
-        The third is the size of the vocabulary.
+        The first two are (batch, tokens - 1), or (batch, 1) for a single position.
         """
         labels, predicted = self._labels(batch), self.predicted(batch)
         logits = call_model(forward, batch, self.inputs, self.positional)
@@ -133,33 +136,33 @@ class CausalLM:
             raise ValueError(
                 f"expected logits (batch, tokens, vocabulary) for labels of shape "
                 f"{tuple(labels.shape)}, got {shape_of(logits)} from the model; try wrapping the "
-                "model, or a task of your own."
+                "model, or a task of your own"
             )
         vocabulary = logits.shape[2]
         target = labels[:, 1:].long()
         logits = logits[:, :-1]
-        if self.position is not None:  # one token's logits, before they are copied
-            place = batch[self.position].long()[:, None] - 1
-            near = place.clamp(0, target.shape[1] - 1)
-            logits = torch.take_along_dim(logits, near[..., None], dim=1)
-            target = torch.take_along_dim(target, near, dim=1)
-            predicted = torch.take_along_dim(predicted, near, dim=1) & (near == place)
-        # Tokens out of range are refused by `out_to_loss`; here they would stop a GPU.
+        if self.position is not None:  # select before the logits are copied
+            index = batch[self.position].long()[:, None] - 1
+            valid = index.clamp(0, target.shape[1] - 1)
+            logits = torch.take_along_dim(logits, valid[..., None], dim=1)
+            target = torch.take_along_dim(target, valid, dim=1)
+            predicted = torch.take_along_dim(predicted, valid, dim=1) & (valid == index)
+        # `out_to_loss` rejects tokens that are out of range; here they would crash a CUDA kernel.
         target = target.masked_fill(~predicted, 0).clamp(0, vocabulary - 1)
         return margin(logits, target), predicted, vocabulary
 
     def _require_tokens(self, batch: Batch, vocabulary: int) -> None:
-        """Refuse tokens to predict that the model has no logit of."""
+        """Reject tokens to predict that the model has no logit for."""
         labels = self._labels(batch)
         bad = self.predicted(batch) & ((labels < 0) | (labels >= vocabulary))[:, 1:]
         if bool(bad.any()):
-            row, place = bad.nonzero()[0].tolist()
+            row, index = bad.nonzero()[0].tolist()
             name = self.inputs[0] if self.labels is None else self.labels
             raise SampleError(
                 f"expected tokens in 0..{vocabulary - 1} (the model's vocabulary) in {name!r}, got "
-                f"{int(labels[row, place + 1])} at sample {{sample}}, token {place + 1}; try "
-                f"ignore_index={self.ignore_index} as the label of what is not predicted, or the "
-                "tokenizer that the model was trained with.",
+                f"{int(labels[row, index + 1])} at sample {{sample}}, token {index + 1}; try "
+                f"ignore_index={self.ignore_index} as the label of other positions, or the "
+                "tokenizer that the model was trained with",
                 row,
             )
 
@@ -170,7 +173,7 @@ class CausalLM:
             raise ValueError(
                 f"expected integer tokens (batch, tokens) with at least 2 tokens in {name!r}, got "
                 f"{labels.dtype} of shape {tuple(labels.shape)}; try padding the sequences to one "
-                "length."
+                "length"
             )
         return labels
 
@@ -178,25 +181,25 @@ class CausalLM:
 def expand_tokens(
     samples: Mapping[Any, Any], task: CausalLM | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """List every predicted token of some sequences, to make each of them a sample.
+    """List every predicted token of some sequences, so that each can become a sample.
 
     Parameters
     ----------
     samples
         The task's variables by name: arrays, tensors or a Dataset.
     task
-        Says which tokens are predicted; ``CausalLM()`` unless given.
+        Determines which tokens are predicted; ``CausalLM()`` by default.
 
     Returns
     -------
-    ``sequence`` and ``position``, int64, one entry per token: which sequence, and which place in
-    it, ordered by sequence and place.
+    ``sequence`` and ``position``, int64, one entry per token: the index of its sequence and its
+    position in the sequence, ordered by both.
 
     Notes
     -----
-    Meant for targets: which sequences of the training set made the model write this token? The
-    features of one sequence's tokens add up to the feature of the sequence. Cost: reads all of the
-    samples' tokens into memory.
+    This is meant for targets: which training sequences made the model generate this token? The
+    features of a sequence's tokens add up to the feature of the sequence. Cost: reads the tokens of
+    all samples into memory.
 
     Examples
     --------
@@ -206,8 +209,8 @@ def expand_tokens(
     >>> sequence, position
     (array([0, 0, 1]), array([1, 2, 1]))
 
-    As samples, each with the rows of its sequence and its own place. Of a Dataset, they are
-    ``samples.isel(sample=sequence).assign_coords(token=("sample", position))``.
+    To make each token a sample, repeat the rows of its sequence and add its position. For a Dataset
+    this is ``samples.isel(sample=sequence).assign_coords(token=("sample", position))``.
 
     >>> tokens = {name: array[sequence] for name, array in samples.items()} | {"token": position}
     >>> CausalLM(position="token").variables
@@ -216,9 +219,9 @@ def expand_tokens(
     task = CausalLM() if task is None else task
     if not isinstance(task, CausalLM):
         raise TypeError(
-            f"expected td.tasks.CausalLM as task, got {task!r}; try task=td.tasks.CausalLM(...)."
+            f"expected td.tasks.CausalLM as task, got {task!r}; try task=td.tasks.CausalLM(...)"
         )
     names = [name for name in task.variables if name != task.position]
     predicted = task.predicted(as_tensors(samples, names))
-    sequence, place = predicted.cpu().nonzero(as_tuple=True)
-    return sequence.numpy(), place.numpy() + 1
+    sequence, index = predicted.cpu().nonzero(as_tuple=True)
+    return sequence.numpy(), index.numpy() + 1

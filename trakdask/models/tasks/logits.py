@@ -1,4 +1,4 @@
-"""What tasks share: calling a model, finding its logits, and margins."""
+"""Functions that tasks share: calling a model, finding its logits, and margins."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = [
 
 
 def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Return names of variables as a tuple: one name may stand alone."""
-    found = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
-    if not found or not all(isinstance(name, str) for name in found):
+    """Return the names of variables as a tuple; a single name may be given without one."""
+    given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
+    if not given or not all(isinstance(name, str) for name in given):
         raise ValueError(
             f"expected the names of one or more variables as inputs, got {names!r}; try "
-            "inputs=('x',)."
+            "inputs=('x',)"
         )
-    return found
+    return given
 
 
 def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
@@ -44,12 +44,12 @@ def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
     if not isinstance(arrays, Mapping):
         raise TypeError(
             "expected samples as a Dataset or a mapping from name to array, got "
-            f"{type(arrays).__name__}; try samples={{{next(iter(names), 'x')!r}: array}}."
+            f"{type(arrays).__name__}; try samples={{{next(iter(names), 'x')!r}: array}}"
         )
     if missing := [name for name in names if name not in arrays]:
         raise ValueError(
             f"expected the variable {missing[0]!r} in samples, got {list(map(str, arrays))}; try "
-            "naming the variable so in the samples, or giving the task its name."
+            "renaming a variable of the samples, or passing its name to the task"
         )
     return Batch({name: _as_tensor(name, arrays[name]) for name in names})
 
@@ -62,24 +62,24 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     except (TypeError, ValueError) as err:
         raise TypeError(
             f"expected numbers in {name!r}, got {type(value).__name__} ({err}); try "
-            "numpy.asarray(...) with numbers or booleans, padded to one shape."
+            "numpy.asarray(...) with numbers or booleans, padded to one shape"
         ) from err
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature that no softmax can have."""
+    """Reject a temperature that is not a positive, finite number."""
     is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
     if not (is_number and 0 < temperature < math.inf):
         raise ValueError(
-            f"expected a positive number as temperature, got {temperature!r}; try temperature=1.0."
+            f"expected a positive number as temperature, got {temperature!r}; try temperature=1.0"
         )
 
 
 def check_variable(value: object, option: str, *, optional: bool = False) -> None:
-    """Refuse what is not the name of a variable."""
+    """Reject a value that is not the name of a variable."""
     if not (isinstance(value, str) and value) and not (optional and value is None):
         raise TypeError(
-            f"expected the name of a variable as {option}, got {value!r}; try {option}={option!r}."
+            f"expected the name of a variable as {option}, got {value!r}; try {option}={option!r}"
         )
 
 
@@ -95,14 +95,15 @@ def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], position
     inputs
         Names of the variables that are the model's arguments.
     positional
-        Whether they are passed in this order, or by their names.
+        Whether they are passed in this order; otherwise by their names.
 
     Raises
     ------
     ValueError
-        If the model returns no tensor, nothing with ``logits``, and no tuple that begins with one.
+        If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
+        begins with logits.
     RuntimeError
-        If it cannot run under vmap; the message says what to do with a model of transformers.
+        If it cannot run under vmap; the message also says what to do with models of transformers.
     """
     given = {name: batch[name] for name in inputs}
     try:
@@ -111,62 +112,65 @@ def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], position
         if "vmap" not in str(err):
             raise
         raise RuntimeError(
-            "expected a model that does not look at the values of its input, as vmap needs, got "
-            f"one that does ({str(err).splitlines()[0][:120]}...); try gradients='loop', or build "
-            "models of transformers with attn_implementation='eager' (encoders such as BERT then "
-            "still look at an attention mask)."
+            "expected a model that does not branch on values of its input, since vmap cannot run "
+            f"one that does, got an error ({str(err).splitlines()[0][:120]}...); try "
+            "gradients='loop', or build models of transformers with attn_implementation='eager' "
+            "(encoders such as BERT still branch on an attention mask)"
         ) from err
     return at_least_float32(_logits_of(output))
 
 
 def _logits_of(output: Any) -> Tensor:
-    found = output
-    if isinstance(output, Mapping) or hasattr(output, "logits"):  # a ModelOutput, or its like
-        found = output["logits"] if isinstance(output, Mapping) else output.logits
+    logits = output
+    if isinstance(output, Mapping) or hasattr(output, "logits"):  # such as a ModelOutput
+        logits = output["logits"] if isinstance(output, Mapping) else output.logits
     elif isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if not isinstance(found, Tensor):
+        logits = output[0]
+    if not isinstance(logits, Tensor):
         raise ValueError(
             "expected a tensor of logits, an object with .logits, or a tuple that begins with "
             f"logits, got {shape_of(output)} from the model; try wrapping the model, or a task of "
-            "your own."
+            "your own"
         )
-    return found
+    return logits
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Return float64 as it is, and everything else in float32."""
+    """Return float64 tensors unchanged, and others in float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def shape_of(value: object) -> str:
-    """Describe what was found where a tensor was needed."""
+    """Return the shape of a tensor, or the type of anything else, for messages."""
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def require_classes(logits: Tensor, label: Tensor, name: str) -> Tensor:
     """Check logits (batch, classes) and labels (batch,); return the labels as int64.
 
-    Labels out of range are moved into it: they would stop a GPU, and vmap cannot look at values.
-    :func:`require_labels_in_range` is what refuses them.
+    Labels that are out of range are clamped, because they would crash a CUDA kernel and vmap cannot
+    look at values. :func:`require_labels_in_range` rejects them.
     """
     if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
         raise ValueError(
             f"expected logits ({len(label)}, classes) with at least 2 classes for a batch of "
             f"{len(label)}, got {shape_of(logits)} from the model; try wrapping the model so that "
             "it returns one row of logits per sample, or "
-            "td.tasks.BinaryClassification for a single logit."
+            "td.tasks.BinaryClassification for a single logit"
         )
     if label.ndim != 1 or label.is_floating_point() or label.is_complex():
         raise ValueError(
             f"expected integer classes in {name!r}, one per sample, got {label.dtype} of shape "
-            f"{tuple(label.shape)}; try labels.astype(int), without further axes."
+            f"{tuple(label.shape)}; try labels.astype(int), without further axes"
         )
     return label.long().clamp(0, logits.shape[1] - 1)
 
 
 def require_labels_in_range(label: Tensor, n_classes: int, name: str) -> None:
-    """Refuse labels that are no class. It looks at values, so no ``output`` may call it."""
+    """Reject labels that are not classes.
+
+    This looks at values, so it must not be called by ``output``, which runs under vmap.
+    """
     bad = (label < 0) | (label >= n_classes)
     if bool(bad.any()):
         row = int(bad.nonzero()[0, 0])
@@ -177,7 +181,7 @@ def require_labels_in_range(label: Tensor, n_classes: int, name: str) -> None:
             f"expected {name} in 0..{n_classes - 1} ({n_classes} classes), got {value} at sample "
             "{sample}; try "
             + ("labels that start at 0 (labels - 1), or " if off_by_one else "")
-            + f"samples.isel(sample=samples[{name!r}] {condition}).",
+            + f"samples.isel(sample=samples[{name!r}] {condition})",
             row,
         )
 
@@ -188,13 +192,13 @@ def per_sample(values: Tensor, size: int, what: str) -> Tensor:
         raise ValueError(
             f"expected one number per sample, shape ({size},) or ({size}, 1), for a batch of "
             f"{size}, got {what} of shape {tuple(values.shape)}; try another task, or wrap the "
-            "model so that it returns one number per sample."
+            "model so that it returns one number per sample"
         )
     return values.reshape(size)
 
 
 def margin(logits: Tensor, label: Tensor) -> Tensor:
-    """Compute log p/(1-p) of the labelled class: its logit less logsumexp of the others.
+    """Compute log p/(1-p) of the labelled class: its logit minus the logsumexp of the others.
 
     Parameters
     ----------
@@ -209,7 +213,8 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 
     Notes
     -----
-    Exactness: stable where p is near 0 or 1, in value and gradient; log p - log(1-p) is not.
+    Exactness: value and gradient are stable where p is near 0 or 1, unlike those of
+    log p - log(1-p).
     Cost: one copy of the logits.
 
     Examples
@@ -223,5 +228,5 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 
 
 def one_minus_p(margin: Tensor) -> Tensor:
-    """Return 1 - p of a margin log p/(1-p), exact also where p is near 1."""
+    """Return 1 - p of a margin log p/(1-p), also accurate where p is near 1."""
     return torch.sigmoid(-margin)

@@ -1,4 +1,4 @@
-"""The contract of a task: a batch, a model as a function, and two functions of both."""
+"""The contract of a task: a batch, the model as a function, and two functions of both."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Batch(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         raise ValueError(
             f"expected the variable {name!r}, which the task reads, got samples with the variables "
-            f"{list(self)}; try naming the variable so in the samples, or giving the task its name."
+            f"{list(self)}; try renaming a variable of the samples, or passing its name to the task"
         )
 
 
 class SampleError(ValueError):
-    """What is wrong with one sample of a batch.
+    """An error that is caused by one sample of a batch.
 
     Parameters
     ----------
     text
-        The message, with ``{sample}`` where the sample is named.
+        The message, which contains ``{sample}`` in place of the sample's position.
     row
         Row of the sample in its batch.
     """
@@ -40,7 +40,7 @@ class SampleError(ValueError):
         self.row = row
 
     def at(self, position: int) -> ValueError:
-        """Return the error for the sample at a position in all samples."""
+        """Return the error with the sample's position among all samples."""
         return ValueError(self.text.replace("{sample}", str(position)))
 
     def __reduce__(self) -> tuple[type[SampleError], tuple[str, int]]:
@@ -53,14 +53,14 @@ class Forward:
     Parameters
     ----------
     module
-        The skeleton; its own tensors are not used where ``parameters`` and ``buffers`` name them.
+        The skeleton. ``parameters`` and ``buffers`` replace its own tensors of the same names.
     parameters, buffers
         Tensors by name.
     checkpoint
-        Name of the checkpoint that the tensors are from, for tasks that keep something per
-        checkpoint.
+        Name of the checkpoint that the tensors are from, for tasks that depend on the checkpoint.
     dtype
-        Precision of the model: floating point tensors that it is called with are cast to it.
+        Precision of the model, to which floating-point inputs are cast; None to leave them as they
+        are.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a batch, with the arguments of the module's own ``forward``.
 
-        The model gets copies: one that changes its input in place must not change the batch, which
-        other passes read too.
+        The model gets copies of its inputs, so that a model that modifies them in place does not
+        change the batch, which other passes read, too.
         """
         tensors = {**self.parameters, **self.buffers}
         args, kwargs = tree_map(partial(_copied, dtype=self.dtype), (args, kwargs))
@@ -117,8 +117,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 class Task(Protocol):
     """The contract of a task: two functions of a *batched* forward.
 
-    A task may also have ``variables``, the names of the samples' variables that it reads: then they
-    are checked before anything runs.
+    A task may also have an attribute ``variables``, the names of the samples' variables that it
+    reads, so that they are checked before anything runs.
 
     Examples
     --------

@@ -25,7 +25,7 @@ class Regression:
     target
         Name of the true values (batch,).
     positional
-        Pass the inputs in their order, or by name.
+        Whether the inputs are passed in their order; otherwise by name.
 
     Raises
     ------
@@ -34,13 +34,14 @@ class Regression:
 
     Notes
     -----
-    Q has a sign, unlike 1 - p: a sample that is predicted too high (Q < 0) pulls predictions of
-    like samples down. A score > 0 still says that training on the sample raised f of the target. A
-    loss without the half doubles Q, which changes no ranking.
+    Unlike 1 - p, Q has a sign: a sample whose prediction is too high (Q < 0) lowers the predictions
+    of similar samples. A score > 0 still means that training on the sample raised f of the target.
+    A loss without the factor ½ doubles Q, which changes no ranking.
 
     References
     ----------
-    Park et al. 2023, section 3: f is the model output, Q the derivative of the loss by it.
+    Park et al. 2023, section 3: f is the model output, Q the derivative of the loss with respect to
+    it.
     """
 
     inputs: tuple[str, ...] = ("x",)
@@ -62,6 +63,6 @@ class Regression:
         return per_sample(predicted, len(batch[self.target]), "the model's output")
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return the true value less the prediction, (batch,)."""
+        """Return the true value minus the prediction, (batch,)."""
         predicted = self.output(forward, batch)
         return per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted

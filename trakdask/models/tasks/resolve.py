@@ -1,4 +1,4 @@
-"""From what a user calls a task to a task, and from a task to the line that names it."""
+"""Find the task that an option names, and describe a task in one line."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TASKS: dict[str, Callable[[], Task]] = {
     "causal_lm": CausalLM,
     "clip": Clip,
 }
-"""What ``td.Model(task="...")`` makes of a name."""
+"""The tasks that ``td.Model(task="...")`` knows by name."""
 
 
 @dataclass(frozen=True)
 class TrakTask:
-    """Adapter of an object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
+    """Adapt an object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
 
     ``get_output(model, weights, buffers, *sample)`` takes one sample without batch axis, in the
     order of the samples' variables, and is vectorised here; ``get_out_to_loss_grad(model, weights,
@@ -78,13 +78,13 @@ def resolve_task(task: str | Task | object) -> Task:
             raise ValueError(
                 f"expected one of {list(TASKS)} as task, or an object with the methods "
                 f"output(forward, batch) and out_to_loss(forward, batch), got {task!r}; try "
-                f"task={(near or ['image_classification'])[0]!r}."
+                f"task={(near or ['image_classification'])[0]!r}"
             )
         return TASKS[task]()
     if isinstance(task, type):
         raise TypeError(
             f"expected an instance as task, got the class {task.__name__}; try "
-            f"task={task.__name__}()."
+            f"task={task.__name__}()"
         )
     if isinstance(task, Task):
         return task
@@ -95,7 +95,7 @@ def resolve_task(task: str | Task | object) -> Task:
     raise TypeError(
         f"expected one of {list(TASKS)} as task, or an object with the methods "
         "output(forward, batch) and out_to_loss(forward, batch), got "
-        f"{type(task).__name__}{missing}; try task='image_classification'."
+        f"{type(task).__name__}{missing}; try task='image_classification'"
     )
 
 
@@ -105,14 +105,11 @@ def task_spec(task: Task) -> str:
     if not isinstance(subject, Task) and not hasattr(subject, "get_output"):
         raise TypeError(
             "expected a task with the methods output(forward, batch) and "
-            f"out_to_loss(forward, batch), got {subject!r}; try td.tasks.resolve_task({subject!r})."
+            f"out_to_loss(forward, batch), got {subject!r}; try td.tasks.resolve_task({subject!r})"
         )
     if dataclasses.is_dataclass(subject):
         return repr(subject)
-    values = {k: v for k, v in sorted(vars(subject).items()) if _is_plain(v)}
+    plain = (type(None), bool, int, float, str)
+    values = {k: v for k, v in sorted(vars(subject).items()) if isinstance(v, plain)}
     inside = ", ".join(f"{name}={value!r}" for name, value in values.items())
     return f"{type(subject).__qualname__}({inside})"
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))

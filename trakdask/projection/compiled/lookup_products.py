@@ -2,8 +2,8 @@
 
 A column of bits adds up a subset of the rows, and 5 rows have only 32 subsets. So per sample and
 run of 16 rows there are three tables (rows 0-4 and 5-9 with 32 sums each, rows 10-15 with 64), and
-one permutation instruction of AVX-512 looks sums up for 32 columns: five or six rows at a time,
-where a multiply-add instruction takes four. Everything is an integer; nothing is rounded.
+one permutation instruction of AVX-512 looks up the sums for 32 columns: five or six rows at a time,
+whereas a multiply-add instruction processes four. All numbers are integers; nothing is rounded.
 
 References
 ----------
@@ -26,10 +26,10 @@ from trakdask.projection.compiled.quantize import rounded
 from trakdask.projection.compiled.random_words import philox
 
 COLUMNS = 256
-"""Columns of a tile: 8 registers of 32 columns, so that the sums of two digits stay in 16."""
+"""Columns of a tile: 8 registers of 32 columns, so that the sums of two digits take 16 of them."""
 
 CHUNK = 256
-"""Rows whose sums of one digit fit 16 bits whatever the digits are: 256 * -128 = -2**15."""
+"""Rows whose sums of one digit always fit in 16 bits: 256 * -128 = -2**15."""
 
 _LANES = 32
 _REGISTERS = COLUMNS // _LANES
@@ -44,7 +44,7 @@ PLANES = 3 * _RUNS
 
 
 def is_available() -> bool:
-    """Return whether numba compiles for exactly this processor, and it has AVX-512."""
+    """Return whether this processor has AVX-512 and numba compiles for exactly this processor."""
     settings: Any = numba.config
     tuned = settings.CPU_NAME or settings.CPU_FEATURES or settings.DISABLE_JIT
     has_avx512 = bool(binding.get_host_cpu_features().get("avx512bw"))
@@ -215,8 +215,8 @@ def _look_up(tables, planes, n_runs, n_digits, sums):
 
 
 # ------------------------------------------------------------------------- the machine code itself
-# In LLVM IR, since no loop that numba compiles becomes a permutation. Addresses
-# come in, not arrays, and a vector may lie anywhere.
+# This is LLVM IR, because numba compiles no loop to a permutation. Arguments are addresses, and not
+# arrays; vectors need not be aligned.
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_I16, _LANES)
@@ -288,8 +288,8 @@ def _emit_step(
     for register in range(_REGISTERS):
         bits = _load(builder, planes, 64 * register, _SUMS)
         for digit, running in enumerate(sums):
-            found = pick(entries[digit], bits)
-            total = builder.add(builder.load(running[register]), found)
+            picked = pick(entries[digit], bits)
+            total = builder.add(builder.load(running[register]), picked)
             builder.store(total, running[register])
 
 

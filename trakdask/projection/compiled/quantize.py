@@ -1,7 +1,7 @@
 """Block fixed-point in machine code; see :mod:`trakdask.projection.quantize`.
 
-A block comes as one run of float32 and the distance from sample to sample: rows of a strided array
-would not vectorise.
+A block is passed as one run of float32 and the stride from sample to sample, because loops over
+rows of a strided array would not be vectorised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TINY = 0x0D800000  # 2**-100
 def scales(flat, stride, n_rows, fraction_bits, factors, step):
     """Write per sample the two factors before rounding, (B, 2), and the step after it, (B,).
 
-    Magnitudes are compared as the integers that their bits are: one pass that sees NaN, too.
+    Magnitudes are compared as integers with the same bits, so that one pass also detects NaN.
     """
     bits, pair = flat.view(np.int32), np.empty(2, np.int32)
     for b in range(len(step)):

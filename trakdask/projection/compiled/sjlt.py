@@ -1,7 +1,7 @@
 """Sums of integers by bucket; see :mod:`trakdask.projection.sjlt`.
 
-Blocks come as in :mod:`trakdask.projection.compiled.quantize`, and are rounded here: 128 rows at a
-time, which stay in the nearest cache until they are added.
+Blocks are passed as in :mod:`trakdask.projection.compiled.quantize`. They are rounded here, 128
+rows at a time, which stay in the nearest cache until they are added.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trakdask.projection.compiled.jit import jit
 from trakdask.projection.compiled.quantize import rounded
 
 FEW_SAMPLES = 4
-"""Up to this many samples, one after the other is faster than all of them side by side."""
+"""Up to this many samples, adding one after the other is faster than adding them side by side."""
 
 _LANES = 8
 _SLAB_ROWS = 128
@@ -21,7 +21,7 @@ _COLUMNS = 64  # transposed at a time
 
 
 def lanes(n_samples: int) -> int:
-    """Return the length of a bucket's row of sums: whole vectors, unless samples are few."""
+    """Return the length of a bucket's row of sums: whole vectors, unless there are few samples."""
     return n_samples if n_samples <= FEW_SAMPLES else -(-n_samples // _LANES) * _LANES
 
 
@@ -34,7 +34,7 @@ def scatter(flat, stride, factors, words, sparsity, sums):
     if len(factors) <= FEW_SAMPLES:
         _scatter_samples(flat, stride, factors, words, sparsity, sums)
         return
-    # Samples innermost: a nonzero is then one addition of two contiguous vectors.
+    # With samples innermost, a nonzero takes one addition of two contiguous vectors.
     n_rows, n_lanes = words.shape[1], sums.shape[1]
     packed = np.zeros((_SLAB_ROWS // 4, n_lanes), np.int64)
     values = np.empty((_SLAB_ROWS, n_lanes), np.int32)
@@ -50,7 +50,7 @@ def scatter(flat, stride, factors, words, sparsity, sums):
 def _round_slab(flat, stride, n_rows, factors, packed, values):
     """Write the rounded values, samples innermost."""
     line = np.zeros(_SLAB_ROWS, np.int16)
-    # Transposing is one store per element; of 16 bits, four go together.
+    # Transposing takes one store per element; four elements of 16 bits are stored together.
     fours = line.view(np.int64)
     for b in range(len(factors)):
         run, lift, scale = flat[b * stride : b * stride + n_rows], factors[b, 0], factors[b, 1]
@@ -99,7 +99,7 @@ def _bucket(word, proj_dim):
 
 @jit
 def _signed(value, word):
-    """Return the value, negated where the lowest bit of the word is set: without a branch."""
+    """Return the value, negated if the lowest bit of the word is set, without branching."""
     mask = -int32(word & uint32(1))
     return (value ^ mask) - mask
 

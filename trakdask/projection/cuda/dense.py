@@ -1,7 +1,8 @@
 """Dense products on a GPU: a tile of entries in the cache, an exact int8 product, float64 sums.
 
-A row block's entries are made tile by tile and multiplied by the integer product of torch. The bits
-are those of a CPU: quantised alike, added up in integers, then block by block in float64.
+The matrix entries of a row block are drawn tile by tile, and multiplied by the int8 product of
+torch. The bits are those of a CPU, because gradients are quantised in the same way and added up as
+integers, and only the sums of blocks are added in float64, in order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.projection.cuda.launch import Argument, Kernels
+from trakdask.projection.cuda.launch import Argument, Kernels, Launch
 from trakdask.projection.cuda.layout import (
     THREADS,
     TILE_THREADS,
@@ -31,12 +32,12 @@ from trakdask.projection.philox import BYTES_PER_COUNTER, ROWS_PER_COUNTER
 from trakdask.projection.quantize import FRACTION_BITS
 
 FillTile = Callable[[Tensor, int, Columns], None]
-"""Write the entries (columns, rows) of a window of the matrix: into, first row, columns."""
+"""A function of (into, first row, columns) that writes a window of the matrix to ``into``."""
 
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Row blocks of one run as integers; see ``kernels/quantize.cu``."""
+    """The row blocks of one run as integers; see ``kernels/quantize.cu``."""
 
     digits: Tensor
     totals: Tensor
@@ -59,10 +60,10 @@ def accumulate_rademacher(
     Parameters
     ----------
     kernels
-        Those of the device that the tensors are on.
+        The kernels of the device that the tensors are on.
     rows
-        Shape (B, rows): float32, float16 or bfloat16, neighbours adjacent. Only the last block may
-        be short.
+        Shape (B, rows): float32, float16 or bfloat16, with adjacent columns. Only the last block
+        may be short.
     row_offset, seed, checkpoint, n_digits, out
         As in :func:`trakdask.projection.dense_products.accumulate_rademacher`; ``out`` with
         adjacent columns.
@@ -71,8 +72,8 @@ def accumulate_rademacher(
     -----
     Exactness: the same bits as on a CPU. Cost: 2 * n_digits * B * rows * width integer operations
     and one byte written and read in the cache per entry of the matrix, once for all samples. Memory
-    beside ``rows`` and ``out``: about 64 MB of digits and sums, at least those of one block, and a
-    tile. Nothing waits for the device.
+    in addition to ``rows`` and ``out``: about 64 MB of digits and sums, at least those of one
+    block, and a tile. No call waits for the device.
     """
 
     def fill(into: Tensor, row: int, columns: Columns) -> None:
@@ -84,12 +85,14 @@ def accumulate_rademacher(
 def fill_bits(
     kernels: Kernels, into: Tensor, row: int, columns: Columns, *, seed: int, checkpoint: int
 ) -> None:
-    """Write the bits of a window of the Rademacher matrix, (columns, rows), from a row on."""
+    """Write a window of the bits of the Rademacher matrix, (columns, rows), from ``row`` on."""
     n_counters = into.shape[1] // ROWS_PER_COUNTER
     window = _window(row // ROWS_PER_COUNTER, n_counters, columns)
     arguments = [*window, np.uint64(seed), np.uint32(checkpoint), into]
     grid = fill_grid(columns.padded, n_counters)
-    kernels.launch("rademacher_bits", grid, TILE_THREADS, arguments, 16 * TILE_THREADS)
+    kernels.launch(
+        Launch("rademacher_bits", grid, TILE_THREADS, arguments, shared_bytes=16 * TILE_THREADS)
+    )
 
 
 def accumulate_gaussian(
@@ -105,7 +108,7 @@ def accumulate_gaussian(
 ) -> None:
     """Add the product of consecutive row blocks with the matrix of normal numbers to ``out``.
 
-    ``table`` has the 256 entries, int8, on the device; the rest is as for
+    ``table`` contains the 256 entries, int8, on the device. The other parameters are those of
     :func:`accumulate_rademacher`.
     """
 
@@ -114,7 +117,7 @@ def accumulate_gaussian(
         window = _window((row_offset + row) // BYTES_PER_COUNTER, n_counters, columns)
         arguments = [table, *window, np.uint64(seed), np.uint32(checkpoint), into]
         grid = fill_grid(columns.padded, n_counters)
-        kernels.launch("gaussian_entries", grid, TILE_THREADS, arguments, 256)
+        kernels.launch(Launch("gaussian_entries", grid, TILE_THREADS, arguments, shared_bytes=256))
 
     _accumulate(kernels, rows, n_digits, fill, out, of_bits=False)
 
@@ -134,7 +137,7 @@ def _accumulate(
 
 
 def _product(quantized: _Quantized, run: Run, columns: Columns, fill: FillTile) -> Tensor:
-    """Return (blocks, lines, columns), int32: products of digits and a tile of entries, exact."""
+    """Return exact products of digits and a tile of entries, (blocks, lines, columns), int32."""
     digits = quantized.digits
     sums = digits.new_empty((*digits.shape[:2], columns.padded), dtype=torch.int32)
     entries = digits.new_empty(columns.padded, run.depth)
@@ -153,11 +156,13 @@ def quantize(kernels: Kernels, rows: Tensor, run: Run, n_digits: int) -> _Quanti
     steps = rows.new_empty((run.n_blocks, n_samples), dtype=torch.float64)
     numbers = (run.n_rows, n_samples, FRACTION_BITS[n_digits], n_lines, run.depth)
     kernels.launch(
-        f"quantize_{dtype_name(rows)}_{n_digits}",
-        quantize_grid(n_samples, n_digits, run.n_blocks),
-        THREADS,
-        (rows, np.int64(rows.stride(0)), *map(np.int32, numbers), digits, totals, steps),
-        8 * THREADS,
+        Launch(
+            f"quantize_{dtype_name(rows)}_{n_digits}",
+            quantize_grid(n_samples, n_digits, run.n_blocks),
+            THREADS,
+            (rows, np.int64(rows.stride(0)), *map(np.int32, numbers), digits, totals, steps),
+            shared_bytes=8 * THREADS,
+        )
     )
     return _Quantized(digits, totals, steps, n_digits)
 
@@ -174,16 +179,18 @@ def combine(
     n_blocks, n_lines, pitch = sums.shape
     numbers = (n_blocks, len(out), n_digits, n_lines, pitch, out.shape[1])
     kernels.launch(
-        f"combine_{str(sums.dtype).removeprefix('torch.')}",
-        combine_grid(*out.shape),
-        TILE_THREADS,
-        (sums, totals, steps, *map(np.int32, numbers), out, np.int64(out.stride(0))),
+        Launch(
+            f"combine_{dtype_name(sums)}",
+            combine_grid(*out.shape),
+            TILE_THREADS,
+            (sums, totals, steps, *map(np.int32, numbers), out, np.int64(out.stride(0))),
+        )
     )
 
 
-def dtype_name(rows: Tensor) -> str:
-    """Return how kernels name the type of the gradients."""
-    return str(rows.dtype).removeprefix("torch.")
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype in the names of kernels."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _window(first_counter: int, n_counters: int, columns: Columns) -> tuple[Argument, ...]:

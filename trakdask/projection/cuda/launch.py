@@ -1,4 +1,4 @@
-"""Kernels by name: compiled once per device, launched on torch's stream and memory."""
+"""Compile kernels once per device, and launch them on torch's stream and memory."""
 
 from __future__ import annotations
 
@@ -36,48 +36,52 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 """File of ``kernels/`` without its suffix -> the kernels in it."""
 
 launched: set[str] = set()
-"""The kernels that this process has started."""
+"""The names of the kernels that this process has started."""
 
 Argument = Tensor | np.generic | None
 
-_MOST_SHARED_BYTES = 48 * 2**10  # more has to be asked for
+_MOST_SHARED_BYTES = 48 * 2**10  # a function must request more explicitly
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a kernel.
+
+    Parameters
+    ----------
+    name
+        One of :data:`FAMILIES`.
+    grid, threads
+        Blocks of threads, and threads per block.
+    arguments
+        Tensors are passed as addresses, None as the null address, and numbers as they are; numbers
+        must have the types that the kernel declares.
+    shared_bytes
+        Shared memory per block of threads.
+    """
+
+    name: str
+    grid: tuple[int, int]
+    threads: int
+    arguments: Sequence[Argument]
+    shared_bytes: int = 0
 
 
 class Kernels(Protocol):
     """The kernels of one device."""
 
     description: str
-    """The device, for messages: model, driver, versions."""
+    """Model, driver and versions of the device, for messages."""
 
     cache_bytes: int
-    """Size of the second-level cache: operands made on the fly should stay in it."""
+    """Size of the second-level cache, in which operands made on the fly should stay."""
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-        shared_bytes: int = 0,
-    ) -> None:
-        """Start a kernel after what torch has started on the device.
-
-        Parameters
-        ----------
-        name
-            One of :data:`FAMILIES`.
-        grid, threads
-            Blocks of threads, and threads per block.
-        arguments
-            Tensors go as addresses, None as the null address, numbers as they are: they must have
-            the types that the kernel declares.
-        shared_bytes
-            Shared memory per block of threads.
-        """
+    def launch(self, launch: Launch) -> None:
+        """Start a kernel, to run after the work that torch has started on the device."""
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the kernels of a CUDA device; compiled when they are first launched.
+    """Return the kernels of a CUDA device, which are compiled when first launched.
 
     Raises
     ------
@@ -136,14 +140,7 @@ class CupyKernels:
             f"torch {torch.__version__}, CuPy {self._cupy.__version__})"
         )
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-        shared_bytes: int = 0,
-    ) -> None:
+    def launch(self, launch: Launch) -> None:
         """Start a kernel; see :class:`Kernels`.
 
         Raises
@@ -154,17 +151,19 @@ class CupyKernels:
         cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
         stream = _Stream(current.cuda_stream)
         with cuda.Device(self._index), cuda.Stream.from_external(stream):
-            function = self._function(name)
+            function = self._function(launch.name)
+            n_bytes = launch.shared_bytes
             try:
-                if shared_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
-                    function.max_dynamic_shared_size_bytes = shared_bytes
-                function((*grid, 1), (threads,), packed(arguments), shared_mem=shared_bytes)
+                if n_bytes > max(_MOST_SHARED_BYTES, function.max_dynamic_shared_size_bytes):
+                    function.max_dynamic_shared_size_bytes = n_bytes
+                arguments = packed(launch.arguments)
+                function((*launch.grid, 1), (launch.threads,), arguments, shared_mem=n_bytes)
             except self._cupy.cuda.driver.CUDADriverError as err:
                 raise KernelError(
-                    f"expected kernel {name} with grid {grid} and {shared_bytes} bytes of shared "
-                    f"memory to start on {self.description}, got {err}; try device='cpu'"
+                    f"expected kernel {launch.name} with grid {launch.grid} and {n_bytes} bytes of "
+                    f"shared memory to start on {self.description}, got {err}; try device='cpu'"
                 ) from err
-        launched.add(name)
+        launched.add(launch.name)
 
     def _function(self, name: str) -> Any:
         with self._compiling:
@@ -194,8 +193,8 @@ def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
 
     Notes
     -----
-    ``RawModule(code=...)`` would append ``-ftz=true`` to the options, and the last one wins:
-    subnormal gradients would become zero.
+    ``RawModule(code=...)`` is not used, because it would append ``-ftz=true`` to the options, which
+    would turn subnormal gradients into zero.
     """
     program = None
     try:
@@ -216,7 +215,7 @@ def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream of torch in the form that CuPy takes, which older versions of torch lack."""
+    """A stream of torch with the method that CuPy calls, which older versions of torch lack."""
 
     address: int
 

@@ -1,7 +1,7 @@
-"""Shapes, tiles and grids of the kernels: plain numbers, decided from the data alone.
+"""Shapes, tiles and grids of the kernels, which depend on the data alone.
 
-Cache sizes choose tiles, and memory chooses how many row blocks go at once; neither can be seen in
-a result.
+The size of the cache determines tiles, and memory determines how many row blocks are processed
+together; neither affects results.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ THREADS = 512
 TILE_THREADS = 256
 """Threads of a block that fills or combines a tile."""
 
-_RUN_BYTES = 2**26  # digits, and sums, that are held at once
+_RUN_BYTES = 2**26  # most memory for digits, and for sums, at a time
 _MOST_BLOCKS = 2**15  # a grid has at most 65535 in y
 _DEPTH_STEP = 128
-_LINE_STEP, _LEAST_LINES = 8, 24  # of torch._int_mm: a multiple of 8, more than 16
+_LINE_STEP, _LEAST_LINES = 8, 24  # torch._int_mm needs a multiple of 8, more than 16
 _COLUMN_STEP = 8
-_SHARED_BYTES = 64 * 2**10  # what every GPU that torch supports gives a block
+_SHARED_BYTES = 64 * 2**10  # per block of threads, on every GPU that torch supports
 _MOST_GROUP = 4
 
 
 @dataclass(frozen=True)
 class Run:
-    """Row blocks of one length that go at once.
+    """Row blocks of one length that are processed together.
 
     Parameters
     ----------
     first
-        First row of the first block, from the first row given.
+        First row of the first block, relative to the first row given.
     n_blocks
         Number of blocks.
     n_rows
@@ -46,18 +46,18 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Row after the last."""
+        """The row after the last one."""
         return self.first + self.n_blocks * self.n_rows
 
     @property
     def depth(self) -> int:
-        """Rows of a block as an operand: padded with zeros to whole counters."""
+        """Rows of a block as an operand, padded with zeros to whole counters."""
         return _up(self.n_rows, _DEPTH_STEP)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A tile of columns: ``n`` from ``first`` on are wanted, ``padded`` are computed."""
+    """A tile of columns: ``n`` from ``first`` on are needed, ``padded`` are computed."""
 
     first: int
     n: int
@@ -72,7 +72,7 @@ def runs(n_rows: int, block_bytes: int) -> Iterator[Run]:
     n_rows
         Number of rows.
     block_bytes
-        Memory that a block takes while it is worked on.
+        Memory that a block takes while it is processed.
     """
     n_full, rest = divmod(n_rows, ROW_BLOCK)
     most = max(1, min(_MOST_BLOCKS, _RUN_BYTES // block_bytes))
@@ -83,12 +83,12 @@ def runs(n_rows: int, block_bytes: int) -> Iterator[Run]:
 
 
 def lines(n_samples: int, n_digits: int) -> int:
-    """Return the lines of digits as an operand: padded with zeros to what the product takes."""
+    """Return the number of lines of digits as an operand, padded as the product requires."""
     return max(_LEAST_LINES, _up(n_digits * n_samples, _LINE_STEP))
 
 
 def quantize_grid(n_samples: int, n_digits: int, n_blocks: int) -> tuple[int, int]:
-    """Return the grid of ``quantize``: a block of threads per sample and per line of zeros."""
+    """Return the grid of ``quantize``: one block of threads per sample and per line of zeros."""
     return lines(n_samples, n_digits) - (n_digits - 1) * n_samples, n_blocks
 
 
@@ -102,7 +102,7 @@ def dense_columns(width: int, cache_bytes: int) -> Iterator[Columns]:
 
 
 def dense_block_bytes(n_samples: int, n_digits: int, columns: Columns) -> int:
-    """Return what a row block holds: digits and sums."""
+    """Return the bytes of the digits and sums of a row block."""
     return lines(n_samples, n_digits) * max(ROW_BLOCK, 4 * columns.padded)
 
 
@@ -118,12 +118,12 @@ def combine_grid(n_samples: int, n_columns: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SparseTile:
-    """How sums by bucket are cut.
+    """How sums by bucket are split into tiles.
 
     Parameters
     ----------
     group
-        Samples whose sums one block of threads holds.
+        Samples whose sums one block of threads computes.
     n_columns
         Columns of a tile.
     item_bytes

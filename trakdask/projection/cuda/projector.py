@@ -1,10 +1,10 @@
-"""The base of projectors with CUDA kernels: choice by device, check before the first block."""
+"""The base of projectors with CUDA kernels, which are checked before they are first used."""
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trakdask.errors import KernelError
 from trakdask.projection.acceleration import on_gpu
-from trakdask.projection.cuda.launch import Argument, Kernels, kernels_for
+from trakdask.projection.cuda.launch import Kernels, Launch, kernels_for
 from trakdask.projection.protocol import Projector
 from trakdask.projection.row_map import ROW_BLOCK
 
-_PROOF_ROWS = 2 * ROW_BLOCK + 300  # two whole blocks, that go at once, and a short one
+_PROOF_ROWS = 2 * ROW_BLOCK + 300  # two whole blocks, processed together, and a short one
 _PROOF_WIDTH = 77
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,7 +28,7 @@ _proving = threading.Lock()
 
 @dataclass(frozen=True)
 class GpuProjector(Projector):
-    """A projector with CUDA kernels: blocks that are on an NVIDIA GPU are projected there."""
+    """A projector with CUDA kernels, which project blocks that are on an NVIDIA GPU."""
 
     rounds_row_blocks: ClassVar[bool] = True
 
@@ -49,9 +49,9 @@ class GpuProjector(Projector):
 
         Notes
         -----
-        On an NVIDIA GPU, kernels of CUDA do it, with the same bits (they have not run on one yet);
-        a block on any other device is copied to the CPU, multiplied there, and the sums copied
-        back.
+        CUDA kernels project a block that is on an NVIDIA GPU, with the same bits as a CPU. (They
+        have not run on a GPU yet.) A block on any other device is copied to the CPU and multiplied
+        there, and the sums are copied back.
         """
         if on_gpu(block):
             self.project_rows(block, row_offset, checkpoint, out)
@@ -70,9 +70,9 @@ class GpuProjector(Projector):
         ImportError
             If the rows are on a GPU and CuPy is missing.
         KernelError
-            If the kernels of that GPU cannot run, or give other bits than the CPU.
+            If the kernels cannot run on that GPU, or give other bits than the CPU.
         ValueError
-            If ``out`` is not the float64 tensor on the same device that kernels write to.
+            If ``out`` is not a float64 tensor of the right shape on the same device.
         """
         if not on_gpu(rows):
             super().project_rows(rows, row_offset, checkpoint, out)
@@ -86,19 +86,19 @@ class GpuProjector(Projector):
         self.project_on_gpu(kernels, rows, row_offset, checkpoint, out)
 
     def _check_out(self, rows: Tensor, out: Tensor) -> None:
-        """Reject an ``out`` whose memory kernels, which only see addresses, would overrun."""
+        """Reject an ``out`` that kernels, which only get its address, would write outside of."""
         expected = (len(rows), self.proj_dim), torch.float64, rows.device
-        found = tuple(out.shape), out.dtype, out.device
-        if found != expected or out.stride(1) != 1 != out.shape[1]:
+        actual = tuple(out.shape), out.dtype, out.device
+        if actual != expected or out.stride(1) != 1 != out.shape[1]:
             raise ValueError(
-                f"expected out to be {expected} with adjacent columns, got {found} with strides "
+                f"expected out to be {expected} with adjacent columns, got {actual} with strides "
                 f"{out.stride()}; try torch.zeros(len(rows), proj_dim, dtype=torch.float64, "
                 "device=rows.device)"
             )
 
 
 def readable(rows: Tensor) -> Tensor:
-    """Return gradients as kernels read them: 16 or 32 bits, neighbours adjacent."""
+    """Return gradients in a form that kernels can read: 16 or 32 bits, with adjacent columns."""
     if rows.dtype not in _DTYPES:
         rows = rows.float()
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
@@ -122,43 +122,36 @@ def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> N
         for row in range(0, _PROOF_ROWS, ROW_BLOCK):
             small.project_on_cpu(tile[:, row : row + ROW_BLOCK], row, 1, expected)
         on_device = torch.zeros_like(expected, device=rows.device)
-        noted = _Noted(kernels)
-        small.project_on_gpu(noted, tile.to(rows.device), 0, 1, on_device)
-        found = on_device.cpu()
-        wrong = (found != expected) & ~(found.isnan() & expected.isnan())
+        recording = _RecordingKernels(kernels)
+        small.project_on_gpu(recording, tile.to(rows.device), 0, 1, on_device)
+        actual = on_device.cpu()
+        wrong = (actual != expected) & ~(actual.isnan() & expected.isnan())
         if wrong.any():
             raise KernelError(
-                f"expected the kernels {noted.names} of {small} to give the bits of the CPU, got "
-                f"other bits in {int(wrong.sum())} of {wrong.numel()} sums for {rows.dtype} "
+                f"expected the kernels {recording.names} of {small} to give the bits of the CPU, "
+                f"got other bits in {int(wrong.sum())} of {wrong.numel()} sums for {rows.dtype} "
                 f"gradients on {kernels.description}; try device='cpu', and report this message"
             )
         _proven.add(key)
 
 
-class _Noted:
-    """Kernels, and the names of those that were started."""
+class _RecordingKernels:
+    """Kernels that record the names of those that are started."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.description, self.cache_bytes = kernels.description, kernels.cache_bytes
         self.names: list[str] = []
 
-    def launch(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-        shared_bytes: int = 0,
-    ) -> None:
-        if name not in self.names:
-            self.names.append(name)
-        self._kernels.launch(name, grid, threads, arguments, shared_bytes)
+    def launch(self, launch: Launch) -> None:
+        if launch.name not in self.names:
+            self.names.append(launch.name)
+        self._kernels.launch(launch)
 
 
 def proof_tile(dtype: torch.dtype) -> Tensor:
     """Return gradients of five samples: dense, tiny, zero, not finite, and an outlier."""
-    # Without a generator: a proof must not touch torch's, nor depend on its version.
+    # Without a generator, because this must neither use torch's nor depend on its version.
     steps = torch.arange(5 * _PROOF_ROWS, dtype=torch.int64).view(5, -1)
     tile = ((steps * 7919 + steps * steps % 613) % 2003 - 1001).to(dtype) / 1024
     tile[1] *= torch.finfo(dtype).tiny / 8  # subnormal

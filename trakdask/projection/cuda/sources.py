@@ -1,4 +1,4 @@
-"""Find the source of the CUDA kernels, in an installed wheel and in a checkout alike."""
+"""Find the source of the CUDA kernels, in an installed wheel or in a checkout."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def kernel_source(name: str) -> str:
     >>> kernel_source("README.md").splitlines()[0]
     '# kernels'
     """
-    found = kernel_files()
-    if name not in found:
+    available = kernel_files()
+    if name not in available:
         raise FileNotFoundError(
-            f"expected one of the kernel files {list(found)}, got {name!r}; try a name that "
+            f"expected one of the kernel files {list(available)}, got {name!r}; try a name that "
             "trakdask.projection.cuda.sources.kernel_files() lists"
         )
-    return found[name].read_text(encoding="utf-8")
+    return available[name].read_text(encoding="utf-8")
 
 
 def kernel_program(name: str) -> str:
@@ -79,7 +79,7 @@ def kernel_program(name: str) -> str:
 
     Returns
     -------
-    One text that a compiler takes without looking for files: it may lie in a zip file.
+    One text that can be compiled without reading other files, so the wheel may be a zip file.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Sums by bucket on a GPU, in shared memory: integers, so that their order does not matter."""
+"""Sums by bucket on a GPU, in shared memory; as integers, so that their order does not matter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trakdask.projection.cuda.dense import combine, dtype_name
-from trakdask.projection.cuda.launch import Kernels
+from trakdask.projection.cuda.launch import Kernels, Launch
 from trakdask.projection.cuda.layout import THREADS, runs, sparse_tile
 
 
@@ -26,10 +26,10 @@ def accumulate_sjlt(
     Parameters
     ----------
     kernels
-        Those of the device that the tensors are on.
+        The kernels of the device that the tensors are on.
     rows
-        Shape (B, rows): float32, float16 or bfloat16, neighbours adjacent. Only the last block may
-        be short.
+        Shape (B, rows): float32, float16 or bfloat16, with adjacent columns. Only the last block
+        may be short.
     row_offset, seed, checkpoint, sparsity, out
         As in :func:`trakdask.projection.sjlt.accumulate_sjlt`; ``out`` with adjacent columns.
 
@@ -55,11 +55,13 @@ def accumulate_sjlt(
             column_range = map(np.uint32, (proj_dim, columns.first, columns.n))
             numbers = map(np.int32, (run.n_rows, n_samples, tile.group))
             kernels.launch(
-                name,
-                (-(-n_samples // tile.group), run.n_blocks),
-                THREADS,
-                (*head, *numbers, *address, np.int32(sparsity), *column_range, sums, steps),
-                tile.shared_bytes,
+                Launch(
+                    name,
+                    (-(-n_samples // tile.group), run.n_blocks),
+                    THREADS,
+                    (*head, *numbers, *address, np.int32(sparsity), *column_range, sums, steps),
+                    tile.shared_bytes,
+                )
             )
             target = out[:, columns.first : columns.first + columns.n]
             combine(kernels, sums, None, steps, 1, target)

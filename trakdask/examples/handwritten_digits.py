@@ -1,4 +1,4 @@
-"""Real data and models that fit on a laptop: the handwritten digits of scikit-learn, in memory."""
+"""The handwritten digits of scikit-learn, small models for them, and trained checkpoints."""
 
 from __future__ import annotations
 
@@ -14,26 +14,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trakdask.checks import require_integer, shown
-from trakdask.files import Folder
-from trakdask.samples import from_arrays
-from trakdask.training import (
+from trakdask.examples.training import (
     Images,
     Labels,
     build_model,
-    classifier_accuracy,
     require_training,
     train_classifier,
 )
+from trakdask.files import Folder
+from trakdask.samples import from_arrays
 
-__all__ = [
-    "classifier_accuracy",
-    "digits",
-    "digits_arrays",
-    "digits_checkpoints",
-    "digits_cnn",
-    "digits_mlp",
-    "train_classifier",
-]
+__all__ = ["digits", "digits_arrays", "digits_checkpoints", "digits_cnn", "digits_mlp"]
 
 
 def digits_arrays(
@@ -149,12 +140,12 @@ def digits_checkpoints(
     batch_size: int = 64,
     lr: float = 3e-3,
 ) -> list[Path]:
-    """Train what is missing of an ensemble on the digits and return its checkpoint files.
+    """Train an ensemble on the digits, unless its checkpoints exist, and return their paths.
 
     Parameters
     ----------
     folder
-        Folder for the files, created if missing. Files of other settings are left alone.
+        Folder for the files, created if missing. Files for other settings are not touched.
     build
         Returns the untrained model.
     n_checkpoints
@@ -182,7 +173,7 @@ def digits_checkpoints(
     Notes
     -----
     The file names contain the settings and a digest of the architecture, and a file appears only
-    when it is complete: a second call with the same settings trains nothing.
+    when it is complete, so a second call with the same settings trains nothing.
     """
     n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
     require_training(seed, epochs, batch_size, lr)
@@ -241,7 +232,7 @@ def _made_folder(folder: object) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as err:
         raise NotADirectoryError(
-            f"expected folder to be a folder, got {str(path)!r}, where there is a file; {remedy}"
+            f"expected a path to a folder, got {str(path)!r}, where there is a file; {remedy}"
         ) from err
     return path
 

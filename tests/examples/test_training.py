@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trakdask.examples import digits_arrays, digits_cnn, digits_mlp
-from trakdask.training import build_model, classifier_accuracy, train_classifier
+from trakdask.examples.training import build_model, classifier_accuracy, train_classifier
 
 
 @pytest.mark.parametrize("build", [digits_mlp, digits_cnn])

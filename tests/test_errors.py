@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from trakdask.once import forget, warn_once
+from trakdask.errors import forget_warnings, warn_once
 
 
 def test_warn_once__one_of_each_kind() -> None:
@@ -15,7 +15,7 @@ def test_warn_once__one_of_each_kind() -> None:
     warn_once("few", "there are 2 targets", shown.append)
     warn_once("grid", "at the end of the grid", shown.append)
     assert shown == ["there is 1 target", "at the end of the grid"]
-    forget()
+    forget_warnings()
     with pytest.warns(UserWarning, match="again"):
         warn_once("few", "again")
 

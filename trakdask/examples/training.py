@@ -1,4 +1,4 @@
-"""A small trainer of classifiers in memory, for examples."""
+"""Train small classifiers in memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train_classifier(
     Parameters
     ----------
     build
-        Returns the untrained model; called once, after seeding.
+        Function that returns the untrained model; called once, after seeding.
     images
         Model inputs (n, ...), float32, or int64 for tokens.
     labels
@@ -91,7 +91,7 @@ def classifier_accuracy(
     Parameters
     ----------
     build
-        Returns the model that ``state`` belongs to.
+        Function that returns the model that ``state`` belongs to.
     state
         Its state dict.
     images
@@ -181,20 +181,20 @@ def build_model(build: object) -> nn.Module:
 
 
 def _require_classes(model: nn.Module, images: Images, labels: Labels) -> None:
-    """Reject images that the model does not take, and labels that it has no logit for."""
+    """Reject images that the model cannot process, and labels that it has no logit for."""
     model.eval()
     try:
         with torch.no_grad():
             logits = model(torch.from_numpy(images[:1]))
     except (RuntimeError, ValueError, TypeError) as err:
         raise ValueError(
-            f"expected images that the model takes, got shape {images.shape} ({err}); try "
-            "images of the shape that build's model was written for"
+            f"expected images that the model can process, got shape {images.shape} ({err}); try "
+            "images of the shape that the model was written for"
         ) from err
     if not isinstance(logits, Tensor) or logits.ndim != 2:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        returned = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
-            f"expected the model to return logits (n, classes), got {found} for one image; try "
+            f"expected the model to return logits (n, classes), got {returned} for one image; try "
             "td.examples.digits_mlp"
         )
     n_classes = logits.shape[1]
