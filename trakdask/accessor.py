@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trakdask.attribution.dampings import Damping
     from trakdask.attribution.estimators import Estimator
     from trakdask.attribution.ranking import Where
-    from trakdask.storage.parts import AppendDim
+    from trakdask.storage.appending import AppendDim
 
 __all__ = ["FeaturesAccessor", "ScoresAccessor"]
 

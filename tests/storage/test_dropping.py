@@ -152,7 +152,7 @@ def test_drop__cut_short_did_not_happen(store: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("trakdask.storage.dropping._write_sums", fail)
+        patched.setattr("trakdask.storage.dropping._write_reductions", fail)
         with pytest.raises(KeyboardInterrupt):
             td.drop(store, where=lambda ds: ds.number < 5)
     assert_left(td.open(store), A, without=[])

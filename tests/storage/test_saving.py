@@ -22,7 +22,7 @@ from distributed import Client
 from zarr.storage import LocalStore
 
 import trakdask as td
-from trakdask.storage.piece import _layout
+from trakdask.storage.parts import _layout
 from trakdask.testing import simulate_features
 
 WHOLE = "feature-" + 32 * "0"

@@ -10,8 +10,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import dask.array as da
+import numpy as np
+
 __all__ = [
-    "block_key",
+    "bundle_of",
     "feature_layer",
     "featurize_layer",
     "has_featurize_layer",
@@ -57,9 +60,19 @@ def has_featurize_layer(names: Iterable[str]) -> bool:
     return any(name.startswith("featurize-") for name in names)
 
 
-def block_key(token: str, checkpoint: int, first_sample: int) -> str:
-    """Name one block of features, for what a process notes about how it was computed."""
-    return f"{token} {checkpoint} {first_sample}"
+def bundle_of(feature: da.Array) -> da.Array | None:
+    """Return the results of the tasks of featurize, if a ``feature`` is still taken from them.
+
+    Returns
+    -------
+    Array (sample, checkpoint) of one tuple per block; None where tasks no longer compute gradients.
+    """
+    token = token_of(feature.name)
+    if token is None or featurize_layer(token) not in feature.dask.layers:
+        return None
+    rows, _, checkpoints = feature.chunks
+    meta = np.empty((0, 0), object)
+    return da.Array(feature.dask, featurize_layer(token), (rows, checkpoints), object, meta)
 
 
 def take(results: Any, key: Any) -> Any:

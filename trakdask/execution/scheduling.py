@@ -23,9 +23,8 @@ __all__ = [
     "gpu_options",
     "n_slots",
     "note_start",
-    "on_all_workers",
-    "recall",
-    "remember",
+    "report",
+    "reported",
     "run",
 ]
 
@@ -34,8 +33,6 @@ T = TypeVar("T")
 _STARTED = "trakdask-started"
 
 _log = logging.getLogger(__name__)
-_MOST_REMEMBERED = 1024
-_remembered: dict[str, dict[str, Any]] = {}
 
 
 def run(
@@ -114,24 +111,15 @@ def are_lazy(features: xr.Dataset) -> bool:
     return has_featurize_layer(layers)
 
 
-def remember(block: str, what: Mapping[str, Any]) -> None:
-    """Remember metadata of a block until the task that stores it, in this process, recalls them."""
-    while len(_remembered) >= _MOST_REMEMBERED:  # blocks that are never stored
-        _remembered.pop(next(iter(_remembered)), None)
-    _remembered[block] = dict(what)
+def report(topic: str, what: Mapping[str, Any]) -> None:
+    """Send an event from a task to the scheduler, if there is one that takes events."""
+    with suppress(ValueError):  # this process is not a worker
+        get_worker().log_event(topic, dict(what))
 
 
-def recall(block: str) -> dict[str, Any]:
-    """Return and forget the metadata of a block; empty if another process computed the block."""
-    return _remembered.pop(block, {})
-
-
-def on_all_workers(function: Callable[..., T], *arguments: Any) -> list[T]:
-    """Call a function on each worker of the active client, or in this process without a client."""
-    client = active_client()
-    if client is None:
-        return [function(*arguments)]
-    return list(client.run(function, *arguments, on_error="ignore").values())
+def reported(client: Client, topic: str) -> list[dict[str, Any]]:
+    """Return the last events of a topic: a scheduler keeps 1000."""
+    return [event for _, event in client.get_events(topic) or ()]
 
 
 def n_slots(resources: Mapping[str, int] | None = None) -> int:
@@ -163,8 +151,7 @@ def note_start(what: str) -> None:
 
     The scheduler itself blames every task that was waiting on the worker that died.
     """
-    with suppress(ValueError):  # this process is not a worker
-        get_worker().log_event(_STARTED, {"what": what})
+    report(_STARTED, {"what": what})
 
 
 def _killed(err: KilledWorker, client: Client | None) -> str:

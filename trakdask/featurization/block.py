@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock, current_thread, main_thread
+from typing import Any
 
 import numpy as np
 import torch
 
 from trakdask.errors import BlockError
-from trakdask.execution.layers import block_key
-from trakdask.execution.scheduling import note_start, remember
+from trakdask.execution.scheduling import note_start
 from trakdask.featurization.checks import check_micro_batch, check_once
 from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
@@ -35,8 +35,11 @@ _SHARE_OF_MEMORY = 0.5
 
 def featurize_block(
     job: Job, index: np.ndarray, positions: np.ndarray, *arrays: np.ndarray
-) -> Block:
-    """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint."""
+) -> tuple[Any, ...]:
+    """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint.
+
+    And last a mapping that says on what device, and by what kernels, they were computed.
+    """
     checkpoint = job.model.checkpoints[int(index[0])]
     what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
     note_start(what)
@@ -44,8 +47,7 @@ def featurize_block(
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
             block = _featurize_samples(Samples(job, positions, arrays, device), checkpoint)
-        remember(block_key(job.token, index[0], positions[0]), described(device))
-        return block
+        return *block, described(device)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"

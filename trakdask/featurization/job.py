@@ -37,8 +37,6 @@ class Job:
     precision: Precision
     device: str
     on_error: OnError
-    token: str = ""
-    """Identifies the features; the same token is in the name of their graph layer."""
 
 
 @dataclass(frozen=True)

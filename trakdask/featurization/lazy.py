@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal, get_args
 from weakref import WeakValueDictionary
 
@@ -324,7 +323,6 @@ def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
 
 def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    job = replace(job, token=token)
     _jobs[featurize_layer(token)] = job
     chunks = next(iter(inputs.values())).chunks[0]
     checkpoints = len(job.model.checkpoints)

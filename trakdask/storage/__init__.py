@@ -2,7 +2,7 @@
 
 A store is a zarr v3 group with the features, the coords and the gram matrices, and a sub-group
 ``records`` with one small JSON file per completed (sample block × checkpoint). The file is written
-after the block's chunks and renamed into place: presence of a record means a complete block;
+after the block's chunks and renamed into folder: presence of a record means a complete block;
 presence of a chunk means nothing.
 """
 

@@ -11,14 +11,12 @@ import xarray as xr
 
 from trakdask.files import Folder
 from trakdask.samples import normalise_coords
-from trakdask.storage import edits
-from trakdask.storage.coords import by_source, kind_of, require_names, sample_coords
+from trakdask.storage.coords import kind_of, require_names
+from trakdask.storage.history import write_edit
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import dropped_mask, pieces
-from trakdask.storage.piece import ASSIGNED
-from trakdask.storage.state import State, require_settled, state
-from trakdask.storage.template import write_coords
+from trakdask.storage.parts import ASSIGNED, write_coords
+from trakdask.storage.snapshot import Snapshot, completed, require_settled, snapshot
 from trakdask.variables import SAMPLE
 
 __all__ = ["assign_coords"]
@@ -75,42 +73,39 @@ def assign_coords(
     ...     opened.animal.values.tolist()
     ['cat', 'dog', 'dog', 'cat']
     """
-    place = Folder.at(store, storage_options)
+    folder = Folder.at(store, storage_options)
     if not isinstance(coords, Mapping) or not coords:
         raise TypeError(
             f"expected coords as a mapping from names to values, got {coords!r:.60} "
             f"({type(coords).__name__}); try td.assign_coords(store, {{'label': labels}})"
         )
     require_names(coords)
-    pieces(place)  # nothing is written where there is no store
-    with lease(place, "td.assign_coords"):
-        found = state(place)
-        require_settled(place, found, "td.assign_coords")
-        values = _all_values(found, coords)
+    snapshot(folder)  # nothing is written where there is no store
+    with lease(folder, "td.assign_coords"):
+        before = completed(snapshot(folder))
+        require_settled(before, "td.assign_coords")
+        values = _all_values(before, coords)
         names = sorted(values)
-        edits.write(
-            place, ASSIGNED, {"pieces": len(found.shown), "coords": names},
+        write_edit(
+            folder, ASSIGNED, {"pieces": len(before.parts), "coords": names},
             lambda store: write_coords(store, xr.Dataset(coords=values)),
         )  # fmt: skip
-        place.sweep()
+        folder.sweep()
     return open(store, storage_options=storage_options)
 
 
-def _all_values(found: State, coords: Mapping[str, Any]) -> dict[str, xr.Variable]:
+def _all_values(before: Snapshot, coords: Mapping[str, Any]) -> dict[str, xr.Variable]:
     """Return the values of all samples, of what is assigned now and of what was before."""
-    n_samples = sum(row[0].layout["samples"] for row in by_source(found.shown))
-    dropped = np.zeros(n_samples, bool)
-    if found.drop is not None:
-        dropped = dropped_mask(found.drop, n_samples)
-    before = [] if found.assigned is None else list(found.assigned.attrs["coords"])
+    dropped = before.dropped()
+    names = [] if before.assigned is None else list(before.assigned.attrs["coords"])
     # Nothing else is read: what is damaged can be assigned anew.
-    values = sample_coords(found.shown, found.assigned, only=set(before) - set(coords))
+    values = before.coords(set(names) - set(coords))
     for name, given in coords.items():
-        values[name] = _whole(name, given, dropped, found)
+        values[name] = _whole(name, given, dropped, before)
     return values
 
 
-def _whole(name: str, given: Any, dropped: np.ndarray, found: State) -> xr.Variable:
+def _whole(name: str, given: Any, dropped: np.ndarray, store: Snapshot) -> xr.Variable:
     """Return values of all samples: dropped ones keep theirs where none are given."""
     if isinstance(given, xr.DataArray) and given.dims != (SAMPLE,):
         raise ValueError(
@@ -122,7 +117,7 @@ def _whole(name: str, given: Any, dropped: np.ndarray, found: State) -> xr.Varia
     new = normalise_coords({name: given}, (), n_all if is_whole else n_shown)[name]
     if is_whole:
         return xr.Variable((SAMPLE,), new)
-    before = sample_coords(found.shown, found.assigned, only={name}).get(name)
+    before = store.coords({name}).get(name)
     if before is None or kind_of(before.dtype) != kind_of(new.dtype):
         was = "new" if before is None else f"{kind_of(before.dtype)} so far"
         raise ValueError(

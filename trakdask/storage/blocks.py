@@ -1,86 +1,165 @@
-"""The tasks that store blocks: chunks first, then the record that says they are there."""
+"""Blocks of features: the tasks that store them, and the lazy arrays that read them.
+
+A task stores the chunks of its block first, and then the record that says that they are there.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
+from dask.base import tokenize
 from distributed import as_completed, futures_of
+from zarr.abc.store import Store
 
 from trakdask._version import __version__
-from trakdask.arrays.half import encode
 from trakdask.execution import scheduling
-from trakdask.execution.layers import block_key, token_of
+from trakdask.execution.layers import bundle_of
 from trakdask.files import explained
 from trakdask.provenance import digest
-from trakdask.storage.piece import ERROR, FEATURE_NAMES, SCALE, Piece, array
-from trakdask.storage.runs import note_device
-from trakdask.storage.zarr_stores import Recorded, zarr_store
+from trakdask.storage.parts import (
+    ERROR,
+    FEATURE_NAMES,
+    REDUCTIONS,
+    SCALE,
+    Part,
+    array,
+    listed,
+)
+from trakdask.storage.zarr_stores import Complete, Recorded, zarr_store
 
-__all__ = ["about", "run", "save_checkpoint", "storing"]
+__all__ = [
+    "Done",
+    "about",
+    "answer",
+    "decoded",
+    "encoded",
+    "opened",
+    "run",
+    "save_blocks",
+    "stored",
+    "storing",
+]
+
+_LARGEST_EXPONENT = 15
+"""The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
+_LAST_EXPONENT = 128 - _LARGEST_EXPONENT  # of rows that go up to the end of float32
+_BELOW_LARGEST = 2**_LARGEST_EXPONENT - 16  # the largest float16 below 2^15
+
+_EVENTS_AT_ONCE = 500
+"""A scheduler forgets all but the last 1000 events of a topic."""
 
 
-def save_checkpoint(piece: Piece, features: xr.Dataset, index: int, retries: int = 0) -> set[str]:
-    """Compute and store the blocks of a checkpoint that are not there; return the hosts."""
-    missing = functools.partial(_missing, piece, features, index)
-    compute = functools.partial(run, **scheduling.gpu_options(features))
-    return scheduling.run(missing, retries=retries, compute=compute) or set()
+# --------------------------------------------------------------------------------------- writing
 
 
-def _missing(piece: Piece, features: xr.Dataset, index: int) -> da.Array | None:
-    done = piece.done(index)
-    todo = [block for block in range(piece.n_blocks) if str(block) not in done]
+@dataclass(frozen=True)
+class Done:
+    """Where tasks ran: ``hosts``; and where gradients were taken, by what ``kernels``."""
+
+    hosts: frozenset[str] = frozenset()
+    devices: frozenset[str] = frozenset()
+    kernels: frozenset[str] = frozenset()
+
+    def __or__(self, other: Done) -> Done:
+        return Done(
+            self.hosts | other.hosts, self.devices | other.devices, self.kernels | other.kernels
+        )
+
+
+def save_blocks(part: Part, features: xr.Dataset, index: int, retries: int = 0) -> Done:
+    """Compute and store the blocks of a checkpoint that are not there yet."""
+    topic = f"trakdask-{uuid4().hex}"
+    missing = functools.partial(_missing, part, features, index, topic)
+    compute = functools.partial(run, topic=topic, **scheduling.gpu_options(features))
+    return scheduling.run(missing, retries=retries, compute=compute) or Done()
+
+
+def _missing(part: Part, features: xr.Dataset, index: int, topic: str) -> da.Array | None:
+    """Return the tasks of the blocks that are missing."""
+    done = part.done(index)
+    todo = [block for block in range(part.n_blocks) if str(block) not in done]
     if not todo:
         return None
-    names = [name for name in (*FEATURE_NAMES, ERROR) if name in features]
-    feature, *others = (features[name].data for name in names)
+    feature = features.feature.data
+    names = [name for name in (*FEATURE_NAMES[1:], ERROR) if name in features]
     # Some of the arrays may be lazy, and others in memory.
-    others = [other.rechunk({0: feature.chunks[0]}) for other in others]
-    token = digest({"to": piece.place.url, "of": feature.name, "checkpoint": index, "todo": todo})
-    written: da.Array = da.blockwise(
-        functools.partial(_write_block, piece, index, feature.name), "s",
-        feature.blocks[todo, :, index], "spc",
-        *(item for other in others for item in (other.blocks[todo, index], "sc")),
-        da.from_array(np.array(todo), chunks=1), "s",
-        name=f"save-{token[:32]}",
-        concatenate=True, align_arrays=False, adjust_chunks={"s": 1},
-        dtype=bool, meta=np.empty(0, bool),
+    others = [features[name].data.rechunk({0: feature.chunks[0]}) for name in names]
+    if (bundle := bundle_of(feature)) is not None:
+        others.append(bundle)
+    name = digest({"to": part.folder.url, "of": feature.name, "checkpoint": index, "todo": todo})
+    blocks = da.map_blocks(
+        _number, chunks=((1,) * part.n_blocks,), name=f"save-number-{name[:32]}",
+        dtype=np.int64, meta=np.empty(0, np.int64),
     )  # fmt: skip
-    return written
+    # Blocks are chosen last: layers of all blocks can be fused, so that one task makes a block and
+    # stores it.
+    written = da.blockwise(
+        functools.partial(_write_block, part, index, (FEATURE_NAMES[0], *names), topic), "spc",
+        blocks, "s", feature, "spc", *(item for other in others for item in (other, "sc")),
+        name=f"save-{name[:32]}",
+        concatenate=True, align_arrays=False, adjust_chunks={"s": 1, "p": 1},
+        dtype=object, meta=np.empty((0, 0, 0), object),
+    )  # fmt: skip
+    chosen: da.Array = written.blocks[todo, 0, index]
+    return chosen
 
 
-def run(written: da.Array, **options: Any) -> set[str]:
-    """Compute tasks for what they store; return the hosts, or raise what the first raises.
+def run(tasks: da.Array, topic: str, **options: Any) -> Done:
+    """Compute tasks for what they store, or raise what the first raises.
 
-    ``options`` are those of :meth:`distributed.Client.persist`; on threads there are none.
+    Each returns an :func:`answer`. ``options`` are those of :meth:`distributed.Client.persist`; on
+    threads there are none.
 
-    On a cluster each is released as soon as it is done, without asking for its empty answer, which
-    the scheduler would compute again if the worker that holds it died. Between the end of a task
-    and its release lie three messages: a worker that dies just then has a block computed twice.
+    On a cluster each is released as soon as it is done, without asking for its answer, which the
+    scheduler would compute again if the worker that holds it died; answers come as events of a
+    topic, too. Between the end of a task and its release lie three messages: a worker that dies
+    just then has a block computed twice.
     """
-    (written,) = dask.persist(written, **options)
-    if not (futures := futures_of(written)):
-        return {socket.gethostname()}  # threads, or this thread: all is done
+    (tasks,) = dask.persist(tasks, **options)
+    if not (futures := futures_of(tasks)):  # threads, or this thread: all is done
+        return _done([socket.gethostname()], np.asarray(tasks).ravel())
     client, finished = futures[0].client, as_completed(futures)
-    del written, futures
-    for future in finished:
+    del tasks, futures
+    made = []
+    for number, future in enumerate(finished):
         if future.status != "finished":
             future.result()
         del future  # at once, and not when the next is done
-    return {str(urlsplit(address).hostname) for address in client.nthreads()}
+        if number % _EVENTS_AT_ONCE == 0:
+            made += scheduling.reported(client, topic)
+    made += scheduling.reported(client, topic)
+    return _done([str(urlsplit(at).hostname) for at in client.nthreads()], made)
+
+
+def answer(made: Mapping[str, Any], topic: str) -> np.ndarray:
+    """Return the answer of a task that :func:`run` computes: where its gradients were taken."""
+    scheduling.report(topic, made)
+    block = np.empty((1, 1, 1), object)
+    block[0, 0, 0] = made
+    return block
+
+
+def _done(hosts: Collection[str], made: Collection[Mapping[str, Any]]) -> Done:
+    devices = frozenset(each["device"] for each in made if "device" in each)
+    kernels = frozenset(name for each in made for name in each.get("kernels", ()))
+    return Done(frozenset(hosts), devices, kernels)
 
 
 def about(started: float) -> dict[str, Any]:
-    """Return what a record tells of the task that wrote it."""
+    """Return what a record says of the task that wrote it."""
     return {
         "host": socket.gethostname(),
         "started": started,
@@ -90,7 +169,7 @@ def about(started: float) -> dict[str, Any]:
 
 
 @contextmanager
-def storing(piece: Piece, what: str) -> Iterator[None]:
+def storing(part: Part, what: str) -> Iterator[None]:
     """Say what could not be stored, and that the rest is safe."""
     try:
         yield
@@ -100,34 +179,136 @@ def storing(piece: Piece, what: str) -> Iterator[None]:
             host = socket.gethostname()
             remedy = f"{host} does not see it: try a path or URL that every worker does, and"
         text = (
-            f"expected to store {what} in {piece.place.url!r}, but could not "
+            f"expected to store {what} in {part.folder.url!r}, but could not "
             f"({type(err).__name__}: {err}); completed blocks are safe. When the "
             f"cause is gone, {remedy} the same td.save(...) again: it goes on from here"
         )
         raise explained(err, text) from err
 
 
-def _write_block(piece: Piece, index: int, layer: str, *blocks: np.ndarray) -> np.ndarray:
+def _number(block_id: tuple[int, ...]) -> np.ndarray:
+    return np.array([block_id[0]])
+
+
+def _write_block(
+    part: Part,
+    index: int,
+    names: tuple[str, ...],
+    topic: str,
+    block: np.ndarray,
+    *values: Any,
+) -> np.ndarray:
+    """Store a block; its values may be followed by what featurize computed them in."""
     started = time.time()
-    *values, (block,) = blocks
-    with storing(piece, f"block {block} of checkpoint {index}"):
-        store = Recorded(zarr_store(piece.place))
-        group = piece.group(store)
-        start = int(block) * piece.layout["block"]
+    made = values[-1][-1] if len(values) > len(names) else {}
+    number = int(block[0])
+    with storing(part, f"block {number} of checkpoint {index}"):
+        store = Recorded(zarr_store(part.folder))
+        group = part.group(store)
+        start = number * part.layout["block"]
         rows = slice(start, start + len(values[0]))
-        for name, value in _stored(piece, values).items():
+        for name, value in _as_stored(part, dict(zip(names, values, strict=False))).items():
             # No chunk of errors means none; one that an earlier attempt wrote is removed.
             of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
             of[(rows, ..., slice(index, index + 1))] = value
-        made = scheduling.recall(block_key(token_of(layer) or layer, index, start))
-        piece.write_record(index, str(block), store.written, {**about(started), **made})
-        note_device(piece.digest, made)
-    return np.ones(1, bool)
+        part.write_record(index, str(number), store.written, {**about(started), **made})
+    return answer(made, topic)
 
 
-def _stored(piece: Piece, values: list[np.ndarray]) -> dict[str, np.ndarray]:
-    named = dict(zip((*FEATURE_NAMES, ERROR), values, strict=False))
-    named.setdefault(ERROR, np.full(values[1].shape, "", np.dtypes.StringDType()))
-    if piece.layout["dtype"] == "float16":
-        named["feature"], named[SCALE] = encode(named["feature"])
-    return named
+def _as_stored(part: Part, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    values.setdefault(ERROR, np.full(values["output"].shape, "", np.dtypes.StringDType()))
+    if part.layout["dtype"] == "float16":
+        values["feature"], values[SCALE] = encoded(values["feature"])
+    return values
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+def stored(part: Part, *, complete: bool = True, without: Collection[str] = ()) -> xr.Dataset:
+    """Return features and reductions of a part, lazy; features in the dtype that they are used in.
+
+    A lost chunk raises when it is read; if it need not be complete, it reads as NaN.
+    """
+    ds = opened(part, complete=complete, without=without)
+    token = tokenize(part.folder.url, _token(part), complete)
+    lazy = {
+        name: ds[name].variable.chunk(
+            ds[name].encoding["preferred_chunks"], name=f"open-{name}-{token}"
+        )
+        for name in (*FEATURE_NAMES, SCALE, *REDUCTIONS)
+        if name in ds
+    }
+    ds = ds.drop_vars(list(ds.data_vars)).assign(lazy)
+    if SCALE in ds:
+        feature = ds.feature.copy(data=decoded(ds.feature.data, ds[SCALE].data))
+        ds = ds.drop_vars(SCALE).assign(feature=feature)
+    return ds
+
+
+def opened(part: Part, *, complete: bool = True, without: Collection[str] = ()) -> xr.Dataset:
+    """Return the arrays of a part as they are on disk, except those that are named.
+
+    Nothing is read yet. If it is to be complete, files that were changed or lost raise an error
+    when they are.
+    """
+    store: Store = part.arrays()
+    if complete:
+        known = listed(part)
+        store = Complete(store, part.folder, _token(part), may_lack=(ERROR,), known=known)
+    # The version is given, because the older format has codecs that run code.
+    ds: xr.Dataset = xr.open_zarr(
+        store, consolidated=False, chunks=None, zarr_format=3, drop_variables=list(without)
+    )
+    return ds
+
+
+def _token(part: Part) -> str:
+    """Tell what is there from what was there before, if the store was deleted and made anew."""
+    made = os.stat(f"{part.folder.url}/zarr.json").st_mtime_ns if part.folder.is_local else ""
+    return f"{part.digest} {made}"
+
+
+# --------------------------------------------------------------------------------------- float16
+
+
+def encoded(feature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (rows, p, 1) features as float16, and the scale (rows, 1) to multiply them with.
+
+    The scale is an exact power of two per sample and checkpoint. Relative to the largest element of
+    its row, no element is off by more than 2^-11. Zeros, infinities and NaN stay what they are;
+    other elements of their rows are scaled by the finite.
+
+    Examples
+    --------
+    >>> stored, scale = encoded(np.array([[[3.0], [-0.75]], [[0.0], [np.inf]]], "f4"))
+    >>> (stored[..., 0].astype("f4") * scale).tolist()
+    [[3.0, -0.75], [0.0, inf]]
+    """
+    finite = np.where(np.isfinite(feature), feature, feature.dtype.type(0))
+    _, exponent = np.frexp(np.abs(finite).max(axis=1, initial=0))  # largest = m 2^e, m in [½, 1)
+    exponent = exponent - _LARGEST_EXPONENT
+    halves = np.ldexp(feature, -exponent[:, None, :]).astype(np.float16)
+    if (is_last := exponent == _LAST_EXPONENT).any():  # rounded up, it would overflow float32
+        is_bounded = is_last[:, None, :] & np.isfinite(feature)
+        bound = np.where(is_bounded, _BELOW_LARGEST, np.inf).astype(np.float16)
+        halves = np.clip(halves, -bound, bound)
+    return halves, np.ldexp(1.0, exponent)
+
+
+def decoded(halves: da.Array, scale: da.Array) -> da.Array:
+    """Return the features as float32, lazy."""
+    feature: da.Array = da.blockwise(
+        _decode, "spc", halves, "spc", scale, "sc",
+        name="feature-of-half-" + tokenize(halves.name, scale.name), align_arrays=False,
+        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
+    )  # fmt: skip
+    return feature
+
+
+def _decode(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    is_missing = np.isnan(scale)  # a block that was never stored
+    _, exponent = np.frexp(np.where(is_missing, 1, scale))
+    feature: np.ndarray = np.ldexp(halves.astype(np.float32), exponent[:, None, :] - 1)
+    feature[is_missing[:, 0]] = np.nan
+    return feature

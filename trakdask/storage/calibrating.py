@@ -13,9 +13,8 @@ from trakdask.files import Folder
 from trakdask.storage.factors import update_factors
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import pieces
-from trakdask.storage.piece import GRAM
-from trakdask.storage.state import require_settled, state
+from trakdask.storage.parts import GRAM
+from trakdask.storage.snapshot import completed, require_settled, snapshot
 from trakdask.variables import validate
 
 __all__ = ["calibrate"]
@@ -75,18 +74,18 @@ def calibrate(
     """
     if held_out is not None:
         validate(held_out, ["feature", "output"], what="held_out")
-    place = Folder.at(store, storage_options)
-    pieces(place)  # nothing is written where there is no store
-    with lease(place, "td.calibrate"):
-        require_settled(place, state(place), "td.calibrate")
+    folder = Folder.at(store, storage_options)
+    snapshot(folder)  # nothing is written where there is no store
+    with lease(folder, "td.calibrate"):
+        require_settled(completed(snapshot(folder)), "td.calibrate")
         ds = open(store, storage_options=storage_options)
         if GRAM not in ds:
             raise ValueError(
-                f"expected a store with a gram matrix, got {place.url!r} with "
+                f"expected a store with a gram matrix, got {folder.url!r} with "
                 f"{list(map(str, ds.data_vars))}; try td.save(features, store) with gram=True"
             )
         if held_out is not None:
             require_calibration(ds, held_out)
-        update_factors(place, ds, held_out, again=True)
-        place.sweep()
+        update_factors(folder, ds, held_out, again=True)
+        folder.sweep()
     return open(store, storage_options=storage_options)

@@ -12,10 +12,19 @@ from zarr.storage import MemoryStore
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.samples import normalise_coord
-from trakdask.storage.edits import Edit
-from trakdask.storage.piece import BESIDE, FEATURE_NAMES, SCALE, SUMS, Piece
-from trakdask.storage.reading import opened
-from trakdask.storage.template import METADATA, listed, listed_coords, write_coords
+from trakdask.storage.blocks import opened
+from trakdask.storage.history import Edit
+from trakdask.storage.parts import (
+    BESIDE,
+    FEATURE_NAMES,
+    METADATA,
+    REDUCTIONS,
+    SCALE,
+    Part,
+    listed,
+    listed_coords,
+    write_coords,
+)
 from trakdask.storage.zarr_stores import checksum
 from trakdask.variables import SAMPLE
 
@@ -33,20 +42,20 @@ __all__ = [
 ]
 
 DROPPED = "dropped"
-_TAKEN = BESIDE | {DROPPED, METADATA, SCALE, *FEATURE_NAMES, *SUMS}
+_TAKEN = BESIDE | {DROPPED, METADATA, SCALE, *FEATURE_NAMES, *REDUCTIONS}
 _LONGEST = 200
 
 
-def by_source(found: Sequence[Piece]) -> list[list[Piece]]:
-    """Return the pieces of the same samples together, in the order of the first of each."""
-    rows: dict[Any, list[Piece]] = {}
-    for piece in found:
-        rows.setdefault(piece.spec.get("source"), []).append(piece)
+def by_source(parts: Sequence[Part]) -> list[list[Part]]:
+    """Return the parts of the same samples together, in the order of the first of each."""
+    rows: dict[Any, list[Part]] = {}
+    for part in parts:
+        rows.setdefault(part.source, []).append(part)
     return list(rows.values())
 
 
 def require_names(coords: Iterable[object]) -> None:
-    """Refuse names of coords that cannot be the name of their folder in a store.
+    """Reject names of coords that cannot be the name of their folder in a store.
 
     Raises
     ------
@@ -91,7 +100,7 @@ def without_sample_coords(ds: xr.Dataset) -> xr.Dataset:
 
 
 def sample_coords(
-    found: Sequence[Piece],
+    parts: Sequence[Part],
     assigned: Edit | None,
     *,
     only: Collection[str] | None = None,
@@ -119,12 +128,12 @@ def sample_coords(
     """
     if only is not None and not only:
         return {}
-    given, covered = dict[str, xr.Variable](), list[list[Piece]]()
+    given, covered = dict[str, xr.Variable](), list[list[Part]]()
     if assigned is not None:
         given = _variables(_opened(assigned), only)
-        covered = by_source(found[: assigned.pieces])
+        covered = by_source(parts[: assigned.n_parts])
     own = []
-    for number, row in enumerate(by_source(found)):
+    for number, row in enumerate(by_source(parts)):
         superseded = set(given) if number < len(covered) else set()
         own.append(_own(row[0], superseded, only, complete=complete))
     coords = {}
@@ -140,18 +149,18 @@ def _opened(assigned: Edit) -> xr.Dataset:
 
 
 def _own(
-    piece: Piece, superseded: set[str], only: Collection[str] | None, *, complete: bool
+    part: Part, superseded: set[str], only: Collection[str] | None, *, complete: bool
 ) -> dict[str, xr.Variable]:
-    """Return the coords that a piece was saved with, but those that were assigned since."""
+    """Return the coords that a part was saved with, but those that were assigned since."""
     names = superseded
     if complete:
-        names = set(listed_coords(listed(piece)))
+        names = set(listed_coords(listed(part)))
         unwanted = set() if only is None else names - set(only)
         superseded = superseded | unwanted
-    ds = opened(piece, complete=complete, without=superseded)
+    ds = opened(part, complete=complete, without=superseded)
     if complete and (lost := sorted(names - superseded - set(map(str, ds.variables)))):
         raise IncompleteFeaturesError(
-            f"expected the coords {sorted(names)} in the store {piece.place.url!r}, but {lost} "
+            f"expected the coords {sorted(names)} in the store {part.folder.url!r}, but {lost} "
             "were lost; try td.verify(store, repair=True), then td.save(features, store) with the "
             f"features that have them, or td.assign_coords(store, {{{lost[0]!r}: values}})"
         )
@@ -173,7 +182,7 @@ def _joined(parts: Sequence[xr.Variable]) -> xr.Variable:
 
 
 def require_same_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], url: str) -> None:
-    """Refuse coords that are not those of the store: they would not be written.
+    """Reject coords that are not those of the store: they would not be written.
 
     Raises
     ------
@@ -194,13 +203,13 @@ def require_same_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], 
 
 
 def require_kinds(features: xr.Dataset, known: Mapping[str, xr.Variable], url: str) -> None:
-    """Refuse coords to be appended that are of another kind than those of the store."""
+    """Reject coords to be appended that are of another kind than those of the store."""
     for name, variable in known.items():
-        found = features[name].variable
-        if found.dims != variable.dims or kind_of(found.dtype) != kind_of(variable.dtype):
+        ours = features[name].variable
+        if ours.dims != variable.dims or kind_of(ours.dtype) != kind_of(variable.dtype):
             raise StoreMismatchError(
                 f"expected the coord {name!r} of these features as {kind_of(variable.dtype)} "
-                f"{variable.dims}, as it is in the store {url!r}, got {found.dtype} {found.dims}; "
+                f"{variable.dims}, as it is in the store {url!r}, got {ours.dtype} {ours.dims}; "
                 f"try features.assign_coords({name}=...)"
             )
 
@@ -212,32 +221,32 @@ def kind_of(dtype: np.dtype[Any]) -> str:
     return kinds.get(dtype.kind, str(dtype))
 
 
-def _are_same(found: xr.Variable, known: xr.Variable) -> bool:
-    return _are_alike(found, known) and not _differing(found, known).any()
+def _are_same(ours: xr.Variable, known: xr.Variable) -> bool:
+    return _are_alike(ours, known) and not _differing(ours, known).any()
 
 
-def _are_alike(found: xr.Variable, known: xr.Variable) -> bool:
-    same_kind = kind_of(found.dtype) == kind_of(known.dtype)
-    return same_kind and (found.dims, found.shape) == (known.dims, known.shape)
+def _are_alike(ours: xr.Variable, known: xr.Variable) -> bool:
+    same_kind = kind_of(ours.dtype) == kind_of(known.dtype)
+    return same_kind and (ours.dims, ours.shape) == (known.dims, known.shape)
 
 
-def _differing(found: xr.Variable, known: xr.Variable) -> np.ndarray:
-    ours, theirs = np.asarray(found.values), np.asarray(known.values)
-    different = np.asarray(ours != theirs, bool)
-    if ours.dtype.kind in "fMm":
-        different &= ~(np.isnan(ours) & np.isnan(theirs))
+def _differing(ours: xr.Variable, known: xr.Variable) -> np.ndarray:
+    values, expected = np.asarray(ours.values), np.asarray(known.values)
+    different = np.asarray(values != expected, bool)
+    if values.dtype.kind in "fMm":
+        different &= ~(np.isnan(values) & np.isnan(expected))
     return different
 
 
-def _difference(found: xr.Variable, known: xr.Variable | None) -> str:
+def _difference(ours: xr.Variable, known: xr.Variable | None) -> str:
     if known is None:
         return "got one that the store does not have"
-    if not _are_alike(found, known):
-        return f"got {found.dtype} {dict(found.sizes)} instead of {known.dtype} {dict(known.sizes)}"
-    different = _differing(found, known)
+    if not _are_alike(ours, known):
+        return f"got {ours.dtype} {dict(ours.sizes)} instead of {known.dtype} {dict(known.sizes)}"
+    different = _differing(ours, known)
     sample = int(np.flatnonzero(different.reshape(len(different), -1).any(axis=1))[0])
     return (
-        f"got {_shown(found.values[sample])} instead of {_shown(known.values[sample])} at sample "
+        f"got {_shown(ours.values[sample])} instead of {_shown(known.values[sample])} at sample "
         f"{sample}, where the first of {int(different.sum()):,} values differs"
     )
 
@@ -246,16 +255,24 @@ def _shown(value: object) -> str:
     return f"{value!r:.60}" if isinstance(value, str) else f"{value!s:.60}"
 
 
-def restore_coords(piece: Piece, features: xr.Dataset) -> list[str]:
+def restore_coords(part: Part, features: xr.Dataset, sizes: Mapping[str, int]) -> list[str]:
     """Write files of coords again that are lost or changed, where features still have them.
+
+    Parameters
+    ----------
+    part
+        Part of the store.
+    features
+        Its features, with coords.
+    sizes
+        A listing of its folder.
 
     Returns
     -------
     The paths of the files. Only what has the checksum of the file that was lost is written.
     """
-    known = {path: each for path, each in listed(piece).items() if not path.endswith(METADATA)}
-    sizes = piece.place.sizes()
-    lost = [path for path in known if not _is_there(piece, path, known[path], sizes)]
+    known = {path: each for path, each in listed(part).items() if not path.endswith(METADATA)}
+    lost = [path for path in known if not _is_there(part, path, known[path], sizes)]
     if not lost:
         return []
     again = _encoded(features)
@@ -263,14 +280,14 @@ def restore_coords(piece: Piece, features: xr.Dataset) -> list[str]:
     for path in lost:
         data = again.get(path)
         if data is not None and [len(data), checksum(data)] == known[path]:
-            piece.place.write(path, data)
+            part.folder.write(path, data)
             restored.append(path)
     return restored
 
 
-def _is_there(piece: Piece, path: str, about: Sequence[int], sizes: Mapping[str, int]) -> bool:
+def _is_there(part: Part, path: str, about: Sequence[int], sizes: Mapping[str, int]) -> bool:
     size, known = about
-    return sizes.get(path) == size and checksum(piece.place.read(path)) == known
+    return sizes.get(path) == size and checksum(part.folder.read(path)) == known
 
 
 def _encoded(features: xr.Dataset) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Samples that are left out of a store: marked, and taken out of its sums."""
+"""Leave samples out of a store: they are marked, and taken out of what is reduced from it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from zarr.codecs import Crc32cCodec
 from trakdask.attribution.estimators import Weights
 from trakdask.attribution.matrices import ORIGIN
 from trakdask.files import Folder
-from trakdask.storage import edits
-from trakdask.storage.coords import DROPPED, by_source
+from trakdask.storage.coords import DROPPED
 from trakdask.storage.factors import has_factors, update_if_possible
+from trakdask.storage.history import remove_obsolete, write_edit
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import dropped_mask, pieces
-from trakdask.storage.piece import DROPS, GRAM, SUMS, array
-from trakdask.storage.state import State, require_settled, state
-from trakdask.storage.sums import reduced
+from trakdask.storage.parts import DROPS, GRAM, REDUCTIONS, array
+from trakdask.storage.reductions import reduced
+from trakdask.storage.snapshot import Snapshot, completed, require_settled, snapshot
 from trakdask.storage.zarr_stores import Recorded
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -83,36 +82,36 @@ def drop(
     ...     left.sizes["sample"]
     4
     """
-    place = Folder.at(store, storage_options)
-    pieces(place)  # nothing is written where there is no store
-    with lease(place, "td.drop"):
-        found = state(place)
-        require_settled(place, found, "td.drop")
+    folder = Folder.at(store, storage_options)
+    snapshot(folder)  # nothing is written where there is no store
+    with lease(folder, "td.drop"):
+        before = completed(snapshot(folder))
+        require_settled(before, "td.drop")
         ds = open(store, storage_options=storage_options)
         chosen = _chosen(ds, where)
         if chosen.any():
-            _write(place, found, ds, chosen)
-        edits.sweep(place, DROPS)
+            _write(before, ds, chosen)
+        remove_obsolete(folder, DROPS)
         left = open(store, storage_options=storage_options)
         if chosen.any() and has_factors(ds) and GRAM in left:
-            update_if_possible(place, left)
-        place.sweep()
+            update_if_possible(folder, left)
+        folder.sweep()
     return open(store, storage_options=storage_options)
 
 
 def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:
     mask = _called(where, ds) if callable(where) else where
-    found = f"{mask!r:.60} ({type(mask).__name__})"
+    given = f"{mask!r:.60} ({type(mask).__name__})"
     if isinstance(mask, xr.DataArray):
-        found = f"{mask.dtype} {dict(mask.sizes)}"
+        given = f"{mask.dtype} {dict(mask.sizes)}"
         if mask.dtype == bool and dict(mask.sizes) == {SAMPLE: ds.sizes[SAMPLE]}:
             chosen = np.asarray(mask.values)
             if not chosen.all():
                 return chosen
-            found = f"true for all {len(chosen)}"
+            given = f"true for all {len(chosen)}"
     raise ValueError(
         f"expected where= as a boolean DataArray ({SAMPLE}: {ds.sizes[SAMPLE]}), true for some "
-        f"samples, or a function that returns one, got {found}; try "
+        f"samples, or a function that returns one, got {given}; try "
         "where=lambda ds: ds.source == 'spam', with a coord of yours"
     )
 
@@ -128,23 +127,23 @@ def _called(where: Callable[[xr.Dataset], Any], ds: xr.Dataset) -> Any:
         ) from err
 
 
-def _write(place: Folder, found: State, ds: xr.Dataset, chosen: np.ndarray) -> None:
-    """Write the mask of all that are dropped by now, and the sums over the others."""
-    n_samples = sum(row[0].layout["samples"] for row in by_source(found.shown))
-    mask = np.zeros(n_samples, bool) if found.drop is None else dropped_mask(found.drop, n_samples)
+def _write(before: Snapshot, ds: xr.Dataset, chosen: np.ndarray) -> None:
+    """Write the mask of all that are dropped by now, and what is reduced from the others."""
+    mask = before.dropped()
     mask[np.flatnonzero(~mask)[chosen]] = True
 
     def fill(store: Recorded) -> None:
         group = zarr.open_group(store, mode="r+", zarr_format=3)
         group.create_array(DROPPED, data=mask, chunks=mask.shape, compressors=[Crc32cCodec()])
-        _write_sums(group, ds, chosen)
+        _write_reductions(group, ds, chosen)
 
     names = [str(name) for name in ds[CHECKPOINT].values]
-    edits.write(place, DROPS, {"pieces": len(found.shown), "checkpoints": names}, fill)
+    attrs = {"pieces": len(before.parts), "checkpoints": names}
+    write_edit(before.folder, DROPS, attrs, fill)
 
 
-def _write_sums(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> None:
-    names = [name for name in SUMS if name in ds]
+def _write_reductions(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> None:
+    names = [name for name in REDUCTIONS if name in ds]
     for name in names:
         # Names of arrays in this process's graph mean nothing in a store; open adds its own.
         attrs = {key: value for key, value in ds[name].attrs.items() if key != ORIGIN}
@@ -154,18 +153,20 @@ def _write_sums(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> None:
             dimension_names=VARIABLES[name].dims,
         )  # fmt: skip
     for index in range(ds.sizes[CHECKPOINT] if names else 0):
-        for name, matrix in zip(names, _sums(ds, chosen, names, index), strict=True):
+        for name, matrix in zip(names, _remaining(ds, chosen, names, index), strict=True):
             array(group, name)[..., index : index + 1] = matrix
 
 
-def _sums(ds: xr.Dataset, chosen: np.ndarray, names: list[str], index: int) -> list[np.ndarray]:
-    """Return the sums of one checkpoint without the chosen rows."""
+def _remaining(
+    ds: xr.Dataset, chosen: np.ndarray, names: list[str], index: int
+) -> list[np.ndarray]:
+    """Return the reductions of one checkpoint without the chosen rows."""
     attrs = ds[GRAM].attrs
     weights = Weights(attrs["gram_weights"], attrs["loss_weights"], attrs.get("power"))
     gone, left = (ds.isel({SAMPLE: np.flatnonzero(rows)}) for rows in (chosen, ~chosen))
 
     def of(rows: xr.Dataset) -> list[da.Array]:
-        """Of the sums that go with the weights, an appended checkpoint may have ended some."""
+        """Of the sums that the weights need, an appended checkpoint may have ended some."""
         sums = dict(zip(weights.sums, reduced(rows, weights, index), strict=True))
         return [sums[name] for name in names]
 

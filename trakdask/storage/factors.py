@@ -31,8 +31,8 @@ from trakdask.attribution.options import Options, gather_options
 from trakdask.attribution.regularization import describe_damping, regularize
 from trakdask.execution import scheduling
 from trakdask.files import Folder
-from trakdask.storage.edits import Edit, latest, sweep, write
-from trakdask.storage.piece import FACTORS, GRAM, array
+from trakdask.storage.history import Edit, last_edit, remove_obsolete, write_edit
+from trakdask.storage.parts import FACTORS, GRAM, array
 from trakdask.storage.zarr_stores import Recorded, zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, VARIABLES, lazy_features
 
@@ -51,7 +51,7 @@ def with_factors(folder: Folder, ds: xr.Dataset) -> xr.Dataset:
 
     The eigenvectors are lazy.
     """
-    edit = None if GRAM not in ds else latest(folder, FACTORS)
+    edit = None if GRAM not in ds else last_edit(folder, FACTORS)
     if edit is None or not _is_of(edit, ds):
         return ds
     found = {name: (VARIABLES[name].dims, data) for name, data in _opened(edit).items()}
@@ -83,7 +83,7 @@ def _described(ds: xr.Dataset) -> dict[str, Any]:
 
 
 def _opened(edit: Edit) -> dict[str, da.Array]:
-    group, token = edit.group(), tokenize(edit.place.url, dict(edit.files))
+    group, token = edit.group(), tokenize(edit.folder.url, dict(edit.files))
     return {name: da.from_zarr(array(group, name), name=f"open-{name}-{token}") for name in _NAMES}
 
 
@@ -96,7 +96,7 @@ def update_if_possible(folder: Folder, ds: xr.Dataset, **options: Any) -> None:
         update_factors(folder, ds, **options)
     except (ValueError, np.linalg.LinAlgError) as err:
         _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
-        sweep(folder, FACTORS)
+        remove_obsolete(folder, FACTORS)
 
 
 def update_factors(
@@ -138,7 +138,7 @@ def update_factors(
                 compressors=[Crc32cCodec()], fill_value=np.nan,
                 dimension_names=VARIABLES[name].dims,
             )  # fmt: skip
-        at = Folder(f"{folder.url}/{FACTORS}/{number}", folder.options)
+        at = folder / FACTORS / str(number)
         submission = functools.partial(_written, at, values, vectors)
         for files in scheduling.run(submission, retries=retries, compute=_computed) or ():
             store.written.update(files)
@@ -149,10 +149,9 @@ def update_factors(
         damping["attrs"]["chosen_by"] = chosen_by
         group.update_attributes({"damping": damping})
 
-    before = latest(folder, FACTORS)
-    number = 1 if before is None else before.number + 1
-    write(folder, FACTORS, {"pieces": 1, **_described(ds)}, fill)
-    sweep(folder, FACTORS)
+    before = last_edit(folder, FACTORS)
+    number = 1 if before is None else int(before.folder.name) + 1
+    write_edit(folder, FACTORS, {"pieces": 1, **_described(ds)}, fill)
 
 
 def _options(ds: xr.Dataset, calibrate: xr.Dataset | None) -> Options:
@@ -165,7 +164,7 @@ def _options(ds: xr.Dataset, calibrate: xr.Dataset | None) -> Options:
 
 def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
     """Return eigenvalues and eigenvectors; those of unchanged gram matrices are read, not made."""
-    ours, edit = _described(ds), latest(folder, FACTORS)
+    ours, edit = _described(ds), last_edit(folder, FACTORS)
     known: dict[tuple[str, str], int] = {}
     if edit is not None and all(
         edit.attrs.get(name) == ours[name]

@@ -20,11 +20,10 @@ import psutil
 
 from trakdask.errors import StoreBusyError
 from trakdask.files import Folder, explained
-from trakdask.storage.piece import RECORDS
+from trakdask.storage.parts import LEASE, RECORDS
 
-__all__ = ["PREFIX", "lease"]
+__all__ = ["lease"]
 
-PREFIX = "lease-"
 _RENEWED_EVERY_S = 15.0
 _EXPIRES_AFTER_S = 120.0
 _WATCHED_FOR_S = 2 * _RENEWED_EVERY_S
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def lease(place: Folder, purpose: str) -> Iterator[None]:
+def lease(folder: Folder, purpose: str) -> Iterator[None]:
     """Hold the lease of a store during the block, or be refused.
 
     The lease is a file ``records/lease-<n>.json``, created if absent. Who finds only an expired
@@ -52,19 +51,19 @@ def lease(place: Folder, purpose: str) -> Iterator[None]:
     ValueError
         If there are symbolic links in the store: nothing is written through them.
     """
-    place.require_no_links()
-    held = _acquire(place, purpose)
+    folder.require_no_links()
+    held = _acquire(folder, purpose)
     stop = threading.Event()
-    renewer = threading.Thread(target=_renew, args=(place, held, stop), daemon=True)
+    renewer = threading.Thread(target=_renew, args=(folder, held, stop), daemon=True)
     renewer.start()
     try:
         yield
-        _require_held(place, held)
+        _require_held(folder, held)
     finally:
         stop.set()
         renewer.join()
         with suppress(OSError):  # a full or vanished disk must not hide what happened before
-            place.remove(f"{RECORDS}/{held.name}")
+            folder.remove(f"{RECORDS}/{held.name}")
 
 
 @dataclass(frozen=True)
@@ -76,37 +75,37 @@ class _Held:
         return json.dumps({**self.content, "renewed": time.time()}).encode()
 
 
-def _acquire(place: Folder, purpose: str) -> _Held:
-    before = _leases(place)
-    _refuse_if_held(place, before)
-    _watch(place, before)
+def _acquire(folder: Folder, purpose: str) -> _Held:
+    before = _leases(folder)
+    _refuse_if_held(folder, before)
+    _watch(folder, before)
     number = max(map(_number, before), default=0) + 1
-    held = _Held(f"{PREFIX}{number}.json", _self(purpose))
+    held = _Held(f"{LEASE}{number}.json", _self(purpose))
     try:
-        place.create(f"{RECORDS}/{held.name}", held.encoded())
+        folder.create(f"{RECORDS}/{held.name}", held.encoded())
     except FileExistsError:
-        now = _leases(place)
+        now = _leases(folder)
         if now.get(held.name, {}).get("token") != held.content["token"]:
-            _refuse_if_held(place, now)
+            _refuse_if_held(folder, now)
             raise StoreBusyError(
-                f"expected to be the only writer of the store {place.url!r}, but another process "
+                f"expected to be the only writer of the store {folder.url!r}, but another process "
                 "began to write at the same time; try again"
             ) from None
     except OSError as err:
         text = (
-            f"expected to write to the store {place.url!r}, but it cannot be written "
+            f"expected to write to the store {folder.url!r}, but it cannot be written "
             f"({type(err).__name__}: {err}); try again when the cause is gone, or another folder"
         )
         raise explained(err, text) from err
-    others = {name: found for name, found in _leases(place).items() if name != held.name}
+    others = {name: found for name, found in _leases(folder).items() if name != held.name}
     try:
-        _refuse_if_held(place, others)
+        _refuse_if_held(folder, others)
     except StoreBusyError:
-        place.remove(f"{RECORDS}/{held.name}")
+        folder.remove(f"{RECORDS}/{held.name}")
         raise
     for name in others:
         _log.warning("the lease of %s has expired: taking over", _who(others[name]))
-        place.remove(f"{RECORDS}/{name}")
+        folder.remove(f"{RECORDS}/{name}")
     return held
 
 
@@ -125,18 +124,18 @@ def _self(purpose: str) -> dict[str, Any]:
     }
 
 
-def _leases(place: Folder) -> dict[str, dict[str, Any]]:
+def _leases(folder: Folder) -> dict[str, dict[str, Any]]:
     found = {}
-    for name in (place / RECORDS).names():
-        if name.startswith(PREFIX):
+    for name in (folder / RECORDS).names():
+        if name.startswith(LEASE):
             with suppress(FileNotFoundError):  # given back since it was listed
-                found[name] = _parsed(place, name)
+                found[name] = _parsed(folder, name)
     return found
 
 
-def _parsed(place: Folder, name: str) -> dict[str, Any]:
+def _parsed(folder: Folder, name: str) -> dict[str, Any]:
     """Read a lease, or say what to do with what is none."""
-    data = place.read(f"{RECORDS}/{name}")
+    data = folder.read(f"{RECORDS}/{name}")
     try:
         found = json.loads(data)
         _number(name)
@@ -144,32 +143,32 @@ def _parsed(place: Folder, name: str) -> dict[str, Any]:
         return dict(found)
     except (ValueError, TypeError, KeyError):
         raise StoreBusyError(
-            f"expected a lease in {place.url}/{RECORDS}/{name}, got {data[:40]!r}, which does not "
+            f"expected a lease in {folder.url}/{RECORDS}/{name}, got {data[:40]!r}, which does not "
             "say who writes the store; try deleting that file if nobody does"
         ) from None
 
 
 def _number(name: str) -> int:
-    return int(name[len(PREFIX) :].removesuffix(".json"))
+    return int(name[len(LEASE) :].removesuffix(".json"))
 
 
-def _refuse_if_held(place: Folder, leases: dict[str, dict[str, Any]]) -> None:
+def _refuse_if_held(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
     for name, found in leases.items():
         if _is_alive(found):
-            raise StoreBusyError(_busy(place, name, found))
+            raise StoreBusyError(_busy(folder, name, found))
 
 
-def _busy(place: Folder, name: str, found: dict[str, Any]) -> str:
+def _busy(folder: Folder, name: str, found: dict[str, Any]) -> str:
     left = max(float(found["renewed"]) + _EXPIRES_AFTER_S - time.time(), 0)
     wait = "" if _is_here(found) else f"wait {left:.0f} s or "
     return (
-        f"expected to be the only writer of the store {place.url!r}, which is being written by "
+        f"expected to be the only writer of the store {folder.url!r}, which is being written by "
         f"{_who(found)}; try again when it is done, or end it; if it is dead, {wait}delete "
-        f"{place.url}/{RECORDS}/{name}"
+        f"{folder.url}/{RECORDS}/{name}"
     )
 
 
-def _watch(place: Folder, leases: dict[str, dict[str, Any]]) -> None:
+def _watch(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
     """Refuse if one of the leases, which seem to have expired, is renewed while we look.
 
     The clocks of two machines may differ, and may be set: what is watched needs neither.
@@ -183,12 +182,12 @@ def _watch(place: Folder, leases: dict[str, dict[str, Any]]) -> None:
         )  # fmt: skip
     while elsewhere and time.monotonic() < deadline:
         time.sleep(_WATCHED_FOR_S / 30)
-        now = _leases(place)
+        now = _leases(folder)
         for name in list(elsewhere):
             if name not in now:
                 del elsewhere[name]
             elif now[name] != elsewhere[name]:
-                raise StoreBusyError(_busy(place, name, now[name]))
+                raise StoreBusyError(_busy(folder, name, now[name]))
 
 
 def _is_alive(found: dict[str, Any]) -> bool:
@@ -255,22 +254,22 @@ def _who(found: dict[str, Any]) -> str:
     )
 
 
-def _renew(place: Folder, held: _Held, stop: threading.Event) -> None:
+def _renew(folder: Folder, held: _Held, stop: threading.Event) -> None:
     while not stop.wait(_RENEWED_EVERY_S):
         try:
-            if held.name not in (place / RECORDS).names():
+            if held.name not in (folder / RECORDS).names():
                 return  # taken away: `lease` will say so
-            place.write(f"{RECORDS}/{held.name}", held.encoded())
+            folder.write(f"{RECORDS}/{held.name}", held.encoded())
         except OSError as err:
-            _log.warning("could not renew the lease of %s: %s", place.url, err)
+            _log.warning("could not renew the lease of %s: %s", folder.url, err)
 
 
-def _require_held(place: Folder, held: _Held) -> None:
-    found = _leases(place)
+def _require_held(folder: Folder, held: _Held) -> None:
+    found = _leases(folder)
     if found.get(held.name, {}).get("token") != held.content["token"] or len(found) > 1:
         now = ", ".join(_who(each) for name, each in found.items() if name != held.name)
         raise StoreBusyError(
-            f"expected to be the only writer of the store {place.url!r}, but its lease was taken "
+            f"expected to be the only writer of the store {folder.url!r}, but its lease was taken "
             f"away meanwhile{f', by {now}' if now else ''}; try td.verify(store, checksums=True) "
             "once the other is done"
         )

@@ -1,29 +1,58 @@
-"""Saved features as a lazy Dataset."""
+"""Saved features as one lazy Dataset, whatever was appended, dropped or assigned since."""
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
+from operator import add
 from typing import Any
 
+import dask.array as da
 import numpy as np
+import psutil
 import xarray as xr
+import zarr
+from zarr.abc.store import Store
 
 from trakdask.attribution.matrices import with_origin
-from trakdask.errors import UnfinishedAppendWarning
+from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
-from trakdask.storage.coords import DROPPED
+from trakdask.provenance import digest
+from trakdask.storage.blocks import opened, stored
+from trakdask.storage.coords import DROPPED, without_sample_coords
 from trakdask.storage.factors import with_factors
-from trakdask.storage.failures import with_errors
-from trakdask.storage.parts import assembled
-from trakdask.storage.piece import FEATURE_NAMES, SUMS
-from trakdask.storage.reading import require_sense
-from trakdask.storage.runs import runs
-from trakdask.storage.state import state
-from trakdask.variables import SAMPLE, load_coords
+from trakdask.storage.history import Edit, runs
+from trakdask.storage.parts import (
+    BESIDE,
+    ERROR,
+    FEATURE_NAMES,
+    GRAM,
+    LOSS_GRADIENT,
+    REDUCTIONS,
+    SCALE,
+    Part,
+    array,
+    listed,
+)
+from trakdask.storage.snapshot import (
+    BLOCKS_AT_MOST,
+    BY_CHECKPOINT,
+    Snapshot,
+    completed,
+    snapshot,
+    with_all_checkpoints,
+)
+from trakdask.storage.zarr_stores import Complete
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, load_coords
 
 __all__ = ["open"]
+
+_FORMULA = {GRAM: "gram_weights", LOSS_GRADIENT: "loss_weights"}
+_POOLED = "pooled_checkpoints"
 
 
 def open(
@@ -77,24 +106,22 @@ def open(
     for name, value in {"require_complete": require_complete, "dropped": dropped}.items():
         if not isinstance(value, bool):
             raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
-    place = Folder.at(store, storage_options)
-    found = state(place, require_complete=require_complete)
-    if found.unfinished and require_complete:
+    shown = snapshot(Folder.at(store, storage_options))
+    if require_complete:
+        shown = completed(shown)
+    if shown.unfinished:
         text = (
-            f"expected no unfinished append in the store {place.url!r}, which is shown as it was "
-            f"before: {found.unfinished}"
+            f"expected no unfinished append in the store {shown.folder.url!r}, which is shown as "
+            f"it was before: {shown.unfinished}"
         )
         warnings.warn(text, UnfinishedAppendWarning, stacklevel=2)
-    for piece in found.shown:
-        require_sense(piece, complete=require_complete)
-    ds = assembled(
-        found.shown, found.checkpoints, found.drop, found.assigned, complete=require_complete
-    )
-    names = [name for name in (*FEATURE_NAMES, *SUMS) if name in ds]
-    ds = with_errors(load_coords(ds[names]), found.shown)
-    ds = _without_dropped(ds, show=dropped)
-    ds = with_origin(with_factors(place, ds))
-    return ds.assign_attrs(saved=runs(found.shown))
+    for part in shown.parts:
+        _require_sense(part, complete=require_complete)
+    ds = _assembled(shown, complete=require_complete)
+    names = [name for name in (*FEATURE_NAMES, *REDUCTIONS) if name in ds]
+    ds = _with_errors(load_coords(ds[names]), shown)
+    ds = with_factors(shown.folder, _without_dropped(ds, show=dropped))
+    return with_origin(ds).assign_attrs(saved=runs(shown.parts))
 
 
 def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
@@ -103,5 +130,195 @@ def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
             ds.assign_coords({DROPPED: (SAMPLE, np.zeros(ds.sizes[SAMPLE], bool))}) if show else ds
         )
     if show:
-        return ds.drop_vars(SUMS, errors="ignore")
+        return ds.drop_vars(REDUCTIONS, errors="ignore")
     return ds.isel({SAMPLE: np.flatnonzero(~ds[DROPPED].values)}).drop_vars(DROPPED)
+
+
+# ------------------------------------------------------------------------------ does it make sense
+
+
+def _require_sense(part: Part, *, complete: bool = True) -> None:
+    """Reject arrays that contradict the layout or do not fit in memory, before any is made.
+
+    And, if it is to be complete, a part whose metadata are not those that were written.
+    """
+    url, own = part.folder.url, (*FEATURE_NAMES, ERROR, SCALE, *REDUCTIONS)
+    available = psutil.virtual_memory().available
+    for name, of in _members(part, complete):
+        rows = (*of.shape[:1], *of.chunks[:1])
+        needed_rows = part.layout["samples"], part.layout["block"]
+        if name in (*FEATURE_NAMES, ERROR) and rows != needed_rows:
+            raise ValueError(
+                f"expected {name!r} of the store {url!r} to have (samples, samples per block) "
+                f"{needed_rows}, got {rows}; its metadata are damaged: try td.verify(store)"
+            )
+        in_memory = of.chunks if name in own else of.shape  # coords are loaded as a whole
+        needed = math.prod(in_memory) * of.dtype.itemsize
+        if needed > available or of.nchunks > BLOCKS_AT_MOST:
+            raise ValueError(
+                f"expected {name!r} of the store {url!r} to take at most the {available:,} bytes "
+                f"that are free, in {BLOCKS_AT_MOST:,} chunks, got {needed:,} bytes and "
+                f"{of.nchunks:,} chunks; try a larger machine, or td.verify(store) if the numbers "
+                "are absurd: then its metadata are damaged"
+            )
+
+
+def _members(part: Part, complete: bool) -> Iterator[tuple[str, zarr.Array[Any]]]:
+    """Yield the arrays of a part by their names."""
+    store: Store = part.arrays()
+    if complete:
+        files = listed(part)
+        store = Complete(store, part.folder, known=files)
+        names = {path.partition("/")[0] for path in files if path.count("/") == 1} - BESIDE
+    else:
+        names = set(part.folder.names()) - BESIDE
+    group = zarr.open_group(store, mode="r", zarr_format=3)
+    for name in sorted(names):
+        with suppress(KeyError):  # a file, or a foreign folder
+            yield name, _member(group, name, part)
+
+
+def _member(group: zarr.Group, name: str, part: Part) -> zarr.Array[Any]:
+    try:
+        return array(group, name)
+    except (IncompleteFeaturesError, KeyError):
+        raise
+    except Exception as err:
+        raise ValueError(
+            f"expected the metadata of {name!r} in the store {part.folder.url!r} as they were "
+            f"written, got what cannot be read ({err}); try td.verify(store, repair=True)"
+        ) from err
+
+
+# -------------------------------------------------------------------------- one array of many parts
+
+
+def _assembled(store: Snapshot, *, complete: bool) -> xr.Dataset:
+    """Return the parts of a store as one lazy Dataset, coords in memory.
+
+    A coord ``dropped`` marks samples, if any were.
+    """
+    coords = store.coords(complete=complete)
+    first, names = store.parts[0], store.checkpoints
+    if len(store.parts) == 1 and store.drop is None:
+        ds = without_sample_coords(stored(first, complete=complete, without=coords))
+        return ds.assign_coords(coords)
+    rows = [_row(row, names, complete, coords) for row in store.rows]
+    ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE) if len(rows) > 1 else rows[0]
+    ds = (
+        ds[list(FEATURE_NAMES)]
+        .assign_coords(coords)
+        .assign_attrs(
+            source=" + ".join(str(row.attrs.get("source")) for row in rows),
+            layout={**first.layout, "samples": ds.sizes[SAMPLE]},
+        )
+    )
+    return _with_reductions(ds, store, complete=complete, without=coords)
+
+
+def _with_reductions(
+    ds: xr.Dataset, store: Snapshot, *, complete: bool, without: Collection[str]
+) -> xr.Dataset:
+    """Return all samples, marked where they are dropped, with what is reduced from the others."""
+    added = store.parts if store.drop is None else store.parts[store.drop.n_parts :]
+    reduced = [stored(part, complete=complete, without=without) for part in added]
+    n_dropped, names = 0, store.checkpoints
+    if store.drop is not None:
+        mask = store.dropped()
+        n_dropped = int(mask.sum())
+        ds = ds.assign_coords({DROPPED: (SAMPLE, mask)})
+        packed = np.packbits(mask).tobytes().hex()
+        ds.attrs["source"] += f" without {digest({'dropped': packed})[:16]}"
+        reduced.append(_remaining(store.drop))
+    about = {"samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
+    totals = {name: _total(name, reduced, names) for name in REDUCTIONS}
+    return ds.assign({n: v.assign_attrs(about) for n, v in totals.items() if v is not None})
+
+
+def _remaining(drop: Edit) -> xr.Dataset:
+    """Return what is reduced from the samples that a drop left, lazy."""
+    group = drop.group()
+    members = {name: array(group, name) for name in REDUCTIONS if name in group}
+    data = {
+        name: (VARIABLES[name].dims, da.from_zarr(of), dict(of.attrs))
+        for name, of in members.items()
+    }
+    return xr.Dataset(data, coords={CHECKPOINT: drop.attrs["checkpoints"]})
+
+
+def _row(
+    row: Sequence[Part], names: list[str], complete: bool, coords: Collection[str]
+) -> xr.Dataset:
+    """Return the samples of one source at the named checkpoints, without coords along samples."""
+    parts = [stored(part, complete=complete, without=coords) for part in row]
+    attrs = {**parts[0].attrs, **with_all_checkpoints(row).spec}
+    parts = [without_sample_coords(part[list(FEATURE_NAMES)]) for part in parts]
+    ds = _concat(parts, CHECKPOINT) if len(parts) > 1 else parts[0]
+    here = [str(name) for name in ds[CHECKPOINT].values]
+    ordered = attrs | {field: {n: attrs[field][n] for n in names} for field in BY_CHECKPOINT}
+    return ds.isel({CHECKPOINT: [here.index(name) for name in names]}).assign_attrs(ordered)
+
+
+def _concat(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
+    return xr.concat(
+        parts, dim, data_vars="all", coords="minimal", compat="override", join="override",
+        combine_attrs="override",
+    )  # fmt: skip
+
+
+def _total(name: str, reduced: Sequence[xr.Dataset], names: list[str]) -> xr.DataArray | None:
+    """Return the sum over all samples of what was reduced from some, if all have the same."""
+    if any(name not in part for part in reduced):
+        return None
+    attrs = [part[name].attrs for part in reduced]
+    if len({each.get(_FORMULA[name]) for each in attrs}) > 1:
+        return None
+    if name == LOSS_GRADIENT and any(set(each[_POOLED]) != set(names) for each in attrs):
+        return None  # its weights are means over checkpoints, of which there are more now
+    totals = []
+    for checkpoint in names:
+        parts = [part[name] for part in reduced if checkpoint in part[CHECKPOINT].values]
+        totals.append(reduce(add, (_at(part, checkpoint) for part in parts)))
+    data = da.concatenate(totals, axis=-1)
+    return xr.DataArray(data, dims=VARIABLES[name].dims, attrs={**attrs[0], _POOLED: names})
+
+
+def _at(part: xr.DataArray, checkpoint: str) -> da.Array:
+    index = part[CHECKPOINT].values.tolist().index(checkpoint)
+    data: da.Array = part.data[..., index : index + 1]
+    return data
+
+
+# ------------------------------------------------------------------------------ why samples failed
+
+
+def _with_errors(ds: xr.Dataset, store: Snapshot) -> xr.Dataset:
+    """Return all samples of a store with the coord ``error``, if any of them failed.
+
+    As a dask array it could not select (``ds.where(ds.error == "", drop=True)``). That of one part
+    is read when it is asked for: in memory it would take longer to open than all other coords. Of
+    several, those with failures are read, since arrays that are not cannot be joined.
+    """
+    if not any(_has_failed(part) for part in store.parts):
+        return ds
+    if len(store.parts) == 1:
+        return ds.assign_coords({ERROR: opened(store.parts[0], complete=False)[ERROR].variable})
+    names = [str(name) for name in ds[CHECKPOINT].values]
+    joined = np.concatenate([_errors(row, names) for row in store.rows])
+    variable = VARIABLES[ERROR]
+    return ds.assign_coords({ERROR: (variable.dims, joined, variable.attrs)})
+
+
+def _errors(row: Sequence[Part], names: list[str]) -> np.ndarray:
+    """Return the errors of the samples of one source at the named checkpoints."""
+    errors = np.full((row[0].layout["samples"], len(names)), "", np.dtypes.StringDType())
+    for part in filter(_has_failed, row):
+        known = np.asarray(array(part.group(), ERROR)[:])
+        for column, name in enumerate(part.spec["checkpoints"]):
+            if name in names:
+                errors[:, names.index(name)] = known[:, column]
+    return errors
+
+
+def _has_failed(part: Part) -> bool:
+    return len((part.folder / ERROR).names()) > 1  # beside its metadata

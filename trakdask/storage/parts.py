@@ -1,354 +1,399 @@
-"""Pieces of one store: what was appended lies beside the first, and opens as one Dataset."""
+"""A part of a store: features of one set of samples at some checkpoints, block by block.
+
+The first part lies at the root of the store, and every append adds one beside it. A part is a zarr
+group, with its own completion records and a list of the files that it was made with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import reduce
-from operator import add
-from typing import Any, Literal
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-import dask.array as da
 import numpy as np
 import xarray as xr
 import zarr
+from zarr.abc.store import Store
+from zarr.codecs import Crc32cCodec
 
-from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask import arrays
+from trakdask.attribution.estimators import Weights
+from trakdask.errors import IncompleteFeaturesError
+from trakdask.execution.layers import token_of
 from trakdask.files import Folder
-from trakdask.provenance import PRECISION, digest, require_same
-from trakdask.storage.coords import (
-    DROPPED,
-    by_source,
-    require_kinds,
-    sample_coords,
-    without_sample_coords,
-)
-from trakdask.storage.edits import Edit, latest
-from trakdask.storage.piece import (
-    ASSIGNED,
-    DROPS,
-    FEATURE_NAMES,
-    GRAM,
-    LOSS_GRADIENT,
-    PARTS,
-    RECORDS,
-    SUMS,
-    Piece,
-    array,
-)
-from trakdask.storage.reading import find, stored
-from trakdask.storage.template import METADATA, UNFINISHED, listed
-from trakdask.storage.zarr_stores import zarr_store
+from trakdask.provenance import FEATURE_SPEC, digest, spec
+from trakdask.storage.zarr_stores import Arrays, Recorded, checksum, zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 __all__ = [
-    "AppendDim",
-    "appended",
-    "assembled",
-    "coords_of",
-    "count",
-    "dropped_mask",
-    "dropped_rows",
-    "pieces",
-    "places",
-    "unmade",
+    "ASSIGNED",
+    "BESIDE",
+    "DROPS",
+    "ERROR",
+    "FACTORS",
+    "FEATURE_NAMES",
+    "GRAM",
+    "LEASE",
+    "LOSS_GRADIENT",
+    "METADATA",
+    "PARTS",
+    "RECORDS",
+    "REDUCTIONS",
+    "SCALE",
+    "TEMPLATE",
+    "UNFINISHED",
+    "ChunkFiles",
+    "Part",
+    "array",
+    "create",
+    "described",
+    "inventory",
+    "listed",
+    "listed_coords",
+    "restore",
+    "write_coords",
 ]
 
-AppendDim = Literal["sample", "checkpoint"]
+FEATURE_NAMES = ("feature", "output", "out_to_loss")
+GRAM = "gram"
+LOSS_GRADIENT = "loss_gradient"
+SCALE = "feature_scale"
+ERROR = "error"
+REDUCTIONS = (GRAM, LOSS_GRADIENT)
+"""Arrays that are reduced from the features of a checkpoint, and covered by one record of it."""
 
-_FORMULA = {GRAM: "gram_weights", LOSS_GRADIENT: "loss_weights"}
-_POOLED = "pooled_checkpoints"
-_BY_CHECKPOINT = ("checkpoints", "checkpoint_ids")
-_SAME = ("projector", "parameters", "task", *PRECISION)
+RECORDS = "records"
+LEASE = "lease-"
+"""How the name of a lease begins, among the records."""
+PARTS = "parts"
+DROPS = "drops"
+ASSIGNED = "assigned"
+FACTORS = "factors"
+BESIDE = frozenset({RECORDS, PARTS, DROPS, ASSIGNED, FACTORS})
+"""Folders beside the arrays, which are no coords."""
 
-
-def pieces(place: Folder) -> list[Piece]:
-    """Return the pieces of a store, the first of them at its root."""
-    return [find(each) for each in places(place)]
-
-
-def places(place: Folder) -> list[Folder]:
-    """Return where the pieces of a store are; one that is being made is not there yet."""
-    return [place, *(part for part in _parts(place) if _is_made(part))]
-
-
-def unmade(place: Folder) -> list[Folder]:
-    """Return where an append was cut short before anything in it counts."""
-    return [part for part in _parts(place) if not _is_made(part)]
-
-
-def _parts(place: Folder) -> list[Folder]:
-    names = sorted((name for name in (place / PARTS).names() if name.isdigit()), key=int)
-    return [place / PARTS / name for name in names]
-
-
-def count(piece: Piece) -> tuple[int, int]:
-    """Return how many blocks of a piece are complete, and how many there should be."""
-    if UNFINISHED in (piece.place / RECORDS).names():
-        return 0, len(piece.checkpoints) * piece.n_blocks
-    has_gram = f"{GRAM}/{METADATA}" in listed(piece)
-    return piece.count_done(), len(piece.checkpoints) * (piece.n_blocks + has_gram)
+UNFINISHED = "unfinished"
+"""A file of this name among the records says that nothing in the part counts yet."""
+TEMPLATE = "template.json"
+"""Among the records: every file of the new part, with its size, checksum and, if JSON, content."""
+METADATA = "zarr.json"
+_FLAT: dict[str, Any] = {"name": "default", "separator": "."}
+"""Chunks lie in one folder, not in one each: a listing on resume takes less than half the time."""
 
 
-def appended(
-    place: Folder, piece: Piece, features: xr.Dataset, append_dim: AppendDim
-) -> tuple[Piece, xr.Dataset]:
-    """Return where features belong that are appended, and those of them that are not there.
+@dataclass(frozen=True)
+class Part:
+    """Where the blocks of one feature set are stored, and which of them are complete.
 
-    An earlier piece that is to be resumed, or a new one.
+    Parameters
+    ----------
+    folder
+        Its zarr group.
+    spec
+        How the features are made; what other features must agree with to be the same.
+    layout
+        ``samples`` in all and per ``block``, and the ``dtype`` on disk.
+    """
+
+    folder: Folder
+    spec: Mapping[str, Any]
+    layout: Mapping[str, Any]
+
+    @property
+    def source(self) -> Any:
+        """What identifies the samples."""
+        return self.spec.get("source")
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Names of the checkpoints' folders: only hexadecimal digits, whatever ``attrs`` say."""
+        return [f"{int(id):08x}" for id in self.spec["checkpoint_ids"].values()]
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of each checkpoint."""
+        return int(-(-self.layout["samples"] // self.layout["block"]))
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of spec and layout: the blocks of other features are not blocks of these."""
+        return digest({"spec": self.spec, "layout": self.layout})
+
+    @property
+    def records(self) -> Folder:
+        """The folder of the completion records."""
+        return self.folder / RECORDS / self.digest[:16]
+
+    def records_of(self, index: int) -> Folder:
+        """Return the folder of the records of one checkpoint."""
+        return self.records / self.checkpoints[index]
+
+    def done(self, index: int) -> set[str]:
+        """Return names of the completed blocks of a checkpoint: block numbers, and "gram"."""
+        names = self.records_of(index).names()
+        return {name.removesuffix(".json") for name in names if name.endswith(".json")}
+
+    def count_done(self) -> int:
+        """Return the number of completed blocks, gram matrices among them."""
+        return sum(len(self.done(index)) for index in range(len(self.checkpoints)))
+
+    def write_record(
+        self, index: int, block: str, files: Mapping[str, list[int]], about: Mapping[str, Any]
+    ) -> None:
+        """State that a block is complete: the last file that its task writes."""
+        record = {"spec": self.digest, "block": block, "files": files, **about}
+        self.records_of(index).write(f"{block}.json", json.dumps(record).encode())
+
+    def group(self, store: Recorded | None = None) -> zarr.Group:
+        """Open the zarr group to read, or to write to the given store."""
+        if store is not None:
+            return zarr.open_group(store, mode="r+", zarr_format=3)
+        return zarr.open_group(self.arrays(), mode="r", zarr_format=3)
+
+    def arrays(self) -> Arrays:
+        """Return the zarr store of its arrays, without the folders beside them."""
+        return Arrays(zarr_store(self.folder, read_only=True), BESIDE)
+
+
+class ChunkFiles:
+    """The chunk files of a part's blocks, and their sizes; each array is opened once."""
+
+    def __init__(self, part: Part) -> None:
+        group = part.group()
+        self._arrays = {
+            name: (of.ndim, of.metadata.encode_chunk_key, _chunk_bytes(of))
+            for name in (*FEATURE_NAMES, ERROR, SCALE, *REDUCTIONS)
+            if name in group
+            for of in [array(group, name)]
+        }
+
+    def of(self, block: str, index: int, *, optional: bool = False) -> dict[str, int | None]:
+        """Return the files of a block, by its name, with their bytes.
+
+        The size is None where it depends on the content. Optional files are those that exist only
+        if samples failed.
+        """
+        names = REDUCTIONS if block == GRAM else (*FEATURE_NAMES, SCALE, *((ERROR,) * optional))
+        first = () if block == GRAM else (int(block),)
+        files = {}
+        for name in names:
+            if name in self._arrays:
+                ndim, key, size = self._arrays[name]
+                middle = (0,) * (ndim - len(first) - 1)
+                files[f"{name}/{key((*first, *middle, index))}"] = size
+        return files
+
+
+def described(features: xr.Dataset, folder: Folder, dtype: str | None) -> Part:
+    """Return the part that features would be in a folder, by their spec and layout.
+
+    ``attrs`` follow a selection of samples unchanged. But only what featurize itself has named is
+    the whole: dask names everything made of it.
+    """
+    if missing := [name for name in FEATURE_SPEC if name not in features.attrs]:
+        raise ValueError(
+            f"expected attrs as td.featurize writes them, by which a store is known, got none of "
+            f"{missing}; try features.assign_attrs(original.attrs)"
+        )
+    names = [str(name) for name in features[CHECKPOINT].values]
+    if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
+        raise ValueError(
+            f"expected checkpoints of {list(features.attrs['checkpoints'])} (attrs), each once, "
+            f"got {names}; try another selection of checkpoints"
+        )
+    made = spec(features)
+    name = features.feature.data.name
+    if token_of(name) is None:
+        made["source"] = f"{made.get('source', '')}/{name}"
+    return Part(folder, made, _layout(features, dtype))
+
+
+def _layout(features: xr.Dataset, dtype: str | None) -> dict[str, Any]:
+    chunks = features.feature.variable.chunksizes.get(SAMPLE, (features.sizes[SAMPLE],))
+    if len(set(chunks[:-1])) > 1 or chunks[-1] > chunks[0]:
+        raise ValueError(
+            "expected equal chunks of samples (the last may be smaller), since each is one chunk "
+            f"of the store, got {chunks[:4]}...; try features.chunk(sample={max(chunks)})"
+        )
+    return {
+        "samples": sum(chunks),
+        "block": chunks[0],
+        "dtype": str(dtype or features.feature.dtype),
+    }
+
+
+def array(group: zarr.Group, name: str) -> zarr.Array[Any]:
+    """Return an array whose chunks are written even if they are all NaN: absent means missing."""
+    member = group[name]
+    assert isinstance(member, zarr.Array)
+    return member.with_config({"write_empty_chunks": True})
+
+
+def _chunk_bytes(of: zarr.Array[Any]) -> int | None:
+    """Return the bytes of a chunk's file; None if it is compressed, or text."""
+    if of.dtype.kind == "T" or any(not isinstance(codec, Crc32cCodec) for codec in of.compressors):
+        return None
+    return int(np.prod(of.chunks)) * of.dtype.itemsize + 4 * len(of.compressors)
+
+
+# ------------------------------------------------------------------------------------- a new part
+
+
+def create(part: Part, features: xr.Dataset, weights: Weights | None) -> None:
+    """Make the arrays of a part, without chunks, and its coords, with theirs.
+
+    What an unfinished attempt left is removed first.
+
+    Parameters
+    ----------
+    part
+        Where they go.
+    features
+        What will be stored.
+    weights
+        Of the reductions that will be stored; None if there will be none.
+    """
+    features = features.assign_attrs(part.spec)
+    control = part.folder / RECORDS
+    control.write(UNFINISHED, b"trakdask is making this store; nothing in it counts yet\n")
+    part.folder.sweep()
+    for folder in (part.folder, control):
+        for name in folder.names():
+            if name not in (RECORDS, UNFINISHED) and not name.startswith(LEASE):
+                folder.remove(name)
+    store = Recorded(zarr_store(part.folder))
+    zarr.create_group(store, zarr_format=3).create_group(RECORDS)
+    write_coords(store, features.coords.to_dataset())
+    group = part.group(store)
+    group.update_attributes({**features.attrs, "layout": part.layout})
+    for name in FEATURE_NAMES:
+        _create_array(group, part, features, name, features[name].dtype)
+    # Whether failures are recorded or not: a run that raises may be resumed by one that does not.
+    _create_array(group, part, features, ERROR, np.dtypes.StringDType())
+    if part.layout["dtype"] == "float16":
+        _create_array(group, part, features, SCALE, np.dtype("f8"))
+    if weights is not None:
+        for name in weights.sums:
+            dtype = np.result_type(
+                arrays.gram.accumulation_dtype(features.sizes[PROJ_DIM]), features.feature.dtype
+            )
+            _create_array(group, part, features, name, dtype, weights.attrs(features))
+    part.records.write(TEMPLATE, json.dumps(_inventory(part, store)).encode())
+    control.remove(UNFINISHED)
+
+
+def write_coords(store: Store, coords: xr.Dataset) -> None:
+    """Write coords, as xarray encodes them; every chunk, since an absent one counts as lost."""
+    coords = coords.drop_attrs(deep=False).drop_encoding()
+    coords.to_zarr(store, mode="a", consolidated=False, zarr_format=3, write_empty_chunks=True)
+
+
+def _create_array(
+    group: zarr.Group,
+    part: Part,
+    features: xr.Dataset,
+    name: str,
+    dtype: np.dtype[Any],
+    attrs: dict[str, Any] | None = None,
+) -> None:
+    variable = VARIABLES[name]
+    sizes = {**features.sizes, "proj_dim_1": features.sizes[PROJ_DIM]}
+    blocks = {**sizes, SAMPLE: part.layout["block"], CHECKPOINT: 1}
+    group.create_array(
+        name,
+        shape=tuple(sizes[dim] for dim in variable.dims),
+        chunks=tuple(max(1, blocks[dim]) for dim in variable.dims),
+        dtype=part.layout["dtype"] if name == "feature" else dtype,
+        compressors=[Crc32cCodec()],  # no compression: features do not compress
+        chunk_key_encoding=_FLAT,
+        fill_value="" if name == ERROR else np.nan,
+        dimension_names=variable.dims,
+        attributes={**variable.attrs, **(attrs or {})},
+    )
+
+
+# ------------------------------------------------------------------ the files that it was made with
+
+
+def _inventory(part: Part, store: Recorded) -> dict[str, Any]:
+    """List the files of a new part; metadata with its text, so that it can be restored."""
+    files: dict[str, Any] = {}
+    for path in store.written:  # metadata may be written twice
+        data = part.folder.read(path)
+        files[path] = {"bytes": len(data), "checksum": checksum(data)}
+        if path.endswith(METADATA):
+            files[path]["content"] = data.decode()
+    return files
+
+
+def listed(part: Part) -> dict[str, list[int]]:
+    """Return size and checksum of the files that a part was made with: metadata and coords.
 
     Raises
     ------
-    StoreMismatchError
-        If they differ from the store in more than they may; the field is named.
     IncompleteFeaturesError
-        If the store lacks blocks of something else: where these belong depends on it.
+        If the list was lost, or is damaged.
     """
-    found = pieces(place)
-    if append_dim == CHECKPOINT:
-        piece, features = _without_known(piece, features, found)
-    for old in found:
-        if old.digest == piece.digest:
-            return old, features
-    own = [old for old in found if old.spec.get("source") == piece.spec.get("source")]
-    _refuse_known(piece, own, append_dim)
-    _require_complete(found)
-    if append_dim == SAMPLE:
-        needed, names = _with_checkpoints(found), (*_SAME, *_BY_CHECKPOINT)
-    else:
-        needed, names = _with_checkpoints(own or found), (*_SAME, "source", "layout")
-    what = f"these features and the store {place.url!r}"
-    require_same(_described(piece), _described(needed), what=what, names=names)
-    _require_width(features, found[0])
-    if append_dim == SAMPLE:
-        _require_coords(features, sample_coords(found, latest(place, ASSIGNED)), place)
-    zarr.open_group(zarr_store(place), mode="r+", zarr_format=3).require_group(PARTS)
-    number = 1 + max((int(each.place.url.rpartition("/")[2]) for each in found[1:]), default=0)
-    return Piece(place / PARTS / str(number), piece.spec, piece.layout), features
+    try:
+        files = part.records.read_json(TEMPLATE)
+        return {path: [about["bytes"], about["checksum"]] for path, about in files.items()}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise IncompleteFeaturesError(
+            f"expected the list of files {TEMPLATE} among the records of the store "
+            f"{part.folder.url!r}, got none that can be read ({type(err).__name__}); try "
+            "ds = td.open(store, require_complete=False), and if it looks right, "
+            "td.save(ds, new_store)"
+        ) from err
 
 
-def _require_complete(found: Sequence[Piece]) -> None:
-    for piece in found:
-        done, total = count(piece)
-        if done < total:
-            raise IncompleteFeaturesError(
-                f"expected a complete store to append to, got {done} of {total} blocks in "
-                f"{piece.place.url!r}, of the source {piece.spec.get('source')!r:.60} at the "
-                f"checkpoints {list(piece.spec['checkpoints'])}; try td.save of these features "
-                f"first{_or_give_up(piece)}"
-            )
+def listed_coords(files: Iterable[str]) -> list[str]:
+    """Return the names of the coords among the files that a part was made with."""
+    members = (path.partition("/") for path in files if path.count("/") == 1)
+    names = {folder for folder, _, name in members if name == METADATA}
+    return sorted(names - {*FEATURE_NAMES, *REDUCTIONS, SCALE, ERROR, RECORDS})
 
 
-def _or_give_up(piece: Piece) -> str:
-    is_part = piece.place.url.rpartition("/")[0].endswith(f"/{PARTS}")
-    return f", or delete {piece.place.url!r} to give them up" if is_part else ""
+def inventory(folder: Folder) -> dict[str, Any]:
+    """Return the files that a part was made with, found without its own metadata.
 
-
-def _refuse_known(piece: Piece, own: Sequence[Piece], append_dim: AppendDim) -> None:
-    """Refuse features of which a part is there already, and which are not what it resumes."""
-    names = set(piece.spec["checkpoints"])
-    known = [old for old in own if append_dim == SAMPLE or names & set(old.spec["checkpoints"])]
-    if known:
-        source, old = f"{piece.spec.get('source')!r:.60}", known[0]
-        raise StoreMismatchError(
-            f"expected other samples or checkpoints to append, or the same to go on with them, got "
-            f"the source {source}, of which {old.place.url!r} has the checkpoints "
-            f"{list(old.spec['checkpoints'])} in {old.layout}; try append_dim='sample' with other "
-            "samples (samples.attrs['source']), or append_dim='checkpoint' with other checkpoints"
-        )
-
-
-def _require_width(features: xr.Dataset, first: Piece) -> None:
-    width, needed = features.sizes[PROJ_DIM], array(first.group(), "feature").shape[1]
-    if width != needed:
-        raise StoreMismatchError(
-            f"expected features with proj_dim {needed}, as those of the store "
-            f"{first.place.url!r}, got {width}; try the projector of the store"
-        )
-
-
-def _require_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], place: Folder) -> None:
-    ours = {str(name) for name, coord in features.coords.items() if SAMPLE in coord.dims}
-    if ours != set(known):
-        remedies = [f"features.drop_vars({sorted(ours - set(known))})"] * bool(ours - set(known))
-        remedies += [f"features.assign_coords({name}=...)" for name in sorted(set(known) - ours)]
-        raise StoreMismatchError(
-            f"expected features with the coords {sorted(known)} of the store {place.url!r}, got "
-            f"{sorted(ours)}; try {', '.join(remedies)}"
-        )
-    require_kinds(features, known, place.url)
-
-
-def coords_of(place: Folder, piece: Piece, only: Collection[str]) -> dict[str, xr.Variable] | None:
-    """Return the named coords of the samples of a piece; None if the store has no such samples."""
-    found = pieces(place)
-    rows = by_source(found)
-    sources = [row[0].spec.get("source") for row in rows]
-    if (source := piece.spec.get("source")) not in sources:
-        return None
-    at = sources.index(source)
-    sizes = [row[0].layout["samples"] for row in rows]
-    chosen = slice(sum(sizes[:at]), sum(sizes[: at + 1]))
-    known = sample_coords(found, latest(place, ASSIGNED), only=only)
-    return {name: variable[chosen] for name, variable in known.items()}
-
-
-def assembled(
-    found: Sequence[Piece],
-    names: list[str],
-    drop: Edit | None = None,
-    assigned: Edit | None = None,
-    *,
-    complete: bool = True,
-) -> xr.Dataset:
-    """Return the pieces of a store at some checkpoints as one lazy Dataset, coords in memory.
-
-    A coord ``dropped`` marks samples, if any were.
+    Raises
+    ------
+    ValueError
+        If there is no such list, or it is damaged.
     """
-    coords = sample_coords(found, assigned, complete=complete)
-    if len(found) == 1 and drop is None:
-        ds = without_sample_coords(stored(found[0], complete=complete, without=coords))
-        return ds.assign_coords(coords)
-    rows = [_row(row, names, complete, coords) for row in by_source(found)]
-    ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE) if len(rows) > 1 else rows[0]
-    ds = (
-        ds[list(FEATURE_NAMES)]
-        .assign_coords(coords)
-        .assign_attrs(
-            source=" + ".join(str(row.attrs.get("source")) for row in rows),
-            layout={**found[0].layout, "samples": ds.sizes[SAMPLE]},
+    for name in (folder / RECORDS).names():
+        if TEMPLATE in (folder / RECORDS / name).names():
+            files = (folder / RECORDS / name).read_json(TEMPLATE)
+            if not isinstance(files, dict) or not all(map(_is_described, files.items())):
+                raise ValueError(f"{TEMPLATE} of {folder.url!r} is no list of files")
+            for path in files:
+                if path.startswith("/") or ".." in path.split("/") or "\\" in path:
+                    raise ValueError(f"{TEMPLATE} names {path!r}, outside of {folder.url!r}")
+            return files
+    raise ValueError(f"there is no {TEMPLATE} in {folder.url!r}")
+
+
+def _is_described(item: tuple[str, Any]) -> bool:
+    path, about = item
+    fields = {"bytes", "checksum"} | ({"content"} if path.endswith(METADATA) else set())
+    return isinstance(about, dict) and fields <= set(about)
+
+
+def restore(folder: Folder, path: str) -> None:
+    """Write metadata again that was damaged, from the copy among the records.
+
+    Raises
+    ------
+    ValueError
+        If the copy is damaged, too.
+    """
+    copy = inventory(folder)[path]
+    data = copy["content"].encode()
+    if checksum(data) != copy["checksum"]:
+        raise ValueError(
+            f"expected a copy of {path!r} in the {TEMPLATE} of {folder.url!r} as it was written, "
+            "got other bytes; try restoring both from a backup"
         )
-    )
-    own = found if drop is None else found[drop.pieces :]
-    summed = [stored(piece, complete=complete, without=coords) for piece in own]
-    n_dropped = 0
-    if drop is not None:
-        mask = dropped_mask(drop, ds.sizes[SAMPLE])
-        n_dropped = int(mask.sum())
-        ds = ds.assign_coords({DROPPED: (SAMPLE, mask)})
-        packed = np.packbits(mask).tobytes().hex()
-        ds.attrs["source"] += f" without {digest({'dropped': packed})[:16]}"
-        summed.append(_left(drop))
-    about = {"samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
-    sums = {name: _sum(name, summed, names) for name in SUMS}
-    return ds.assign({n: v.assign_attrs(about) for n, v in sums.items() if v is not None})
-
-
-def dropped_mask(drop: Edit, n_samples: int) -> np.ndarray:
-    """Return which samples are dropped; none that were appended since."""
-    mask = np.zeros(n_samples, bool)
-    found = np.asarray(array(drop.group(), DROPPED)[:], bool)
-    mask[: len(found)] = found
-    return mask
-
-
-def _left(drop: Edit) -> xr.Dataset:
-    """Return the sums over the samples that a drop left, lazy."""
-    group = drop.group()
-    found = {name: array(group, name) for name in SUMS if name in group}
-    data = {
-        name: (VARIABLES[name].dims, da.from_zarr(of), dict(of.attrs)) for name, of in found.items()
-    }
-    return xr.Dataset(data, coords={CHECKPOINT: drop.attrs["checkpoints"]})
-
-
-def dropped_rows(place: Folder, piece: Piece) -> np.ndarray:
-    """Return which samples of a piece the store leaves out."""
-    rows = by_source(pieces(place))
-    sizes = [row[0].layout["samples"] for row in rows]
-    sources = [row[0].spec.get("source") for row in rows]
-    start = sum(sizes[: sources.index(piece.spec.get("source"))])
-    drop = latest(place, DROPS)
-    if drop is None:
-        return np.zeros(piece.layout["samples"], bool)
-    return dropped_mask(drop, sum(sizes))[start : start + piece.layout["samples"]]
-
-
-def _is_made(place: Folder) -> bool:
-    control = (place / RECORDS).names()
-    return bool(control) and UNFINISHED not in control
-
-
-def _described(piece: Piece) -> dict[str, Any]:
-    """Return spec and layout to compare; checkpoints by name, since their order may differ."""
-    ordered = {name: dict(sorted(piece.spec[name].items())) for name in _BY_CHECKPOINT}
-    layout = {name: piece.layout[name] for name in ("samples", "block", "dtype")}
-    return {**piece.spec, **ordered, "layout": layout}
-
-
-def _without_known(
-    piece: Piece, features: xr.Dataset, found: Sequence[Piece]
-) -> tuple[Piece, xr.Dataset]:
-    """Leave out checkpoints that a piece has of these samples, complete and with its sums."""
-    source = piece.spec.get("source")
-    known = {
-        name: old.spec["checkpoints"][name]
-        for old in found
-        if old.spec.get("source") == source and len(set(count(old))) == 1
-        for name in old.spec["checkpoints"]
-    }
-    names = [str(name) for name in features[CHECKPOINT].values]
-    ours = piece.spec["checkpoints"]
-    same = {name: ours[name] for name in names if name in known}
-    require_same(
-        {"checkpoints": same},
-        {"checkpoints": {name: known[name] for name in same}},
-        what=f"these features and the store {found[0].place.url!r}",
-        names=("checkpoints",),
-    )
-    new = [name for name in names if name not in known]
-    chosen = {field: {name: piece.spec[field][name] for name in new} for field in _BY_CHECKPOINT}
-    taken = features.isel({CHECKPOINT: [names.index(name) for name in new]})
-    return Piece(piece.place, {**piece.spec, **chosen}, piece.layout), taken
-
-
-def _with_checkpoints(found: Sequence[Piece]) -> Piece:
-    """Return the first piece as if it had the checkpoints of all."""
-    merged = {name: _merged(piece.spec[name] for piece in found) for name in _BY_CHECKPOINT}
-    return Piece(found[0].place, {**found[0].spec, **merged}, found[0].layout)
-
-
-def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def _row(
-    row: Sequence[Piece], names: list[str], complete: bool, coords: Collection[str]
-) -> xr.Dataset:
-    """Return the samples of one source at the named checkpoints, without coords along samples."""
-    parts = [stored(piece, complete=complete, without=coords) for piece in row]
-    attrs = {**parts[0].attrs, **_with_checkpoints(row).spec}
-    parts = [without_sample_coords(part[list(FEATURE_NAMES)]) for part in parts]
-    ds = _concat(parts, CHECKPOINT) if len(parts) > 1 else parts[0]
-    here = [str(name) for name in ds[CHECKPOINT].values]
-    ordered = attrs | {field: {n: attrs[field][n] for n in names} for field in _BY_CHECKPOINT}
-    return ds.isel({CHECKPOINT: [here.index(name) for name in names]}).assign_attrs(ordered)
-
-
-def _concat(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
-    return xr.concat(
-        parts, dim, data_vars="all", coords="minimal", compat="override", join="override",
-        combine_attrs="override",
-    )  # fmt: skip
-
-
-def _sum(name: str, summed: Sequence[xr.Dataset], names: list[str]) -> xr.DataArray | None:
-    """Return the sum over all samples of what was kept of some, if all kept the same."""
-    if any(name not in part for part in summed):
-        return None
-    attrs = [part[name].attrs for part in summed]
-    if len({each.get(_FORMULA[name]) for each in attrs}) > 1:
-        return None
-    if name == LOSS_GRADIENT and any(set(each[_POOLED]) != set(names) for each in attrs):
-        return None  # its weights are means over checkpoints, of which there are more now
-    totals = []
-    for checkpoint in names:
-        parts = [part[name] for part in summed if checkpoint in part[CHECKPOINT].values]
-        totals.append(reduce(add, (_at(part, checkpoint) for part in parts)))
-    data = da.concatenate(totals, axis=-1)
-    return xr.DataArray(data, dims=VARIABLES[name].dims, attrs={**attrs[0], _POOLED: names})
-
-
-def _at(part: xr.DataArray, checkpoint: str) -> da.Array:
-    index = part[CHECKPOINT].values.tolist().index(checkpoint)
-    data: da.Array = part.data[..., index : index + 1]
-    return data
+    folder.write(path, data)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
-import zarr
 
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
@@ -21,9 +20,10 @@ from trakdask.attribution.options import gather_options
 from trakdask.attribution.regularization import require_calibration
 from trakdask.errors import StoreMismatchError
 from trakdask.execution.progress import polled_bar
-from trakdask.files import Folder
-from trakdask.provenance import EARLIER_SOURCE, STORE_SPEC, require_same
-from trakdask.storage.blocks import save_checkpoint, storing
+from trakdask.files import Folder, is_partial
+from trakdask.provenance import STORE_SPEC, require_same
+from trakdask.storage.appending import AppendDim, appended, with_known_source
+from trakdask.storage.blocks import save_blocks, storing
 from trakdask.storage.coords import (
     portable_coords,
     require_names,
@@ -31,16 +31,13 @@ from trakdask.storage.coords import (
     restore_coords,
 )
 from trakdask.storage.factors import MOST_DIM, update_if_possible
-from trakdask.storage.failures import as_variable
-from trakdask.storage.lease import PREFIX, lease
+from trakdask.storage.history import record_run
+from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import AppendDim, appended, coords_of, dropped_rows, pieces
-from trakdask.storage.piece import FEATURE_NAMES, RECORDS, Piece, describe
-from trakdask.storage.runs import recorded_run
-from trakdask.storage.sums import save_sums
-from trakdask.storage.template import UNFINISHED, create, require_place
+from trakdask.storage.parts import ERROR, FEATURE_NAMES, GRAM, Part, create, described
+from trakdask.storage.reductions import save_reductions
+from trakdask.storage.snapshot import Snapshot, require_ours, snapshot
 from trakdask.storage.verification import faults, withdraw
-from trakdask.storage.zarr_stores import zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features, validate
 
 __all__ = ["save"]
@@ -152,25 +149,26 @@ def save(
     if calibrate is not None:
         _require_calibration(features, estimator, power, calibrate, gram=gram)
     weights = resolve_estimator(estimator, power, features).weights
-    features = lazy_features(as_variable(features))
-    require_names(features.coords)
-    features = portable_coords(features)
-    place = Folder.at(store, storage_options)
-    piece = Piece(place, *describe(features, dtype))
-    if _require_ours(place):
-        piece = _as_known(piece, features)
-    with lease(place, "td.save"):
-        if append_dim is not None and _require_ours(place):
-            piece, features = appended(place, piece, features, append_dim)
+    features = _storable(features)
+    folder = Folder.at(store, storage_options)
+    part = described(features, folder, dtype)
+    require_ours(folder)  # nothing is written into what is not a store, not even a lease
+    with lease(folder, "td.save"):
+        before = snapshot(folder) if require_ours(folder) else Snapshot(folder)
+        part = with_known_source(part, features, before)
+        if append_dim is not None and before.parts:
+            part, features = appended(before, part, features, append_dim)
         if features.sizes[CHECKPOINT] > 0:
-            kept = weights if gram else None
-            _create_or_check(place, piece, features, kept)
-            _save(place, piece, features, kept, progress=progress, retries=retries)
+            _prepare(part, features, before, weights if gram else None)
+            total = len(part.checkpoints) * (part.n_blocks + gram)
+            title = f"save {folder.name}"
+            with polled_bar(title, total, part.count_done, show=progress):
+                _compute(part, features, before, weights if gram else None, retries)
         opened = open(store, storage_options=storage_options)
-        if gram and "gram" in opened and features.sizes[PROJ_DIM] <= MOST_DIM:
-            with storing(piece, "the eigenvectors of the gram matrix"):
-                update_if_possible(place, opened, calibrate=calibrate, retries=retries)
-        place.sweep()
+        if gram and GRAM in opened and features.sizes[PROJ_DIM] <= MOST_DIM:
+            with storing(part, "the eigenvectors of the gram matrix"):
+                update_if_possible(folder, opened, calibrate=calibrate, retries=retries)
+        folder.sweep()
     return open(store, storage_options=storage_options)
 
 
@@ -218,106 +216,80 @@ def _require_options(
             )
 
 
-def _save(
-    place: Folder,
-    piece: Piece,
-    features: xr.Dataset,
-    kept: Weights | None,
-    *,
-    progress: bool,
-    retries: int,
-) -> None:
-    place.sweep()
-    sizes = piece.place.sizes()
-    for fault in faults(piece, sizes):
+def _storable(features: xr.Dataset) -> xr.Dataset:
+    """Return features with lazy arrays, and coords that a store can hold."""
+    # Why samples failed is among the variables, as featurize has it.
+    features = features.reset_coords(ERROR) if ERROR in features.coords else features
+    features = lazy_features(features)
+    require_names(features.coords)
+    return portable_coords(features)
+
+
+def _prepare(part: Part, features: xr.Dataset, before: Snapshot, weights: Weights | None) -> None:
+    """Make the part; or check that it was made in the same way, and withdraw damaged blocks."""
+    is_there = part.folder in [each.folder for each in before.parts] or require_ours(part.folder)
+    sizes = part.folder.sizes() if is_there else {}
+    if is_there:
+        _require_same(part, weights)
+        for path in restore_coords(part, features, sizes):
+            _log.warning("%s was damaged or lost: it was written again", path)
+    coords = before.coords_of(part, list(map(str, features.coords)))
+    if coords is not None:
+        require_same_coords(features, coords, before.folder.url)
+    if not is_there:
+        with storing(part, "metadata"):
+            create(part, features, weights)
+        return
+    for path in filter(is_partial, sizes):
+        part.folder.remove(path)
+    for fault in faults(part, sizes):
         _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
-        withdraw(piece, fault)
-    total = len(piece.checkpoints) * (piece.n_blocks + (kept is not None))
-    title = f"save {piece.place.url.rpartition('/')[2]}"
-    bar = polled_bar(title, total, piece.count_done, show=progress)
-    with recorded_run(piece) as hosts, bar:
-        for index in range(len(piece.checkpoints)):
-            hosts |= save_checkpoint(piece, features, index, retries)
-        if kept is not None:  # after all features: score weights are means over checkpoints
-            dropped = dropped_rows(place, piece)
-            for index in range(len(piece.checkpoints)):
-                hosts |= save_sums(piece, kept, index, dropped, retries)
+        withdraw(part, fault)
 
 
-def _as_known(piece: Piece, features: xr.Dataset) -> Piece:
-    """Return the piece with the source by which the store has known its samples so far."""
-    known = {each.spec.get("source") for each in pieces(piece.place)}
-    source, earlier = piece.spec.get("source"), features.attrs.get(EARLIER_SOURCE)
-    if source == features.attrs.get("source") and source not in known and earlier in known:
-        return Piece(piece.place, {**piece.spec, "source": earlier}, piece.layout)
-    return piece
+def _compute(
+    part: Part, features: xr.Dataset, before: Snapshot, weights: Weights | None, retries: int
+) -> None:
+    """Compute and store what is missing of a part: all blocks, then what is reduced from them."""
+    indices = range(len(part.checkpoints))
+    with record_run(part) as steps:
+        steps.extend(save_blocks(part, features, index, retries) for index in indices)
+        if weights is not None:  # score weights are means over checkpoints
+            dropped = before.dropped_of(part)
+            steps.extend(
+                save_reductions(part, weights, index, dropped, retries) for index in indices
+            )
 
 
-def _require_source(piece: Piece, known: object, what: str) -> None:
-    source = piece.spec.get("source")
-    if source != known:
-        raise StoreMismatchError(
-            f"expected the samples of the store, but {what} differ in source: got {source!r}, the "
-            f"store has {known!r}; try another store, append_dim='sample' if these are more "
-            "samples of it, or, if the model reads the same data (before, numeric coords that it "
-            f"does not read were part of the source), samples.attrs['source'] = {known!r}"
-        )
-
-
-def _require_ours(place: Folder) -> bool:
-    """Refuse a folder with something else in it; return whether a store is there."""
-    names, control = place.names(), (place / RECORDS).names()
-    is_new = names in ([], [RECORDS]) and all(name.startswith(PREFIX) for name in control)
-    if is_new or UNFINISHED in control:
-        return False
-    try:
-        group = zarr.open_group(zarr_store(place, read_only=True), mode="r", zarr_format=3)
-    except (FileNotFoundError, KeyError, ValueError) as err:
-        raise FileExistsError(_not_ours(place, names)) from err
-    if "layout" not in group.attrs:
-        raise FileExistsError(
-            f"expected a new path, or a feature store to resume, got the zarr store {place.url!r} "
-            "without features; try another path"
-        )
-    if all(name.startswith(PREFIX) for name in control):
-        raise FileExistsError(
-            f"expected the records of the store {place.url!r}, which say what blocks are complete, "
-            "but it has lost them; try restoring its folder 'records', or another path"
-        )
-    return True
-
-
-def _not_ours(place: Folder, names: list[str]) -> str:
-    if RECORDS in names:
-        return (
-            f"expected metadata that can be read, but those of the store {place.url!r} are "
-            "damaged; try td.verify(store, repair=True)"
-        )
-    older = " in the older zarr format 2" if ".zgroup" in names else ""
-    return (
-        f"expected a new path, or a feature store to resume, got {place.url!r}, which holds "
-        f"{names[:3]}{older}; try another path"
+def _require_same(part: Part, weights: Weights | None) -> None:
+    """Reject features that were made in another way than those of the store."""
+    group = part.group()
+    ours = {**part.spec, "layout": part.layout}
+    what = f"these features and the store {part.folder.url!r}"
+    _require_source(part, group.attrs.get("source"), what)
+    require_same(ours, dict(group.attrs), what=what, names=(*STORE_SPEC, "layout"))
+    if weights is None:
+        return
+    if GRAM not in group:
+        made, needed = "gram=False", "arrays for gram matrices"
+    else:
+        stored_weights = group[GRAM].attrs.get("gram_weights", "1")
+        if stored_weights == weights.gram and all(name in group for name in weights.sums):
+            return
+        arrays = [name for name in weights.sums if name in group]
+        made = f"gram weights {stored_weights!r} and stores {arrays}"
+        needed = f"{weights.gram!r} and {list(weights.sums)}"
+    raise StoreMismatchError(
+        f"expected a store with {needed}, got {part.folder.url!r}, which was made with {made}; try "
+        "td.save(features, store, gram=False), and td.score will reduce them when computed"
     )
 
 
-def _create_or_check(
-    place: Folder, piece: Piece, features: xr.Dataset, kept: Weights | None
-) -> None:
-    """Make the store once, or check that the one there is ours and was made in the same way."""
-    is_there = _require_ours(piece.place)
-    if is_there:
-        group = piece.group()
-        ours = {**piece.spec, "layout": piece.layout}
-        what = f"these features and the store {piece.place.url!r}"
-        _require_source(piece, group.attrs.get("source"), what)
-        require_same(ours, dict(group.attrs), what=what, names=(*STORE_SPEC, "layout"))
-        if kept:
-            require_place(piece, group, kept)
-        for path in restore_coords(piece, features):
-            _log.warning("%s was damaged or lost: it was written again", path)
-    names = list(map(str, features.coords))
-    if _require_ours(place) and (known := coords_of(place, piece, names)) is not None:
-        require_same_coords(features, known, place.url)
-    if not is_there:
-        with storing(piece, "metadata"):
-            create(piece, features, kept)
+def _require_source(part: Part, known: object, what: str) -> None:
+    if part.source != known:
+        raise StoreMismatchError(
+            f"expected the samples of the store, but {what} differ in source: got {part.source!r}, "
+            f"the store has {known!r}; try another store, append_dim='sample' if these are more "
+            "samples of it, or, if the model reads the same data (before, numeric coords that it "
+            f"does not read were part of the source), samples.attrs['source'] = {known!r}"
+        )

@@ -10,14 +10,31 @@ from typing import Any
 import pandas as pd
 
 from trakdask.files import Folder, is_partial
-from trakdask.storage import edits
-from trakdask.storage.edits import KINDS, latest
-from trakdask.storage.lease import PREFIX, lease
-from trakdask.storage.parts import places, unmade
-from trakdask.storage.piece import ASSIGNED, DROPS, FACTORS, GRAM, PARTS, RECORDS, Files, Piece
-from trakdask.storage.reading import find
-from trakdask.storage.runs import RUNS
-from trakdask.storage.template import METADATA, TEMPLATE, UNFINISHED, inventory, restore
+from trakdask.storage.history import (
+    KINDS,
+    RUNS,
+    damaged_files,
+    last_edit,
+    obsolete_edits,
+)
+from trakdask.storage.lease import lease
+from trakdask.storage.parts import (
+    ASSIGNED,
+    DROPS,
+    FACTORS,
+    GRAM,
+    LEASE,
+    METADATA,
+    PARTS,
+    RECORDS,
+    TEMPLATE,
+    UNFINISHED,
+    ChunkFiles,
+    Part,
+    inventory,
+    restore,
+)
+from trakdask.storage.snapshot import find_part, part_folders, unmade_folders
 from trakdask.storage.zarr_stores import checksum
 
 __all__ = ["faults", "verify", "withdraw"]
@@ -79,20 +96,21 @@ def verify(
     -----
     One listing of the store; with ``checksums``, one pass over its bytes, file by file.
     """
-    place = Folder.at(store, storage_options)
+    folder = Folder.at(store, storage_options)
     for name, value in {"checksums": checksums, "repair": repair}.items():
         if not isinstance(value, bool):
             raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
-    if RECORDS not in place.names():
-        _template(place)  # says what is there instead; a lease would make a folder
+    if RECORDS not in folder.names():
+        _template(folder)  # says what is there instead; a lease would make a folder
     if not repair:
-        return _table(place, _all_faults(place, checksums, repair=False))
-    with lease(place, "td.verify"):
-        found = _all_faults(place, checksums, repair=True)
-        for at in [*unmade(place), *(left for kind in KINDS for left in _left(place, kind))]:
-            place.remove(at.url[len(place.url) + 1 :])
-        place.sweep()
-        return _table(place, found)
+        return _table(folder, _all_faults(folder, checksums, repair=False))
+    with lease(folder, "td.verify"):
+        before = _all_faults(folder, checksums, repair=True)
+        edits = [edited for kind in KINDS for edited in _obsolete(folder, kind)]
+        for unused in [*unmade_folders(folder), *edits]:
+            unused.remove()
+        folder.sweep()
+        return _table(folder, before)
 
 
 @dataclass(frozen=True)
@@ -106,105 +124,110 @@ class Fault:
     remedy: str = _SAVE
 
 
-def faults(piece: Piece, sizes: Mapping[str, int], *, checksums: bool = False) -> list[Fault]:
-    """Return the damaged files of completed blocks, by a listing of the piece."""
-    files, found = Files(piece), list[Fault]()
-    for index, names in enumerate(piece.done(index) for index in range(len(piece.checkpoints))):
-        for block in sorted(names):
-            found += _block_faults(piece, files, sizes, block, index, checksums)
-    return found
+def faults(part: Part, sizes: Mapping[str, int], *, checksums: bool = False) -> list[Fault]:
+    """Return the damaged files of completed blocks, by a listing of the part."""
+    files = ChunkFiles(part)
+    return [
+        fault
+        for index in range(len(part.checkpoints))
+        for block in sorted(part.done(index))
+        for fault in _block_faults(part, files, sizes, block, index, checksums)
+    ]
 
 
-def withdraw(piece: Piece, fault: Fault) -> None:
+def withdraw(part: Part, fault: Fault) -> None:
     """Remove the record of a damaged block: it does not count until it is computed again."""
     if fault.checkpoint >= 0:
-        piece.folder(fault.checkpoint).remove(f"{fault.block}.json")
+        part.records_of(fault.checkpoint).remove(f"{fault.block}.json")
 
 
-def _all_faults(place: Folder, checksums: bool, repair: bool) -> list[tuple[Folder, Fault]]:
-    found = []
-    for at, assigned in _pieces_with_assigned(place):
-        found += [(at, fault) for fault in _faults_at(at, checksums, repair, assigned)]
-    found += _edit_faults(place, checksums) + _left_faults(place)
-    partial = (path for path in place.sizes() if is_partial(path))
+def _all_faults(folder: Folder, checksums: bool, repair: bool) -> list[tuple[Folder, Fault]]:
+    of_parts = [
+        (part, fault)
+        for part, assigned in _parts_with_assigned(folder)
+        for fault in _faults_of(part, checksums, repair, assigned)
+    ]
+    partial = (path for path in folder.sizes() if is_partial(path))
     text = "left half written by a writer that was killed"
-    return found + [(place, Fault(path, text, remedy=_REPAIR)) for path in partial]
+    of_writers = [(folder, Fault(path, text, remedy=_REPAIR)) for path in partial]
+    return of_parts + _edit_faults(folder, checksums) + _unused_faults(folder) + of_writers
 
 
-def _pieces_with_assigned(place: Folder) -> list[tuple[Folder, set[str]]]:
-    """Return where the pieces are, and the coords of each that were assigned anew since."""
+def _parts_with_assigned(folder: Folder) -> list[tuple[Folder, set[str]]]:
+    """Return where the parts are, and the coords of each that were assigned anew since."""
     try:
-        edit = latest(place, ASSIGNED)
+        edit = last_edit(folder, ASSIGNED)
     except ValueError:
         edit = None  # reported where edits are
-    names, covered = (set[str](), 0) if edit is None else (set(edit.attrs["coords"]), edit.pieces)
-    return [(at, names if n < covered else set()) for n, at in enumerate(places(place))]
+    names, covered = (set[str](), 0) if edit is None else (set(edit.attrs["coords"]), edit.n_parts)
+    return [(part, names if n < covered else set()) for n, part in enumerate(part_folders(folder))]
 
 
-def _faults_at(place: Folder, checksums: bool, repair: bool, assigned: set[str]) -> list[Fault]:
-    found = _metadata_faults(place)
-    if found and not repair:
-        return found  # what they describe cannot be known
-    for fault in found:
-        restore(place, fault.path)
-    piece = find(place)
-    others = list(_piece_faults(piece, checksums, assigned))
+def _faults_of(folder: Folder, checksums: bool, repair: bool, assigned: set[str]) -> list[Fault]:
+    """Return what is wrong with the part in a folder; if asked for, repair what can be."""
+    of_metadata = _metadata_faults(folder)
+    if of_metadata and not repair:
+        return of_metadata  # what they describe cannot be known
+    for fault in of_metadata:
+        restore(folder, fault.path)
+    part = find_part(folder)
+    others = list(_part_faults(part, checksums, assigned))
     for fault in others if repair else ():
-        withdraw(piece, fault)
-    return found + others
+        withdraw(part, fault)
+    return of_metadata + others
 
 
-def _edit_faults(place: Folder, checksums: bool) -> list[tuple[Folder, Fault]]:
+def _edit_faults(folder: Folder, checksums: bool) -> list[tuple[Folder, Fault]]:
     """Return what is wrong with the last edit of each kind."""
-    found = []
+    faults = []
     for kind in KINDS:
         try:
-            edit = latest(place, kind)
+            edit = last_edit(folder, kind)
         except ValueError as err:
-            found.append((place, Fault(kind, "damaged metadata", remedy=str(err))))
+            faults.append((folder, Fault(kind, "damaged metadata", remedy=str(err))))
             continue
         if edit is None:
             continue
-        for path in edits.damaged(edit, checksums=checksums):
+        for path in damaged_files(edit, checksums=checksums):
             # A drop would start from what is damaged.
-            first = f"delete {edit.place.url}, then " if kind == DROPS else ""
+            first = f"delete {edit.folder.url}, then " if kind == DROPS else ""
             remedy = f"{first}{_AGAIN[kind]} again"
-            found.append((edit.place, Fault(path, "damaged or missing", remedy=remedy)))
-    return found
+            faults.append((edit.folder, Fault(path, "damaged or missing", remedy=remedy)))
+    return faults
 
 
-def _left_faults(place: Folder) -> list[tuple[Folder, Fault]]:
+def _unused_faults(folder: Folder) -> list[tuple[Folder, Fault]]:
     """Return what was left of appends and edits that were cut short before they counted."""
     text = "left of an append that was cut short before its first block"
-    found = [(part, Fault("", text, remedy=_REPAIR)) for part in unmade(place)]
+    faults = [(part, Fault("", text, remedy=_REPAIR)) for part in unmade_folders(folder)]
     for kind in KINDS:
         text = f"left of {_AGAIN[kind]} that was cut short, or that a later one replaced"
-        for at in _left(place, kind):
-            found.append((at, Fault("", text, remedy=_REPAIR)))
-    return found
+        for edited in _obsolete(folder, kind):
+            faults.append((edited, Fault("", text, remedy=_REPAIR)))
+    return faults
 
 
-def _left(place: Folder, kind: str) -> list[Folder]:
+def _obsolete(folder: Folder, kind: str) -> list[Folder]:
     try:
-        return edits.left(place, kind)
+        return obsolete_edits(folder, kind)
     except ValueError:  # damaged: reported, and nothing of its kind is removed
         return []
 
 
-def _table(root: Folder, found: list[tuple[Folder, Fault]]) -> pd.DataFrame:
-    """Return faults as rows, with paths in the store, not in the piece."""
+def _table(store: Folder, faults: list[tuple[Folder, Fault]]) -> pd.DataFrame:
+    """Return faults as rows, with paths in the store, not in the part."""
     columns = [field.name for field in fields(Fault)]
-    prefixes = [place.url[len(root.url) + 1 :] for place, _ in found]
+    prefixes = [folder.url[len(store.url) + 1 :] for folder, _ in faults]
     rows = [
         {**asdict(fault), "path": "/".join(filter(None, (prefix, fault.path)))}
-        for prefix, (_, fault) in zip(prefixes, found, strict=True)
+        for prefix, (_, fault) in zip(prefixes, faults, strict=True)
     ]
     return pd.DataFrame(rows, columns=columns)
 
 
 def _block_faults(
-    piece: Piece,
-    files: Files,
+    part: Part,
+    files: ChunkFiles,
     sizes: Mapping[str, int],
     block: str,
     index: int,
@@ -213,10 +236,10 @@ def _block_faults(
     needed = files.of(block, index)
     if checksums:
         try:
-            record = piece.folder(index).read_json(f"{block}.json")
+            record = part.records_of(index).read_json(f"{block}.json")
             needed = {path: size for path, (size, _) in record["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            path = f"{RECORDS}/{piece.digest[:16]}/{piece.checkpoints[index]}/{block}.json"
+            path = f"{RECORDS}/{part.digest[:16]}/{part.checkpoints[index]}/{block}.json"
             yield Fault(path, "a record that cannot be read", block, index)
             return
     for path, size in needed.items():
@@ -224,76 +247,76 @@ def _block_faults(
             yield Fault(path, _LOST, block, index)
         elif size is not None and sizes[path] != size:
             yield Fault(path, f"{sizes[path]} bytes instead of {size}", block, index)
-        elif checksums and checksum(piece.place.read(path)) != record["files"][path][1]:
+        elif checksums and checksum(part.folder.read(path)) != record["files"][path][1]:
             yield Fault(path, "other bytes than were written", block, index)
 
 
-def _template(place: Folder) -> dict[str, Any]:
+def _template(folder: Folder) -> dict[str, Any]:
     """Return the inventory of a store by looking for it: its own metadata may be damaged."""
     try:
-        return inventory(place)
+        return inventory(folder)
     except ValueError as err:
-        find(place)  # says what is there instead
+        find_part(folder)  # says what is there instead
         raise FileNotFoundError(
             f"expected a readable {TEMPLATE}, the list of its files, among the records of the "
-            f"store {place.url!r}, got none; try saving the features to a new store"
+            f"store {folder.url!r}, got none; try saving the features to a new store"
         ) from err
 
 
-def _metadata_faults(place: Folder) -> list[Fault]:
-    found = []
-    for path, known in _template(place).items():
+def _metadata_faults(folder: Folder) -> list[Fault]:
+    faults = []
+    for path, known in _template(folder).items():
         if not path.endswith(METADATA):
             continue
         try:
-            is_same = checksum(place.read(path)) == known["checksum"]
+            is_same = checksum(folder.read(path)) == known["checksum"]
         except FileNotFoundError:
             is_same = False
         if not is_same:
-            found.append(Fault(path, "damaged or missing metadata", remedy=_REPAIR))
-    return found
+            faults.append(Fault(path, "damaged or missing metadata", remedy=_REPAIR))
+    return faults
 
 
-def _piece_faults(piece: Piece, checksums: bool, assigned: set[str]) -> Iterator[Fault]:
-    sizes = piece.place.sizes()
-    yield from faults(piece, sizes, checksums=checksums)
-    yield from _other_faults(piece, sizes, checksums, assigned)
+def _part_faults(part: Part, checksums: bool, assigned: set[str]) -> Iterator[Fault]:
+    sizes = part.folder.sizes()
+    yield from faults(part, sizes, checksums=checksums)
+    yield from _other_faults(part, sizes, checksums, assigned)
 
 
 def _other_faults(
-    piece: Piece, sizes: Mapping[str, int], checksums: bool, assigned: set[str]
+    part: Part, sizes: Mapping[str, int], checksums: bool, assigned: set[str]
 ) -> Iterator[Fault]:
     """Yield coords that are damaged, and files that nobody asked for."""
-    template = _template(piece.place)
+    template = _template(part.folder)
     for path, known in template.items():
         if path.endswith(METADATA) or path.partition("/")[0] in assigned:
             continue
         is_there = sizes.get(path) == known["bytes"]
         if is_there and checksums:
-            is_there = checksum(piece.place.read(path)) == known["checksum"]
+            is_there = checksum(part.folder.read(path)) == known["checksum"]
         if not is_there:
             remedy = _COORD.format(name=path.partition("/")[0])
             yield Fault(path, "a damaged or missing coord", remedy=remedy)
-    own = {*template, *_possible(piece)}
+    own = {*template, *_possible(part)}
     for path in sizes:
         is_elsewhere = path.startswith(tuple(f"{folder}/" for folder in (PARTS, *KINDS)))
-        if is_elsewhere or is_partial(path) or path in own or _is_control(piece, path):
+        if is_elsewhere or is_partial(path) or path in own or _is_control(part, path):
             continue
-        yield Fault(path, "a foreign file", remedy=f"delete {piece.place.url}/{path}")
+        yield Fault(path, "a foreign file", remedy=f"delete {part.folder.url}/{path}")
 
 
-def _possible(piece: Piece) -> Iterator[str]:
-    """Yield all files that a complete piece may have."""
-    record, files = f"{RECORDS}/{piece.digest[:16]}", Files(piece)
-    for index, name in enumerate(piece.checkpoints):
-        for block in (*map(str, range(piece.n_blocks)), GRAM):
+def _possible(part: Part) -> Iterator[str]:
+    """Yield all files that a complete part may have."""
+    record, files = f"{RECORDS}/{part.digest[:16]}", ChunkFiles(part)
+    for index, name in enumerate(part.checkpoints):
+        for block in (*map(str, range(part.n_blocks)), GRAM):
             yield f"{record}/{name}/{block}.json"
             yield from files.of(block, index, optional=True)
 
 
-def _is_control(piece: Piece, path: str) -> bool:
+def _is_control(part: Part, path: str) -> bool:
     folder, _, name = path.rpartition("/")
     if folder == RECORDS:
-        return name.startswith(PREFIX) or name == UNFINISHED
-    own = f"{RECORDS}/{piece.digest[:16]}"
+        return name.startswith(LEASE) or name == UNFINISHED
+    own = f"{RECORDS}/{part.digest[:16]}"
     return folder == f"{own}/{RUNS}" or path == f"{own}/{TEMPLATE}"

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 from hypothesis.extra.numpy import arrays as np_arrays
 
-from trakdask.arrays.half import decoded, encode
+from trakdask.storage.blocks import decoded, encoded
 from trakdask.testing import raise_if_dask_computes
 
 
 def round_trip(feature: np.ndarray) -> np.ndarray:
-    stored, scale = encode(feature)
+    stored, scale = encoded(feature)
     assert stored.dtype == np.float16
     result = decoded(
         da.from_array(stored, chunks=(2, -1, 1)), da.from_array(scale, chunks=(2, 1))
@@ -31,7 +31,7 @@ def round_trip(feature: np.ndarray) -> np.ndarray:
         elements=st.floats(width=32),
     )
 )
-def test_encode__error_is_bounded_by_the_largest_finite_of_the_row(feature: np.ndarray) -> None:
+def test_encoded__error_is_bounded_by_the_largest_finite_of_the_row(feature: np.ndarray) -> None:
     found = round_trip(feature).astype("f8")
     finite = np.isfinite(feature)
     np.testing.assert_array_equal(found[~finite], feature[~finite].astype("f8"))
@@ -43,13 +43,13 @@ def test_encode__error_is_bounded_by_the_largest_finite_of_the_row(feature: np.n
 
 
 @pytest.mark.parametrize("power", [-149, -140, -126, -30, 0, 17, 116])
-def test_encode__eleven_bits_are_exact_at_any_scale(power: int) -> None:
+def test_encoded__eleven_bits_are_exact_at_any_scale(power: int) -> None:
     bits = np.array([0, 1, -1, 5, 1024, 2047, -2047], "f8")
     feature = np.ldexp(bits, power).astype("f4").reshape(1, -1, 1)
     np.testing.assert_array_equal(round_trip(feature), feature)
 
 
-def test_encode__rows_without_numbers() -> None:
+def test_encoded__rows_without_numbers() -> None:
     rows = [[0.0, -0.0], [np.nan, np.nan], [np.inf, -np.inf], [np.nan, 1e-40], [np.inf, 3e38]]
     feature = np.array(rows, "f4")[:, :, None]
     found = round_trip(feature)
@@ -58,7 +58,7 @@ def test_encode__rows_without_numbers() -> None:
     np.testing.assert_allclose(found, feature, rtol=2**-11)
 
 
-def test_encode__the_end_of_float32() -> None:
+def test_encoded__the_end_of_float32() -> None:
     last = np.finfo("f4").max
     feature = np.array([[last, -last, 1.0], [last, np.inf, -np.inf]], "f4")[:, :, None]
     found = round_trip(feature)
@@ -66,9 +66,9 @@ def test_encode__the_end_of_float32() -> None:
     np.testing.assert_allclose(found[..., 0], feature[..., 0], rtol=2**-11, atol=1e30)
 
 
-def test_encode__scale_is_a_power_of_two() -> None:
+def test_encoded__scale_is_a_power_of_two() -> None:
     feature = np.random.default_rng(0).standard_normal((50, 7, 1)).astype("f4")
-    mantissa, _ = np.frexp(encode(feature)[1])
+    mantissa, _ = np.frexp(encoded(feature)[1])
     assert set(mantissa.ravel().tolist()) == {0.5}
 
 
