@@ -32,6 +32,7 @@ from trakdask.attribution.regularization import describe_damping, regularize
 from trakdask.execution import scheduling
 from trakdask.files import Folder
 from trakdask.storage.history import Edit, last_edit, remove_obsolete, write_edit
+from trakdask.storage.mapping import lazy_array
 from trakdask.storage.parts import FACTORS, GRAM, array
 from trakdask.storage.zarr_stores import Recorded, zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, VARIABLES, lazy_features
@@ -84,7 +85,10 @@ def _described(ds: xr.Dataset) -> dict[str, Any]:
 
 def _opened(edit: Edit) -> dict[str, da.Array]:
     group, token = edit.group(), tokenize(edit.folder.url, dict(edit.files))
-    return {name: da.from_zarr(array(group, name), name=f"open-{name}-{token}") for name in _NAMES}
+    return {
+        name: lazy_array(edit.folder, name, array(group, name), token=f"open-{name}-{token}")
+        for name in _NAMES
+    }
 
 
 def update_if_possible(folder: Folder, ds: xr.Dataset, **options: Any) -> None:
