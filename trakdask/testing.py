@@ -37,7 +37,10 @@ def raise_if_dask_computes() -> Iterator[None]:
     """
 
     def fail(*args: Any, **kwargs: Any) -> NoReturn:
-        raise AssertionError("expected lazy results only, got a computation by Dask")
+        raise AssertionError(
+            "expected lazy results only, got a computation by Dask; try building them without "
+            "compute(), load() or .values"
+        )
 
     with dask.config.set(scheduler=fail):
         yield

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dask.array as da
 import numpy as np
 import pytest
 import torch
@@ -7,7 +8,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.execution.layers import (
-    block_key,
+    bundle_of,
     feature_layer,
     featurize_layer,
     has_featurize_layer,
@@ -50,6 +51,29 @@ def test_has_featurize_layer__until_gradients_are_computed() -> None:
     assert not has_featurize_layer([])
 
 
-def test_block_key__differs_in_each_part() -> None:
-    keys = {block_key(*parts) for parts in [("a", 1, 2), ("a", 2, 1), ("a", 12, 0), ("b", 1, 2)]}
-    assert len(keys) == 4
+def variables(made: xr.Dataset) -> dict[str, da.Array]:
+    return {str(name): variable.data for name, variable in made.data_vars.items()}
+
+
+def test_bundle_of__has_each_block_and_how_it_was_made() -> None:
+    made = features()
+    bundle = bundle_of(variables(made))
+    assert bundle is not None
+    assert not any("output" in layer for layer in bundle.dask.layers)
+    feature, output, out_to_loss, device = bundle.to_delayed().item().compute()
+    np.testing.assert_array_equal(feature, made.feature)
+    np.testing.assert_array_equal(output, made.output)
+    np.testing.assert_array_equal(out_to_loss, made.out_to_loss)
+    assert device == {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ds: ds.isel(sample=slice(2)),
+        lambda ds: ds.assign(output=2 * ds.output),
+        lambda ds: ds.compute().chunk(),
+    ],
+)
+def test_bundle_of__none_for_what_was_changed(change) -> None:
+    assert bundle_of(variables(change(features()))) is None

@@ -16,8 +16,10 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import xarray as xr
 import zarr
+from dask.callbacks import Callback
 from distributed import Client
 from zarr.storage import LocalStore
 
@@ -112,6 +114,21 @@ def test_save__a_chunk_without_its_record_is_computed_again(tmp_path: Path) -> N
     whole, calls = counted(FEATURES)
     save(whole, tmp_path / "f.zarr")
     assert len(calls) == 1
+
+
+def test_save__one_task_makes_a_block_and_stores_it(tmp_path: Path) -> None:
+    samples = td.from_arrays(
+        {"image": np.ones((6, 3), "f4")}, coords={"label": [0, 1] * 3}, chunks=2
+    )
+    features = td.featurize(samples, td.Model(torch.nn.Linear(3, 2)), projector=td.Identity())
+    keys: list[str] = []
+    counting = Callback(pretask=lambda key, *_: keys.append(str(key)))
+    with counting, dask.config.set(scheduler="sync"):
+        opened = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
+    n_blocks, n_read = 3, 2  # image and label
+    assert len(keys) == n_blocks * (1 + n_read + 1)  # and the positions of the samples
+    assert opened.attrs["saved"]["devices"] == ["cpu"]
+    np.testing.assert_array_equal(opened.feature, features.feature)
 
 
 def test_save__killed_and_resumed_is_the_same_to_the_bit(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ what featurize made, and which block of it a task has computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import dask.array as da
@@ -18,6 +18,7 @@ __all__ = [
     "feature_layer",
     "featurize_layer",
     "has_featurize_layer",
+    "save_layer",
     "take",
     "token_of",
 ]
@@ -41,6 +42,20 @@ def feature_layer(token: str) -> str:
     return f"feature-{token}"
 
 
+def save_layer(token: str, *, fused: bool) -> str:
+    """Name the layer whose tasks store blocks.
+
+    Parameters
+    ----------
+    token
+        32 hexadecimal digits.
+    fused
+        Whether these tasks are fused with those of featurize. They need the same prefix then: to
+        tasks of different prefixes dask adds another for each, which only renames it.
+    """
+    return f"{'featurize' if fused else 'save'}-{token}"
+
+
 def token_of(name: str) -> str | None:
     """Return the token in the name of a ``feature`` that nothing has changed, else None.
 
@@ -60,19 +75,29 @@ def has_featurize_layer(names: Iterable[str]) -> bool:
     return any(name.startswith("featurize-") for name in names)
 
 
-def bundle_of(feature: da.Array) -> da.Array | None:
-    """Return the results of the tasks of featurize, if a ``feature`` is still taken from them.
+def bundle_of(arrays: Mapping[str, da.Array]) -> da.Array | None:
+    """Return the results of the tasks of featurize, if these variables are still taken from them.
+
+    Parameters
+    ----------
+    arrays
+        ``feature`` and the other variables of a Dataset, by their names.
 
     Returns
     -------
-    Array (sample, checkpoint) of one tuple per block; None where tasks no longer compute gradients.
+    Array (sample, checkpoint) of one tuple per block, with a graph of these tasks alone; None where
+    a variable was changed, selected or computed.
     """
+    feature = arrays["feature"]
     token = token_of(feature.name)
-    if token is None or featurize_layer(token) not in feature.dask.layers:
+    if token is None or any(arrays[name].name != f"{name}-{token}" for name in arrays):
+        return None
+    layer = featurize_layer(token)
+    if layer not in feature.dask.layers:
         return None
     rows, _, checkpoints = feature.chunks
-    meta = np.empty((0, 0), object)
-    return da.Array(feature.dask, featurize_layer(token), (rows, checkpoints), object, meta)
+    graph, meta = feature.dask.cull_layers([layer]), np.empty((0, 0), object)
+    return da.Array(graph, layer, (rows, checkpoints), object, meta)
 
 
 def take(results: Any, key: Any) -> Any:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import dask
-import dask.array as da
 import xarray as xr
 from dask.base import get_scheduler
 from distributed import Client, KilledWorker, get_worker
@@ -36,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(
-    submission: Callable[[], da.Array | None],
+    submission: Callable[[], Any],
     *,
     retries: int,
     compute: Callable[..., T] = dask.compute,

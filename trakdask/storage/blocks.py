@@ -9,9 +9,9 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -22,12 +22,13 @@ import numpy as np
 import xarray as xr
 import zarr
 from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
 from distributed import as_completed, futures_of
 from zarr.abc.store import Store
 
 from trakdask._version import __version__
 from trakdask.execution import scheduling
-from trakdask.execution.layers import bundle_of
+from trakdask.execution.layers import bundle_of, save_layer
 from trakdask.files import explained
 from trakdask.provenance import digest
 from trakdask.storage.mapping import lazy_array
@@ -45,6 +46,7 @@ from trakdask.variables import VARIABLES
 
 __all__ = [
     "Done",
+    "Tasks",
     "about",
     "answer",
     "decoded",
@@ -76,11 +78,6 @@ class Done:
     devices: frozenset[str] = frozenset()
     kernels: frozenset[str] = frozenset()
 
-    def __or__(self, other: Done) -> Done:
-        return Done(
-            self.hosts | other.hosts, self.devices | other.devices, self.kernels | other.kernels
-        )
-
 
 def save_blocks(part: Part, features: xr.Dataset, index: int, retries: int = 0) -> Done:
     """Compute and store the blocks of a checkpoint that are not there yet."""
@@ -90,37 +87,71 @@ def save_blocks(part: Part, features: xr.Dataset, index: int, retries: int = 0) 
     return scheduling.run(missing, retries=retries, compute=compute) or Done()
 
 
-def _missing(part: Part, features: xr.Dataset, index: int, topic: str) -> da.Array | None:
+def _missing(part: Part, features: xr.Dataset, index: int, topic: str) -> Tasks | None:
     """Return the tasks of the blocks that are missing."""
     done = part.done(index)
     todo = [block for block in range(part.n_blocks) if str(block) not in done]
     if not todo:
         return None
-    feature = features.feature.data
-    names = [name for name in (*FEATURE_NAMES[1:], ERROR) if name in features]
-    # Some of the arrays may be lazy, and others in memory.
-    others = [features[name].data.rechunk({0: feature.chunks[0]}) for name in names]
-    if (bundle := bundle_of(feature)) is not None:
-        others.append(bundle)
-    name = digest({"to": part.folder.url, "of": feature.name, "checkpoint": index, "todo": todo})
-    blocks = da.map_blocks(
-        _number, chunks=((1,) * part.n_blocks,), name=f"save-number-{name[:32]}",
+    arrays = {name: features[name].data for name in (*FEATURE_NAMES, ERROR) if name in features}
+    feature = arrays["feature"]
+    if (bundle := bundle_of(arrays)) is not None:
+        axes, given = "sc", [bundle, "sc"]
+    else:  # some of the arrays may be lazy, and others in memory
+        others = (arrays[name].rechunk({0: feature.chunks[0]}) for name in list(arrays)[1:])
+        axes, given = "spc", [feature, "spc", *(item for each in others for item in (each, "sc"))]
+    token = digest({"to": part.folder.url, "of": feature.name, "checkpoint": index, "todo": todo})
+    numbers = da.map_blocks(
+        _number, chunks=((1,) * part.n_blocks,), name=f"number-{token[:32]}",
         dtype=np.int64, meta=np.empty(0, np.int64),
     )  # fmt: skip
-    # Blocks are chosen last: layers of all blocks can be fused, so that one task makes a block and
-    # stores it.
+    # Tasks of all blocks: those of a selection of blocks would not be fused with what makes them.
     written = da.blockwise(
-        functools.partial(_write_block, part, index, (FEATURE_NAMES[0], *names), topic), "spc",
-        blocks, "s", feature, "spc", *(item for other in others for item in (other, "sc")),
-        name=f"save-{name[:32]}",
+        functools.partial(_write_block, part, index, tuple(arrays), topic),
+        axes, numbers, "s", *given, name=save_layer(token[:32], fused=bundle is not None),
         concatenate=True, align_arrays=False, adjust_chunks={"s": 1, "p": 1},
-        dtype=object, meta=np.empty((0, 0, 0), object),
+        dtype=object, meta=np.empty((0,) * len(axes), object),
     )  # fmt: skip
-    chosen: da.Array = written.blocks[todo, 0, index]
-    return chosen
+    middle = (0,) * (len(axes) - 2)
+    return Tasks(written.dask, tuple((written.name, block, *middle, index) for block in todo))
 
 
-def run(tasks: da.Array, topic: str, **options: Any) -> Done:
+@dataclass(frozen=True)
+class Tasks:
+    """Some tasks of an array's graph, as a collection of dask.
+
+    A selection of the array's blocks would add a task for each that only renames it, which takes
+    time between the end of a task and its release.
+    """
+
+    graph: HighLevelGraph
+    keys: tuple[tuple[str | int, ...], ...]
+    results: tuple[Any, ...] = ()
+    """Of the tasks, or futures of them, once they are computed."""
+
+    __dask_optimize__ = staticmethod(da.Array.__dask_optimize__)
+    __dask_scheduler__ = staticmethod(da.Array.__dask_scheduler__)
+
+    def __dask_graph__(self) -> HighLevelGraph | dict[Any, Any]:
+        return dict(zip(self.keys, self.results, strict=True)) if self.results else self.graph
+
+    def __dask_keys__(self) -> list[tuple[str | int, ...]]:
+        return list(self.keys)
+
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        return self.keys
+
+    def __dask_postcompute__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return list, ()
+
+    def __dask_postpersist__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return self._computed, ()
+
+    def _computed(self, results: Mapping[Any, Any], **_: Any) -> Tasks:
+        return replace(self, results=tuple(results[key] for key in self.keys))
+
+
+def run(tasks: Tasks, topic: str, **options: Any) -> Done:
     """Compute tasks for what they store, or raise what the first raises.
 
     Each returns an :func:`answer`. ``options`` are those of :meth:`distributed.Client.persist`; on
@@ -133,7 +164,7 @@ def run(tasks: da.Array, topic: str, **options: Any) -> Done:
     """
     (tasks,) = dask.persist(tasks, **options)
     if not (futures := futures_of(tasks)):  # threads, or this thread: all is done
-        return _done([socket.gethostname()], np.asarray(tasks).ravel())
+        return _done([socket.gethostname()], [each.item() for each in tasks.results])
     client, finished = futures[0].client, as_completed(futures)
     del tasks, futures
     made = []
@@ -150,9 +181,9 @@ def run(tasks: da.Array, topic: str, **options: Any) -> Done:
 def answer(made: Mapping[str, Any], topic: str) -> np.ndarray:
     """Return the answer of a task that :func:`run` computes: where its gradients were taken."""
     scheduling.report(topic, made)
-    block = np.empty((1, 1, 1), object)
-    block[0, 0, 0] = made
-    return block
+    only = np.empty(1, object)
+    only[0] = made
+    return only
 
 
 def _done(hosts: Collection[str], made: Collection[Mapping[str, Any]]) -> Done:
@@ -190,7 +221,7 @@ def storing(part: Part, what: str) -> Iterator[None]:
 
 
 def _number(block_id: tuple[int, ...]) -> np.ndarray:
-    return np.array([block_id[0]])
+    return np.array(block_id)
 
 
 def _write_block(
@@ -201,16 +232,16 @@ def _write_block(
     block: np.ndarray,
     *values: Any,
 ) -> np.ndarray:
-    """Store a block; its values may be followed by what featurize computed them in."""
+    """Store a block, given its variables, or all of them in a tuple as featurize makes it."""
     started = time.time()
-    made = values[-1][-1] if len(values) > len(names) else {}
-    number = int(block[0])
+    *arrays, made = values[0] if len(values) < len(names) else (*values, {})
+    number = block.item()
     with storing(part, f"block {number} of checkpoint {index}"):
         store = Recorded(zarr_store(part.folder))
         group = part.group(store)
         start = number * part.layout["block"]
-        rows = slice(start, start + len(values[0]))
-        for name, value in _as_stored(part, dict(zip(names, values, strict=False))).items():
+        rows = slice(start, start + len(arrays[0]))
+        for name, value in _as_stored(part, dict(zip(names, arrays, strict=True))).items():
             # No chunk of errors means none; one that an earlier attempt wrote is removed.
             of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
             of[(rows, ..., slice(index, index + 1))] = value

@@ -77,7 +77,7 @@ class _Held:
 
 def _acquire(folder: Folder, purpose: str) -> _Held:
     before = _leases(folder)
-    _refuse_if_held(folder, before)
+    _require_free(folder, before)
     _watch(folder, before)
     number = max(map(_number, before), default=0) + 1
     held = _Held(f"{LEASE}{number}.json", _self(purpose))
@@ -86,7 +86,7 @@ def _acquire(folder: Folder, purpose: str) -> _Held:
     except FileExistsError:
         now = _leases(folder)
         if now.get(held.name, {}).get("token") != held.content["token"]:
-            _refuse_if_held(folder, now)
+            _require_free(folder, now)
             raise StoreBusyError(
                 f"expected to be the only writer of the store {folder.url!r}, but another process "
                 "began to write at the same time; try again"
@@ -99,7 +99,7 @@ def _acquire(folder: Folder, purpose: str) -> _Held:
         raise explained(err, text) from err
     others = {name: found for name, found in _leases(folder).items() if name != held.name}
     try:
-        _refuse_if_held(folder, others)
+        _require_free(folder, others)
     except StoreBusyError:
         folder.remove(f"{RECORDS}/{held.name}")
         raise
@@ -152,7 +152,7 @@ def _number(name: str) -> int:
     return int(name[len(LEASE) :].removesuffix(".json"))
 
 
-def _refuse_if_held(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
+def _require_free(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
     for name, found in leases.items():
         if _is_alive(found):
             raise StoreBusyError(_busy(folder, name, found))
@@ -169,7 +169,7 @@ def _busy(folder: Folder, name: str, found: dict[str, Any]) -> str:
 
 
 def _watch(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
-    """Refuse if one of the leases, which seem to have expired, is renewed while we look.
+    """Raise if one of the leases, which seem to have expired, is renewed while we look.
 
     The clocks of two machines may differ, and may be set: what is watched needs neither.
     """

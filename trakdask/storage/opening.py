@@ -69,7 +69,7 @@ def open(
     store
         Folder or fsspec URL that :func:`save` wrote.
     require_complete
-        Refuse a store that lacks blocks: they would read as NaN.
+        Reject a store that lacks blocks: they would read as NaN.
     dropped
         Show the samples that :func:`drop` left out, too, marked by the coord ``dropped``; without
         the sums that do not cover them.

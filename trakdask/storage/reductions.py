@@ -16,7 +16,7 @@ from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.attribution.estimators import Weights
 from trakdask.execution import scheduling
-from trakdask.storage.blocks import Done, about, answer, run, stored, storing
+from trakdask.storage.blocks import Done, Tasks, about, answer, run, stored, storing
 from trakdask.storage.parts import GRAM, LOSS_GRADIENT, Part, array
 from trakdask.storage.zarr_stores import Recorded, zarr_store
 from trakdask.variables import SAMPLE
@@ -36,7 +36,7 @@ def save_reductions(
 
 def _missing(
     part: Part, weights: Weights, index: int, dropped: np.ndarray, topic: str
-) -> da.Array | None:
+) -> Tasks | None:
     if GRAM in part.done(index):
         return None
     features = stored(part)
@@ -44,12 +44,12 @@ def _missing(
         features = features.isel({SAMPLE: np.flatnonzero(~dropped)})
     matrices = reduced(features, weights, index)
     name = f"save-gram-{tokenize(part.digest, part.folder.url, matrices)}"
-    written: da.Array = da.blockwise(
+    written = da.blockwise(
         functools.partial(_write, part, weights.sums, index, topic), "c",
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
         dtype=object, meta=np.empty(0, object), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
-    return written
+    return Tasks(written.dask, ((written.name, 0),))
 
 
 def reduced(features: xr.Dataset, weights: Weights, index: int) -> tuple[da.Array, ...]:
