@@ -83,7 +83,7 @@ test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest --quiet -n $(JOBS) tests/faults
 
-# For other samples: make mutate MUTATE='attribution --per-module 100 --seed 1'.
+# For other samples: make mutate MUTATE='trakdask/arrays/gram.py --ending 3'.
 mutate: $(MUTATION)
 	@$(PY) tests/mutation/sample.py $(MUTATE)
 

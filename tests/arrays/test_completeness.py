@@ -162,6 +162,13 @@ def test_curve__undefined_is_nan_without_warning(case: str) -> None:
     assert np.isnan(found["correlation"]).all()
 
 
+def test_curve__totals_alike_at_one_candidate_are_nan_there_alone() -> None:
+    totals, outputs = np.random.default_rng(0).standard_normal((2, 30, 17, 1))
+    totals[:, 3] = 0.1
+    found = curve(da.from_array(totals), da.from_array(outputs[:, 0])).compute()
+    assert np.flatnonzero(np.isnan(found["correlation"][0])).tolist() == [3]
+
+
 @given(st.lists(st.floats(-1, 1), min_size=17, max_size=17), st.integers(50, 10_000))
 def test_choose__largest_within_one_standard_error(values: list[float], m: int) -> None:
     with warnings.catch_warnings():

@@ -41,6 +41,7 @@ def test_mean_interval__equals_scipy() -> None:
     found = intervals.mean_interval(x, 0.9)
     expected = stats.t.interval(0.9, 11, loc=x.mean(axis=1), scale=stats.sem(x, axis=1))
     np.testing.assert_allclose(found, expected)
+    np.testing.assert_array_equal(intervals.mean_interval(x[:, None], 0.9)[..., 0], found)
     assert np.isnan(intervals.mean_interval(x[:, :1], 0.9)).all()
 
 

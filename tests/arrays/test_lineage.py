@@ -78,7 +78,8 @@ def test_selection__rows_are_equal_for_arrays_selected_alike(name: str) -> None:
 
 
 def test_selection__rows_differ_for_arrays_selected_otherwise() -> None:
-    parts = (X, X[::-1], X[ORDER], X[:69], X[1:], X[[3, 40]])
+    among_blocks = [X[[3, 40, 7, 66]], X[[4, 41, 8, 67]], X[[7, 40, 3, 66]]]
+    parts = (X, X[::-1], X[ORDER], X[ORDER[::-1]], X[:69], X[1:], X[[3, 40]], *among_blocks)
     rows = [repr(selection(part, {X.name}).rows) for part in parts]
     assert len(set(rows)) == len(rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import dask
@@ -185,6 +186,21 @@ def test_damping__same_bits_on_schedulers_and_a_cluster(client) -> None:
     here = lazy.compute(scheduler="sync").values.tobytes()
     assert here == lazy.compute(scheduler="threads").values.tobytes()
     assert here == lazy.compute().values.tobytes()
+
+
+def test_damping__calibrate_means_the_same_in_every_function() -> None:
+    calibrate = following(TRAIN, dataset(70, 2), 0.1)
+    chosen = td.damping(TRAIN, estimator="soft", calibrate=calibrate)
+    other = td.damping(TRAIN, estimator="soft", damping=0.5)
+    functions = (
+        functools.partial(td.score, TRAIN, TARGETS),
+        functools.partial(td.group_score, TRAIN, TARGETS, by="label"),
+        functools.partial(td.self_influence, TRAIN),
+    )
+    for function in functions:
+        found = function(estimator="soft", calibrate=calibrate)
+        np.testing.assert_allclose(found, function(estimator="soft", damping=chosen), rtol=1e-9)
+        assert not np.allclose(found, function(estimator="soft", damping=other), rtol=0.01)
 
 
 def test_damping__order_of_the_rules() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -56,6 +58,9 @@ def test_score__labels_of_both_sides() -> None:
     assert scores.chunks == ((16, 16, 16, 2), (4, 4, 1))
     assert scores.attrs["damping"] == "0.03 tr(K^2)/tr(K)"
     assert "> 0" in scores.attrs["description"]
+    assert scores.name == "score"
+    assert scores.attrs["source"] == FEATURES.attrs["source"]
+    assert scores.attrs["target_source"] == TARGETS.attrs["source"] != scores.attrs["source"]
     assert td.score(FEATURES, TARGETS, average=False).checkpoint.values.tolist() == [
         "c0",
         "c1",
@@ -110,7 +115,12 @@ def test_damping__is_free_of_gradient_scale() -> None:
 
 def test_gram__equals_einsum() -> None:
     x = FEATURES.feature.values.astype("f8")
-    np.testing.assert_allclose(td.gram(FEATURES), np.einsum("npc,nqc->pqc", x, x), rtol=1e-5)
+    found = td.gram(FEATURES)
+    np.testing.assert_allclose(found, np.einsum("npc,nqc->pqc", x, x), rtol=1e-5)
+    assert found.name == "gram"
+    h = np.random.default_rng(0).random(50)
+    weighted = td.gram(FEATURES, weights=xr.DataArray(h, dims="sample"))
+    np.testing.assert_allclose(weighted, np.einsum("n,npc,nqc->pqc", h, x, x), rtol=1e-5)
 
 
 def test_group_score__equals_groupby_of_the_scores() -> None:
@@ -119,6 +129,29 @@ def test_group_score__equals_groupby_of_the_scores() -> None:
     np.testing.assert_allclose(found, expected.transpose("label", "target"), rtol=1e-3, atol=1e-5)
     assert found.dims == ("label", "target")
     np.testing.assert_array_equal(found.label, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [
+        ({"estimator": "soft", "damping": 0.1, "power": 0.3}, 0.9),
+        ({"damping": 0.5}, 0.05),
+        ({"weights": xr.DataArray(np.linspace(0, 1, 50), dims="sample")}, None),
+        (
+            {"estimator": "tracin", "learning_rates": {"c0": 1, "c1": 2, "c2": 3}},
+            {"c0": 3, "c1": 2, "c2": 1},
+        ),
+        ({"estimator": "relatif"}, "trak"),
+    ],
+)
+def test_group_score__every_option_is_that_of_score(options: dict[str, Any], other: Any) -> None:
+    found = td.group_score(FEATURES, TARGETS, by="label", **options)
+    expected = td.score(FEATURES, TARGETS, **options).compute().groupby("label").sum()
+    np.testing.assert_allclose(found, expected.transpose("label", "target"), rtol=1e-3, atol=1e-5)
+    changed = options | {list(options)[-1]: other}
+    assert not np.allclose(
+        found, td.group_score(FEATURES, TARGETS, by="label", **changed), rtol=0.02
+    )
 
 
 def test_group_score__strings_and_missing_coord() -> None:
@@ -172,7 +205,7 @@ def test_score__proj_dim_split() -> None:
 def test_score__missing_variable_or_other_type() -> None:
     with pytest.raises(ValueError, match=r"expected 'feature'"):
         td.score(FEATURES.drop_vars("feature"), TARGETS)
-    with pytest.raises(TypeError, match=r"expected features as an xarray\.Dataset, got DataArray"):
+    with pytest.raises(TypeError, match=r"features.*xarray\.Dataset.*DataArray"):
         td.score(FEATURES.feature, TARGETS)
     with pytest.raises(ValueError, match="in floating point, got int64"):
         td.score(FEATURES.assign(feature=FEATURES.feature.astype(int)), TARGETS)
@@ -229,7 +262,7 @@ def test_score__weights_in_another_order_are_aligned_by_label(with_checkpoint, c
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (xr.DataArray(np.ones(50), coords={"sample": NAMES}), "got labels"),
+        (xr.DataArray(np.ones(50), coords={"sample": NAMES}), "labels"),
         (
             xr.DataArray(np.ones((50, 3)), dims=("sample", "checkpoint")).assign_coords(
                 checkpoint=["c0", "c1", "x"]
@@ -290,17 +323,15 @@ def test_score__coord_of_the_targets_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["trak", "soft"])
-@pytest.mark.parametrize(("function", "targets"), [(td.score, [TARGETS]), (td.damping, [])])
-def test_damping__all_features_zero_at_one_checkpoint_names_it(
-    function, targets: list[xr.Dataset], estimator: str
-) -> None:
+@pytest.mark.parametrize("sides", [1, 2])
+def test_damping__all_features_zero_at_one_checkpoint_names_it(sides: int, estimator: str) -> None:
     x = FEATURES.feature.values.copy()
     x[..., 1] = 0
     flat = FEATURES.assign(feature=FEATURES.feature.copy(data=da.from_array(x, chunks=(16, 6, 1))))
-    with pytest.raises(ValueError, match=r"expected a gram matrix .* got 0 at checkpoint 'c1'"):
-        function(flat, *targets, damping="closed_form", estimator=estimator).compute(
-            scheduler="sync"
-        )
+    options = {"damping": "closed_form", "estimator": estimator}
+    lazy = td.damping(flat, **options) if sides == 1 else td.score(flat, TARGETS, **options)
+    with pytest.raises(ValueError, match=r"gram .* got 0 at checkpoint 'c1'"):
+        lazy.compute(scheduler="sync")
 
 
 def test_self_influence__attrs_say_what_it_is() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trakdask import examples
 from trakdask.errors import CheckpointError
 from trakdask.models.model import Model
-from trakdask.models.parameters import select_parameters
 
 
 def mlp() -> nn.Module:
@@ -159,40 +158,6 @@ def test_model__repr() -> None:
     assert (
         repr(model) == "<trakdask.Model: 2 checkpoints, ImageClassification, 27 of 67 parameters>"
     )
-
-
-@pytest.mark.parametrize(
-    ("selection", "expected"),
-    [
-        (None, ["0.weight", "0.bias", "2.weight", "2.bias"]),
-        ("2.*", ["2.weight", "2.bias"]),
-        (["2.bias", "0.bias"], ["0.bias", "2.bias"]),
-        ("*.weight", ["0.weight", "2.weight"]),
-        (lambda name, tensor: tensor.ndim == 1, ["0.bias", "2.bias"]),
-        (torch.nn.Linear, ["0.weight", "0.bias", "2.weight", "2.bias"]),
-        (torch.nn.Sequential, ["0.weight", "0.bias", "2.weight", "2.bias"]),
-    ],
-)
-def test_select_parameters__order_is_the_modules(selection, expected: list[str]) -> None:
-    assert list(select_parameters(mlp(), selection)) == expected
-
-
-def test_select_parameters__nothing() -> None:
-    own = mlp()
-    with pytest.raises(ValueError, match=r"parameters=Conv2d, which selects nothing.*'Linear'"):
-        select_parameters(own, torch.nn.Conv2d)
-    with pytest.raises(ValueError, match=r"matches none of 4; try one of \['2.weight'"):
-        select_parameters(own, "2.wieght")
-    with pytest.raises(ValueError, match="none of 4"):
-        select_parameters(own, lambda name, tensor: False)
-    with pytest.raises(ValueError, match="selects nothing"):
-        select_parameters(own, [])
-
-
-def test_select_parameters__part_of_a_name() -> None:
-    """A glob is what is missing, not another name."""
-    with pytest.raises(ValueError, match=r"'weigh'.*parameters='\*weigh\*'"):
-        select_parameters(mlp(), "weigh")
 
 
 def needs_arguments(width: int, *, depth: int, dropout: float = 0.0) -> nn.Module:

@@ -188,3 +188,13 @@ def test_drop__bad_where(store: Path, where: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         td.drop(store, where=where)
     assert_left(td.open(store), A, without=[])
+
+
+def test_drop__source_tells_which_samples_were_dropped(tmp_path: Path) -> None:
+    """As many others are another source: scores of the two stores must not be mixed."""
+
+    def source(name: str, dropped: list[int]) -> str:
+        save(A, tmp_path / name)
+        return td.drop(tmp_path / name, where=lambda ds: ds.number.isin(dropped)).attrs["source"]
+
+    assert source("a", [3, 4]) == source("b", [3, 4]) != source("c", [3, 5])
