@@ -91,8 +91,9 @@ def damping(
         to be best, and for ``estimator="soft"``, else ``"closed_form"``.
         ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
         see Notes. ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
-        ``Absolute(x)`` is x itself. What this function returned before is taken as it is: compute
-        it once, and no query chooses anew.
+        ``Absolute(x)`` is x itself. What this function returned before is taken as it is. Where
+        :func:`save` or :func:`calibrate` stored λ and ``"auto"`` or the rule that chose it is asked
+        for, it is the stored one, as long as the features are those of the store.
     estimator, power, weights
         As in :func:`score`.
     calibrate

@@ -17,7 +17,7 @@ from trakdask.attribution.estimators import Weights
 from trakdask.attribution.matrices import ORIGIN
 from trakdask.files import Folder
 from trakdask.storage.coords import DROPPED
-from trakdask.storage.factors import has_factors, update_if_possible
+from trakdask.storage.factors import renew_factors
 from trakdask.storage.history import remove_obsolete, write_edit
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
@@ -92,9 +92,7 @@ def drop(
         if chosen.any():
             _write(before, ds, chosen)
         remove_obsolete(folder, DROPS)
-        left = open(store, storage_options=storage_options)
-        if chosen.any() and has_factors(ds) and GRAM in left:
-            update_if_possible(folder, left)
+        renew_factors(folder, open(store, storage_options=storage_options))
         folder.sweep()
     return open(store, storage_options=storage_options)
 

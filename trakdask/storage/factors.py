@@ -37,7 +37,14 @@ from trakdask.storage.parts import FACTORS, GRAM, array
 from trakdask.storage.zarr_stores import Recorded, zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, VARIABLES, lazy_features
 
-__all__ = ["MOST_DIM", "has_factors", "update_factors", "update_if_possible", "with_factors"]
+__all__ = [
+    "MOST_DIM",
+    "has_factors",
+    "renew_factors",
+    "update_factors",
+    "update_if_possible",
+    "with_factors",
+]
 
 #: Above this proj_dim, :func:`save` leaves the decomposition, which takes 32 p² bytes in one task,
 #: to :func:`calibrate`.
@@ -59,7 +66,9 @@ def with_factors(folder: Folder, ds: xr.Dataset) -> xr.Dataset:
     known = edit.attrs["damping"]
     attrs = {**VARIABLES[DAMPING].attrs, **known["attrs"]}
     variables = {name: (dims, data, VARIABLES[name].attrs) for name, (dims, data) in found.items()}
-    return ds.assign(variables | {DAMPING: (CHECKPOINT, np.array(known["values"]), attrs)})
+    token = tokenize(edit.folder.url, dict(edit.files), known["values"])
+    damping = da.from_array(np.array(known["values"]), chunks=1, name=f"open-damping-{token}")
+    return ds.assign(variables | {DAMPING: (CHECKPOINT, damping, attrs)})
 
 
 def has_factors(ds: xr.Dataset) -> bool:
@@ -101,6 +110,12 @@ def update_if_possible(folder: Folder, ds: xr.Dataset, **options: Any) -> None:
     except (ValueError, np.linalg.LinAlgError) as err:
         _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
         remove_obsolete(folder, FACTORS)
+
+
+def renew_factors(folder: Folder, ds: xr.Dataset) -> None:
+    """Replace λ and eigenvectors that are of an earlier gram matrix of a store."""
+    if GRAM in ds and last_edit(folder, FACTORS) is not None:
+        update_if_possible(folder, ds)
 
 
 def update_factors(

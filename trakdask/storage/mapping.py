@@ -72,7 +72,9 @@ class MappedChunks:
 
     def __getitem__(self, key: tuple[slice, ...]) -> np.ndarray:
         chunk = self._chunk(key)
-        block = None if chunk is None else self._mapped(chunk)
+        block = None
+        if chunk is not None:
+            block = self.read_file(f"{self._at}/{self._source.metadata.encode_chunk_key(chunk)}")
         if block is None:
             return np.asarray(self._source[key])
         sizes = (each.stop - each.start for each in key)
@@ -90,8 +92,8 @@ class MappedChunks:
             indices.append(start // chunk)
         return tuple(indices)
 
-    def _mapped(self, chunk: tuple[int, ...]) -> np.ndarray | None:
-        path = f"{self._at}/{self._source.metadata.encode_chunk_key(chunk)}"
+    def read_file(self, path: str) -> np.ndarray | None:
+        """Return the content of a chunk's file, None if it is not as it should be."""
         n_bytes = int(np.prod(self._source.chunks)) * self.dtype.itemsize
         try:
             about = os.stat(path)

@@ -79,8 +79,10 @@ def open(
     Returns
     -------
     Dataset with ``feature`` (sample, proj_dim, checkpoint), ``output`` and ``out_to_loss`` (sample,
-    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint) and ``loss_gradient``
-    (proj_dim, checkpoint); if samples failed, the coord ``error`` (sample, checkpoint) says why, ""
+    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint), ``loss_gradient``
+    (proj_dim, checkpoint), ``gram_eigenvalues`` (component, checkpoint), ``gram_eigenvectors``
+    (proj_dim, component, checkpoint) and ``damping`` (checkpoint), λ, whose ``attrs`` say what
+    chose it; if samples failed, the coord ``error`` (sample, checkpoint) says why, ""
     where they did not. ``sample`` has no index. Its ``attrs`` say how the features were made
     (hashes of weights, source, projector, parameters, task, precision, versions) and, in ``saved``,
     when, by how many hosts, on what devices, by what kernels, and in how many runs.
