@@ -67,6 +67,24 @@ def test_makefile__has_every_target_that_the_pages_name() -> None:
     assert named <= targets
 
 
+SLEEPS = {
+    "tests/waiting.py",  # where all others wait
+    "tests/faults/_run.py",  # the time that computing a block takes
+    "tests/faults/test_kills.py",  # kills at random moments
+    "tests/storage/test_lease.py",
+}
+
+
+def test_tests__wait_for_conditions() -> None:
+    """A test that sleeps is slow, or fails where the machine is busy; see tests/waiting.py."""
+    sleeping = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"\bsleep\(", path.read_text("utf-8")) and "benchmarks" not in path.parts
+    }
+    assert sleeping <= SLEEPS
+
+
 def test_ci_run__is_the_test_command() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

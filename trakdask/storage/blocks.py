@@ -167,12 +167,13 @@ def run(tasks: Tasks, topic: str, **options: Any) -> Done:
         return _done([socket.gethostname()], [each.item() for each in tasks.results])
     client, finished = futures[0].client, as_completed(futures)
     del tasks, futures
-    made = []
-    for number, future in enumerate(finished):
+    made, n_finished = [], 0
+    for future in finished:  # not enumerated: that would keep the last one until the next is done
         if future.status != "finished":
             future.result()
         del future  # at once, and not when the next is done
-        if number % _EVENTS_AT_ONCE == 0:
+        n_finished += 1  # noqa: SIM113 (see above)
+        if n_finished % _EVENTS_AT_ONCE == 0:
             made += scheduling.reported(client, topic)
     made += scheduling.reported(client, topic)
     return _done([str(urlsplit(at).hostname) for at in client.nthreads()], made)
