@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ import pytest
 
 import trakdask
 from trakdask.execution import handles
-from trakdask.execution.handles import SPOOL_VARIABLE, Spooled, spool_folder
+from trakdask.execution.handles import Spooled
+from trakdask.execution.spool import SPOOL_VARIABLE, spool_folder
 
 ROOT = str(Path(trakdask.__file__).parents[1])
 LOAD = """
@@ -101,12 +103,14 @@ def test_get__small_objects_need_no_folder(folder: Path) -> None:
     assert restored.get()() == 41
 
 
-def test_get__missing_file_says_which_folder_to_share(folder: Path) -> None:
+def test_get__missing_file_names_the_host_and_what_to_set(folder: Path) -> None:
     restored = forget(Spooled(np.zeros(10**4)))
-    for file in folder.iterdir():
-        file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"\.npy on host .*TRAKDASK_SPOOL"):
+    (file,) = folder.iterdir()
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=SPOOL_VARIABLE) as err:
         restored.get()
+    assert str(file) in str(err.value)
+    assert repr(socket.gethostname()) in str(err.value)
 
 
 def test_get__opens_once_for_many_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +210,7 @@ def test_live_handles__do_not_outlive_their_use() -> None:
 @pytest.mark.slow
 def test_spool_folder__temporary_one_is_removed_at_exit() -> None:
     code = (
-        "from trakdask.execution.handles import spool_folder\n"
+        "from trakdask.execution.spool import spool_folder\n"
         "f = spool_folder(); assert f.is_dir(); print(f)"
     )
     env = {key: value for key, value in os.environ.items() if key != "TRAKDASK_SPOOL"}

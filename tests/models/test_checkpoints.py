@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from trakdask.errors import CheckpointError
+from trakdask.execution import handles, spool
 from trakdask.models import checkpoints as room
 from trakdask.models.checkpoints import cached_state, digest_state, make_checkpoints
 
@@ -197,3 +201,71 @@ def test_make_checkpoints__nested_in_memory() -> None:
         CheckpointError, match=r"\['state_dict', 'epoch'\].*checkpoint\['state_dict'\]"
     ):
         make_checkpoints([{"state_dict": {"w": torch.ones(1)}, "epoch": 3}])
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    """An object store in this process."""
+    fs = fsspec.filesystem("memory")
+    fs.mkdir("/checkpoints")
+    yield "memory://checkpoints"
+    fs.rm("/checkpoints", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["c0.pt", "c0.safetensors"])
+def test_make_checkpoints__at_a_url(folder: Path, bucket: str, name: str) -> None:
+    save_file(state(0), folder / "c0.safetensors")
+    fsspec.filesystem("memory").put_file(str(folder / name), f"/checkpoints/{name}")
+    (local,), (remote,) = make_checkpoints([folder / name]), make_checkpoints([f"{bucket}/{name}"])
+    assert (remote.name, remote.digest, remote.id) == (local.name, local.digest, local.id)
+    room._states.clear()
+    assert digest_state(cached_state(pickle.loads(pickle.dumps(remote)))) == local.digest
+
+
+def test_cached_state__url_is_fetched_once(
+    folder: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(state(55), folder / "new.pt")
+    fsspec.filesystem("memory").put_file(str(folder / "new.pt"), "/checkpoints/new.pt")
+    (checkpoint,) = make_checkpoints([f"{bucket}/new.pt"])
+    calls = []
+    download = spool.download
+    monkeypatch.setattr(spool, "download", lambda *given: (calls.append(1), download(*given))[1])
+    for _ in range(2):
+        room._states.clear()
+        cached_state(checkpoint)
+    assert calls == [1]
+
+
+def test_cached_state__url_that_changed(folder: Path, bucket: str) -> None:
+    fs = fsspec.filesystem("memory")
+    torch.save(state(77), folder / "new.pt")
+    fs.put_file(str(folder / "new.pt"), "/checkpoints/c.pt")
+    (checkpoint,) = make_checkpoints([f"{bucket}/c.pt"])
+    fs.put_file(str(folder / "c1.pt"), "/checkpoints/c.pt")
+    room._states.clear()
+    with pytest.raises(CheckpointError, match=socket.gethostname()):
+        cached_state(checkpoint)
+    fs.put_file(str(folder / "new.pt"), "/checkpoints/c.pt")
+    assert digest_state(cached_state(checkpoint)) == checkpoint.digest
+
+
+def test_make_checkpoints__damaged_file_at_a_url(folder: Path, bucket: str) -> None:
+    fsspec.filesystem("memory").pipe_file("/checkpoints/c.pt", b"PK...")
+    with pytest.raises(CheckpointError, match=r"memory://checkpoints/c\.pt"):
+        make_checkpoints([f"{bucket}/c.pt"])
+
+
+def test_cached_state__another_file_at_the_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another host: the copy from the driver's host is used, not what is there."""
+    path = folder / "c0.pt"
+    (checkpoint,) = make_checkpoints([path])
+    right = folder / "copy"
+    path.rename(right)
+    monkeypatch.setattr(handles, "fetched", lambda file: str(right))
+    for other in (state(5), None):
+        torch.save(other, path)
+        room._states.clear()
+        assert digest_state(cached_state(checkpoint)) == checkpoint.digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -206,3 +207,18 @@ def test_from_arrays__jagged_lists() -> None:
 def test_from_arrays__conjugated_tensor() -> None:
     x = torch.tensor([1 + 2j, 3 - 1j]).conj()
     assert from_arrays({"x": x}).x.values.tolist() == [1 - 2j, 3 + 1j]
+
+
+@pytest.mark.parametrize("other", [None, (5, 2)], ids=["none", "another"])
+def test_from_arrays__zarr_array_that_a_worker_does_not_see(
+    tmp_path: Path, other: tuple[int, ...] | None
+) -> None:
+    """Zarr itself would read its fill value there, without an error."""
+    array = zarr.create_array(tmp_path / "x.zarr", data=np.ones((6, 2), "f4"), chunks=(2, 2))
+    train = from_arrays({"x": array}, chunks=3)
+    (tmp_path / "x.zarr").rename(tmp_path / "y.zarr")
+    if other is not None:
+        zarr.create_array(tmp_path / "x.zarr", shape=other, dtype="f4")
+    with pytest.raises(FileNotFoundError, match=socket.gethostname()) as err:
+        train.x.compute()
+    assert "x.zarr" in str(err.value)

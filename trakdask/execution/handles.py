@@ -1,25 +1,22 @@
-"""Send large objects to workers through a shared folder instead of through the task graph.
+"""Send large objects to workers as files instead of inside the task graph.
 
 A :class:`Spooled` handle represents its object in tasks. In the process that created it, the handle
-returns the object itself. Pickling the handle writes the object to the spool folder, once per
-content, and sends only the path; another process loads the object on first use and caches it.
+returns the object itself. Pickling the handle writes the object to the spool, once per content, and
+sends only where it is; another process opens it on first use and caches it. :class:`SpooledFile`
+does the same for a file that exists already.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import os
 import pickle
-import shutil
-import socket
-import stat
-import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,23 +24,44 @@ import cloudpickle
 import numpy as np
 
 from trakdask.execution.fingerprints import fingerprint, unpicklable
-from trakdask.execution.memory_maps import is_plain_array, memmap_location, open_memmap
-from trakdask.files import Folder
+from trakdask.execution.memory_maps import (
+    FileVersion,
+    MemmapLocation,
+    file_version,
+    is_plain_array,
+    memmap_location,
+    open_memmap,
+)
+from trakdask.execution.spool import (
+    SpoolFile,
+    fetched,
+    is_current,
+    local_path,
+    offer,
+    require_private,
+    spool_folder,
+    uploaded,
+    write_once,
+)
 
-__all__ = ["SPOOL_VARIABLE", "Spooled", "spool_folder"]
-
-SPOOL_VARIABLE = "TRAKDASK_SPOOL"
-"""Environment variable that names the spool folder."""
+__all__ = ["Spooled", "SpooledFile"]
 
 INLINE_BYTES = 16 * 1024
-"""Objects whose pickle is at most this large are sent inside the handle, without a folder."""
+"""Objects whose pickle is at most this large are sent inside the handle, without a file."""
 
 LARGE_BYTES = 64 * 1024**2
 _MAX_LARGE_CACHED = 4
 _MAX_SMALL_CACHED = 1024
 
-_Location = tuple[Callable[..., Any], tuple[Any, ...], int]
-"""How another process opens the object: a function, its arguments, and the size in bytes."""
+
+@dataclass(frozen=True)
+class _Location:
+    """How another process gets the object: from bytes, a memory-mapped file, or a spool file."""
+
+    inline: bytes | None = None
+    mapped: tuple[MemmapLocation, FileVersion | None] | None = None
+    file: SpoolFile | None = None
+
 
 _lock = threading.RLock()
 _live: weakref.WeakValueDictionary[str, Spooled] = weakref.WeakValueDictionary()
@@ -68,19 +86,22 @@ class Spooled:
 
     Notes
     -----
-    The folder is ``$TRAKDASK_SPOOL``, which all workers must be able to read. If the variable is
-    not set, it is a temporary folder that is removed when this process exits; that suffices for
-    workers on this machine. Files in a folder that you named remain there and are reused. Anyone
-    who can write to the folder can run code in the workers. Therefore a new folder is accessible to
-    its owner only, a folder that others can write to is rejected, and files of other users (except
-    root) are never unpickled.
+    The spool is ``$TRAKDASK_SPOOL``: a folder, or a URL that fsspec knows, such as
+    ``s3://bucket/spool``. If the variable is not set, it is a temporary folder that is removed when
+    this process exits. A process that sees the file opens it there. Otherwise it fetches a copy,
+    once: from the URL, or through the scheduler of the cluster, which asks this process for it.
+    Files in a spool that you named remain there and are reused.
+
+    Whoever can write to the folder can run code in the workers. Therefore a new folder is
+    accessible to its owner only, a folder that others can write to is rejected, and files of other
+    users (except root) are never unpickled. What comes from a URL is compared with its sha256.
 
     Cost: one hash of the content on creation and one write when first pickled. Objects of up to
     16 kB are sent inside the handle. A read-only ``np.memmap`` is neither read nor written: it is
-    identified by the path, size and modification time of its file, which the workers must be able
-    to read. In other processes arrays are read-only memory maps, and other objects are unpickled
-    once; the four most recently used objects larger than 64 MiB stay in memory. Handles and the
-    cache are thread-safe.
+    identified by the path, size and modification time of its file, and is sent only to workers that
+    do not see that file. In other processes arrays are read-only memory maps, and other objects are
+    unpickled once; the four most recently used objects larger than 64 MiB stay in memory. Handles
+    and the cache are thread-safe.
 
     Examples
     --------
@@ -94,13 +115,17 @@ class Spooled:
     True
     """
 
-    __slots__ = ("__weakref__", "_location", "_object", "token")
+    __slots__ = ("__weakref__", "_location", "_mapped", "_object", "_storing", "token")
 
     token: str
 
     def __init__(self, obj: Any, token: str | None = None) -> None:
         self._object = obj
+        mapped = memmap_location(obj)
+        # Of the file as it is now: workers must not map what is written there later.
+        self._mapped = None if mapped is None else (mapped, file_version(mapped[0]))
         self._location: _Location | None = None
+        self._storing = threading.Lock()
         self.token = fingerprint(obj) if token is None else token
         with _lock:
             _live[self.token] = self
@@ -111,7 +136,7 @@ class Spooled:
         Raises
         ------
         FileNotFoundError
-            If this process cannot see the spool folder of the process that wrote the object.
+            If this process neither sees the file nor gets a copy of it; the message names the host.
         """
         if self._location is not None and self._object is _ABSENT:
             return _opened(self.token, self._location)
@@ -124,12 +149,24 @@ class Spooled:
         return f"Spooled({self.token[:16]})"
 
     def __reduce__(self) -> tuple[Callable[..., Spooled], tuple[str, _Location]]:
-        with _lock:
-            # The file may have gone: someone cleaned the folder, or TRAKDASK_SPOOL changed.
-            if self._object is not _ABSENT and not _is_in_folder(self._location):
-                self._location = _store(self._object, self.token)
-            assert self._location is not None
-            return _restore, (self.token, self._location)
+        if self._object is not _ABSENT:
+            with self._storing:
+                # The file may have gone: someone cleaned the folder, or TRAKDASK_SPOOL changed.
+                if self._location is None or not _is_current(self._location):
+                    self._location = self._stored()
+            if self._location.file is not None:
+                name = self._location.file.name
+                # Not under a lock: this may wait for the scheduler, which unpickles handles.
+                offer(name, functools.partial(_path_to_send, self.token, name))
+        assert self._location is not None
+        return _restore, (self.token, self._location)
+
+    def _stored(self) -> _Location:
+        name = hashlib.sha256(self.token.encode()).hexdigest()
+        if self._mapped is not None:
+            (path, *_), _ = self._mapped
+            return _Location(mapped=self._mapped, file=SpoolFile(f"{name}.npy", path))
+        return _store(self._object, name)
 
 
 _ABSENT = object()
@@ -144,123 +181,158 @@ def _restore(token: str, location: _Location) -> Spooled:
         return handle
 
 
+class SpooledFile:
+    """Refer to a file that exists already, at a path or URL, so that any process can read it.
+
+    Parameters
+    ----------
+    place
+        Absolute path, or a URL that fsspec knows.
+    token
+        Identifies the content, as a file name without suffix. Readers compare what they read with
+        what they expect, since the file may change.
+    """
+
+    def __init__(self, place: str, token: str) -> None:
+        name = f"{token}{Path(place).suffix}"
+        is_url = "://" in place
+        self.place = place
+        self._file = SpoolFile(name, "" if is_url else place, url=place if is_url else None)
+
+    def paths(self) -> Iterator[str]:
+        """Yield paths to read in this order until the content is the expected one.
+
+        The path itself comes first if it exists here, then that of a copy from the process that
+        created this handle: another host may have another file at the same path.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is neither; the message names the host.
+        """
+        is_here = os.path.exists(self._file.path)
+        if is_here:
+            yield self._file.path
+        try:
+            copy = fetched(self._file)
+        except FileNotFoundError:
+            if not is_here:
+                raise
+        else:
+            yield copy
+            os.unlink(copy)  # who asks for more expected something else
+
+    def __reduce__(self) -> tuple[Callable[..., SpooledFile], tuple[str, SpoolFile]]:
+        file = self._file
+        if file.path and os.path.exists(file.path):
+            offer(file.name, functools.partial(str, file.path))
+            file = uploaded(file) if file.url is None else file
+        return _restore_file, (self.place, file)
+
+
+def _restore_file(place: str, file: SpoolFile) -> SpooledFile:
+    handle = SpooledFile.__new__(SpooledFile)
+    handle.place, handle._file = place, file
+    return handle
+
+
 # ----------------------------------------------------------------------------------------- writing
 
 
-def spool_folder() -> Path:
-    """Return the folder that this process spools to, creating it if it does not exist.
-
-    Returns
-    -------
-    ``$TRAKDASK_SPOOL``, or a temporary folder that is removed when this process exits.
-
-    Raises
-    ------
-    PermissionError
-        If others can write to the named folder, and so could run code in the workers.
-    NotADirectoryError
-        If the path is a file.
-    """
-    if named := os.environ.get(SPOOL_VARIABLE):
-        folder = Path(named).absolute()
-        if folder.exists() and not folder.is_dir():
-            raise NotADirectoryError(
-                f"expected a folder in {SPOOL_VARIABLE}, got the file {str(folder)!r}; try the "
-                "path of a folder"
-            )
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _require_private(os.stat(folder), str(folder))
-        return folder
-    return _temporary_folder(os.getpid())
+def _is_current(location: _Location) -> bool:
+    return location.mapped is not None or location.file is None or is_current(location.file)
 
 
-@functools.cache
-def _temporary_folder(pid: int) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="trakdask-spool-"))
-    atexit.register(_remove_folder, folder, pid)
-    return folder
-
-
-def _remove_folder(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child also runs its parent's exit functions
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_in_folder(location: _Location | None) -> bool:
-    if location is None:
-        return False
-    opener, args, _ = location
-    if opener in (_open_array, _open_pickle):
-        return Path(args[0]).parent == spool_folder() and os.path.exists(args[0])
-    return True
-
-
-def _store(obj: Any, token: str) -> _Location:
-    if (location := memmap_location(obj)) is not None:
-        return open_memmap, location, 0
-    stem = spool_folder() / hashlib.sha256(token.encode()).hexdigest()
+def _store(obj: Any, name: str) -> _Location:
     if is_plain_array(obj) and obj.nbytes > INLINE_BYTES:
-        path = stem.with_suffix(".npy")
-        _write_once(path, lambda file: np.save(file, obj, allow_pickle=False))
-        return _open_array, (str(path),), 0
-    path = stem.with_suffix(".pkl")
-    _write_once(path, functools.partial(_pickle_into, obj))
+        return _Location(file=uploaded(_write_array(obj, f"{name}.npy")))
+    path = spool_folder() / f"{name}.pkl"
+    write_once(path, functools.partial(_pickle_into, obj))
     size = path.stat().st_size
     if size > INLINE_BYTES:
-        return _open_pickle, (str(path),), size
-    inline = path.read_bytes()
-    return pickle.loads, (inline,), size
+        return _Location(file=uploaded(SpoolFile(path.name, str(path), size)))
+    return _Location(inline=path.read_bytes())
 
 
-def _write_once(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    if path.exists():
-        return
-    is_temporary = SPOOL_VARIABLE not in os.environ
-    folder = Folder(str(path.parent))
-    with folder.writing(path.name, mode=0o600, durable=not is_temporary) as file:
-        write(file)
+def _write_array(array: np.ndarray[Any, Any], name: str) -> SpoolFile:
+    path = spool_folder() / name
+    write_once(path, lambda file: np.save(file, array, allow_pickle=False))
+    return SpoolFile(name, str(path), path.stat().st_size)
 
 
-def _pickle_into(obj: Any, file: Any) -> None:
+def _pickle_into(obj: Any, file: IO[bytes]) -> None:
     try:
         cloudpickle.dump(obj, file)
     except Exception as err:
         raise unpicklable(obj, err) from err
 
 
+def _path_to_send(token: str, name: str) -> str:
+    """Return the path of a spool file for a worker; that of a memory map is written only now."""
+    path = spool_folder() / name
+    if not path.exists() and (live := _live.get(token)) is not None:
+        if live._mapped is not None:
+            (mapped, *_), version = live._mapped
+            if file_version(mapped) != version:
+                raise OSError(f"{mapped} was changed since it was memory-mapped")
+        if name.endswith(".npy"):
+            return _write_array(live.get(), name).path
+        write_once(path, functools.partial(_pickle_into, live.get()))
+    return str(path)
+
+
 # ----------------------------------------------------------------------------------------- reading
 
 _opened_small: OrderedDict[str, Any] = OrderedDict()
 _opened_large: OrderedDict[str, Any] = OrderedDict()
+_opening: weakref.WeakValueDictionary[str, _Turn] = weakref.WeakValueDictionary()
+
+
+class _Turn:
+    """A lock that can be held weakly: one for each object that is being opened."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
 
 def _opened(token: str, location: _Location) -> Any:
-    opener, args, size = location
-    large = size > LARGE_BYTES
-    cache, limit = (
-        (_opened_large, _MAX_LARGE_CACHED) if large else (_opened_small, _MAX_SMALL_CACHED)
-    )
-    with _lock:  # held while opening, so that two threads do not both load a large object
-        if token not in cache:
-            cache[token] = _open(opener, args)
-        cache.move_to_end(token)
-        while len(cache) > limit:
-            cache.popitem(last=False)
-        return cache[token]
+    """Open an object once, however many threads ask, and keep what was used last.
+
+    While one is opened, others can be opened and handles unpickled: a worker's event loop does
+    that, and it brings the file.
+    """
+    with _lock:
+        turn = _opening.setdefault(token, _Turn())
+    with turn.lock:
+        for cache in (_opened_small, _opened_large):
+            with _lock:
+                if token in cache:
+                    cache.move_to_end(token)
+                    return cache[token]
+        obj = _open(location)
+        size = location.file.size if location.file is not None else None
+        is_large = (size or 0) > LARGE_BYTES and not isinstance(obj, np.memmap)
+        cache, most = (
+            (_opened_large, _MAX_LARGE_CACHED) if is_large else (_opened_small, _MAX_SMALL_CACHED)
+        )
+        with _lock:
+            cache[token] = obj
+            while len(cache) > most:
+                cache.popitem(last=False)
+        return obj
 
 
-def _open(opener: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
-        return opener(*args)
-    except FileNotFoundError as err:
-        if err.filename is None or str(err.filename) != args[0]:
-            raise  # the object itself raised it while it was unpickled
-        raise FileNotFoundError(
-            "expected a file that the process which built the graph wrote or memory-mapped, got no "
-            f"file {args[0]} on host {socket.gethostname()}; try setting {SPOOL_VARIABLE} to a "
-            "folder that all workers can read (memory-mapped files must be on such a disk, too), "
-            "and building the graph again"
-        ) from err
+def _open(location: _Location) -> Any:
+    if location.inline is not None:
+        return pickle.loads(location.inline)
+    assert location.file is not None
+    if location.mapped is not None:
+        mapped, version = location.mapped
+        if version is not None and file_version(mapped[0]) == version:
+            return open_memmap(*mapped)
+        return _open_array(fetched(location.file))
+    path = local_path(location.file)
+    return _open_array(path) if path.endswith(".npy") else _open_pickle(path)
 
 
 def _open_array(path: str) -> np.ndarray[Any, Any]:
@@ -269,23 +341,8 @@ def _open_array(path: str) -> np.ndarray[Any, Any]:
 
 
 def _open_pickle(path: str) -> Any:
-    _require_private(os.stat(os.path.dirname(path)), os.path.dirname(path))
+    require_private(os.stat(os.path.dirname(path)), os.path.dirname(path))
     with open(path, "rb") as file:
         # The open file is checked, not the path, which may have been replaced in the meantime.
-        _require_private(os.fstat(file.fileno()), path)
+        require_private(os.fstat(file.fileno()), path)
         return pickle.load(file)
-
-
-def _require_private(status: os.stat_result, path: str) -> None:
-    """Reject a file or folder that others could have written: unpickling would run their code."""
-    if not hasattr(os, "getuid"):  # not POSIX
-        return
-    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if status.st_uid not in (os.getuid(), 0) or others:
-        raise PermissionError(
-            f"expected a spool that only user {os.getuid()} can write to, got {path!r} of user "
-            f"{status.st_uid} with the mode {stat.S_IMODE(status.st_mode):o} (its files are "
-            "unpickled, so anyone who can write there could run code in this process); try "
-            f"chmod go-w, or setting {SPOOL_VARIABLE} to a folder of your own, with workers that "
-            "run as the same user"
-        )

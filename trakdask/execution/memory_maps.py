@@ -8,10 +8,20 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["is_plain_array", "memmap_location", "open_memmap"]
+__all__ = [
+    "FileVersion",
+    "MemmapLocation",
+    "file_version",
+    "is_plain_array",
+    "memmap_location",
+    "open_memmap",
+]
 
 MemmapLocation = tuple[str, str, int, tuple[int, ...]]
 """Arguments of :func:`open_memmap`: path, dtype, offset in bytes, shape."""
+
+FileVersion = tuple[int, int]
+"""Size in bytes, and time of the last change in microseconds: some network disks keep no more."""
 
 
 def is_plain_array(obj: Any) -> bool:
@@ -42,3 +52,12 @@ def memmap_location(obj: Any) -> MemmapLocation | None:
 def open_memmap(path: str, dtype: str, offset: int, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
     """Map the bytes at a location that :func:`memmap_location` returned."""
     return np.memmap(path, dtype=np.dtype(dtype), mode="r", offset=offset, shape=shape)
+
+
+def file_version(path: str) -> FileVersion | None:
+    """Return what tells a file from others that were at its path; None if there is no file."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns // 1000

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import hashlib
 import pickle
+import socket
 import stat
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +20,9 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import CheckpointError
-from trakdask.execution.handles import Spooled
+from trakdask.execution.handles import Spooled, SpooledFile
+from trakdask.execution.spool import download
+from trakdask.files import location
 
 __all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make_checkpoints"]
 
@@ -40,7 +44,7 @@ class Checkpoint:
     name
         Label on the ``checkpoint`` dimension.
     source
-        Path of the file, or a spooled state dict.
+        Handle to the file, or to the state dict.
     digest
         SHA-256 of the names, dtypes, shapes and bytes of all tensors.
     id
@@ -48,7 +52,7 @@ class Checkpoint:
     """
 
     name: str
-    source: str | Spooled
+    source: SpooledFile | Spooled
     digest: str
     id: int
 
@@ -64,8 +68,8 @@ def make_checkpoints(
     Parameters
     ----------
     checkpoints
-        Paths (``.pt``, ``.safetensors``) or state dicts. In a list, a path is named by its stem and
-        a state dict by its position.
+        Paths or URLs (``.pt``, ``.safetensors``) or state dicts. In a list, a path is named by its
+        stem and a state dict by its position.
     ids
         Projection ids; by default the first 32 bits of each content hash.
     check
@@ -129,14 +133,26 @@ def _cache(digest: str, state: State) -> State:
 
 def _read_verified(checkpoint: Checkpoint) -> State:
     source = checkpoint.source
-    state = source.get() if isinstance(source, Spooled) else read_state(Path(source))
+    if isinstance(source, Spooled):
+        return dict(_verified(source.get(), checkpoint))
+    problem: CheckpointError | None = None
+    for path in source.paths():
+        try:
+            return _verified(read_state(Path(path)), checkpoint)
+        except CheckpointError as err:  # another file at this path, or a damaged one
+            problem = problem or err
+    assert problem is not None
+    raise problem
+
+
+def _verified(state: State, checkpoint: Checkpoint) -> State:
     if (digest := digest_state(state)) != checkpoint.digest:
         raise CheckpointError(
             f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was created "
-            f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]}; try "
-            "creating the td.Model again"
+            f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]} on host "
+            f"{socket.gethostname()!r}; try creating the td.Model again"
         )
-    return dict(state)
+    return state
 
 
 def read_state(path: Path) -> State:
@@ -277,15 +293,10 @@ def _named(
 
 def _open(
     name: str, value: CheckpointLike, check: Callable[[str, State], None] | None
-) -> tuple[str | Spooled, str]:
-    if isinstance(value, str) and "://" in value:
-        raise CheckpointError(
-            f"expected a path that every worker can read as checkpoint {name!r}, got the URL "
-            f"{value!r}; try downloading the file, or passing its state dict"
-        )
-    path = Path(value).absolute() if isinstance(value, (str, Path)) else None
-    if path:
-        state = read_state(path)
+) -> tuple[SpooledFile | Spooled, str]:
+    place = _place(value) if isinstance(value, (str, Path)) else None
+    if place:
+        state = _read(place)
     else:  # copied, because the caller may continue to train the module
         state = {n: t.detach().cpu().clone() for n, t in _require_state(value, name).items()}
     if check is not None:
@@ -293,7 +304,36 @@ def _open(
     digest = digest_state(state)
     with _states_lock:
         _cache(digest, state)
-    return (str(path) if path else Spooled(state, token=f"state-{digest}")), digest
+    token = f"state-{digest}"
+    return (SpooledFile(place, token) if place else Spooled(state, token)), digest
+
+
+def _place(value: str | Path) -> str:
+    is_url = isinstance(value, str) and "://" in value
+    return location(value) if is_url else str(Path(value).absolute())
+
+
+def _read(place: str) -> State:
+    if "://" not in place:
+        return read_state(Path(place))
+    with tempfile.NamedTemporaryFile(suffix=Path(place).suffix) as file:
+        try:
+            download(place, file)
+        except FileNotFoundError as err:
+            raise FileNotFoundError(_unreadable(place, "does not exist")) from err
+        except Exception as err:  # each service has errors of its own
+            raise CheckpointError(_unreadable(place, f"cannot be read ({err!r})")) from err
+        try:
+            return read_state(Path(file.name))
+        except CheckpointError as err:
+            raise CheckpointError(str(err).replace(file.name, place)) from err
+
+
+def _unreadable(url: str, why: str) -> str:
+    return (
+        f"expected a .pt or .safetensors file that every worker can read as checkpoint, got "
+        f"{url!r}, which {why}; try another path or URL, or the state dict itself"
+    )
 
 
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -191,8 +192,44 @@ def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def _lazy(name: str, array: Any, size: int) -> Any:
     if isinstance(array, da.Array):
         return array.rechunk({0: size} | dict.fromkeys(range(1, array.ndim), -1))
-    token = _zarr_token(array) if isinstance(array, zarr.Array) else None
-    return read_array(name, Spooled(array, token), array.shape, array.dtype, size)
+    if isinstance(array, zarr.Array):
+        source = Spooled(_ZarrRows(array), _zarr_token(array))
+    else:
+        source = Spooled(array)
+    return read_array(name, source, array.shape, array.dtype, size)
+
+
+class _ZarrRows:
+    """A zarr array that is read only where it exists; elsewhere zarr returns its fill value."""
+
+    def __init__(self, array: zarr.Array[Any]) -> None:
+        self.array = array
+        self._is_found = False
+
+    def __getstate__(self) -> zarr.Array[Any]:
+        return self.array
+
+    def __setstate__(self, array: zarr.Array[Any]) -> None:
+        self.__init__(array)  # type: ignore[misc]
+
+    def __getitem__(self, rows: slice) -> Any:
+        if not self._is_found:
+            self._require_found()
+        return self.array[rows]
+
+    def _require_found(self) -> None:
+        where = self.array.store_path
+        try:
+            found = zarr.open_array(where, mode="r").metadata
+        except FileNotFoundError:
+            found = None
+        if found != self.array.metadata:
+            raise FileNotFoundError(
+                f"expected the zarr array {str(where)!r} on host {socket.gethostname()!r}, as on "
+                f"that of the process which built the graph, got {'another' if found else 'none'}; "
+                "try a disk that all workers see, or a store at a URL such as 's3://bucket/x.zarr'"
+            )
+        self._is_found = True
 
 
 def _zarr_token(array: zarr.Array[Any]) -> str:

@@ -12,6 +12,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+import trakdask.execution.delivery  # noqa: F401 (brings what handles refer to)
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
 from trakdask.execution.layers import take
