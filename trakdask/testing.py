@@ -82,7 +82,7 @@ def simulate_features(
     chunk_sizes = da.core.normalize_chunks((chunks, 1), shape=(n_samples, n_checkpoints))
     token = f"{seed}-{n_samples}-{proj_dim}-{n_checkpoints}-{chunks}"
     bundle = da.map_blocks(
-        functools.partial(_simulate_block, seed, proj_dim, chunk_sizes[0]),
+        functools.partial(_simulate_block, seed, proj_dim, n_samples, chunks),
         chunks=chunk_sizes, name=f"simulate-{token}",
         dtype=object, meta=np.empty((0, 0), object),
     )  # fmt: skip
@@ -105,10 +105,10 @@ def simulate_features(
 
 
 def _simulate_block(
-    seed: int, proj_dim: int, rows: tuple[int, ...], block_id: tuple[int, int]
+    seed: int, proj_dim: int, n_samples: int, chunks: int, block_id: tuple[int, int]
 ) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng([seed, *block_id])
-    n = rows[block_id[0]]
+    n = min(chunks, n_samples - block_id[0] * chunks)
     feature = rng.standard_normal((n, proj_dim, 1), dtype=np.float32)
     return feature, rng.random((n, 1), dtype=np.float32), rng.random((n, 1), dtype=np.float32)
 

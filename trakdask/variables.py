@@ -256,17 +256,18 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     The coord ``error`` is dropped, because :func:`open` loads it lazily and failed samples are NaN
     anyway.
     """
-
-    def chunk(array: xr.DataArray) -> xr.DataArray:
-        # One variable at a time, because Dataset.chunk would make the coords lazy, too.
-        is_lazy = isinstance(array.data, da.Array)
-        sizes = {CHECKPOINT: 1} if is_lazy else {SAMPLE: _ROWS_OF_UNCHUNKED, CHECKPOINT: 1}
-        here = {dim: size for dim, size in sizes.items() if dim in array.dims}
-        return array.copy(data=array.variable.chunk(here).data)
-
     if "error" in features.coords:
         features = features.drop_vars("error")
-    return load_coords(features).map(chunk, keep_attrs=True)
+    # Variables, one at a time: Dataset.chunk would make coords lazy, and Dataset.map copies them.
+    return load_coords(features).assign(
+        {name: _lazy(array.variable) for name, array in features.data_vars.items()}
+    )
+
+
+def _lazy(variable: xr.Variable) -> xr.Variable:
+    is_lazy = isinstance(variable.data, da.Array)
+    sizes = {CHECKPOINT: 1} if is_lazy else {SAMPLE: _ROWS_OF_UNCHUNKED, CHECKPOINT: 1}
+    return variable.chunk({dim: size for dim, size in sizes.items() if dim in variable.dims})
 
 
 def may_have_failed(features: xr.Dataset) -> bool:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import functools
-
 import dask
 import dask.array as da
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trakdask.arrays.score import score as make_score
-from trakdask.arrays.topk import top_k
+from trakdask.arrays.topk import TileMask, top_k
 from trakdask.testing import raise_if_dask_computes
 
 
@@ -33,15 +31,15 @@ def oracle(
 
 def check(s: np.ndarray, lazy: da.Array, k: int, largest: bool = True, mask: object = None) -> None:
     n, m = s.shape
-    dense = mask(0, n, 0, m) if callable(mask) else mask
+    dense = mask.function(range(n), range(m)) if isinstance(mask, TileMask) else mask
     found = dask.compute(*top_k(lazy, k, largest=largest, mask=mask), scheduler="sync")  # type: ignore[arg-type]
     for got, want in zip(found, oracle(s, k, largest, dense), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
-def every(step: int, start: int, stop: int, target_start: int, target_stop: int) -> np.ndarray:
+def every(step: int) -> TileMask:
     """Allow the samples whose position plus the target's is a multiple of ``step``."""
-    return np.add.outer(np.arange(start, stop), np.arange(target_start, target_stop)) % step == 0
+    return TileMask(lambda rows, columns: np.add.outer(rows, columns) % step == 0)
 
 
 _chunkings = st.lists(st.integers(1, 7), min_size=1, max_size=12).map(tuple)
@@ -61,7 +59,7 @@ def test_top_k__stable_sort(
     rng = np.random.default_rng(seed)
     n, m = sum(rows), sum(targets)
     s = rng.choice(_values, (n, m))
-    mask = {"1d": rng.random(n) < 0.4, "2d": functools.partial(every, 3)}.get(kind or "")
+    mask = {"1d": rng.random(n) < 0.4, "2d": every(3)}.get(kind or "")
     check(s, da.from_array(s, chunks=(rows, targets)), int(rng.integers(1, n + 1)), largest, mask)
 
 
@@ -71,7 +69,7 @@ def test_top_k__gaussian_many_blocks(largest: bool) -> None:
     lazy = da.from_array(s, chunks=(10, 4))
     check(s, lazy, 25, largest)
     check(s, lazy, 25, largest, s[:, 0] > 0)
-    check(s, lazy, 1000, largest, functools.partial(every, 7))
+    check(s, lazy, 1000, largest, every(7))
 
 
 def test_top_k__constant_scores_rank_by_position() -> None:
@@ -155,9 +153,7 @@ def product() -> da.Array:
     return make_score(feature, solved().rechunk((3, 4, 1)), da.ones((200, 2), chunks=(10, 1)))
 
 
-@pytest.mark.parametrize(
-    "mask", [None, np.arange(200) % 2 == 0, np.arange(200) < 45, functools.partial(every, 2)]
-)
+@pytest.mark.parametrize("mask", [None, np.arange(200) % 2 == 0, np.arange(200) < 45, every(2)])
 def test_top_k__product_and_local_step_are_one_task(mask: object) -> None:
     lazy = product()
     (optimised, _) = dask.optimize(*top_k(lazy, 5, mask=mask))  # type: ignore[arg-type]
@@ -167,7 +163,7 @@ def test_top_k__product_and_local_step_are_one_task(mask: object) -> None:
     assert [key_split(name) for name in names].count("top-k-merge") == n_blocks * 3
 
 
-@pytest.mark.parametrize("mask", [None, np.arange(200) < 150, functools.partial(every, 2)])
+@pytest.mark.parametrize("mask", [None, np.arange(200) < 150, every(2)])
 def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal((n, 2, 2), dtype=np.float32) for n in (200, 60))
@@ -179,7 +175,7 @@ def test_top_k__no_task_returns_a_tile(mask: object) -> None:
 
 
 def test_top_k__same_bits_on_sync_and_threads() -> None:
-    pair = top_k(product(), 5, mask=functools.partial(every, 2))
+    pair = top_k(product(), 5, mask=every(2))
     found = [dask.compute(*pair, scheduler=s) for s in ("sync", "threads")]
     for sync, threads in zip(*found, strict=True):
         assert sync.tobytes() == threads.tobytes()
@@ -215,7 +211,7 @@ def test_top_k__refuses_masks() -> None:
     with pytest.raises(TypeError, match=r"mask .*bool, got int64"):
         top_k(lazy, 3, mask=np.ones(50, int))
     with pytest.raises(ValueError, match=r"bool of shape \(10, [14]\).*got bool of shape \(\)"):
-        top_k(lazy, 3, mask=lambda *bounds: np.array(True))[0].compute(scheduler="sync")
+        top_k(lazy, 3, mask=TileMask(lambda *ranges: np.array(True)))[0].compute(scheduler="sync")
 
 
 def test_top_k__refuses_scores() -> None:

@@ -168,10 +168,18 @@ def test_to_dataframe__more_operations_than_64_bits() -> None:
     assert frame.total_operations.tolist() == [4.0 * 32 * 10**18 * 40]
 
 
+def test_plan__counts_the_tasks_of_the_graph() -> None:
+    many = td.testing.simulate_features(100, chunks=10).assign_attrs(FEATURES.attrs)
+    for features in (FEATURES, FEATURES.isel(checkpoint=[1]), FEATURES[["feature"]], many):
+        (optimized,) = dask.optimize(features)
+        assert plan(features).n_scheduled_tasks == len(dict(optimized.__dask_graph__()))
+    assert plan(FEATURES.compute()).n_scheduled_tasks is None
+
+
 def test_plan__repr_is_aligned_and_human() -> None:
     lines = repr(plan(FEATURES, [OTHER, td.Identity()])).splitlines()
     title = "Plan: 20 samples in 3 blocks and micro-batches of 512, 2 checkpoints, 53 parameters"
-    title += ": 6 tasks"
+    title += ": 6 tasks of gradients, 32 in the graph"
     assert lines[0] == title
     assert lines[1].startswith("Model: ")
     assert lines[3:6] == [f"1  {OWN}", f"2  {OTHER}", "3  Identity()"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import dask.array as da
@@ -10,8 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 Block: TypeAlias = npt.NDArray[Any]
-#: A block, or the nested lists of blocks that dask passes along contracted axes.
-Blocks: TypeAlias = "Block | list[Any]"
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Blocks that the task which gets them reads itself, one at a time, as :func:`flat` does.
+
+    Attributes
+    ----------
+    tasks
+        One for each block; called without arguments, it returns the block.
+    n_rows
+        Rows of all blocks of one checkpoint.
+    """
+
+    tasks: tuple[Callable[[], Block], ...]
+    n_rows: int
+
+
+#: A block, or the nested lists of blocks that dask passes along contracted axes, or unread blocks.
+Blocks: TypeAlias = "Block | list[Any] | Unread"
 
 _FEATURE_DIMS = ("sample", "proj_dim", "checkpoint")
 
@@ -83,7 +102,7 @@ def align_weights(weights: da.Array, feature: da.Array, *, name: str) -> da.Arra
 
 
 def flat(blocks: Blocks) -> Iterator[Block]:
-    """Yield the blocks of nested lists in order.
+    """Yield the blocks of nested lists in order; unread ones are read when it is their turn.
 
     >>> [int(x) for x in flat([[1, 2], [3]])]
     [1, 2, 3]
@@ -91,6 +110,9 @@ def flat(blocks: Blocks) -> Iterator[Block]:
     if isinstance(blocks, list):
         for item in blocks:
             yield from flat(item)
+    elif isinstance(blocks, Unread):
+        for task in blocks.tasks:
+            yield task()
     else:
         yield blocks
 
@@ -192,5 +214,8 @@ def blocks_with(selected: npt.NDArray[np.bool_], sizes: tuple[int, ...]) -> list
     >>> blocks_with(np.array([True, False, False]), (1, 2))
     [0]
     """
-    counts = np.concatenate([[0], np.cumsum(selected)])[block_starts(sizes)]
-    return [int(i) for i in np.flatnonzero(np.diff(counts))]
+    filled = np.flatnonzero(sizes)
+    if not len(filled):
+        return []
+    some: npt.NDArray[np.bool_] = np.logical_or.reduceat(selected, block_starts(sizes)[filled])
+    return [int(i) for i in filled[some]]

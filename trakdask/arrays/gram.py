@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from itertools import pairwise
+
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
+from trakdask.arrays.block_arguments import read_in_task
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
+    Unread,
     add,
     align_weights,
+    block_starts,
     failed_rows,
+    flat,
     mean_weight,
     product_dtype,
     require_features,
@@ -67,9 +74,11 @@ def gram(
     -----
     Cost: 2 n p² C flops (half of that without weights, as BLAS exploits the symmetry) and one pass
     over ``feature``. Blocks are merged into groups of R >= 8 p rows (at most 16 p and one block;
-    all rows if n < 8 p), with one partial matrix each. Peak memory per task: about 2 R p itemsize
-    of ``feature`` while a group is merged, then R p itemsize + 12 p² bytes (28 p² with weights);
-    in the tree (split_every + 1) p² itemsize.
+    all rows if n < 8 p), with one partial matrix each. Stored blocks are read inside the task of
+    their group, so that only partial matrices move between workers, and scores read them again.
+    Peak memory per task: about 2 R p itemsize of ``feature`` while a group is merged (R p and one
+    block if they are stored), then R p itemsize + 12 p² bytes (28 p² with weights); in the tree
+    (split_every + 1) p² itemsize.
 
     Exactness: products in the dtype above, sums in ``dtype``. The bits are the same on any
     scheduler for given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its GPU).
@@ -207,18 +216,15 @@ def _reduced(
     least = np.result_type(accumulation_dtype(p), product_dtype(feature))
     sum_dtype = np.dtype(least if dtype is None else dtype)
     groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
-    arrays: list[object] = [feature.rechunk({0: groups}, method="tasks"), "spc"]
-    for w, name in ((weights, "weights"), (sum_weights, "sum_weights")):
-        if w is None:
-            arrays += [None, None]
-            continue
-        w = align_weights(w, feature, name=name).rechunk({0: groups}, method="tasks")
-        arrays += [w, "sc"] if name == "weights" else [pooled(w), "s"]
+    h = None if weights is None else align_weights(weights, feature, name="weights")
+    g = None if sum_weights is None else align_weights(sum_weights, feature, name="sum_weights")
     parts = da.blockwise(
         _partial,
         "spqc",
-        *arrays,
-        new_axes={"q": p if sum_weights is None else p + 1},
+        *_merged(feature, groups),
+        *((None, None) if h is None else _merged(h, groups)),
+        *((None, None) if g is None else _merged(pooled(g), groups)),
+        new_axes={"p": p, "q": p if sum_weights is None else p + 1},
         adjust_chunks={"s": (1,) * len(groups)},
         align_arrays=False,
         name="gram-products-" + tokenize(feature.name, weights, sum_weights, sum_dtype.str),
@@ -254,10 +260,47 @@ def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
     return tuple(groups)
 
 
+def _merged(array: da.Array, groups: tuple[int, ...]) -> tuple[object, str]:
+    """Return an argument of ``blockwise`` with all rows of a group in one task, and its index.
+
+    Blocks in a store are read by that task. Others, wherever they were computed, are sent there.
+    """
+    index = {1: "s", 2: "sc", 3: "spc"}[array.ndim]
+    ends = np.searchsorted(block_starts(array.chunks[0]), block_starts(groups))
+    blocks = [range(start, end) for start, end in pairwise(ends.tolist())]
+    read = read_in_task(array, groups=blocks, by_checkpoint=array.ndim > 1)
+    return read or (array.rechunk({0: groups}, method="tasks"), index)
+
+
 def _partial(
+    x: Blocks, h: Blocks | None, g: Blocks | None, *, sum_dtype: np.dtype[np.floating]
+) -> Block:
+    """Return the partial sums of one group, (1, p, p or p + 1, 1)."""
+    rest = (None if blocks is None else _concatenated(blocks) for blocks in (h, g))
+    return _products(_concatenated(x), *rest, sum_dtype=sum_dtype)
+
+
+def _concatenated(blocks: Blocks) -> Block:
+    """Return the rows of all blocks, holding no more than one block beside them."""
+    if not isinstance(blocks, Unread):
+        (block,) = flat(blocks)
+        return block
+    parts = flat(blocks)
+    first = next(parts)
+    if len(blocks.tasks) == 1:
+        return first
+    whole = np.empty((blocks.n_rows, *first.shape[1:]), first.dtype)
+    end = 0
+    for part in itertools.chain([first], parts):
+        start, end = end, end + len(part)
+        whole[start:end] = part
+    return whole
+
+
+def _products(
     x: Block, h: Block | None, g: Block | None, *, sum_dtype: np.dtype[np.floating]
 ) -> Block:
-    """Return the partial sums of one group, (1, p, p or p + 1, 1).
+    """Return the partial sums of some rows, (1, p, p or p + 1, 1).
 
     Rows are processed in slabs, so that casting and weighting them takes little memory.
     """

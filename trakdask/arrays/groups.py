@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import dask.array as da
@@ -11,16 +13,18 @@ import numpy.typing as npt
 from dask.base import tokenize
 from scipy import sparse
 
+from trakdask.arrays import gram
+from trakdask.arrays.block_arguments import PackedRows, read_in_task
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
     add,
     align_weights,
+    block_starts,
     blocks_with,
     failed_rows,
     flat,
     matrix,
-    mean_weight,
     product_dtype,
     require_features,
     require_split_every,
@@ -73,8 +77,9 @@ def group_sum(
 
     Notes
     -----
-    Cost: 2 n p C flops, memory-bound. Blocks in which no sample has a group are never read. Peak
-    memory per task: the block in float32 and (split_every + 1) n_groups p 8 bytes.
+    Cost: 2 n p C flops, memory-bound. Blocks in which no sample has a group are never read. Blocks
+    that are stored are read by the task that sums them, ``split_every`` in a row. Peak memory per
+    task: one block in float32 and (split_every + 1) n_groups p 8 bytes.
 
     Exactness: sums are float32 (as above) within a block and float64 between blocks, with the same
     bits on any scheduler for given chunks. Rows of failed samples, which are entirely NaN, and rows
@@ -91,36 +96,46 @@ def group_sum(
     groups = _check_codes(codes, n_groups, feature.shape[0])
     _, p, n_checkpoint = feature.shape
     dtype = product_dtype(feature)
-    used_blocks = blocks_with(groups >= 0, feature.chunks[0])
+    used_blocks = blocks_with(groups > 0, feature.chunks[0])
     if not used_blocks:
         chunks = (n_groups, p, (1,) * n_checkpoint)
         empty: da.Array = da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
         return empty
-    arrays: list[object] = [feature, "spc"]
-    arrays += [da.from_array(groups, chunks=(feature.chunks[0],)), "s"]
-    if weight is not None:
-        aligned = align_weights(weight, feature, name="weight")
-        arrays += [aligned, "sd" if pooled else "sc"]
+    g = None if weight is None else align_weights(weight, feature, name="weight")
+    if g is not None and pooled:
+        g = gram.pooled(g)
+    # As many blocks as a node of the tree adds, in its order: the bits are the same.
+    firsts = range(0, len(used_blocks), split_every)
+    merged = [used_blocks[first : first + split_every] for first in firsts]
+    read = _read_in_task(feature, g, merged)
+    sizes = feature.chunks[0]
+    if read:
+        sizes = tuple(sum(sizes[i] for i in blocks) for blocks in merged)
+        groups = _rows_of(groups, feature.chunks[0], used_blocks)
+    packed = PackedRows(groups, n_groups, sizes)
+    token = tokenize(feature.name, weight, packed, n_groups, pooled)
     parts = da.blockwise(
         _partial,
         "sgpc",
-        *arrays,
-        new_axes={"g": n_groups},
-        adjust_chunks={"s": (1,) * feature.numblocks[0]},
+        packed,
+        "s",
+        *(read or _arguments(feature, g)),
+        new_axes={"g": n_groups, "p": p},
+        adjust_chunks={"s": (1,) * len(sizes)},
         concatenate=False,
         align_arrays=False,
-        name="group-sum-blocks-" + tokenize(feature.name, weight, groups, n_groups, pooled),
+        name=f"group-sum-blocks-{token}",
         dtype=np.float64,
         meta=np.empty((0,) * 4, np.float64),
         n_groups=n_groups,
     )
-    if len(used_blocks) < parts.numblocks[0]:
+    if not read and len(used_blocks) < parts.numblocks[0]:
         parts = parts.blocks[used_blocks]
     finish = functools.partial(_add_as, dtype=dtype)
     return tree_sum(parts, split_every=split_every, name="group-sum", finish=finish, dtype=dtype)
 
 
-def _check_codes(codes: npt.ArrayLike, n_groups: int, n_sample: int) -> npt.NDArray[np.int64]:
+def _check_codes(codes: npt.ArrayLike, n_groups: int, n_sample: int) -> Block:
     groups = np.asarray(codes)
     if groups.dtype.kind not in "iu":
         raise TypeError(
@@ -139,24 +154,59 @@ def _check_codes(codes: npt.ArrayLike, n_groups: int, n_sample: int) -> npt.NDAr
             f"expected codes in [-1, {n_groups - 1}] for n_groups={n_groups}, got codes in "
             f"[{groups.min()}, {groups.max()}]; try -1 for samples without a group"
         )
-    return groups.astype(np.int64)
+    # From 0, which is no group: few bits hold them, and each task gets no more than those.
+    codes_from_1: Block = np.add(groups, 1, dtype=np.min_scalar_type(n_groups), casting="unsafe")
+    return codes_from_1
 
 
-def _partial(
-    feature: Blocks, codes: Blocks, weight: Blocks | None = None, *, n_groups: int
-) -> Block:
-    """Return the (1, group, p, 1) sums of one block.
+def _read_in_task(
+    feature: da.Array, g: da.Array | None, groups: Sequence[Sequence[int]]
+) -> list[object] | None:
+    """Return the arguments of tasks that read several blocks; None if they are not all stored."""
+    x = read_in_task(feature, groups=groups, by_checkpoint=True)
+    if g is None or x is None:
+        return None if x is None else list(x)
+    weight = read_in_task(g, groups=groups, by_checkpoint=g.ndim > 1)
+    return None if weight is None else [*x, *weight]
+
+
+def _arguments(feature: da.Array, g: da.Array | None) -> list[object]:
+    return [feature, "spc", *(() if g is None else (g, "sc"[: g.ndim]))]
+
+
+def _rows_of(values: Block, sizes: tuple[int, ...], blocks: Sequence[int]) -> Block:
+    """Return the values of some blocks."""
+    if len(blocks) == len(sizes):
+        return values
+    starts = block_starts(sizes)
+    return np.concatenate([values[starts[i] : starts[i + 1]] for i in blocks])
+
+
+def _partial(codes: Any, feature: Blocks, weight: Blocks | None = None, *, n_groups: int) -> Block:
+    """Return the (1, group, p, 1) sums of the blocks of a task."""
+    groups = PackedRows.unpack(codes) - 1
+    weights = itertools.repeat(None) if weight is None else flat(weight)
+    total, start = None, 0
+    for block, g in zip(flat(feature), weights, strict=False):
+        stop = start + len(block)
+        sums = _block_sums(block, g, groups[start:stop], n_groups)
+        total = sums if total is None else np.add(total, sums, out=total)
+        start = stop
+    assert total is not None
+    return total.reshape(1, *total.shape, 1)
+
+
+def _block_sums(block: Block, weight: Block | None, groups: Block, n_groups: int) -> Block:
+    """Return the (group, p) sums of one block.
 
     The product is sparse, because 0 · NaN in a dense one-hot product would make all groups NaN.
     """
-    (groups,) = flat(codes)
-    x = matrix(feature)
-    g = np.ones(len(x)) if weight is None else mean_weight(weight)
-    (block,) = flat(feature)
+    x = matrix(block)
+    g = np.ones(len(x)) if weight is None else weight.reshape(len(x)).astype(np.float64)
     member = np.flatnonzero((groups >= 0) & ~np.isnan(g) & ~failed_rows(block))
     entries = (g[member].astype(x.dtype), (groups[member], member))
     sums = sparse.csr_array(entries, shape=(n_groups, len(x))) @ x
-    return np.asarray(sums, np.float64).reshape(1, n_groups, -1, 1)
+    return np.asarray(sums, np.float64)
 
 
 def _add_as(

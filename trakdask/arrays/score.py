@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
+from trakdask.arrays.block_arguments import read_in_task
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
@@ -64,7 +65,10 @@ def score(
     -----
     Cost: 2 n m p C flops. Every tile reads its sample block and its target block of all
     checkpoints, so score many targets at once. Peak memory per task: C p (rows of both) itemsize +
-    8 bytes per entry of the tile; the sum over checkpoints is computed in place.
+    8 bytes per entry of the tile; the sum over checkpoints is computed in place. If the targets are
+    in one chunk, stored features are read inside these tasks, one checkpoint at a time: there is
+    one task per block of samples, with C p (rows of the targets) + p (rows of the samples) numbers
+    in memory.
 
     Exactness: products and sums are in the dtype of the result, with checkpoints added in order, so
     the bits are the same on any scheduler for given chunks and BLAS (a worker with
@@ -90,10 +94,14 @@ def score(
             f"expected solved with the (proj_dim, checkpoint) of feature, {feature.shape[1:]}, got "
             f"{solved.shape[1:]}; try featurizing both with the same projector and checkpoints"
         )
-    arrays: list[object] = [feature, "spc", solved, "tpc"]
+    # Several tiles in a row of tiles share what is read.
+    reads = solved.numblocks[0] == 1
+    read = read_in_task(feature, by_checkpoint=not average) if reads else None
+    arrays: list[object] = [*(read or (feature, "spc")), solved, "tpc"]
     if loss_weight is not None:
-        aligned = align_weights(loss_weight, feature, name="loss_weight")
-        arrays += [aligned, "sd" if pooled else "sc"]
+        weight = align_weights(loss_weight, feature, name="loss_weight")
+        read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
+        arrays += read or (weight, "sd" if pooled else "sc")
     out = "st" if average else "stc"
     dtype = product_dtype(feature, solved)
     tiles: da.Array = da.blockwise(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
+from trakdask.arrays.block_arguments import read_in_task
 from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
@@ -331,8 +332,7 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
     result: da.Array = da.blockwise(
         _leverage_block,
         "sc",
-        feature,
-        "spc",
+        *(read_in_task(feature, by_checkpoint=True) or (feature, "spc")),
         factor,
         "pqc",
         concatenate=False,

@@ -74,20 +74,19 @@ def _all_but(n: int, positions: NDArray[np.int64], index: int) -> Mask:
 
 def _rows(row: Callable[[int], Mask], n_rows: int, n: int, *, name: str) -> da.Array:
     size = max(1, _BYTES_PER_BLOCK // max(n, 1))
-    chunks = da.core.normalize_chunks((size, -1), shape=(n_rows, n))
-    starts = np.cumsum([0, *chunks[0]])
     masks: da.Array = da.map_blocks(
-        functools.partial(_row_block, row, starts),
-        chunks=chunks, name=name, dtype=bool, meta=np.empty((0, 0), bool),
+        functools.partial(_row_block, row, n_rows, size),
+        chunks=da.core.normalize_chunks((size, -1), shape=(n_rows, n)),
+        name=name, dtype=bool, meta=np.empty((0, 0), bool),
     )  # fmt: skip
     return masks
 
 
 def _row_block(
-    row: Callable[[int], Mask], starts: NDArray[np.int64], block_id: tuple[int, ...]
+    row: Callable[[int], Mask], n_rows: int, size: int, block_id: tuple[int, ...]
 ) -> Mask:
-    first, end = starts[block_id[0] : block_id[0] + 2]
-    return np.stack([row(int(index)) for index in range(first, end)])
+    first = block_id[0] * size
+    return np.stack([row(index) for index in range(first, min(first + size, n_rows))])
 
 
 def without_first(ranked: da.Array, counts: Sequence[int], n: int) -> da.Array:

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.blocks import Block, Blocks, block_starts, blocks_with, flat
+from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices, block_of
+from trakdask.arrays.blocks import Block, Blocks, blocks_with, flat
 
 __all__ = ["TileMask", "top_k"]
 
-#: (sample_start, sample_stop, target_start, target_stop) -> bool (samples, targets).
-TileMask: TypeAlias = Callable[[int, int, int, int], npt.NDArray[np.bool_]]
+
+@dataclass(frozen=True)
+class TileMask:
+    """A mask over samples and targets, as a function of what is known of a tile.
+
+    Attributes
+    ----------
+    function
+        (samples, targets, *blocks) -> bool (samples, targets). ``samples`` and ``targets`` are the
+        ranges of positions of the tile, ``blocks`` the parts of ``arrays`` that belong to it.
+    arrays
+        Arrays in memory, each with its axes: ``"s"``, ``"t"`` or ``"st"``.
+    """
+
+    function: Callable[..., npt.NDArray[np.bool_]]
+    arrays: tuple[tuple[Block, str], ...] = ()
+
 
 _SPLIT_EVERY = 8
 _LOW = np.int64(0xFFFFFFFF)
@@ -43,9 +60,8 @@ def top_k(
         If False, return the k smallest scores in ascending order.
     mask
         Which samples may be ranked: None for all; a (sample,) bool array, in which case blocks
-        without a selected sample are never computed; or a function of a tile's bounds
-        (sample_start, sample_stop, target_start, target_stop) that returns bool (samples, targets)
-        and is called inside the tasks.
+        without a selected sample are never computed; or a :class:`TileMask`, whose function is
+        called inside the tasks.
 
     Returns
     -------
@@ -81,7 +97,7 @@ def top_k(
     """
     _check_score(score)
     _check_k(k, score.shape[0])
-    if mask is not None and not callable(mask):
+    if mask is not None and not isinstance(mask, TileMask):
         mask = _check_mask(mask, score.shape[0])
     keys = _local_keys(score, k, largest, mask)
     if keys is None:
@@ -155,23 +171,26 @@ def _local_keys(
 ) -> da.Array | None:
     """Return the best keys of each block, (rank within the block, target); None without blocks."""
     sizes, target_sizes = score.chunks
-    arrays: list[object] = [score, "st"]
-    arrays += [_positions(sizes, None if callable(mask) else mask), "s"]
-    tile_mask = mask if callable(mask) else None
-    if tile_mask is not None:
-        arrays += [_positions(target_sizes, None), "t"]
+    arguments: list[object] = [score, "st", Bounds(sizes), "s", Bounds(target_sizes), "t"]
+    function = None
+    if isinstance(mask, TileMask):
+        function, chunks = mask.function, {"s": sizes, "t": target_sizes}
+        for values, index in mask.arrays:
+            arguments += [Slices(values, tuple(chunks[axis] for axis in index)), index]
+    elif mask is not None:
+        arguments += [PackedRows(mask, 1, sizes), "s"]
     keys: da.Array = da.blockwise(
         _local,
         "st",
-        *arrays,
+        *arguments,
         adjust_chunks={"s": tuple(min(k, size) for size in sizes)},
         align_arrays=False,
-        name="top-k-local-" + tokenize(score.name, k, largest, mask),
+        name="top-k-local-" + tokenize(score.name, k, largest, function, *arguments[6::2]),
         dtype=np.int64,
         meta=np.empty((0, 0), np.int64),
         k=k,
         largest=largest,
-        mask=tile_mask,
+        function=function,
     )
     used = blocks_with(mask, sizes) if isinstance(mask, np.ndarray) else list(range(len(sizes)))
     if not used:
@@ -180,47 +199,27 @@ def _local_keys(
     return keys if len(used) == len(sizes) else keys.blocks[used]
 
 
-def _positions(sizes: tuple[int, ...], mask: npt.NDArray[np.bool_] | None) -> da.Array:
-    """Return the lazy positions 0..n-1 in the given chunks, -1 where the mask is False."""
-    starts = block_starts(sizes)
-    selected = [] if mask is None else [da.from_array(mask, chunks=(sizes,))]
-    positions: da.Array = da.map_blocks(
-        _position_block,
-        *selected,
-        starts=starts,
-        chunks=(sizes,),
-        name="positions-" + tokenize(sizes, mask),
-        dtype=np.int64,
-        meta=np.empty((0,), np.int64),
-    )
-    return positions
-
-
-def _position_block(
-    selected: npt.NDArray[np.bool_] | None = None,
-    *,
-    starts: npt.NDArray[np.int64],
-    block_id: tuple[int],
-) -> Block:
-    positions = np.arange(starts[block_id[0]], starts[block_id[0] + 1])
-    return positions if selected is None else np.where(selected, positions, -1)
-
-
 def _local(
     score: Blocks,
-    positions: Blocks,
-    targets: Blocks | None = None,
-    *,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    *masks: Any,
     k: int,
     largest: bool,
-    mask: TileMask | None,
+    function: Callable[..., Block] | None,
 ) -> Block:
-    """Return the best keys of one tile, (min(k, rows), target), unsorted."""
-    (tile,), (rows,) = flat(score), flat(positions)
-    keys = _keys(tile, rows, largest)
-    if mask is not None and targets is not None and tile.size:
-        (columns,) = flat(targets)
-        keys[~_tile_mask(mask, rows, columns).T] = _NOTHING
+    """Return the best keys of one tile, (min(k, rows), target), unsorted.
+
+    ``masks`` are the arguments of ``function``, or the packed mask of the samples.
+    """
+    (tile,) = flat(score)
+    keys = _keys(tile, np.arange(*rows), largest)
+    if function is not None and tile.size:
+        blocks = [block_of(each) for each in masks]
+        keys[~_tile_mask(function, range(*rows), range(*columns), blocks).T] = _NOTHING
+    elif masks:
+        (packed,) = masks
+        keys[:, PackedRows.unpack(packed) == 0] = _NOTHING
     if len(tile) > k:
         keys.partition(len(tile) - k, axis=1)
         # A copy, because a view would keep the keys of the whole tile in memory.
@@ -242,7 +241,6 @@ def _keys(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]
     keys <<= 32
     keys |= _LOW - positions
     keys[np.isnan(values)] = _NOTHING
-    keys[:, positions < 0] = _NOTHING
     return keys
 
 
@@ -251,14 +249,16 @@ def _folded(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 
 
-def _tile_mask(mask: TileMask, rows: Block, columns: Block) -> npt.NDArray[np.bool_]:
-    bounds = (int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1)
-    result = np.asarray(mask(*bounds))
+def _tile_mask(
+    function: Callable[..., Block], rows: range, columns: range, blocks: Sequence[Block]
+) -> npt.NDArray[np.bool_]:
+    result = np.asarray(function(rows, columns, *blocks))
     shape = (len(rows), len(columns))
     if result.shape != shape or result.dtype != bool:
         raise ValueError(
-            f"expected bool of shape {shape} from mask{bounds}, got {result.dtype} of shape "
-            f"{result.shape}; try broadcasting it to the (samples, targets) of the tile"
+            f"expected bool of shape {shape} from the mask of samples {rows.start}:{rows.stop} and "
+            f"targets {columns.start}:{columns.stop}, got {result.dtype} of shape {result.shape}; "
+            "try broadcasting it to the (samples, targets) of the tile"
         )
     return result
 

@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
+from trakdask.arrays.block_arguments import read_in_task
 from trakdask.arrays.blocks import Block, Blocks, flat, require_features
 
 __all__ = ["inverse_norm", "soft_gram_weights", "soft_loss_weights", "squared_norm"]
@@ -101,8 +102,7 @@ def squared_norm(feature: da.Array) -> da.Array:
     result: da.Array = da.blockwise(
         _squared_norm,
         "sc",
-        feature,
-        "spc",
+        *(read_in_task(feature, by_checkpoint=True) or (feature, "spc")),
         concatenate=False,
         align_arrays=False,
         name="squared-norm-" + tokenize(feature.name),

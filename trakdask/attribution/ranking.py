@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+from uuid import uuid4
 
 import dask.array as da
 import numpy as np
 import xarray as xr
-from dask.base import tokenize
 
 from trakdask import arrays
+from trakdask.arrays.block_arguments import Column
+from trakdask.arrays.topk import TileMask
 from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, aligned
 
 __all__ = ["top_k"]
 
 Where = xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
-TileMask = Callable[[int, int, int, int], np.ndarray]
 
 
 def top_k(
@@ -90,7 +91,7 @@ def top_k(
     value, position = arrays.topk.top_k(scores.data, int(k), largest=largest, mask=mask)
     dims = (TARGET, RANK)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
-    may_pad = callable(mask) or scores.attrs.get("target_on_error") == "record"
+    may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
     coords = _gathered_coords(scores, position, may_pad=may_pad)
     coords |= {name: c for name, c in _coords_along(scores, TARGET).items()}
     return xr.Dataset(
@@ -137,14 +138,14 @@ def _coords_along(scores: xr.DataArray, dim: str) -> dict[Hashable, Any]:
 
 
 def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | None:
-    """Return None, a mask over samples, or a function of the bounds of a tile."""
+    """Return None, a mask over samples, or one of tiles."""
     if where is None:
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
-        coords = {**_coords_along(scores, SAMPLE), **_coords_along(scores, TARGET)}
-        for dim in (SAMPLE, TARGET):  # positions, if they have no labels of their own
-            coords.setdefault(dim, (dim, np.arange(scores.sizes[dim])))
-        return functools.partial(_mask_of_coords, where, xr.Dataset(coords=coords))
+        of_samples, of_targets = (_coords_along(scores, dim) for dim in (SAMPLE, TARGET))
+        function = functools.partial(_mask_of_coords, where, list(of_samples), list(of_targets))
+        pairs = [(values, "s") for _, values in of_samples.values()]
+        return TileMask(function, (*pairs, *((values, "t") for _, values in of_targets.values())))
     if isinstance(where, np.ma.MaskedArray):
         raise TypeError(
             f"expected where without hidden entries, got a MaskedArray that hides "
@@ -160,7 +161,9 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
         _require_mask(scores, where.dtype, dict(where.sizes))
     if where.dims == (SAMPLE,):
         return where.values
-    return functools.partial(_mask_of_array, where.reset_coords(drop=True).load())
+    if where.dims == (TARGET, SAMPLE):
+        where = where.transpose(SAMPLE, TARGET)
+    return TileMask(_broadcast, ((where.values, "t" if where.dims == (TARGET,) else "st"),))
 
 
 def _sizes(shape: tuple[int, ...]) -> dict[Hashable, int]:
@@ -181,20 +184,25 @@ def _require_mask(scores: xr.DataArray, dtype: np.dtype[Any], sizes: dict[Hashab
 
 def _mask_of_coords(
     where: Callable[[xr.Dataset], xr.DataArray],
-    coords: xr.Dataset,
-    start: int,
-    stop: int,
-    target_start: int,
-    target_stop: int,
+    names: Sequence[Hashable],
+    target_names: Sequence[Hashable],
+    samples: range,
+    targets: range,
+    *coords: np.ndarray,
 ) -> np.ndarray:
-    tile = coords.isel(sample=slice(start, stop), target=slice(target_start, target_stop))
-    at = f"at samples {start}:{stop} and targets {target_start}:{target_stop}"
+    dims = [SAMPLE] * len(names) + [TARGET] * len(target_names)
+    pairs = zip(dims, coords, strict=True)
+    named: dict[Hashable, Any] = dict(zip((*names, *target_names), pairs, strict=True))
+    for dim, positions in {SAMPLE: samples, TARGET: targets}.items():
+        named.setdefault(dim, (dim, np.array(positions)))  # where there are no labels
+    tile = xr.Dataset(coords=named)
+    at = f"at samples {samples.start}:{samples.stop} and targets {targets.start}:{targets.stop}"
     try:
         result = where(tile)
     except Exception as err:
         raise ValueError(
             f"expected the function where= to return a mask of the coords "
-            f"{list(map(str, coords.coords))}, got {err!r} {at}; try a comparison of these coords, "
+            f"{list(map(str, tile.coords))}, got {err!r} {at}; try a comparison of these coords, "
             "of which those of targets begin with 'target_'"
         ) from err
     is_mask = isinstance(result, xr.DataArray) and result.dtype == bool
@@ -211,47 +219,44 @@ def _mask_of_coords(
             f"expected the function where= to return a mask of the tile's {dict(tile.sizes)}, got "
             f"{wrong} {at}; try comparing coords of the tile, not of all scores"
         )
-    return _broadcast(result, stop - start, target_stop - target_start)
+    mask = result.variable.transpose(SAMPLE, TARGET, missing_dims="ignore")
+    return _broadcast(samples, targets, mask.values, mask.dims)
 
 
-def _mask_of_array(
-    mask: xr.DataArray, start: int, stop: int, target_start: int, target_stop: int
+def _broadcast(
+    samples: range, targets: range, mask: np.ndarray, dims: tuple[Hashable, ...] = (TARGET,)
 ) -> np.ndarray:
-    bounds = {SAMPLE: slice(start, stop), TARGET: slice(target_start, target_stop)}
-    tile = mask.isel({dim: bounds[str(dim)] for dim in mask.dims})
-    return _broadcast(tile, stop - start, target_stop - target_start)
-
-
-def _broadcast(mask: xr.DataArray, n_samples: int, n_targets: int) -> np.ndarray:
-    """Return a mask as (sample, target), by position: its labels are those of the tile."""
-    full = xr.Variable((SAMPLE, TARGET), np.ones((n_samples, n_targets), bool))
-    result: np.ndarray = (full & mask.variable).transpose(SAMPLE, TARGET).values
-    return result
+    """Return a mask over targets, or over ``dims``, as (sample, target)."""
+    if dims == (SAMPLE,):
+        mask = mask[:, None]
+    return np.broadcast_to(mask, (len(samples), len(targets)))
 
 
 def _gathered_coords(
     scores: xr.DataArray, position: da.Array, *, may_pad: bool
 ) -> dict[Hashable, Any]:
-    """Metadata of the ranked samples, looked up lazily in the coords in memory."""
+    """Return the metadata of the ranked samples, looked up once their positions are known."""
     coords: dict[Hashable, Any] = {}
     for name, (_, values) in _coords_along(scores, SAMPLE).items():
-        if may_pad and values.dtype.kind in "iub":
-            values = values.astype(np.float64)
+        dtype = values.dtype
+        if may_pad and dtype.kind in "iub":
+            dtype = np.dtype(np.float64)
         data = da.map_blocks(
-            functools.partial(_gather, values), position,
-            dtype=values.dtype, meta=np.empty((0, 0), values.dtype),
-            name=f"{name}-{tokenize(position.name, values)}",
+            functools.partial(_gather, column=Column(values), dtype=dtype), position,
+            dtype=dtype, meta=np.empty((0, 0), dtype),
+            name=f"{name}-{uuid4().hex}",
         )  # fmt: skip
         coords[name] = ((TARGET, RANK), data)
     return coords
 
 
-def _gather(values: np.ndarray, position: np.ndarray) -> np.ndarray:
+def _gather(position: np.ndarray, column: Column, dtype: np.dtype[Any]) -> np.ndarray:
     missing = position < 0
-    found = values[np.where(missing, 0, position)]  # never values[-1]: that is the last sample
+    # Never row -1: that is the last sample.
+    gathered = column.rows(np.where(missing, 0, position)).astype(dtype)
     if missing.any():
-        found[missing] = _missing_value(values.dtype)
-    return found
+        gathered[missing] = _missing_value(dtype)
+    return gathered
 
 
 def _missing_value(dtype: np.dtype[Any]) -> Any:

@@ -109,9 +109,10 @@ def score(
         Features of the training samples. If they hold the ``gram`` of this estimator, as
         :func:`save` keeps it, and their arrays are those of the store, it is used: rows selected
         lazily with ``features.isel(sample=...)`` are scored under the gram matrix of all samples,
-        and only their blocks are read. Otherwise it is reduced from these features, whose blocks
-        then stay in memory until they are scored. Of arrays that were loaded as a whole, the
-        diagonal of the gram matrix tells whether they are still those of the store.
+        and only their blocks are read. Otherwise it is reduced from these features: stored ones are
+        read twice, and those that are computed stay in memory until they are scored. Of arrays that
+        were loaded as a whole, the diagonal of the gram matrix tells whether they are still those
+        of the store.
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
@@ -215,7 +216,7 @@ def score(
         coords[CHECKPOINT] = features[CHECKPOINT]
     dims = (SAMPLE, TARGET) if average else (SAMPLE, TARGET, CHECKPOINT)
     attrs = _score_attrs(features, targets, product)
-    return xr.DataArray(data, dims=dims, coords=coords, name="score", attrs=attrs)
+    return _labelled("score", dims, data, coords, attrs)
 
 
 def group_score(
@@ -338,7 +339,14 @@ def self_influence(
     if not average:
         coords[CHECKPOINT] = features[CHECKPOINT]
     dims = (SAMPLE,) if average else (SAMPLE, CHECKPOINT)
-    return xr.DataArray(data, dims=dims, coords=coords, name=variable.name, attrs=variable.attrs)
+    return _labelled(variable.name, dims, data, coords, variable.attrs)
+
+
+def _labelled(
+    name: str, dims: tuple[str, ...], data: Any, coords: Mapping[Hashable, Any], attrs: Any
+) -> xr.DataArray:
+    """Return a DataArray without copying its coords, as the constructor of DataArray does."""
+    return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 
 def _coords_along(ds: xr.Dataset, dim: str) -> dict[Hashable, xr.DataArray]:

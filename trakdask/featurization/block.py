@@ -34,14 +34,14 @@ _SHARE_OF_MEMORY = 0.5
 
 
 def featurize_block(
-    job: Job, index: np.ndarray, positions: np.ndarray, *arrays: np.ndarray
+    job: Job, index: np.ndarray, bounds: tuple[int, int], *arrays: np.ndarray
 ) -> tuple[Any, ...]:
     """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint.
 
     And last a mapping that says on what device, and by what kernels, they were computed.
     """
-    checkpoint = job.model.checkpoints[int(index[0])]
-    what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
+    checkpoint, positions = job.model.checkpoints[int(index[0])], np.arange(*bounds)
+    what = f"samples {bounds[0]}:{bounds[1]} of checkpoint {checkpoint.name!r}"
     note_start(what)
     try:
         device = device_of_task(job.device)

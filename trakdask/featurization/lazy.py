@@ -15,6 +15,7 @@ import xarray as xr
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
+from trakdask.arrays.block_arguments import Bounds
 from trakdask.execution.layers import feature_layer, featurize_layer, take
 from trakdask.featurization.block import featurize_block
 from trakdask.featurization.devices import check_device
@@ -331,7 +332,7 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         "sc",
         da.from_array(np.arange(checkpoints), chunks=1, name=f"checkpoint-{token}"),
         "c",
-        _positions(chunks, token),
+        Bounds(chunks),  # so that errors can name samples
         "s",
         *_indexed(inputs),
         name=featurize_layer(token),
@@ -362,17 +363,3 @@ def _indexed(inputs: dict[str, da.Array]) -> Iterator[Any]:
     for name, array in inputs.items():
         yield array
         yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))
-
-
-def _positions(chunks: tuple[int, ...], token: str) -> da.Array:
-    """Return the positions of samples, created inside the tasks so that errors can name them."""
-    bounds = np.concatenate([[0], np.cumsum(chunks)])
-    positions: da.Array = da.map_blocks(
-        functools.partial(_range_of_block, bounds),
-        chunks=(chunks,), name=f"position-{token}", dtype=np.int64, meta=np.empty(0, np.int64),
-    )  # fmt: skip
-    return positions
-
-
-def _range_of_block(bounds: np.ndarray, block_id: tuple[int, ...]) -> np.ndarray:
-    return np.arange(*bounds[block_id[0] : block_id[0] + 2])

@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
+from dask.array.optimization import optimize
+from dask.highlevelgraph import HighLevelGraph
 from dask.utils import format_bytes, format_time
 from rich.table import Table
 
@@ -25,6 +28,8 @@ __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
 _NEEDED = ("projector", "parameters")
 _BYTES_OF_FLOAT32 = 4
+_COUNTED_BLOCKS = 3
+"""Dask fuses what only one block needs with it, so that one block alone is no measure."""
 
 
 def plan(
@@ -100,6 +105,7 @@ def plan(
             _planned(projector, shapes, n_samples, n_checkpoints) for projector in all_projectors
         ),
         model_operations=model_operations(features),
+        n_scheduled_tasks=_count_scheduled_tasks(features),
         pilot=run_pilot(features) if pilot else None,
     )
 
@@ -176,6 +182,11 @@ class Plan:
         Operations of one forward and one backward pass of a single sample; None if unknown.
     projections
         The features' own projector, then those to compare with.
+    n_scheduled_tasks
+        All tasks that a scheduler gets if features are computed at once: those that read samples
+        and take the variables of a block apart, too. :func:`save` submits one checkpoint at a time.
+        Schedulers cope with some 50,000 at a time; larger blocks make fewer. None if the features
+        are not lazy.
     pilot
         The measured block, if one was requested.
     """
@@ -187,11 +198,12 @@ class Plan:
     batch_size: int | None
     projections: tuple[PlannedProjection, ...]
     model_operations: int | None = None
+    n_scheduled_tasks: int | None = None
     pilot: Pilot | None = None
 
     @property
     def n_tasks(self) -> int:
-        """Number of tasks that compute features, one per block of samples and checkpoint."""
+        """Number of tasks that compute gradients, one per block of samples and checkpoint."""
         return self.n_blocks * self.n_checkpoints
 
     @property
@@ -252,6 +264,8 @@ class Plan:
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
             f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
         )
+        if self.n_scheduled_tasks is not None:
+            title += f" of gradients, {self.n_scheduled_tasks:,} in the graph"
         titles = [title]
         if self.model_operations is not None:
             total = self.model_operations * self.n_samples * self.n_checkpoints
@@ -300,6 +314,29 @@ def _checked(projectors: Any) -> list[Projector]:
                 "projectors=[td.Rademacher(proj_dim=2048)]"
             )
     return listed
+
+
+def _count_scheduled_tasks(features: xr.Dataset) -> int | None:
+    """Return the number of tasks after all optimizations, extrapolated from the first blocks."""
+    arrays = [each.data for each in features.variables.values() if each.dims[:1] == (SAMPLE,)]
+    lazy = [array for array in arrays if isinstance(array, da.Array)]
+    n_blocks = max((array.numblocks[0] for array in lazy), default=0)
+    if not n_blocks or any(array.numblocks[0] != n_blocks for array in lazy):
+        return None
+    graph = HighLevelGraph.merge(*(array.dask for array in lazy))
+
+    def count(blocks: int) -> int:
+        keys = [
+            (array.name, *index)
+            for array in lazy
+            for index in np.ndindex(blocks, *array.numblocks[1:])
+        ]
+        return len(optimize(graph, keys))
+
+    if n_blocks <= _COUNTED_BLOCKS:
+        return count(n_blocks)
+    counted = count(_COUNTED_BLOCKS)
+    return counted + (n_blocks - _COUNTED_BLOCKS) * (counted - count(_COUNTED_BLOCKS - 1))
 
 
 def _planned(

@@ -1,0 +1,240 @@
+"""Graphs of queries: no task grows with the number of blocks, and stored blocks do not move."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import dask.array as da
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from dask.base import collections_to_expr
+from dask.callbacks import Callback
+from distributed import Client
+
+import trakdask as td
+from tests.stored_arrays import ShapeOfArray, StoredArray, as_stored, stored
+from trakdask.arrays.block_arguments import Slices
+from trakdask.testing import raise_if_dask_computes, simulate_features
+
+P, C, ROWS = 4, 2, 64
+
+
+def metadata(n: int) -> dict[str, tuple[str, np.ndarray]]:
+    sources = np.array(["web", "books", "code"], np.dtypes.StringDType())
+    return {
+        "label": ("sample", np.arange(n) % 5),
+        "source": ("sample", sources[np.arange(n) % 3]),
+        "day": ("sample", np.arange(n).astype("datetime64[s]").astype("datetime64[ns]")),
+        "size": ("sample", np.linspace(0, 1, n)),
+    }
+
+
+def simulated(n: int) -> xr.Dataset:
+    return simulate_features(n, P, C, chunks=ROWS).assign_coords(metadata(n))
+
+
+def read(n: int) -> xr.Dataset:
+    """Features whose arrays look as if they were in a store."""
+    arrays = {"feature": ((n, P, C), (ROWS, P, 1)), "output": ((n, C), (ROWS, 1))}
+    arrays["out_to_loss"] = arrays["output"]
+    template = simulated(n)
+    data = {
+        name: template[name].copy(data=stored(ShapeOfArray(*shape), chunks))
+        for name, (shape, chunks) in arrays.items()
+    }
+    return template.assign(data)
+
+
+def scores(features: xr.Dataset, **options: Any) -> xr.DataArray:
+    options = {"estimator": "trak", "damping": 0.03, **options}
+    return td.score(features, simulated(3), **options)
+
+
+WEIGHTS = [torch.nn.Linear(P, 5).state_dict() for _ in range(C)]
+
+
+def featurize(features: xr.Dataset) -> xr.Dataset:
+    samples = xr.Dataset(
+        {"image": (("sample", "pixel"), features.feature.data[:, :, 0])},
+        coords={"label": features.label, "source": features.source},
+        attrs={"source": "made"},
+    )
+    task = td.tasks.ImageClassification(image="image", label="label")
+    model = td.Model(torch.nn.Linear(P, 5), checkpoints=WEIGHTS,
+                     task=task)  # fmt: skip
+    return td.featurize(samples, model, projector=td.Identity())
+
+
+LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
+    "gram": td.gram,
+    "gram, weights": lambda f: td.gram(f, weights=f.out_to_loss),
+    "score": scores,
+    "score, each checkpoint": lambda f: scores(f, average=False),
+    "score, relatif": lambda f: scores(f, estimator="relatif"),
+    "score, grad_cos": lambda f: td.score(f, simulated(3), estimator="grad_cos"),
+    "score, rows": lambda f: scores(f).isel(sample=slice(10, 20)),
+    "score, soft": lambda f: scores(f, estimator="soft", damping="completeness"),
+    "top_k": lambda f: td.top_k(scores(f), 3),
+    "top_k, mask": lambda f: td.top_k(scores(f), 3, where=f.label == 1),
+    "top_k, tile mask": lambda f: td.top_k(
+        scores(f), 3, where=lambda tile: tile.label == tile.target_label
+    ),
+    "top_k, mask of pairs": lambda f: td.top_k(
+        scores(f), 3, where=np.ones((f.sizes["sample"], 3), bool)
+    ),
+    "group_score": lambda f: td.group_score(
+        f, simulated(3), by="source", estimator="trak", damping=0.03
+    ),
+    "self_influence": lambda f: td.self_influence(f, estimator="trak", damping=0.03),
+    "damping": lambda f: td.damping(f, estimator="trak"),
+    "damping, completeness": lambda f: td.damping(f, damping="completeness"),
+    "featurize": featurize,
+}
+
+
+def tasks(result: xr.Dataset | xr.DataArray) -> dict[Any, Any]:
+    """Return the tasks that a scheduler makes of what a client sends it."""
+    variables = result.variables.values() if isinstance(result, xr.Dataset) else [result.variable]
+    lazy = [each.data for each in variables if isinstance(each.data, da.Array)]
+    sent = cloudpickle.dumps(collections_to_expr(lazy).optimize())
+    return dict(pickle.loads(sent).__dask_graph__())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("features", [simulated, read])
+@pytest.mark.parametrize("name", LAZY)
+def test_tasks__do_not_grow_with_the_number_of_blocks(
+    name: str, features: Callable[[int], xr.Dataset]
+) -> None:
+    largest = []
+    for n_blocks in (64, 256):  # full trees, whose nodes are alike
+        with raise_if_dask_computes():
+            lazy = LAZY[name](features(n_blocks * ROWS))
+        sizes = {key: len(cloudpickle.dumps(task)) for key, task in tasks(lazy).items()}
+        largest.append(max(sizes.items(), key=lambda item: item[1]))
+    (_, before), (key, after) = largest
+    assert after <= before + 256, f"{key} has {after} bytes, with a quarter of the blocks {before}"
+
+
+def tile_masks(blocks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(Slices, "__getitem__", lambda self, index: self.values)
+    return max(
+        len(cloudpickle.dumps(t))
+        for t in tasks(LAZY["top_k, tile mask"](read(blocks * ROWS))).values()
+    )
+
+
+def test_tasks__that_grow_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was: all coords in each task."""
+    assert tile_masks(100, monkeypatch) > 1.5 * tile_masks(50, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_k, mask", "group_score"])
+def test_tasks__one_per_stored_block(name: str) -> None:
+    """And the nodes of a tree of 8, and what is done once."""
+    n = 640
+    features = read(n * ROWS)
+    gram = td.gram(features).copy(data=stored(ShapeOfArray(P, P, C), (P, P, 1)))
+    assert len(tasks(LAZY[name](features.assign(gram=gram)))) < n * 8 / 7 + 50
+
+
+VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200)).compute()
+TARGETS = simulate_features(60, P, C, chunks=60, seed=1).assign_coords(metadata(60))
+UNEVEN = (50, 3, 47, 60, 1, 39)
+
+
+def answers(features: xr.Dataset, targets: xr.Dataset) -> dict[str, xr.DataArray | xr.Dataset]:
+    made = {}
+    for estimator in ("trak", "soft", "relatif", "grad_dot", "grad_cos"):
+        scored = td.score(features, targets, estimator=estimator)
+        made[estimator] = scored
+        made[f"{estimator}, each"] = td.score(features, targets, estimator=estimator, average=False)
+        made[f"{estimator}, groups"] = td.group_score(
+            features, targets, by="source", estimator=estimator
+        )
+        made[f"{estimator}, some groups"] = td.group_score(
+            features.assign_coords(some=("sample", SOME)), targets, by="some", estimator=estimator
+        )
+        made[f"{estimator}, top"] = td.top_k(scored, 5, where=scored.label == 2)
+        made[f"{estimator}, pairs"] = td.top_k(
+            scored, 5, where=lambda tile: tile.label == tile.target_label
+        )
+    made["gram"] = td.gram(features)
+    made["gram of weights"] = td.gram(features, weights=features.out_to_loss)
+    made["self"] = td.self_influence(features)
+    return made
+
+
+SOME = np.where(np.isin(np.arange(200) // 50, [0, 3]), np.arange(200) % 7, np.nan)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("p_rows", [8, 1], ids=["one group", "several groups"])
+def test_results__same_bits_whoever_reads_the_blocks(
+    p_rows: int, monkeypatch: pytest.MonkeyPatch, client: Client
+) -> None:
+    monkeypatch.setattr("trakdask.arrays.gram._ROWS_PER_DIM", p_rows)
+    chunks = {"sample": UNEVEN}
+    shared = answers(VALUES.map(lambda x: x.chunk(chunks)), TARGETS)
+    reading = answers(as_stored(VALUES, UNEVEN), TARGETS)
+    # One by threads, the other by a cluster.
+    shared = {name: each.compute(scheduler="threads") for name, each in shared.items()}
+    for name, each in zip(
+        reading, client.gather(client.compute(list(reading.values()))), strict=True
+    ):
+        xr.testing.assert_identical(each.drop_attrs(), shared[name].drop_attrs())
+
+
+@pytest.mark.parametrize("name", ["gram", "gram, weights", "score", "top_k", "group_score"])
+def test_stored_blocks__never_leave_their_task(name: str) -> None:
+    """Without a stored gram matrix, too: features are read twice, and not held until λ is known."""
+    n, p = 1000, 16
+    values = simulate_features(n, p, C, chunks=100).assign_coords(metadata(n)).compute()
+    targets = simulate_features(3, p, C, chunks=3).assign_coords(metadata(3))
+    features, sizes = as_stored(values, 500), []
+    lazy = {
+        "gram": td.gram(features),
+        "gram, weights": td.gram(features, weights=features.out_to_loss),
+        "score": scores_of(features, targets),
+        "top_k": td.top_k(scores_of(features, targets), 3),
+        "group_score": td.group_score(
+            features, targets, by="label", estimator="trak", damping=0.03
+        ),
+    }[name]
+    with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
+        lazy.compute(scheduler="sync")
+    assert max(sizes) < 500 * p * 4
+
+
+@pytest.mark.parametrize("chunks", [60, 7])
+def test_score__reads_each_stored_block_once(chunks: int) -> None:
+    features = as_stored(VALUES, UNEVEN)
+    (source,) = (x for x in features.feature.data.dask.values() if isinstance(x, StoredArray))
+    targets = TARGETS.map(lambda x: x.chunk(sample=chunks))
+    td.score(features, targets, estimator="grad_dot").compute(scheduler="sync")
+    assert list(source.reads.values()) == [1] * len(UNEVEN) * C
+
+
+def scores_of(features: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:
+    return td.score(features, targets, estimator="trak", damping=0.03)
+
+
+def test_top_k__files_of_coords(process_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coords that are too large for the graph, in processes that do not have them."""
+    monkeypatch.setattr("trakdask.arrays.block_arguments._MOST_SENT_BYTES", 0)
+    n = 4000
+    values = simulate_features(n, P, C, chunks=500).assign_coords(metadata(n)).compute()
+    features = values.map(lambda x: x.chunk(sample=500))
+    top = td.top_k(
+        scores(features), 3, where=lambda tile: (tile.source == "web") & (tile.label == 1)
+    )
+    found = process_client.compute(top, sync=True)
+    xr.testing.assert_identical(found, top.compute(scheduler="sync"))
+    assert (found.source == "web").all()
+    assert (found.label == 1).all()
+    np.testing.assert_array_equal(found.day.values, values.day.values[found.position])

@@ -1,0 +1,250 @@
+"""What the graphs of queries cost at 10⁶ to 10⁸ training samples, before anything is computed.
+
+    python tests/benchmarks/scale.py [--rows 1000000 10000000 100000000] [--limit 600]
+
+The features are lazy arrays of the shapes that a store has, which are never read: 3 checkpoints of
+2048 columns in blocks of 4096 rows, with five coords in memory. Each line is measured in a process
+of its own, because memory is part of the question:
+
+- build: the seconds until the lazy result is there;
+- tasks: how many the scheduler gets, after all optimizations;
+- sent: the bytes of the graph as a client sends it to the scheduler, pickled;
+- spooled: the bytes of files that it refers to, of which workers read the parts that they need;
+- tasks' bytes: the sum and the largest of the pickles that workers get (up to 256 of each kind of
+  task are pickled; the sum is extrapolated);
+- memory: what the process holds beyond the coords, at the highest point of all of this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import platform
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask
+import dask.array as da
+import distributed
+import numpy as np
+import psutil
+import torch
+import xarray as xr
+from dask._expr import FinalizeCompute
+from dask.base import collections_to_expr
+from distributed.protocol import deserialize, serialize, to_serialize
+
+import trakdask as td
+from trakdask.attribution.estimators import Weights
+from trakdask.attribution.matrices import with_origin
+from trakdask.execution.handles import spool_folder
+from trakdask.testing import raise_if_dask_computes
+from trakdask.variables import VARIABLES
+
+_SAMPLED = 256
+_MEMORY_LIMIT = 16 * 2**30
+_BLOCK, _PROJ_DIM, _CHECKPOINTS, _TARGETS = 4096, 2048, 3, 100
+
+
+class Stored:
+    """An array that looks as if it were in a store, and must not be read."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
+
+    def __getitem__(self, index: object) -> np.ndarray:
+        raise AssertionError("expected lazy results only, but an array was read")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[10**6, 10**7, 10**8])
+    parser.add_argument("--limit", type=float, default=600, help="seconds for one line")
+    parser.add_argument("--only", nargs="+", choices=_QUERIES, default=list(_QUERIES))
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        measure(args.rows[0], args.only[0])
+        return
+    versions = {m.__name__: m.__version__ for m in (dask, distributed, np, xr)}
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print("; ".join(f"{name} {version}" for name, version in versions.items()))
+    print(f"blocks of {_BLOCK} × {_PROJ_DIM}, {_CHECKPOINTS} checkpoints, {_TARGETS} targets")
+    for n in args.rows:
+        print(f"\n{n:,} samples in {-(-n // _BLOCK):,} blocks")
+        titles = ("sent", "spooled", "tasks sum", "largest", "memory")
+        print(f"{'':22}{'build':>9}{'tasks':>11}{''.join(f'{title:>12}' for title in titles)}")
+        for name in args.only:
+            run_alone(n, name, args.limit)
+
+
+def run_alone(n: int, name: str, limit: float) -> None:
+    command = [sys.executable, __file__, "--one", "--rows", str(n), "--only", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{name:22} not finished within {limit:g} s", flush=True)
+        return
+    last = done.stderr.strip().splitlines()[-1:] or [f"ended by signal {-done.returncode}"]
+    print(done.stdout.rstrip() if done.returncode == 0 else f"{name:22} {last[0]:.80}", flush=True)
+
+
+def measure(n: int, name: str) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
+    _QUERIES[name](_BLOCK, metadata(_BLOCK))  # so that all modules are imported
+    coords = metadata(n)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak is measured anew
+    before = psutil.Process().memory_info().rss
+    with raise_if_dask_computes():
+        start = time.perf_counter()
+        result = _QUERIES[name](n, coords)
+        built = time.perf_counter() - start
+    arrays = [v.data for v in variables(result) if isinstance(v.data, da.Array)]
+    expression = FinalizeCompute(collections_to_expr(arrays)).optimize()
+    header, frames = serialize(to_serialize(expression))
+    sent = sum(memoryview(frame).nbytes for frame in frames)
+    tasks = dict(deserialize(header, frames).__dask_graph__())
+    del header, frames
+    total, largest = task_bytes(tasks)
+    sizes = (sent, spooled(), total, largest, peak() - before)
+    print(f"{name:22}{built:7.2f} s{len(tasks):11,}{''.join(map(megabytes, sizes))}")
+
+
+def task_bytes(tasks: Mapping[Any, Any]) -> tuple[float, int]:
+    """Return the sum of the pickles of all tasks, and the largest of those that were pickled."""
+    kinds = defaultdict(list)
+    for key in tasks:
+        kinds[key[0] if isinstance(key, tuple) else key].append(key)
+    total, largest = 0.0, 0
+    for keys in kinds.values():
+        sampled = _SAMPLED if len(pickled(tasks[keys[-1]])) < 10**6 else 4
+        sizes = [len(pickled(tasks[key])) for key in keys[:: -(-len(keys) // sampled)]]
+        total += sum(sizes) / len(sizes) * len(keys)
+        largest = max(largest, *sizes)
+    return total, largest
+
+
+def variables(result: xr.Dataset | xr.DataArray) -> Iterable[xr.Variable]:
+    """Return what is computed of a result; its coords in memory are not."""
+    return (result.variables if isinstance(result, xr.Dataset) else {"": result.variable}).values()
+
+
+def pickled(task: object) -> bytes:
+    try:
+        return pickle.dumps(task, protocol=5)
+    except (AttributeError, pickle.PicklingError):  # functions of this script
+        return cloudpickle.dumps(task)
+
+
+def spooled() -> int:
+    return sum(path.stat().st_size for path in spool_folder().iterdir())
+
+
+def peak() -> int:
+    """Return the most bytes that this process held since the peak was reset."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
+
+
+def megabytes(n: float) -> str:
+    return f"{n / 1e6:9.3f} MB"
+
+
+def metadata(n: int) -> dict[str, tuple[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    sources = np.array(["web", "books", "code", "news", "forum"], np.dtypes.StringDType())
+    day = np.timedelta64(1, "D").astype("timedelta64[ns]")
+    coords = {
+        "label": rng.integers(0, 10, n),
+        "source": sources[rng.integers(0, 5, n, dtype=np.int8)],
+        "date": np.datetime64("2020-01-01", "ns") + day * rng.integers(0, 2000, n, dtype=np.int16),
+        "length": rng.integers(1, 4096, n, dtype=np.int32),
+        "quality": rng.random(n, dtype=np.float32),
+    }
+    return {name: ("sample", values) for name, values in coords.items()}
+
+
+def stored(name: str, shape: tuple[int, ...], chunks: tuple[int, ...]) -> da.Array:
+    of = Stored(shape, "f4")
+    return da.from_array(of, chunks=chunks, name=f"open-{name}-{shape[0]}", meta=np.empty(0, "f4"))
+
+
+def features(n: int, coords: Mapping[str, Any], *, gram: bool = True) -> xr.Dataset:
+    """Return features as :func:`trakdask.open` does."""
+    p, c = _PROJ_DIM, _CHECKPOINTS
+    data = {"feature": stored("feature", (n, p, c), (_BLOCK, p, 1))}
+    data |= {x: stored(x, (n, c), (_BLOCK, 1)) for x in ("output", "out_to_loss")}
+    ds = xr.Dataset(
+        {x: (VARIABLES[x].dims, array) for x, array in data.items()},
+        coords={**coords, "checkpoint": [f"c{i}" for i in range(c)]},
+        attrs={
+            "projector": {"kind": "simulated", "proj_dim": p},
+            "task": "simulated",
+            "source": "simulated",
+        },
+    )
+    if not gram:
+        return ds
+    attrs = {**VARIABLES["gram"].attrs, **Weights().attrs(ds)}
+    matrix = (VARIABLES["gram"].dims, stored("gram", (p, p, c), (p, p, 1)), attrs)
+    return with_origin(ds.assign(gram=matrix))
+
+
+def scores(n: int, coords: Mapping[str, Any]) -> xr.DataArray:
+    targets = features(_TARGETS, metadata(_TARGETS), gram=False)
+    return td.score(features(n, coords), targets, estimator="trak", damping="closed_form")
+
+
+def group_score(n: int, coords: Mapping[str, Any]) -> xr.DataArray:
+    targets = features(_TARGETS, metadata(_TARGETS), gram=False)
+    return td.group_score(
+        features(n, coords), targets, by="label", estimator="trak", damping="closed_form"
+    )
+
+
+def featurize(n: int, coords: Mapping[str, Any]) -> xr.Dataset:
+    samples = xr.Dataset(
+        {"image": (("sample", "pixel"), stored("image", (n, 8), (_BLOCK, 8)))},
+        coords=coords,
+        attrs={"source": "simulated"},
+    )
+    model = td.Model(
+        torch.nn.Linear(8, 10),
+        checkpoints=[torch.nn.Linear(8, 10).state_dict() for _ in range(_CHECKPOINTS)],
+        task=td.tasks.ImageClassification(image="image", label="label"),
+    )
+    return td.featurize(samples, model, projector=td.Rademacher(proj_dim=16), gradients="hooks")
+
+
+_QUERIES: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
+    "gram": lambda n, coords: td.gram(features(n, coords, gram=False)),
+    "score, 100 samples": lambda n, coords: scores(n, coords).isel(sample=slice(n - 100, n)),
+    "score": scores,
+    "top_k": lambda n, coords: td.top_k(scores(n, coords), 10),
+    "top_k of a mask": lambda n, coords: td.top_k(
+        scores(n, coords), 10, where=xr.DataArray(coords["label"][1] == 3, dims="sample")
+    ),
+    "top_k of a tile mask": lambda n, coords: td.top_k(
+        scores(n, coords), 10, where=lambda tile: tile.label == tile.target_label
+    ),
+    "group_score": group_score,
+    "self_influence": lambda n, coords: td.self_influence(
+        features(n, coords), estimator="trak", damping="closed_form"
+    ),
+    "featurize": featurize,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Give each task its own part of large inputs, so that no task grows with the number of blocks.
+
+Dask asks these objects for the argument of one block at a time, when it turns a layer into tasks.
+Until then a graph holds the object itself, once.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import dask.array as da
+import numpy as np
+from dask._task_spec import DataNode, GraphNode
+from dask.base import tokenize
+from dask.blockwise import Blockwise, optimize_blockwise
+from dask.highlevelgraph import HighLevelGraph, Layer
+from dask.layers import ArrayBlockwiseDep
+
+from trakdask.arrays.blocks import Block, Unread, block_starts
+from trakdask.execution.handles import Spooled
+from trakdask.execution.layers import has_featurize_layer
+
+__all__ = ["Bounds", "Column", "PackedRows", "Slices", "block_of", "read_in_task"]
+
+_MOST_SENT_BYTES = 2**24
+"""An array with more bytes would burden the scheduler, through which a graph passes."""
+
+_ROWS_AT_ONCE = 2**18
+
+Chunks = tuple[tuple[int, ...], ...]
+
+
+class Bounds(ArrayBlockwiseDep):
+    """The first position of each block along an axis, and the position after its last.
+
+    Examples
+    --------
+    >>> Bounds((3, 2))[(1,)]
+    (3, 5)
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__((sizes,))
+        self.starts = block_starts(sizes)
+
+    def __getitem__(self, index: tuple[int, ...]) -> tuple[int, int]:
+        (i,) = index
+        return int(self.starts[i]), int(self.starts[i + 1])
+
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        return type(self).__name__, self.chunks
+
+
+class Column:
+    """An array in memory of which tasks take some rows, without having to get all of it.
+
+    In the process that made it, this is the array. Elsewhere it is a file of the spool
+    (:class:`trakdask.execution.handles.Spooled`), which a task maps to memory. Text, which cannot
+    be mapped, travels as numbers and the list of what they stand for.
+
+    Examples
+    --------
+    >>> import pickle
+    >>> words = Column(np.array(["b", "a", "b"] * 10_000, np.dtypes.StringDType()))
+    >>> elsewhere = pickle.loads(pickle.dumps(words))
+    >>> elsewhere.rows(np.array([0, 1])).tolist()
+    ['b', 'a']
+    """
+
+    def __init__(self, values: Block) -> None:
+        self._here: Block | None = values
+        self._elsewhere: tuple[Spooled, ...] = ()
+
+    def rows(self, index: Any) -> Block:
+        """Return the rows that an index of numpy selects."""
+        if self._here is not None:
+            here: Block = self._here[index]
+            return here
+        values, *names = (handle.get() for handle in self._elsewhere)
+        chosen: Block = values[index]
+        return names[0][chosen] if names else chosen
+
+    def __getstate__(self) -> tuple[Spooled, ...]:
+        # Only now, because hashing the content takes long, and threads do not need it.
+        if self._here is not None and not self._elsewhere:
+            is_text = self._here.dtype.kind == "T"
+            parts = _numbered(self._here) if is_text else (self._here,)
+            self._elsewhere = tuple(map(Spooled, parts))
+        return self._elsewhere
+
+    def __setstate__(self, state: tuple[Spooled, ...]) -> None:
+        self._here, self._elsewhere = None, state
+
+
+def _numbered(text: Block) -> tuple[Block, Block]:
+    """Return the number of each value among the different ones, and these, as they come."""
+    numbers: defaultdict[str, int] = defaultdict()
+    numbers.default_factory = numbers.__len__
+    codes = np.empty(len(text), np.int32)
+    for start in range(0, len(text), _ROWS_AT_ONCE):
+        part = text[start : start + _ROWS_AT_ONCE].tolist()
+        codes[start : start + len(part)] = [numbers[value] for value in part]
+    return codes, np.array(list(numbers), text.dtype)
+
+
+class Slices(ArrayBlockwiseDep):
+    """The blocks of an array in memory: a graph has the array once, and each task its block.
+
+    An array of more than 16 MiB does not travel in the graph at all, but as a :class:`Column`, of
+    which each task takes its block. Therefore tasks pass what they get to :func:`block_of`.
+
+    Examples
+    --------
+    >>> block_of(Slices(np.arange(5), ((3, 2),))[(1,)]).tolist()
+    [3, 4]
+    """
+
+    def __init__(self, values: Block, chunks: Chunks) -> None:
+        super().__init__(chunks)
+        self.values = Column(values) if values.nbytes > _MOST_SENT_BYTES else values
+        # Hashing the values could take longer than everything else that builds a graph.
+        self.token = uuid4().hex
+        self.starts = tuple(block_starts(sizes) for sizes in chunks)
+
+    def __getitem__(self, index: tuple[int, ...]) -> Block | _Part:
+        pairs = zip(self.starts, index, strict=True)
+        rows = tuple(slice(int(starts[i]), int(starts[i + 1])) for starts, i in pairs)
+        if isinstance(self.values, Column):
+            return _Part(self.values, rows)
+        block: Block = self.values[rows]
+        return block
+
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        return type(self).__name__, self.token, self.chunks
+
+
+@dataclass(frozen=True)
+class _Part:
+    column: Column
+    index: tuple[slice, ...]
+
+
+def block_of(argument: Block | _Part) -> Block:
+    """Return the block that a task got as an argument, or as a part of a column."""
+    return argument.column.rows(argument.index) if isinstance(argument, _Part) else argument
+
+
+class PackedRows(ArrayBlockwiseDep):
+    """The blocks of integers from 0 to ``most``, in as few bits as they need.
+
+    At 10⁸ samples a mask takes 12.5 MB and the numbers of 7 groups 37.5 MB, in place of 100 and
+    800. :meth:`unpack` turns the argument of a task into integers again.
+
+    Examples
+    --------
+    >>> rows = PackedRows(np.array([3, 0, 1]), 3, (2, 1))
+    >>> PackedRows.unpack(rows[(0,)]).tolist(), PackedRows.unpack(rows[(1,)]).tolist()
+    ([3, 0], [1])
+    """
+
+    def __init__(self, values: Block, most: int, sizes: tuple[int, ...]) -> None:
+        super().__init__((sizes,))
+        values = values.astype(np.min_scalar_type(most), copy=False)
+        planes = range(max(int(most).bit_length(), 1))
+        self.planes = np.stack([np.packbits((values >> i) & 1) for i in planes])
+        self.starts = block_starts(sizes)
+        self.token = tokenize(self.planes)
+
+    def __getitem__(self, index: tuple[int, ...]) -> tuple[Block, int, int]:
+        (i,) = index
+        start, stop = int(self.starts[i]), int(self.starts[i + 1])
+        return self.planes[:, start // 8 : -(-stop // 8)], start % 8, stop - start
+
+    @staticmethod
+    def unpack(argument: tuple[Block, int, int]) -> Block:
+        """Return the integers of a block, int64."""
+        planes, first, n = argument
+        bits = np.unpackbits(planes, axis=1)[:, first : first + n]
+        powers = np.left_shift(1, np.arange(len(planes), dtype=np.int64))
+        values: Block = powers @ bits
+        return values
+
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        return type(self).__name__, self.token, self.chunks
+
+
+def read_in_task(
+    array: da.Array,
+    *,
+    groups: Sequence[Sequence[int]] | None = None,
+    by_checkpoint: bool = False,
+) -> tuple[ArrayBlockwiseDep, str] | None:
+    """Return an argument of ``blockwise`` by which tasks read the blocks of an array themselves.
+
+    Parameters
+    ----------
+    array
+        (sample, ...), such as features or weights; the last of several axes is the checkpoint.
+    groups
+        The blocks along samples that each task takes, in this order; by default one.
+    by_checkpoint
+        Whether a task takes the blocks of one checkpoint, instead of those of all.
+
+    Returns
+    -------
+    The argument, with its index: ``"s"``, or ``"sc"``. The function of the task receives an
+    :class:`trakdask.arrays.blocks.Unread`. None if the blocks are not simply read from a store: if
+    they take time to compute, or are in memory, then all tasks that need them should share them.
+
+    Notes
+    -----
+    Nothing but what the task returns moves between workers, and a block is in memory only while its
+    task works on it. In return, each layer that needs the blocks reads them again.
+    """
+    graph = _stored_graph(array)
+    if graph is None:
+        return None
+    if groups is None:
+        groups = [(i,) for i in range(array.numblocks[0])]
+    return _ReadInTask(array, graph, groups, by_checkpoint), "sc" if by_checkpoint else "s"
+
+
+def _stored_graph(array: da.Array) -> HighLevelGraph | None:
+    """Return the graph of an array whose blocks are read from a store and converted, or None."""
+    if has_featurize_layer(array.dask.layers):
+        return None
+    graph = optimize_blockwise(array.dask, keys=[(array.name,)])
+    layers = {name: _without_tasks(layer) for name, layer in graph.layers.items()}
+    stored = {name for name, layer in layers.items() if _is_stored_array(name, layer)}
+    others = [layer for name, layer in layers.items() if name not in stored]
+    if not stored or not all(map(_keeps_rows, others)):
+        return None
+    return HighLevelGraph(layers, graph.dependencies)
+
+
+def _without_tasks(layer: Layer) -> Layer:
+    """Return a layer without the tasks that it keeps once they have been made."""
+    if isinstance(layer, Blockwise) and layer.is_materialized():
+        layer = copy.copy(layer)
+        del layer._cached_dict
+    return layer
+
+
+def _is_stored_array(name: str, layer: Layer) -> bool:
+    """Return whether a layer is what ``from_array`` makes of an array that is not in memory."""
+    if isinstance(layer, Blockwise) or not name.startswith("original-") or len(layer) != 1:
+        return False
+    (value,) = layer.values()
+    return not isinstance(getattr(value, "value", value), np.ndarray)
+
+
+def _keeps_rows(layer: Layer) -> bool:
+    """Return whether each block of the result needs blocks of the same rows only."""
+    if not isinstance(layer, Blockwise):
+        return False
+    rows = layer.output_indices[0]
+    return all(index is None or rows in index for _, index in layer.indices)
+
+
+class _ReadInTask(ArrayBlockwiseDep):
+    def __init__(
+        self,
+        array: da.Array,
+        graph: HighLevelGraph,
+        groups: Sequence[Sequence[int]],
+        by_checkpoint: bool,
+    ) -> None:
+        rows = tuple(sum(array.chunks[0][i] for i in group) for group in groups)
+        super().__init__((rows, array.chunks[-1]) if by_checkpoint else (rows,))
+        self.name, self.graph, self.groups = array.name, graph, groups
+        self.other_axes = array.numblocks[1:]
+
+    def __getitem__(self, index: tuple[int, ...]) -> Unread:
+        axes = [range(n) for n in self.other_axes]
+        if len(index) == 2:
+            axes[-1] = range(index[1], index[1] + 1)
+        blocks = itertools.product(self.groups[index[0]], *axes)
+        tasks = tuple(self._task((self.name, *block)) for block in blocks)
+        return Unread(tasks, self.chunks[0][index[0]])
+
+    def _task(self, key: Any) -> Any:
+        """Return a task that needs no other, because those that it needs are its arguments."""
+        layer = self.graph.layers[key[0] if isinstance(key, tuple) else key]
+        if not isinstance(layer, Blockwise):
+            value = layer[key]
+            return value if isinstance(value, GraphNode) else DataNode(key, value)
+        task = layer.cull({key}, ())[0][key]
+        return task.substitute({needed: self._task(needed) for needed in task.dependencies})
+
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        return type(self).__name__, self.name, self.chunks, self.groups
