@@ -35,7 +35,7 @@ from trakdask.storage.history import Edit, last_edit, remove_obsolete, write_edi
 from trakdask.storage.mapping import lazy_array
 from trakdask.storage.parts import FACTORS, GRAM, array
 from trakdask.storage.zarr_stores import Recorded, zarr_store
-from trakdask.variables import CHECKPOINT, PROJ_DIM, VARIABLES, lazy_features
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
 
 __all__ = [
     "MOST_DIM",
@@ -86,7 +86,8 @@ def _described(ds: xr.Dataset) -> dict[str, Any]:
     attrs = ds[GRAM].attrs
     names = [str(name) for name in ds[CHECKPOINT].values]
     return {
-        **{name: attrs.get(name) for name in ("source", "samples", "gram_weights", "power")},
+        **{name: attrs.get(name) for name in ("source", "gram_weights", "power")},
+        "samples": attrs.get("samples", ds.sizes[SAMPLE]),  # stores of 0.1 do not record it
         "checkpoints": names,
         "hashes": [str(ds.attrs["checkpoints"][name]) for name in names],
     }
@@ -141,6 +142,7 @@ def update_factors(
     retries
         Further attempts at the decomposition.
     """
+    remove_obsolete(folder, FACTORS)  # what was left by a call that was killed
     options = _options(ds, calibrate)
     chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
     may_differ = calibrate is None and not again
@@ -199,7 +201,7 @@ def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
             parts.append(tuple(old[name][..., at] for name in _NAMES))
         else:
             gram = lazy_features(ds)[GRAM].data[..., index : index + 1]
-            spectrum = arrays.spectrum.spectrum(gram, None, ds.sizes["sample"], [pair[0]])
+            spectrum = arrays.spectrum.spectrum(gram, None, ds.sizes[SAMPLE], [pair[0]])
             parts.append(arrays.spectrum.eigenvectors(spectrum, ds.sizes[PROJ_DIM]))
     values, vectors = (da.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
     return values, vectors
