@@ -42,8 +42,9 @@ class Model:
         ``"package.module:callable"``, or a module itself. It is called once per worker thread,
         since threads that share a module silently corrupt each other's results.
     checkpoints
-        List of paths (``.pt``, which is read with ``weights_only=True``, or ``.safetensors``) or
-        of state dicts, or a mapping from names to these. If ``build`` is a module, it may be
+        List of paths or URLs (``.pt``, which is read with ``weights_only=True``, or
+        ``.safetensors``) or of state dicts, or a mapping from names to these. Workers are sent
+        files that they do not see. If ``build`` is a module, it may be
         omitted; the only checkpoint then consists of the module's own weights.
     task
         A name (``"image_classification"``, ``"text_classification"``, ``"binary_classification"``,
