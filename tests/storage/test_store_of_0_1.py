@@ -43,6 +43,7 @@ def test_save__goes_on_with_it_and_computes_nothing(store: Path) -> None:
     assert not (store / "parts/2").exists()
 
 
+@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
 def test_calibrate__adds_what_0_1_did_not_store(store: Path) -> None:
     old = td.open(store)
     calibrated = td.calibrate(store)
