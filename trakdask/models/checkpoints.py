@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
+import os
 import pickle
 import socket
 import stat
@@ -22,12 +24,15 @@ from torch import Tensor
 from trakdask.errors import CheckpointError
 from trakdask.execution.handles import Spooled, SpooledFile
 from trakdask.execution.spool import download
-from trakdask.files import location
+from trakdask.files import Folder, location
+from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
 
 __all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make_checkpoints"]
 
 State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
+Check = Callable[[str, State, "Checkpoint | None"], None]
+FindBase = Callable[[State, "Folder | None"], "Checkpoint | None"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 _MOST_STATES = 2
@@ -44,36 +49,45 @@ class Checkpoint:
     name
         Label on the ``checkpoint`` dimension.
     source
-        Handle to the file, or to the state dict.
+        Handles to the files with the tensors, or one to the state dict.
     digest
-        SHA-256 of the names, dtypes, shapes and bytes of all tensors.
+        SHA-256 of the names, dtypes, shapes and bytes of all tensors. Of an adapter, SHA-256 of
+        the digest of its base model and of that of its own tensors.
     id
         The number in [0, 2³²) that selects the projection matrix.
+    base
+        The base model, if the tensors are those of an adapter alone.
     """
 
     name: str
-    source: SpooledFile | Spooled
+    source: tuple[SpooledFile, ...] | Spooled
     digest: str
     id: int
+    base: Checkpoint | None = None
 
 
 def make_checkpoints(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
     ids: Iterable[int] | None = None,
     *,
-    check: Callable[[str, State], None] | None = None,
+    check: Check | None = None,
+    find_base: FindBase | None = None,
 ) -> tuple[Checkpoint, ...]:
     """Read and hash checkpoints given as a list or as a mapping from name to checkpoint.
 
     Parameters
     ----------
     checkpoints
-        Paths or URLs (``.pt``, ``.safetensors``) or state dicts. In a list, a path is named by its
-        stem and a state dict by its position.
+        Paths or URLs (``.pt``, ``.safetensors``, folders of ``save_pretrained``) or state dicts. In
+        a list, a file is named by its stem, a folder by its name and a state dict by its position.
+        One path of a folder with ``checkpoint-<step>`` folders stands for these.
     ids
         Projection ids; by default the first 32 bits of each content hash.
     check
-        Called with the name and the tensors of each checkpoint while it is in memory.
+        Called with the name, the tensors and the base of each checkpoint while it is in memory.
+    find_base
+        Called with the tensors of each checkpoint, and its folder if it is one; returns the base
+        model if these are the tensors of an adapter alone.
 
     Raises
     ------
@@ -88,17 +102,17 @@ def make_checkpoints(
             "expected at least one set of weights as checkpoints, got none; try "
             "td.Model(build, checkpoints=['model.pt'], ...)"
         )
-    opened = [(name, *_open(name, value, check)) for name, value in named.items()]
-    digests = [digest for _, _, digest in opened]
+    opened = [_open(name, value, check, find_base) for name, value in named.items()]
+    digests = [each.digest for each in opened]
     if twice := {digest for digest in digests if digests.count(digest) > 1}:
-        names = [name for name, _, digest in opened if digest in twice]
+        names = [each.name for each in opened if each.digest in twice]
         raise ValueError(
             f"expected checkpoints with different weights, got the same in {names}; try leaving "
             "the copies out, since they add nothing to the mean"
         )
     return tuple(
-        Checkpoint(name, source, digest, id)
-        for (name, source, digest), id in zip(opened, _ids(digests, ids), strict=True)
+        dataclasses.replace(each, id=id)
+        for each, id in zip(opened, _ids(digests, ids), strict=True)
     )
 
 
@@ -112,8 +126,15 @@ def digest_state(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
+    own = digest_state(state)
+    return own if base is None else hashlib.sha256(f"{base.digest}|{own}".encode()).hexdigest()
+
+
 def cached_state(checkpoint: Checkpoint) -> State:
     """Return the tensors of a checkpoint; each process caches the last two.
+
+    Of an adapter, these are its own tensors; its base is a checkpoint that is read separately.
 
     The hash is verified at each read, because a file that has changed since the model was created
     would give features of other weights under the old name.
@@ -136,9 +157,9 @@ def _read_verified(checkpoint: Checkpoint) -> State:
     if isinstance(source, Spooled):
         return dict(_verified(source.get(), checkpoint))
     problem: CheckpointError | None = None
-    for path in source.paths():
+    for paths in zip(*(file.paths() for file in source), strict=False):
         try:
-            return _verified(read_state(Path(path)), checkpoint)
+            return _verified(_merged(read_state(Path(p)) for p in paths), checkpoint)
         except CheckpointError as err:  # another file at this path, or a damaged one
             problem = problem or err
     assert problem is not None
@@ -146,7 +167,7 @@ def _read_verified(checkpoint: Checkpoint) -> State:
 
 
 def _verified(state: State, checkpoint: Checkpoint) -> State:
-    if (digest := digest_state(state)) != checkpoint.digest:
+    if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
             f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was created "
             f"(content hash {checkpoint.digest[:12]}), got the content hash {digest[:12]} on host "
@@ -187,13 +208,6 @@ def _require_file(path: Path) -> None:
             f"expected {needed} as checkpoint, got {str(path)!r} ({err}); try another path, or the "
             "state dict itself"
         ) from err
-    if stat.S_ISDIR(status.st_mode):
-        inside = sorted(p.name for p in path.iterdir() if p.suffix in _SUFFIXES)
-        some = f"{str(path / inside[0])!r}" if inside else "the file inside"
-        raise CheckpointError(
-            f"expected {needed} as checkpoint, got the folder {str(path)!r} with "
-            f"{inside[:5] or 'no such file'}; try {some}"
-        )
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
             f"expected {needed} as checkpoint, got {str(path)!r}, which is not a regular file; try "
@@ -271,7 +285,9 @@ def _named(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
 ) -> dict[str, CheckpointLike]:
     if isinstance(checkpoints, (str, Path)):
-        return _named([checkpoints])
+        folder = _folder(_place(checkpoints))
+        of_run = checkpoint_folders(folder) if folder and not weight_files(folder) else []
+        return _named(of_run or [checkpoints])
     if isinstance(checkpoints, Mapping):
         if checkpoints and all(isinstance(value, Tensor) for value in checkpoints.values()):
             raise ValueError(
@@ -286,26 +302,53 @@ def _named(
             "checkpoints=['model.pt']"
         )
     values = list(checkpoints)
-    stems = [Path(value).stem for value in values if isinstance(value, (str, Path))]
+    places = [_place(value) for value in values if isinstance(value, (str, Path))]
+    stems = [Path(each).name if _folder(each) else Path(each).stem for each in places]
     unique = len(stems) == len(values) == len(set(stems))
     return dict(zip(stems if unique else map(str, range(len(values))), values, strict=True))
 
 
 def _open(
-    name: str, value: CheckpointLike, check: Callable[[str, State], None] | None
-) -> tuple[SpooledFile | Spooled, str]:
+    name: str, value: CheckpointLike, check: Check | None, find_base: FindBase | None
+) -> Checkpoint:
     place = _place(value) if isinstance(value, (str, Path)) else None
-    if place:
-        state = _read(place)
+    folder = None if place is None else _folder(place)
+    if folder is not None:
+        files = [f"{folder.url}/{each}" for each in require_weight_files(folder)]
+    else:
+        files = [] if place is None else [place]
+    if files:
+        state = _merged(map(_read, files))
     else:  # copied, because the caller may continue to train the module
         state = {n: t.detach().cpu().clone() for n, t in _require_state(value, name).items()}
+    base = None if find_base is None else find_base(state, folder)
     if check is not None:
-        check(name, state)
-    digest = digest_state(state)
+        check(name, state, base)
+    digest = _digest(state, base)
     with _states_lock:
         _cache(digest, state)
     token = f"state-{digest}"
-    return (SpooledFile(place, token) if place else Spooled(state, token)), digest
+    handles = tuple(SpooledFile(each, f"{token}-{i}") for i, each in enumerate(files))
+    return Checkpoint(name, handles or Spooled(state, token), digest, 0, base)
+
+
+def _folder(place: str) -> Folder | None:
+    """Return the folder at a path or URL; of URLs, those that do not end like a file of weights."""
+    is_url = "://" in place
+    is_folder = Path(place).suffix not in _SUFFIXES if is_url else os.path.isdir(place)
+    return Folder(place) if is_folder else None
+
+
+def _merged(states: Iterable[State]) -> State:
+    merged: State = {}
+    for state in states:
+        if twice := [name for name in state if name in merged]:
+            raise CheckpointError(
+                f"expected each tensor in one of the files of a checkpoint, got {twice[0]!r} in "
+                "two of them; try saving the model again"
+            )
+        merged |= state
+    return merged
 
 
 def _place(value: str | Path) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 __all__ = ["Coverage", "Unit", "cover"]
 
 _WHOLE = (nn.MultiheadAttention,)
-"""Modules that use the parameters of their children without calling the children."""
+"""Classes of modules that use the parameters of their children without calling the children."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,16 @@ def cover(module: nn.Module, names: Sequence[str]) -> Coverage:
 
 
 def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    whole = isinstance(module, _WHOLE)
+    whole = _is_whole(module)
     yield path, module, whole
     for name, child in () if whole else module.named_children():
         yield from _submodules(child, f"{path}.{name}" if path else name)
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Return whether a module uses the parameters of its children without calling the children."""
+    if isinstance(module, _WHOLE):
+        return True
+    is_dora = bool(getattr(module, "lora_magnitude_vector", None))  # of PEFT
+    containers = (nn.ParameterDict, nn.ParameterList)
+    return is_dora or any(isinstance(c, containers) and len(c) for c in module.children())

@@ -15,12 +15,15 @@ from trakdask.checks import import_callable, shown
 from trakdask.errors import CheckpointError
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
+from trakdask.files import Folder
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
+    State,
     cached_state,
     make_checkpoints,
 )
+from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.parameters import Selection, select_parameters
 from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
 
@@ -42,10 +45,13 @@ class Model:
         ``"package.module:callable"``, or a module itself. It is called once per worker thread,
         since threads that share a module silently corrupt each other's results.
     checkpoints
-        List of paths or URLs (``.pt``, which is read with ``weights_only=True``, or
-        ``.safetensors``) or of state dicts, or a mapping from names to these. Workers are sent
-        files that they do not see. If ``build`` is a module, it may be
-        omitted; the only checkpoint then consists of the module's own weights.
+        List of paths or URLs (``.pt``, which is read with ``weights_only=True``, ``.safetensors``,
+        or a folder that ``save_pretrained`` or ``Trainer`` wrote) or of state dicts, or a mapping
+        from names to these. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
+        The file of a PEFT adapter is completed by the weights of its base model: of the folder that
+        the adapter's configuration names, if it exists, or else those that ``build`` gives the
+        model. Workers are sent files that they do not see. If ``build`` is a module, checkpoints
+        may be omitted; the only one then consists of the module's own weights.
     task
         A name (``"image_classification"``, ``"text_classification"``, ``"binary_classification"``,
         ``"multi_label"``, ``"regression"``, ``"causal_lm"``, ``"clip"``), a :class:`Task`, or an
@@ -115,13 +121,18 @@ class Model:
         self.shapes = {name: tuple(own[name].shape) for name in names}
         self._n_parameters = sum(tensor.numel() for tensor in own.values())
         self.checkpoints = make_checkpoints(
-            checkpoints, checkpoint_ids, check=lambda name, state: _require_fit(module, state, name)
+            checkpoints,
+            checkpoint_ids,
+            check=lambda name, state, base: _require_fit(
+                module, _completed(module, state, base, name), name
+            ),
+            find_base=_BaseFinder(self.build, module),
         )
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own skeleton."""
         module = self.skeleton()
-        state = cached_state(checkpoint)
+        state = _completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
         aliases = _aliases(module)
         parameters = {
             name: next(state[alias] for alias in aliases[name] if alias in state)
@@ -158,6 +169,40 @@ class Model:
         )
 
 
+class _BaseFinder:
+    """Finds the base models of checkpoints that are adapters alone, and reads each of them once."""
+
+    def __init__(
+        self, build: str | Callable[[], torch.nn.Module] | Spooled, module: torch.nn.Module
+    ) -> None:
+        self._build = build
+        self._names = module.state_dict().keys()
+        self._bases: dict[str | None, Checkpoint] = {}
+
+    def __call__(self, state: Mapping[str, Tensor], folder: Folder | None) -> Checkpoint | None:
+        if not is_adapter(state, self._names):
+            return None
+        place = None if folder is None else base_folder(folder)
+        if place not in self._bases:
+            weights = _base_state(self._build) if place is None else place
+            (self._bases[place],) = make_checkpoints({"base model": weights})
+        return self._bases[place]
+
+
+def _base_state(build: str | Callable[[], torch.nn.Module] | Spooled) -> Mapping[str, Tensor]:
+    """Return the weights of the base model in a PEFT model, as the model was built."""
+    module = _built(build)
+    unload = getattr(module, "unload", None) or getattr(module, "get_base_model", None)
+    base = module if unload is None else unload()
+    return cast(Mapping[str, Tensor], base.state_dict())
+
+
+def _completed(module: torch.nn.Module, state: State, base: Checkpoint | None, name: str) -> State:
+    if base is None:
+        return state
+    return complete_adapter(state, cached_state(base), module.state_dict(), name)
+
+
 def _own_state(build: Build) -> Mapping[str, Tensor]:
     if isinstance(build, torch.nn.Module):
         return cast(Mapping[str, Tensor], build.state_dict())
@@ -176,6 +221,10 @@ def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
 
 
 def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
+    return _without_weights(_built(build).eval())
+
+
+def _built(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
     module = copy.deepcopy(build.get()) if isinstance(build, Spooled) else _called(build)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
@@ -183,7 +232,7 @@ def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> tor
             "returning the module from the function"
         )
     _require_plain(module)
-    return _without_weights(module.eval())
+    return module
 
 
 def _called(build: str | Callable[[], Any]) -> Any:
@@ -285,5 +334,10 @@ def _advice(state: Mapping[str, Tensor]) -> str:
         return (
             f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}, since all names "
             f"begin with {prefix!r}, as those of a wrapped model do"
+        )
+    if all(name.startswith("base_model.") for name in state):
+        return (
+            "a build function that returns the model with its adapter: "
+            "lambda: peft.get_peft_model(base, config)"
         )
     return "the build function that this checkpoint was trained with"

@@ -1,0 +1,266 @@
+"""Folders of ``save_pretrained``, ``Trainer`` and PEFT: tiny models, saved here and read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import cloudpickle
+import fsspec
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import trakdask as td
+from trakdask.errors import CheckpointError
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+
+
+def gpt2(width: int = 16) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=30,
+        n_embd=width,
+        n_layer=2,
+        n_head=2,
+        n_positions=16,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def lora(base: nn.Module, **options: object) -> nn.Module:
+    """Return a model with an adapter that is not the identity."""
+    settings = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True} | options
+    return peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **settings))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model, whole and in shards, and adapters of it."""
+    root = tmp_path_factory.mktemp("saved")
+    torch.manual_seed(0)
+    base = gpt2()
+    base.save_pretrained(root / "base")
+    base.save_pretrained(root / "shards", max_shard_size="10KB")
+    for step in (2, 10):
+        trained = gpt2()
+        trained.save_pretrained(root / "run" / f"checkpoint-{step}")
+    return root
+
+
+def adapter(folder: Path, seed: int = 1, **options: object) -> tuple[Path, nn.Module]:
+    """Save an adapter of the base model; return its folder and the model."""
+    torch.manual_seed(seed)
+    base = transformers.GPT2LMHeadModel.from_pretrained(folder / "base")
+    made = lora(base, **options)
+    path = folder / f"adapter{seed}{'-'.join(options)}"
+    made.save_pretrained(path)
+    return path, made
+
+
+def samples() -> xr.Dataset:
+    ids = np.random.default_rng(0).integers(1, 30, (4, 6))
+    return td.from_arrays({"input_ids": ids, "attention_mask": np.ones_like(ids)}, chunks=2)
+
+
+def features(model: td.Model) -> xr.DataArray:
+    made = td.featurize(samples(), model, projector=td.Identity())
+    return made.compute(scheduler="sync").feature
+
+
+def test_make_checkpoints__a_whole_folder_and_its_shards(folder: Path) -> None:
+    whole = td.Model(gpt2, [folder / "base"], task="causal_lm")
+    shards = td.Model(gpt2, [folder / "shards"], task="causal_lm")
+    assert len(list((folder / "shards").glob("*.safetensors"))) > 2
+    assert whole.checkpoints[0].digest == shards.checkpoints[0].digest
+    assert [each.checkpoints[0].name for each in (whole, shards)] == ["base", "shards"]
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(folder / "base")
+    xr.testing.assert_allclose(
+        features(whole).drop_vars("checkpoint"),
+        features(td.Model(loaded, task="causal_lm")).drop_vars("checkpoint"),
+    )
+
+
+def test_make_checkpoints__folders_at_urls(folder: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder / "shards"), "/saved/shards", recursive=True)
+    memory.put(str(folder / "run"), "/saved/run", recursive=True)
+    shards = td.Model(gpt2, ["memory://saved/shards"], task="causal_lm")
+    here = td.Model(gpt2, [folder / "shards"], task="causal_lm")
+    assert shards.checkpoints[0].name == "shards"
+    xr.testing.assert_equal(features(shards), features(here))
+    run = td.Model(gpt2, "memory://saved/run", task="causal_lm")
+    assert [each.name for each in run.checkpoints] == ["checkpoint-2", "checkpoint-10"]
+    with pytest.raises(CheckpointError, match="memory://saved/nothing"):
+        td.Model(gpt2, ["memory://saved/nothing"], task="causal_lm")
+
+
+def test_make_checkpoints__workers_read_their_own_copies(folder: Path) -> None:
+    made = pickle.loads(cloudpickle.dumps(td.Model(gpt2, [folder / "shards"], task="causal_lm")))
+    xr.testing.assert_equal(
+        features(made), features(td.Model(gpt2, [folder / "shards"], task="causal_lm"))
+    )
+
+
+def test_make_checkpoints__all_steps_of_a_run_in_their_order(folder: Path) -> None:
+    for given in (folder / "run", str(folder / "run")):
+        model = td.Model(gpt2, given, task="causal_lm")
+        assert [each.name for each in model.checkpoints] == ["checkpoint-2", "checkpoint-10"]
+
+
+def test_make_checkpoints__a_run_inside_a_list_says_what_to_type(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint-2.*checkpoint-10.*try checkpoints="):
+        td.Model(gpt2, [folder / "run"], task="causal_lm")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dora": True},
+        {"modules_to_save": ["ln_f"]},
+        {"target_modules": ["c_attn", "wte"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("base_is_there", [True, False])
+def test_adapter__equals_the_model_in_memory(
+    folder: Path, tmp_path: Path, options: dict[str, object], base_is_there: bool
+) -> None:
+    path, made = adapter(folder, **options)
+    if not base_is_there:  # the configuration then names a folder that does not exist
+        path = Path(shutil.copytree(path, tmp_path / "adapter"))
+        config = json.loads((path / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = "somebody/some-model"
+        (path / "adapter_config.json").write_text(json.dumps(config))
+
+    def build() -> nn.Module:
+        base = transformers.GPT2LMHeadModel.from_pretrained(folder / "base")
+        return lora(gpt2() if base_is_there else base, **options)
+
+    found = features(td.Model(build, [path], task="causal_lm", parameters="*lora_*"))
+    wanted = features(td.Model(made, task="causal_lm", parameters="*lora_*"))
+    assert float(abs(wanted).max()) > 0
+    xr.testing.assert_allclose(
+        found.drop_vars("checkpoint"), wanted.drop_vars("checkpoint"), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_adapter__tensors_in_memory(folder: Path) -> None:
+    _, made = adapter(folder)
+    state = peft.get_peft_model_state_dict(made)
+    found = features(td.Model(made, [state], task="causal_lm", parameters="*lora_*"))
+    wanted = features(td.Model(made, task="causal_lm", parameters="*lora_*"))
+    xr.testing.assert_allclose(found.drop_vars("checkpoint"), wanted.drop_vars("checkpoint"))
+
+
+def test_adapter__several_share_one_base(folder: Path) -> None:
+    paths = [adapter(folder, seed)[0] for seed in (1, 2)]
+    model = td.Model(lambda: lora(gpt2()), paths, task="causal_lm", parameters="*lora_*")
+    first, second = model.checkpoints
+    assert first.base is second.base is not None
+    assert first.digest != second.digest
+    found = features(model)
+    for index, seed in enumerate((1, 2)):
+        wanted = features(
+            td.Model(adapter(folder, seed)[1], task="causal_lm", parameters="*lora_*")
+        )
+        np.testing.assert_allclose(found[..., index], wanted[..., 0], rtol=1e-5, atol=1e-6)
+
+
+def test_adapter__the_base_belongs_to_its_identity(folder: Path, tmp_path: Path) -> None:
+    path, _ = adapter(folder)
+    other = Path(shutil.copytree(path, tmp_path / "adapter"))
+    torch.manual_seed(5)
+    gpt2().save_pretrained(tmp_path / "base")
+    config = json.loads((other / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "base")
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    digests = {
+        td.Model(lambda: lora(gpt2()), [each], task="causal_lm").checkpoints[0].digest
+        for each in (path, other)
+    }
+    assert len(digests) == 2
+
+
+def _lose_a_shard(folder: Path) -> None:
+    next(folder.glob("model-*2-of-*.safetensors"), next(folder.glob("*.safetensors"))).unlink()
+
+
+def _cut_a_shard(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def _empty_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def _cut_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map"')
+
+
+def _no_weights(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_lose_a_shard, "missing"),
+        (_cut_a_shard, r"truncated or damaged"),
+        (_empty_index, "weight_map"),
+        (_cut_index, r"index\.json"),
+        (_no_weights, r"config\.json"),
+    ],
+)
+def test_read_folder__damaged(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], None], named: str
+) -> None:
+    copy = Path(shutil.copytree(folder / "shards", tmp_path / "copy"))
+    damage(copy)
+    with pytest.raises(CheckpointError, match=named):
+        td.Model(gpt2, [copy], task="causal_lm")
+
+
+def test_adapter__of_another_base(folder: Path) -> None:
+    path, _ = adapter(folder)
+    with pytest.raises(CheckpointError, match=r"shape"):
+        td.Model(lambda: lora(gpt2(32)), [path], task="causal_lm")
+
+
+def test_adapter__of_other_modules(folder: Path) -> None:
+    path, _ = adapter(folder)
+    with pytest.raises(CheckpointError, match=r"c_attn.*target modules"):
+        td.Model(lambda: lora(gpt2(), target_modules=["c_proj"]), [path], task="causal_lm")
+
+
+def test_adapter__into_a_model_with_two(folder: Path) -> None:
+    path, _ = adapter(folder)
+
+    def two() -> nn.Module:
+        made = lora(gpt2())
+        made.add_adapter("other", made.peft_config["default"])
+        return made
+
+    with pytest.raises(CheckpointError, match=r"lora_A.*default.*other"):
+        td.Model(two, [path], task="causal_lm")
+
+
+def test_adapter__into_the_base_without_adapters(folder: Path) -> None:
+    path, _ = adapter(folder)
+    with pytest.raises(CheckpointError, match=r"adapter.*get_peft_model"):
+        td.Model(gpt2, [path], task="causal_lm")
