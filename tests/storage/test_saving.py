@@ -127,7 +127,7 @@ def test_save__one_task_makes_a_block_and_stores_it(tmp_path: Path) -> None:
     with counting, dask.config.set(scheduler="sync"):
         opened = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
     n_blocks, n_read = 3, 2  # image and label
-    assert len(keys) == n_blocks * (1 + n_read + 1)  # and the positions of the samples
+    assert len(keys) == n_blocks * (n_read + 1)
     assert opened.attrs["saved"]["devices"] == ["cpu"]
     np.testing.assert_array_equal(opened.feature, features.feature)
 
