@@ -238,9 +238,9 @@ def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> boo
     """
     x = 1 + np.sin(np.arange(gram.shape[1]))
     known, s, v = dask.compute(da.einsum("pqc,q->pc", gram, x), values, vectors, scheduler="sync")
-    found = np.einsum("pkc,kc->pc", v, s * np.einsum("pkc,p->kc", v, x))
+    product = np.einsum("pkc,kc->pc", v, s * np.einsum("pkc,p->kc", v, x))
     scale = np.abs(known).max(axis=0, initial=0)
-    return bool((np.abs(found - known) <= 1e-6 * scale).all())
+    return bool((np.abs(product - known) <= 1e-6 * scale).all())
 
 
 def _labels(labels: Sequence[str]) -> da.Array:

@@ -147,8 +147,8 @@ def damping(
     --------
     >>> import trakdask as td
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> found = td.damping(features, damping=td.Absolute(2.5))
-    >>> found.damping.values.tolist(), str(found.rule.values)
+    >>> chosen = td.damping(features, damping=td.Absolute(2.5))
+    >>> chosen.damping.values.tolist(), str(chosen.rule.values)
     ([2.5, 2.5], 'absolute')
     """
     validate(features, ["feature"], what="features")

@@ -62,10 +62,10 @@ def with_factors(folder: Folder, ds: xr.Dataset) -> xr.Dataset:
     edit = None if GRAM not in ds else last_edit(folder, FACTORS)
     if edit is None or not _is_of(edit, ds):
         return ds
-    found = {name: (VARIABLES[name].dims, data) for name, data in _opened(edit).items()}
+    opened = {name: (VARIABLES[name].dims, data) for name, data in _opened(edit).items()}
     known = edit.attrs["damping"]
     attrs = {**VARIABLES[DAMPING].attrs, **known["attrs"]}
-    variables = {name: (dims, data, VARIABLES[name].attrs) for name, (dims, data) in found.items()}
+    variables = {name: (dims, data, VARIABLES[name].attrs) for name, (dims, data) in opened.items()}
     token = tokenize(edit.folder.url, dict(edit.files), known["values"])
     damping = da.from_array(np.array(known["values"]), chunks=1, name=f"open-damping-{token}")
     return ds.assign(variables | {DAMPING: (CHECKPOINT, damping, attrs)})
