@@ -37,6 +37,7 @@ from .samples import from_arrays as from_arrays
 from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
 from .storage import assign_coords as assign_coords
+from .storage import calibrate as calibrate
 from .storage import drop as drop
 from .storage import open as open
 from .storage import save as save

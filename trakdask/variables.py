@@ -14,6 +14,7 @@ from trakdask.checks import shown
 
 __all__ = [
     "CHECKPOINT",
+    "COMPONENT",
     "PROJ_DIM",
     "PROJ_DIM_1",
     "RANK",
@@ -35,6 +36,7 @@ TARGET = "target"
 CHECKPOINT = "checkpoint"
 PROJ_DIM = "proj_dim"
 PROJ_DIM_1 = "proj_dim_1"
+COMPONENT = "component"
 RANK = "rank"
 _ROWS_OF_UNCHUNKED = 4096
 TARGET_PREFIX = "target_"
@@ -71,6 +73,8 @@ _ALL = (
     ),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
+    Variable("gram_eigenvalues", (COMPONENT, CHECKPOINT), "eigenvalues of gram, ascending"),
+    Variable("gram_eigenvectors", (PROJ_DIM, COMPONENT, CHECKPOINT), "eigenvectors of gram"),
     Variable(
         "self_influence", (SAMPLE,), "how much training on a sample lowered its own loss; >= 0"
     ),

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
-from trakdask.arrays.completeness import GRID, held_out, left_out
+from trakdask.arrays.completeness import GRID, held_out, left_out, loss_gradient
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.spectrum import mean_trace, solve, spectrum
+from trakdask.arrays.solve import closed_form_damping as closed_form_of_matrix
+from trakdask.arrays.spectrum import (
+    closed_form_damping,
+    eigenvectors,
+    from_eigenvectors,
+    is_decomposition,
+    leverage,
+    mean_trace,
+    solve,
+    spectrum,
+)
 
 
 def test_spectrum__one_decomposition_per_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +83,64 @@ def test_solve__singular_names_the_checkpoint() -> None:
     found = solve(spectrum(*parts, len(x), LABELS), da.zeros(2), lazy(rows))
     with pytest.raises(np.linalg.LinAlgError, match=r"checkpoint 'b' .*λ = 0.*larger damping"):
         found.compute(scheduler="sync")
+
+
+def matrices() -> tuple[da.Array, da.Array, np.ndarray, np.ndarray]:
+    x, h, g, rows = data()
+    return (*gram_and_sum(lazy(x), lazy(h), lazy(g)), x, rows)
+
+
+def test_from_eigenvectors__is_the_spectrum_again() -> None:
+    k, r, x, rows = matrices()
+    values, vectors = eigenvectors(spectrum(k, None, len(x), LABELS), 6)
+    assert (values.chunks, vectors.chunks) == (((6,), (1, 1)), ((6,), (6,), (1, 1)))
+    known, made = from_eigenvectors(values, vectors, r, len(x), LABELS), spectrum(k, r, 40, LABELS)
+    np.testing.assert_allclose(held_out(known, lazy(rows)), held_out(made, lazy(rows)), rtol=1e-10)
+    lam = da.from_array(np.array([0.5, 2.0]), chunks=1)
+    without_r = from_eigenvectors(values, vectors, None, len(x), LABELS)
+    found = solve(without_r, lam, lazy(rows)).compute()
+    for c in (0, 1):
+        dense = np.linalg.solve(k[..., c].compute() + lam[c].compute() * np.eye(6), rows[..., c].T)
+        np.testing.assert_allclose(found[..., c], dense.T, rtol=1e-9, atol=1e-12)
+    with pytest.raises(np.linalg.LinAlgError, match="checkpoint 'b'"):
+        solve(without_r, da.from_array(np.array([1.0, -1.0]), chunks=1), lazy(rows)).compute()
+
+
+def test_leverage__equals_the_dense_quadratic_form() -> None:
+    k, _, x, rows = matrices()
+    rows[4] = np.nan
+    lam = np.array([0.5, 2.0])
+    whole = spectrum(k, None, len(x), LABELS)
+    found = leverage(whole, da.from_array(lam, chunks=1), lazy(rows, 4)).compute()
+    for c in (0, 1):
+        inverse = np.linalg.inv(k[..., c].compute() + lam[c] * np.eye(6))
+        dense = np.einsum("sp,pq,sq->s", rows[..., c], inverse, rows[..., c])
+        np.testing.assert_allclose(found[:, c], dense, rtol=1e-9)
+    assert np.isnan(found[4]).all()
+
+
+def test_closed_form_damping__is_that_of_the_matrix() -> None:
+    k, _, x, _ = matrices()
+    found = closed_form_damping(spectrum(k, None, len(x), LABELS), 0.03)
+    np.testing.assert_allclose(found, closed_form_of_matrix(k, 0.03), rtol=1e-12)
+    zero = spectrum(da.zeros((2, 2, 1), chunks=(2, 2, 1)), None, 4, ["b"])
+    with pytest.raises(ValueError, match="got 0 at checkpoint 'b'"):
+        closed_form_damping(zero, 0.03).compute()
+
+
+def test_loss_gradient__equals_the_sum_beside_the_matrix() -> None:
+    x, h, g, _ = data()
+    x[3, :, 1], g[5, 0] = np.nan, np.nan  # failed at one checkpoint
+    _, expected = gram_and_sum(lazy(x), lazy(h), lazy(g))
+    found = loss_gradient(lazy(x), lazy(g))
+    assert found.chunks == ((6,), (1, 1))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_is_decomposition__of_this_matrix_only() -> None:
+    k, _, x, _ = matrices()
+    values, vectors = eigenvectors(spectrum(k, None, len(x), LABELS), 6)
+    assert is_decomposition(k, values, vectors)
+    assert not is_decomposition(k * 1.001, values, vectors)
+    assert not is_decomposition(k, values, vectors[:, ::-1])
+    assert not is_decomposition(k, values[..., ::-1], vectors[..., ::-1])

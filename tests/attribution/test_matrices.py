@@ -14,7 +14,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.matrices import weight_data
-from trakdask.storage.zarr_stores import Complete
+from trakdask.storage.mapping import MappedChunks
 from trakdask.testing import simulate_features
 
 SOFT = {"estimator": "soft", "damping": "completeness"}
@@ -31,14 +31,15 @@ def scores(features: xr.Dataset, targets: xr.Dataset, **options) -> np.ndarray:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The chunks of ``feature`` that are read from stores, in order."""
     chunks: list[str] = []
-    get = Complete.get
+    read_file = MappedChunks.read_file
 
-    async def counting(self: Complete, key: str, *args, **options):
-        if key.startswith("feature/c."):
-            chunks.append(key.removeprefix("feature/c."))
-        return await get(self, key, *args, **options)
+    def counting(self: MappedChunks, path: str):
+        folder, _, name = path.rpartition("/c.")
+        if folder.endswith("/feature"):
+            chunks.append(name)
+        return read_file(self, path)
 
-    monkeypatch.setattr(Complete, "get", counting)
+    monkeypatch.setattr(MappedChunks, "read_file", counting)
     return chunks
 
 

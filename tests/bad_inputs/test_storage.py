@@ -128,6 +128,9 @@ SAVE = [
     ("gram as text", save(gram="no"), TypeError, ["gram", "'no'"]),
     ("progress as number", save(progress=1), TypeError, ["progress", "1"]),
     ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
+    ("calibrate without a matrix", save(calibrate=FEATURES, gram=False), ValueError, ["gram=False"]),
+    ("calibrate of few samples", save(calibrate=FEATURES, estimator="soft"), ValueError, ["8", "50"]),
+    ("calibrate where no outputs choose", save(calibrate=FEATURES), ValueError, ["'trak'"]),
     ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),
     ("no checkpoints", save(FEATURES.isel(checkpoint=[])), ValueError, ["checkpoint", "0"]),
     ("no proj_dim", save(FEATURES.isel(proj_dim=[])), ValueError, ["proj_dim", "0"]),
@@ -274,12 +277,33 @@ ASSIGN = [
 ]  # fmt: skip
 
 
+CALIBRATE = [
+    ("nothing there", lambda f: td.calibrate(f / "f.zarr"), FileNotFoundError, ["no store"]),
+    ("no path", lambda f: td.calibrate(None), TypeError, ["None"]),
+    ("a store without gram matrix", lambda f: td.calibrate(without_gram(f)), ValueError,
+     ["gram", "'feature'"]),
+    ("an array", lambda f: td.calibrate(store_in(f), FEATURES.output), TypeError, ["held_out"]),
+    ("samples without outputs", lambda f: td.calibrate(store_in(f), FEATURES[["feature"]]),
+     ValueError, ["'output'"]),
+    ("few samples", lambda f: td.calibrate(store_in(f), FEATURES), ValueError, ["8", "50"]),
+    ("lost block", lambda f: td.calibrate(without("records/*/*1/0.json")(f)),
+     td.IncompleteFeaturesError, ["5 of 6"]),
+    ("a link in the store", lambda f: td.calibrate(with_link(f)), ValueError, ["'elsewhere'"]),
+]  # fmt: skip
+
+
+def without_gram(folder: Path) -> Path:
+    td.save(FEATURES, folder / "f.zarr", gram=False, progress=False)
+    return folder / "f.zarr"
+
+
 TABLES = {
     "save": SAVE,
     "open": OPEN,
     "verify": VERIFY,
     "drop": DROP,
     "assign_coords": ASSIGN,
+    "calibrate": CALIBRATE,
 }
 ROWS = [BadInput(function, *row) for function, table in TABLES.items() for row in table]
 

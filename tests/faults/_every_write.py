@@ -32,6 +32,7 @@ from trakdask.storage import assigning, dropping, opening, saving, verification 
 from trakdask.testing import simulate_features
 
 N, BLOCK = 4, 4
+FACTORS = ("damping", "gram_eigenvalues", "gram_eigenvectors")
 
 
 def features(start: int, stop: int, checkpoints: tuple[int, ...] = (0,)) -> xr.Dataset:
@@ -165,12 +166,18 @@ def in_background(function: Callable[[], None]) -> int:
     return pid
 
 
-def shown(store: Path) -> str:
-    """Hash all that a user sees of a store."""
+def shown(store: Path) -> dict[str, str]:
+    """Hash all that a user sees of a store; λ and eigenvectors, which come last, on their own."""
     try:
         ds = td.open(store).compute()
     except (FileNotFoundError, td.IncompleteFeaturesError):
-        return "nothing"
+        return {"features": "nothing", "factors": ""}
+    names = [name for name in FACTORS if name in ds]
+    factors = hashed(ds[names].reset_coords(drop=True)) if names else ""
+    return {"features": hashed(ds.drop_vars(names)), "factors": factors}
+
+
+def hashed(ds: xr.Dataset) -> str:
     digest = hashlib.sha256()
     for name in sorted(map(str, ds.variables)):
         values = ds[name].values
@@ -187,7 +194,7 @@ def content(store: Path) -> dict[str, str]:
     for path in sorted(store.rglob("*")):
         name = str(path.relative_to(store))
         if path.is_file() and "records" not in name.split("/"):
-            name = re.sub(r"^(drops|assigned)/\d+", r"\1/", name)
+            name = re.sub(r"^(drops|assigned|factors)/\d+", r"\1/", name)
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
@@ -219,7 +226,10 @@ def look(store: Path, name: str, known: dict[str, Any]) -> None:
     assert {each.category for each in caught} <= {td.UnfinishedAppendWarning}, [
         str(each.message) for each in caught
     ]
-    assert now in (known["before"], known["after"]), "neither the state before nor that after"
+    states = [known["before"], known["after"]]
+    # The factors of an earlier gram matrix are not shown, until there are those of the new one.
+    states += [{**state, "factors": ""} for state in states]
+    assert now in states, "neither the state before nor that after"
     if now == known["after"]:
         assert not caught
     warnings.simplefilter("error", td.UnfinishedAppendWarning)

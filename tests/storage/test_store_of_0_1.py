@@ -41,3 +41,12 @@ def test_save__goes_on_with_it_and_computes_nothing(store: Path) -> None:
         np.testing.assert_array_equal(opened.feature, expected["feature"])
     assert len(blocks) == 2 * (2 + 1)
     assert not (store / "parts/2").exists()
+
+
+@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
+def test_calibrate__adds_what_0_1_did_not_store(store: Path) -> None:
+    old = td.open(store)
+    calibrated = td.calibrate(store)
+    assert {"gram_eigenvalues", "gram_eigenvectors", "damping"} <= set(calibrated)
+    np.testing.assert_allclose(calibrated.damping, td.damping(old).damping, rtol=1e-12)
+    np.testing.assert_array_equal(calibrated.feature, old.feature)

@@ -22,6 +22,7 @@ from trakdask.arrays.blocks import (
     Blocks,
     align_weights,
     block_starts,
+    failed_rows,
     flat,
     require_features,
 )
@@ -40,7 +41,9 @@ __all__ = [
     "curve",
     "held_out",
     "left_out",
+    "loss_gradient",
     "spread_rows",
+    "warn_of_choice",
 ]
 
 #: Candidates for ρ, a quarter of a decade apart.
@@ -84,6 +87,52 @@ def _inverse(spectrum: Spectrum) -> npt.NDArray[np.float64]:
     if not spectrum.mean > 0:
         return np.full((len(spectrum.values), len(GRID)), np.nan)
     return 1 / (spectrum.values[:, None] + GRID * spectrum.mean)
+
+
+def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
+    """Return r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), where the gram matrix is known already.
+
+    Parameters
+    ----------
+    feature, sum_weights
+        As in :func:`trakdask.arrays.gram.gram_and_sum`, with the same samples left out.
+
+    Returns
+    -------
+    (proj_dim, checkpoint) float64, lazy, chunks (p, 1).
+
+    Notes
+    -----
+    Cost: 2 n p C flops and one pass over ``feature``.
+
+    Examples
+    --------
+    >>> x = da.ones((6, 2, 1), chunks=(4, 2, 1), dtype="float32")
+    >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
+    [3.0, 3.0]
+    """
+    require_features(feature, name="feature", caller="loss_gradient")
+    g = pooled(align_weights(sum_weights, feature, name="sum_weights"))
+    parts = da.blockwise(
+        _weighted_sum,
+        "spc",
+        feature,
+        "spc",
+        g,
+        "s",
+        adjust_chunks={"s": (1,) * feature.numblocks[0]},
+        align_arrays=False,
+        name="loss-gradient-" + tokenize(feature.name, g.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0), np.float64),
+    )
+    total: da.Array = parts.sum(axis=0)
+    return total
+
+
+def _weighted_sum(phi: Block, g: Block) -> Block:
+    here = ~(failed_rows(phi) | np.isnan(g))
+    return np.asarray(g[here] @ phi[here, :, 0])[None, :, None]
 
 
 def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
@@ -282,7 +331,9 @@ def _peak(curve: Block) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
 
 
-def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Array:
+def choose(
+    candidates: Sequence[Candidate], curves: Sequence[da.Array], *, quiet: bool = False
+) -> da.Array:
     """Choose ρ by the first candidate whose totals follow the outputs.
 
     Parameters
@@ -291,6 +342,8 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
         In order of preference.
     curves
         Of each, by :func:`curve`.
+    quiet
+        Leave warnings to whoever uses the choice, who calls :func:`warn_of_choice`.
 
     Returns
     -------
@@ -315,26 +368,51 @@ def choose(candidates: Sequence[Candidate], curves: Sequence[da.Array]) -> da.Ar
         "k",
         *arrays,
         names=names,
+        quiet=quiet,
         concatenate=True,
         align_arrays=False,
-        name="completeness-choice-" + tokenize(names, *(each.name for each in curves)),
+        name="completeness-choice-" + tokenize(names, quiet, *(each.name for each in curves)),
         dtype=CHOICE,
         meta=np.empty((0,), CHOICE),
     )
     return result
 
 
-def _choose(*curves: Block, names: tuple[str, ...]) -> Block:
+def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
     for index, (each, name) in enumerate(zip(curves, names, strict=True)):
         peak, values = _peak(each), each["correlation"][0]
         if _is_followed(each):
             threshold = peak - STANDARD_ERRORS * (1 - peak**2) / np.sqrt(each["n_rows"][0])
             chosen = int(np.flatnonzero(values >= threshold)[-1])
-            if chosen in (0, len(GRID) - 1):
-                warn_once(("end of the grid", name), _at_the_end(GRID[chosen], name), _warn)
+            if not quiet:
+                _warn_at_the_end(GRID[chosen], name)
             return np.array([(GRID[chosen], index, peak, threshold, values)], CHOICE)
-        _warn(_too_weak(peak, name, names[index + 1 :]))
+        if not quiet:
+            _warn(_too_weak(peak, name, names[index + 1 :]))
     return np.array([(np.nan, len(names), peak, np.nan, values)], CHOICE)
+
+
+def warn_of_choice(rho: float, peak: float, name: str) -> None:
+    """Warn of what :func:`choose` warns of, given what it chose and the name of the last samples.
+
+    Parameters
+    ----------
+    rho
+        What was chosen; NaN if the outputs did not follow the totals.
+    peak
+        The largest correlation.
+    name
+        What warnings call the samples whose outputs chose, or failed to.
+    """
+    if np.isnan(rho):
+        warn_once(("too weak", name), _too_weak(peak, name, ()), _warn)
+    else:
+        _warn_at_the_end(rho, name)
+
+
+def _warn_at_the_end(rho: float, name: str) -> None:
+    if rho in (GRID[0], GRID[-1]):
+        warn_once(("end of the grid", name), _at_the_end(rho, name), _warn)
 
 
 def _at_the_end(rho: float, name: str) -> str:

@@ -13,7 +13,15 @@ from trakdask.arrays.block_arguments import read_in_task
 from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
-__all__ = ["CLOSED_FORM", "cholesky", "closed_form_damping", "leverage", "require_finite", "solve"]
+__all__ = [
+    "CLOSED_FORM",
+    "cholesky",
+    "closed_form_damping",
+    "leverage",
+    "require_finite",
+    "solve",
+    "without_trace",
+]
 
 #: The default factor of the closed form of λ.
 CLOSED_FORM = 0.03
@@ -84,13 +92,18 @@ def _closed_form(
     gram: Block, factor: float, labels: tuple[str, ...], *, block_id: tuple[int, ...]
 ) -> Block:
     if not np.trace(gram[:, :, 0]):  # K is a sum of squares, so all of K is 0, too
-        raise ValueError(
-            f"expected a gram matrix with a positive trace, got 0 at checkpoint "
-            f"{labels[block_id[-1]]!r}, where all features are 0 or failed, or all weights are 0 "
-            "(estimator='soft' gives weight 0 where out_to_loss is 0 or 1); try estimator='trak', "
-            "and inspect features.feature and features.out_to_loss"
-        )
+        raise ValueError(without_trace(labels[block_id[-1]]))
     return np.array([_closed_form_value(gram[:, :, 0], factor)])
+
+
+def without_trace(label: str) -> str:
+    """Return the error of a gram matrix that is all 0."""
+    return (
+        f"expected a gram matrix with a positive trace, got 0 at checkpoint {label!r}, where all "
+        "features are 0 or failed, or all weights are 0 (estimator='soft' gives weight 0 where "
+        "out_to_loss is 0 or 1); try estimator='trak', and inspect features.feature and "
+        "features.out_to_loss"
+    )
 
 
 def _closed_form_value(gram: Block, factor: float) -> float:

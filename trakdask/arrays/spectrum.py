@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,19 @@ from trakdask.arrays.blocks import (
     product_dtype,
     require_features,
 )
-from trakdask.arrays.solve import require_finite
+from trakdask.arrays.solve import require_finite, without_trace
 
-__all__ = ["Spectrum", "mean_trace", "solve", "spectrum"]
+__all__ = [
+    "Spectrum",
+    "closed_form_damping",
+    "eigenvectors",
+    "from_eigenvectors",
+    "is_decomposition",
+    "leverage",
+    "mean_trace",
+    "solve",
+    "spectrum",
+]
 
 
 class Spectrum(NamedTuple):
@@ -58,7 +69,7 @@ def _mean_trace(gram: Block, n_sample: int) -> Block:
 
 
 def spectrum(
-    gram: da.Array, loss_gradient: da.Array, n_sample: int, labels: Sequence[str]
+    gram: da.Array, loss_gradient: da.Array | None, n_sample: int, labels: Sequence[str]
 ) -> da.Array:
     """Decompose the Gram matrix of every checkpoint, once for all λ.
 
@@ -67,7 +78,8 @@ def spectrum(
     gram
         K, (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
     loss_gradient
-        r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1).
+        r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1). Without it the
+        result is for :func:`solve` and :func:`leverage` only.
     n_sample
         Samples that both are sums over.
     labels
@@ -89,33 +101,178 @@ def spectrum(
     whose result has 8 p² bytes. Eigenvalues that rounding made negative count as 0. NumPy's routine
     releases Python's lock; SciPy's drivers hold it and are no faster.
     """
+    loss = [None, None] if loss_gradient is None else [loss_gradient, "pc"]
     result: da.Array = da.blockwise(
         functools.partial(_spectrum, n_sample=n_sample),
         "c",
         gram,
         "pqc",
-        loss_gradient,
-        "pc",
-        da.from_array(np.array(labels, dtype=object), chunks=1, name="labels-" + tokenize(labels)),
+        *loss,
+        _labels(labels),
         "c",
         concatenate=False,
         align_arrays=False,
-        name="spectrum-" + tokenize(gram.name, loss_gradient.name, n_sample, labels),
+        name="spectrum-" + tokenize(gram.name, loss_gradient, n_sample, labels),
         dtype=object,
         meta=np.empty((0,), object),
     )
     return result
 
 
-def _spectrum(gram: Blocks, loss_gradient: Blocks, label: Block, *, n_sample: int) -> Spectrum:
-    ((block,), (r,)) = flat(gram), flat(loss_gradient)
+def _spectrum(
+    gram: Blocks, loss_gradient: Blocks | None, label: Block, *, n_sample: int
+) -> Spectrum:
+    (block,) = flat(gram)
     name = str(label[0])
     require_finite(block, name)
     matrix = block[:, :, 0].astype(np.float64, copy=False)
     values, vectors = np.linalg.eigh(matrix)
-    loss = vectors.T @ r[:, 0].astype(np.float64)
     mean = float(np.trace(matrix)) / n_sample
-    return Spectrum(np.maximum(values, 0), vectors, loss, mean, name)
+    return Spectrum(np.maximum(values, 0), vectors, _loss(vectors, loss_gradient), mean, name)
+
+
+def _loss(
+    vectors: npt.NDArray[np.float64], loss_gradient: Blocks | None
+) -> npt.NDArray[np.float64]:
+    """Return Vᵀ r, NaN without r."""
+    if loss_gradient is None:
+        return np.full(vectors.shape[1], np.nan)
+    (r,) = flat(loss_gradient)
+    loss: npt.NDArray[np.float64] = vectors.T @ r[:, 0].astype(np.float64)
+    return loss
+
+
+def eigenvectors(spectrum: da.Array, proj_dim: int) -> tuple[da.Array, da.Array]:
+    """Return the eigenvalues and eigenvectors of a spectrum, as :func:`from_eigenvectors` takes.
+
+    Examples
+    --------
+    >>> k = spectrum(da.eye(2, chunks=2)[:, :, None], None, 1, ["c0"])
+    >>> values, vectors = eigenvectors(k, 2)
+    >>> values.compute()[:, 0].tolist(), vectors.shape
+    ([1.0, 1.0], (2, 2, 1))
+    """
+    shared: dict[str, Any] = {"align_arrays": False, "dtype": np.float64}
+    values = da.blockwise(
+        _values, "kc", spectrum, "c", new_axes={"k": proj_dim},
+        name=f"eigenvalues-{tokenize(spectrum.name)}", meta=np.empty((0, 0)), **shared,
+    )  # fmt: skip
+    vectors = da.blockwise(
+        _vectors, "pkc", spectrum, "c", new_axes={"p": proj_dim, "k": proj_dim},
+        name=f"eigenvectors-{tokenize(spectrum.name)}", meta=np.empty((0, 0, 0)), **shared,
+    )  # fmt: skip
+    return values, vectors
+
+
+def _values(spectrum: Spectrum) -> Block:
+    return spectrum.values[:, None]
+
+
+def _vectors(spectrum: Spectrum) -> Block:
+    return spectrum.vectors[:, :, None]
+
+
+def from_eigenvectors(
+    values: da.Array,
+    vectors: da.Array,
+    loss_gradient: da.Array | None,
+    n_sample: int,
+    labels: Sequence[str],
+) -> da.Array:
+    """Return what :func:`spectrum` returns, from eigenvalues and eigenvectors that are known.
+
+    Parameters
+    ----------
+    values
+        (component, checkpoint) float64, chunks (p, 1).
+    vectors
+        (proj_dim, component, checkpoint) float, chunks (p, p, 1).
+    loss_gradient, n_sample, labels
+        As in :func:`spectrum`; without ``loss_gradient`` the result is for :func:`solve` only.
+
+    Notes
+    -----
+    Cost: 2 p² flops per checkpoint, for ``loss_gradient``.
+    """
+    loss = [None, None] if loss_gradient is None else [loss_gradient, "pc"]
+    result: da.Array = da.blockwise(
+        functools.partial(_from_eigenvectors, n_sample=n_sample),
+        "c",
+        values,
+        "kc",
+        vectors,
+        "pkc",
+        *loss,
+        _labels(labels),
+        "c",
+        concatenate=False,
+        align_arrays=False,
+        name="known-spectrum-" + tokenize(values.name, vectors.name, loss[0], n_sample, labels),
+        dtype=object,
+        meta=np.empty((0,), object),
+    )
+    return result
+
+
+def _from_eigenvectors(
+    values: Blocks, vectors: Blocks, loss_gradient: Blocks | None, label: Block, *, n_sample: int
+) -> Spectrum:
+    ((s,), (v,)) = flat(values), flat(vectors)
+    s, v = s[:, 0], v[:, :, 0]
+    return Spectrum(s, v, _loss(v, loss_gradient), float(s.sum()) / n_sample, str(label[0]))
+
+
+def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> bool:
+    """Return whether K = V diag(s) Vᵀ, judged by K x for one x; for arrays in memory.
+
+    Parameters
+    ----------
+    gram, values, vectors
+        K, s and V as in :func:`from_eigenvectors`.
+
+    Examples
+    --------
+    >>> k, v = (da.from_array(x[:, :, None]) for x in (np.diag([1.0, 2.0]), np.eye(2)))
+    >>> [is_decomposition(k, da.from_array(np.array([[1.0], [s]])), v) for s in (2, 3)]
+    [True, False]
+    """
+    x = 1 + np.sin(np.arange(gram.shape[1]))
+    known, s, v = dask.compute(da.einsum("pqc,q->pc", gram, x), values, vectors, scheduler="sync")
+    product = np.einsum("pkc,kc->pc", v, s * np.einsum("pkc,p->kc", v, x))
+    scale = np.abs(known).max(axis=0, initial=0)
+    return bool((np.abs(product - known) <= 1e-6 * scale).all())
+
+
+def _labels(labels: Sequence[str]) -> da.Array:
+    texts = np.array(list(labels), dtype=object)
+    array: da.Array = da.from_array(texts, chunks=1, name="labels-" + tokenize(list(labels)))
+    return array
+
+
+def closed_form_damping(spectrum: da.Array, factor: float) -> da.Array:
+    """Return :func:`trakdask.arrays.solve.closed_form_damping`, from the eigenvalues of K.
+
+    Examples
+    --------
+    >>> k = spectrum(da.ones((2, 2, 1), chunks=(2, 2, 1)), da.ones((2, 1)), 4, ["c0"])
+    >>> round(float(closed_form_damping(k, factor=0.5)[0]), 12)
+    1.0
+    """
+    result: da.Array = da.map_blocks(
+        functools.partial(_closed_form, factor=factor),
+        spectrum,
+        name="spectral-closed-form-" + tokenize(spectrum.name, factor),
+        dtype=np.float64,
+        meta=np.empty((0,), np.float64),
+    )
+    return result
+
+
+def _closed_form(spectrum: Spectrum, factor: float) -> Block:
+    trace = float(spectrum.values.sum())
+    if not trace:
+        raise ValueError(without_trace(spectrum.label))
+    return np.array([factor * float(np.square(spectrum.values).sum()) / trace])
 
 
 def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
@@ -164,14 +321,63 @@ def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
 
 
 def _solve(target: Block, spectrum: Spectrum, damping: Block) -> Block:
-    system = spectrum.values + float(damping[0])
-    if not system.min() > 0:
-        raise np.linalg.LinAlgError(
-            f"K + λI of checkpoint {spectrum.label!r} is not positive definite in float64: λ = "
-            f"{float(damping[0]):.3g}, smallest eigenvalue of K = {spectrum.values.min():.3g}. Use "
-            "a larger damping."
-        )
+    system = _damped(spectrum, damping)
     with np.errstate(invalid="ignore"):  # a NaN target stays NaN, alone
         along = target[:, :, 0] @ spectrum.vectors
         solved = (along / system) @ spectrum.vectors.T
     return np.asarray(solved.astype(product_dtype(target), copy=False)[:, :, None])
+
+
+def _damped(spectrum: Spectrum, damping: Block) -> npt.NDArray[np.float64]:
+    """Return the eigenvalues of K + λI."""
+    system = spectrum.values + float(damping[0])
+    # What rounding left of an eigenvalue 0 is no number to divide by.
+    least = np.finfo(np.float64).eps * spectrum.values.max(initial=0)
+    if not system.min() > least:
+        raise np.linalg.LinAlgError(
+            f"expected K + λI to be positive definite, got one of checkpoint {spectrum.label!r} "
+            f"that is not in float64 (λ = {float(damping[0]):.3g}, smallest eigenvalue of K = "
+            f"{spectrum.values.min():.3g}); try a larger damping"
+        )
+    return system
+
+
+def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Array:
+    """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
+
+    Parameters
+    ----------
+    spectrum, damping
+        As in :func:`solve`.
+    feature
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
+
+    Returns
+    -------
+    As :func:`trakdask.arrays.solve.leverage`, at the same cost.
+    """
+    require_features(feature, name="feature", caller="leverage")
+    result: da.Array = da.blockwise(
+        _leverage,
+        "sc",
+        feature,
+        "spc",
+        spectrum,
+        "c",
+        damping.rechunk(1, method="tasks"),
+        "c",
+        concatenate=True,
+        align_arrays=False,
+        name="spectral-leverage-" + tokenize(feature.name, spectrum.name, damping.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0), np.float64),
+    )
+    return result
+
+
+def _leverage(feature: Block, spectrum: Spectrum, damping: Block) -> Block:
+    system = _damped(spectrum, damping)
+    with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
+        along = feature[:, :, 0] @ spectrum.vectors
+        own: Block = np.square(along, out=along) @ (1 / system)
+    return own[:, None]

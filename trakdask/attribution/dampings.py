@@ -51,10 +51,10 @@ def given_damping(features: xr.Dataset, damping: xr.Dataset | xr.DataArray) -> d
         raise ValueError(f"expected damping in numbers, got dtype {values.dtype}; {remedy}")
     values = aligned(values, features, what="damping")
     if values.chunks is None and not all(map(_is_positive, values.values)):
-        found = dict(
+        by_checkpoint = dict(
             zip(map(str, features[CHECKPOINT].values), values.values.tolist(), strict=True)
         )
-        raise ValueError(f"expected finite damping >= 0, got {found}; {remedy}")
+        raise ValueError(f"expected finite damping >= 0, got {by_checkpoint}; {remedy}")
     data: da.Array = values.variable.chunk({CHECKPOINT: 1}).data
     return data
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,18 @@ from trakdask.attribution.options import Options
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, aligned, validate
 
 __all__ = [
+    "DAMPING",
+    "DERIVED",
+    "EIGENVALUES",
+    "EIGENVECTORS",
     "ORIGIN",
     "ChoosingMatrices",
     "Matrices",
     "matrices",
     "origin",
+    "output_total",
+    "stored_damping",
+    "stored_decomposition",
     "stored_matrix",
     "weight_data",
     "with_origin",
@@ -33,8 +41,14 @@ _REDUCED = ("feature", "out_to_loss")
 _CHOOSING = ("gram", "loss_gradient")
 """What λ is chosen with."""
 
+EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
+DAMPING = "damping"
+
+DERIVED = ("gram", "loss_gradient", EIGENVALUES, EIGENVECTORS, DAMPING)
+"""All that :func:`trakdask.save` computes from features and stores beside them."""
+
 ORIGIN = "reduced_from"
-"""In the attrs of a gram matrix: dask's names of the arrays that it was reduced from."""
+"""In the attrs of derived arrays: dask's names of the arrays that they were computed from."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +60,23 @@ class ChoosingMatrices:
     n_samples: int
     h: da.Array | None
     g: da.Array
+    decomposition: tuple[da.Array, da.Array] | None = None
 
 
 @dataclass(frozen=True)
 class Matrices:
     """The gram matrix of an estimator, and what λ is chosen with if outputs choose it.
 
-    ``n_samples`` is the number of samples that the gram matrix is a sum over.
+    ``n_samples`` is the number of samples that the gram matrix is a sum over. ``decomposition`` are
+    its eigenvalues and eigenvectors and ``damping`` is λ, where they are stored and valid; with λ
+    there is nothing to choose.
     """
 
     gram: da.Array
     n_samples: int
     choosing: ChoosingMatrices | None = None
+    decomposition: tuple[da.Array, da.Array] | None = None
+    damping: xr.DataArray | None = None
 
 
 def matrices(features: xr.Dataset, options: Options) -> Matrices:
@@ -69,14 +88,16 @@ def matrices(features: xr.Dataset, options: Options) -> Matrices:
         needed = [each for each in needed if each != weights]
     if any(stored_matrix(features, "gram", each) is not None for each in needed):
         features = without_foreign_matrices(features)
-    if not options.is_damped_by_outputs:
-        return Matrices(*_gram(features, weights, given))
+    own = None if given is not None else stored_decomposition(features, weights)
+    damping = None if own is None else stored_damping(features, options)
+    if damping is not None or not options.is_damped_by_outputs:
+        return Matrices(*_gram(features, weights, given), decomposition=own, damping=damping)
     validate(features, ["output", "out_to_loss"], what="features")
     is_same = choosing == weights
     chosen_by = _choosing_matrices(features, choosing, given if is_same else None)
     if is_same and (given is not None or stored_matrix(features, "gram", weights) is None):
         return Matrices(chosen_by.gram, chosen_by.n_samples, chosen_by)
-    return Matrices(*_gram(features, weights, given), chosen_by)
+    return Matrices(*_gram(features, weights, given), chosen_by, decomposition=own)
 
 
 def _gram(features: xr.Dataset, weights: Weights, given: da.Array | None) -> tuple[da.Array, int]:
@@ -93,8 +114,13 @@ def _choosing_matrices(
 ) -> ChoosingMatrices:
     h, g = weights.gram_data(features) if given is None else given, weights.loss_data(features)
     gram, loss_gradient = (stored_matrix(features, name, weights) for name in _CHOOSING)
+    is_whole = features.sizes[SAMPLE] == _stored_samples(features) if gram is not None else False
+    if given is None and loss_gradient is None and is_whole:
+        # Other checkpoints are pooled than when it was stored; the gram matrices are the same.
+        loss_gradient = arrays.completeness.loss_gradient(features.feature.data, g)
     if given is None and gram is not None and loss_gradient is not None:
-        return ChoosingMatrices(gram, loss_gradient, _stored_samples(features), h, g)
+        known = stored_decomposition(features, weights)
+        return ChoosingMatrices(gram, loss_gradient, _stored_samples(features), h, g, known)
     gram, loss_gradient = arrays.gram.gram_and_sum(features.feature.data, h, g)
     return ChoosingMatrices(gram, loss_gradient, features.sizes[SAMPLE], h, g)
 
@@ -122,23 +148,90 @@ def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array
     return data
 
 
+def stored_decomposition(
+    features: xr.Dataset, weights: Weights
+) -> tuple[da.Array, da.Array] | None:
+    """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights.
+
+    They are used if that gram matrix is stored, too, and is still the array that was decomposed.
+    """
+    gram = stored_matrix(features, "gram", weights)
+    if gram is None or EIGENVALUES not in features or EIGENVECTORS not in features:
+        return None
+    validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
+    values, vectors = features[EIGENVALUES].data, features[EIGENVECTORS].data
+    if vectors.shape != gram.shape or values.shape != gram.shape[1:]:
+        return None
+    root = features[EIGENVECTORS].attrs.get(ORIGIN, {}).get("gram")
+    if lineage.sources(gram, root) == {root}:
+        return values, vectors
+    in_memory = (lineage.is_in_memory(x, lineage.sources(x)) for x in (gram, values, vectors))
+    is_product = all(in_memory) and arrays.spectrum.is_decomposition(gram, values, vectors)
+    return (values, vectors) if is_product else None
+
+
+def stored_damping(features: xr.Dataset, options: Options) -> xr.DataArray | None:
+    """Return the stored λ, if the options ask for the rule that chose it.
+
+    λ is that of all checkpoints together, and of the outputs that it was chosen by.
+    """
+    if DAMPING not in features or options.calibrate is not None:
+        return None
+    asked = options.damping if isinstance(options.damping, str) else None
+    rule = "completeness" if options.is_damped_by_outputs else "closed_form"
+    known = features[DAMPING]
+    names = {str(name) for name in features[CHECKPOINT].values}
+    is_asked = asked in ("auto", rule) and known.attrs.get("asked") == rule
+    if not is_asked or set(known.attrs.get("pooled_checkpoints", ())) != names:
+        return None
+    if rule == "completeness" and not _has_same_outputs(features, known.attrs):
+        return None
+    return known
+
+
+def _has_same_outputs(features: xr.Dataset, attrs: Mapping[str, Any]) -> bool:
+    """Return whether λ was chosen by these outputs, or by those that they were selected from."""
+    output, root = features["output"].data, attrs.get(ORIGIN, {}).get("output")
+    origins = lineage.sources(output, root)
+    if origins == {root}:
+        return True
+    is_whole = features.sizes[SAMPLE] == _stored_samples(features)
+    if not is_whole or not lineage.is_in_memory(output, origins):
+        return False
+    total = float(output_total(output).compute(scheduler="sync"))
+    return bool(np.isclose(total, attrs.get("output_total", np.nan), rtol=1e-9))
+
+
+def output_total(output: da.Array) -> da.Array:
+    """Return the sum of the sizes of all outputs, by which arrays in memory are recognised."""
+    total: da.Array = da.nansum(da.absolute(output.astype(np.float64)))
+    return total
+
+
 def _stored_samples(features: xr.Dataset) -> int:
     """Return the number of samples that the stored gram matrix is a sum over."""
     return int(features["gram"].attrs.get("samples", features.sizes[SAMPLE]))
 
 
 def with_origin(features: xr.Dataset) -> xr.Dataset:
-    """Return features whose gram matrix records that it was reduced from their arrays."""
-    if "gram" not in features:
-        return features
-    array = features["gram"]
-    attrs = {"samples": features.sizes[SAMPLE], **array.attrs, **origin(features)}
-    return features.assign(gram=array.variable._replace(attrs=attrs))
+    """Return features whose derived arrays record which arrays they were computed from."""
+    sources = {
+        "gram": _REDUCED,
+        EIGENVECTORS: ("gram",),
+        DAMPING: ("output",),
+    }
+    variables = {}
+    for name, names in sources.items():
+        if name in features:
+            attrs = {"samples": features.sizes[SAMPLE]} if name == "gram" else {}
+            attrs |= features[name].attrs | origin(features, names)
+            variables[name] = features[name].variable._replace(attrs=attrs)
+    return features.assign(variables)
 
 
-def origin(features: xr.Dataset) -> dict[str, Any]:
-    """Return the ``attrs`` of a gram matrix that name the arrays which it is reduced from."""
-    data = {name: features[name].data for name in _REDUCED if name in features}
+def origin(features: xr.Dataset, names: tuple[str, ...] = _REDUCED) -> dict[str, Any]:
+    """Return the ``attrs`` of a derived array that name the arrays which it is computed from."""
+    data = {name: features[name].data for name in names if name in features}
     return {ORIGIN: {n: each.name for n, each in data.items() if isinstance(each, da.Array)}}
 
 
@@ -168,7 +261,7 @@ def without_foreign_matrices(features: xr.Dataset) -> xr.Dataset:
         if _has_diagonal_of(features):
             return features
     elif needed is not None and n >= needed:
-        return features.drop_vars(["gram", "loss_gradient"], errors="ignore")
+        return features.drop_vars(DERIVED, errors="ignore")
     listed = " or ".join(repr(name) for name in names)
     raise ValueError(
         f"expected {listed} as they were when 'gram' was reduced from {needed or 'its'} samples, "

@@ -17,7 +17,7 @@ from trakdask.attribution.options import LearningRates, Options
 from trakdask.attribution.regularization import regularize
 from trakdask.variables import CHECKPOINT, aligned
 
-__all__ = ["Factors", "cholesky", "factors"]
+__all__ = ["Factors", "factors"]
 
 _PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
 _FORMULAS = {
@@ -51,14 +51,10 @@ def factors(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Fact
 
 def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
     matrix, estimator = regularize(features, options), options.estimator
-    factor = cholesky(features, matrix.gram, matrix.damping)  # lazy: made only if it is needed
-    if matrix.spectrum is not None:
-        solved = arrays.spectrum.solve(matrix.spectrum, matrix.damping, targets.feature.data)
-    else:
-        solved = arrays.solve.solve(factor, targets.feature.data)
+    solved = matrix.solve(targets.feature.data)
     weight = estimator.weights.loss_data(features)
     if estimator.name == "relatif":
-        own = arrays.solve.leverage(factor, features.feature.data).mean(axis=1, keepdims=True)
+        own = matrix.leverage(features.feature.data).mean(axis=1, keepdims=True)
         weight = _sign(weight) * arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
     damping = options.damping
     attrs = {
@@ -74,12 +70,6 @@ def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> F
 
 def _soft_formula(weights: Weights) -> str:
     return f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{weights.loss}]"
-
-
-def cholesky(features: xr.Dataset, gram: da.Array, damping: da.Array) -> da.Array:
-    """Return the factor of K_c + λ_c I; errors name the checkpoint."""
-    labels = [str(name) for name in features[CHECKPOINT].values]
-    return arrays.solve.cholesky(gram, damping, labels)
 
 
 def _without_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:

@@ -207,12 +207,12 @@ def _mask_of_coords(
         ) from err
     is_mask = isinstance(result, xr.DataArray) and result.dtype == bool
     if not is_mask or not set(result.dims) <= {SAMPLE, TARGET}:
-        found = type(result).__name__
+        actual = type(result).__name__
         if isinstance(result, xr.DataArray):
-            found = f"{result.dtype} over {result.dims}"
+            actual = f"{result.dtype} over {result.dims}"
         raise ValueError(
             "expected the function where= to return a boolean DataArray over sample and target, "
-            f"got {found} {at}; try lambda tile: tile.label == tile.target_label"
+            f"got {actual} {at}; try lambda tile: tile.label == tile.target_label"
         )
     if wrong := {str(d): n for d, n in result.sizes.items() if n != tile.sizes[d]}:
         raise ValueError(

@@ -23,7 +23,15 @@ from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
-__all__ = ["Absolute", "Damping", "Regularized", "damping", "regularize"]
+__all__ = [
+    "Absolute",
+    "Damping",
+    "Regularized",
+    "damping",
+    "describe_damping",
+    "regularize",
+    "require_calibration",
+]
 
 _LEAST_ROWS = 50
 _LEFT_OUT_ROWS = 1000
@@ -36,14 +44,31 @@ class Regularized:
     """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
 
     ``choice`` is that of :func:`trakdask.arrays.completeness.choose`; ``spectrum`` is that of the
-    gram matrix, where choosing λ has decomposed it.
+    gram matrix, where it is stored or choosing λ has computed it. ``labels`` are the names of the
+    checkpoints, for errors.
     """
 
     gram: da.Array
     damping: da.Array
     rules: tuple[str, ...]
+    labels: list[str]
     choice: da.Array | None = None
     spectrum: da.Array | None = None
+
+    def solve(self, target: da.Array) -> da.Array:
+        """Return (K_c + λ_c I)⁻¹ φ_c(t), (target, proj_dim, checkpoint)."""
+        if self.spectrum is not None:
+            return arrays.spectrum.solve(self.spectrum, self.damping, target)
+        return arrays.solve.solve(self._cholesky(), target)
+
+    def leverage(self, feature: da.Array) -> da.Array:
+        """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
+        if self.spectrum is not None:
+            return arrays.spectrum.leverage(self.spectrum, self.damping, feature)
+        return arrays.solve.leverage(self._cholesky(), feature)
+
+    def _cholesky(self) -> da.Array:
+        return arrays.solve.cholesky(self.gram, self.damping, self.labels)
 
 
 def damping(
@@ -66,8 +91,9 @@ def damping(
         to be best, and for ``estimator="soft"``, else ``"closed_form"``.
         ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
         see Notes. ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
-        ``Absolute(x)`` is x itself. What this function returned before is taken as it is: compute
-        it once, and no query chooses anew.
+        ``Absolute(x)`` is x itself. What this function returned before is taken as it is. Where
+        :func:`save` or :func:`calibrate` stored λ and ``"auto"`` or the rule that chose it is asked
+        for, it is the stored one, as long as the features are those of the store.
     estimator, power, weights
         As in :func:`score`.
     calibrate
@@ -112,17 +138,17 @@ def damping(
     decides: training samples after ``calibrate``, and the closed form last.
 
     ρ is free of the scale of the gradients of any checkpoint. Measured by
-    ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.006 to
-    0.007 of the linear datamodeling score on average against the best λ, 0.038 in the worst of 56
-    settings; the closed form 0.037 with TRAK's weights, 0.048 with soft ones. Not measured:
-    regression, language models.
+    ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.008 of
+    the linear datamodeling score on average against the best λ, 0.039 in the worst of 56 settings
+    (chosen by the targets 0.007, and 0.064 in the worst); the closed form 0.037 with TRAK's
+    weights, 0.047 with soft ones. Not measured: regression, language models.
 
     Examples
     --------
     >>> import trakdask as td
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> found = td.damping(features, damping=td.Absolute(2.5))
-    >>> found.damping.values.tolist(), str(found.rule.values)
+    >>> chosen = td.damping(features, damping=td.Absolute(2.5))
+    >>> chosen.damping.values.tolist(), str(chosen.rule.values)
     ([2.5, 2.5], 'absolute')
     """
     validate(features, ["feature"], what="features")
@@ -131,10 +157,11 @@ def damping(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
     features = lazy_features(features)
-    return _dataset(features, regularize(features, options))
+    return describe_damping(features, regularize(features, options))
 
 
-def _dataset(features: xr.Dataset, regularized: Regularized) -> xr.Dataset:
+def describe_damping(features: xr.Dataset, regularized: Regularized) -> xr.Dataset:
+    """Return λ and how it was chosen, as :func:`damping` does."""
     choice = regularized.choice
     if choice is None:
         choice = da.from_array(_NO_CHOICE)
@@ -172,21 +199,60 @@ def _rule(choice: np.ndarray, rules: tuple[str, ...]) -> np.ndarray:
     return np.array(rules[int(choice["candidate"][0])], dtype=object)
 
 
-def regularize(features: xr.Dataset, options: Options) -> Regularized:
-    """Return the gram matrix of an estimator and its λ; features are chunked already."""
-    needed = matrices(features, options)
+def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -> Regularized:
+    """Return the gram matrix of an estimator and its λ; features are chunked already.
+
+    ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
+    """
+    needed, labels = matrices(features, options), _labels(features)
+    spectrum = None
+    if needed.decomposition is not None:
+        values, vectors = needed.decomposition
+        spectrum = arrays.spectrum.from_eigenvectors(
+            values, vectors, None, needed.n_samples, labels
+        )
     if needed.choosing is not None:
-        return _complete(features, options.calibrate, needed, needed.choosing)
-    matrix = needed.gram
-    damping = options.damping
-    if isinstance(damping, (xr.Dataset, xr.DataArray)):
-        return Regularized(matrix, given_damping(features, damping), ("given",))
-    if isinstance(damping, Absolute):
-        lam: da.Array = da.full(matrix.shape[2], float(damping.value), chunks=1)
-        return Regularized(matrix, lam, ("absolute",))
-    factor = CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
-    lam = arrays.solve.closed_form_damping(matrix, factor, _labels(features))
-    return Regularized(matrix, lam, (f"{factor} tr(K^2)/tr(K)",))
+        return _complete(
+            features, options.calibrate, needed, needed.choosing, spectrum, quiet=quiet
+        )
+    damping, choice = options.damping, None
+    if needed.damping is not None:
+        lam, rule, choice = _stored(needed.damping, labels)
+    elif isinstance(damping, (xr.Dataset, xr.DataArray)):
+        lam, rule = given_damping(features, damping), "given"
+    elif isinstance(damping, Absolute):
+        lam, rule = da.full(len(labels), float(damping.value), chunks=1), "absolute"
+    else:
+        factor = CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
+        lam, rule = _closed_form(needed.gram, factor, labels, spectrum), _closed_form_name(factor)
+    return Regularized(needed.gram, lam, (rule,), labels, choice, spectrum)
+
+
+def _stored(damping: xr.DataArray, labels: list[str]) -> tuple[da.Array, str, da.Array | None]:
+    """Return the stored λ, its rule, and how it was chosen, if by completeness; warn as then."""
+    lam: da.Array = damping.variable.chunk({CHECKPOINT: 1}).data
+    attrs = damping.attrs
+    if attrs["asked"] != "completeness":
+        return lam, attrs["rule"], None
+    _warn_of_few_checkpoints(len(labels))
+    if not attrs["tried"]:
+        return lam, attrs["rule"], None
+    relative, peak = attrs["relative"], attrs["peak"]
+    completeness.warn_of_choice(relative, peak, attrs["tried"][-1])
+    values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
+    return lam, attrs["rule"], da.from_array(np.array(values, completeness.CHOICE))
+
+
+def _closed_form(
+    gram: da.Array, factor: float, labels: list[str], spectrum: da.Array | None
+) -> da.Array:
+    if spectrum is not None:
+        return arrays.spectrum.closed_form_damping(spectrum, factor)
+    return arrays.solve.closed_form_damping(gram, factor, labels)
+
+
+def _closed_form_name(factor: float) -> str:
+    return f"{factor} tr(K^2)/tr(K)"
 
 
 def _complete(
@@ -194,24 +260,38 @@ def _complete(
     calibrate: xr.Dataset | None,
     needed: Matrices,
     choosing: ChoosingMatrices,
+    spectrum: da.Array | None,
+    *,
+    quiet: bool,
 ) -> Regularized:
-    """Let outputs choose λ, under the weights that the estimator has for this."""
+    """Let outputs choose λ, under the weights that the estimator has for this.
+
+    ``spectrum`` is that of the estimator's own gram matrix, if it is known.
+    """
     labels = _labels(features)
-    spectrum = arrays.spectrum.spectrum(
-        choosing.gram, choosing.loss_gradient, choosing.n_samples, labels
-    )
-    _warn_of_few_checkpoints(len(labels))
-    candidates, curves = _candidates(features, calibrate, spectrum, choosing)
-    fallback = arrays.solve.closed_form_damping(needed.gram, CLOSED_FORM, labels)
-    rules = (*(f"completeness, {each.name}" for each in candidates), f"{CLOSED_FORM} tr(K^2)/tr(K)")
+    n, loss_gradient = choosing.n_samples, choosing.loss_gradient
+    if choosing.decomposition is None:
+        choosing_spectrum = arrays.spectrum.spectrum(choosing.gram, loss_gradient, n, labels)
+    else:
+        values, vectors = choosing.decomposition
+        choosing_spectrum = arrays.spectrum.from_eigenvectors(
+            values, vectors, loss_gradient, n, labels
+        )
+    if needed.gram.name == choosing.gram.name:
+        spectrum = choosing_spectrum
+    if not quiet:
+        _warn_of_few_checkpoints(len(labels))
+    candidates, curves = _candidates(features, calibrate, choosing_spectrum, choosing)
+    fallback = _closed_form(needed.gram, CLOSED_FORM, labels, spectrum)
+    names = [f"completeness, {each.name}" for each in candidates]
+    rules = (*names, _closed_form_name(CLOSED_FORM))
     if not candidates:
-        return Regularized(needed.gram, fallback, rules)
-    choice = completeness.choose(candidates, curves)
+        return Regularized(needed.gram, fallback, rules, labels, None, spectrum)
+    choice = completeness.choose(candidates, curves, quiet=quiet)
     rho = choice["relative"][0]
     relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples)
     lam = da.where(da.isnan(rho), fallback, relative)
-    is_decomposed = needed.gram.name == choosing.gram.name
-    return Regularized(needed.gram, lam, rules, choice, spectrum if is_decomposed else None)
+    return Regularized(needed.gram, lam, rules, labels, choice, spectrum)
 
 
 def _candidates(
@@ -223,7 +303,7 @@ def _candidates(
     """Return the sets of outputs that may choose λ, best first, and their curves."""
     candidates = []
     if calibrate is not None:
-        _require_calibration(features, calibrate)
+        require_calibration(features, calibrate)
         rows = lazy_features(calibrate)
         totals = completeness.held_out(spectrum, rows.feature.data)
         candidates.append(completeness.Candidate("calibration set", totals, rows.output.data))
@@ -234,7 +314,8 @@ def _candidates(
     return candidates, curves
 
 
-def _require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
+def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
+    """Check that held-out samples were featurized as these features, and are enough."""
     validate(calibrate, ["feature", "output"], what="calibrate")
     require_comparable(features, calibrate, "calibration")
     if (n := calibrate.sizes[SAMPLE]) < _LEAST_ROWS:

@@ -20,7 +20,7 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.attribution.matrices import origin, weight_data
 from trakdask.attribution.options import gather_options
-from trakdask.attribution.products import Factors, cholesky, factors
+from trakdask.attribution.products import Factors, factors
 from trakdask.attribution.regularization import regularize
 from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import (
@@ -161,6 +161,11 @@ def score(
     Notes
     -----
     Only the targets' side is solved: p × m numbers per checkpoint; the n × m scores exist in tiles.
+    With the eigenvectors that :func:`save` stores this takes 4 p² flops per target and checkpoint;
+    without them the gram matrix is decomposed for each query. For many queries, type
+    ``features = td.open(store).persist()`` first, on a cluster or on threads: then λ, eigenvectors
+    and features are in memory, and only the targets are read. Chunks of a local store are mapped
+    there: other processes of the machine share them, and they take no memory of their own.
     Samples and targets that failed (``featurize(..., on_error="record")``) have NaN scores; all
     others are as if these samples were not there, but that they count in the n of tr(K)/n.
     ``"relatif"`` also solves for each training sample, 2 p² flops. Its self-influence is that of
@@ -322,8 +327,7 @@ def self_influence(
     features = lazy_features(features)
     x = features.feature.data
     if options.estimator.has_gram:
-        matrix = regularize(features, options)
-        own = arrays.solve.leverage(cholesky(features, matrix.gram, matrix.damping), x)
+        own = regularize(features, options).leverage(x)
     else:
         own = arrays.weights.squared_norm(x)
     g = options.estimator.weights.loss_data(features)

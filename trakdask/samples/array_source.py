@@ -221,13 +221,14 @@ class _ZarrRows:
     def _require_found(self) -> None:
         where = self.array.store_path
         try:
-            found = zarr.open_array(where, mode="r").metadata
+            metadata = zarr.open_array(where, mode="r").metadata
         except FileNotFoundError:
-            found = None
-        if found != self.array.metadata:
+            metadata = None
+        if metadata != self.array.metadata:
+            actual = "another" if metadata else "none"
             raise FileNotFoundError(
                 f"expected the zarr array {str(where)!r} on host {socket.gethostname()!r}, as on "
-                f"that of the process which built the graph, got {'another' if found else 'none'}; "
+                f"that of the process which built the graph, got {actual}; "
                 "try a disk that all workers see, or a store at a URL such as 's3://bucket/x.zarr'"
             )
         self._is_found = True

@@ -7,9 +7,10 @@ presence of a chunk means nothing.
 """
 
 from trakdask.storage.assigning import assign_coords
+from trakdask.storage.calibrating import calibrate
 from trakdask.storage.dropping import drop
 from trakdask.storage.opening import open
 from trakdask.storage.saving import save
 from trakdask.storage.verification import verify
 
-__all__ = ["assign_coords", "drop", "open", "save", "verify"]
+__all__ = ["assign_coords", "calibrate", "drop", "open", "save", "verify"]

@@ -20,6 +20,7 @@ import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
+import zarr
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from distributed import as_completed, futures_of
@@ -30,6 +31,7 @@ from trakdask.execution import scheduling
 from trakdask.execution.layers import bundle_of, save_layer
 from trakdask.files import explained
 from trakdask.provenance import digest
+from trakdask.storage.mapping import lazy_array
 from trakdask.storage.parts import (
     ERROR,
     FEATURE_NAMES,
@@ -40,6 +42,7 @@ from trakdask.storage.parts import (
     listed,
 )
 from trakdask.storage.zarr_stores import Complete, Recorded, zarr_store
+from trakdask.variables import VARIABLES
 
 __all__ = [
     "Done",
@@ -262,15 +265,16 @@ def stored(part: Part, *, complete: bool = True, without: Collection[str] = ()) 
 
     A lost chunk raises when it is read; if it need not be complete, it reads as NaN.
     """
-    ds = opened(part, complete=complete, without=without)
+    names = (*FEATURE_NAMES, SCALE, *REDUCTIONS)
+    ds = opened(part, complete=complete, without=(*without, *names))
     token = tokenize(part.folder.url, _token(part), complete)
-    lazy = {
-        name: ds[name].variable.chunk(
-            ds[name].encoding["preferred_chunks"], name=f"open-{name}-{token}"
-        )
-        for name in (*FEATURE_NAMES, SCALE, *REDUCTIONS)
-        if name in ds
-    }
+    group = zarr.open_group(_store(part, complete=complete), mode="r", zarr_format=3)
+    lazy = {}
+    for name in names:
+        if name in group:
+            source = array(group, name)
+            data = lazy_array(part.folder, name, source, token=f"open-{name}-{token}")
+            lazy[name] = xr.Variable(VARIABLES[name].dims, data, dict(source.attrs))
     ds = ds.drop_vars(list(ds.data_vars)).assign(lazy)
     if SCALE in ds:
         feature = ds.feature.copy(data=decoded(ds.feature.data, ds[SCALE].data))
@@ -284,15 +288,24 @@ def opened(part: Part, *, complete: bool = True, without: Collection[str] = ()) 
     Nothing is read yet. If it is to be complete, files that were changed or lost raise an error
     when they are.
     """
+    # The version is given, because the older format has codecs that run code.
+    ds: xr.Dataset = xr.open_zarr(
+        _store(part, complete=complete),
+        consolidated=False,
+        chunks=None,
+        zarr_format=3,
+        drop_variables=list(without),
+    )
+    return ds
+
+
+def _store(part: Part, *, complete: bool) -> Store:
+    """Return the zarr store of a part; if it is to be complete, one that rejects changed files."""
     store: Store = part.arrays()
     if complete:
         known = listed(part)
         store = Complete(store, part.folder, _token(part), may_lack=(ERROR,), known=known)
-    # The version is given, because the older format has codecs that run code.
-    ds: xr.Dataset = xr.open_zarr(
-        store, consolidated=False, chunks=None, zarr_format=3, drop_variables=list(without)
-    )
-    return ds
+    return store
 
 
 def _token(part: Part) -> str:

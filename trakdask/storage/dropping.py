@@ -17,6 +17,7 @@ from trakdask.attribution.estimators import Weights
 from trakdask.attribution.matrices import ORIGIN
 from trakdask.files import Folder
 from trakdask.storage.coords import DROPPED
+from trakdask.storage.factors import renew_factors
 from trakdask.storage.history import remove_obsolete, write_edit
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
@@ -66,7 +67,9 @@ def drop(
     kept beside them is corrected by the dropped rows alone. Integers give the same bits as a sum
     over what is left; else the difference adds a rounding error like that of the sum itself, as
     long as what goes weighs less (by the trace) than what is left. Where it weighs more, or is not
-    finite, the sums of the checkpoint are reduced again from what is left.
+    finite, the sums of the checkpoint are reduced again from what is left. Where λ and the
+    eigenvectors of the gram matrix are stored, they are computed again, with λ chosen by training
+    samples.
 
     Examples
     --------
@@ -89,6 +92,7 @@ def drop(
         if chosen.any():
             _write(before, ds, chosen)
         remove_obsolete(folder, DROPS)
+        renew_factors(folder, open(store, storage_options=storage_options))
         folder.sweep()
     return open(store, storage_options=storage_options)
 

@@ -22,7 +22,7 @@ from trakdask._version import __version__
 from trakdask.files import Folder
 from trakdask.provenance import digest
 from trakdask.storage.blocks import Done
-from trakdask.storage.parts import ASSIGNED, DROPS, METADATA, Part
+from trakdask.storage.parts import ASSIGNED, DROPS, FACTORS, METADATA, Part
 from trakdask.storage.zarr_stores import Arrays, Complete, Recorded, checksum, zarr_store
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 RUNS = "runs"
-KINDS = (DROPS, ASSIGNED)
+KINDS = (DROPS, ASSIGNED, FACTORS)
 
 
 # ------------------------------------------------------------------------------------------- runs

@@ -97,7 +97,7 @@ def _acquire(folder: Folder, purpose: str) -> _Held:
             f"({type(err).__name__}: {err}); try again when the cause is gone, or another folder"
         )
         raise explained(err, text) from err
-    others = {name: found for name, found in _leases(folder).items() if name != held.name}
+    others = {name: holder for name, holder in _leases(folder).items() if name != held.name}
     try:
         _require_free(folder, others)
     except StoreBusyError:
@@ -125,22 +125,22 @@ def _self(purpose: str) -> dict[str, Any]:
 
 
 def _leases(folder: Folder) -> dict[str, dict[str, Any]]:
-    found = {}
+    leases = {}
     for name in (folder / RECORDS).names():
         if name.startswith(LEASE):
             with suppress(FileNotFoundError):  # given back since it was listed
-                found[name] = _parsed(folder, name)
-    return found
+                leases[name] = _parsed(folder, name)
+    return leases
 
 
 def _parsed(folder: Folder, name: str) -> dict[str, Any]:
-    """Read a lease, or say what to do with what is none."""
+    """Read a lease, or say what to do with a file that is not one."""
     data = folder.read(f"{RECORDS}/{name}")
     try:
-        found = json.loads(data)
+        holder = json.loads(data)
         _number(name)
-        float(found["renewed"])
-        return dict(found)
+        float(holder["renewed"])
+        return dict(holder)
     except (ValueError, TypeError, KeyError):
         raise StoreBusyError(
             f"expected a lease in {folder.url}/{RECORDS}/{name}, got {data[:40]!r}, which does not "
@@ -153,17 +153,17 @@ def _number(name: str) -> int:
 
 
 def _require_free(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
-    for name, found in leases.items():
-        if _is_alive(found):
-            raise StoreBusyError(_busy(folder, name, found))
+    for name, holder in leases.items():
+        if _is_alive(holder):
+            raise StoreBusyError(_busy(folder, name, holder))
 
 
-def _busy(folder: Folder, name: str, found: dict[str, Any]) -> str:
-    left = max(float(found["renewed"]) + _EXPIRES_AFTER_S - time.time(), 0)
-    wait = "" if _is_here(found) else f"wait {left:.0f} s or "
+def _busy(folder: Folder, name: str, holder: dict[str, Any]) -> str:
+    left = max(float(holder["renewed"]) + _EXPIRES_AFTER_S - time.time(), 0)
+    wait = "" if _is_here(holder) else f"wait {left:.0f} s or "
     return (
         f"expected to be the only writer of the store {folder.url!r}, which is being written by "
-        f"{_who(found)}; try again when it is done, or end it; if it is dead, {wait}delete "
+        f"{_who(holder)}; try again when it is done, or end it; if it is dead, {wait}delete "
         f"{folder.url}/{RECORDS}/{name}"
     )
 
@@ -173,7 +173,7 @@ def _watch(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
 
     The clocks of two machines may differ, and may be set: what is watched needs neither.
     """
-    elsewhere = {name: found for name, found in leases.items() if not _is_here(found)}
+    elsewhere = {name: holder for name, holder in leases.items() if not _is_here(holder)}
     deadline = time.monotonic() + _WATCHED_FOR_S
     if elsewhere:
         _log.warning(
@@ -190,20 +190,20 @@ def _watch(folder: Folder, leases: dict[str, dict[str, Any]]) -> None:
                 raise StoreBusyError(_busy(folder, name, now[name]))
 
 
-def _is_alive(found: dict[str, Any]) -> bool:
+def _is_alive(holder: dict[str, Any]) -> bool:
     """Return whether the holder lives: asked of this machine, else by when it last renewed."""
-    if _is_here(found):
-        return _process_lives(found)
-    return time.time() < float(found["renewed"]) + _EXPIRES_AFTER_S
+    if _is_here(holder):
+        return _process_lives(holder)
+    return time.time() < float(holder["renewed"]) + _EXPIRES_AFTER_S
 
 
-def _is_here(found: dict[str, Any]) -> bool:
+def _is_here(holder: dict[str, Any]) -> bool:
     """Return whether the holder runs on this machine, and counts processes as we do.
 
     Machines may share a name; after a reboot, this one counts as another.
     """
     here = (socket.gethostname(), _namespace(), _boot())
-    return (found.get("host"), found.get("namespace"), found.get("boot")) == here
+    return (holder.get("host"), holder.get("namespace"), holder.get("boot")) == here
 
 
 def _namespace() -> int:
@@ -220,11 +220,11 @@ def _boot() -> str:
     return ""
 
 
-def _process_lives(found: dict[str, Any]) -> bool:
+def _process_lives(holder: dict[str, Any]) -> bool:
     try:
-        pid = int(found["pid"])
+        pid = int(holder["pid"])
         ended = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        return not ended and _started(pid) == found["process_started"]
+        return not ended and _started(pid) == holder["process_started"]
     except (psutil.NoSuchProcess, KeyError, ValueError, TypeError):
         return False
 
@@ -245,12 +245,12 @@ def _started(pid: int) -> str:
     return f"tick {status.rpartition(')')[2].split()[19]}"
 
 
-def _who(found: dict[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(found.get("since", 0))))
-    user = f"{found['user']} in " if found.get("user") else ""
+def _who(holder: dict[str, Any]) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(holder.get("since", 0))))
+    user = f"{holder['user']} in " if holder.get("user") else ""
     return (
-        f"{user}process {found.get('pid', '?')} on {found.get('host', '?')} "
-        f"({found.get('purpose', '?')}, since {since})"
+        f"{user}process {holder.get('pid', '?')} on {holder.get('host', '?')} "
+        f"({holder.get('purpose', '?')}, since {since})"
     )
 
 
@@ -265,9 +265,9 @@ def _renew(folder: Folder, held: _Held, stop: threading.Event) -> None:
 
 
 def _require_held(folder: Folder, held: _Held) -> None:
-    found = _leases(folder)
-    if found.get(held.name, {}).get("token") != held.content["token"] or len(found) > 1:
-        now = ", ".join(_who(each) for name, each in found.items() if name != held.name)
+    leases = _leases(folder)
+    if leases.get(held.name, {}).get("token") != held.content["token"] or len(leases) > 1:
+        now = ", ".join(_who(each) for name, each in leases.items() if name != held.name)
         raise StoreBusyError(
             f"expected to be the only writer of the store {folder.url!r}, but its lease was taken "
             f"away meanwhile{f', by {now}' if now else ''}; try td.verify(store, checksums=True) "

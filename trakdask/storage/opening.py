@@ -24,6 +24,7 @@ from trakdask.files import Folder
 from trakdask.provenance import digest
 from trakdask.storage.blocks import opened, stored
 from trakdask.storage.coords import DROPPED, without_sample_coords
+from trakdask.storage.factors import with_factors
 from trakdask.storage.history import Edit, runs
 from trakdask.storage.parts import (
     BESIDE,
@@ -78,8 +79,10 @@ def open(
     Returns
     -------
     Dataset with ``feature`` (sample, proj_dim, checkpoint), ``output`` and ``out_to_loss`` (sample,
-    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint) and ``loss_gradient``
-    (proj_dim, checkpoint); if samples failed, the coord ``error`` (sample, checkpoint) says why, ""
+    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint), ``loss_gradient``
+    (proj_dim, checkpoint), ``gram_eigenvalues`` (component, checkpoint), ``gram_eigenvectors``
+    (proj_dim, component, checkpoint) and ``damping`` (checkpoint), λ, whose ``attrs`` say what
+    chose it; if samples failed, the coord ``error`` (sample, checkpoint) says why, ""
     where they did not. ``sample`` has no index. Its ``attrs`` say how the features were made
     (hashes of weights, source, projector, parameters, task, precision, versions) and, in ``saved``,
     when, by how many hosts, on what devices, by what kernels, and in how many runs.
@@ -119,8 +122,8 @@ def open(
     ds = _assembled(shown, complete=require_complete)
     names = [name for name in (*FEATURE_NAMES, *REDUCTIONS) if name in ds]
     ds = _with_errors(load_coords(ds[names]), shown)
-    ds = with_origin(_without_dropped(ds, show=dropped))
-    return ds.assign_attrs(saved=runs(shown.parts))
+    ds = with_factors(shown.folder, _without_dropped(ds, show=dropped))
+    return with_origin(ds).assign_attrs(saved=runs(shown.parts))
 
 
 def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:

@@ -32,6 +32,7 @@ __all__ = [
     "BESIDE",
     "DROPS",
     "ERROR",
+    "FACTORS",
     "FEATURE_NAMES",
     "GRAM",
     "LEASE",
@@ -69,7 +70,8 @@ LEASE = "lease-"
 PARTS = "parts"
 DROPS = "drops"
 ASSIGNED = "assigned"
-BESIDE = frozenset({RECORDS, PARTS, DROPS, ASSIGNED})
+FACTORS = "factors"
+BESIDE = frozenset({RECORDS, PARTS, DROPS, ASSIGNED, FACTORS})
 """Folders beside the arrays, which are no coords."""
 
 UNFINISHED = "unfinished"

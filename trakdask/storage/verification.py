@@ -21,6 +21,7 @@ from trakdask.storage.lease import lease
 from trakdask.storage.parts import (
     ASSIGNED,
     DROPS,
+    FACTORS,
     GRAM,
     LEASE,
     METADATA,
@@ -47,6 +48,7 @@ _COORD = (
 _AGAIN = {
     DROPS: "td.drop(store, where=...)",
     ASSIGNED: "td.assign_coords(store, coords)",
+    FACTORS: "td.calibrate(store)",
 }
 
 

@@ -111,10 +111,10 @@ class Complete(WrapperStore[Store]):
 
     async def get(self, key: str, *args: Any, **options: Any) -> Buffer | None:
         """Read one file."""
-        found = await self._store.get(key, *args, **options)
+        value = await self._store.get(key, *args, **options)
         folder, _, may_lack, known = self._about
         name, *chunk = key.split("/")
-        if found is None:
+        if value is None:
             is_chunk = chunk and chunk[0].partition(".")[0] == "c"
             if key in known or (is_chunk and name not in may_lack):
                 raise IncompleteFeaturesError(
@@ -123,14 +123,14 @@ class Complete(WrapperStore[Store]):
                     "is missing"
                 )
         elif key in known:
-            data = found.as_numpy_array()
+            data = value.as_numpy_array()
             if [data.nbytes, checksum(data)] != list(known[key]):
                 raise ValueError(
                     f"expected the file {key!r} of the store {folder.url!r} as it was written, got "
                     "other bytes (its checksum differs); try td.verify(store, checksums=True), "
                     "which says how to restore it"
                 )
-        return found
+        return value
 
 
 class Recorded(WrapperStore[Store]):

@@ -1,0 +1,318 @@
+"""λ and eigenvectors in stores, against dense float64 numpy and against scores without them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+from dask.base import tokenize
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+N, P, C = 120, 12, 3
+FACTORS = ["gram_eigenvalues", "gram_eigenvectors", "damping"]
+SOFT = {"estimator": "soft"}
+
+
+def shifted(n: int, seed: int) -> xr.Dataset:
+    """Features with falling eigenvalues and a mean, so that they add up to something."""
+    made = simulate_features(n, P, C, chunks=32, seed=seed)
+    scale = xr.DataArray(0.7 ** np.arange(P, dtype="f4"), dims="proj_dim")
+    return made.assign(feature=(made.feature + np.float32(0.5)) * scale)
+
+
+def newton_step(ds: xr.Dataset) -> xr.DataArray:
+    """(K + λI)⁻¹ r of soft weights, at λ = tr(K)/n."""
+    x, q = ds.feature.values.astype("f8"), ds.out_to_loss.values.astype("f8")
+    k = np.einsum("spc,sqc,sc->cpq", x, x, q**0.5 * (1 - q))
+    r = np.einsum("spc,s->cp", x, (q**0.5).mean(1))
+    step = [
+        np.linalg.solve(each + np.trace(each) / len(x) * np.eye(P), b)
+        for each, b in zip(k, r, strict=True)
+    ]
+    return xr.DataArray(np.array(step, "f4"), dims=("checkpoint", "proj_dim"))
+
+
+STEP = newton_step(shifted(N, 0))
+
+
+def images(n: int = N, seed: int = 0, checkpoints: tuple[int, ...] = (0, 1, 2)) -> xr.Dataset:
+    """Features whose outputs follow the totals of attributions, so that they can choose λ.
+
+    Their arrays have the names that featurize gives, by which a store knows samples.
+    """
+    made = shifted(n, seed)
+    followed = (made.feature * STEP).sum("proj_dim") + 0.3 * made.output
+    made = made.assign(output=followed.astype("f4")).isel(checkpoint=list(checkpoints)).compute()
+    arrays = {
+        name: (
+            made[name].dims,
+            da.from_array(
+                made[name].values,
+                chunks=(32, P, 1) if name == "feature" else (32, 1),
+                name=f"{name}-" + tokenize(n, seed, checkpoints),
+            ),
+        )
+        for name in ("feature", "output", "out_to_loss")
+    }
+    names = [f"c{index}" for index in checkpoints]
+    return made.assign(arrays).assign_attrs(
+        task="ImageClassification()",
+        batch_norm=False,
+        source=f"images {n} {seed}",
+        checkpoints={name: name for name in names},
+        checkpoint_ids={f"c{index}": index for index in checkpoints},
+    )
+
+
+def save(features: xr.Dataset, path: Path, **options) -> xr.Dataset:
+    return td.save(features, path, progress=False, **options)
+
+
+def oracle(features: xr.Dataset, targets: xr.Dataset, lam: np.ndarray) -> np.ndarray:
+    """Soft scores of power ½, in float64 without any library of attribution."""
+    x, t, q = (
+        array.values.astype("f8")
+        for array in (features.feature, targets.feature, features.out_to_loss)
+    )
+    h, g = q**0.5 * (1 - q), (q**0.5).mean(1)
+    per_checkpoint = []
+    for c in range(x.shape[2]):
+        k = (x[..., c] * h[:, [c]]).T @ x[..., c]
+        per_checkpoint.append(
+            x[..., c] @ np.linalg.solve(k + lam[c] * np.eye(P), t[..., c].T) * g[:, None]
+        )
+    return np.mean(per_checkpoint, axis=0)
+
+
+TARGETS = images(7, seed=3)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    save(images(), tmp_path / "f.zarr")
+    return tmp_path / "f.zarr"
+
+
+def test_save__factors_are_the_eigendecomposition(store: Path) -> None:
+    ds = td.open(store).load()
+    for c in range(C):
+        k, v, s = (ds[name].values[..., c] for name in ("gram", FACTORS[1], FACTORS[0]))
+        np.testing.assert_allclose((v * s) @ v.T, k, atol=1e-12 * np.trace(k))
+        np.testing.assert_allclose(v.T @ v, np.eye(P), atol=1e-12)
+    assert ds.gram_eigenvectors.dims == ("proj_dim", "component", "checkpoint")
+
+
+def test_save__damping_is_that_of_the_function(store: Path) -> None:
+    opened = td.open(store)
+    anew = td.damping(opened.drop_vars(FACTORS)).compute()
+    assert str(anew.rule.values) == "completeness, training rows left out"
+    np.testing.assert_allclose(opened.damping, anew.damping, rtol=1e-12)
+    stored = td.damping(opened).compute()
+    assert str(stored.rule.values) == opened.damping.attrs["rule"] == str(anew.rule.values)
+    for name in ("damping", "relative", "curve", "peak", "threshold"):
+        np.testing.assert_allclose(stored[name], anew[name], rtol=1e-9)
+
+
+@pytest.mark.parametrize("damping", ["auto", "closed_form", 0.001, td.Absolute(0.7)])
+def test_score__by_stored_factors_equals_the_float64_solve(store: Path, damping) -> None:
+    opened = td.open(store)
+    lam = td.damping(opened.drop_vars(FACTORS), damping).damping.values
+    found = td.score(opened, TARGETS, damping=damping).values
+    expected = oracle(opened, TARGETS, lam)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6 * np.abs(expected).max())
+    own = td.self_influence(opened, damping=damping).values
+    without = td.self_influence(opened.drop_vars(FACTORS), damping=damping)
+    np.testing.assert_allclose(own, without, rtol=1e-9)
+
+
+def test_score__with_stored_factors_reads_no_gram_matrix(store: Path) -> None:
+    opened = td.open(store)
+    graph = td.score(opened, TARGETS).__dask_graph__()
+    culled = graph.cull(set(_keys(td.score(opened, TARGETS).data)))
+    names = {key[0] if isinstance(key, tuple) else key for key in culled.to_dict()}
+    assert not any(name.startswith(("open-gram-", "spectrum-", "cholesky-")) for name in names)
+    assert any("gram_eigenvectors" in name for name in names)
+
+
+def _keys(data) -> list:
+    from dask.core import flatten
+
+    return list(flatten(data.__dask_keys__()))
+
+
+CHANGES: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
+    "feature": lambda ds: ds.assign(feature=2 * ds.feature),
+    "out_to_loss": lambda ds: ds.assign(out_to_loss=ds.out_to_loss**2),
+    "output": lambda ds: ds.assign(output=ds.output**2),
+    "gram": lambda ds: ds.assign(gram=ds.gram.copy(data=2 * ds.gram.data)),
+    "loaded gram": lambda ds: ds.assign(gram=ds.gram.copy(data=2 * ds.gram.values)),
+    "checkpoints": lambda ds: ds.isel(checkpoint=[0, 2]),
+    "reordered": lambda ds: ds.isel(checkpoint=[2, 0, 1]),
+    "proj_dim": lambda ds: ds.isel(proj_dim=slice(6)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_score__factors_are_never_those_of_other_arrays(store: Path, change: str) -> None:
+    changed = CHANGES[change](td.open(store))
+    targets = TARGETS.isel(proj_dim=slice(changed.sizes["proj_dim"]))
+    targets = targets.sel(checkpoint=changed.checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few checkpoints, and of outputs in another order
+        found = td.score(changed, targets).compute()
+        expected = td.score(changed.drop_vars(FACTORS), targets).compute()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * float(abs(expected).max()))
+
+
+def test_score__persisted_and_loaded_give_the_same(store: Path) -> None:
+    opened = td.open(store)
+    lazy = td.score(opened, TARGETS).compute()
+    xr.testing.assert_identical(td.score(opened.persist(), TARGETS).compute(), lazy)
+    loaded = td.score(opened.load(), TARGETS)
+    np.testing.assert_allclose(loaded, lazy, rtol=1e-5, atol=1e-6 * float(abs(lazy).max()))
+    names = str(list(loaded.data.dask.layers))
+    assert "known-spectrum" in names
+    assert "completeness" not in names
+
+
+def test_score__a_selection_of_rows_keeps_the_damping(store: Path) -> None:
+    opened = td.open(store)
+    some = td.score(opened.isel(sample=slice(40, 50)), TARGETS).compute()
+    np.testing.assert_allclose(some, td.score(opened, TARGETS)[40:50], rtol=1e-5, atol=1e-7)
+
+
+def test_save__append_samples_renews_the_factors(store: Path) -> None:
+    before = td.open(store).damping.values
+    after = save(images(64, seed=1), store, append_dim="sample")
+    assert set(FACTORS) <= set(after)
+    assert (after.damping.values != before).all()
+    np.testing.assert_allclose(
+        after.damping, td.damping(after.drop_vars(FACTORS)).damping, rtol=1e-12
+    )
+    expected = oracle(after, TARGETS, after.damping.values)
+    found = td.score(after, TARGETS)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_save__append_checkpoint_decomposes_the_new_matrix_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f.zarr"
+    first = save(images(checkpoints=(0, 1)), path).compute()
+    decomposed: list[int] = []
+    eigh = np.linalg.eigh
+
+    def counting(matrix: np.ndarray):
+        decomposed.append(len(matrix))
+        return eigh(matrix)
+
+    monkeypatch.setattr(np.linalg, "eigh", counting)
+    after = save(images(checkpoints=(2,)), path, append_dim="checkpoint")
+    assert decomposed == [P]
+    np.testing.assert_array_equal(
+        after.gram_eigenvectors.isel(checkpoint=[0, 1]), first.gram_eigenvectors
+    )
+    expected = oracle(after, TARGETS, after.damping.values)
+    found = td.score(after, TARGETS)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_drop__renews_the_factors(store: Path) -> None:
+    before = td.open(store)
+    after = td.drop(store, where=lambda ds: ds.label == 1)
+    assert set(FACTORS) <= set(after)
+    assert (after.damping.values != before.damping.values).all()
+    expected = oracle(after, TARGETS, after.damping.values)
+    found = td.score(after, TARGETS)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_open__factors_of_another_gram_matrix_are_not_shown(store: Path, tmp_path: Path) -> None:
+    """As after an append or a drop that was killed before it could renew them."""
+    import shutil
+
+    shutil.copytree(store / "factors", tmp_path / "old")
+    td.drop(store, where=lambda ds: ds.label == 1)
+    shutil.rmtree(store / "factors")
+    shutil.copytree(tmp_path / "old", store / "factors")
+    stale = td.open(store)
+    assert not set(FACTORS) & set(stale)
+    renewed = td.calibrate(store)
+    np.testing.assert_allclose(renewed.damping, td.damping(stale).damping, rtol=1e-12)
+
+
+def test_calibrate__old_store_and_held_out_samples(store: Path) -> None:
+    import shutil
+
+    shutil.rmtree(store / "factors")
+    old = td.open(store)
+    assert not set(FACTORS) & set(old)
+    assert set(FACTORS) <= set(td.calibrate(store))
+    held_out = images(60, seed=9)
+    held_out = held_out.assign(output=held_out.output + 3 * held_out.feature.sum("proj_dim"))
+    chosen = td.calibrate(store, held_out)
+    assert chosen.damping.attrs["rule"] == "completeness, calibration set"
+    expected = td.damping(old, calibrate=held_out).damping
+    np.testing.assert_allclose(chosen.damping, expected, rtol=1e-12)
+    assert not np.allclose(chosen.damping, td.damping(old).damping)
+    np.testing.assert_allclose(td.damping(chosen).damping, expected, rtol=1e-12)
+    again = td.calibrate(store)
+    np.testing.assert_allclose(again.damping, td.damping(old).damping, rtol=1e-12)
+
+
+def test_save__calibrate_chooses(tmp_path: Path) -> None:
+    held_out = images(60, seed=9)
+    saved = save(images(), tmp_path / "f.zarr", calibrate=held_out)
+    assert saved.damping.attrs["rule"] == "completeness, calibration set"
+    save(images(), tmp_path / "f.zarr")  # nothing to do, and λ stays as it was chosen
+    assert td.open(tmp_path / "f.zarr").damping.attrs["rule"] == "completeness, calibration set"
+
+
+def test_save__closed_form_of_other_tasks(tmp_path: Path) -> None:
+    saved = save(simulate_features(N, P, C), tmp_path / "f.zarr")
+    assert saved.damping.attrs["rule"] == "0.03 tr(K^2)/tr(K)"
+    expected = td.damping(saved.drop_vars(FACTORS)).damping
+    np.testing.assert_allclose(saved.damping, expected, rtol=1e-12)
+    targets = simulate_features(60, P, C, seed=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = td.damping(saved, "completeness").compute()
+    assert "tried" not in saved.damping.attrs
+    assert np.isfinite(chosen.damping).all()
+    np.testing.assert_allclose(
+        td.score(saved, targets), td.score(saved.drop_vars(FACTORS), targets), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_save__of_a_model_with_batchnorm_chooses_under_soft_weights(tmp_path: Path) -> None:
+    saved = save(images().assign_attrs(batch_norm=True), tmp_path / "f.zarr")
+    assert saved.gram.attrs["gram_weights"] == "1"
+    expected = td.damping(saved.drop_vars(FACTORS)).compute()
+    assert str(expected.rule.values) == saved.damping.attrs["rule"]
+    np.testing.assert_allclose(saved.damping, expected.damping, rtol=1e-12)
+    found = td.score(saved, TARGETS.assign_attrs(batch_norm=True))
+    assert "gram-products" not in str(list(found.data.dask.layers))
+
+
+def test_damping__stored_choice_warns_as_the_choice_did(tmp_path: Path) -> None:
+    shuffled = images().assign(output=(images().output * 1e3) % 1)
+    saved = save(shuffled, tmp_path / "f.zarr")
+    assert saved.damping.attrs["rule"] == "0.03 tr(K^2)/tr(K)"
+    with pytest.warns(UserWarning, match="training rows left out"):
+        td.damping(saved)
+
+
+@pytest.mark.slow
+def test_save__factors_on_worker_processes(process_client, tmp_path: Path) -> None:
+    saved = save(images(), tmp_path / "f.zarr")
+    lazy = td.score(saved, TARGETS)
+    here = lazy.compute(scheduler="sync")
+    xr.testing.assert_identical(lazy.compute(), here)
+    xr.testing.assert_identical(td.score(saved.persist(), TARGETS).compute(), here)

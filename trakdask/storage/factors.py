@@ -1,0 +1,253 @@
+"""λ and the eigenvectors of the gram matrix, computed once and stored beside it.
+
+With them a query neither decomposes a matrix nor chooses λ. They are an edit of the store: its
+attributes say of which gram matrix they are, and they are shown only while the store has that one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import xarray as xr
+import zarr
+from dask.base import tokenize
+from zarr.codecs import Crc32cCodec
+
+from trakdask import arrays
+from trakdask.arrays.blocks import Blocks, flat
+from trakdask.attribution.matrices import (
+    DAMPING,
+    EIGENVALUES,
+    EIGENVECTORS,
+    output_total,
+    with_origin,
+)
+from trakdask.attribution.options import Options, gather_options
+from trakdask.attribution.regularization import describe_damping, regularize
+from trakdask.execution import scheduling
+from trakdask.files import Folder
+from trakdask.storage.history import Edit, last_edit, remove_obsolete, write_edit
+from trakdask.storage.mapping import lazy_array
+from trakdask.storage.parts import FACTORS, GRAM, array
+from trakdask.storage.zarr_stores import Recorded, zarr_store
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
+
+__all__ = [
+    "MOST_DIM",
+    "has_factors",
+    "renew_factors",
+    "update_factors",
+    "update_if_possible",
+    "with_factors",
+]
+
+#: Above this proj_dim, :func:`save` leaves the decomposition, which takes 32 p² bytes in one task,
+#: to :func:`calibrate`.
+MOST_DIM = 8192
+
+_NAMES = (EIGENVALUES, EIGENVECTORS)
+_log = logging.getLogger(__name__)
+
+
+def with_factors(folder: Folder, ds: xr.Dataset) -> xr.Dataset:
+    """Add the stored λ and eigenvectors to the features of a store, if they are of its gram matrix.
+
+    The eigenvectors are lazy.
+    """
+    edit = None if GRAM not in ds else last_edit(folder, FACTORS)
+    if edit is None or not _is_of(edit, ds):
+        return ds
+    opened = {name: (VARIABLES[name].dims, data) for name, data in _opened(edit).items()}
+    known = edit.attrs["damping"]
+    attrs = {**VARIABLES[DAMPING].attrs, **known["attrs"]}
+    variables = {name: (dims, data, VARIABLES[name].attrs) for name, (dims, data) in opened.items()}
+    token = tokenize(edit.folder.url, dict(edit.files), known["values"])
+    damping = da.from_array(np.array(known["values"]), chunks=1, name=f"open-damping-{token}")
+    return ds.assign(variables | {DAMPING: (CHECKPOINT, damping, attrs)})
+
+
+def has_factors(ds: xr.Dataset) -> bool:
+    """Return whether features have a stored λ and eigenvectors."""
+    return EIGENVECTORS in ds and DAMPING in ds
+
+
+def _is_of(edit: Edit, ds: xr.Dataset) -> bool:
+    """Return whether an edit is of the gram matrix, and the checkpoints, of some features."""
+    ours = _described(ds)
+    return {name: edit.attrs.get(name) for name in ours} == ours
+
+
+def _described(ds: xr.Dataset) -> dict[str, Any]:
+    attrs = ds[GRAM].attrs
+    names = [str(name) for name in ds[CHECKPOINT].values]
+    return {
+        **{name: attrs.get(name) for name in ("source", "gram_weights", "power")},
+        "samples": attrs.get("samples", ds.sizes[SAMPLE]),  # stores of 0.1 do not record it
+        "checkpoints": names,
+        "hashes": [str(ds.attrs["checkpoints"][name]) for name in names],
+    }
+
+
+def _opened(edit: Edit) -> dict[str, da.Array]:
+    group, token = edit.group(), tokenize(edit.folder.url, dict(edit.files))
+    return {
+        name: lazy_array(edit.folder, name, array(group, name), token=f"open-{name}-{token}")
+        for name in _NAMES
+    }
+
+
+def update_if_possible(folder: Folder, ds: xr.Dataset, **options: Any) -> None:
+    """Call :func:`update_factors`; where scores will be an error anyway, log it and do nothing.
+
+    A gram matrix that is not finite, or 0, has no λ; the features are still worth their store.
+    """
+    try:
+        update_factors(folder, ds, **options)
+    except (ValueError, np.linalg.LinAlgError) as err:
+        _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
+        remove_obsolete(folder, FACTORS)
+
+
+def renew_factors(folder: Folder, ds: xr.Dataset) -> None:
+    """Replace λ and eigenvectors that are of an earlier gram matrix of a store."""
+    if GRAM in ds and last_edit(folder, FACTORS) is not None:
+        update_if_possible(folder, ds)
+
+
+def update_factors(
+    folder: Folder,
+    ds: xr.Dataset,
+    calibrate: xr.Dataset | None = None,
+    *,
+    again: bool = False,
+    retries: int = 0,
+) -> None:
+    """Store λ and the eigenvectors of the gram matrix of a store, unless they are there.
+
+    Parameters
+    ----------
+    folder
+        The store; the caller holds its lease.
+    ds
+        What :func:`open` returns of it, with its gram matrix.
+    calibrate
+        Features of held-out samples that choose λ, instead of training samples.
+    again
+        Choose λ anew if other samples chose the one that is there.
+    retries
+        Further attempts at the decomposition.
+    """
+    remove_obsolete(folder, FACTORS)  # what was left by a call that was killed
+    options = _options(ds, calibrate)
+    chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
+    may_differ = calibrate is None and not again
+    if has_factors(ds) and (may_differ or ds[DAMPING].attrs["chosen_by"] == chosen_by):
+        return
+    ds = ds.drop_vars((*_NAMES, DAMPING), errors="ignore")
+    values, vectors = _decomposition(folder, ds)
+
+    def fill(store: Recorded) -> None:
+        group = zarr.open_group(store, mode="r+", zarr_format=3)
+        for name, data in zip(_NAMES, (values, vectors), strict=True):
+            group.create_array(
+                name, shape=data.shape, chunks=(*data.shape[:-1], 1), dtype=data.dtype,
+                compressors=[Crc32cCodec()], fill_value=np.nan,
+                dimension_names=VARIABLES[name].dims,
+            )  # fmt: skip
+        at = folder / FACTORS / str(number)
+        submission = functools.partial(_written, at, values, vectors)
+        for files in scheduling.run(submission, retries=retries, compute=_computed) or ():
+            store.written.update(files)
+        opened = {name: da.from_zarr(array(group, name)) for name in _NAMES}
+        damping = _damping(
+            ds.assign({n: (VARIABLES[n].dims, d) for n, d in opened.items()}), options
+        )
+        damping["attrs"]["chosen_by"] = chosen_by
+        group.update_attributes({"damping": damping})
+
+    before = last_edit(folder, FACTORS)
+    number = 1 if before is None else int(before.folder.name) + 1
+    write_edit(folder, FACTORS, {"pieces": 1, **_described(ds)}, fill)
+
+
+def _options(ds: xr.Dataset, calibrate: xr.Dataset | None) -> Options:
+    """Return the options of scores under the gram matrix that is stored."""
+    power = ds[GRAM].attrs.get("power")
+    if power is None:
+        return gather_options(ds, "trak", 0.5, "auto", calibrate, None)
+    return gather_options(ds, "soft", power, "auto", calibrate, None)
+
+
+def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
+    """Return eigenvalues and eigenvectors; those of unchanged gram matrices are read, not made."""
+    ours, edit = _described(ds), last_edit(folder, FACTORS)
+    known: dict[tuple[str, str], int] = {}
+    if edit is not None and all(
+        edit.attrs.get(name) == ours[name]
+        for name in ("source", "samples", "gram_weights", "power")
+    ):
+        pairs = zip(edit.attrs["checkpoints"], edit.attrs["hashes"], strict=True)
+        known = {pair: index for index, pair in enumerate(pairs)}
+    old = _opened(edit) if edit is not None and known else {}
+    parts = []
+    for index, pair in enumerate(zip(ours["checkpoints"], ours["hashes"], strict=True)):
+        if pair in known:
+            at = slice(known[pair], known[pair] + 1)
+            parts.append(tuple(old[name][..., at] for name in _NAMES))
+        else:
+            gram = lazy_features(ds)[GRAM].data[..., index : index + 1]
+            spectrum = arrays.spectrum.spectrum(gram, None, ds.sizes[SAMPLE], [pair[0]])
+            parts.append(arrays.spectrum.eigenvectors(spectrum, ds.sizes[PROJ_DIM]))
+    values, vectors = (da.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
+    return values, vectors
+
+
+def _written(at: Folder, values: da.Array, vectors: da.Array) -> da.Array:
+    written: da.Array = da.blockwise(
+        functools.partial(_write, at), "c", values, "kc", vectors, "pkc",
+        da.arange(values.shape[1], chunks=1), "c",
+        dtype=object, meta=np.empty(0, object), concatenate=False, align_arrays=False,
+        name=f"save-factors-{tokenize(at.url, values.name, vectors.name)}",
+    )  # fmt: skip
+    return written
+
+
+def _write(at: Folder, values: Blocks, vectors: Blocks, number: np.ndarray) -> np.ndarray:
+    """Write the factors of one checkpoint; return the files with their sizes and checksums."""
+    store, index = Recorded(zarr_store(at)), int(number[0])
+    group = zarr.open_group(store, mode="r+", zarr_format=3)
+    for name, blocks in zip(_NAMES, (values, vectors), strict=True):
+        (block,) = flat(blocks)
+        array(group, name)[..., index : index + 1] = block
+    answer = np.empty(1, object)
+    answer[0] = dict(store.written)
+    return answer
+
+
+def _computed(written: da.Array, **options: Any) -> list[dict[str, Any]]:
+    (answers,) = dask.compute(written, **options)
+    return list(answers)
+
+
+def _damping(ds: xr.Dataset, options: Options) -> dict[str, Any]:
+    """Choose λ, from the stored eigenvectors; return its values and attrs."""
+    features = lazy_features(with_origin(ds))
+    regularized = regularize(features, options, quiet=True)
+    lazy = describe_damping(features, regularized)
+    chosen, total = dask.compute(lazy, output_total(features.output.data))
+    by_outputs = options.is_damped_by_outputs
+    attrs: dict[str, Any] = {
+        "asked": "completeness" if by_outputs else "closed_form",
+        "rule": str(chosen.rule.values),
+        "pooled_checkpoints": [str(name) for name in ds[CHECKPOINT].values],
+    }
+    if by_outputs:
+        attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
+        attrs |= {"curve": chosen.curve.values.tolist(), "output_total": float(total)}
+        attrs["tried"] = [text.removeprefix("completeness, ") for text in regularized.rules[:-1]]
+    return {"values": chosen.damping.values.tolist(), "attrs": attrs}
