@@ -64,6 +64,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "loss_gradient": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
     "damping": lambda seed: da.from_array(np.array([0.5, 1 + seed]), chunks=1),
     "spectrum": decomposition,
+    "from_eigenvectors.values": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
+    "from_eigenvectors.vectors": positive_definite,
     "solve.factor": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
     "leverage.factor": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
     "totals": lambda seed: random(seed, N, len(GRID), C),
@@ -80,6 +82,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     # options
     "dtype": lambda seed: [None, "f4"][seed],
     "n_sample": lambda seed: N + seed,
+    "proj_dim": lambda seed: P + seed,
+    "quiet": lambda seed: bool(seed),
     "n": lambda seed: N + seed,
     "labels": lambda seed: [LABELS, ["a", "c"]][seed],
     "closed_form_damping.factor": lambda seed: 0.03 + seed,

@@ -21,7 +21,7 @@ import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
 from trakdask.execution.scheduling import _STARTED, active_client, n_slots, run
-from trakdask.storage import sums
+from trakdask.storage import reductions
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
@@ -55,14 +55,14 @@ def test_save__further_attempts_compute_only_what_is_missing(tmp_path: Path) -> 
 
 
 def test_save__further_attempts_at_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, failures = sums._write_sums, iter([True, False, True, False, True])
+    write, failures = reductions._write, iter([True, False, True, False, True])
 
     def flaky_write(*args) -> np.ndarray:
         if next(failures):
             raise OSError("connection reset")
         return write(*args)
 
-    monkeypatch.setattr(sums, "_write_sums", flaky_write)
+    monkeypatch.setattr(reductions, "_write", flaky_write)
     with dask.config.set(scheduler="sync"):
         opened = td.save(FEATURES, tmp_path / "f.zarr", progress=False, retries=1)
         with pytest.raises(OSError, match="connection reset"):

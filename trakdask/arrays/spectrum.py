@@ -153,13 +153,14 @@ def eigenvectors(spectrum: da.Array, proj_dim: int) -> tuple[da.Array, da.Array]
     ([1.0, 1.0], (2, 2, 1))
     """
     shared: dict[str, Any] = {"align_arrays": False, "dtype": np.float64}
+    token = tokenize(spectrum.name, proj_dim)
     values = da.blockwise(
         _values, "kc", spectrum, "c", new_axes={"k": proj_dim},
-        name=f"eigenvalues-{tokenize(spectrum.name)}", meta=np.empty((0, 0)), **shared,
+        name=f"eigenvalues-{token}", meta=np.empty((0, 0)), **shared,
     )  # fmt: skip
     vectors = da.blockwise(
         _vectors, "pkc", spectrum, "c", new_axes={"p": proj_dim, "k": proj_dim},
-        name=f"eigenvectors-{tokenize(spectrum.name)}", meta=np.empty((0, 0, 0)), **shared,
+        name=f"eigenvectors-{token}", meta=np.empty((0, 0, 0)), **shared,
     )  # fmt: skip
     return values, vectors
 
