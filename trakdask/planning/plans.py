@@ -185,7 +185,8 @@ class Plan:
         The features' own projector, then those to compare with.
     n_scheduled_tasks
         All tasks that a scheduler gets if features are computed at once: those that read samples
-        and take the variables of a block apart, too. :func:`save` submits one checkpoint at a time.
+        and take the variables of a block apart, too. :func:`~trakdask.save` submits one checkpoint
+        at a time.
         Schedulers cope with some 50,000 at a time; larger blocks make fewer. None if the features
         are not lazy.
     pilot
