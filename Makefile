@@ -8,6 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
+DOCUMENTERS := $(VENV)/.installed-docs
 MUTATION := $(VENV)/.installed-mutation
 # Twice quiet: pip's notes about its own settings drown its errors.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -27,7 +28,7 @@ COVERAGE := $(if $(CI),--cov --cov-report=term:skip-covered)
 heading = @printf '\n== %s\n' '$(1)'
 
 .NOTPARALLEL:
-.PHONY: help install demo test test-faults mutate benchmarks lint format types imports wheel notebooks unit clean
+.PHONY: help install demo test test-faults mutate benchmarks docs lint format types imports wheel notebooks unit clean
 
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
@@ -37,6 +38,7 @@ help:
 	@echo 'make mutate      change the code in small ways and see which changes no test notices: an hour'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri: hours'
+	@echo 'make docs        build the documentation in docs/_build/html'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
 install: $(INSTALLED)
@@ -90,7 +92,13 @@ mutate: $(MUTATION)
 benchmarks: $(PEERS)
 	@set -e; for script in $(BENCHMARKS); do printf '\n== %s\n' "$$script"; $(PY) "$$script"; done
 
+docs: $(DOCUMENTERS)
+	$(call heading,documentation: sphinx$(comma) which runs the code on its pages)
+	@$(PY) -m sphinx -W --keep-going --nitpicky -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
 clean:
+	rm -rf docs/_build docs/jupyter_execute docs/reference/generated
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find trakdask tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -109,6 +117,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,demo]'
 # For its pretrained weights, by one test; its own pins forbid every torch of today.
 	@$(PIP_INSTALL) --no-deps facenet-pytorch
+	@touch $@
+
+$(DOCUMENTERS): $(INSTALLED)
+	@$(PIP_INSTALL) --editable '.[dev,demo,docs]'
 	@touch $@
 
 $(PEERS): $(INSTALLED)

@@ -39,8 +39,8 @@ def gallery(
     Parameters
     ----------
     helpful, harmful
-        Rankings (target, rank) of :func:`top_k`, with ``largest=True`` and ``largest=False``;
-        computed here for the drawn targets only.
+        Rankings (target, rank) of :func:`~trakdask.top_k`, with ``largest=True`` and
+        ``largest=False``; computed here for the drawn targets only.
     images, target_images
         Grey or RGB images by position, (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3).
     targets

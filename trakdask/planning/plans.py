@@ -49,12 +49,13 @@ def plan(
         One or more other projectors to compare with, on the same samples and model.
     pilot
         Compute the first block of the first checkpoint, twice, on the active client or on threads,
-        and estimate from it how long :func:`save` will take.
+        and estimate from it how long :func:`~trakdask.save` will take.
 
     Returns
     -------
-    The plan. It is displayed as a table; :class:`PlannedProjection` explains each number,
-    ``plan.projections`` has them as attributes, ``plan.to_dataframe()`` as columns.
+    The plan. It is displayed as a table, whose numbers
+    :class:`~trakdask.planning.plans.PlannedProjection` explains; ``plan.projections`` has them as
+    attributes, ``plan.to_dataframe()`` as columns.
 
     Raises
     ------
@@ -134,8 +135,8 @@ class PlannedProjection:
     feature_bytes
         Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
-        Bytes that :func:`save` writes, without metadata: features, output, out_to_loss and gram
-        matrices.
+        Bytes that :func:`~trakdask.save` writes, without metadata: features, output, out_to_loss
+        and gram matrices.
     gradient_bytes
         Bytes of one gradient, float32: rows × 4.
     buffer_bytes
@@ -168,7 +169,7 @@ class PlannedProjection:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The cost of computing features, as returned by :func:`plan`.
+    """The cost of computing features, as returned by :func:`~trakdask.plan`.
 
     Parameters
     ----------
@@ -184,7 +185,8 @@ class Plan:
         The features' own projector, then those to compare with.
     n_scheduled_tasks
         All tasks that a scheduler gets if features are computed at once: those that read samples
-        and take the variables of a block apart, too. :func:`save` submits one checkpoint at a time.
+        and take the variables of a block apart, too. :func:`~trakdask.save` submits one checkpoint
+        at a time.
         Schedulers cope with some 50,000 at a time; larger blocks make fewer. None if the features
         are not lazy.
     pilot

@@ -70,7 +70,7 @@ class Gaussian(DenseProjector):
     is a prefix of a larger one, up to that factor.
 
     It exists for comparison with packages that draw normal matrices.
-    :class:`~trakdask.projection.rademacher.Rademacher` is faster, as it draws 1 bit per entry
+    :class:`~trakdask.Rademacher` is faster, as it draws 1 bit per entry
     instead of 8, and its error is never larger.
 
     Parameters
@@ -92,11 +92,11 @@ class Gaussian(DenseProjector):
     -----
     Exactness: products are sums of integers, hence bitwise independent of batch, tile and thread
     count; the rounding of the gradients to digits is the only error, as large as with
-    :class:`~trakdask.projection.rademacher.Rademacher`. The quantised normal is the definition of
+    :class:`~trakdask.Rademacher`. The quantised normal is the definition of
     P, not an approximation to it.
 
     Variance: for entries of variance 1 and fourth moment k, the variance of φ·φ' for gradients g
-    and g' is (|g|²|g'|² + (g·g')² + (k - 3) Σ g_i² g'_i²) / proj_dim. Random signs have k = 1, the
+    and g' is (‖g‖² ‖g'‖² + (g·g')² + (k - 3) Σ g_i² g'_i²) / proj_dim. Random signs have k = 1, the
     smallest possible value; this table has k = 2.918, and a normal distribution has 3. The
     difference matters if a gradient is concentrated on a few rows: the norm of a gradient with a
     single nonzero row has the relative variance (k - 1) / proj_dim, which is 0 for random signs.

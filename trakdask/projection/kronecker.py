@@ -68,14 +68,14 @@ class Kronecker(Projector):
     -----
     Definition: with a parameter's first row s in the row map, L[u, a] is the sign at row s + u and
     column a of stream 3, R[v, b] the sign at row s + v and column b of stream 4, by the formula of
-    :mod:`trakdask.projection.philox` for the Rademacher matrix (which is stream 0).
+    ``trakdask.projection.philox`` for the Rademacher matrix (which is stream 0).
 
     The columns for a smaller ``left`` are a prefix of those for a larger one, up to the factor. For
     ``right`` they are not, but if all parameters are matrices, the features for a smaller
     (left, right) are the first rows and columns of the features reshaped to (left, right).
 
     Variance of φ·φ' for gradients g and g' of norm 1, with ρ = g·g' and κ the sum over matrices of
-    |G|²|G'|²: at most (1 + ρ² + κ (2 left + 2 right + 2)) / (left * right), hence at most
+    ‖G‖² ‖G'‖²: at most (1 + ρ² + κ (2 left + 2 right + 2)) / (left * right), hence at most
     (1 + 2 / left) (1 + 2 / right) - 1; a dense matrix has at most (1 + ρ²) / (left * right). Many
     layers of similar norm make κ small. For one matrix and G = d aᵀ, G' = d' a'ᵀ it is exactly
     (ρ_d² + v_d / left) (ρ_a² + v_a / right) - ρ², with ρ_d = d·d', v_d = 1 + ρ_d² - 2 Σ d_u² d'_u²

@@ -56,7 +56,7 @@ class Mask(Projector):
     Notes
     -----
     Definition: the key of a row is a 64-bit number, drawn in stream 2 of
-    :mod:`trakdask.projection.philox`:
+    ``trakdask.projection.philox``:
 
     .. code-block:: text
 

@@ -66,7 +66,7 @@ class Projector(ABC):
 
     A projector is an immutable, hashable, picklable value: all state is in its fields. A new kind
     is a frozen dataclass that inherits from this class, sets ``kind``, and declares with
-    :func:`allowed` which values its fields take; the checks and the spec follow from that.
+    ``allowed`` which values its fields take; the checks and the spec follow from that.
     Implementations for several devices belong behind ``project_block``, which chooses by
     ``block.device``.
     """

@@ -45,7 +45,8 @@ class Clip:
     ----------
     negatives
         Embeddings of images and of texts, both (n, embedding), by name of the checkpoint, as
-        :func:`clip_embeddings` returns them. They are constants: no gradient flows through them.
+        :func:`~trakdask.models.tasks.clip_embeddings` returns them. They are constants: no
+        gradient flows through them.
     image, text
         Names of the variables; the model is called as ``model(image, text)``.
     n_negatives
