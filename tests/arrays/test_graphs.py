@@ -17,7 +17,8 @@ import pytest
 
 import trakdask.arrays
 from tests.arrays.decomposed_features import data, decomposed, lazy
-from trakdask.arrays.completeness import CURVE, GRID, Candidate
+from trakdask.arrays.completeness import CURVE, GRID
+from trakdask.arrays.damping_choice import Candidate
 from trakdask.arrays.solve import cholesky
 
 N, P, C, LABELS = 40, 6, 2, ["a", "b"]

@@ -2,6 +2,7 @@
 
 from trakdask.arrays import (
     completeness,
+    damping_choice,
     gram,
     groups,
     intervals,
@@ -17,6 +18,7 @@ from trakdask.arrays import (
 
 __all__ = [
     "completeness",
+    "damping_choice",
     "gram",
     "groups",
     "intervals",

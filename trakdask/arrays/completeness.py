@@ -7,10 +7,7 @@ the outputs of the trained model. λ is relative here: ρ · tr(K_c)/n, one ρ f
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import dask.array as da
 import numpy as np
@@ -27,59 +24,29 @@ from trakdask.arrays.blocks import (
     require_features,
 )
 from trakdask.arrays.gram import pooled
-from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.arrays.spectrum import Spectrum
-from trakdask.errors import warn_once
 
 __all__ = [
-    "CHOICE",
     "CURVE",
     "GRID",
-    "STANDARD_ERRORS",
-    "Candidate",
-    "choose",
+    "LEAST_PEAK",
     "curve",
     "held_out",
+    "is_followed",
     "left_out",
     "loss_gradient",
+    "peak",
     "spread_rows",
-    "warn_of_choice",
 ]
 
 #: Candidates for ρ, a quarter of a decade apart.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 2, 17)
-#: By how many standard errors the correlation at the chosen ρ may be below the largest one.
-STANDARD_ERRORS = 0.5
 #: Totals that correlate less than this with the outputs do not determine λ.
-_LEAST_PEAK = 0.4
+LEAST_PEAK = 0.4
 _LEFT_OUT_BLOCKS = 8
 
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
-
-#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the least
-#: one that may be chosen; and all correlations.
-CHOICE = np.dtype(
-    [
-        ("relative", np.float64),
-        ("candidate", np.int64),
-        ("peak", np.float64),
-        ("threshold", np.float64),
-        ("correlation", np.float64, GRID.shape),
-    ]
-)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A set of outputs to choose λ by: totals (row, ρ, checkpoint) and outputs (row, checkpoint).
-
-    ``name`` is what warnings call it.
-    """
-
-    name: str
-    totals: da.Array
-    outputs: da.Array
 
 
 def _inverse(spectrum: Spectrum) -> npt.NDArray[np.float64]:
@@ -245,7 +212,7 @@ def left_out(
 
 
 def _left_out(phi: Block, g: Block, spectrum: Spectrum, h: Block | None, *curves: Block) -> Block:
-    if any(_is_followed(curve) for curve in curves):
+    if any(is_followed(curve) for curve in curves):
         return np.full((len(phi), len(GRID), 1), np.nan)
     along, inverse = phi[:, :, 0] @ spectrum.vectors, _inverse(spectrum)
     total = along @ (inverse * spectrum.loss[:, None])
@@ -321,126 +288,12 @@ def _correlation(x: Block, y: Block) -> Block:
     return np.where(varies, np.clip(correlation, -1, 1), np.nan)
 
 
-def _is_followed(curve: Block) -> bool:
+def is_followed(curve: Block) -> bool:
     """Return whether a computed curve's peak is high enough to choose λ by."""
-    return _peak(curve) >= _LEAST_PEAK
+    return peak(curve) >= LEAST_PEAK
 
 
-def _peak(curve: Block) -> float:
+def peak(curve: Block) -> float:
+    """Return the largest correlation of a computed curve, NaN if none is defined."""
     values = curve["correlation"][0]
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
-
-
-def choose(
-    candidates: Sequence[Candidate], curves: Sequence[da.Array], *, quiet: bool = False
-) -> da.Array:
-    """Choose ρ by the first candidate whose totals follow the outputs.
-
-    Parameters
-    ----------
-    candidates
-        In order of preference.
-    curves
-        Of each, by :func:`curve`.
-    quiet
-        Leave warnings to whoever uses the choice, who calls :func:`warn_of_choice`.
-
-    Returns
-    -------
-    (1,) of dtype :data:`CHOICE`, lazy. If no candidate's totals follow the outputs, ``relative`` is
-    NaN, ``candidate`` the number of candidates, and the curve that of the last one.
-
-    Warns
-    -----
-    UserWarning
-        When computed, in the process that asked for it: if a candidate's peak is below 0.4 or
-        undefined, or ρ is an end of the grid.
-
-    Notes
-    -----
-    ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
-    the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
-    """
-    names = tuple(candidate.name for candidate in candidates)
-    arrays = [item for each in curves for item in (each, "k")]
-    result: da.Array = da.blockwise(
-        _choose,
-        "k",
-        *arrays,
-        names=names,
-        quiet=quiet,
-        concatenate=True,
-        align_arrays=False,
-        name="completeness-choice-" + tokenize(names, quiet, *(each.name for each in curves)),
-        dtype=CHOICE,
-        meta=np.empty((0,), CHOICE),
-    )
-    return result
-
-
-def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
-    for index, (each, name) in enumerate(zip(curves, names, strict=True)):
-        peak, values = _peak(each), each["correlation"][0]
-        if _is_followed(each):
-            threshold = peak - STANDARD_ERRORS * (1 - peak**2) / np.sqrt(each["n_rows"][0])
-            chosen = int(np.flatnonzero(values >= threshold)[-1])
-            if not quiet:
-                _warn_at_the_end(GRID[chosen], name)
-            return np.array([(GRID[chosen], index, peak, threshold, values)], CHOICE)
-        if not quiet:
-            _warn(_too_weak(peak, name, names[index + 1 :]))
-    return np.array([(np.nan, len(names), peak, np.nan, values)], CHOICE)
-
-
-def warn_of_choice(rho: float, peak: float, name: str) -> None:
-    """Warn of what :func:`choose` warns of, given what it chose and the name of the last samples.
-
-    Parameters
-    ----------
-    rho
-        What was chosen; NaN if the outputs did not follow the totals.
-    peak
-        The largest correlation.
-    name
-        What warnings call the samples whose outputs chose, or failed to.
-    """
-    if np.isnan(rho):
-        warn_once(("too weak", name), _too_weak(peak, name, ()), _warn)
-    else:
-        _warn_at_the_end(rho, name)
-
-
-def _warn_at_the_end(rho: float, name: str) -> None:
-    if rho in (GRID[0], GRID[-1]):
-        warn_once(("end of the grid", name), _at_the_end(rho, name), _warn)
-
-
-def _at_the_end(rho: float, name: str) -> str:
-    return (
-        f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
-        f"[{GRID[0]:g}, {GRID[-1]:g}]; the best may lie beyond. Look at "
-        "td.plots.damping(td.damping(features)), or type damping='closed_form'."
-    )
-
-
-def _too_weak(peak: float, name: str, rest: Sequence[str]) -> str:
-    defect = (
-        f"correlate at most {peak:.2f} with their totals of attributions"
-        if np.isfinite(peak)
-        else "or their totals of attributions are all alike"
-    )
-    after = f"the {rest[0]}" if rest else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
-    return (
-        f"the outputs of the {name} {defect}; choosing λ by them needs {_LEAST_PEAK}. λ comes from "
-        f"{after} instead. Give other outputs with calibrate=td.featurize(held_out, model, ...)."
-    )
-
-
-def _warn(message: str) -> None:
-    """Warn in this process and, inside a worker, in the process of the client."""
-    if "distributed" in sys.modules:
-        from distributed.worker import warn  # not imported for the threaded scheduler's sake
-
-        warn(message, UserWarning)
-    else:
-        warnings.warn(message, UserWarning, stacklevel=2)

@@ -64,7 +64,7 @@ def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> F
         "gram_weights": estimator.weights.gram if options.weights is None else "given",
     }
     if matrix.choice is not None:
-        attrs["damping"] = f"completeness, {arrays.completeness.STANDARD_ERRORS} SE"
+        attrs["damping"] = f"completeness, {arrays.damping_choice.STANDARD_ERRORS} SE"
     return Factors(solved, weight, attrs)
 
 

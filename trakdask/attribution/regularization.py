@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays import completeness
+from trakdask.arrays import completeness, damping_choice
 from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.attribution.dampings import Absolute, Damping, given_damping, relative_damping
 from trakdask.attribution.estimators import (
@@ -36,14 +36,14 @@ __all__ = [
 _LEAST_ROWS = 50
 _LEFT_OUT_ROWS = 1000
 _LEFT_OUT = "training rows left out"
-_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], completeness.CHOICE)
+_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], damping_choice.CHOICE)
 
 
 @dataclass(frozen=True)
 class Regularized:
     """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
 
-    ``choice`` is that of :func:`trakdask.arrays.completeness.choose`; ``spectrum`` is that of the
+    ``choice`` is that of :func:`trakdask.arrays.damping_choice.choose`; ``spectrum`` is that of the
     gram matrix, where it is stored or choosing λ has computed it. ``labels`` are the names of the
     checkpoints, for errors.
     """
@@ -238,9 +238,9 @@ def _stored(damping: xr.DataArray, labels: list[str]) -> tuple[da.Array, str, da
     if not attrs["tried"]:
         return lam, attrs["rule"], None
     relative, peak = attrs["relative"], attrs["peak"]
-    completeness.warn_of_choice(relative, peak, attrs["tried"][-1])
+    damping_choice.warn_of_choice(relative, peak, attrs["tried"][-1])
     values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
-    return lam, attrs["rule"], da.from_array(np.array(values, completeness.CHOICE))
+    return lam, attrs["rule"], da.from_array(np.array(values, damping_choice.CHOICE))
 
 
 def _closed_form(
@@ -287,7 +287,7 @@ def _complete(
     rules = (*names, _closed_form_name(CLOSED_FORM))
     if not candidates:
         return Regularized(needed.gram, fallback, rules, labels, None, spectrum)
-    choice = completeness.choose(candidates, curves, quiet=quiet)
+    choice = damping_choice.choose(candidates, curves, quiet=quiet)
     rho = choice["relative"][0]
     relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples)
     lam = da.where(da.isnan(rho), fallback, relative)
@@ -299,14 +299,14 @@ def _candidates(
     calibrate: xr.Dataset | None,
     spectrum: da.Array,
     choosing: ChoosingMatrices,
-) -> tuple[list[completeness.Candidate], list[da.Array]]:
+) -> tuple[list[damping_choice.Candidate], list[da.Array]]:
     """Return the sets of outputs that may choose λ, best first, and their curves."""
     candidates = []
     if calibrate is not None:
         require_calibration(features, calibrate)
         rows = lazy_features(calibrate)
         totals = completeness.held_out(spectrum, rows.feature.data)
-        candidates.append(completeness.Candidate("calibration set", totals, rows.output.data))
+        candidates.append(damping_choice.Candidate("calibration set", totals, rows.output.data))
     curves = [completeness.curve(each.totals, each.outputs) for each in candidates]
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
         candidates.append(_left_out(spectrum, features, choosing, curves))
@@ -320,14 +320,14 @@ def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
     require_comparable(features, calibrate, "calibration")
     if (n := calibrate.sizes[SAMPLE]) < _LEAST_ROWS:
         raise ValueError(
-            f"expected {_LEAST_ROWS} or more samples in calibrate to choose λ by, got {n}; try "
-            "featurizing more held-out samples, or leave calibrate out"
+            f"expected {_LEAST_ROWS} or more held-out samples to choose λ by, got {n}; try "
+            "featurizing more of them, or leaving them out"
         )
 
 
 def _left_out(
     spectrum: da.Array, features: xr.Dataset, choosing: ChoosingMatrices, unless: list[da.Array]
-) -> completeness.Candidate:
+) -> damping_choice.Candidate:
     rows = completeness.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
     predicted = completeness.left_out(
         spectrum,
@@ -336,7 +336,7 @@ def _left_out(
         _taken(choosing.g, rows),
         unless=unless,
     )
-    return completeness.Candidate(_LEFT_OUT, predicted, _taken(features.output.data, rows))
+    return damping_choice.Candidate(_LEFT_OUT, predicted, _taken(features.output.data, rows))
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

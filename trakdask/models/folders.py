@@ -104,7 +104,7 @@ def require_weight_files(folder: Folder) -> list[str]:
     raise CheckpointError(
         "expected a file, or a folder with model.safetensors, its shards and their index, or "
         f"adapter_model.safetensors, as checkpoint, got the folder {folder.url!r} with "
-        f"{weights[:5] or inside[:5] or 'nothing inside'}; try {advice}"
+        f"{weights[:5] or inside[:5] or 'nothing inside (or it does not exist)'}; try {advice}"
     )
 
 

@@ -6,6 +6,7 @@ attributes say of which gram matrix they are, and they are shown only while the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -20,6 +21,7 @@ from zarr.codecs import Crc32cCodec
 
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
+from trakdask.attribution.estimators import Estimator
 from trakdask.attribution.matrices import (
     DAMPING,
     EIGENVALUES,
@@ -39,6 +41,7 @@ from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_fea
 
 __all__ = [
     "MOST_DIM",
+    "calibrated_options",
     "has_factors",
     "renew_factors",
     "update_factors",
@@ -179,8 +182,28 @@ def _options(ds: xr.Dataset, calibrate: xr.Dataset | None) -> Options:
     """Return the options of scores under the gram matrix that is stored."""
     power = ds[GRAM].attrs.get("power")
     if power is None:
-        return gather_options(ds, "trak", 0.5, "auto", calibrate, None)
-    return gather_options(ds, "soft", power, "auto", calibrate, None)
+        return calibrated_options(ds, "trak", 0.5, calibrate)
+    return calibrated_options(ds, "soft", power, calibrate)
+
+
+def calibrated_options(
+    features: xr.Dataset, estimator: Estimator, power: float, calibrate: xr.Dataset | None
+) -> Options:
+    """Return the options by which a store chooses λ.
+
+    Raises
+    ------
+    ValueError
+        If held-out samples are given, but λ of this estimator and task is not chosen by outputs.
+    """
+    options = gather_options(features, estimator, power, "auto", None, None)
+    if calibrate is not None and not options.is_damped_by_outputs:
+        raise ValueError(
+            "expected no held-out samples for a store whose λ is not chosen by outputs, got "
+            f"some with estimator={options.estimator.name!r}; try estimator='soft' in td.save, or "
+            "leaving them out"
+        )
+    return dataclasses.replace(options, calibrate=calibrate)
 
 
 def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:

@@ -16,7 +16,6 @@ from trakdask.attribution.estimators import (
     Weights,
     resolve_estimator,
 )
-from trakdask.attribution.options import gather_options
 from trakdask.attribution.regularization import require_calibration
 from trakdask.errors import StoreMismatchError
 from trakdask.execution.progress import polled_bar
@@ -30,7 +29,7 @@ from trakdask.storage.coords import (
     require_same_coords,
     restore_coords,
 )
-from trakdask.storage.factors import MOST_DIM, update_if_possible
+from trakdask.storage.factors import MOST_DIM, calibrated_options, update_if_possible
 from trakdask.storage.history import record_run
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
@@ -181,7 +180,7 @@ def _require_calibration(
             "expected gram=True with calibrate, which chooses the λ of the gram matrix, got "
             "gram=False; try leaving calibrate out"
         )
-    gather_options(features, estimator, power, "auto", calibrate, None)
+    calibrated_options(features, estimator, power, calibrate)
     require_calibration(features, calibrate)
 
 
