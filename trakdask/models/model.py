@@ -269,6 +269,14 @@ def _require_plain(module: torch.nn.Module) -> None:
             f"expected an nn.Module from Python code, got {type(module).__name__}; try the module "
             "that was compiled"
         )
+    for path, part in module.named_modules():
+        if type(part).__module__.split(".")[0] == "bitsandbytes":
+            raise TypeError(
+                f"expected layers with plain tensors as weights, got layer {path!r} of class "
+                f"{type(part).__module__}.{type(part).__name__}, whose quantised weights only "
+                "bitsandbytes itself can load and multiply; try building the base model without "
+                "quantization_config, in bfloat16 (the adapter's file is the same)"
+            )
     for name, tensor in module.named_parameters():
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(
