@@ -65,12 +65,13 @@ def from_arrays(
 
     Notes
     -----
-    Nothing is computed, except lazy arrays named in ``coords``. Arrays in memory are hashed once and referenced without a copy, so do not
-    modify them afterwards. They are not part of the graph: worker processes memory-map a file with
-    their content, and fetch it first if they do not see this process's disk. Workers read zarr
-    arrays from their storage, which all of them must see. A read-only ``np.memmap`` is identified
-    by its file; workers that do not see that file are sent the values. For zarr arrays choose
-    ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
+    Nothing is computed, except lazy arrays named in ``coords``. Arrays in memory are hashed once
+    and referenced without a copy, so do not modify them afterwards. They are not part of the graph:
+    worker processes memory-map a file with their content, and fetch it first if they do not see
+    this process's disk. Workers read zarr arrays from their storage, which all of them must see. A
+    read-only ``np.memmap`` is identified by its file; workers that do not see that file are sent
+    the values. For zarr arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are
+    read more than once.
 
     Examples
     --------

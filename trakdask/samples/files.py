@@ -112,10 +112,7 @@ class FileRows:
     def _read_columns(self, path: str, names: list[str]) -> pa.Table:
         if path.endswith(_ARROW):
             with self._batches(path) as batches:
-                found = [batch.select(names) for batch in batches]
-                return pa.Table.from_batches(
-                    found, batches.schema.empty_table().select(names).schema
-                )
+                return pa.Table.from_batches(list(batches), batches.schema).select(names)
         with self.fs.open(path, "rb") as opened:
             return pq.ParquetFile(opened).read(columns=names)
 

@@ -214,11 +214,8 @@ class _DatasetReader:
     def read_fields(self, names: list[str], n: int) -> dict[str, Array]:
         """Read some fields of all samples, and keep nothing else of them."""
         rows = (self.read(index, index + 1) for index in range(n))
-        kept = [[row[name] for name in names] for row in rows]
-        return {
-            name: np.concatenate(column)
-            for name, column in zip(names, zip(*kept, strict=True), strict=True)
-        }
+        kept = [{name: row[name] for name in names} for row in rows]
+        return {name: np.concatenate([row[name] for row in kept]) for name in names}
 
     def _opened(self) -> Any:
         if self._dataset is None:
