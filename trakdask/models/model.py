@@ -141,6 +141,21 @@ class Model:
         buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
         return Forward(module, parameters, buffers, checkpoint.name)
 
+    def for_variables(self, n_dims: Mapping[str, int]) -> Model:
+        """Return the model whose task reads samples with some variables.
+
+        Parameters
+        ----------
+        n_dims
+            Number of dimensions of each variable and coord.
+        """
+        bind = getattr(self.task, "for_variables", None)
+        if bind is None:
+            return self
+        bound = copy.copy(self)
+        bound.task = bind(n_dims)
+        return bound
+
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         return {
