@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import os
 import platform
 import sys
 import time
@@ -114,9 +113,7 @@ def report(args: argparse.Namespace, mask: np.ndarray, seconds: dict[str, float]
         f"padded to {mask.size} ({mask.size / mask.sum():.2f} times as many); Llama of "
         f"{args.layers} layers, width {args.hidden}; batches of {args.batch}"
     )
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {sys.platform}"
-    )
+    print(f"{platform.machine()}, {sys.platform}, torch {torch.__version__}")
     for name, value in seconds.items():
         print(f"{name:>10}: {value:7.2f} CPU seconds")
     whole, trimmed = seconds.values()
