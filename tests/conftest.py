@@ -36,6 +36,8 @@ settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 dask.config.set(PATIENT)
+# Tests are about the code of long runs; those of the start of a process unset it.
+os.environ.setdefault("TRAKDASK_NUMBA", "1")
 matplotlib.use("Agg")
 torch.set_num_threads(1)
 
