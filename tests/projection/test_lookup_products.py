@@ -125,9 +125,8 @@ def test_compiled__when_it_is_worth_its_import(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(acceleration, "_spent_s", 0.0)
     assert acceleration.compiled("random_words") is None
     monkeypatch.setattr(acceleration, "PATIENCE_S", 1e-9)
-    with pytest.raises(ZeroDivisionError), acceleration.timed():
+    with acceleration.timed():
         assert acceleration.compiled("random_words") is None
-        raise ZeroDivisionError
     assert acceleration.compiled("random_words") is not None
     monkeypatch.setattr(acceleration, "PATIENCE_S", 1e9)
     assert acceleration.compiled("random_words") is None

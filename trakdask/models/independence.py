@@ -79,7 +79,8 @@ _CONVERSIONS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.untyped_st
 def _runs_without_reading(forward: Forward, task: Task, batch: Batch) -> bool:
     """Return whether a pass reads no value; False if it might."""
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _NoArrays(), _NoValues():
+        no_values = _NoValues()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _NoArrays(), no_values:
             task.output(forward, batch)
     except Exception:
         return False

@@ -45,9 +45,9 @@ def compiled(name: str) -> Any:
 
     Notes
     -----
-    The first module that is returned in a process imports numba; the first use of a kernel on a machine compiles it,
-    which takes seconds, and caches the machine code on disk. Kernels release the GIL and
-    start no threads.
+    The first module that is returned in a process imports numba; the first use of a kernel on a
+    machine compiles it, which takes seconds, and caches the machine code on disk. Kernels release
+    the GIL and start no threads.
     """
     setting = os.environ.get("TRAKDASK_NUMBA", "")
     waits = _spent_s < PATIENCE_S and setting != "1"
