@@ -6,8 +6,8 @@ import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from zarr.abc.store import Store
-from zarr.core.buffer import Buffer
+from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from trakdask.errors import IncompleteFeaturesError
@@ -32,8 +32,12 @@ def checksum(data: Any) -> int:
 class _Retried(WrapperStore[Store]):
     """A store on a network, which refuses a request now and then."""
 
-    async def get(self, *args: Any, **options: Any) -> Buffer | None:
-        return await retried_async(lambda: self._store.get(*args, **options))
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        # Of a whole file s3fs would first ask how long it is, in a request of its own.
+        part = byte_range or OffsetByteRequest(0)
+        return await retried_async(lambda: self._store.get(key, prototype, part))
 
     async def set(self, key: str, value: Buffer) -> None:
         await retried_async(lambda: self._store.set(key, value))
