@@ -275,7 +275,8 @@ def stored(part: Part, *, complete: bool = True, without: Collection[str] = ()) 
     for name in names:
         if name in group:
             source = array(group, name)
-            data = lazy_array(part.folder, name, source, token=f"open-{name}-{token}")
+            label = name.replace("_", "-")  # as task names, of which a dashboard shows the words
+            data = lazy_array(part.folder, name, source, token=f"open-{label}-{token}")
             lazy[name] = xr.Variable(VARIABLES[name].dims, data, dict(source.attrs))
     ds = ds.drop_vars(list(ds.data_vars)).assign(lazy)
     if SCALE in ds:
