@@ -18,8 +18,13 @@ from trakdask.featurization.checks import check_micro_batch, check_once
 from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
 from trakdask.featurization.job import Job, Samples
-from trakdask.featurization.memory import available_bytes, is_out_of_memory, on_worker
-from trakdask.models.checkpoints import Checkpoint
+from trakdask.featurization.memory import (
+    available_bytes,
+    is_out_of_memory,
+    on_worker,
+    states_bytes,
+)
+from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import ENGINES
 from trakdask.models.tasks import Forward
 from trakdask.projection import ProjectionStream
@@ -43,6 +48,7 @@ def featurize_block(
     checkpoint, positions = job.model.checkpoints[int(index[0])], np.arange(*bounds)
     what = f"samples {bounds[0]}:{bounds[1]} of checkpoint {checkpoint.name!r}"
     note_start(what)
+    cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):

@@ -19,12 +19,12 @@ from trakdask.files import Folder
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
-    State,
     cached_state,
     make_checkpoints,
 )
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.parameters import Selection, select_parameters
+from trakdask.models.states import State
 from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
 
 __all__ = ["Model"]
