@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock, current_thread, main_thread
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
@@ -26,6 +27,7 @@ from trakdask.featurization.memory import (
 )
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import ENGINES
+from trakdask.models.moments import scaled, scales
 from trakdask.models.tasks import Forward
 from trakdask.projection import ProjectionStream
 
@@ -82,13 +84,15 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     checked = check_once(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
     size = _micro_batch(job, checked.activation_bytes, device)
+    moments = job.model.second_moments.get(checkpoint.name)
+    factors = scales(moments, job.row_map.names, device) if moments else None
     rows = _Rows.empty(job, checkpoint, samples.positions)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _featurize_micro_batch(samples, forward, checkpoint, part)
+            block = _featurize_micro_batch(samples, forward, checkpoint, part, factors)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
@@ -181,12 +185,17 @@ class _Rows:
 
 
 def _featurize_micro_batch(
-    samples: Samples, forward: Forward, checkpoint: Checkpoint, part: slice
+    samples: Samples,
+    forward: Forward,
+    checkpoint: Checkpoint,
+    part: slice,
+    factors: Mapping[str, Tensor] | None,
 ) -> Block:
     job, n = samples.job, part.stop - part.start
     stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, samples.device)
     run, batch = ENGINES[job.engine], samples.batch(part)
-    f, q = run(forward, job.model.task, batch, job.row_map.names, stream.add)
+    sink = scaled(stream.add, factors) if factors else stream.add
+    f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
     return stream.result().numpy(force=True), f.numpy(force=True), q.numpy(force=True)
 
 

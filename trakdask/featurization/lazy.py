@@ -41,6 +41,7 @@ _jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
 
 _log = logging.getLogger(__name__)
 
+_SCALED = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 512
 
@@ -301,7 +302,7 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         **job.precision.attrs(),
         "device": job.device,
         "on_error": job.on_error,
-        "formula": "feature = p^-1/2 P^T grad f",
+        "formula": _SCALED if job.model.second_moments else "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
     }
