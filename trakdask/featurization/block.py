@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
@@ -78,7 +78,9 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     if job.precision.dtype is not None:
         forward = forward.to(getattr(torch, job.precision.dtype))
     forward = on_device(forward, device)
+    samples, places = samples.by_length()
     checked = check_once(samples, forward)
+    samples = replace(samples, trims=checked.ignores_padding)
     size = _micro_batch(job, checked.activation_bytes, device)
     rows = _Rows.empty(job, checkpoint, samples.positions)
     todo = _slices(0, len(samples), size)
@@ -102,7 +104,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
             continue
         check_micro_batch(checked, samples, forward, part, block)
         rows.put(part, block)
-    return rows.result()
+    return tuple(array[places] for array in rows.result())
 
 
 def _slices(start: int, stop: int, size: int) -> list[slice]:
