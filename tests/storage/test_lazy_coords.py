@@ -18,7 +18,7 @@ from distributed import Client
 
 import trakdask as td
 from trakdask.arrays.block_arguments import is_stored
-from trakdask.storage.lazy_coords import StoredCoord
+from trakdask.storage.lazy_coords import StoredCoord, lazy_coord
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 N, BLOCK, K = 37, 8, 5
@@ -232,6 +232,17 @@ def test_stored_coord__rows_of_several_parts(index: Any) -> None:
     assert coord.shape == (50,)
     assert coord.dtype == found.dtype == np.int64
     np.testing.assert_array_equal(found, values[index])
+
+
+def test_lazy_coord__names_that_are_alike() -> None:
+    values = {"a b": np.arange(4), "a-b": np.arange(4) * 2.5}
+    lazy = {
+        name: lazy_coord([xr.Variable("sample", each)], (2, 2), name, "t")
+        for name, each in values.items()
+    }
+    found = xr.Dataset(coords=lazy).compute()
+    for name, each in values.items():
+        np.testing.assert_array_equal(found[name], each)
 
 
 def test_stored_coord__is_small_when_sent(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import xarray as xr
+from dask.base import tokenize
 
 from trakdask.arrays.blocks import block_starts
 from trakdask.execution.handles import Spooled
@@ -32,9 +33,8 @@ def lazy_coord(
     """
     stored = StoredCoord(variables, f"coord-{name}-{token}")
     label = "".join(each if each.isalnum() else "-" for each in name)
-    data = da.from_array(
-        stored, chunks=(sizes,), name=f"open-coord-{label}-{token}", meta=np.empty(0, stored.dtype)
-    )
+    full_name = f"open-coord-{label}-{tokenize(name, token)}"
+    data = da.from_array(stored, chunks=(sizes,), name=full_name, meta=np.empty(0, stored.dtype))
     return xr.Variable(variables[0].dims, data, variables[0].attrs)
 
 
