@@ -22,6 +22,7 @@ from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
 from .models import tasks as tasks
+from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model
 from .models.tasks import Task as Task
 from .planning import plan as plan
