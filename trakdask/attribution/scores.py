@@ -22,7 +22,7 @@ from trakdask.attribution.matrices import origin, weight_data
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Factors, factors
 from trakdask.attribution.regularization import regularize
-from trakdask.provenance import FEATURE_SPEC, require_comparable
+from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -382,7 +382,7 @@ def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
 def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) -> dict[str, Any]:
     attrs = {name: features.attrs[name] for name in FEATURE_SPEC if name in features.attrs}
     attrs.pop("parameters", None)
-    return attrs | {
+    return as_text(attrs) | {
         "description": VARIABLES["score"].attrs["description"],
         **product.attrs,
         "source": features.attrs.get("source", ""),
