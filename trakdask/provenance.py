@@ -45,6 +45,7 @@ _NAMES_OF_VARIABLES = ("image", "text", "label", "labels", "target", "ignore_ind
 """Fields of trakdask's tasks that name the input variables and do not change the gradient."""
 
 _TASKS = (
+    "Classification",
     "ImageClassification",
     "TextClassification",
     "BinaryClassification",

@@ -30,7 +30,7 @@ DEFAULT_POWER = 0.5
 _WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
 """Estimators whose scores are products of features alone."""
 
-_MEASURED_TASKS = ("ImageClassification", "TextClassification")
+_MEASURED_TASKS = ("Classification", "ImageClassification", "TextClassification")
 """Tasks for which tests/benchmarks/quality.py found what is best."""
 
 _QUADRATIC_TASKS = ("Regression",)

@@ -89,7 +89,9 @@ def _add(table: Table, *cells: object) -> None:
 
 
 def _lines(values: Iterable[object]) -> str:
-    return "\n".join(map(str, values))
+    # Integers are floats where a rank may have no sample.
+    texts = (f"{value:.12g}" if isinstance(value, float) else str(value) for value in values)
+    return "\n".join(texts)
 
 
 def _share(data: xr.Dataset | xr.DataArray) -> str:

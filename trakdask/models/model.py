@@ -53,9 +53,9 @@ class Model:
         model. Workers are sent files that they do not see. If ``build`` is a module, checkpoints
         may be omitted; the only one then consists of the module's own weights.
     task
-        A name (``"image_classification"``, ``"text_classification"``, ``"binary_classification"``,
-        ``"multi_label"``, ``"regression"``, ``"causal_lm"``, ``"clip"``), a :class:`Task`, or an
-        object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
+        A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
+        ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"causal_lm"``,
+        ``"clip"``), a :class:`Task`, or an object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
     parameters
         The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No

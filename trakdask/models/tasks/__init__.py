@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trakdask.models.tasks.classification import (
     BinaryClassification,
+    Classification,
     ImageClassification,
     MultiLabel,
     TextClassification,
@@ -19,6 +20,7 @@ __all__ = [
     "Batch",
     "BinaryClassification",
     "CausalLM",
+    "Classification",
     "Clip",
     "Forward",
     "ImageClassification",

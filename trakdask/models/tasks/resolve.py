@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trakdask.models.tasks.classification import (
     BinaryClassification,
+    Classification,
     ImageClassification,
     MultiLabel,
     TextClassification,
@@ -25,6 +26,7 @@ from trakdask.models.tasks.regression import Regression
 __all__ = ["TASKS", "TrakTask", "resolve_task", "task_spec"]
 
 TASKS: dict[str, Callable[[], Task]] = {
+    "classification": Classification,
     "image_classification": ImageClassification,
     "text_classification": TextClassification,
     "binary_classification": BinaryClassification,
@@ -78,7 +80,7 @@ def resolve_task(task: str | Task | object) -> Task:
             raise ValueError(
                 f"expected one of {list(TASKS)} as task, or an object with the methods "
                 f"output(forward, batch) and out_to_loss(forward, batch), got {task!r}; try "
-                f"task={(near or ['image_classification'])[0]!r}"
+                f"task={(near or ['classification'])[0]!r}"
             )
         return TASKS[task]()
     if isinstance(task, type):
@@ -95,7 +97,7 @@ def resolve_task(task: str | Task | object) -> Task:
     raise TypeError(
         f"expected one of {list(TASKS)} as task, or an object with the methods "
         "output(forward, batch) and out_to_loss(forward, batch), got "
-        f"{type(task).__name__}{missing}; try task='image_classification'"
+        f"{type(task).__name__}{missing}; try task='classification'"
     )
 
 
