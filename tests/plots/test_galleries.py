@@ -64,7 +64,7 @@ def test_gallery__refused() -> None:
 
 @pytest.mark.parametrize("n_shown", [1, 2, 3, 6])
 def test_gallery__texts_do_not_overlap(n_shown: int) -> None:
-    names = np.array(["a rather long label of a class", "$5 bill", "incomprehensibilities" * 2] * 10)
+    names = np.array(["a rather long label of a class", "$5 bill", "unpronounceable" * 3] * 10)
     scores = SCORES.assign_coords(
         name=("sample", names), target_name=("target", names[: SCORES.sizes["target"]])
     )

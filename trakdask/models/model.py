@@ -16,6 +16,7 @@ from trakdask.errors import CheckpointError
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
 from trakdask.files import Folder
+from trakdask.html_tables import html_table
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
@@ -159,6 +160,17 @@ class Model:
                 skeletons.pop(next(iter(skeletons)))
             skeletons[self.token] = _build_skeleton(self.build)
         return skeletons[self.token]
+
+    def _repr_html_(self) -> str:
+        names = [checkpoint.name for checkpoint in self.checkpoints]
+        build = self.build.token if isinstance(self.build, Spooled) else self.build
+        rows = {
+            "build": build if isinstance(build, str) else _named(build),
+            "task": task_spec(self.task),
+            f"{len(names)} checkpoints": shown(names),
+            "parameters": shown(list(self.shapes)),
+        }
+        return html_table(repr(self), rows)
 
     def __repr__(self) -> str:
         n = len(self.checkpoints)

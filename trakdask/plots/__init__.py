@@ -5,3 +5,7 @@ from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
 
 __all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve"]
+
+
+def __dir__() -> list[str]:
+    return __all__

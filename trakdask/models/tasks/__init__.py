@@ -34,3 +34,7 @@ __all__ = [
     "resolve_task",
     "task_spec",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

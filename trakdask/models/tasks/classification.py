@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.logits import (
     as_names,
     call_model,
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 
-class _OneOfManyClasses:
+class _OneOfManyClasses(HtmlTable):
     """The margin of the correct class, for models that return (batch, classes)."""
 
     label: str
@@ -188,7 +189,7 @@ class TextClassification(Classification):
 
 
 @dataclass(frozen=True)
-class _LabelsOf0And1:
+class _LabelsOf0And1(HtmlTable):
     """The variables of tasks whose labels are 0 or 1."""
 
     inputs: tuple[str, ...] = ("x",)

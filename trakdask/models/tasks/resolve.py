@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.classification import (
     BinaryClassification,
     Classification,
@@ -39,7 +40,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 @dataclass(frozen=True)
-class TrakTask:
+class TrakTask(HtmlTable):
     """Adapt an object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
 
     ``get_output(model, weights, buffers, *sample)`` takes one sample without batch axis, in the
