@@ -27,7 +27,8 @@ def about(data: xr.Dataset | xr.DataArray, title: str) -> Table:
     _add(table, "sizes", ", ".join(f"{size:,} {dim}" for dim, size in data.sizes.items()))
     if isinstance(data, xr.Dataset):
         _add(table, "variables", ", ".join(map(str, data.data_vars)))
-    coords = (f"{name} ({array.dtype})" for name, array in data.coords.items())
+    kinds = {n: "text" if c.dtype.kind == "T" else c.dtype for n, c in data.coords.items()}
+    coords = (f"{name} ({kind})" for name, kind in kinds.items())
     _add(table, "coords", ", ".join(coords))
     for name, value in data.attrs.items():
         _add(table, name, _brief(value))
