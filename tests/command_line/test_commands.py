@@ -176,6 +176,14 @@ def test_process__shell_completion(tmp_path: Path, run_process: RunProcess) -> N
     assert done.stdout.split() == ["top-k"]
 
 
+def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path: Path) -> None:
+    code = (
+        "import sys, trakdask.command_line.commands\n"
+        "print([n for n in ('torch', 'dask', 'distributed', 'xarray') if n in sys.modules])"
+    )
+    assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
+
+
 @pytest.mark.slow
 def test_process__example_does_the_job_of_the_demo(tmp_path: Path, run_process: RunProcess) -> None:
     assert run_process("init").returncode == 0

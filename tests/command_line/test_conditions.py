@@ -22,6 +22,7 @@ TILE = xr.Dataset(
         "day": ("sample", DAY),
         "good": ("sample", GOOD),
         "target_label": ("target", np.array([3, 1])),
+        "target_source": ("target", np.array(["web", "y"], np.dtypes.StringDType())),
     }
 )
 
@@ -48,6 +49,13 @@ def test_condition__is_the_comparison_of_arrays(text: str, expected: np.ndarray)
     result = Condition(text)(TILE)
     assert result.dims == ("sample",)
     np.testing.assert_array_equal(result.values, expected)
+
+
+@pytest.mark.parametrize("sign", ["==", "!=", "<"])
+def test_condition__of_texts_on_both_sides(sign: str) -> None:
+    result = Condition(f"source {sign} target_source")(TILE).transpose("sample", "target")
+    expected = [[eval(f"{a!r} {sign} {b!r}") for b in ("web", "y")] for a in SOURCE.tolist()]
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_condition__on_both_sides() -> None:

@@ -126,6 +126,8 @@ class _Evaluation:
         values = self._alike(left, right)
         if not any(isinstance(value, xr.DataArray) for value in values):
             raise self._refused("the name of a coord in each comparison", left)
+        if isinstance(sign, (ast.Eq, ast.NotEq)):
+            values = _coded(*values)
         result: xr.DataArray = _COMPARISONS[type(sign)](*values)
         return result
 
@@ -176,6 +178,19 @@ class _Evaluation:
         return ValueError(
             f"expected {expected} in the condition {self.text!r}, got {actual!r:.60}; {_EXAMPLE}"
         )
+
+
+def _coded(left: Any, right: Any) -> tuple[Any, Any]:
+    """Return numbers in place of texts of samples and of targets: pairs of these are compared fast.
+
+    n + m texts are sorted, and n × m numbers compared.
+    """
+    are_arrays = isinstance(left, xr.DataArray) and isinstance(right, xr.DataArray)
+    if not are_arrays or _kind(left) != "text" or left.dims == right.dims:
+        return left, right
+    texts = np.concatenate([left.values, right.values])
+    codes = np.unique(texts, return_inverse=True)[1]
+    return left.copy(data=codes[: left.size]), right.copy(data=codes[left.size :])
 
 
 def _kind(value: Any) -> str:
