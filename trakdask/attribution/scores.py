@@ -22,7 +22,7 @@ from trakdask.attribution.matrices import origin, weight_data
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Factors, factors
 from trakdask.attribution.regularization import regularize
-from trakdask.provenance import FEATURE_SPEC, require_comparable
+from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -116,12 +116,12 @@ def score(
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
-        ``"auto"``: ``"soft"`` for classification of images and texts by models without BatchNorm,
-        else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
-        and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss,
-        flatter than the real one; a = 1 is the Gauss-Newton influence function. ``"relatif"``:
-        TRAK's score by the square root of the sample's self-influence. Without a gram matrix:
-        ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
+        ``"auto"``: ``"soft"`` for classification into one of several classes by models without
+        BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q
+        in [0, 1] and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one
+        loss, flatter than the real one; a = 1 is the Gauss-Newton influence function.
+        ``"relatif"``: TRAK's score by the square root of the sample's self-influence. Without a
+        gram matrix: ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
         mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
     power
         a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early, nearer 1
@@ -380,7 +380,7 @@ def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
 def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) -> dict[str, Any]:
     attrs = {name: features.attrs[name] for name in FEATURE_SPEC if name in features.attrs}
     attrs.pop("parameters", None)
-    return attrs | {
+    return as_text(attrs) | {
         "description": VARIABLES["score"].attrs["description"],
         **product.attrs,
         "source": features.attrs.get("source", ""),
