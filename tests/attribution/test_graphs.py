@@ -164,7 +164,8 @@ def test_tasks__one_per_stored_block(name: str) -> None:
     assert len(tasks(LAZY[name](features.assign(gram=gram)))) < n * 8 / 7 + 50
 
 
-VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200)).compute()
+VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200))
+VALUES = VALUES.compute(scheduler="synchronous")  # workers import this module too
 TARGETS = simulate_features(60, P, C, chunks=60, seed=1).assign_coords(metadata(60))
 UNEVEN = (50, 3, 47, 60, 1, 39)
 
