@@ -35,8 +35,8 @@ from .projection import Mask as Mask
 from .projection import Projector as Projector
 from .projection import Rademacher as Rademacher
 from .samples import from_arrays as from_arrays
-from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
+from .samples.dataframe_source import from_dataframe as from_dataframe
 from .storage import assign_coords as assign_coords
 from .storage import calibrate as calibrate
 from .storage import drop as drop

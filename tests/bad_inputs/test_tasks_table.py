@@ -52,6 +52,20 @@ ROWS = [
         ["label", "3"],
     ),
     BadInput(
+        "tasks.Classification",
+        "no inputs",
+        lambda _: td.tasks.Classification(()),
+        ValueError,
+        ["inputs", "()"],
+    ),
+    BadInput(
+        "tasks.Classification",
+        "no such variable",
+        labelled(BIG, task="classification"),
+        ValueError,
+        ["'x'"],
+    ),
+    BadInput(
         "tasks.TextClassification",
         "no inputs",
         lambda _: td.tasks.TextClassification(()),
