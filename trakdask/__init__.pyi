@@ -21,6 +21,7 @@ from .errors import UnfinishedAppendWarning as UnfinishedAppendWarning
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
+from .featurization import featurize_parts as featurize_parts
 from .models import tasks as tasks
 from .models.model import Model as Model
 from .models.tasks import Task as Task

@@ -19,10 +19,10 @@ from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
 from trakdask.featurization.job import Job, Samples
 from trakdask.featurization.memory import available_bytes, is_out_of_memory, on_worker
+from trakdask.featurization.partition import stream_of
 from trakdask.models.checkpoints import Checkpoint
-from trakdask.models.gradients import ENGINES
+from trakdask.models.gradients import engine_of
 from trakdask.models.tasks import Forward
-from trakdask.projection import ProjectionStream
 
 __all__ = ["Block", "featurize_block"]
 
@@ -119,9 +119,9 @@ class _Rows:
 
     @classmethod
     def empty(cls, job: Job, checkpoint: Checkpoint, positions: np.ndarray) -> _Rows:
-        n, width = len(positions), job.projector.width(job.row_map.n_rows)
+        n = len(positions)
         feature, output, out_to_loss = (
-            np.full(shape, np.nan, np.float32) for shape in ((n, width), n, n)
+            np.full(shape, np.nan, np.float32) for shape in (job.feature_shape(n), n, n)
         )
         return cls(job, checkpoint, positions, feature, output, out_to_loss)
 
@@ -163,7 +163,7 @@ class _Rows:
         n = len(self.positions)
         if 1 < n == len(self.raised):
             raise self.raised[0]
-        block = (self.feature[:, :, None], self.output[:, None], self.out_to_loss[:, None])
+        block = (self.feature[..., None], self.output[:, None], self.out_to_loss[:, None])
         if self.job.on_error == "raise":
             return block
         error = np.full((n, 1), "", ERROR_DTYPE)
@@ -176,8 +176,9 @@ def _featurize_micro_batch(
     samples: Samples, forward: Forward, checkpoint: Checkpoint, part: slice
 ) -> Block:
     job, n = samples.job, part.stop - part.start
-    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, samples.device)
-    run, batch = ENGINES[job.engine], samples.batch(part)
+    place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
+    stream = stream_of(job.partition, *place)
+    run, batch = engine_of(job.engine), samples.batch(part)
     f, q = run(forward, job.model.task, batch, job.row_map.names, stream.add)
     return stream.result().numpy(force=True), f.numpy(force=True), q.numpy(force=True)
 
@@ -188,7 +189,7 @@ def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int
         return job.batch_size
     width = job.projector.width(job.row_map.n_rows)
     # Besides activations: gradients, then float64 sums and copies of them.
-    others = 4 * job.elements_at_once + 16 * width
+    others = 4 * job.elements_at_once + 16 * width * job.rows_of_sample
     fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + others))
     if fits < job.batch_size:
         _log.info(
