@@ -243,9 +243,12 @@ class ProjectionStream:
 def _nonzero_samples(block: Tensor) -> Tensor | None:
     """Return the samples that are not zero in a block; None if these are most of them."""
     # A few elements reveal that a gradient is dense, which saves reading all of it.
-    if bool(block[:, ::_PROBE_STEP].any(1).all()):
+    is_nonzero = block[:, ::_PROBE_STEP].any(1)
+    if bool(is_nonzero.all()):
         return None
-    samples = block.any(1).nonzero()[:, 0]
+    unknown = (~is_nonzero).nonzero()[:, 0]
+    is_nonzero[unknown] = block[unknown].any(1)
+    samples = is_nonzero.nonzero()[:, 0]
     return samples if 2 * len(samples) <= len(block) else None
 
 
