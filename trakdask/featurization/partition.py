@@ -134,9 +134,8 @@ def _patterns(parts: Any) -> dict[str, list[str]]:
         raise ValueError(
             f"expected parts='token', a list or a mapping, got {shown(parts)}; {remedy}"
         )
-    if not isinstance(parts, Mapping):
-        parts = {word: f"*{word}*" for word in parts}
-    patterns = {n: [p] if isinstance(p, str) else p for n, p in parts.items()}
+    named = parts if isinstance(parts, Mapping) else {word: f"*{word}*" for word in parts}
+    patterns = {n: [p] if isinstance(p, str) else p for n, p in named.items()}
     words: list[Any] = [
         *patterns,
         *(p for each in patterns.values() if isinstance(each, list) for p in each),
