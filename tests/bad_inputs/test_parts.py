@@ -52,7 +52,12 @@ def row(
     return BadInput(function, case, lambda _: call(), error, words)
 
 
+def words(dims: tuple[str, ...] = ("sample", "token"), **coords: object) -> xr.DataArray:
+    return xr.DataArray(np.ones((2, 3)), dims=dims, coords=coords)
+
+
 F, C, S = "featurize_parts", "combine", "top_fraction"
+P, TEXTS = "plots.text", {"text": (("sample", "token"), [["a", "b", "c"]] * 2)}
 ROWS = [
     row(F, "no parts", lambda: td.featurize_parts(tokens(IDS), language()), TypeError, "parts"),  # type: ignore[call-arg]
     row(F, "parts of None", parts(None), ValueError, "None", "'token'"),
@@ -111,6 +116,13 @@ ROWS = [
     row(S, "by a coord that is not there", lambda: td.top_fraction(scores(), 0.1, by="source"), ValueError, "'source'", "['label']"),
     row(S, "by missing values", lambda: td.top_fraction(scores().assign_coords(kind=("sample", [None] * 20)), 0.1, by="kind"), ValueError, "'kind'"),
     row(S, "how of another kind", lambda: td.top_fraction(scores(), 0.1, how="min"), ValueError, "'min'"),  # type: ignore[arg-type]
+    row(P, "None", lambda: td.plots.text(None), TypeError, "NoneType"),  # type: ignore[arg-type]
+    row(P, "features", lambda: td.plots.text(X), TypeError, "Dataset", "of=parts"),  # type: ignore[arg-type]
+    row(P, "scores of samples", lambda: td.plots.text(scores()), ValueError, "'target': 5"),
+    row(P, "scores of no sequence", lambda: td.plots.text(words(**TEXTS)[:0]), ValueError, "'sample': 0"),
+    row(P, "scores transposed", lambda: td.plots.text(words(**TEXTS).T), ValueError, "'token': 3"),
+    row(P, "no texts", lambda: td.plots.text(words()), ValueError, "'text'", "text=..."),
+    row(P, "a label that is not there", lambda: td.plots.text(words(**TEXTS, kind=("sample", [1, 2])), label="kin"), ValueError, "'kin'", "['kind']"),
 ]  # fmt: skip
 
 
