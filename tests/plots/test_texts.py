@@ -13,7 +13,7 @@ import trakdask as td
 
 WORDS = [
     ["def", " f", "(", "x", "):", "\n", "    ", "return", " x", "\t"],
-    ["<script>", "alert(1)", "</script>", "&amp;", '"', "'", "日本", "", "$x$", "x" * 200],
+    ["<script>", "alert(1)", "</script>", "&amp;", '"', "'", "日本", "", "$x$", "x" * 200 + "gqy"],
 ]
 VALUES = np.array([[1, -2, 0, 0.5, np.nan, 0, 0.1, 0, 0, 0], [0, 0, 0.2, 0, 0, -4, 0, 1, 0, 1]])
 

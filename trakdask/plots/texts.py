@@ -252,15 +252,9 @@ def _width(shown: str) -> int:
 def _draw_line(ax: Axes, y: int, line: list[tuple[int, _Word | str]]) -> None:
     from matplotlib.patches import Rectangle  # optional dependency
 
-    style: dict[str, Any] = {
-        "family": _FONT,
-        "fontsize": _POINTS,
-        "va": "center",
-        "parse_math": False,
-    }
     for column, piece in line:
         if isinstance(piece, str):
-            ax.text(column, y + 0.5, _drawable(piece), weight="bold", **style)
+            _draw_characters(ax, column, y, piece, weight="bold")
             continue
         color = GREEN if piece.strength > 0 else RED
         ax.add_patch(
@@ -269,7 +263,18 @@ def _draw_line(ax: Axes, y: int, line: list[tuple[int, _Word | str]]) -> None:
                 facecolor=color, alpha=abs(piece.strength) * _STRONGEST, linewidth=0,
             )
         )  # fmt: skip
-        ax.text(column, y + 0.5, _drawable(piece.text), **style)
+        _draw_characters(ax, column, y, piece.text)
+
+
+def _draw_characters(ax: Axes, column: int, y: int, shown: str, **style: Any) -> None:
+    """Draw each character in the middle of its cell, since the width of words depends on the dpi."""
+    for i, character in enumerate(_drawable(shown)):
+        if character != " ":
+            ax.text(
+                column + i + 0.5, y + 0.5, character,
+                family=_FONT, fontsize=_POINTS, ha="center", va="center_baseline",
+                parse_math=False, **style,
+            )  # fmt: skip
 
 
 def _drawable(shown: str) -> str:
