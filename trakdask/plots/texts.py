@@ -267,7 +267,7 @@ def _draw_line(ax: Axes, y: int, line: list[tuple[int, _Word | str]]) -> None:
 
 
 def _draw_characters(ax: Axes, column: int, y: int, shown: str, **style: Any) -> None:
-    """Draw each character in the middle of its cell, since the width of words depends on the dpi."""
+    """Draw each character in the middle of its cell: how wide words are depends on the dpi."""
     for i, character in enumerate(_drawable(shown)):
         if character != " ":
             ax.text(
