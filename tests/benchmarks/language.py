@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from _models import Gpt
 from torch import Tensor, nn
@@ -67,14 +66,16 @@ def featurize(net: nn.Module, ids: Tensor, projector: td.Projector) -> Callable[
 
 
 @contextmanager
-def original(net: nn.Module, ids: Tensor, proj_dim: int) -> Iterator[Callable[[], object]]:
+def original(
+    net: nn.Module, ids: Tensor, proj_dim: int, calls: int
+) -> Iterator[Callable[[], object]]:
     from trak import TRAKer
 
     with tempfile.TemporaryDirectory() as folder:
         traker = TRAKer(
             model=net,
             task=language_task(),
-            train_set_size=len(ids),
+            train_set_size=len(ids) * calls,
             save_dir=folder,
             device="cpu",
             proj_dim=proj_dim,
@@ -82,8 +83,8 @@ def original(net: nn.Module, ids: Tensor, proj_dim: int) -> Iterator[Callable[[]
             logging_level=100,
         )
         traker.load_checkpoint(net.state_dict(), model_id=0)
-        # The same samples again in every turn, which the original would skip as done.
-        yield lambda: traker.featurize(batch=(ids,), inds=np.arange(len(ids)))
+        # Each call is given the next numbers, because it would skip samples that are done.
+        yield lambda: traker.featurize(batch=(ids,), num_samples=len(ids))
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -126,7 +127,7 @@ def main() -> None:
     if options.without_traker:
         table(runs, options.turns, options.sequences)
         return
-    with original(net, ids, p) as run:
+    with original(net, ids, p, options.turns + 1) as run:
         table(runs | {"traker 0.3.2": run}, options.turns, options.sequences)
 
 
