@@ -123,16 +123,20 @@ def test_featurize_parts__is_lazy_and_labelled() -> None:
     assert lazy.attrs["parts"] == {"dim": "token", "groups": None}
 
 
-def test_featurize_parts__padding_contributes_nothing() -> None:
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_featurize_parts__padding_contributes_nothing(chunks: int) -> None:
     ids = samples().input_ids.values
     mask = np.ones_like(ids)
     mask[0, 4:] = 0
     task = td.tasks.CausalLM(("input_ids", "attention_mask"))
     build = Masked
-    padded = td.from_arrays({"input_ids": ids, "attention_mask": mask})
+    padded = td.from_arrays({"input_ids": ids, "attention_mask": mask}, chunks=chunks)
     made = td.Model(build, {"c0": state(0, build)}, task=task)
     found = td.featurize_parts(padded, made, parts="token", projector=td.SJLT(32)).feature.compute()
-    assert (found[0, 4:] == 0).all()
+    assert (found[0, 3:] == 0).all()  # after the last token that is attended, none is predicted
+    whole = td.featurize(padded, made, projector=td.SJLT(32)).feature.compute()
+    scale = float(np.abs(whole).max())
+    np.testing.assert_allclose(found.sum("token"), whole, rtol=0, atol=1e-3 * scale)
     assert (np.abs(found[1:, :-1]).max(["proj_dim", "checkpoint"]) > 0).all()
 
 

@@ -196,6 +196,7 @@ def lazy_dataset(
     require_options(model, gradients, dtype, on_error)
     projector = chosen_projector(projector)
     samples = validate_samples(samples)
+    model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)

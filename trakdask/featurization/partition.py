@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.models.parameters import select_parameters
+from trakdask.models.tasks import Batch
+from trakdask.models.tokens import number_of_tokens
 from trakdask.projection import ProjectionStream, Projector, RowMap
 
 __all__ = ["OTHERS", "Partition", "Stream", "groups_of_parameters", "stream_of"]
@@ -36,6 +38,10 @@ class Partition:
     dim: str
     size: int
     groups: Mapping[str, int] | None = None
+
+    def of(self, batch: Batch) -> Partition:
+        """Return the parts of a batch, of which padding may have been cut."""
+        return self if self.groups else replace(self, size=number_of_tokens(batch))
 
     def spec(self) -> dict[str, Any]:
         """Return a JSON-able value that says what the parts are."""

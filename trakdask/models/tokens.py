@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit, cover
 from trakdask.models.hooks import Axes, Recorder, Sink
-from trakdask.models.local import Call
+from trakdask.models.local import Call, unfolded
 from trakdask.models.tasks import Batch, Forward
 
 __all__ = ["TokenRecorder", "number_of_tokens", "require_layers_of_tokens"]
@@ -113,7 +113,7 @@ class TokenRecorder(Recorder):
         in_axes = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
         rows = replace(call, inputs=pytree.tree_unflatten(leaves, spec), in_axes=in_axes)
         deltas = [
-            None if delta is None else self._as_rows(call, delta.movedim(axis, 0))
+            None if delta is None else self._as_rows(call, self._by_sample(delta, axis))
             for delta, axis in zip(deltas, axes, strict=True)
         ]
         super()._locally(rows, deltas, [0] * len(deltas))
@@ -121,4 +121,8 @@ class TokenRecorder(Recorder):
     def _rows_of_input(self, call: Call, leaf: Any, axis: int | None) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return self._as_rows(call, self._expanded(leaf) if axis is None else leaf.movedim(axis, 0))
+        known = self._expanded(leaf) if axis is None else self._by_sample(leaf, axis)
+        return self._as_rows(call, known)
+
+    def _by_sample(self, value: Tensor, axis: int) -> Tensor:
+        return unfolded(value, axis, self._n_samples).movedim(axis, 0)
