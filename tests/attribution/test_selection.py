@@ -70,6 +70,16 @@ def test_top_fraction__samples_without_a_group_are_not_taken() -> None:
     assert not found.selected[1::2].any()
 
 
+@pytest.mark.parametrize("n", [127, 128, 129, 255, 256, 257])
+def test_top_fraction__of_many_groups(n: int) -> None:
+    group = np.tile(np.arange(n), 2)
+    values = np.random.default_rng(0).standard_normal((2 * n, 1)).astype("f4")
+    given = xr.DataArray(values, dims=("sample", "target"), coords={"group": ("sample", group)})
+    found = td.top_fraction(given, 0.5, by="group").selected.values
+    expected = values[:n, 0] > values[n:, 0]
+    np.testing.assert_array_equal(found, np.concatenate([expected, ~expected]))
+
+
 def test_top_fraction__agrees_with_top_k() -> None:
     given = scores().isel(target=[0])
     chosen = np.flatnonzero(td.top_fraction(given, 0.1).selected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import trakdask as td
@@ -59,3 +60,42 @@ def test_gallery__refused() -> None:
         td.plots.gallery(top, top, IMAGES, IMAGES[:3], targets=[3])
     with pytest.raises(ValueError, match=r"got 1 images and the ranked sample \d+"):
         td.plots.gallery(top, top, IMAGES[:1], IMAGES)
+
+
+@pytest.mark.parametrize("n_shown", [1, 2, 3, 6])
+def test_gallery__texts_do_not_overlap(n_shown: int) -> None:
+    names = np.array(["a rather long label of a class", "$5 bill", "unpronounceable" * 3] * 10)
+    scores = SCORES.assign_coords(
+        name=("sample", names), target_name=("target", names[: SCORES.sizes["target"]])
+    )
+    helpful, harmful = td.top_k(scores, n_shown), td.top_k(scores, n_shown, largest=False)
+    figure = td.plots.gallery(
+        helpful, harmful, IMAGES, IMAGES, targets=[0, 1], label="name", n_shown=n_shown
+    )
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    texts = [*figure.texts, *(ax.title for ax in figure.axes)]
+    boxes = [each.get_window_extent(renderer) for each in texts if each.get_text()]
+    boxes += [ax.get_window_extent(renderer) for ax in figure.axes if ax.images]
+    for i, one in enumerate(boxes):
+        assert figure.bbox.x0 <= one.x0 <= one.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= one.y0 <= one.y1 <= figure.bbox.y1
+        for other in boxes[:i]:
+            assert not one.overlaps(other)
+
+
+def test_gallery__says_estimator_and_damping() -> None:
+    top = td.top_k(td.score(FEATURES, TARGETS, estimator="trak", damping=0.25), 2)
+    (note, *_) = td.plots.gallery(top, top, IMAGES, IMAGES).texts
+    assert "estimator trak" in note.get_text()
+    assert top.attrs["damping"] in note.get_text()
+    bare = top.drop_attrs()
+    (note, *_) = td.plots.gallery(bare, bare, IMAGES, IMAGES).texts
+    assert "estimator" not in note.get_text()
+
+
+def test_gallery__grey_images_share_a_scale() -> None:
+    top = td.top_k(SCORES, 2)
+    figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0], cmap="gray")
+    drawn_images = [ax.images[0] for ax in figure.axes if ax.images]
+    assert len({image.get_clim() for image in drawn_images}) == 1
+    assert {image.get_cmap().name for image in drawn_images} == {"gray"}

@@ -47,7 +47,9 @@ def among_best(
     >>> among_best(score, np.array([0, 0, 1, 0]), np.array([1, 1])).compute().tolist()
     [False, True, True, False]
     """
-    packed = PackedRows(codes + 1, len(counts), score.chunks[0])
+    dtype = np.min_scalar_type(len(counts))  # codes may come in a dtype that has no room for more
+    from_1 = np.add(codes, 1, dtype=dtype, casting="unsafe")
+    packed = PackedRows(from_1, len(counts), score.chunks[0])
     place = (score, "s", packed, "s", Bounds(score.chunks[0]), "s")
     token = tokenize(score.name, packed, counts)
     local = da.blockwise(

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 from scipy import sparse
 
 from trakdask import arrays
+from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_choice, shown
 from trakdask.variables import (
     CHECKPOINT,
@@ -117,7 +117,7 @@ def _grouped(targets: xr.Dataset, by: object, how: How) -> tuple[str, np.ndarray
             f"expected by as one of the targets' coords {known}, got {shown(by)}; try "
             "targets.assign_coords(group=('sample', values))"
         )
-    codes, names = pd.factorize(targets[by].values, sort=True)
+    codes, names = group_codes(targets[by].values)
     if not len(names):
         raise ValueError(
             f"expected at least one target with a value of {by!r}, got none; try another coord"
@@ -126,7 +126,7 @@ def _grouped(targets: xr.Dataset, by: object, how: How) -> tuple[str, np.ndarray
     count = np.bincount(codes[member], minlength=len(names))
     entries = 1 / count[codes[member]] if how == "mean" else np.ones(len(member))
     shape = (len(names), len(codes))
-    return by, np.asarray(names), sparse.csr_array((entries, (codes[member], member)), shape)
+    return by, names, sparse.csr_array((entries, (codes[member], member)), shape)
 
 
 def _weighted(targets: xr.Dataset, weights: Weights) -> tuple[str, np.ndarray, sparse.csr_array]:

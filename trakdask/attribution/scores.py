@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
@@ -17,6 +16,7 @@ from trakdask.attribution.estimators import (
     DEFAULT_POWER,
     Estimator,
 )
+from trakdask.attribution.groups import group_codes
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Factors, factors
 from trakdask.attribution.regularization import regularize
@@ -29,7 +29,7 @@ from trakdask.attribution.sides import (
     require_side,
     rows,
 )
-from trakdask.provenance import FEATURE_SPEC, require_comparable
+from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -82,12 +82,12 @@ def score(
         scores are those of the parts, and add up to those of their samples. ``features`` remain all
         training samples, whose gram matrix is used.
     estimator
-        ``"auto"``: ``"soft"`` for classification of images and texts by models without BatchNorm,
-        else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
-        and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss,
-        flatter than the real one; a = 1 is the Gauss-Newton influence function. ``"relatif"``:
-        TRAK's score by the square root of the sample's self-influence. Without a gram matrix:
-        ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
+        ``"auto"``: ``"soft"`` for classification into one of several classes by models without
+        BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q
+        in [0, 1] and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one
+        loss, flatter than the real one; a = 1 is the Gauss-Newton influence function.
+        ``"relatif"``: TRAK's score by the square root of the sample's self-influence. Without a
+        gram matrix: ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
         mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
     power
         a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early, nearer 1
@@ -234,12 +234,12 @@ def group_score(
     )
     features, targets = lazy_features(features), lazy_side(targets)
     product = factors(features, targets, options)
-    codes, groups = pd.factorize(features[by].values, sort=True)
+    codes, groups = group_codes(features[by].values)
     sums = arrays.groups.group_sum(
         features.feature.data, product.weight, codes, len(groups), pooled=product.pooled
     )
     data = per_part(arrays.score.score(sums, product.solved, None), 1, targets)
-    coords = {by: (by, np.asarray(groups)), **_target_coords(targets)}
+    coords = {by: (by, groups), **_target_coords(targets)}
     coords |= coords_of_targets(targets)
     attrs = _score_attrs(features, targets, product)
     dims = (by, *dims_of_scores(features, targets)[1:])
@@ -302,9 +302,7 @@ def self_influence(
     else:
         own = arrays.weights.squared_norm(x)
     g = options.estimator.weights.loss_data(features)
-    if average:
-        own = own.mean(axis=1)
-    data = own * g.mean(axis=1, keepdims=not average) ** 2
+    data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
     coords = _coords_along(features, SAMPLE)
     if not average:
@@ -358,7 +356,7 @@ def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
 def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) -> dict[str, Any]:
     attrs = {name: features.attrs[name] for name in FEATURE_SPEC if name in features.attrs}
     attrs.pop("parameters", None)
-    return attrs | {
+    return as_text(attrs) | {
         "description": VARIABLES["score"].attrs["description"],
         **product.attrs,
         "source": features.attrs.get("source", ""),

@@ -7,10 +7,10 @@ from typing import Literal, get_args
 
 import dask.array as da
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.attribution.groups import group_codes
 from trakdask.attribution.ranking import require_scores
 from trakdask.checks import require_choice, require_number, shown
 from trakdask.variables import SAMPLE, TARGET, coords_along
@@ -95,7 +95,7 @@ def _groups(scores: xr.DataArray, fraction: float, by: str | None) -> tuple[np.n
     if by is None:
         codes, n_groups = np.zeros(scores.sizes[SAMPLE], np.int64), 1
     elif isinstance(by, str) and by in known:
-        codes, names = pd.factorize(known[by].values)
+        codes, names = group_codes(known[by].values)
         n_groups = len(names)
         if not n_groups:
             raise ValueError(

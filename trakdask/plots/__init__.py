@@ -6,3 +6,7 @@ from trakdask.plots.galleries import gallery
 from trakdask.plots.texts import text
 
 __all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve", "text"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -11,6 +13,7 @@ import xarray as xr
 from trakdask.checks import require_integer, shown
 from trakdask.evaluate.labels import require_dataset
 from trakdask.plots.figures import BLUE, GREEN, RED, new_figure, power_of_ten
+from trakdask.plots.images import Normalize, as_colours, require_images, require_normalize
 from trakdask.variables import RANK, TARGET
 
 if TYPE_CHECKING:
@@ -22,6 +25,12 @@ __all__ = ["gallery"]
 _RANKED = (TARGET, RANK)
 _AXES = set(_RANKED)
 
+_IMAGE_IN = 0.92
+_LINE_IN = 0.135
+_CHARACTERS_PER_IN = 16
+"""Of the small type above the images."""
+_LABEL_LINES = 2
+
 
 def gallery(
     helpful: xr.Dataset,
@@ -32,6 +41,8 @@ def gallery(
     targets: Sequence[int] | None = None,
     label: str = "label",
     n_shown: int = 5,
+    normalize: Normalize | None = None,
+    cmap: str = "gray_r",
 ) -> Figure:
     """Draw targets, each with its most helpful and most harmful training images.
 
@@ -42,16 +53,23 @@ def gallery(
         ``largest=False``; computed here for the drawn targets only.
     images, target_images
         Grey or RGB images by position, (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3).
+        Colours may lie in [0, 1], in [-1, 1], or be bytes.
     targets
         Positions of the targets to draw; the first six by default.
     label
-        Name of the coord whose values are written above the images.
+        Name of the coord whose values are written above the images; long texts are shortened.
     n_shown
         Number of training images on each side.
+    normalize
+        Mean and standard deviation that the images were normalized with, numbers or one for each
+        channel: images are drawn as they were before.
+    cmap
+        Colour map of grey images; ``"gray"`` for photographs, whose zero is black.
 
     Returns
     -------
     Figure with one row per target: the target, its most helpful, its most harmful training images.
+    Its title says how the scores were made, if their ``attrs`` do.
 
     Raises
     ------
@@ -60,57 +78,93 @@ def gallery(
     TypeError
         If rankings are not Datasets, or images are not arrays.
     ValueError
-        If there is no such coord or target, images have another shape, or a ranked sample has no
-        image.
+        If there is no such coord, target or colour map, images have another shape, a ranked sample
+        has no image, or ``normalize`` is not a mean and a standard deviation.
     """
     remedy = "try td.top_k(scores, 5) and td.top_k(scores, 5, largest=False)"
     for name, ranking in (("helpful", helpful), ("harmful", harmful)):
         require_dataset(ranking, {"score": _RANKED, "position": _RANKED}, name, remedy)
     n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
-    _require_images(images, "images")
-    _require_images(target_images, "target_images")
+    require_images(images, "images")
+    require_images(target_images, "target_images")
+    scale = require_normalize(normalize)
     chosen = _chosen_targets((helpful, harmful), target_images, targets)
     _require_label((helpful, harmful), label)
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
     unit = power_of_ten(*(side.score for side in sides))
-    widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
-    figure = new_figure(0.92 * sum(widths), 1.28 * len(chosen) + 0.75)
-    axes = figure.subplots(
-        len(chosen), len(widths), squeeze=False, gridspec_kw={"width_ratios": widths}
-    )
-    for ax in axes.flat:
-        ax.set_axis_off()
-    for row, target in enumerate(chosen):
-        _draw_target(axes[row, 0], target_images[target], sides[0].isel(target=row), label)
-        for side, (ranking, color) in enumerate(zip(sides, (GREEN, RED), strict=True)):
-            first = 2 + side * (n_shown + 1)
-            _draw_side(
-                axes[row, first : first + n_shown],
-                ranking.isel(target=row),
-                images,
-                label,
-                color,
-                unit,
-            )
-    _head(figure, axes, n_shown, unit)
+    pictures = [
+        *_target_pictures(sides[0], target_images, chosen, label),
+        *_ranked_pictures(sides[0], 2, GREEN, images, label, unit),
+        *_ranked_pictures(sides[1], n_shown + 3, RED, images, label, unit),
+    ]
+    colours = as_colours([picture.image for picture in pictures], scale)
+    n_lines = max(picture.title.count("\n") + 1 for picture in pictures)
+    figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides[0].attrs, unit))
+    _require_colour_map(cmap)
+    limits = _limits(colours)
+    for picture, image in zip(pictures, colours, strict=True):
+        _draw(axes[picture.row, picture.column], picture, image, cmap, limits)
     return figure
 
 
-def _require_images(images: object, name: str) -> None:
-    remedy = "try an array of shape (n, h, w) or (n, h, w, 3)"
-    shape = getattr(images, "shape", None)
-    if not isinstance(shape, tuple):
-        raise TypeError(f"expected {name} to be an array, got a {type(images).__name__}; {remedy}")
-    is_drawable = len(shape) == 3 or (len(shape) == 4 and {1, 3} & {shape[1], shape[3]})
-    if not is_drawable or 0 in shape:
-        raise ValueError(
-            f"expected {name} of shape (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3), none "
-            f"of them empty, got {tuple(shape)}; {remedy}"
-        )
-    dtype = np.asarray(images[0]).dtype  # type: ignore[index]
-    if dtype.kind not in "fiub":
-        raise ValueError(f"expected numbers in {name}, got dtype {dtype}; {remedy}")
+@dataclass(frozen=True)
+class _Picture:
+    """An image of the figure, and what is written above it."""
+
+    row: int
+    column: int
+    image: Any
+    title: str
+    color: str
+
+
+def _target_pictures(
+    side: xr.Dataset, images: np.ndarray | xr.DataArray, chosen: list[int], label: str
+) -> Iterable[_Picture]:
+    name = f"target_{label}"
+    for row, target in enumerate(chosen):
+        text = f"{label} {_text(side[name][row])}" if name in side.coords else ""
+        yield _Picture(row, 0, images[target], _wrapped(text), BLUE)
+
+
+def _ranked_pictures(
+    side: xr.Dataset,
+    first: int,
+    color: str,
+    images: np.ndarray | xr.DataArray,
+    label: str,
+    unit: int,
+) -> Iterable[_Picture]:
+    for row, rank in np.ndindex(side.sizes[TARGET], side.sizes[RANK]):
+        one = side.isel({TARGET: row, RANK: rank})
+        if (position := int(one.position)) < 0:
+            continue  # there are fewer samples than ranks
+        if position >= len(images):
+            raise ValueError(
+                f"expected one image per training sample, in their order, got {len(images)} images "
+                f"and the ranked sample {position}; try the images of all training samples"
+            )
+        title = _with_score(_text(one[label]), f"{float(one.score) / 10.0**unit:+.2f}")
+        yield _Picture(row, first + rank, images[position], title, color)
+
+
+def _text(value: xr.DataArray) -> str:
+    return f"{value.item():g}" if value.dtype.kind in "iuf" else str(value.item())
+
+
+def _wrapped(text: str) -> str:
+    """Return a text in the few short lines that fit above an image."""
+    width = int(_IMAGE_IN * _CHARACTERS_PER_IN)
+    lines = textwrap.wrap(text, width)
+    if len(lines) > _LABEL_LINES:
+        lines = [*lines[: _LABEL_LINES - 1], lines[_LABEL_LINES - 1][: width - 1] + "…"]
+    return "\n".join(lines)
+
+
+def _with_score(label: str, score: str) -> str:
+    fits = len(label) + len(score) + 3 <= _IMAGE_IN * _CHARACTERS_PER_IN
+    return f"{label}   {score}" if fits else f"{_wrapped(label)}\n{score}"
 
 
 def _chosen_targets(
@@ -148,68 +202,73 @@ def _require_label(rankings: tuple[xr.Dataset, xr.Dataset], label: str) -> None:
             )
 
 
-def _draw_target(
-    ax: Axes, image: np.ndarray | xr.DataArray, ranking: xr.Dataset, label: str
-) -> None:
-    name = f"target_{label}"
-    title = f"{label} {ranking[name].item()}" if name in ranking.coords else ""
-    _draw(ax, image, title, BLUE)
+def _require_colour_map(cmap: object) -> None:
+    from matplotlib import colormaps  # optional dependency, found by now
 
-
-def _draw_side(
-    axes: np.ndarray,
-    ranking: xr.Dataset,
-    images: np.ndarray | xr.DataArray,
-    label: str,
-    color: str,
-    unit: int,
-) -> None:
-    for rank, ax in enumerate(axes):
-        one = ranking.isel(rank=rank)
-        if (position := int(one.position)) < 0:
-            continue  # there are fewer samples than ranks
-        if position >= len(images):
-            raise ValueError(
-                f"expected one image per training sample, in their order, got {len(images)} images "
-                f"and the ranked sample {position}; try the images of all training samples"
-            )
-        shown = (
-            f"{one[label].item():g}" if one[label].dtype.kind in "iuf" else str(one[label].item())
+    if not isinstance(cmap, str) or cmap not in colormaps:
+        raise ValueError(
+            f"expected the name of a colour map of matplotlib as cmap, got {shown(cmap)}; try "
+            "cmap='gray'"
         )
-        _draw(ax, images[position], f"{shown}   {float(one.score) / 10.0**unit:+.2f}", color)
 
 
-def _draw(ax: Axes, image: np.ndarray | xr.DataArray, title: str, color: str) -> None:
+def _limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
+    """Return the smallest and largest value of the grey images: they share a scale."""
+    grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
+    values = np.concatenate(grey) if grey else np.zeros(0)
+    return (float(values.min()), float(values.max())) if len(values) else None
+
+
+def _draw(
+    ax: Axes, picture: _Picture, image: np.ndarray, cmap: str, limits: tuple[float, float] | None
+) -> None:
+    low, high = limits or (None, None)
     ax.set_axis_on()
-    ax.imshow(_drawable(np.asarray(image)), cmap="gray_r", interpolation="nearest")
+    ax.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
     ax.set_xticks([])
     ax.set_yticks([])
     for spine in ax.spines.values():
-        spine.set_color(color)
+        spine.set_color(picture.color)
         spine.set_linewidth(1.6)
-    ax.set_title(title, fontsize=8, color=color, pad=3)
+    ax.set_title(picture.title, fontsize=8, color=picture.color, pad=3, parse_math=False)
 
 
-def _drawable(image: np.ndarray) -> np.ndarray:
-    if image.ndim == 3 and image.shape[0] in (1, 3):
-        image = np.moveaxis(image, 0, -1)
-    return image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image
+def _notes(attrs: dict[str, Any], unit: int) -> str:
+    """Return how the scores were made, as far as is known, and what is above the images."""
+    made = [f"estimator {attrs['estimator']}"] if "estimator" in attrs else []
+    made += [f"λ by {attrs['damping']}"] if "damping" in attrs else []
+    return "; ".join([", ".join(made), f"above each image: label, score in 1e{unit}"][not made :])
 
 
-def _head(figure: Figure, axes: np.ndarray, n_shown: int, unit: int) -> None:
-    inches = figure.get_size_inches()[1]
-    figure.subplots_adjust(
-        left=0.02, right=0.98, bottom=0.1 / inches, top=1 - 0.72 / inches, wspace=0.12, hspace=0.42
-    )
-    heads = [
-        (axes[0, 0], axes[0, 0], "target", BLUE),
-        (axes[0, 2], axes[0, 1 + n_shown], "most helpful training samples", GREEN),
-        (axes[0, 3 + n_shown], axes[0, 2 + 2 * n_shown], "most harmful training samples", RED),
-    ]
-    note = f"above each image: label, score in units of $10^{{{unit}}}$"
-    figure.text(0.98, 1 - 0.5 / inches, note, ha="right", fontsize=8, color="0.35")
-    for first, last, text, color in heads:
-        x = (first.get_position().x0 + last.get_position().x1) / 2
+def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, np.ndarray]:
+    """Return a figure with its headings, and its axes, which are still empty."""
+    widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
+    width, gap = _IMAGE_IN * sum(widths) * 1.06, _LINE_IN * n_lines + 0.12
+    notes = textwrap.fill(notes, int(width * _CHARACTERS_PER_IN))
+    headings = _headings(n_shown)
+    head_lines = max(text.count("\n") + 1 for text in headings)
+    head = 0.08 + _LINE_IN * (notes.count("\n") + 1) + 0.18 * head_lines + 0.06
+    height = head + n_rows * (_IMAGE_IN + gap) + 0.08
+    figure = new_figure(width, height)
+    grid = {"width_ratios": widths, "left": 0.02, "right": 0.98, "bottom": 0.08 / height}
+    grid |= {"top": 1 - (head + gap) / height, "wspace": 0.12, "hspace": gap / _IMAGE_IN}
+    axes = figure.subplots(n_rows, len(widths), squeeze=False, gridspec_kw=grid)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    figure.text(0.02, 1 - 0.05 / height, notes, va="top", fontsize=8, color="0.35")
+    columns = ((0, 0), (2, 1 + n_shown), (3 + n_shown, 2 + 2 * n_shown))
+    for (first, last), text, color in zip(columns, headings, (BLUE, GREEN, RED), strict=True):
+        x = (axes[0, first].get_position().x0 + axes[0, last].get_position().x1) / 2
         figure.text(
-            x, 1 - 0.28 / inches, text, ha="center", color=color, fontsize=10, weight="bold"
-        )
+            x, 1 - head / height, text, ha="center", va="bottom", fontsize=10, color=color,
+            weight="bold",
+        )  # fmt: skip
+    return figure, axes
+
+
+def _headings(n_shown: int) -> tuple[str, str, str]:
+    """Return headings that are no wider than the images below them."""
+    if n_shown == 1:
+        return "target", "most\nhelpful", "most\nharmful"
+    samples = " training samples" if n_shown > 2 else ""
+    return "target", f"most helpful{samples}", f"most harmful{samples}"
