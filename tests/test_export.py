@@ -22,7 +22,8 @@ from trakdask.testing import raise_if_dask_computes, simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=4, seed=1)
-SCORES = td.score(FEATURES, TARGETS).compute()
+# On this thread: workers import this module too.
+SCORES = td.score(FEATURES, TARGETS).compute(scheduler="synchronous")
 SOURCES = np.array(["web", "books", "code"], dtype=np.dtypes.StringDType())
 
 

@@ -200,6 +200,23 @@ ROWS = [
     ),
     BadInput(
         "tasks.CausalLM",
+        "all labels ignored",
+        language(
+            tokens(IDS % 7, y=[[1, 2, 3], [1, -100, -100], [1, 2, 3], [1, 2, 3]]),
+            task={"labels": "y"},
+        ),
+        RuntimeError,
+        ["token to predict", "2 labels -100", "at sample 1"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "position that nothing predicts",
+        language(tokens(IDS % 7, at=[1, 2, 0, 1]), task={"position": "at"}),
+        RuntimeError,
+        ["'at'", "got 0 at sample 2"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
         "one token",
         language(tokens([[1], [2]])),
         RuntimeError,

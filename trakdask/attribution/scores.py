@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
@@ -18,6 +17,7 @@ from trakdask.attribution.estimators import (
     Estimator,
     Weights,
 )
+from trakdask.attribution.groups import group_codes
 from trakdask.attribution.matrices import origin, weight_data
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Factors, factors
@@ -265,12 +265,12 @@ def group_score(
     )
     features, targets = lazy_features(features), lazy_features(targets)
     product = factors(features, targets, options)
-    codes, groups = pd.factorize(features[by].values, sort=True)
+    codes, groups = group_codes(features[by].values)
     sums = arrays.groups.group_sum(
         features.feature.data, product.weight, codes, len(groups), pooled=product.pooled
     )
     data = arrays.score.score(sums, product.solved, None)
-    coords = {by: np.asarray(groups), **_target_coords(targets)}
+    coords = {by: groups, **_target_coords(targets)}
     attrs = _score_attrs(features, targets, product)
     return xr.DataArray(data, dims=(by, TARGET), coords=coords, name="score", attrs=attrs)
 
@@ -331,9 +331,7 @@ def self_influence(
     else:
         own = arrays.weights.squared_norm(x)
     g = options.estimator.weights.loss_data(features)
-    if average:
-        own = own.mean(axis=1)
-    data = own * g.mean(axis=1, keepdims=not average) ** 2
+    data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
     coords = _coords_along(features, SAMPLE)
     if not average:
