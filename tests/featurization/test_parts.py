@@ -192,3 +192,18 @@ def test_featurize_parts__stores_say_that_they_take_whole_samples(tmp_path) -> N
     lazy = td.featurize_parts(samples(), model(), parts=["attn"], projector=td.SJLT(16))
     with pytest.raises(ValueError, match=r"'module'.*sum"):
         td.save(lazy, tmp_path / "parts.zarr")
+
+
+@pytest.mark.parametrize("parts", ["token", ["attn", "mlp"]], ids=["token", "module"])
+def test_featurize_parts__gradients_scaled_by_moments(parts: object) -> None:
+    """The parts of scaled gradients add up to the scaled gradient."""
+    moments = {"c0": {name: value.square() for name, value in state(7).items()}}
+    scaled = model(1, second_moments=moments)
+    whole, plain = (
+        td.featurize(samples(), each, projector=td.Identity()) for each in (scaled, model(1))
+    )
+    found = td.featurize_parts(samples(), scaled, parts=parts, projector=td.Identity())
+    expected = whole.feature.values
+    assert not np.allclose(expected, plain.feature, rtol=0.1)
+    summed = found.feature.sum(found.feature.dims[1]).values
+    np.testing.assert_allclose(summed, expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
