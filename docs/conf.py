@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from importlib.metadata import version as version_of
 
+from jupyter_client.connect import ConnectionFileMixin
+
+# Kernels talk through sockets in the file system: no port is opened, of which each would warn.
+ConnectionFileMixin.transport.default_value = "ipc"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 project = "trakdask"
@@ -17,7 +21,6 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -27,6 +30,7 @@ exclude_patterns = ["_build", "jupyter_execute"]
 html_theme = "sphinx_book_theme"
 html_title = "trakdask"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_show_copyright = False
 html_theme_options = {"show_toc_level": 2, "use_download_button": False}
 
@@ -35,7 +39,7 @@ nb_execution_mode = "auto"
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True
-myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
