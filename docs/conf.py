@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version as version_of
+from pathlib import Path
 
-from jupyter_client.connect import ConnectionFileMixin
-
-# Kernels talk through sockets in the file system: no port is opened, of which each would warn.
-ConnectionFileMixin.transport.default_value = "ipc"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Kernels read no settings of whoever builds, and do not warn of local ports at every start.
+profile = Path(__file__).parent / "_build" / "ipython" / "profile_default"
+profile.mkdir(parents=True, exist_ok=True)
+(profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")
+os.environ["IPYTHONDIR"] = str(profile.parent)
 
 project = "trakdask"
 author = "trakdask contributors"
