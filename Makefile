@@ -79,7 +79,7 @@ endif
 
 unit: $(INSTALLED)
 	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)
-	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile -m 'not faults' --ignore=tests/test_packaging.py $(COVERAGE)
+	@$(PY) -m pytest --quiet -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not faults' --ignore=tests/test_packaging.py $(COVERAGE)
 
 test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)

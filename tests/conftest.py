@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,12 +36,21 @@ settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 dask.config.set(PATIENT)
+# Tests are about the code of long runs; those of the start of a process unset it.
+os.environ.setdefault("TRAKDASK_NUMBA", "1")
 matplotlib.use("Agg")
 torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``gpu`` where there is no CUDA device."""
+    """Run long files first, and skip what is marked ``gpu`` where there is no CUDA device.
+
+    A file runs as a whole in one of the processes of ``make unit``. If a long one came last, the
+    other processes would wait for it.
+    """
+    n_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    n_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (n_slow[item.path], n_tests[item.path]), reverse=True)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

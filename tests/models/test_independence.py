@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -110,3 +111,45 @@ def test_tolerance__by_precision_and_device() -> None:
     assert tolerance(torch.bfloat16, "cuda") == 8 * 2.0**-7
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert tolerance(torch.float32, "cpu") == 8 * 2.0**-7
+
+
+READING = {
+    "a number": lambda y: y * y[0, 0].item(),
+    "truth": lambda y: y if (y > 0).all() else -y,
+    "an array": lambda y: y * float(y.numpy()[0, 0]),
+    "converted": lambda y: y * float(np.asarray(y)[0, 0]),
+    "a list": lambda y: y * y.tolist()[0][0],
+    "a mask": lambda y: y - y[y > 0].sum(),
+    "positions": lambda y: y + len(y.nonzero()),
+    "equality": lambda y: y if torch.equal(y[:1], y[1:]) else -y,
+    "a slice": lambda y: y[: int(y.argmax()) + 5],
+}
+NOT_READING = {
+    "arithmetic": lambda y: y.softmax(1) + y.max(1, keepdim=True).values,
+    "where": lambda y: torch.where(y > 0, y, -y),
+    "dropout": lambda y: nn.functional.dropout(y, 0.5, training=True),
+    "shapes": lambda y: y if y.shape[1] > 1 else -y,
+    "gather": lambda y: y[:, torch.tensor([1, 0])],
+}
+
+
+@pytest.mark.parametrize("case", [*READING, *NOT_READING])
+def test_reads_values__ways_to_read(case: str) -> None:
+    after = (READING | NOT_READING)[case]
+    state = torch.random.get_rng_state()
+    assert reads_values(forward_of(after), ImageClassification(), batch(2)) is (case in READING)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_reads_values__without_the_slow_import(run_python, tmp_path) -> None:
+    """A first save of a few samples would take as long again, for a model that reads none."""
+    code = (
+        "import sys, torch; from trakdask.models import independence as i\n"
+        "from trakdask.models.tasks import Batch, Forward, ImageClassification\n"
+        "net = torch.nn.Linear(4, 3)\n"
+        "batch = Batch({'image': torch.zeros(2, 4), 'label': torch.zeros(2, dtype=torch.long)})\n"
+        "forward = Forward(net, dict(net.named_parameters()), {}, 'a')\n"
+        "print(i.reads_values(forward, ImageClassification(), batch))\n"
+        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
+    )
+    assert run_python("-c", code, cwd=tmp_path).split("\n")[:2] == ["False", "[]"]

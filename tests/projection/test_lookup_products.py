@@ -119,6 +119,21 @@ def test_lookup_is_available__not_for_a_chosen_processor(monkeypatch: pytest.Mon
     assert not lookup_is_available()
 
 
+def test_compiled__when_it_is_worth_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.delenv("TRAKDASK_NUMBA")
+    monkeypatch.setattr(acceleration, "_spent_s", 0.0)
+    assert acceleration.compiled("random_words") is None
+    monkeypatch.setattr(acceleration, "PATIENCE_S", 1e-9)
+    with acceleration.timed():
+        assert acceleration.compiled("random_words") is None
+    assert acceleration.compiled("random_words") is not None
+    monkeypatch.setattr(acceleration, "PATIENCE_S", 1e9)
+    assert acceleration.compiled("random_words") is None
+    acceleration.stop_waiting()
+    assert acceleration.compiled("random_words") is not None
+
+
 def test_compiled__none_where_numba_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     acceleration._load.cache_clear()

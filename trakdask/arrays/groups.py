@@ -104,23 +104,37 @@ def group_sum(
     g = None if weight is None else align_weights(weight, feature, name="weight")
     if g is not None and pooled:
         g = gram.pooled(g)
+    parts = _partial_sums(feature, g, groups, n_groups, used_blocks, split_every)
+    finish = functools.partial(_add_as, dtype=dtype)
+    return tree_sum(parts, split_every=split_every, name="group-sum", finish=finish, dtype=dtype)
+
+
+def _partial_sums(
+    feature: da.Array,
+    weight: da.Array | None,
+    groups: np.ndarray,
+    n_groups: int,
+    used_blocks: list[int],
+    split_every: int,
+) -> da.Array:
+    """Return the sums of each used block, (block, group, proj_dim, checkpoint)."""
     # As many blocks as a node of the tree adds, in its order: the bits are the same.
     firsts = range(0, len(used_blocks), split_every)
     merged = [used_blocks[first : first + split_every] for first in firsts]
-    read = _read_in_task(feature, g, merged)
+    read = _read_in_task(feature, weight, merged)
     sizes = feature.chunks[0]
     if read:
         sizes = tuple(sum(sizes[i] for i in blocks) for blocks in merged)
         groups = _rows_of(groups, feature.chunks[0], used_blocks)
     packed = PackedRows(groups, n_groups, sizes)
-    token = tokenize(feature.name, weight, packed, n_groups, pooled)
-    parts = da.blockwise(
+    token = tokenize(feature.name, weight, packed, n_groups)
+    parts: da.Array = da.blockwise(
         _partial,
         "sgpc",
         packed,
         "s",
-        *(read or _arguments(feature, g)),
-        new_axes={"g": n_groups, "p": p},
+        *(read or _arguments(feature, weight)),
+        new_axes={"g": n_groups, "p": feature.shape[1]},
         adjust_chunks={"s": (1,) * len(sizes)},
         concatenate=False,
         align_arrays=False,
@@ -131,8 +145,7 @@ def group_sum(
     )
     if not read and len(used_blocks) < parts.numblocks[0]:
         parts = parts.blocks[used_blocks]
-    finish = functools.partial(_add_as, dtype=dtype)
-    return tree_sum(parts, split_every=split_every, name="group-sum", finish=finish, dtype=dtype)
+    return parts
 
 
 def _check_codes(codes: npt.ArrayLike, n_groups: int, n_sample: int) -> Block:

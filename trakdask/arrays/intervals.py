@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special, stats
+from scipy import special
 
 __all__ = ["mean_interval", "proportion_interval", "roc_auc"]
 
@@ -36,7 +36,7 @@ def mean_interval(values: Floats, confidence: float) -> Floats:
     n, mean = values.shape[-1], values.mean(axis=-1)
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.sqrt(((values - mean[..., None]) ** 2).sum(axis=-1) / (n - 1) / n)
-        half = stats.t.ppf((1 + confidence) / 2, n - 1) * error
+        half = special.stdtrit(n - 1, (1 + confidence) / 2) * error
     return np.stack([mean - half, mean + half])
 
 
@@ -68,13 +68,15 @@ def roc_auc(values: Floats, positive: NDArray[np.bool_], confidence: float) -> t
     >>> area
     0.75
     """
+    from scipy.stats import rankdata  # takes a second to import, and only evaluation needs it
+
     if np.isnan(values).any():
         return float("nan"), np.full(2, np.nan)
     n1, n0 = int(positive.sum()), int((~positive).sum())
-    ranks = stats.rankdata(values)
+    ranks = rankdata(values)
     # The fraction of samples of the other class that each sample ranks above.
-    above = (ranks[positive] - stats.rankdata(values[positive])) / n0
-    below = (ranks[~positive] - stats.rankdata(values[~positive])) / n1
+    above = (ranks[positive] - rankdata(values[positive])) / n0
+    below = (ranks[~positive] - rankdata(values[~positive])) / n1
     area = float(above.mean())
     variance = sum(_variance(x) / len(x) for x in (above, below))
     if not 0 < area < 1:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trakdask.models.hooks import CachingForward
 from trakdask.models.tasks import Batch, Forward, Task
@@ -28,15 +30,66 @@ def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
     """Return whether the model branches on values of its input.
 
     The samples of a batch would then share a branch. Such a model cannot run on tensors without
-    values; this is tried once for each module and type of task.
+    values; this is tried once for each module and type of task, unless a pass with values shows
+    that none is read. (Some models read values only to skip work, and not where there are none.)
     """
     known = _known.setdefault(forward.module, {})
     if type(task) not in known:
-        known[type(task)] = not _runs_without_values(forward, task, repeated(batch, 2))
+        two = repeated(batch, 2)
+        known[type(task)] = not (
+            _runs_without_reading(forward, task, two) or _runs_without_values(forward, task, two)
+        )
     return known[type(task)]
 
 
+class _ValueRead(Exception):
+    """An operation whose result, or the shape of it, can steer what a model does next."""
+
+
+class _NoValues(TorchDispatchMode):
+    """Raise an error where a tensor's values leave it, or decide on the shape of another one."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip its compiler, torch would import it: that takes a second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if _STEERING.intersection(func.tags):
+            raise _ValueRead(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _NoArrays(TorchFunctionMode):
+    """Raise an error where a tensor becomes an array or a list, which is no operation of torch."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func in _CONVERSIONS:
+            raise _ValueRead(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+_STEERING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CONVERSIONS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.untyped_storage}
+
+
+def _runs_without_reading(forward: Forward, task: Task, batch: Batch) -> bool:
+    """Return whether a pass reads no value; False if it might."""
+    try:
+        no_values = _NoValues()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _NoArrays(), no_values:
+            task.output(forward, batch)
+    except Exception:
+        return False
+    return True
+
+
 def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to run first
+
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
             fake = Batch({name: mode.from_tensor(value) for name, value in batch.items()})

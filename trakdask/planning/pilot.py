@@ -13,6 +13,7 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask.execution.scheduling import are_lazy, gpu_options, n_slots
+from trakdask.projection.acceleration import stop_waiting
 
 __all__ = ["Pilot", "run_pilot"]
 
@@ -86,6 +87,7 @@ def run_pilot(features: xr.Dataset) -> Pilot:
 
 
 def _gram_seconds(feature: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    stop_waiting()  # the second run is as fast as the others will be
     start = time.perf_counter()
     phi = feature[:, :, 0]
     np.matmul(phi.T, phi)

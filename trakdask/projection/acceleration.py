@@ -1,28 +1,57 @@
 """Choose faster implementations with the same results: numba if it is installed, and GPUs.
 
-``TRAKDASK_NUMBA=0`` in the environment turns numba off.
+Importing numba and reading its machine code takes a second, and compiling it after an installation
+takes several. A process therefore projects with numpy until it has spent ``PATIENCE_S`` on
+projections. ``TRAKDASK_NUMBA=1`` in the environment uses numba from the start, ``0`` never.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+PATIENCE_S = 0.3
+"""Seconds of projections in a process after which numba is worth its import."""
+
+_spent_s = 0.0
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """Add the time of the block to that which the process has spent on projections."""
+    global _spent_s
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _spent_s += time.perf_counter() - start
+
+
+def stop_waiting() -> None:
+    """Use numba from now on in this process."""
+    global _spent_s
+    _spent_s = PATIENCE_S
+
 
 def compiled(name: str) -> Any:
-    """Return the module ``trakdask.projection.compiled.<name>``, or None without numba.
+    """Return the module ``trakdask.projection.compiled.<name>``; None without numba, or not yet.
 
     Notes
     -----
-    The first call in a process imports numba; the first use of a kernel on a machine compiles it,
-    which takes seconds, and caches the machine code on disk. Kernels release the GIL and
-    start no threads.
+    The first module that is returned in a process imports numba; the first use of a kernel on a
+    machine compiles it, which takes seconds, and caches the machine code on disk. Kernels release
+    the GIL and start no threads.
     """
-    return _load(name) if os.environ.get("TRAKDASK_NUMBA", "1") != "0" else None
+    setting = os.environ.get("TRAKDASK_NUMBA", "")
+    waits = _spent_s < PATIENCE_S and setting != "1"
+    return None if waits or setting == "0" else _load(name)
 
 
 def on_gpu(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import KernelError
-from trakdask.projection.acceleration import on_gpu
+from trakdask.projection.acceleration import on_gpu, timed
 from trakdask.projection.cuda.launch import Kernels, Launch, kernels_for
 from trakdask.projection.protocol import Projector
 from trakdask.projection.row_map import ROW_BLOCK
@@ -56,10 +56,12 @@ class GpuProjector(Projector):
         if on_gpu(block):
             self.project_rows(block, row_offset, checkpoint, out)
         elif block.device.type == "cpu":
-            self.project_on_cpu(block, row_offset, checkpoint, out)
+            with timed():
+                self.project_on_cpu(block, row_offset, checkpoint, out)
         else:
             sums = torch.zeros(out.shape, dtype=torch.float64)
-            self.project_on_cpu(block.cpu(), row_offset, checkpoint, sums)
+            with timed():
+                self.project_on_cpu(block.cpu(), row_offset, checkpoint, sums)
             out += sums.to(out.device)
 
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
