@@ -52,6 +52,9 @@ def table(source: Any, variables: Any = {"x": "x"}, **options: Any) -> Callable[
     return call
 
 
+RAGGED = pd.DataFrame({"tokens": [[1], [2]], "two": [[1], [2, 3]], "day": [1, 2]})
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         yield 1
@@ -90,6 +93,11 @@ def truncated(folder: Path) -> str:
     path = Path(written(folder))
     path.write_bytes(path.read_bytes()[:-20])
     return str(path)
+
+
+def damaged_arrow(folder: Path) -> str:
+    (folder / "a.arrow").write_bytes(b"ARROW1 and nothing else")
+    return str(folder / "a.arrow")
 
 
 def loop_of_links(folder: Path) -> str:
@@ -194,6 +202,20 @@ ROWS = [
         ValueError,
         ["'a'", "renaming"],
     ),
+    BadInput(
+        A,
+        "coords no field",
+        lambda _: td.from_arrays({"x": X}, coords=["y"]),
+        ValueError,
+        ["'y'", "['x']"],
+    ),
+    BadInput(
+        A,
+        "coords all fields",
+        lambda _: td.from_arrays({"x": X}, coords=["x"]),
+        ValueError,
+        ["['x']", "model input"],
+    ),
     # ---------------------------------------------------------------------------------- from_torch
     BadInput(
         T,
@@ -259,6 +281,8 @@ ROWS = [
         ["'y'", "int64", "float32", "sample 4"],
     ),
     BadInput(T, "unreadable", computed(Broken(ITEMS)), RuntimeError, ["sample 2", "img_2.png"]),
+    BadInput(T, "coords no field", dataset(ITEMS, coords=["z"]), ValueError, ["'z'", "['x', 'y']"]),
+    BadInput(T, "coord of arrays", dataset(ITEMS, coords=["x"]), ValueError, ["'x'", "(4, 2)"]),
     # ------------------------------------------------------------------------------ from_dataframe
     BadInput(D, "a number", table(3), TypeError, ["int", "parquet"]),
     BadInput(D, "None", table(None), TypeError, ["NoneType"]),
@@ -320,6 +344,59 @@ ROWS = [
     BadInput(
         D, "two dtypes", table(two_kinds), ValueError, ["'x'", "int64", "float64", "sample 2"]
     ),
+    BadInput(
+        D, "columns empty", table(FRAME, {"x": []}), TypeError, ["{'x': []}", "list of columns"]
+    ),
+    BadInput(
+        D,
+        "columns of shapes",
+        table(RAGGED, {"x": ["tokens", "day"]}),
+        ValueError,
+        ["'x'", "'tokens': (1,)", "'day': ()"],
+    ),
+    BadInput(
+        D,
+        "max_length zero",
+        table(RAGGED, {"x": "tokens"}, max_length=0),
+        ValueError,
+        ["'x'", "0", "128"],
+    ),
+    BadInput(
+        D,
+        "max_length True",
+        table(RAGGED, {"x": "tokens"}, max_length=True),
+        ValueError,
+        ["'x'", "True"],
+    ),
+    BadInput(
+        D,
+        "max_length of others",
+        table(RAGGED, {"x": "tokens"}, max_length={"y": 3}),
+        ValueError,
+        ["'y'", "['x']"],
+    ),
+    BadInput(
+        D,
+        "too long",
+        table(RAGGED, {"x": "two"}, max_length=1),
+        ValueError,
+        ["'x'", "sample 1", "2", "truncate=True"],
+    ),
+    BadInput(
+        D,
+        "truncate alone",
+        table(RAGGED, {"x": "tokens"}, truncate=True),
+        ValueError,
+        ["max_length=None"],
+    ),
+    BadInput(
+        D,
+        "coords by numbers",
+        table(FRAME, coords={"a": 3}),
+        TypeError,
+        ["{'a': 3}", "coords={'name'"],
+    ),
+    BadInput(D, "damaged Arrow", table(damaged_arrow), ValueError, ["a.arrow", "complete Arrow"]),
     BadInput(
         D,
         "columns twice",

@@ -206,10 +206,10 @@ def scores(n: int, coords: Mapping[str, Any]) -> xr.DataArray:
     return td.score(features(n, coords), targets, estimator="trak", damping="closed_form")
 
 
-def group_score(n: int, coords: Mapping[str, Any]) -> xr.DataArray:
+def group_score(n: int, coords: Mapping[str, Any], by: str = "label") -> xr.DataArray:
     targets = features(_TARGETS, metadata(_TARGETS), gram=False)
     return td.group_score(
-        features(n, coords), targets, by="label", estimator="trak", damping="closed_form"
+        features(n, coords), targets, by=by, estimator="trak", damping="closed_form"
     )
 
 
@@ -239,6 +239,7 @@ _QUERIES: dict[str, Callable[[int, Mapping[str, Any]], Any]] = {
         scores(n, coords), 10, where=lambda tile: tile.label == tile.target_label
     ),
     "group_score": group_score,
+    "group_score of text": lambda n, coords: group_score(n, coords, by="source"),
     "self_influence": lambda n, coords: td.self_influence(
         features(n, coords), estimator="trak", damping="closed_form"
     ),

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 import torch
 import xarray as xr
+from dask.callbacks import Callback
+from dask.utils import key_split
 
 import trakdask as td
 from trakdask.execution.layers import (
@@ -18,8 +24,9 @@ from trakdask.execution.layers import (
 TOKEN = "0123456789abcdef" * 2
 
 
-def features() -> xr.Dataset:
-    samples = td.from_arrays({"image": np.ones((4, 3), "f4")}, coords={"label": [0, 1, 0, 1]})
+def features(chunks: int = 4) -> xr.Dataset:
+    images, labels = np.ones((4, 3), "f4"), [0, 1, 0, 1]
+    samples = td.from_arrays({"image": images}, coords={"label": labels}, chunks=chunks)
     return td.featurize(samples, td.Model(torch.nn.Linear(3, 2)), projector=td.Identity())
 
 
@@ -77,3 +84,40 @@ def test_bundle_of__has_each_block_and_how_it_was_made() -> None:
 )
 def test_bundle_of__none_for_what_was_changed(change) -> None:
     assert bundle_of(variables(change(features()))) is None
+
+
+class TaskNames(Callback):
+    """The names under which a dashboard groups the tasks that run inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def _pretask(self, key: Any, *_: Any) -> None:
+        self.names.add(key_split(key))
+
+
+@pytest.mark.filterwarnings("ignore:scores are made from 1 checkpoint:UserWarning")
+def test_task_names__say_what_is_computed(tmp_path: Path) -> None:
+    def names_of(call) -> set[str]:
+        with dask.config.set(scheduler="sync"), TaskNames() as found:
+            call()
+        return found.names
+
+    def save(saved: xr.Dataset, name: str, **more: Any) -> set[str]:
+        return names_of(lambda: td.save(saved, tmp_path / name, progress=False, **more))
+
+    made = features(chunks=2)
+    assert save(made, "f.zarr") >= {
+        "read-image", "featurize", "gram-aggregate", "save-gram", "spectrum", "save-factors"
+    }  # fmt: skip
+    assert "featurize" in save(made, "of-targets.zarr", gram=False)
+    assert "save-block" in save(made.isel(sample=[0, 1]), "selected.zarr", gram=False)
+    train = td.open(tmp_path / "f.zarr")
+    scores = td.score(train, train)
+    assert "score" in names_of(scores.compute)
+    assert "top-k-merge" in " ".join(names_of(td.top_k(scores, 2).compute))
+    grouped = td.group_score(train, train, by="label")
+    assert "group-sum" in " ".join(names_of(grouped.compute))
+    assert "spectral-leverage" in " ".join(names_of(td.self_influence(train).compute))
+    assert "open-out-to-loss" in names_of(train.out_to_loss.compute)

@@ -93,6 +93,29 @@ def assign_again(store: Path) -> None:
     td.assign_coords(store, {"weight": np.ones(N)})
 
 
+def soft_features(start: int, stop: int) -> xr.Dataset:
+    """Return features as of a classifier, whose λ outputs can choose."""
+    ds = features(start, stop)
+    return ds.assign(out_to_loss=abs(ds.out_to_loss) / 4)
+
+
+def save_soft(store: Path) -> None:
+    td.save(soft_features(0, N), store, estimator="soft", progress=False)
+
+
+def without_factors(store: Path) -> None:
+    shutil.rmtree(store / "factors")  # as version 0.1 left stores
+
+
+def calibrate(store: Path) -> None:
+    td.calibrate(store)
+
+
+def calibrate_by_others(store: Path) -> None:
+    others = xr.concat([soft_features(N, 2 * N)] * 13, "sample", data_vars="all", join="override")
+    td.calibrate(store, others.assign_attrs(source="held out"))
+
+
 OPERATIONS: dict[str, tuple[list[Callable[[Path], None]], Callable[[Path], None]]] = {
     "save": ([], save),
     "append_samples": ([save], append_samples),
@@ -102,6 +125,9 @@ OPERATIONS: dict[str, tuple[list[Callable[[Path], None]], Callable[[Path], None]
     "drop_more": ([save, drop], drop_more),
     "assign_coords": ([save], assign),
     "assign_coords_again": ([save, assign], assign_again),
+    "calibrate": ([save, without_factors], calibrate),
+    "calibrate_after_drop": ([save, drop, without_factors], calibrate),
+    "calibrate_by_others": ([save_soft], calibrate_by_others),
 }
 """What was done before, and what is killed."""
 
@@ -174,6 +200,8 @@ def shown(store: Path) -> dict[str, str]:
         return {"features": "nothing", "factors": ""}
     names = [name for name in FACTORS if name in ds]
     factors = hashed(ds[names].reset_coords(drop=True)) if names else ""
+    if factors:
+        factors += f" chosen by {ds.damping.attrs['chosen_by']}"
     return {"features": hashed(ds.drop_vars(names)), "factors": factors}
 
 
@@ -227,8 +255,9 @@ def look(store: Path, name: str, known: dict[str, Any]) -> None:
         str(each.message) for each in caught
     ]
     states = [known["before"], known["after"]]
-    # The factors of an earlier gram matrix are not shown, until there are those of the new one.
-    states += [{**state, "factors": ""} for state in states]
+    if not name.startswith("calibrate"):
+        # Factors of an earlier gram matrix are not shown, until there are those of the new one.
+        states += [{**state, "factors": ""} for state in states]
     assert now in states, "neither the state before nor that after"
     if now == known["after"]:
         assert not caught

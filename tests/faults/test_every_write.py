@@ -31,7 +31,9 @@ def kill_at_every_change(folder: Path, name: str, *more: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("name", "least"), [("append_samples", 80), ("drop", 25)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("append_samples", 80), ("drop", 25), ("calibrate_by_others", 25)]
+)
 def test_store__killed_at_every_write(tmp_path: Path, name: str, least: int) -> None:
     assert kill_at_every_change(tmp_path, name) > least
 

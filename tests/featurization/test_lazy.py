@@ -17,7 +17,8 @@ from torch import nn
 
 import trakdask as td
 from trakdask.featurization import block
-from trakdask.featurization.memory import activation_bytes, available_bytes
+from trakdask.featurization.memory import activation_bytes, available_bytes, states_bytes
+from trakdask.models import checkpoints
 from trakdask.models.tasks import Batch
 from trakdask.projection import RowMap
 
@@ -189,6 +190,24 @@ def test_featurize__one_pass_makes_all_three_variables() -> None:
     features = td.featurize(samples(), model(task=Counting()))
     features.compute(scheduler="sync")  # on a process's first block, two samples are checked
     assert sorted(n for n in calls if n > 2) == [4, 4, 8, 8, 8, 8]
+
+
+def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"c{seed}.pt" for seed in range(4)]
+    for seed, path in enumerate(paths):
+        torch.manual_seed(seed)
+        torch.save(build().state_dict(), path)
+    made = td.Model(build, paths)
+    checkpoints._states.clear()
+    reads = []
+    read = checkpoints.read_state
+    monkeypatch.setattr(checkpoints, "read_state", lambda path: reads.append(path) or read(path))
+    features = td.featurize(samples(32, chunks=2), made, projector=td.Rademacher(proj_dim=4))
+    assert features.feature.data.numblocks == (16, 1, 4)
+    features.compute(scheduler="threads", num_workers=2)
+    assert sorted(reads) == paths
 
 
 def test_featurize__graph_holds_no_tensor_and_no_data() -> None:
@@ -396,6 +415,11 @@ def test_available_bytes__of_a_worker_is_shared_by_its_threads(process_client: C
     worker = next(iter(process_client.scheduler_info()["workers"].values()))
     assert found == worker["memory_limit"] // worker["nthreads"]
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_states_bytes__are_a_fifth_of_the_worker(process_client: Client) -> None:
+    limits = process_client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
+    assert process_client.submit(states_bytes).result() in {x // 5 for x in limits.values()}
 
 
 def test_featurize__says_whether_the_model_has_batch_norm() -> None:

@@ -156,13 +156,6 @@ def test_cached_state__reads_once_per_process_and_thread(
     assert len(reads) == 1
 
 
-def test_cached_state__keeps_the_last_two(folder: Path) -> None:
-    made = make_checkpoints(sorted(folder.glob("c*.pt")))
-    for checkpoint in made:
-        cached_state(checkpoint)
-    assert list(room._states) == [c.digest for c in made[1:]]
-
-
 def test_cached_state__file_changed_since(folder: Path) -> None:
     (checkpoint,) = make_checkpoints([folder / "c0.pt"])
     room._states.clear()

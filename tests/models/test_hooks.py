@@ -145,6 +145,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         ),
         normal(5, 6),
     ),
+    "rows flattened": (lambda: Flattened(nn.Linear(6, 4)), normal(5, 3, 6)),
+    "rows flattened, without a rule": (lambda: Flattened(Gain()), normal(5, 3, 6)),
+    "rows flattened, channels": (lambda: Flattened(nn.Conv1d(2, 3, 2)), normal(5, 3, 2, 6)),
+    "an output made from another": (lambda: TwoOutputs(), normal(5, 6)),
+    "activation as a child": (lambda: Gain(), normal(5, 3, 6)),
+    "output made to require gradients": (lambda: Requires(), normal(5, 6)),
     "module called twice": (lambda: Twice(), normal(5, 6)),
     "tied weights": (lambda: Tied(), tokens(5, 4, 7)),
     "position embedding": (lambda: Positions(2), tokens(5, 4, 7)),
@@ -210,6 +216,61 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.embedding(x).tanh())
+
+
+class Flattened(nn.Module):
+    """Calls a layer on the rows of all samples at once, as models do in front of experts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(0, 1)).unflatten(0, (len(x), -1))
+
+
+class Gain(nn.Module):
+    """A parameter of its own beside a child that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.activation = nn.Parameter(torch.ones(6)), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(x * self.scale)
+
+
+class TwoOutputs(nn.Module):
+    """Returns, as a router does, a tensor and what it made from it."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = x @ self.weight
+            return logits, logits.softmax(-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router = nn.Linear(6, 6), self.Router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits, scores = self.router(self.first(x))
+        return logits.sin() * scores
+
+
+class Requires(nn.Module):
+    """Makes an output require gradients, as PEFT does for gradient checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.first.register_forward_hook(lambda module, x, y: y.requires_grad_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
 
 
 class Positions(nn.Module):

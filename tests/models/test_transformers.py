@@ -227,14 +227,24 @@ def test_causal_lm__padding_is_invisible(build, side: str) -> None:
 @pytest.mark.parametrize("gradients", ["loop", "vmap", "hooks"])
 @pytest.mark.parametrize("build", [gpt2, llama])
 def test_causal_lm__sequence_without_tokens_to_predict(build, gradients: str) -> None:
+    data = samples("input_ids", "attention_mask")
+    expected = featurize(data, model(build, "causal_lm"), gradients)
     mask = arrays()["attention_mask"]
     mask[1] = 0
-    found = featurize(
-        samples("input_ids", attention_mask=mask), model(build, "causal_lm"), gradients
-    )
-    assert not found.feature[1].any()
-    assert found.output[1, 0] == found.out_to_loss[1, 0] == 0
-    assert (found.out_to_loss[[0, 2, 3, 4]] > 0).all()
+    data = samples("input_ids", attention_mask=mask)
+    with pytest.raises(td.BlockError, match=r"token to predict, got 0 tokens.* at sample 1;"):
+        featurize(data, model(build, "causal_lm"), gradients)
+    found = td.featurize(
+        data,
+        model(build, "causal_lm"),
+        projector=td.Identity(),
+        gradients=gradients,
+        on_error="record",
+    ).compute()
+    assert "token to predict" in found.error[1, 0].item()
+    rest = [0, 2, 3, 4]
+    assert (found.error[rest] == "").all()
+    close(found.feature[rest, :, 0].values, expected.feature[rest, :, 0].values)
 
 
 @pytest.mark.parametrize("build", [gpt2, llama])

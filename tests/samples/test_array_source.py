@@ -222,3 +222,18 @@ def test_from_arrays__zarr_array_that_a_worker_does_not_see(
     with pytest.raises(FileNotFoundError, match=socket.gethostname()) as err:
         train.x.compute()
     assert "x.zarr" in str(err.value)
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.tensor, da.from_array, zarr.array])
+def test_from_arrays__fields_that_become_coords(make: Any) -> None:
+    labels = np.array([0, 2, 1])
+    ds = from_arrays({"x": np.zeros((3, 2)), "label": make(labels)}, coords=["label"])
+    assert list(ds.data_vars) == ["x"]
+    assert isinstance(ds.label.data, np.ndarray)
+    assert ds.label.values.tolist() == [0, 2, 1]
+    same = from_arrays({"x": np.zeros((3, 2))}, coords={"label": labels})
+    assert same.attrs["source"] == ds.attrs["source"]
+    with pytest.raises(ValueError, match=r"got 'labels'; try one of \['x', 'label'\]"):
+        from_arrays({"x": np.zeros((3, 2)), "label": labels}, coords=["labels"])
+    with pytest.raises(ValueError, match=r"model input, got coords=\['label'\]"):
+        from_arrays({"label": labels}, coords=["label"])

@@ -15,7 +15,7 @@ import pytest
 from distributed import Client
 
 from trakdask.samples import from_dataframe
-from trakdask.samples.parquet import ParquetRows
+from trakdask.samples.files import FileRows
 
 VARIABLES = {"input_ids": "tokens", "image": "pixels", "label": "label"}
 COORDS = ("lang", "day", "score_of_row", "kind")
@@ -96,9 +96,9 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
     write(tmp_path, frame_of(), (11, 12), 3)
     ds = from_dataframe(tmp_path, variables=VARIABLES, chunks=3)
     read = []
-    one = ParquetRows._read_group
+    one = FileRows._read_group
     monkeypatch.setattr(
-        ParquetRows,
+        FileRows,
         "_read_group",
         lambda self, group, *rest: (read.append(group), one(self, group, *rest))[1],
     )
@@ -204,7 +204,7 @@ def test_from_dataframe__refuses_for_every_kind(kind: str, tmp_path: Path) -> No
 def test_from_dataframe__refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="input"):
         from_dataframe(frame_of(), variables={})
-    with pytest.raises(TypeError, match=r"parquet paths.*got int"):
+    with pytest.raises(TypeError, match=r"paths of parquet.*got int"):
         from_dataframe(3, variables={"y": "label"})
     with pytest.raises(FileNotFoundError, match="matches none"):
         from_dataframe(str(tmp_path / "*.parquet"), variables={"y": "label"})

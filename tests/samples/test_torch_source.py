@@ -330,3 +330,13 @@ def test_from_torch__masked_item() -> None:
     hidden = np.ma.array([1.0, 2.0], mask=[False, True])
     with pytest.raises(ValueError, match="variable 'x' of sample 0"):
         from_torch([hidden], names="x")
+
+
+def test_from_torch__fields_that_become_coords() -> None:
+    items = [{"x": np.full(2, i), "label": i % 3, "unused": "text"} for i in range(7)]
+    ds = from_torch(items, names=["x", "label"], coords=["label"], chunks=3)
+    assert list(ds.data_vars) == ["x"]
+    assert ds.label.values.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    np.testing.assert_array_equal(ds.x, [[i, i] for i in range(7)])
+    with pytest.raises(ValueError, match=r"got 'labels'; try one of \['x', 'label'\]"):
+        from_torch(items, names=["x", "label"], coords=["labels"])

@@ -246,7 +246,9 @@ def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> boo
 
 def _labels(labels: Sequence[str]) -> da.Array:
     texts = np.array(list(labels), dtype=object)
-    array: da.Array = da.from_array(texts, chunks=1, name="labels-" + tokenize(list(labels)))
+    array: da.Array = da.from_array(
+        texts, chunks=1, name="checkpoint-names-" + tokenize(list(labels))
+    )
     return array
 
 

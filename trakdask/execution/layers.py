@@ -53,7 +53,7 @@ def save_layer(token: str, *, fused: bool) -> str:
         Whether these tasks are fused with those of featurize. They need the same prefix then: to
         tasks of different prefixes dask adds another for each, which only renames it.
     """
-    return f"{'featurize' if fused else 'save'}-{token}"
+    return f"{'featurize' if fused else 'save-block'}-{token}"
 
 
 def token_of(name: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock, current_thread, main_thread
 from typing import Any
 
@@ -18,8 +18,13 @@ from trakdask.featurization.checks import check_micro_batch, check_once
 from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
 from trakdask.featurization.job import Job, Samples
-from trakdask.featurization.memory import available_bytes, is_out_of_memory, on_worker
-from trakdask.models.checkpoints import Checkpoint
+from trakdask.featurization.memory import (
+    available_bytes,
+    is_out_of_memory,
+    on_worker,
+    states_bytes,
+)
+from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import ENGINES
 from trakdask.models.tasks import Forward
 from trakdask.projection import ProjectionStream
@@ -43,6 +48,7 @@ def featurize_block(
     checkpoint, positions = job.model.checkpoints[int(index[0])], np.arange(*bounds)
     what = f"samples {bounds[0]}:{bounds[1]} of checkpoint {checkpoint.name!r}"
     note_start(what)
+    cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
@@ -72,7 +78,9 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     if job.precision.dtype is not None:
         forward = forward.to(getattr(torch, job.precision.dtype))
     forward = on_device(forward, device)
+    samples, places = samples.by_length()
     checked = check_once(samples, forward)
+    samples = replace(samples, trims=checked.ignores_padding)
     size = _micro_batch(job, checked.activation_bytes, device)
     rows = _Rows.empty(job, checkpoint, samples.positions)
     todo = _slices(0, len(samples), size)
@@ -96,7 +104,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
             continue
         check_micro_batch(checked, samples, forward, part, block)
         rows.put(part, block)
-    return rows.result()
+    return tuple(array[places] for array in rows.result())
 
 
 def _slices(start: int, stop: int, size: int) -> list[slice]:

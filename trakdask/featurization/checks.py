@@ -18,6 +18,7 @@ from trakdask.models.gradients import (
     require_same_as_loop,
 )
 from trakdask.models.independence import require_same_alone
+from trakdask.models.padding import ignores_padding
 from trakdask.models.tasks import Batch, Forward
 from trakdask.provenance import digest
 
@@ -34,10 +35,13 @@ class Checked:
         Memory of the activations of one sample; None until two samples have passed the checks.
     n_samples
         Size of the largest batch whose f and Q were compared with those of single samples.
+    ignores_padding
+        Whether padding of sequences can be cut.
     """
 
     activation_bytes: int | None = None
     n_samples: int = 1
+    ignores_padding: bool = False
 
 
 _checked: dict[str, Checked] = {}
@@ -61,6 +65,7 @@ def check_once(samples: Samples, forward: Forward) -> Checked:
                 if job.engine != "loop":
                     require_same_as_loop(job.engine, forward, task, two, job.row_map.names)
                 checked.activation_bytes = activation_bytes(forward, task, two)
+                checked.ignores_padding = ignores_padding(forward, task, two)
             checked.n_samples = max(checked.n_samples, len(samples.positions[pair]))
     return checked
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from trakdask.featurization.precision import Precision
 from trakdask.models.diagnosis import explain
 from trakdask.models.model import Model
 from trakdask.models.operations import Input
+from trakdask.models.padding import order_by_length, trimmed
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import Projector, RowMap
@@ -47,6 +48,8 @@ class Samples:
     positions: np.ndarray
     arrays: tuple[np.ndarray, ...]
     device: torch.device
+    trims: bool = False
+    """Whether padding that all samples of a batch share is cut."""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -55,9 +58,19 @@ class Samples:
         """Return some of the samples as tensors."""
         # A copy, because torch cannot share read-only memory, such as that of a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
-        return Batch(
+        batch = Batch(
             {name: torch.tensor(array[part], device=self.device) for name, array in inputs}
         )
+        return trimmed(self.job.model.task, batch) if self.trims else batch
+
+    def by_length(self) -> tuple[Samples, np.ndarray]:
+        """Return the samples with the longest sequences first, and where each of them now is."""
+        task = self.job.model.task
+        order = order_by_length(task, dict(zip(self.job.inputs, self.arrays, strict=True)))
+        if order is None:
+            return self, np.arange(len(self))
+        arrays = tuple(array[order] for array in self.arrays)
+        return replace(self, positions=self.positions[order], arrays=arrays), np.argsort(order)
 
     def explained(self, err: Exception, forward: Forward, part: slice) -> Exception:
         """Return an error that names the sample and layer at which the model failed, if possible.

@@ -163,6 +163,7 @@ def featurize(
     _require_options(model, gradients, dtype, on_error)
     projector = _projector(projector)
     samples = validate_samples(samples)
+    model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
     _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)

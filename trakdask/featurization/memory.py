@@ -21,8 +21,10 @@ __all__ = [
     "is_out_of_memory",
     "largest_memory",
     "on_worker",
+    "states_bytes",
 ]
 
+_SHARE_OF_STATES = 0.2
 _CPU = torch.device("cpu")
 
 
@@ -52,18 +54,25 @@ def available_bytes(device: torch.device = _CPU) -> int:
 
     On a GPU, it is the share in the memory that is free there.
     """
-    try:
-        worker: Any = get_worker()
-    except ValueError:
-        n_threads, limit = CPU_COUNT, min(psutil.virtual_memory().available, MEMORY_LIMIT)
-    else:
-        n_threads = worker.state.nthreads
-        limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
+    n_threads, limit = _threads_and_memory()
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         limit = free + cached  # torch caches memory that it has freed, and can use it again
     return int(limit // n_threads)
+
+
+def states_bytes() -> int:
+    """Return the memory in which a worker, or this process, keeps the weights of checkpoints."""
+    return int(_SHARE_OF_STATES * _threads_and_memory()[1])
+
+
+def _threads_and_memory() -> tuple[int, int]:
+    try:
+        worker: Any = get_worker()
+    except ValueError:
+        return CPU_COUNT, min(psutil.virtual_memory().available, MEMORY_LIMIT)
+    return worker.state.nthreads, worker.memory_manager.memory_limit or MEMORY_LIMIT
 
 
 def largest_memory() -> float:

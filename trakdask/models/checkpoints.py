@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import os
@@ -10,7 +9,6 @@ import pickle
 import socket
 import stat
 import tempfile
-import threading
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,18 +24,23 @@ from trakdask.execution.handles import Spooled, SpooledFile
 from trakdask.execution.spool import download
 from trakdask.files import Folder, location
 from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
+from trakdask.models.states import State, States
 
-__all__ = ["Checkpoint", "CheckpointLike", "cached_state", "digest_state", "make_checkpoints"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointLike",
+    "cache_states",
+    "cached_state",
+    "digest_state",
+    "make_checkpoints",
+]
 
-State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
 Check = Callable[[str, State, "Checkpoint | None"], None]
 FindBase = Callable[[State, "Folder | None"], "Checkpoint | None"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
-_MOST_STATES = 2
-_states: collections.OrderedDict[str, State] = collections.OrderedDict()
-_states_lock = threading.Lock()
+_states = States()
 
 
 @dataclass(frozen=True)
@@ -132,24 +135,19 @@ def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
 
 
 def cached_state(checkpoint: Checkpoint) -> State:
-    """Return the tensors of a checkpoint; each process caches the last two.
+    """Return the tensors of a checkpoint; each process caches the last two, and others that fit.
 
     Of an adapter, these are its own tensors; its base is a checkpoint that is read separately.
 
     The hash is verified at each read, because a file that has changed since the model was created
     would give features of other weights under the old name.
     """
-    with _states_lock:  # one thread reads, the others wait for the same tensors
-        state = _states.get(checkpoint.digest) or _read_verified(checkpoint)
-        return _cache(checkpoint.digest, state)
+    return _states.get(checkpoint.digest, lambda: _read_verified(checkpoint))
 
 
-def _cache(digest: str, state: State) -> State:
-    _states[digest] = state
-    _states.move_to_end(digest)
-    while len(_states) > _MOST_STATES:
-        _states.popitem(last=False)
-    return state
+def cache_states(most_bytes: int) -> None:
+    """Let this process cache the tensors of as many checkpoints as fit in these bytes."""
+    _states.most_bytes = most_bytes
 
 
 def _read_verified(checkpoint: Checkpoint) -> State:
@@ -325,8 +323,7 @@ def _open(
     if check is not None:
         check(name, state, base)
     digest = _digest(state, base)
-    with _states_lock:
-        _cache(digest, state)
+    _states.get(digest, lambda: state)
     token = f"state-{digest}"
     handles = tuple(SpooledFile(each, f"{token}-{i}") for i, each in enumerate(files))
     return Checkpoint(name, handles or Spooled(state, token), digest, 0, base)

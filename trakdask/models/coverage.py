@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 __all__ = ["Coverage", "Unit", "cover"]
 
@@ -42,7 +43,8 @@ class Coverage:
         The modules to hook.
     rest
         Selected parameters that hooks cannot handle. They belong directly to modules that also have
-        children, so that only the module's own code determines how the parameter is used.
+        children with parameters, so that only the module's own code determines how the parameter is
+        used. (Children without parameters, such as activations, are part of what is hooked.)
     """
 
     units: tuple[Unit, ...]
@@ -61,7 +63,7 @@ def cover(module: nn.Module, names: Sequence[str]) -> Coverage:
             for inside, tensor in submodule.named_parameters(recurse=whole, remove_duplicate=False)
         }
         selected = {inside: name for inside, name in own.items() if name in names}
-        if selected and not whole and next(submodule.children(), None) is not None:
+        if selected and not whole and _is_mixed(submodule):
             rest |= set(selected.values())
         elif selected:
             units.append(Unit(path, selected, own))
@@ -77,6 +79,15 @@ def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
     yield path, module, whole
     for name, child in () if whole else module.named_children():
         yield from _submodules(child, f"{path}.{name}" if path else name)
+
+
+def _is_mixed(module: nn.Module) -> bool:
+    """Return whether a module with parameters of its own has children that must be hooked, too.
+
+    What a parametrization returns is a weight, which has no batch axis, so it cannot be hooked.
+    """
+    below = (each for child in module.children() for each in child.parameters())
+    return isinstance(module, ParametrizationList) or next(below, None) is not None
 
 
 def _is_whole(module: nn.Module) -> bool:

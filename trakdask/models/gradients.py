@@ -24,6 +24,7 @@ from trakdask.models.hooks import (
     CallShapes,
     Recorder,
     recorded_shapes,
+    require_equal_rows,
     whole_parameters,
 )
 from trakdask.models.independence import (
@@ -143,7 +144,10 @@ def hooks_gradients(
             output = _require_per_sample(task.output(once, batch), size, "output")
         out_to_loss = _out_to_loss(once, task, batch)
         if reads_values(forward, task, batch):
-            require_same_alone(forward, task, batch, output.detach(), out_to_loss, range(size))
+            values = (output.detach(), out_to_loss, range(size))
+            run = partial(require_same_alone, forward, task, batch, *values)
+            alone = recorded_shapes(run, forward.module, reached.units)
+            require_equal_rows(alone, plan.axes, size)
         recorder.differentiate(output)
     finally:
         recorder.release()

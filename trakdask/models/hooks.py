@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit
-from trakdask.models.layers import SLICEABLE, rules_of
-from trakdask.models.local import Call, is_floating, local_gradients
+from trakdask.models.layers import BY_POSITION, SLICEABLE, rules_of
+from trakdask.models.local import Call, is_floating, local_gradients, unfolded
 from trakdask.models.tasks import Forward
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "CallShapes",
     "Recorder",
     "recorded_shapes",
+    "require_equal_rows",
     "whole_parameters",
 ]
 
@@ -91,6 +92,41 @@ def recorded_shapes(run: Callable[[], object], module: nn.Module, units: Sequenc
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def require_equal_rows(alone: Shapes, axes: Axes, n_samples: int) -> None:
+    """Check that each sample has the same number of rows at every unit.
+
+    Parameters
+    ----------
+    alone
+        Shapes recorded while each sample ran alone.
+    axes
+        Batch axes of each unit's calls.
+    n_samples
+        Number of samples.
+
+    Raises
+    ------
+    ValueError
+        If samples differ, as where a layer gets only some of the tokens. The rows of a batch could
+        then not be told apart.
+    """
+    for path, calls in alone.items():
+        of_one = len(calls) // n_samples
+        for i, batch_axes in enumerate(axes[path]):
+            of_samples = calls[i::of_one] if of_one else []
+            rows = {_lengths(call, batch_axes) for call in of_samples}
+            if len(rows) > 1:
+                raise ValueError(
+                    f"expected as many rows at layer {path!r} for every sample, got {sorted(rows)} "
+                    "for samples that ran alone; try gradients='loop'"
+                )
+
+
+def _lengths(shapes: CallShapes, axes: CallAxes) -> tuple[int, ...]:
+    pairs = zip(shapes[0] + shapes[1], axes[0] + axes[1], strict=True)
+    return tuple(shape[axis] for shape, axis in pairs if axis is not None)
 
 
 @contextmanager
@@ -171,7 +207,7 @@ class Recorder:
     def differentiate(self, output: Tensor) -> None:
         """Run the backward pass of the summed outputs, passing gradients to the sink on the way."""
         if output.requires_grad:
-            torch.autograd.grad(output.sum(), self._anchor, allow_unused=True)
+            output.sum().backward()  # also through tensors that the model made require gradients
         # What remains was not called, or has no effect on the output.
         for name in list(self._due):
             if self._parts.get(name):
@@ -211,7 +247,10 @@ class Recorder:
         for i, (leaf, axis) in enumerate(zip(leaves, call.out_axes, strict=True)):
             if is_floating(leaf):
                 leaf = leaf if axis is not None else self._expanded(leaf)
-                leaves[i] = leaf if leaf.requires_grad else leaf + self._anchor
+                leaf = leaf if leaf.requires_grad else leaf + self._anchor
+                # A view if the layer may have made another output from this one: the gradient has
+                # to be that of the uses outside the layer alone.
+                leaves[i] = leaf.view_as(leaf) if len(leaves) > 1 else leaf
                 taps.append((leaves[i], axis or 0))
         for name in call.unit.selected.values():
             self._due[name] += 1
@@ -223,7 +262,12 @@ class Recorder:
         """Register a function to call once the gradients of a call's outputs are known."""
         rules, key = rules_of(call.module), len(self._handles)
         self._calls[key] = call
-        if rules is not None and set(call.unit.selected) <= set(rules):
+        is_folded = leaves[0].shape[axes[0]] != self._n_samples
+        if (
+            rules is not None
+            and set(call.unit.selected) <= set(rules)
+            and not (is_folded and any(rules[i] not in BY_POSITION for i in call.unit.selected))
+        ):
             return leaves[0].register_hook(
                 lambda delta: self._by_rules(self._calls.pop(key), rules, delta, axes[0])
             )
@@ -237,9 +281,9 @@ class Recorder:
         return alone.expand(self._n_samples, *alone.shape[1:])
 
     def _by_rules(self, call: Call, rules: Any, delta: Tensor, axis: int) -> None:
-        x = call.input()
+        x = call.input(self._n_samples)
         x = x if call.in_axes[0] is not None else self._expanded(x)
-        delta = delta.movedim(axis, 0)
+        delta = unfolded(delta, axis, self._n_samples).movedim(axis, 0)
         if x.is_floating_point() and x.dtype != delta.dtype:
             x = x.to(delta.dtype)  # as autocast does inside the layer
         for inside, name in call.unit.selected.items():

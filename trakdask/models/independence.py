@@ -21,7 +21,13 @@ from trakdask.models.hooks import CachingForward
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import SampleError
 
-__all__ = ["reads_values", "repeated", "require_same_alone", "row_of", "tolerance"]
+__all__ = [
+    "reads_values",
+    "repeated",
+    "require_same_alone",
+    "row_of",
+    "tolerance",
+]
 
 _known: WeakKeyDictionary[torch.nn.Module, dict[type, bool]] = WeakKeyDictionary()
 

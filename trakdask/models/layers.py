@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["ALL_ROWS", "RULES", "SLICEABLE", "Rule", "rules_of"]
+__all__ = ["ALL_ROWS", "BY_POSITION", "RULES", "SLICEABLE", "Rule", "rules_of"]
 
 Buffers = Mapping[str, Tensor | None]
 Rule = Callable[..., Tensor]
@@ -218,3 +218,8 @@ RULES: dict[Any, Mapping[str, Rule]] = {
 }
 
 SLICEABLE = frozenset({_linear_weight, _transposed_linear_weight, _embedding_weight})
+
+BY_POSITION = frozenset(
+    {*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias, _rms_norm_weight}
+)
+"""Rules of layers that treat all positions alike, whatever the axes between batch and features."""

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit
 
-__all__ = ["Call", "is_floating", "local_gradients"]
+__all__ = ["Call", "is_floating", "local_gradients", "unfolded"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Call:
     in_axes: list[int | None]
     out_axes: list[int | None]
 
-    def input(self) -> Tensor:
-        """Return the first input, with the batch axis first."""
+    def input(self, n_samples: int) -> Tensor:
+        """Return the first input, with the batch axis first, or as it is if it has none."""
         leaf: Tensor = pytree.tree_leaves(self.inputs)[0]
         axis = self.in_axes[0]
         if leaf._version != self.version:
@@ -38,7 +38,7 @@ class Call:
                 "that was changed in place afterwards; try x = x + y instead of x += y, or "
                 "gradients='vmap'"
             )
-        return leaf if axis is None else leaf.movedim(axis, 0)
+        return leaf if axis is None else unfolded(leaf, axis, n_samples).movedim(axis, 0)
 
 
 def local_gradients(
@@ -67,17 +67,18 @@ def local_gradients(
     The gradient of each selected parameter, (batch, *shape).
     """
     used = [i for i, delta in enumerate(deltas) if delta is not None]
-    known = [delta for delta in deltas if delta is not None]
-    leaves, spec = pytree.tree_flatten(call.inputs)
     out_axes = [axes[i] for i in used]
+    leaves, spec = pytree.tree_flatten(call.inputs)
+    leaves, kept_in = _unfolded(leaves, call.in_axes, n_samples)
+    known, kept_out = _unfolded([deltas[i] for i in used], out_axes, n_samples)
 
     def weighted_output(
         selected: Mapping[str, Tensor], inputs: list[Any], deltas: list[Tensor]
     ) -> Tensor:
-        args, kwargs = pytree.tree_unflatten(_batched(inputs, call.in_axes), spec)
+        args, kwargs = pytree.tree_unflatten(_batched(inputs, kept_in), spec)
         returned = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
         outputs = [y for y in pytree.tree_leaves(returned) if is_floating(y)]
-        weights = _batched(deltas, out_axes)
+        weights = _batched(deltas, kept_out)
         terms = [(outputs[i] * w).sum() for i, w in zip(used, weights, strict=True)]
         total: Tensor = torch.stack(terms).sum()
         return total
@@ -93,6 +94,35 @@ def local_gradients(
         return _looped(
             weighted_output, selected, (leaves, call.in_axes), (known, out_axes), n_samples
         )
+
+
+def unfolded(value: Tensor, axis: int, n_samples: int) -> Tensor:
+    """Return a tensor with one entry per sample along its batch axis, and all others behind it.
+
+    Models flatten batch and positions into one axis, for example in front of experts.
+
+    Examples
+    --------
+    >>> unfolded(torch.zeros(6, 4), 0, 2).shape, unfolded(torch.zeros(2, 4), 0, 2).shape
+    (torch.Size([2, 3, 4]), torch.Size([2, 4]))
+    """
+    length = value.shape[axis]
+    if length % n_samples:
+        raise RuntimeError(
+            f"expected as many rows of a layer's input or output for every sample, got {length} "
+            f"rows for {n_samples} samples; try gradients='loop'"
+        )
+    return value if length == n_samples else value.unflatten(axis, (n_samples, -1))
+
+
+def _unfolded(
+    values: Sequence[Any], axes: Sequence[int | None], n_samples: int
+) -> tuple[list[Any], list[int | None]]:
+    """Unfold the batch axes; also return at which axis the model needs a single sample's own."""
+    pairs = list(zip(values, axes, strict=True))
+    found = [x if a is None else unfolded(x, a, n_samples) for x, a in pairs]
+    kept = [a if new is old else None for new, (old, a) in zip(found, pairs, strict=True)]
+    return found, kept
 
 
 def _looped(

@@ -19,12 +19,12 @@ from trakdask.files import Folder
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
-    State,
     cached_state,
     make_checkpoints,
 )
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.parameters import Selection, select_parameters
+from trakdask.models.states import State
 from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
 
 __all__ = ["Model"]
@@ -140,6 +140,21 @@ class Model:
         }
         buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
         return Forward(module, parameters, buffers, checkpoint.name)
+
+    def for_variables(self, n_dims: Mapping[str, int]) -> Model:
+        """Return the model whose task reads samples with some variables.
+
+        Parameters
+        ----------
+        n_dims
+            Number of dimensions of each variable and coord.
+        """
+        bind = getattr(self.task, "for_variables", None)
+        if bind is None:
+            return self
+        bound = copy.copy(self)
+        bound.task = bind(n_dims)
+        return bound
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
@@ -269,6 +284,14 @@ def _require_plain(module: torch.nn.Module) -> None:
             f"expected an nn.Module from Python code, got {type(module).__name__}; try the module "
             "that was compiled"
         )
+    for path, part in module.named_modules():
+        if type(part).__module__.split(".")[0] == "bitsandbytes":
+            raise TypeError(
+                f"expected layers with plain tensors as weights, got layer {path!r} of class "
+                f"{type(part).__module__}.{type(part).__name__}, whose quantised weights only "
+                "bitsandbytes itself can load and multiply; try building the base model without "
+                "quantization_config, in bfloat16 (the adapter's file is the same)"
+            )
     for name, tensor in module.named_parameters():
         if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(

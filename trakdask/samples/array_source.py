@@ -22,7 +22,12 @@ from trakdask.samples.blocks import (
     check_dtype,
     read_array,
 )
-from trakdask.samples.coords import CoordsLike, normalise_coords, without_mask
+from trakdask.samples.coords import (
+    CoordsLike,
+    fields_as_coords,
+    normalise_coords,
+    without_mask,
+)
 
 __all__ = ["from_arrays", "lazy_variables"]
 
@@ -39,7 +44,8 @@ def from_arrays(
         memory maps, torch tensors, dask arrays, zarr arrays, or lists of numbers.
     coords
         Metadata by name, or a pandas DataFrame of metadata, one value per sample: numbers,
-        booleans, strings or times. Models can also read numeric coords, such as labels.
+        booleans, strings or times. Or a list with names of ``arrays`` that are to be coords, such
+        as ``["label"]``; lazy ones are computed. Models can also read numeric coords.
     chunks
         Samples per block, and thus per task.
 
@@ -59,12 +65,13 @@ def from_arrays(
 
     Notes
     -----
-    Nothing is computed. Arrays in memory are hashed once and referenced without a copy, so do not
-    modify them afterwards. They are not part of the graph: worker processes memory-map a file with
-    their content, and fetch it first if they do not see this process's disk. Workers read zarr
-    arrays from their storage, which all of them must see. A read-only ``np.memmap`` is identified
-    by its file; workers that do not see that file are sent the values. For zarr arrays choose
-    ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
+    Nothing is computed, except lazy arrays named in ``coords``. Arrays in memory are hashed once
+    and referenced without a copy, so do not modify them afterwards. They are not part of the graph:
+    worker processes memory-map a file with their content, and fetch it first if they do not see
+    this process's disk. Workers read zarr arrays from their storage, which all of them must see. A
+    read-only ``np.memmap`` is identified by its file; workers that do not see that file are sent
+    the values. For zarr arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are
+    read more than once.
 
     Examples
     --------
@@ -79,9 +86,17 @@ def from_arrays(
             "td.from_arrays({'image': images})"
         )
     size = check_chunks(chunks)
-    variables = lazy_variables(arrays, size)
+    chosen = fields_as_coords(coords, arrays)
+    variables = lazy_variables({n: a for n, a in arrays.items() if n not in chosen}, size)
     n = len(next(iter(variables.values())))
-    return assemble(variables, normalise_coords(coords, variables, n))
+    values = {name: _loaded(arrays[name]) for name in chosen} if chosen else coords
+    return assemble(variables, normalise_coords(values, variables, n))
+
+
+def _loaded(array: Any) -> Any:
+    if isinstance(array, da.Array):
+        return array.compute()
+    return array[:] if isinstance(array, zarr.Array) else array
 
 
 def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import dask.base
@@ -15,9 +15,16 @@ import xarray as xr
 
 from trakdask import variables
 
-__all__ = ["CoordsLike", "check_name", "normalise_coord", "normalise_coords", "without_mask"]
+__all__ = [
+    "CoordsLike",
+    "check_name",
+    "fields_as_coords",
+    "normalise_coord",
+    "normalise_coords",
+    "without_mask",
+]
 
-CoordsLike = Mapping[str, Any] | pd.DataFrame | None
+CoordsLike = Mapping[str, Any] | pd.DataFrame | Sequence[str] | None
 
 # Names of dimensions, and of variables that results have in addition to the samples' coords.
 _RESERVED = frozenset(variables.VARIABLES) | {
@@ -72,6 +79,36 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
                 "it as a coord only, since models can read coords as well"
             )
     return {name: normalise_coord(name, values, n) for name, values in coords.items()}
+
+
+def fields_as_coords(coords: Any, names: Collection[str]) -> list[str]:
+    """Return the names if ``coords`` is a list of fields of the samples that are to become coords.
+
+    Parameters
+    ----------
+    coords
+        The option as it was given; of any other form there are no such fields.
+    names
+        Names of all fields.
+
+    Raises
+    ------
+    ValueError
+        If a name is not that of a field, or no field is left as a model input.
+    """
+    if not isinstance(coords, list | tuple) or not all(isinstance(name, str) for name in coords):
+        return []
+    if unknown := [name for name in coords if name not in names]:
+        raise ValueError(
+            f"expected names of fields of the samples as coords, got {unknown[0]!r}; try one of "
+            f"{list(names)}, or coords={{{unknown[0]!r}: values}}"
+        )
+    if coords and set(coords) >= set(names):
+        raise ValueError(
+            f"expected at least one field that is a model input, got coords={list(coords)}, which "
+            "are all of them; try leaving one out, as models can also read coords"
+        )
+    return list(coords)
 
 
 def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""Create samples from rows of a table: parquet files, pandas or dask DataFrames."""
+"""Create samples from rows of a table: files, DataFrames, datasets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import xarray as xr
 from trakdask.execution.handles import Spooled
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.blocks import Field, assemble, check_chunks, read_bundle
+from trakdask.samples.columns import Columns, ColumnsLike, MaxLength, parse_columns
 from trakdask.samples.coords import normalise_coords
-from trakdask.samples.parquet import ParquetRows, stack
+from trakdask.samples.files import FileRows
+from trakdask.samples.hugging_face import DatasetRows, is_of_datasets
 
 __all__ = ["from_dataframe"]
 
@@ -30,24 +32,36 @@ _Table = tuple[dict[str, da.Array], dict[str, Any], int]
 def from_dataframe(
     source: Paths | pd.DataFrame | Any,
     *,
-    variables: Mapping[str, str],
-    coords: Sequence[str] = (),
+    variables: ColumnsLike,
+    coords: Sequence[str] | Mapping[str, str] = (),
     chunks: int = 512,
+    max_length: MaxLength = None,
+    truncate: bool = False,
 ) -> xr.Dataset:
     """Create a Dataset of samples from the rows of a table.
 
     Parameters
     ----------
     source
-        Parquet files that are read inside tasks: a path, URL, glob or folder, or a list of these.
-        Or a pandas or dask DataFrame.
+        Parquet or Arrow files that are read inside tasks: a path, URL, glob or folder (also one
+        that ``save_to_disk`` of the package datasets wrote), or a list of these. Or a
+        ``datasets.Dataset``, or a pandas or dask DataFrame.
     variables
         Model inputs: name of the variable -> column. Columns have numbers, or lists of equal
-        length, which become (sample, length).
+        length, which become (sample, length). A list of columns becomes one variable, with one
+        more dimension for the columns.
     coords
         Columns of metadata, loaded into memory: strings, categoricals (decoded), numbers or times.
+        A mapping gives them other names: name of the coord -> column.
     chunks
         Samples per block, and thus per task.
+    max_length
+        For lists that differ in length, such as tokens: the length to which they are padded on the
+        right, or a mapping from the names of some variables to it. Padding is 0, or -100 in a
+        variable ``labels``. Unless there is a variable ``attention_mask``, it is added: 1 for
+        entries of the first padded variable, 0 for padding.
+    truncate
+        Cut longer lists to ``max_length``, instead of an error.
 
     Returns
     -------
@@ -58,18 +72,23 @@ def from_dataframe(
     ------
     TypeError
         If the source is not a table, or a variable's column is not numeric.
+    FileNotFoundError
+        If no file matches, or a part of a saved dataset is missing.
     ValueError
         If there are no rows, a column is missing, or for the reasons given in :func:`from_arrays`.
-        When computed, if the lists of a column differ in length or a value is missing; the message
-        names the row.
+        When computed, if the lists of a column differ in length without ``max_length``, a list is
+        longer than it, or a value is missing; the message names the row.
 
     Notes
     -----
     Parquet: this function reads the footers, the first row and the coords, but no variable. A task
     reads complete row groups that contain its samples, so write row groups of about ``chunks``
-    rows. In ``attrs["source"]`` files are identified by path, size and modification time. pandas:
-    columns stay in memory, as in :func:`from_arrays`. dask DataFrame: the length of each partition,
-    the coords and the first row are computed here, in one call.
+    rows. Arrow: the same holds for record batches; local files are memory-mapped. In
+    ``attrs["source"]`` files are identified by path, size and modification time.
+    ``datasets.Dataset``: workers need to see its files; one in memory is sent to them. pandas:
+    columns of numbers stay in memory, as in :func:`from_arrays`. dask DataFrame: the length of each
+    partition, the coords and the first row are computed here, in one call.
+
 
     Examples
     --------
@@ -78,52 +97,53 @@ def from_dataframe(
     >>> train = from_dataframe(frame, variables={"input_ids": "tokens"}, coords=["lang"])
     >>> train.input_ids.shape, train.lang.values.tolist()
     ((2, 2), ['en', 'de'])
+
+    Lists that differ in length, and a coord with another name than its column:
+
+    >>> frame = pd.DataFrame({"tokens": [[1, 2], [3]], "target": [0, 1]})
+    >>> train = from_dataframe(
+    ...     frame, variables={"input_ids": "tokens"}, coords={"label": "target"}, max_length=3
+    ... )
+    >>> train.input_ids.values.tolist(), train.attention_mask.values.tolist()
+    ([[1, 2, 0], [3, 0, 0]], [[1, 1, 0], [1, 0, 0]])
     """
     size = check_chunks(chunks)
-    coords = _check_coords(coords)
-    _check_variables(variables)
+    names = _check_coords(coords)
+    columns = parse_columns(variables, max_length, truncate)
     if isinstance(source, pd.DataFrame):
-        table = _from_pandas(source, variables, coords, size)
+        table = _from_pandas(source, columns, names, size)
     elif isinstance(source, dd.DataFrame):
-        table = _from_dask(source, variables, coords, size)
+        table = _from_dask(source, columns, names, size)
+    elif is_of_datasets(source):
+        table = _from_rows(DatasetRows(source, columns), names, size)
     elif isinstance(source, str | os.PathLike | list | tuple):
-        table = _from_parquet(source, variables, coords, size)
+        sources = [source] if isinstance(source, str | os.PathLike) else source
+        table = _from_rows(FileRows([os.fspath(path) for path in sources], columns), names, size)
     else:
         raise TypeError(
-            "expected parquet paths, or a pandas or dask DataFrame, as source, got "
-            f"{type(source).__name__}; try "
-            + ("source.to_pandas()." if hasattr(source, "to_pandas") else "a path.")
+            "expected paths of parquet or Arrow files, a datasets.Dataset, or a pandas or dask "
+            f"DataFrame, as source, got {type(source).__name__}; try "
+            + ("source.to_pandas()" if hasattr(source, "to_pandas") else "a path")
         )
     arrays, metadata, n = table
     return assemble(arrays, normalise_coords(metadata, arrays, n))
 
 
-def _check_variables(variables: Any) -> None:
-    if not isinstance(variables, Mapping) or not all(
-        isinstance(name, str) and isinstance(column, str) for name, column in variables.items()
-    ):
-        raise TypeError(
-            "expected a mapping from the name of a variable to a column as variables, got "
-            f"{variables!r}; try variables={{'x': 'column'}}"
-        )
-    if not variables:
-        raise ValueError(
-            "expected at least one model input, got variables={}; try variables={'x': 'column'}"
-        )
-
-
-def _check_coords(coords: Any) -> tuple[str, ...]:
+def _check_coords(coords: Any) -> dict[str, str]:
+    """Return name of the coord -> column."""
     given = (coords,) if isinstance(coords, str) or not isinstance(coords, Iterable) else coords
     names = tuple(given)
-    if not all(isinstance(name, str) for name in names) or isinstance(coords, Mapping):
+    columns = tuple(coords.values()) if isinstance(coords, Mapping) else names
+    if not all(isinstance(name, str) for name in (*names, *columns)):
         raise TypeError(
-            f"expected names of columns as coords, got {coords!r}; try coords=['column']"
+            "expected names of columns, or a mapping from other names to columns, as coords, got "
+            f"{coords!r}; try coords=['column'] or coords={{'name': 'column'}}"
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"expected different columns as coords, got {twice} several times; try each name once"
         )
-    return names
+    return dict(zip(names, columns, strict=True))
 
 
 def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
@@ -149,70 +169,81 @@ def _check_rows(n: int) -> None:
 
 
 def _from_pandas(
-    frame: pd.DataFrame, variables: Mapping[str, str], coords: tuple[str, ...], size: int
+    frame: pd.DataFrame, columns: Columns, coords: dict[str, str], size: int
 ) -> _Table:
-    _check_columns([*variables.values(), *coords], frame.columns)
+    _check_columns([*columns.names, *coords.values()], frame.columns)
     _check_rows(len(frame))
-    arrays = {name: stack(name, frame[column], 0) for name, column in variables.items()}
-    return lazy_variables(arrays, size), {name: frame[name] for name in coords}, len(frame)
+    arrays = columns.from_pandas(frame, 0)
+    metadata = {name: frame[column] for name, column in coords.items()}
+    return lazy_variables(arrays, size), metadata, len(frame)
 
 
-def _from_parquet(
-    source: Paths, variables: Mapping[str, str], coords: tuple[str, ...], size: int
-) -> _Table:
-    sources = [source] if isinstance(source, str | os.PathLike) else source
-    paths = [os.fspath(path) for path in sources]
-    rows = ParquetRows(paths, dict(variables))
-    _check_columns([*variables.values(), *coords], rows.columns)
+def _from_rows(rows: FileRows | DatasetRows, coords: dict[str, str], size: int) -> _Table:
+    _check_columns([*rows.columns.names, *coords.values()], rows.names)
     _check_rows(rows.n)
     rows.probe()
     metadata = rows.read_coords(coords)
     return read_bundle(Spooled(rows), rows.fields, rows.n, size), metadata, rows.n
 
 
-def _from_dask(
-    frame: Any, variables: Mapping[str, str], coords: tuple[str, ...], size: int
-) -> _Table:
-    _check_columns([*variables.values(), *coords], frame.columns)
-    columns = list(dict.fromkeys(variables.values()))
+def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) -> _Table:
+    _check_columns([*columns.names, *coords.values()], frame.columns)
     # Delayed objects, because dask may fuse partitions of a DataFrame differently for each column.
-    parts = frame[columns].to_delayed()
+    parts = frame[columns.names].to_delayed()
     summaries = [dask.delayed(_summarise, pure=True)(part) for part in parts]
-    rows = frame[list(coords)].to_delayed() if coords else []
+    rows = frame[list(dict.fromkeys(coords.values()))].to_delayed() if coords else []
     computed, loaded = dask.compute(summaries, rows)
-    n = sum(length for length, _ in computed)
-    _check_rows(n)
-    first = next(head for length, head in computed if length)
     lengths = [length for length, _ in computed]
-    arrays = {
-        name: _column(name, column, parts, lengths, stack(name, first[column], 0))
-        for name, column in variables.items()
-    }
-    metadata = {name: pd.concat([part[name] for part in loaded]) for name in coords}
-    return lazy_variables(arrays, size), metadata, n
+    _check_rows(sum(lengths))
+    first = next(head for length, head in computed if length)
+    _require_no_text(first)
+    fields = columns.fields(columns.from_pandas(first, 0))
+    metadata = {name: pd.concat([part[c] for part in loaded]) for name, c in coords.items()}
+    return lazy_variables(_of_parts(parts, lengths, columns, fields), size), metadata, sum(lengths)
 
 
-def _column(
-    name: str, column: str, parts: Sequence[Any], lengths: Sequence[int], first: Array
-) -> Any:
-    field = Field(first.shape[1:], first.dtype)
+def _require_no_text(first: pd.DataFrame) -> None:
+    for column in first.columns:
+        value = first[column].iloc[0]
+        if isinstance(value, str) and value.startswith(("[", "(", "array(")):
+            raise TypeError(
+                f"expected numbers or lists of numbers in column {column!r}, got the text "
+                f"{value[:40]!r}, since dask turns lists of a pandas DataFrame into text; try "
+                "dask.config.set({'dataframe.convert-string': False}) before from_pandas(...)"
+            )
+
+
+def _of_parts(
+    parts: Sequence[Any], lengths: Sequence[int], columns: Columns, fields: Mapping[str, Field]
+) -> dict[str, da.Array]:
     starts = np.cumsum([0, *lengths]).tolist()
-    blocks = [
-        da.from_delayed(
-            dask.delayed(_stack_part, pure=True)(part, name, column, start, field),
-            shape=(length, *field.shape),
-            dtype=field.dtype,
-            meta=np.empty((0,) * first.ndim, field.dtype),
-        )
+    bundles = [
+        (dask.delayed(_convert, pure=True)(part, columns, dict(fields), start), length)
         for part, start, length in zip(parts, starts, lengths, strict=False)
         if length
     ]
-    return da.concatenate(blocks)
+    return {
+        name: da.concatenate([
+            da.from_delayed(
+                bundle[name],
+                shape=(length, *field.shape),
+                dtype=field.dtype,
+                meta=np.empty((0,) * (1 + len(field.shape)), field.dtype),
+            )
+            for bundle, length in bundles
+        ])
+        for name, field in fields.items()
+    }  # fmt: skip
 
 
 def _summarise(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
     return len(part), part.head(1)
 
 
-def _stack_part(part: pd.DataFrame, name: str, column: str, start: int, field: Field) -> Array:
-    return stack(name, part[column], start, field).astype(field.dtype, copy=False)
+def _convert(
+    part: pd.DataFrame, columns: Columns, fields: dict[str, Field], start: int
+) -> dict[str, Array]:
+    arrays = columns.from_pandas(part, start)
+    for name, values in arrays.items():
+        fields[name].check(name, start, values[0])
+    return {n: values.astype(fields[n].dtype, copy=False) for n, values in arrays.items()}

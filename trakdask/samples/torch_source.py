@@ -18,7 +18,12 @@ from trakdask.checks import import_callable
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
 from trakdask.samples.blocks import Field, assemble, check_chunks, check_dtype, read_bundle
-from trakdask.samples.coords import CoordsLike, normalise_coords, without_mask
+from trakdask.samples.coords import (
+    CoordsLike,
+    fields_as_coords,
+    normalise_coords,
+    without_mask,
+)
 
 __all__ = ["from_torch"]
 
@@ -45,7 +50,9 @@ def from_torch(
         Name of each field of an item, or None to leave a field out. If items are mappings, the
         keys to use.
     coords
-        As in :func:`from_arrays`.
+        As in :func:`from_arrays`. A list has some of ``names``, such as ``["label"]``, which become
+        coords; every item is read here for that (if the dataset has its labels as an attribute,
+        ``coords={"label": dataset.targets}`` is faster).
     chunks
         Samples per block, and thus per task.
     shapes
@@ -67,7 +74,8 @@ def from_torch(
 
     Notes
     -----
-    Nothing is computed; only item 0 is read here, for shapes and dtypes. Each block is read once
+    Nothing is computed; only item 0 is read here, for shapes and dtypes (all of them if ``coords``
+    names fields). Each block is read once
     for all variables that are computed together. A process reads one sample at a time, because
     datasets need not be thread-safe. Items must not be random, so turn augmentation off. (Item 0 is
     read repeatedly to check this, and a ``UserWarning`` is issued if it differs.) In
@@ -86,9 +94,12 @@ def from_torch(
     size = check_chunks(chunks)
     reader = _DatasetReader(dataset, _check_names(names))
     n = reader.probe(_check_shapes(shapes))
-    variables = read_bundle(Spooled(reader), reader.fields, n, size)
+    chosen = fields_as_coords(coords, reader.fields)
+    fields = {name: field for name, field in reader.fields.items() if name not in chosen}
+    variables = read_bundle(Spooled(reader), fields, n, size)
     reader.warn_if_random()  # after hashing the content, because reading may change a dataset
-    return assemble(variables, normalise_coords(coords, variables, n))
+    values = reader.read_fields(chosen, n) if chosen else coords
+    return assemble(variables, normalise_coords(values, variables, n))
 
 
 def _check_names(names: Any) -> tuple[str | None, ...]:
@@ -199,6 +210,12 @@ class _DatasetReader:
                     self.fields[name].check(name, index, value)
                     block[name][index - start] = value
         return block
+
+    def read_fields(self, names: list[str], n: int) -> dict[str, Array]:
+        """Read some fields of all samples, and keep nothing else of them."""
+        rows = (self.read(index, index + 1) for index in range(n))
+        kept = [{name: row[name] for name in names} for row in rows]
+        return {name: np.concatenate([row[name] for row in kept]) for name in names}
 
     def _opened(self) -> Any:
         if self._dataset is None:

@@ -41,6 +41,7 @@ from trakdask.storage.parts import (
     array,
     listed,
 )
+from trakdask.storage.writable import Writable, writable
 from trakdask.storage.zarr_stores import Complete, Recorded, zarr_store
 from trakdask.variables import VARIABLES
 
@@ -100,6 +101,7 @@ def _missing(part: Part, features: xr.Dataset, index: int, topic: str) -> Tasks 
     else:  # some of the arrays may be lazy, and others in memory
         others = (arrays[name].rechunk({0: feature.chunks[0]}) for name in list(arrays)[1:])
         axes, given = "spc", [feature, "spc", *(item for each in others for item in (each, "sc"))]
+    arrays_of = writable(part, (*FEATURE_NAMES, ERROR, SCALE))
     token = digest({"to": part.folder.url, "of": feature.name, "checkpoint": index, "todo": todo})
     numbers = da.map_blocks(
         _number, chunks=((1,) * part.n_blocks,), name=f"number-{token[:32]}",
@@ -107,7 +109,7 @@ def _missing(part: Part, features: xr.Dataset, index: int, topic: str) -> Tasks 
     )  # fmt: skip
     # Tasks of all blocks: those of a selection of blocks would not be fused with what makes them.
     written = da.blockwise(
-        functools.partial(_write_block, part, index, tuple(arrays), topic),
+        functools.partial(_write_block, part, arrays_of, index, tuple(arrays), topic),
         axes, numbers, "s", *given, name=save_layer(token[:32], fused=bundle is not None),
         concatenate=True, align_arrays=False, adjust_chunks={"s": 1, "p": 1},
         dtype=object, meta=np.empty((0,) * len(axes), object),
@@ -227,6 +229,7 @@ def _number(block_id: tuple[int, ...]) -> np.ndarray:
 
 def _write_block(
     part: Part,
+    arrays_of: Writable,
     index: int,
     names: tuple[str, ...],
     topic: str,
@@ -239,12 +242,11 @@ def _write_block(
     number = block.item()
     with storing(part, f"block {number} of checkpoint {index}"):
         store = Recorded(zarr_store(part.folder))
-        group = part.group(store)
         start = number * part.layout["block"]
         rows = slice(start, start + len(arrays[0]))
         for name, value in _as_stored(part, dict(zip(names, arrays, strict=True))).items():
             # No chunk of errors means none; one that an earlier attempt wrote is removed.
-            of = array(group, name).with_config({"write_empty_chunks": name != ERROR})
+            of = arrays_of.array(name, store).with_config({"write_empty_chunks": name != ERROR})
             of[(rows, ..., slice(index, index + 1))] = value
         part.write_record(index, str(number), store.written, {**about(started), **made})
     return answer(made, topic)
@@ -273,7 +275,8 @@ def stored(part: Part, *, complete: bool = True, without: Collection[str] = ()) 
     for name in names:
         if name in group:
             source = array(group, name)
-            data = lazy_array(part.folder, name, source, token=f"open-{name}-{token}")
+            label = name.replace("_", "-")  # as task names, of which a dashboard shows the words
+            data = lazy_array(part.folder, name, source, token=f"open-{label}-{token}")
             lazy[name] = xr.Variable(VARIABLES[name].dims, data, dict(source.attrs))
     ds = ds.drop_vars(list(ds.data_vars)).assign(lazy)
     if SCALE in ds:

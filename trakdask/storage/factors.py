@@ -99,7 +99,9 @@ def _described(ds: xr.Dataset) -> dict[str, Any]:
 def _opened(edit: Edit) -> dict[str, da.Array]:
     group, token = edit.group(), tokenize(edit.folder.url, dict(edit.files))
     return {
-        name: lazy_array(edit.folder, name, array(group, name), token=f"open-{name}-{token}")
+        name: lazy_array(
+            edit.folder, name, array(group, name), token=f"open-{name.replace('_', '-')}-{token}"
+        )
         for name in _NAMES
     }
 

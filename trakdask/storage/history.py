@@ -150,7 +150,7 @@ class Edit:
         """Return its zarr store, which rejects changed and lost files."""
         token = str(self.attrs["files"])
         arrays = Arrays(zarr_store(self.folder, read_only=True))
-        return Complete(arrays, self.folder, token, known=self.files)
+        return Complete(arrays, self.folder, token, known=self.files, may_be_replaced=True)
 
     def group(self) -> zarr.Group:
         """Open its zarr group."""

@@ -17,7 +17,8 @@ from trakdask.arrays.blocks import Blocks, flat
 from trakdask.attribution.estimators import Weights
 from trakdask.execution import scheduling
 from trakdask.storage.blocks import Done, Tasks, about, answer, run, stored, storing
-from trakdask.storage.parts import GRAM, LOSS_GRADIENT, Part, array
+from trakdask.storage.parts import GRAM, LOSS_GRADIENT, Part
+from trakdask.storage.writable import Writable, writable
 from trakdask.storage.zarr_stores import Recorded, zarr_store
 from trakdask.variables import SAMPLE
 
@@ -45,7 +46,7 @@ def _missing(
     matrices = reduced(features, weights, index)
     name = f"save-gram-{tokenize(part.digest, part.folder.url, matrices)}"
     written = da.blockwise(
-        functools.partial(_write, part, weights.sums, index, topic), "c",
+        functools.partial(_write, part, writable(part, weights.sums), index, topic), "c",
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
         dtype=object, meta=np.empty(0, object), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
@@ -64,13 +65,12 @@ def reduced(features: xr.Dataset, weights: Weights, index: int) -> tuple[da.Arra
 
 
 def _write(
-    part: Part, names: tuple[str, ...], index: int, topic: str, *matrices: Blocks
+    part: Part, sums: Writable, index: int, topic: str, *matrices: Blocks
 ) -> np.ndarray[Any, Any]:
     started = time.time()
     with storing(part, f"the gram matrix of checkpoint {index}"):
         store = Recorded(zarr_store(part.folder))
-        group = part.group(store)
-        for name, matrix in zip(names, matrices, strict=True):
-            (array(group, name)[..., index : index + 1],) = flat(matrix)
+        for name, matrix in zip(sums.known, matrices, strict=True):
+            (sums.array(name, store)[..., index : index + 1],) = flat(matrix)
         part.write_record(index, GRAM, store.written, about(started))
     return answer({}, topic)

@@ -6,8 +6,8 @@ import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from zarr.abc.store import Store
-from zarr.core.buffer import Buffer
+from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
 from trakdask.errors import IncompleteFeaturesError
@@ -32,8 +32,12 @@ def checksum(data: Any) -> int:
 class _Retried(WrapperStore[Store]):
     """A store on a network, which refuses a request now and then."""
 
-    async def get(self, *args: Any, **options: Any) -> Buffer | None:
-        return await retried_async(lambda: self._store.get(*args, **options))
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        # Of a whole file s3fs would first ask how long it is, in a request of its own.
+        part = byte_range or OffsetByteRequest(0)
+        return await retried_async(lambda: self._store.get(key, prototype, part))
 
     async def set(self, key: str, value: Buffer) -> None:
         await retried_async(lambda: self._store.set(key, value))
@@ -89,6 +93,9 @@ class Complete(WrapperStore[Store]):
         Names of arrays whose absent chunks mean fill values.
     known
         Size and checksum of files, by their paths; what is read of others is not checked here.
+    may_be_replaced
+        Whether an edit of the store removes these files, for whom features that were opened before
+        ask in vain.
     """
 
     def __init__(
@@ -98,9 +105,10 @@ class Complete(WrapperStore[Store]):
         token: str = "",
         may_lack: tuple[str, ...] = (),
         known: Mapping[str, Sequence[int]] | None = None,
+        may_be_replaced: bool = False,
     ) -> None:
         super().__init__(store)
-        self._about = folder, token, may_lack, known or {}
+        self._about = folder, token, may_lack, known or {}, may_be_replaced
 
     def _with_store(self, store: Store) -> Complete:
         return type(self)(store, *self._about)
@@ -112,16 +120,12 @@ class Complete(WrapperStore[Store]):
     async def get(self, key: str, *args: Any, **options: Any) -> Buffer | None:
         """Read one file."""
         value = await self._store.get(key, *args, **options)
-        folder, _, may_lack, known = self._about
+        folder, _, may_lack, known, may_be_replaced = self._about
         name, *chunk = key.split("/")
         if value is None:
             is_chunk = chunk and chunk[0].partition(".")[0] == "c"
             if key in known or (is_chunk and name not in may_lack):
-                raise IncompleteFeaturesError(
-                    f"expected the file {key!r} in the store {folder.url!r}, but it was lost; try "
-                    "td.verify(store, repair=True), then td.save(features, store) to compute what "
-                    "is missing"
-                )
+                raise IncompleteFeaturesError(_lost(folder, key, may_be_replaced=may_be_replaced))
         elif key in known:
             data = value.as_numpy_array()
             if [data.nbytes, checksum(data)] != list(known[key]):
@@ -131,6 +135,20 @@ class Complete(WrapperStore[Store]):
                     "which says how to restore it"
                 )
         return value
+
+
+def _lost(folder: Folder, key: str, *, may_be_replaced: bool) -> str:
+    if may_be_replaced:
+        return (
+            f"expected the file {key!r} in {folder.url!r}, but it is gone: features that were "
+            "opened before a td.save, td.drop, td.assign_coords or td.calibrate changed the store "
+            "refer to what that has replaced; try td.open(store) again, and td.verify(store, "
+            "repair=True) if that does not help"
+        )
+    return (
+        f"expected the file {key!r} in the store {folder.url!r}, but it was lost; try "
+        "td.verify(store, repair=True), then td.save(features, store) to compute what is missing"
+    )
 
 
 class Recorded(WrapperStore[Store]):

@@ -256,3 +256,11 @@ def test_classification__fewer_rows(run, task) -> None:
     module = Fewer(numbers(LABELS)["x"].shape[1], 3, dtype=numbers(LABELS)["x"].dtype)
     with pytest.raises(ValueError, match=r"logits \(1, classes\).*got \(0, 3\)"):
         run(module, task, numbers(torch.tensor([0, 1])))
+
+
+def test_text_classification__classes_named_as_in_transformers() -> None:
+    task = TextClassification()
+    assert task.for_variables({"input_ids": 2, "labels": 1}).label == "labels"
+    for names in ({"label": 1, "labels": 1}, {"labels": 2}, {}):
+        assert task.for_variables(names) == task
+    assert TextClassification(label="mine").for_variables({"labels": 1}).label == "mine"

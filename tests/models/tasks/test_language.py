@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import trakdask as td
-from trakdask.models.tasks import Batch, CausalLM, Task, expand_tokens
+from trakdask.models.tasks import Batch, CausalLM, expand_tokens
 from trakdask.models.tasks.protocol import SampleError
 
 VOCABULARY = 9
@@ -118,17 +118,56 @@ def test_causal_lm__padding_adds_nothing(run, side: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
-@pytest.mark.parametrize("task", [CausalLM(), CausalLM(position="token")])
-def test_causal_lm__sequence_without_predicted_tokens(run, engine: str, task: Task) -> None:
-    data = Batch(batch(3), token=torch.tensor([2, 2, 2]))
-    data["attention_mask"][1] = 0
-    data["attention_mask"][2] = torch.tensor([1, 0, 0, 0, 0, 0])
-    gradients, f, q = run(Running(), task, data, engine)
-    assert f[1:].tolist() == q[1:].tolist() == [0, 0]
-    assert q[0] > 0
-    for gradient in gradients.values():
-        assert gradient[0].any()
-        assert not gradient[1:].any()
+@pytest.mark.parametrize("mask", [[0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
+def test_causal_lm__sequence_without_predicted_tokens(run, engine: str, mask: list[int]) -> None:
+    data = batch(3)
+    data["attention_mask"][1] = torch.tensor(mask)
+    expected = rf"token to predict, got {sum(mask)} tokens, 0 labels -100, at sample 1\b.*record"
+    with pytest.raises(SampleError, match=expected):
+        run(Running(), "causal_lm", data, engine)
+
+
+def test_causal_lm__all_labels_ignored(run) -> None:
+    data = some_labels()
+    data["labels"][2, 1:] = -100
+    with pytest.raises(SampleError, match=r"got 4 tokens, 5 labels -100, at sample 2\b"):
+        run(Running(), CausalLM(labels="labels"), data)
+    run(Running(), CausalLM(), data)
+
+
+def test_causal_lm__longer_than_the_model_was_made_for(run) -> None:
+    module = Running()
+    module.config = type("Config", (), {"max_position_embeddings": 4})()
+    data = batch(4)
+    data["attention_mask"][1:, 4:] = 0
+    with pytest.raises(SampleError, match=r"at most 4 tokens.*got 6 at sample 0\b"):
+        run(module, "causal_lm", data)
+    data["attention_mask"][:, 4:] = 0
+    run(module, "causal_lm", data)
+
+
+def test_causal_lm__reads_labels_where_there_are_some() -> None:
+    """As transformers names them; a class per sequence is something else."""
+    task = CausalLM()
+    assert task.for_variables({"input_ids": 2, "labels": 2}) == CausalLM(labels="labels")
+    assert task.for_variables({"input_ids": 2, "labels": 1}) == task
+    assert CausalLM(labels="mine").for_variables({"labels": 2}).labels == "mine"
+    data = some_labels()
+    listed = expand_tokens(data)
+    expected = expand_tokens(data, CausalLM(labels="labels"))
+    assert [each.tolist() for each in listed] == [each.tolist() for each in expected]
+    samples = td.from_arrays({name: value.numpy() for name, value in data.items()}, chunks=2)
+    found, named, ids = (
+        td.featurize(each, td.Model(Running(), task=task), projector=td.Identity())
+        for each, task in (
+            (samples, "causal_lm"),
+            (samples, CausalLM(labels="labels")),
+            (samples.drop_vars("labels"), "causal_lm"),
+        )
+    )
+    assert found.attrs["task"] == named.attrs["task"] != ids.attrs["task"]
+    np.testing.assert_array_equal(found.feature, named.feature)
+    assert not np.allclose(found.feature, ids.feature)
 
 
 def test_causal_lm__without_a_mask_all_tokens_count(run) -> None:
@@ -170,9 +209,8 @@ def test_causal_lm__position_is_the_place_of_the_token(check_gradients) -> None:
 @pytest.mark.parametrize("place", [-1, 0, 6, 100])
 def test_causal_lm__place_that_nothing_predicts(run, place: int) -> None:
     data = Batch(batch(1), token=torch.tensor([place]))
-    gradients, f, q = run(Running(), CausalLM(position="token"), data)
-    assert f.item() == q.item() == 0
-    assert not any(gradient.any() for gradient in gradients.values())
+    with pytest.raises(SampleError, match=rf"'token', got {place} at sample 0\b"):
+        run(Running(), CausalLM(position="token"), data)
 
 
 def test_causal_lm__confident_tokens_are_exact(run) -> None:
@@ -236,18 +274,18 @@ def test_expand_tokens__makes_samples_of_a_dataset() -> None:
 def test_causal_lm__label_that_is_no_token(run, task: CausalLM) -> None:
     data = Batch(batch())
     data["labels"] = data["input_ids"].clone()
-    data["token"] = torch.tensor([1, 1, 1, 1])[: len(data["labels"])]
-    data["labels"][0, 1] = 99
-    with pytest.raises(SampleError, match=r"in 'labels', got 99 at sample 0 .*, token 1;"):
+    data["token"] = torch.tensor([2, 1, 1, 1])[: len(data["labels"])]
+    data["labels"][0, 2] = 99
+    with pytest.raises(SampleError, match=r"in 'labels', got 99 at sample 0 .*, token 2;"):
         run(Running(), task, data)
-    data["labels"][0, 1] = task.ignore_index
+    data["token"][0], data["labels"][0, 2] = 1, task.ignore_index
     run(Running(), task, data)
 
 
 @pytest.mark.parametrize("estimator", ["trak", "grad_dot"])
 def test_score__of_tokens_adds_up_to_that_of_their_sequence(estimator: str) -> None:
     """Features of whole sequences explain single tokens, as ``expand_tokens`` says."""
-    arrays = {name: value.numpy() for name, value in batch(12).items()}
+    arrays = {name: value.numpy() for name, value in batch(12, 14).items()}
     samples = td.from_arrays(arrays, coords={"author": [f"a{i:02}" for i in range(12)]}, chunks=5)
     sequences = samples.isel(sample=slice(4))
     sequence, position = expand_tokens(sequences)

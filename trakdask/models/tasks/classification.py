@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -104,7 +105,8 @@ class TextClassification(_OneOfManyClasses):
     inputs
         Names of the variables that the model takes, each (batch, tokens).
     label
-        Name of the integer classes (batch,).
+        Name of the integer classes (batch,). By default also ``labels``, as transformers names
+        them, if there is no ``label``.
     temperature
         Divides the logits in Q only.
     positional
@@ -143,6 +145,19 @@ class TextClassification(_OneOfManyClasses):
     def variables(self) -> tuple[str, ...]:
         """Names of the variables that the task reads."""
         return (*self.inputs, self.label)
+
+    @property
+    def token_variables(self) -> tuple[str, ...]:
+        """Names of the variables (batch, tokens)."""
+        return self.inputs
+
+    def for_variables(self, n_dims: Mapping[str, int]) -> TextClassification:
+        """Return the task for samples with some variables, given their numbers of dimensions.
+
+        Classes are read from ``labels``, as transformers names them, if there is no ``label``.
+        """
+        is_there = self.label in n_dims or self.label != "label" or n_dims.get("labels") != 1
+        return self if is_there else replace(self, label="labels")
 
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = call_model(forward, batch, self.inputs, self.positional)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trakdask.models.tasks.logits import (
+    MASK,
     as_names,
     as_tensors,
     call_model,
@@ -23,8 +24,6 @@ from trakdask.models.tasks.logits import (
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
 __all__ = ["CausalLM", "expand_tokens"]
-
-_MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class CausalLM:
         token ids. An ``"attention_mask"`` among them marks the padding of a sequence.
     labels
         Name of the variable with the token to predict at each position, or ``ignore_index`` (as in
-        transformers, not shifted). By default the token ids.
+        transformers, not shifted). By default ``labels``, if the samples have such a variable
+        (sample, tokens), and else the token ids.
     position
         Name of an integer variable (batch,) with the position of the only token that is attributed;
         then f = m_t and Q = 1 - p_t. The token at position 0 is never predicted. See
@@ -54,16 +54,19 @@ class CausalLM:
     Raises
     ------
     ValueError
-        When run, if logits are not (batch, tokens, vocabulary), labels are not (batch, tokens), or
-        tokens to predict are not in the vocabulary.
+        When run, if logits are not (batch, tokens, vocabulary), labels are not (batch, tokens),
+        tokens to predict are not in the vocabulary, a sequence has no token to predict (all of it
+        is padding, or all labels are ``ignore_index``), or is longer than the model's
+        ``config.max_position_embeddings``.
 
     Notes
     -----
     A token is predicted if its label is not ``ignore_index``, and it and the token before it are
     not masked. Other tokens contribute exactly nothing, whether padding is on the left or on the
-    right. A sequence without predicted tokens has f = 0, Q = 0 and no gradient. (Padding on the
-    left shifts absolute positions, so models that use these need ``position_ids`` among the
-    inputs.)
+    right. A sequence without predicted tokens is an error. (Padding on the left shifts absolute
+    positions, so models that use these need ``position_ids`` among the inputs.) The model does not
+    compute on padding on the right that all sequences of a micro-batch share; sequences of similar
+    length are computed together.
 
     The output is the sum of the margins, not their mean, so that all tokens have the same weight in
     sequences of any length, as in the training loss of a batch, and the feature of a sequence is
@@ -82,7 +85,7 @@ class CausalLM:
     ``trak`` has the same Q.
     """
 
-    inputs: tuple[str, ...] = ("input_ids", _MASK)
+    inputs: tuple[str, ...] = ("input_ids", MASK)
     labels: str | None = None
     position: str | None = None
     ignore_index: int = -100
@@ -104,6 +107,16 @@ class CausalLM:
         names = (*self.inputs, self.labels, self.position)
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
+    @property
+    def token_variables(self) -> tuple[str, ...]:
+        """Names of the variables (batch, tokens)."""
+        return self.inputs if self.labels is None else (*self.inputs, self.labels)
+
+    def for_variables(self, n_dims: Mapping[str, int]) -> CausalLM:
+        """Return the task for samples with some variables, given their numbers of dimensions."""
+        has_labels = self.labels is None and n_dims.get("labels") == 2
+        return replace(self, labels="labels") if has_labels else self
+
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the margins of the predicted tokens, (batch,)."""
         margins, predicted, _ = self._margins(forward, batch)
@@ -112,7 +125,9 @@ class CausalLM:
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p over the predicted tokens, (batch,)."""
         margins, predicted, vocabulary = self._margins(forward, batch)
+        self._require_predicted(batch, predicted)
         self._require_tokens(batch, vocabulary)
+        self._require_positions(forward, batch)
         total = one_minus_p(margins).masked_fill(~predicted, 0).sum(1)
         return total / predicted.sum(1).clamp(min=1)
 
@@ -120,8 +135,8 @@ class CausalLM:
         """Return which of the tokens 1, 2, ... are predicted, bool (batch, tokens - 1)."""
         labels = self._labels(batch)
         predicted = labels[:, 1:] != self.ignore_index
-        if _MASK in self.inputs:
-            attended = batch[_MASK] != 0
+        if MASK in self.inputs:
+            attended = batch[MASK] != 0
             predicted = predicted & attended[:, 1:] & attended[:, :-1]
         return predicted
 
@@ -150,6 +165,46 @@ class CausalLM:
         # `out_to_loss` rejects tokens that are out of range; here they would crash a CUDA kernel.
         target = target.masked_fill(~predicted, 0).clamp(0, vocabulary - 1)
         return margin(logits, target), predicted, vocabulary
+
+    def _require_predicted(self, batch: Batch, predicted: Tensor) -> None:
+        """Reject sequences without a token to predict, such as those that are all padding."""
+        none = ~predicted.any(1)
+        if not bool(none.any()):
+            return
+        row = int(none.nonzero()[0, 0])
+        if self.position is not None:
+            place = int(batch[self.position][row])
+            what = f"the position of a token to predict in {self.position!r}, got {place}"
+        else:
+            labels = self._labels(batch)[row]
+            n = int((batch[MASK][row] != 0).sum()) if MASK in self.inputs else len(labels)
+            ignored = int((labels == self.ignore_index).sum())
+            what = f"a token to predict, got {n} tokens, {ignored} labels {self.ignore_index},"
+        raise SampleError(
+            f"expected {what} at sample {{sample}}; try leaving such samples out, or "
+            "on_error='record'",
+            row,
+        )
+
+    def _require_positions(self, forward: Forward, batch: Batch) -> None:
+        """Reject sequences that are longer than those that the model was made for.
+
+        With rotary positions the model would compute something all the same.
+        """
+        config = getattr(forward.module, "config", None)
+        most = getattr(config, "max_position_embeddings", None)
+        if not isinstance(most, int) or most < 1:
+            return
+        ids = self._labels(batch)
+        lengths = (batch[MASK] != 0 if MASK in self.inputs else torch.ones_like(ids)).sum(1)
+        if bool((lengths > most).any()):
+            row = int((lengths > most).nonzero()[0, 0])
+            raise SampleError(
+                f"expected sequences of at most {most} tokens (the model's "
+                f"max_position_embeddings), got {int(lengths[row])} at sample {{sample}}; try "
+                f"max_length={most}, truncate=True in td.from_dataframe, or shorter pieces",
+                row,
+            )
 
     def _require_tokens(self, batch: Batch, vocabulary: int) -> None:
         """Reject tokens to predict that the model has no logit for."""
@@ -217,6 +272,8 @@ def expand_tokens(
     ('input_ids', 'attention_mask', 'token')
     """
     task = CausalLM() if task is None else task
+    if isinstance(task, CausalLM) and isinstance(samples, Mapping):
+        task = task.for_variables({str(name): np.ndim(samples[name]) for name in samples})
     if not isinstance(task, CausalLM):
         raise TypeError(
             f"expected td.tasks.CausalLM as task, got {task!r}; try task=td.tasks.CausalLM(...)"

@@ -13,6 +13,7 @@ from torch import Tensor
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
 __all__ = [
+    "MASK",
     "as_names",
     "as_tensors",
     "at_least_float32",
@@ -26,6 +27,10 @@ __all__ = [
     "require_labels_in_range",
     "shape_of",
 ]
+
+
+MASK = "attention_mask"
+"""Name of the variable that marks the padding of sequences, as in transformers."""
 
 
 def as_names(names: str | Iterable[str]) -> tuple[str, ...]:

@@ -1,0 +1,25 @@
+"""The requests of a store on S3: bounds per block, and what does not depend on their number."""
+
+from __future__ import annotations
+
+import dask
+import pytest
+
+from tests.benchmarks.s3_requests import CountingServer, counted
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:moto"),
+]
+
+
+def test_counted__per_block() -> None:
+    server = CountingServer()
+    with server.running() as options, dask.config.set(scheduler="threads", num_workers=2):
+        few, many = (dict(counted(server, options, n)) for n in (2, 5))
+    per_block = {name: (many[name].total() - few[name].total()) / 3 for name in few}
+    assert per_block["save"] <= 5
+    assert per_block["save, with gram"] <= 7
+    assert per_block["read"] <= 3
+    assert per_block["resume"] == per_block["open"] == 0

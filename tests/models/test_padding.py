@@ -1,0 +1,182 @@
+"""Cut padding is invisible: models against themselves on whole rows, one at a time."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+import trakdask as td
+from trakdask.models.padding import ignores_padding, order_by_length, trimmed
+from trakdask.models.tasks import Batch, CausalLM, TextClassification
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, LENGTH = 30, 24
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).double()
+
+
+def gpt2() -> nn.Module:
+    """Positions are absolute."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    config = transformers.GPT2Config(
+        **sizes, n_positions=LENGTH, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SMALL, num_labels=3)
+    return transformers.BertForSequenceClassification(config).double()
+
+
+class Mean(nn.Module):
+    """A classifier that takes the mean over all tokens, padding included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids).mean(1))
+
+
+def samples(side: str = "right", n: int = 13) -> xr.Dataset:
+    random = np.random.default_rng(0)
+    lengths = random.integers(2, 12, n)
+    mask = (np.arange(LENGTH) < lengths[:, None]).astype(np.int64)
+    ids = random.integers(3, VOCABULARY, (n, LENGTH)) * mask
+    turn = -1 if side == "left" else 1
+    arrays = {"input_ids": ids[:, ::turn], "attention_mask": mask[:, ::turn]}
+    labels = np.where(mask == 1, ids, -100)[:, ::turn]
+    return td.from_arrays(
+        {**arrays, "tokens": labels},
+        coords={"label": np.arange(n) % 3, "row": np.arange(n)},
+        chunks=7,
+    )
+
+
+def features(data: xr.Dataset, model: td.Model, **options: object) -> xr.Dataset:
+    found = td.featurize(data, model, projector=td.Identity(), **options)
+    return found.compute(scheduler="sync")
+
+
+def alone(data: xr.Dataset, model: td.Model) -> xr.Dataset:
+    """Gradients of whole rows, padding included: one sample, one ``loop`` pass at a time."""
+    rows = [features(data.isel(sample=[i]), model, gradients="loop") for i in range(len(data.row))]
+    return xr.concat(rows, "sample")
+
+
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The shapes of the token ids that models of transformers are given."""
+    found: list[tuple[int, int]] = []
+    for kind in (transformers.LlamaForCausalLM, transformers.GPT2LMHeadModel, Mean):
+        one = kind.forward
+
+        def forward(self, input_ids, *args, one=one, **kwargs):
+            found.append(tuple(input_ids.shape))
+            return one(self, input_ids, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    return found
+
+
+CASES = {
+    "llama": (llama, CausalLM()),
+    "gpt2": (gpt2, CausalLM()),
+    "gpt2, labels": (gpt2, CausalLM(labels="tokens")),
+    "bert": (bert, TextClassification()),
+    "mean": (Mean, TextClassification()),
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", CASES)
+def test_trimmed__is_invisible(case: str, side: str) -> None:
+    build, task = CASES[case]
+    model, data = td.Model(build(), task=task), samples(side)
+    expected = alone(data, model)
+    for options in ({}, {"batch_size": 2}, {"gradients": "loop", "batch_size": 3}):
+        found = features(data, model, **options)
+        assert found.row.values.tolist() == list(range(13))
+        for name in ("feature", "output", "out_to_loss"):
+            scale = np.abs(expected[name].values).max()
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-6 * scale)
+
+
+def test_trimmed__long_sequences_are_computed_together(widths: list[tuple[int, int]]) -> None:
+    data = samples(n=12).chunk(sample=12)
+    lengths = np.sort(data.attention_mask.sum("attention_mask_dim_1").values)[::-1]
+    td.featurize(data, td.Model(llama(), task="causal_lm"), batch_size=4).compute(scheduler="sync")
+    expected = [(4, int(part.max())) for part in np.split(lengths, 3)]
+    assert [width for width in widths if width[0] == 4 and width[1] < LENGTH] == expected
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", CASES)
+def test_ignores_padding(case: str, side: str) -> None:
+    build, task = CASES[case]
+    expected = build is not Mean
+    model = td.Model(build(), task=task)
+    data = samples(side).compute(scheduler="sync")
+    batch = Batch({n: torch.from_numpy(data[n].values) for n in task.variables})
+    forward = model.forward(model.checkpoints[0])
+    assert ignores_padding(forward, task, batch) is expected
+    whole = Batch(batch, attention_mask=torch.ones_like(batch["attention_mask"]))
+    assert ignores_padding(forward, task, whole) is expected
+
+
+def test_order_by_length__and_what_is_cut() -> None:
+    mask = np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
+    task = CausalLM(labels="labels")
+    assert order_by_length(task, {"attention_mask": mask}).tolist() == [4, 2, 3, 0, 1]
+    assert order_by_length(CausalLM("input_ids"), {"input_ids": mask}) is None
+    assert order_by_length(TextClassification("x"), {"x": mask}) is None
+    names = {"input_ids": mask, "attention_mask": mask, "labels": mask, "other": mask}
+    batch = Batch({name: torch.from_numpy(value) for name, value in names.items()})
+    assert {n: v.shape[1] for n, v in trimmed(task, batch).items()} == {
+        "input_ids": 3, "attention_mask": 3, "labels": 3, "other": 4,
+    }  # fmt: skip
+    empty = Batch({name: value[1:2] for name, value in batch.items()})
+    assert trimmed(task, empty)["input_ids"].shape == (1, 2)
+
+
+def test_trimmed__failures_name_the_sample(widths: list[tuple[int, int]]) -> None:
+    data = samples(n=12).chunk(sample=6).load(scheduler="sync")
+    data.input_ids[9, 1] = VOCABULARY
+    data.attention_mask[4] = 0
+    given = td.from_arrays(
+        {"input_ids": data.input_ids.values, "attention_mask": data.attention_mask.values}, chunks=6
+    )
+    model = td.Model(llama(), task="causal_lm")
+    found = features(given, model, on_error="record", batch_size=3)
+    failed = np.flatnonzero(found.error.values[:, 0] != "")
+    assert failed.tolist() == [4, 9]
+    assert "got 0 tokens" in found.error.values[4, 0]
+    for i in failed:
+        with pytest.raises(td.BlockError, match=r"sample 1\b"):
+            features(given.isel(sample=slice(i - 1, i + 1)), model)
