@@ -42,7 +42,7 @@ nb_execution_mode = "auto"
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
