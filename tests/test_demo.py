@@ -20,7 +20,7 @@ def test_demo__writes_what_it_says(tmp_path: Path, run_python) -> None:
     output = tmp_path / "demo-output"
     frame = pd.read_parquet(output / "top.parquet")
     assert len(frame) == 200 * 100
-    scores = xr.open_zarr(output / "scores.zarr", consolidated=False).score
+    scores = xr.open_zarr(output / "scores.zarr").score
     assert scores.shape == (1597, 200)
     best = frame[frame["rank"] == 0].sort_values("target")
     assert (scores.values.argmax(0) == best["position"].values).all()

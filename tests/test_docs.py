@@ -127,6 +127,21 @@ def test_table_of_intervals__is_that_of_the_results() -> None:
         assert float(ceiling) == pytest.approx(ceilings[TASKS[name]], abs=6e-4), name
 
 
+def test_tables_of_regression_and_language__are_those_of_the_results() -> None:
+    text = (RESULTS / "2026-11-22-quality-language-regression.txt").read_text("utf-8")
+    known: dict[str, list[list[str]]] = {"diabetes": [], "surface": [], "language": []}
+    for line in text[text.index("LDS, and what soft") :].split("\n\n")[0].splitlines()[2:]:
+        task, projector, _, _, closed, auto, best, *_ = line.split()
+        if projector == "Rademacher":
+            known[task].append([closed, best, auto])
+    for page in ("choose/estimator.md", "evidence/quality.md"):
+        rows = [row for row in cells(page) if row[0].strip("`") in known]
+        assert len(rows) == 3
+        for name, *shown in rows:
+            columns = zip(*known[name.strip("`")], strict=True)
+            assert shown[-4:-1] == [", ".join(column) for column in columns]
+
+
 def test_table_of_projections__is_that_of_the_results() -> None:
     results = json.loads((RESULTS / "2026-11-21-projection-1e5.json").read_text("utf-8"))
     known = {(c["proj_dim"], c["batch"], c["engine"]): c for c in results["cells"]}

@@ -122,6 +122,23 @@ def test_constraints__pin_everything_the_two_commands_install() -> None:
 
 
 @pytest.mark.slow
+def test_test_modules__compute_nothing_on_a_scheduler_when_imported() -> None:
+    """Workers import them on their event loop, and would wait there for what never comes."""
+    code = (
+        "import dask, importlib, sys\n"
+        "def refuse(*_, **__): raise AssertionError('computed while imported')\n"
+        "dask.config.set(scheduler=refuse)\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    paths = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+    names = [".".join(path.with_suffix("").parts) for path in paths]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_import__leaves_optional_packages_alone() -> None:
     probe = f"import sys, trakdask; print([m for m in {OPTIONAL} if m in sys.modules])"
     done = subprocess.run(

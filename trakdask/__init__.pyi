@@ -22,6 +22,7 @@ from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
 from .models import tasks as tasks
+from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model
 from .models.tasks import Task as Task
 from .planning import plan as plan
@@ -34,8 +35,8 @@ from .projection import Mask as Mask
 from .projection import Projector as Projector
 from .projection import Rademacher as Rademacher
 from .samples import from_arrays as from_arrays
-from .samples import from_dataframe as from_dataframe
 from .samples import from_torch as from_torch
+from .samples.dataframe_source import from_dataframe as from_dataframe
 from .storage import assign_coords as assign_coords
 from .storage import calibrate as calibrate
 from .storage import drop as drop

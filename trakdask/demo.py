@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 import warnings
@@ -76,7 +77,12 @@ def _client() -> Iterator[Client]:
     with warnings.catch_warnings():
         # The dashboard uses a free port if its default one is taken, and warns about it.
         warnings.filterwarnings("ignore", message="Port .* is already in use")
-        cluster = LocalCluster(n_workers=2, threads_per_worker=1, processes=True)
+        cluster = LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            silence_logs=logging.CRITICAL,  # of connections that end with the workers
+        )
     with cluster, Client(cluster) as client:
         yield client
 

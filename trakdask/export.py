@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -18,10 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
+import zarr
 from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
 from trakdask.files import Folder
+from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
 
 __all__ = ["to_parquet", "to_zarr"]
@@ -48,7 +51,7 @@ def to_zarr(
     data
         Result of :func:`score`, :func:`top_k` or :func:`group_score`.
     store
-        Folder or fsspec URL. Read it with ``xarray.open_zarr(store, consolidated=False)``.
+        Folder or fsspec URL. Read it with ``xarray.open_zarr(store)``.
     max_bytes
         Raise an error instead of writing more than this, a number of bytes or a string such as
         ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
@@ -78,6 +81,10 @@ def to_zarr(
     }
     marked = ds.assign_attrs({_WRITER: _mark(folder)})
     marked.to_zarr(folder.url, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
+    with warnings.catch_warnings():
+        # xarray warns about a store without consolidated metadata, zarr about one with them.
+        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+        zarr.consolidate_metadata(folder.url, zarr_format=3)
 
 
 def to_parquet(
@@ -273,7 +280,7 @@ def _write_file(
     *values, (target_block,), (other_block,) = blocks
     tables = _tables(dict(zip(names, values, strict=True)), axes)
     if (first := next(tables, None)) is not None:
-        schema = first.schema.with_metadata({_METADATA: json.dumps(attrs, default=str)})
+        schema = first.schema.with_metadata({_METADATA: json.dumps(as_values(attrs), default=str)})
         with (
             folder.writing(f"part-{target_block:05d}-{other_block:05d}.parquet") as file,
             pq.ParquetWriter(file, schema) as writer,

@@ -21,6 +21,8 @@ __all__ = [
     "FEATURE_SPEC",
     "PRECISION",
     "STORE_SPEC",
+    "as_text",
+    "as_values",
     "digest",
     "require_comparable",
     "require_same",
@@ -43,6 +45,7 @@ _NAMES_OF_VARIABLES = ("image", "text", "label", "labels", "target", "ignore_ind
 """Fields of trakdask's tasks that name the input variables and do not change the gradient."""
 
 _TASKS = (
+    "Classification",
     "ImageClassification",
     "TextClassification",
     "BinaryClassification",
@@ -81,6 +84,37 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
         if set(names) <= set(attrs.get(field, ())):
             attrs[field] = {name: attrs[field][name] for name in names}
     return attrs
+
+
+def as_text(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attrs with their mappings as JSON text: netCDF stores no mapping.
+
+    Examples
+    --------
+    >>> as_text({"projector": {"seed": 0}, "estimator": "trak"})
+    {'projector': '{"seed": 0}', 'estimator': 'trak'}
+    """
+    return {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in attrs.items()}
+
+
+def as_values(attrs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return attrs with the mappings that :func:`as_text` wrote as JSON text.
+
+    Examples
+    --------
+    >>> as_values({"projector": '{"seed": 0}', "formula": "{z}"})
+    {'projector': {'seed': 0}, 'formula': '{z}'}
+    """
+    return {name: _value(value) for name, value in attrs.items()}
+
+
+def _value(text: Any) -> Any:
+    if not (isinstance(text, str) and text.startswith("{")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def digest(values: Mapping[str, Any]) -> str:

@@ -20,6 +20,10 @@ from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 __all__ = ["raise_if_dask_computes", "simulate_features"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @contextmanager
 def raise_if_dask_computes() -> Iterator[None]:
     """Fail if Dask computes anything inside the block.

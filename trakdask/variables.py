@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from trakdask.arrays.block_arguments import is_stored
 from trakdask.checks import shown
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "lazy_features",
     "load_coords",
     "may_have_failed",
+    "stays_in_store",
     "validate",
 ]
 
@@ -210,8 +212,10 @@ def _require_equal_coords(
         other = to.coords.get(name)
         if other is None or not coord.dims == other.dims == (dim,) or len(coord) != len(other):
             continue
+        if name == "error" or _are_same_lazy(coord.variable, other.variable):
+            continue
         left, right = coord.values, other.values
-        if left is right or name == "error":
+        if left is right:
             continue
         different = np.asarray(~((left == right) | (pd.isna(left) & pd.isna(right))))
         if different.any():
@@ -221,6 +225,12 @@ def _require_equal_coords(
                 f"the coord {name!r} at {dim} {i}, got {left[i]}; try selecting and sorting both "
                 f"in the same way, or {what}.reset_coords(drop=True) to match by position"
             )
+
+
+def _are_same_lazy(left: xr.Variable, right: xr.Variable) -> bool:
+    """Return whether two lazy arrays are the same, by their names."""
+    names = [each.data.name for each in (left, right) if isinstance(each.data, da.Array)]
+    return len(names) == 2 and names[0] == names[1]
 
 
 def _first_labels(labels: pd.Index) -> str:
@@ -245,23 +255,47 @@ def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hash
 
 
 def load_coords(ds: xr.Dataset) -> xr.Dataset:
-    """Return the Dataset with its coords loaded: ``Dataset.chunk`` makes coords lazy, too."""
-    lazy = {name: coord.load() for name, coord in ds.coords.items() if coord.chunks is not None}
-    return ds.assign_coords(lazy) if lazy else ds
+    """Return the Dataset with all of its coords loaded."""
+    return _load(ds, [name for name, coord in ds.coords.items() if coord.chunks is not None])
+
+
+def stays_in_store(coord: xr.Variable, sizes: tuple[int, ...]) -> bool:
+    """Return whether tasks can read the values of a coord of samples, block by block, in a store.
+
+    Parameters
+    ----------
+    coord
+        A coord, such as ``open(..., load_coords=False)`` has.
+    sizes
+        Of the blocks of samples that tasks work on.
+    """
+    data = coord.data
+    is_lazy = coord.dims == (SAMPLE,) and isinstance(data, da.Array)
+    return is_lazy and data.chunks == (sizes,) and is_stored(data)
+
+
+def _load(ds: xr.Dataset, names: Iterable[Hashable]) -> xr.Dataset:
+    loaded = {name: ds[name].load() for name in names}
+    return ds.assign_coords(loaded) if loaded else ds
 
 
 def lazy_features(features: xr.Dataset) -> xr.Dataset:
     """Return features with lazy arrays, one checkpoint per chunk, and coords in memory.
 
-    The coord ``error`` is dropped, because :func:`open` loads it lazily and failed samples are NaN
-    anyway.
+    Coords that are lazy, as ``Dataset.chunk`` makes all of them, are loaded, unless tasks can read
+    them in a store. The coord ``error`` is dropped, because :func:`open` loads it lazily and failed
+    samples are NaN anyway.
     """
     if "error" in features.coords:
         features = features.drop_vars("error")
     # Variables, one at a time: Dataset.chunk would make coords lazy, and Dataset.map copies them.
-    return load_coords(features).assign(
+    lazy = features.assign(
         {name: _lazy(array.variable) for name, array in features.data_vars.items()}
     )
+    sizes = next((v.chunksizes[SAMPLE] for v in lazy.data_vars.values() if SAMPLE in v.dims), ())
+    coords = {name: coord.variable for name, coord in lazy.coords.items()}
+    names = (n for n, v in coords.items() if v.chunks is not None and not stays_in_store(v, sizes))
+    return _load(lazy, names)
 
 
 def _lazy(variable: xr.Variable) -> xr.Variable:

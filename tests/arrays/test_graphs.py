@@ -58,6 +58,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "sum_weights": lambda seed: random(seed, N, C),
     "loss_weight": lambda seed: random(seed, N, C),
     "out_to_loss": lambda seed: random(seed, N, C),
+    "own": lambda seed: random(seed, N, C),
     "squared": lambda seed: random(seed, N, C),
     "stored": half,
     "scale": lambda seed: random(seed, N, C),

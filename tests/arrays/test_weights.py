@@ -4,8 +4,11 @@ import dask.array as da
 import numpy as np
 import pytest
 
+from tests.stored_arrays import stored
+from trakdask.arrays import block_arguments
 from trakdask.arrays.weights import (
     inverse_norm,
+    own_influence,
     soft_gram_weights,
     soft_loss_weights,
     squared_norm,
@@ -80,3 +83,27 @@ def test_norms__against_numpy_and_zero() -> None:
     np.testing.assert_allclose(squared, norm**2, rtol=1e-12)
     norm[3, 1] = np.nan
     np.testing.assert_allclose(inverse, 1 / norm, rtol=1e-12)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("at_most", [1, 3, 100])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_own_influence__by_definition(
+    is_stored: bool, rows: int, at_most: int, average: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_arguments, "_MOST_GROUPS", at_most)
+    rng = np.random.default_rng(0)
+    x, g = rng.standard_normal((13, 4, 2)), rng.random((13, 2))
+    x[5, :, 1] = np.nan  # a sample that failed
+    make = stored if is_stored else da.from_array
+    with raise_if_dask_computes():
+        own = squared_norm(make(x, (3, 4, 1)))
+        lazy_result = own_influence(own, make(g, (rows, 1)), average=average)
+    squared = np.array([[sum(v**2 for v in x[s, :, c]) for c in range(2)] for s in range(13)])
+    weight = np.array([sum(row) / 2 for row in g]) ** 2
+    expected = squared * weight[:, None]
+    found = lazy_result.compute(scheduler="sync")
+    np.testing.assert_allclose(found, expected.mean(axis=1) if average else expected, rtol=1e-13)
+    if is_stored:
+        assert own.numblocks[0] <= at_most

@@ -19,6 +19,8 @@ from distributed import Client
 import trakdask as td
 from tests.stored_arrays import ShapeOfArray, StoredArray, as_stored, stored
 from trakdask.arrays.block_arguments import Slices
+from trakdask.execution import handles
+from trakdask.storage.lazy_coords import lazy_coord
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 P, C, ROWS = 4, 2, 64
@@ -48,6 +50,16 @@ def read(n: int) -> xr.Dataset:
         for name, (shape, chunks) in arrays.items()
     }
     return template.assign(data)
+
+
+def with_coords_in_store(n: int) -> xr.Dataset:
+    """The same, with coords that are to be read, too."""
+    ds = read(n)
+    coords = {
+        name: lazy_coord([ds[name].variable], ds.chunksizes["sample"], name, f"of-{n}")
+        for name in metadata(n)
+    }
+    return ds.assign_coords(coords)
 
 
 def scores(features: xr.Dataset, **options: Any) -> xr.DataArray:
@@ -105,12 +117,21 @@ def tasks(result: xr.Dataset | xr.DataArray) -> dict[Any, Any]:
     return dict(pickle.loads(sent).__dask_graph__())
 
 
+COORDS_STAY = ("score", "score, rows", "top_k", "top_k, tile mask", "self_influence")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("features", [simulated, read])
-@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        *((name, features) for features in (simulated, read) for name in LAZY),
+        *((name, with_coords_in_store) for name in COORDS_STAY),
+    ],
+)
 def test_tasks__do_not_grow_with_the_number_of_blocks(
-    name: str, features: Callable[[int], xr.Dataset]
+    name: str, features: Callable[[int], xr.Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(handles, "INLINE_BYTES", 0)  # up to 16 kB of a handle's object may travel
     largest = []
     for n_blocks in (64, 256):  # full trees, whose nodes are alike
         with raise_if_dask_computes():
@@ -143,7 +164,8 @@ def test_tasks__one_per_stored_block(name: str) -> None:
     assert len(tasks(LAZY[name](features.assign(gram=gram)))) < n * 8 / 7 + 50
 
 
-VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200)).compute()
+VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200))
+VALUES = VALUES.compute(scheduler="synchronous")  # workers import this module too
 TARGETS = simulate_features(60, P, C, chunks=60, seed=1).assign_coords(metadata(60))
 UNEVEN = (50, 3, 47, 60, 1, 39)
 
@@ -179,6 +201,7 @@ def test_results__same_bits_whoever_reads_the_blocks(
     p_rows: int, monkeypatch: pytest.MonkeyPatch, client: Client
 ) -> None:
     monkeypatch.setattr("trakdask.arrays.gram._ROWS_PER_DIM", p_rows)
+    monkeypatch.setattr("trakdask.arrays.block_arguments._MOST_GROUPS", p_rows)
     chunks = {"sample": UNEVEN}
     shared = answers(VALUES.map(lambda x: x.chunk(chunks)), TARGETS)
     reading = answers(as_stored(VALUES, UNEVEN), TARGETS)

@@ -19,7 +19,7 @@ TARGETS = simulate_features(n_samples=9, proj_dim=6, chunks=4, seed=1).assign_co
     label=("sample", np.arange(9) % 3)
 )
 SCORES = td.score(FEATURES, TARGETS)
-DENSE = SCORES.values
+DENSE = SCORES.compute(scheduler="synchronous").values  # workers import this module too
 
 
 def argsorted(mask: np.ndarray, k: int, largest: bool = True) -> np.ndarray:

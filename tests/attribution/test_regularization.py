@@ -73,7 +73,9 @@ def oracle(curve: np.ndarray, m: int) -> float:
 
 def following(train: xr.Dataset, rows: xr.Dataset, rho: float, noise: float = 0.3) -> xr.Dataset:
     """Give rows outputs that are their totals at a damping, and noise."""
-    f = totals(train, rows, rho, *weights(train, 0.5))
+    # At import, on workers too: not by a scheduler that waits for them.
+    train, known = (ds.compute(scheduler="synchronous") for ds in (train, rows))
+    f = totals(train, known, rho, *weights(train, 0.5))
     f = f + noise * f.std() * np.random.default_rng(9).standard_normal(len(f))
     return with_outputs(rows, f)
 

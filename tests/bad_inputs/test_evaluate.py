@@ -13,7 +13,7 @@ from tests.bad_inputs.bad_input import BadInput, check, parametrize
 
 N, M, SUBSETS = 12, 3, 6
 SCORES = xr.DataArray(np.random.default_rng(0).standard_normal((N, M)), dims=("sample", "target"))
-MASKS = td.evaluate.subsets(N, SUBSETS).compute()
+MASKS = td.evaluate.subsets(N, SUBSETS).compute(scheduler="synchronous")
 OUTPUTS = xr.dot(MASKS, SCORES, dim="sample")
 VALUES = SCORES[:, 0]
 WRONG = np.arange(N) < 4

@@ -15,7 +15,8 @@ from tests.bad_inputs.bad_input import BadInput, check, parametrize
 from tests.bad_inputs.small_models import NET, OnlyOutput
 
 STATE = NET.state_dict()
-M = "Model"
+M, K = "Model", "keep_checkpoints"
+QUANTISED = type("Linear8bitLt", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})(2, 2)
 
 
 def model(*arguments: Any, **options: Any) -> Callable[[Path], object]:
@@ -248,6 +249,33 @@ ROWS = [
         )
         for ids in ([], [1, 2], [-1], [2**32], [0.5], [True], "a", 3.5)
     ],
+    BadInput(K, "a number", lambda _: td.keep_checkpoints(3), TypeError, ["3", "folder='run'"]),
+    BadInput(K, "no path", lambda _: td.keep_checkpoints(""), TypeError, ["''", "folder='run'"]),
+    BadInput(
+        K, "a URL", lambda _: td.keep_checkpoints("s3://b/run"), ValueError, ["s3://b/run", "local"]
+    ),
+    *[
+        BadInput(
+            K,
+            f"every {every!r}",
+            lambda _, every=every: td.keep_checkpoints("run", every=every),
+            error,
+            ["every", repr(every), "'epoch'"],
+        )
+        for every, error in (
+            ("step", TypeError),
+            (0, ValueError),
+            (True, TypeError),
+            (None, TypeError),
+        )
+    ],
+    BadInput(
+        M,
+        "quantised",
+        model(nn.Sequential(QUANTISED), task="causal_lm"),
+        TypeError,
+        ["'0'", "Linear8bitLt", "bfloat16"],
+    ),
 ]
 
 

@@ -193,6 +193,7 @@ OPEN = [
     ("options as text", opened(store_in, storage_options="anon"), TypeError, ["'anon'"]),
     ("require_complete as text", opened(store_in, require_complete="no"), TypeError, ["'no'"]),
     ("dropped as number", opened(store_in, dropped=1), TypeError, ["dropped", "1"]),
+    ("load_coords as text", opened(store_in, load_coords="lazy"), TypeError, ["'lazy'"]),
     ("lost block", opened(without("records/*/*1/0.json")), td.IncompleteFeaturesError,
      ["5 of 6", "td.save(features"]),
     ("lost coord", opened(without("label")), td.IncompleteFeaturesError, ["label/zarr.json"]),

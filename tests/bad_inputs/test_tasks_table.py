@@ -52,6 +52,20 @@ ROWS = [
         ["label", "3"],
     ),
     BadInput(
+        "tasks.Classification",
+        "no inputs",
+        lambda _: td.tasks.Classification(()),
+        ValueError,
+        ["inputs", "()"],
+    ),
+    BadInput(
+        "tasks.Classification",
+        "no such variable",
+        labelled(BIG, task="classification"),
+        ValueError,
+        ["'x'"],
+    ),
+    BadInput(
         "tasks.TextClassification",
         "no inputs",
         lambda _: td.tasks.TextClassification(()),
@@ -183,6 +197,23 @@ ROWS = [
         language(tokens(np.ones((2, 6), int))),
         RuntimeError,
         ["0..4", "'wpe'", "got 5"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "all labels ignored",
+        language(
+            tokens(IDS % 7, y=[[1, 2, 3], [1, -100, -100], [1, 2, 3], [1, 2, 3]]),
+            task={"labels": "y"},
+        ),
+        RuntimeError,
+        ["token to predict", "2 labels -100", "at sample 1"],
+    ),
+    BadInput(
+        "tasks.CausalLM",
+        "position that nothing predicts",
+        language(tokens(IDS % 7, at=[1, 2, 0, 1]), task={"position": "at"}),
+        RuntimeError,
+        ["'at'", "got 0 at sample 2"],
     ),
     BadInput(
         "tasks.CausalLM",

@@ -74,7 +74,7 @@ def summary(rows: list[Row]) -> list[Row]:
                     for r in rows
                     if (r["task"], r["estimator"]) == (task, estimator)
                 ]
-                for task in dict.fromkeys(row["task"] for row in rows)
+                for task in dict.fromkeys(r["task"] for r in rows if r["estimator"] == estimator)
             }
             every = [x for some in regrets.values() for x in some]
             means = {task: float(np.mean(some)) for task, some in regrets.items()}

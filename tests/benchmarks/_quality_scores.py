@@ -13,7 +13,8 @@ from typing import Any
 import dask
 import numpy as np
 import xarray as xr
-from _quality_tasks import SUBJECTS, Subject, members
+from _quality_subjects import SUBJECTS
+from _quality_tasks import Subject, members
 from _quality_truth import checkpoints, truth
 from numpy.typing import NDArray
 
@@ -55,7 +56,10 @@ def evaluate(setting: Setting, cache: Path) -> Row:
     subject = SUBJECTS[setting.task]
     path = cache / "rows" / f"{_digest(asdict(setting), subject.digest())}.json"
     if not path.exists():
-        scores, choice = score_all(*selected(setting, cache), ESTIMATORS[setting.estimator])
+        options = ESTIMATORS[setting.estimator]
+        if subject.task == "regression" and setting.estimator == "soft":
+            options = {"estimator": "soft", "power": 1.0}  # the only one that it has
+        scores, choice = score_all(*selected(setting, cache), options)
         keep_row(path, subject, scores, asdict(setting) | choice)
     return read_row(path)
 
@@ -125,13 +129,12 @@ def features(
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Return features of training samples and targets; those of the cache are not made again."""
     paths = checkpoints(subject, cache, n_checkpoints)
-    model = td.Model(subject.build, checkpoints=paths, task="image_classification")
+    model = td.Model(subject.build, checkpoints=paths, task=subject.task)
     name = f"{subject.name}-{_digest(projector.spec(), [path.name for path in paths])}"
     parts = []
-    for role, (inputs, labels) in zip(("train", "targets"), subject.data(), strict=True):
-        samples = td.from_arrays({"image": inputs}, coords={"label": labels}, chunks=512)
+    for part, role in enumerate(("train", "targets")):
         store = cache / "features" / f"{name}-{role}.zarr"
-        lazy = td.featurize(samples, model, projector=projector)
+        lazy = td.featurize(subject.samples(part), model, projector=projector)
         parts.append(td.save(lazy, store, gram=False, progress=False).load())
     return parts[0], parts[1]
 

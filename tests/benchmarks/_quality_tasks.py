@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import xarray as xr
 from _models import Block, conv
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+import trakdask as td
 from trakdask import examples
 
 N_CLASSES = 10
@@ -183,6 +185,18 @@ class Subject:
     n_subsets: int
     lr: float = 3e-3
     batch_size: int = 64
+
+    task: ClassVar[str | td.Task] = "image_classification"
+    skill: ClassVar[str] = "accuracy"
+
+    def samples(self, part: int) -> xr.Dataset:
+        """Return the training samples (0) or the targets (1), named as the task reads them."""
+        inputs, labels = self.data()[part]
+        return td.from_arrays({"image": inputs}, coords={"label": labels}, chunks=512)
+
+    def skill_of(self, state: dict[str, Tensor], part: int) -> float:
+        """Return how good a model is, on training samples (0) or targets (1)."""
+        return examples.classifier_accuracy(self.build, state, *self.data()[part])
 
     def train(self, mask: NDArray[np.bool_] | None, seed: int) -> dict[str, Tensor]:
         """Train on the chosen samples, or on all."""

@@ -40,11 +40,10 @@ from _quality_scores import (
     read_row,
     write,
 )
-from _quality_tasks import SUBJECTS
+from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints, keep, retrain, truth
 
 import trakdask as td
-from trakdask import examples
 
 POWERS = tuple(name for name in ESTIMATORS if name not in ("trak", "soft"))
 
@@ -84,6 +83,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
         is_dense = projector == "Rademacher"
         for n in options.checkpoints if is_dense else [middle]:
             has_powers = is_dense and p == max(options.proj_dims)
+            has_powers &= SUBJECTS[task].task != "regression"
             for estimator in ("trak", "soft", *(POWERS if has_powers else ())):
                 yield Setting(task, projector, p, n, estimator)
 
@@ -104,8 +104,9 @@ def score_peers(options: argparse.Namespace) -> None:
 
 
 def peer_jobs(options: argparse.Namespace) -> Iterator[tuple[str, Path, PeerJob]]:
-    """Yield package, file of its scores, and what it is to score."""
-    for task, p, n in itertools.product(options.tasks, options.proj_dims, options.peer_checkpoints):
+    """Yield package, file of its scores, and what it is to score: classifiers."""
+    tasks = [name for name in options.tasks if SUBJECTS[name].task == "image_classification"]
+    for task, p, n in itertools.product(tasks, options.proj_dims, options.peer_checkpoints):
         subject = SUBJECTS[task]
         job = PeerJob(subject, checkpoints(subject, options.cache, n), p)
         for engine in PEERS:
@@ -190,9 +191,6 @@ def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
     subject = SUBJECTS[name]
     n_subsets, n_seeds, n_targets = truth(subject).shape
     state = torch.load(checkpoints(subject, options.cache, 1)[0], weights_only=True)
-    accuracy = (
-        examples.classifier_accuracy(subject.build, state, *part) for part in subject.data()
-    )
     return {
         "task": name,
         "parameters": sum(parameter.numel() for parameter in subject.build().parameters()),
@@ -200,7 +198,9 @@ def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "targets": n_targets,
         "subsets": n_subsets,
         "seeds": n_seeds,
-        "accuracy (train, targets)": ", ".join(f"{share:.2f}" for share in accuracy),
+        f"{subject.skill} (train, targets)": ", ".join(
+            f"{subject.skill_of(state, part):.2f}" for part in (0, 1)
+        ),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_subject__digest_names_data_and_settings(quality: ModuleType) -> None:
     digests = {subject.digest() for subject in subjects.values()}
     assert len(digests) == len(subjects)
     assert subjects["tiny"].digest() == tiny().digest()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["diabetes", "surface", "language", "cancer"])
+def test_subject__outputs_are_what_is_attributed(quality: ModuleType, name: str) -> None:
+    """The truth and the features are of one f; training is a function of rows and seed."""
+    parts = [tuple(array[:40] for array in part) for part in quality.SUBJECTS[name].data()]
+    subject = dataclasses.replace(quality.SUBJECTS[name], data=lambda: parts, epochs=3)
+    half = importlib.import_module("_quality_tasks").members(0, 40)
+    state = subject.train(half, seed=1)
+    model = td.Model(subject.build, [state], task=subject.task)
+    features = td.featurize(subject.samples(1), model, projector=td.SJLT(8))
+    expected = features.output[:, 0].compute(scheduler="synchronous")
+    np.testing.assert_allclose(subject.outputs(state), expected, rtol=1e-3, atol=1e-4)
+    again = subject.train(half, seed=1)
+    assert all(torch.equal(state[key], again[key]) for key in state)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def experiment(
     scores = xr.DataArray(
         rng.integers(distinct, size=(n, m)).astype(np.float32), dims=("sample", "target")
     )
-    masks = td.evaluate.subsets(n, n_subsets).compute()
+    masks = td.evaluate.subsets(n, n_subsets).compute(scheduler="synchronous")
     noise = rng.integers(3 * distinct, size=(n_subsets, n_seeds, m))
     outputs = xr.dot(masks, scores, dim="sample").expand_dims(seed=n_seeds, axis=1) + noise
     return scores, masks, outputs.transpose("subset", "seed", "target")

@@ -119,3 +119,10 @@ def test_save__the_same_bar_with_and_without_a_client(
         td.save(features, tmp_path / "f.zarr")
         assert "save f.zarr" in (shown := capsys.readouterr().out)
         assert "8/8" in shown
+
+
+def test_polled_bar__says_what_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    for done in (0, 3, 5):
+        with progress.polled_bar("title", 5, lambda: done):  # noqa: B023
+            pass
+        assert ("3 of 5 were stored before" in capsys.readouterr().out) == (done == 3)

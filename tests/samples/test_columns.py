@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import xarray as xr
 
-from trakdask.samples import from_dataframe
+from trakdask.samples.dataframe_source import from_dataframe
 
 TOKENS = [[5, 6, 7], [], [8], [9, 10, 11, 12], [13, 14], [15], [16, 17, 18], [19]]
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from distributed import Client
 
-from trakdask.samples import from_dataframe
+from trakdask.samples.dataframe_source import from_dataframe
 from trakdask.samples.files import FileRows
 
 VARIABLES = {"input_ids": "tokens", "image": "pixels", "label": "label"}

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from distributed import Client
 
-from trakdask.samples import from_dataframe
+from trakdask.samples.dataframe_source import from_dataframe
 from trakdask.samples.files import FileRows
 
 TABLE = pa.table({"x": np.arange(20), "lang": [["de", "en"][i % 2] for i in range(20)]})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from distributed import Client
 
-from trakdask.samples import from_dataframe
+from trakdask.samples.dataframe_source import from_dataframe
 
 datasets = pytest.importorskip("datasets")
 

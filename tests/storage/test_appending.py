@@ -22,7 +22,8 @@ NAMES = ("c0", "c1", "c2")
 
 
 def whole() -> xr.Dataset:
-    ds = simulate_features(n_samples=60, proj_dim=6, n_checkpoints=3, chunks=16).compute()
+    ds = simulate_features(n_samples=60, proj_dim=6, n_checkpoints=3, chunks=16)
+    ds = ds.compute(scheduler="synchronous")  # at import, on workers too
     rng = np.random.default_rng(0)
     integers = rng.integers(-4, 5, ds.feature.shape).astype("f4")
     return ds.assign(feature=(ds.feature.dims, integers))

@@ -40,7 +40,7 @@ def newton_step(ds: xr.Dataset) -> xr.DataArray:
     return xr.DataArray(np.array(step, "f4"), dims=("checkpoint", "proj_dim"))
 
 
-STEP = newton_step(shifted(N, 0))
+STEP = newton_step(shifted(N, 0).compute(scheduler="synchronous"))  # workers import this module too
 
 
 def images(n: int = N, seed: int = 0, checkpoints: tuple[int, ...] = (0, 1, 2)) -> xr.Dataset:
@@ -50,7 +50,8 @@ def images(n: int = N, seed: int = 0, checkpoints: tuple[int, ...] = (0, 1, 2)) 
     """
     made = shifted(n, seed)
     followed = (made.feature * STEP).sum("proj_dim") + 0.3 * made.output
-    made = made.assign(output=followed.astype("f4")).isel(checkpoint=list(checkpoints)).compute()
+    made = made.assign(output=followed.astype("f4")).isel(checkpoint=list(checkpoints))
+    made = made.compute(scheduler="synchronous")
     arrays = {
         name: (
             made[name].dims,

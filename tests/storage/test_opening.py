@@ -24,7 +24,8 @@ FAILED = [(3, 0), (3, 1), (17, 2), (39, 1), (45, 0), (45, 1), (45, 2), (50, 2)]
 
 
 def whole() -> xr.Dataset:
-    ds = simulate_features(n_samples=60, proj_dim=6, n_checkpoints=3, chunks=16).compute()
+    ds = simulate_features(n_samples=60, proj_dim=6, n_checkpoints=3, chunks=16)
+    ds = ds.compute(scheduler="synchronous")  # at import, on workers too
     ds["feature"][:] = np.random.default_rng(0).integers(-4, 5, ds.feature.shape)
     error = np.full((60, 3), "", TEXT)
     for at in FAILED:

@@ -22,16 +22,29 @@ from dask.blockwise import Blockwise, optimize_blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer
 from dask.layers import ArrayBlockwiseDep
 
-from trakdask.arrays.blocks import Block, Unread, block_starts
+from trakdask.arrays.blocks import Block, Unread, block_starts, flat
 from trakdask.execution.handles import Spooled
 from trakdask.execution.layers import has_featurize_layer
 
-__all__ = ["Bounds", "Column", "PackedRows", "Slices", "block_of", "read_in_task"]
+__all__ = [
+    "Bounds",
+    "Column",
+    "PackedRows",
+    "Slices",
+    "StoredColumn",
+    "block_of",
+    "coarse_groups",
+    "is_stored",
+    "read_in_task",
+]
 
 _MOST_SENT_BYTES = 2**24
 """An array with more bytes would burden the scheduler, through which a graph passes."""
 
 _ROWS_AT_ONCE = 2**18
+
+_MOST_GROUPS = 4096
+"""Of blocks along samples. A scheduler takes about a millisecond for each of its tasks."""
 
 Chunks = tuple[tuple[int, ...], ...]
 
@@ -146,8 +159,11 @@ class _Part:
     index: tuple[slice, ...]
 
 
-def block_of(argument: Block | _Part) -> Block:
-    """Return the block that a task got as an argument, or as a part of a column."""
+def block_of(argument: Block | _Part | Unread) -> Block:
+    """Return the block that a task got as an argument, as part of a column, or to be read."""
+    if isinstance(argument, Unread):
+        (block,) = flat(argument)
+        return block
     return argument.column.rows(argument.index) if isinstance(argument, _Part) else argument
 
 
@@ -224,6 +240,47 @@ def read_in_task(
     if groups is None:
         groups = [(i,) for i in range(array.numblocks[0])]
     return _ReadInTask(array, graph, groups, by_checkpoint), "sc" if by_checkpoint else "s"
+
+
+def coarse_groups(n_blocks: int) -> list[range]:
+    """Return consecutive blocks for tasks of a layer: each one alone, unless there are many.
+
+    Examples
+    --------
+    >>> coarse_groups(3)
+    [range(0, 1), range(1, 2), range(2, 3)]
+    >>> len(coarse_groups(24_415))
+    4070
+    """
+    size = -(-n_blocks // _MOST_GROUPS) if n_blocks else 1
+    return [range(i, min(i + size, n_blocks)) for i in range(0, n_blocks, size)]
+
+
+def is_stored(array: da.Array) -> bool:
+    """Return whether tasks can read the blocks of an array themselves: :func:`read_in_task`."""
+    return _stored_graph(array) is not None
+
+
+class StoredColumn:
+    """An array (sample) in a store, of which tasks read the blocks that have the rows they need."""
+
+    def __init__(self, array: da.Array) -> None:
+        reader = read_in_task(array)
+        assert reader is not None, "expected an array for which is_stored is true"
+        # Its graph grows with the number of blocks, so that tasks get a handle.
+        self._blocks = Spooled(reader[0], f"column-{array.name}")
+        self.dtype = array.dtype
+
+    def rows(self, index: Any) -> Block:
+        """Return the rows at some positions, in any order."""
+        blocks, positions = self._blocks.get(), np.asarray(index).ravel()
+        starts = block_starts(blocks.chunks[0])
+        numbers = np.searchsorted(starts, positions, side="right") - 1
+        found = np.empty(positions.shape, self.dtype)
+        for number in np.unique(numbers):
+            here = numbers == number
+            found[here] = block_of(blocks[(int(number),)])[positions[here] - starts[number]]
+        return found.reshape(np.shape(index))
 
 
 def _stored_graph(array: da.Array) -> HighLevelGraph | None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import read_in_task
+from trakdask.arrays.block_arguments import coarse_groups, read_in_task
 from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
@@ -314,7 +314,8 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
 
     Returns
     -------
-    (sample, checkpoint) float64, lazy, in the chunks of ``feature``.
+    (sample, checkpoint) float64, lazy, in the chunks of ``feature``, or of several of its blocks
+    where more than 4096 are read from a store.
 
     Notes
     -----
@@ -329,10 +330,11 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
     """
     _require_square(factor, name="factor", caller="leverage")
     require_features(feature, name="feature", caller="leverage")
+    groups = coarse_groups(feature.numblocks[0])
     result: da.Array = da.blockwise(
         _leverage_block,
         "sc",
-        *(read_in_task(feature, by_checkpoint=True) or (feature, "spc")),
+        *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
         factor,
         "pqc",
         concatenate=False,
@@ -345,10 +347,8 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
 
 
 def _leverage_block(feature: Blocks, factor: Blocks) -> Block:
-    (phi,) = flat(feature)
-    rows = _solved(phi, factor)
-    own: Block = np.einsum("sp,sp->s", phi[:, :, 0], rows)
-    return own[:, None]
+    own = [np.einsum("sp,sp->s", phi[:, :, 0], _solved(phi, factor)) for phi in flat(feature)]
+    return np.concatenate(own)[:, None]
 
 
 def _require_square(x: da.Array, *, name: str, caller: str) -> None:

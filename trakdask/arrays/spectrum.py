@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
+from trakdask.arrays.block_arguments import coarse_groups, read_in_task
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
@@ -360,16 +361,16 @@ def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Arr
     As :func:`trakdask.arrays.solve.leverage`, at the same cost.
     """
     require_features(feature, name="feature", caller="leverage")
+    groups = coarse_groups(feature.numblocks[0])
     result: da.Array = da.blockwise(
         _leverage,
         "sc",
-        feature,
-        "spc",
+        *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
         spectrum,
         "c",
         damping.rechunk(1, method="tasks"),
         "c",
-        concatenate=True,
+        concatenate=False,
         align_arrays=False,
         name="spectral-leverage-" + tokenize(feature.name, spectrum.name, damping.name),
         dtype=np.float64,
@@ -378,9 +379,10 @@ def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Arr
     return result
 
 
-def _leverage(feature: Block, spectrum: Spectrum, damping: Block) -> Block:
-    system = _damped(spectrum, damping)
-    with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
-        along = feature[:, :, 0] @ spectrum.vectors
-        own: Block = np.square(along, out=along) @ (1 / system)
-    return own[:, None]
+def _leverage(feature: Blocks, spectrum: Spectrum, damping: Block) -> Block:
+    inverse, own = 1 / _damped(spectrum, damping), []
+    for block in flat(feature):
+        with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
+            along = block[:, :, 0] @ spectrum.vectors
+            own.append(np.square(along, out=along) @ inverse)
+    return np.concatenate(own)[:, None]

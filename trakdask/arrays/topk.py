@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices, block_of
+from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices, block_of, read_in_task
 from trakdask.arrays.blocks import Block, Blocks, blocks_with, flat
 
 __all__ = ["TileMask", "top_k"]
@@ -28,11 +28,12 @@ class TileMask:
         (samples, targets, *blocks) -> bool (samples, targets). ``samples`` and ``targets`` are the
         ranges of positions of the tile, ``blocks`` the parts of ``arrays`` that belong to it.
     arrays
-        Arrays in memory, each with its axes: ``"s"``, ``"t"`` or ``"st"``.
+        Arrays in memory, each with its axes: ``"s"``, ``"t"`` or ``"st"``. Those along ``"s"`` may
+        be lazy, where tasks can read them in a store, in the blocks of the scores.
     """
 
     function: Callable[..., npt.NDArray[np.bool_]]
-    arrays: tuple[tuple[Block, str], ...] = ()
+    arrays: tuple[tuple[Block | da.Array, str], ...] = ()
 
 
 _SPLIT_EVERY = 8
@@ -176,7 +177,7 @@ def _local_keys(
     if isinstance(mask, TileMask):
         function, chunks = mask.function, {"s": sizes, "t": target_sizes}
         for values, index in mask.arrays:
-            arguments += [Slices(values, tuple(chunks[axis] for axis in index)), index]
+            arguments += _argument(values, index, chunks)
     elif mask is not None:
         arguments += [PackedRows(mask, 1, sizes), "s"]
     keys: da.Array = da.blockwise(
@@ -197,6 +198,16 @@ def _local_keys(
         return None
     # Blocks are selected after the local ranking, so that dask can fuse it with the product.
     return keys if len(used) == len(sizes) else keys.blocks[used]
+
+
+def _argument(
+    values: Block | da.Array, index: str, chunks: Mapping[str, tuple[int, ...]]
+) -> tuple[object, str]:
+    if not isinstance(values, da.Array):
+        return Slices(values, tuple(chunks[axis] for axis in index)), index
+    stored = read_in_task(values)
+    assert stored is not None, "expected lazy arrays of a tile mask in a store"
+    return stored
 
 
 def _local(

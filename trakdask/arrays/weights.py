@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import read_in_task
-from trakdask.arrays.blocks import Block, Blocks, flat, require_features
+from trakdask.arrays.block_arguments import coarse_groups, read_in_task
+from trakdask.arrays.blocks import (
+    Block,
+    Blocks,
+    block_starts,
+    flat,
+    mean_weight,
+    require_features,
+)
 
-__all__ = ["inverse_norm", "soft_gram_weights", "soft_loss_weights", "squared_norm"]
+__all__ = [
+    "inverse_norm",
+    "own_influence",
+    "soft_gram_weights",
+    "soft_loss_weights",
+    "squared_norm",
+]
 
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6
@@ -99,10 +113,11 @@ def squared_norm(feature: da.Array) -> da.Array:
     [[18.0]]
     """
     require_features(feature, name="feature", caller="squared_norm")
+    groups = coarse_groups(feature.numblocks[0])
     result: da.Array = da.blockwise(
         _squared_norm,
         "sc",
-        *(read_in_task(feature, by_checkpoint=True) or (feature, "spc")),
+        *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
         concatenate=False,
         align_arrays=False,
         name="squared-norm-" + tokenize(feature.name),
@@ -113,9 +128,64 @@ def squared_norm(feature: da.Array) -> da.Array:
 
 
 def _squared_norm(feature: Blocks) -> Block:
-    (phi,) = flat(feature)
-    squared: Block = np.einsum("spc,spc->sc", phi, phi, dtype=np.float64)
-    return squared
+    squared = [np.einsum("spc,spc->sc", phi, phi, dtype=np.float64) for phi in flat(feature)]
+    return np.concatenate(squared)
+
+
+def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array:
+    """Return own_c(z) · mean_c[g_c(z)]², lazy, in the chunks of ``own``.
+
+    Parameters
+    ----------
+    own
+        (sample, checkpoint), of :func:`trakdask.arrays.solve.leverage` or :func:`squared_norm`.
+    weight
+        g, (sample, checkpoint), chunks (rows, 1).
+    average
+        Whether the result is the mean over checkpoints, (sample), or (sample, checkpoint).
+
+    Examples
+    --------
+    >>> own = da.from_array(np.array([[1.0, 3.0]]), chunks=(1, 1))
+    >>> weight = da.from_array(np.array([[0.5, 1.5]]), chunks=(1, 1))
+    >>> own_influence(3 * own, weight, average=True).compute().tolist()
+    [6.0]
+    >>> own_influence(3 * own, weight, average=False).compute().tolist()
+    [[3.0, 9.0]]
+    """
+    out = "s" if average else "sc"
+    result: da.Array = da.blockwise(
+        _own_influence,
+        out,
+        own,
+        "sc",
+        *_in_rows(weight, own.chunks[0]),
+        concatenate=False,
+        align_arrays=False,
+        name="own-influence-" + tokenize(own.name, weight.name, average),
+        dtype=np.float64,
+        meta=np.empty((0,) * len(out), np.float64),
+        n_checkpoints=weight.shape[1],
+    )
+    return result
+
+
+def _in_rows(weight: da.Array, sizes: tuple[int, ...]) -> tuple[object, str]:
+    """Return an argument of ``blockwise`` with so many rows of weights in each task."""
+    starts, needed = block_starts(weight.chunks[0]), block_starts(sizes)
+    ends = np.searchsorted(starts, needed)
+    groups = [range(start, end) for start, end in pairwise(ends.tolist())]
+    read = read_in_task(weight, groups=groups) if np.isin(needed, starts).all() else None
+    return read or (weight.rechunk({0: sizes}, method="tasks"), "sd")
+
+
+def _own_influence(own: Blocks, weight: Blocks, *, n_checkpoints: int) -> Block:
+    columns = list(flat(weight))  # those of one block of samples after the other
+    firsts = range(0, len(columns), n_checkpoints)
+    mean = np.concatenate([mean_weight(columns[i : i + n_checkpoints]) for i in firsts])
+    if isinstance(own, list):
+        return np.asarray(mean_weight(own) * mean**2)
+    return np.asarray(own * mean[:, None] ** 2)
 
 
 def inverse_norm(squared: da.Array) -> da.Array:

@@ -9,13 +9,14 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask.html_tables import HtmlTable
 from trakdask.variables import CHECKPOINT, aligned
 
 __all__ = ["Absolute", "Damping", "brief", "given_damping", "relative_damping"]
 
 
 @dataclass(frozen=True)
-class Absolute:
+class Absolute(HtmlTable):
     """A damping λ in the units of the gram matrix, the same for all checkpoints.
 
     Raises

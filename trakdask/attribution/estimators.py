@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.html_tables import HtmlTable
 from trakdask.variables import CHECKPOINT, SAMPLE
 
 __all__ = [
@@ -30,7 +31,7 @@ DEFAULT_POWER = 0.5
 _WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
 """Estimators whose scores are products of features alone."""
 
-_MEASURED_TASKS = ("ImageClassification", "TextClassification")
+_MEASURED_TASKS = ("Classification", "ImageClassification", "TextClassification")
 """Tasks for which tests/benchmarks/quality.py found what is best."""
 
 _QUADRATIC_TASKS = ("Regression",)
@@ -38,7 +39,7 @@ _QUADRATIC_TASKS = ("Regression",)
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(HtmlTable):
     """Weights of the gram matrix (h) and of the scores (g) as names, and where they come from.
 
     The names are formulas in q = out_to_loss. They are recorded in the
@@ -84,7 +85,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class ResolvedEstimator:
+class ResolvedEstimator(HtmlTable):
     """An estimator with everything that follows from its name, its power and the features.
 
     Parameters

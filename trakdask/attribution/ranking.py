@@ -12,9 +12,9 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.block_arguments import Column
+from trakdask.arrays.block_arguments import Column, StoredColumn
 from trakdask.arrays.topk import TileMask
-from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, aligned
+from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, aligned, stays_in_store
 
 __all__ = ["top_k"]
 
@@ -134,7 +134,13 @@ def _remedy(scores: xr.DataArray) -> str:
 
 
 def _coords_along(scores: xr.DataArray, dim: str) -> dict[Hashable, Any]:
-    return {name: (dim, c.values) for name, c in scores.coords.items() if c.dims == (dim,)}
+    """Return coords in memory, or as lazy arrays if they stay in a store."""
+    sizes = scores.variable.chunksizes[SAMPLE]
+    return {
+        name: (dim, c.variable.data if stays_in_store(c.variable, sizes) else c.values)
+        for name, c in scores.coords.items()
+        if c.dims == (dim,)
+    }
 
 
 def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | None:
@@ -242,7 +248,7 @@ def _gathered_coords(
         if may_pad and dtype.kind in "iub":
             dtype = np.dtype(np.float64)
         data = da.map_blocks(
-            functools.partial(_gather, column=Column(values), dtype=dtype), position,
+            functools.partial(_gather, column=_column(values), dtype=dtype), position,
             dtype=dtype, meta=np.empty((0, 0), dtype),
             name=f"{name}-{uuid4().hex}",
         )  # fmt: skip
@@ -250,7 +256,13 @@ def _gathered_coords(
     return coords
 
 
-def _gather(position: np.ndarray, column: Column, dtype: np.dtype[Any]) -> np.ndarray:
+def _column(values: np.ndarray | da.Array) -> Column | StoredColumn:
+    return StoredColumn(values) if isinstance(values, da.Array) else Column(values)
+
+
+def _gather(
+    position: np.ndarray, column: Column | StoredColumn, dtype: np.dtype[Any]
+) -> np.ndarray:
     missing = position < 0
     # Never row -1: that is the last sample.
     gathered = column.rows(np.where(missing, 0, position)).astype(dtype)

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
@@ -18,11 +17,12 @@ from trakdask.attribution.estimators import (
     Estimator,
     Weights,
 )
+from trakdask.attribution.groups import group_codes
 from trakdask.attribution.matrices import origin, weight_data
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Factors, factors
 from trakdask.attribution.regularization import regularize
-from trakdask.provenance import FEATURE_SPEC, require_comparable
+from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
@@ -116,12 +116,12 @@ def score(
     targets
         Features of the samples to explain, made with the same model and projector.
     estimator
-        ``"auto"``: ``"soft"`` for classification of images and texts by models without BatchNorm,
-        else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
-        and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss,
-        flatter than the real one; a = 1 is the Gauss-Newton influence function. ``"relatif"``:
-        TRAK's score by the square root of the sample's self-influence. Without a gram matrix:
-        ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
+        ``"auto"``: ``"soft"`` for classification into one of several classes by models without
+        BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q
+        in [0, 1] and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one
+        loss, flatter than the real one; a = 1 is the Gauss-Newton influence function.
+        ``"relatif"``: TRAK's score by the square root of the sample's self-influence. Without a
+        gram matrix: ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
         mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
     power
         a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early, nearer 1
@@ -265,12 +265,12 @@ def group_score(
     )
     features, targets = lazy_features(features), lazy_features(targets)
     product = factors(features, targets, options)
-    codes, groups = pd.factorize(features[by].values, sort=True)
+    codes, groups = group_codes(features[by].values)
     sums = arrays.groups.group_sum(
         features.feature.data, product.weight, codes, len(groups), pooled=product.pooled
     )
     data = arrays.score.score(sums, product.solved, None)
-    coords = {by: np.asarray(groups), **_target_coords(targets)}
+    coords = {by: groups, **_target_coords(targets)}
     attrs = _score_attrs(features, targets, product)
     return xr.DataArray(data, dims=(by, TARGET), coords=coords, name="score", attrs=attrs)
 
@@ -331,9 +331,7 @@ def self_influence(
     else:
         own = arrays.weights.squared_norm(x)
     g = options.estimator.weights.loss_data(features)
-    if average:
-        own = own.mean(axis=1)
-    data = own * g.mean(axis=1, keepdims=not average) ** 2
+    data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
     coords = _coords_along(features, SAMPLE)
     if not average:
@@ -382,7 +380,7 @@ def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
 def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) -> dict[str, Any]:
     attrs = {name: features.attrs[name] for name in FEATURE_SPEC if name in features.attrs}
     attrs.pop("parameters", None)
-    return attrs | {
+    return as_text(attrs) | {
         "description": VARIABLES["score"].attrs["description"],
         **product.attrs,
         "source": features.attrs.get("source", ""),

@@ -21,3 +21,7 @@ __all__ = [
     "retrain",
     "subsets",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -18,3 +18,7 @@ __all__ = [
     "digits_mlp",
     "train_classifier",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -38,12 +38,14 @@ def polled_bar(
     The count is of completed work in the store, so the bar is the same on threads, processes and a
     cluster, and is correct after a restart. Counting takes at most a twentieth of the time: if
     listing the store is slow, the bar is updated less often. The remaining time is estimated from
-    the work completed since the bar appeared.
+    the work completed since the bar appeared. The title says what is resumed.
     """
     if not show:
         yield
         return
-    with _bar(title, total, count()) as bar:
+    done = count()
+    title = f"{title} ({done} of {total} were stored before)" if 0 < done < total else title
+    with _bar(title, total, done) as bar:
         stop = threading.Event()
         poller = threading.Thread(target=_poll, args=(bar, count, stop), daemon=True)
         poller.start()

@@ -16,6 +16,7 @@ from trakdask.errors import CheckpointError
 from trakdask.execution.fingerprints import fingerprint
 from trakdask.execution.handles import Spooled
 from trakdask.files import Folder
+from trakdask.html_tables import html_table
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
@@ -53,9 +54,10 @@ class Model:
         model. Workers are sent files that they do not see. If ``build`` is a module, checkpoints
         may be omitted; the only one then consists of the module's own weights.
     task
-        A name (``"image_classification"``, ``"text_classification"``, ``"binary_classification"``,
-        ``"multi_label"``, ``"regression"``, ``"causal_lm"``, ``"clip"``), a :class:`Task`, or an
-        object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
+        A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
+        ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"causal_lm"``,
+        ``"clip"``), a :class:`Task`, or an object with TRAK's ``get_output`` and
+        ``get_out_to_loss_grad``.
     parameters
         The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
@@ -173,6 +175,17 @@ class Model:
                 skeletons.pop(next(iter(skeletons)))
             skeletons[self.token] = _build_skeleton(self.build)
         return skeletons[self.token]
+
+    def _repr_html_(self) -> str:
+        names = [checkpoint.name for checkpoint in self.checkpoints]
+        build = self.build.token if isinstance(self.build, Spooled) else self.build
+        rows = {
+            "build": build if isinstance(build, str) else _named(build),
+            "task": task_spec(self.task),
+            f"{len(names)} checkpoints": shown(names),
+            "parameters": shown(list(self.shapes)),
+        }
+        return html_table(repr(self), rows)
 
     def __repr__(self) -> str:
         n = len(self.checkpoints)

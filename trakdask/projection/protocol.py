@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from trakdask.checks import require_choice, require_integer
+from trakdask.html_tables import HtmlTable
 from trakdask.projection.row_map import ROW_BLOCK, RowMap
 
 DEFINITION_VERSION = 1
@@ -61,7 +62,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Projector(ABC):
+class Projector(HtmlTable, ABC):
     """A linear map from flat per-sample gradients to feature columns.
 
     A projector is an immutable, hashable, picklable value: all state is in its fields. A new kind

@@ -53,6 +53,7 @@ __all__ = [
     "decoded",
     "encoded",
     "opened",
+    "part_token",
     "run",
     "save_blocks",
     "stored",
@@ -269,8 +270,10 @@ def stored(part: Part, *, complete: bool = True, without: Collection[str] = ()) 
     """
     names = (*FEATURE_NAMES, SCALE, *REDUCTIONS)
     ds = opened(part, complete=complete, without=(*without, *names))
-    token = tokenize(part.folder.url, _token(part), complete)
-    group = zarr.open_group(_store(part, complete=complete), mode="r", zarr_format=3)
+    token = tokenize(part.folder.url, part_token(part), complete)
+    # Every task gets a copy of what its store knows, so that is of these arrays alone.
+    store = _store(part, complete=complete, only=names)
+    group = zarr.open_group(store, mode="r", zarr_format=3)
     lazy = {}
     for name in names:
         if name in group:
@@ -302,16 +305,23 @@ def opened(part: Part, *, complete: bool = True, without: Collection[str] = ()) 
     return ds
 
 
-def _store(part: Part, *, complete: bool) -> Store:
-    """Return the zarr store of a part; if it is to be complete, one that rejects changed files."""
+def _store(part: Part, *, complete: bool, only: Collection[str] | None = None) -> Store:
+    """Return the zarr store of a part; if it is to be complete, one that rejects changed files.
+
+    Those of all arrays, or of the named, and of the group itself.
+    """
     store: Store = part.arrays()
     if complete:
-        known = listed(part)
-        store = Complete(store, part.folder, _token(part), may_lack=(ERROR,), known=known)
+        known = {
+            path: about
+            for path, about in listed(part).items()
+            if only is None or "/" not in path or path.partition("/")[0] in only
+        }
+        store = Complete(store, part.folder, part_token(part), may_lack=(ERROR,), known=known)
     return store
 
 
-def _token(part: Part) -> str:
+def part_token(part: Part) -> str:
     """Tell what is there from what was there before, if the store was deleted and made anew."""
     made = os.stat(f"{part.folder.url}/zarr.json").st_mtime_ns if part.folder.is_local else ""
     return f"{part.digest} {made}"

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from dask.base import tokenize
 from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.samples import normalise_coord
-from trakdask.storage.blocks import opened
+from trakdask.storage.blocks import opened, part_token
 from trakdask.storage.history import Edit
+from trakdask.storage.lazy_coords import lazy_coord
 from trakdask.storage.parts import (
     BESIDE,
     FEATURE_NAMES,
@@ -105,19 +107,22 @@ def sample_coords(
     *,
     only: Collection[str] | None = None,
     complete: bool = True,
+    load: bool = True,
 ) -> dict[str, xr.Variable]:
-    """Return the coords of all samples, in memory: what was assigned, else what was saved.
+    """Return the coords of all samples: what was assigned, else what was saved.
 
     Parameters
     ----------
-    found
-        Pieces of the store.
+    parts
+        Those of the store.
     assigned
         The last assignment of coords, if there was one.
     only
         Names of the coords that are wanted; all by default.
     complete
         Whether files that were lost or changed raise an error.
+    load
+        Whether their values are in memory; else they are lazy, in the blocks of the features.
 
     Raises
     ------
@@ -132,15 +137,24 @@ def sample_coords(
     if assigned is not None:
         given = _variables(_opened(assigned), only)
         covered = by_source(parts[: assigned.n_parts])
-    own = []
-    for number, row in enumerate(by_source(parts)):
+    own, rows = [], by_source(parts)
+    for number, row in enumerate(rows):
         superseded = set(given) if number < len(covered) else set()
         own.append(_own(row[0], superseded, only, complete=complete))
+    sizes = tuple(size for row in rows for size in _block_sizes(row[0]))
+    token = tokenize([part_token(row[0]) for row in rows], assigned and str(assigned.files))
     coords = {}
     for name in [*given, *(name for name in own[0] if name not in given)]:
         first, start = ([given[name]], len(covered)) if name in given else ([], 0)
-        coords[name] = _joined([*first, *(each[name] for each in own[start:])])
+        variables = [*first, *(each[name] for each in own[start:])]
+        is_lazy = not load and variables[0].dims == (SAMPLE,)
+        coords[name] = lazy_coord(variables, sizes, name, token) if is_lazy else _joined(variables)
     return coords
+
+
+def _block_sizes(part: Part) -> list[int]:
+    n, block = part.layout["samples"], part.layout["block"]
+    return [min(block, n - start) for start in range(0, n, block)]
 
 
 def _opened(assigned: Edit) -> xr.Dataset:
@@ -169,14 +183,12 @@ def _own(
 
 def _variables(ds: xr.Dataset, only: Collection[str] | None) -> dict[str, xr.Variable]:
     along = {str(name): coord for name, coord in ds.coords.items() if SAMPLE in coord.dims}
-    return {
-        name: coord.variable.load() for name, coord in along.items() if only is None or name in only
-    }
+    return {name: coord.variable for name, coord in along.items() if only is None or name in only}
 
 
 def _joined(parts: Sequence[xr.Variable]) -> xr.Variable:
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].load()
     values = np.concatenate([part.values for part in parts])
     return xr.Variable(parts[0].dims, values, parts[0].attrs)
 

@@ -47,7 +47,7 @@ from trakdask.storage.snapshot import (
     with_all_checkpoints,
 )
 from trakdask.storage.zarr_stores import Complete
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, load_coords
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["open"]
 
@@ -60,6 +60,7 @@ def open(
     *,
     require_complete: bool = True,
     dropped: bool = False,
+    load_coords: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Open saved features as a lazy Dataset; metadata coords are loaded, arrays are not.
@@ -73,6 +74,14 @@ def open(
     dropped
         Show the samples that :func:`drop` left out, too, marked by the coord ``dropped``; without
         the sums that do not cover them.
+    load_coords
+        ``False`` leaves the coords of samples in the store, as Dask arrays in the blocks of the
+        features: at 10⁸ samples, five coords take some gigabytes. :func:`top_k` then reads, in its
+        tasks, those of the samples that it has found, and for a function ``where=`` those of each
+        tile. :func:`group_score`, and a mask such as ``scores.label == 3``, read that one coord
+        when they are called. Results are the same. After :func:`drop`, or once rows were selected
+        by numbers, a query reads the coords of its rows as a whole. ``groupby`` of xarray needs
+        ``ds.label.load()`` first.
     storage_options
         Given to fsspec with a URL, as xarray does.
 
@@ -105,7 +114,10 @@ def open(
         If an append was cut short, or goes on in another process: what is shown is the store as it
         was before, and the warning says how to finish it.
     """
-    for name, value in {"require_complete": require_complete, "dropped": dropped}.items():
+    flags = {
+        "require_complete": require_complete, "dropped": dropped, "load_coords": load_coords
+    }  # fmt: skip
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
     shown = snapshot(Folder.at(store, storage_options))
@@ -118,10 +130,10 @@ def open(
         )
         warnings.warn(text, UnfinishedAppendWarning, stacklevel=2)
     for part in shown.parts:
-        _require_sense(part, complete=require_complete)
-    ds = _assembled(shown, complete=require_complete)
+        _require_sense(part, complete=require_complete, load_coords=load_coords)
+    ds = _assembled(shown, complete=require_complete, load_coords=load_coords)
     names = [name for name in (*FEATURE_NAMES, *REDUCTIONS) if name in ds]
-    ds = _with_errors(load_coords(ds[names]), shown)
+    ds = _with_errors(ds[names], shown)
     ds = with_factors(shown.folder, _without_dropped(ds, show=dropped))
     return with_origin(ds).assign_attrs(saved=runs(shown.parts))
 
@@ -139,7 +151,7 @@ def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
 # ------------------------------------------------------------------------------ does it make sense
 
 
-def _require_sense(part: Part, *, complete: bool = True) -> None:
+def _require_sense(part: Part, *, complete: bool = True, load_coords: bool = True) -> None:
     """Reject arrays that contradict the layout or do not fit in memory, before any is made.
 
     And, if it is to be complete, a part whose metadata are not those that were written.
@@ -154,7 +166,7 @@ def _require_sense(part: Part, *, complete: bool = True) -> None:
                 f"expected {name!r} of the store {url!r} to have (samples, samples per block) "
                 f"{needed_rows}, got {rows}; its metadata are damaged: try td.verify(store)"
             )
-        in_memory = of.chunks if name in own else of.shape  # coords are loaded as a whole
+        in_memory = of.shape if load_coords and name not in own else of.chunks
         needed = math.prod(in_memory) * of.dtype.itemsize
         if needed > available or of.nchunks > BLOCKS_AT_MOST:
             raise ValueError(
@@ -195,12 +207,12 @@ def _member(group: zarr.Group, name: str, part: Part) -> zarr.Array[Any]:
 # -------------------------------------------------------------------------- one array of many parts
 
 
-def _assembled(store: Snapshot, *, complete: bool) -> xr.Dataset:
-    """Return the parts of a store as one lazy Dataset, coords in memory.
+def _assembled(store: Snapshot, *, complete: bool, load_coords: bool) -> xr.Dataset:
+    """Return the parts of a store as one lazy Dataset.
 
     A coord ``dropped`` marks samples, if any were.
     """
-    coords = store.coords(complete=complete)
+    coords = store.coords(complete=complete, load=load_coords)
     first, names = store.parts[0], store.checkpoints
     if len(store.parts) == 1 and store.drop is None:
         ds = without_sample_coords(stored(first, complete=complete, without=coords))

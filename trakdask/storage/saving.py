@@ -37,7 +37,7 @@ from trakdask.storage.parts import ERROR, FEATURE_NAMES, GRAM, Part, create, des
 from trakdask.storage.reductions import save_reductions
 from trakdask.storage.snapshot import Snapshot, require_ours, snapshot
 from trakdask.storage.verification import faults, withdraw
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features, validate
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features, load_coords, validate
 
 __all__ = ["save"]
 
@@ -219,7 +219,7 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     """Return features with lazy arrays, and coords that a store can hold."""
     # Why samples failed is among the variables, as featurize has it.
     features = features.reset_coords(ERROR) if ERROR in features.coords else features
-    features = lazy_features(features)
+    features = load_coords(lazy_features(features))
     require_names(features.coords)
     return portable_coords(features)
 

@@ -106,10 +106,10 @@ class Snapshot:
         return np.zeros(part.layout["samples"], bool) if rows is None else self.dropped()[rows]
 
     def coords(
-        self, only: Collection[str] | None = None, *, complete: bool = True
+        self, only: Collection[str] | None = None, *, complete: bool = True, load: bool = True
     ) -> dict[str, xr.Variable]:
         """Return the coords of all samples, as :func:`sample_coords` does."""
-        return sample_coords(self.parts, self.assigned, only=only, complete=complete)
+        return sample_coords(self.parts, self.assigned, only=only, complete=complete, load=load)
 
     def coords_of(self, part: Part, only: Collection[str]) -> dict[str, xr.Variable] | None:
         """Return the named coords of a part's samples; None if the store has no such samples."""

@@ -11,6 +11,7 @@ from trakdask.models.model import Model
 from trakdask.models.tasks import (
     Batch,
     BinaryClassification,
+    Classification,
     Forward,
     ImageClassification,
     MultiLabel,
@@ -96,6 +97,16 @@ def test_text_classification__equals_image_classification(run) -> None:
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[2], expected[2])
     assert alone == TextClassification(("input_ids",), positional=True)
+
+
+def test_classification__equals_image_classification(run) -> None:
+    data, module = numbers(torch.tensor([0, 2, 1])), net(3)
+    found = run(module, "classification", data)
+    expected = run(module, ImageClassification(image="x"), data)
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, expected[0][name])
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
 
 
 def test_text_classification__three_tensors_in_a_given_order(run) -> None:
@@ -195,7 +206,7 @@ def test_multi_label__one_label_is_binary(run) -> None:
 
 @pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "cold"])
 def test_temperature__not_positive(temperature) -> None:
-    for task in (ImageClassification, TextClassification):
+    for task in (Classification, ImageClassification, TextClassification):
         with pytest.raises(ValueError, match=r"positive number.*temperature=1"):
             task(temperature=temperature)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trakdask.models.tasks.classification import (
     BinaryClassification,
+    Classification,
     ImageClassification,
     MultiLabel,
     TextClassification,
@@ -19,6 +20,7 @@ __all__ = [
     "Batch",
     "BinaryClassification",
     "CausalLM",
+    "Classification",
     "Clip",
     "Forward",
     "ImageClassification",
@@ -32,3 +34,7 @@ __all__ = [
     "resolve_task",
     "task_spec",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.logits import (
     as_names,
     call_model,
@@ -21,10 +22,16 @@ from trakdask.models.tasks.logits import (
 )
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
-__all__ = ["BinaryClassification", "ImageClassification", "MultiLabel", "TextClassification"]
+__all__ = [
+    "BinaryClassification",
+    "Classification",
+    "ImageClassification",
+    "MultiLabel",
+    "TextClassification",
+]
 
 
-class _OneOfManyClasses:
+class _OneOfManyClasses(HtmlTable):
     """The margin of the correct class, for models that return (batch, classes)."""
 
     label: str
@@ -94,11 +101,59 @@ class ImageClassification(_OneOfManyClasses):
 
 
 @dataclass(frozen=True)
-class TextClassification(_OneOfManyClasses):
-    """Classification of token sequences into two or more classes.
+class Classification(_OneOfManyClasses):
+    """Classification of rows of a table, or of anything else, into two or more classes.
 
     Output and Q are those of :class:`ImageClassification`: the margin f = logit_y - logsumexp(other
     logits), and Q = 1 - p.
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes, each (batch, ...).
+    label
+        Name of the integer classes (batch,).
+    temperature
+        Divides the logits in Q only.
+    positional
+        Whether the inputs are passed in their order; otherwise by name.
+
+    Raises
+    ------
+    ValueError
+        If an option is invalid. When run, if logits are not (batch, classes), or labels are not
+        integers below the number of classes.
+
+    References
+    ----------
+    Park et al. 2023, section 3.3.
+    """
+
+    inputs: tuple[str, ...] = ("x",)
+    label: str = "label"
+    temperature: float = 1.0
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.label, "label")
+        check_temperature(self.temperature)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.label)
+
+    def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = call_model(forward, batch, self.inputs, self.positional)
+        return logits, require_classes(logits, batch[self.label], self.label)
+
+
+@dataclass(frozen=True)
+class TextClassification(Classification):
+    """Classification of token sequences into two or more classes.
+
+    As :class:`Classification`, with the names of variables that models of transformers take.
 
     Parameters
     ----------
@@ -132,19 +187,7 @@ class TextClassification(_OneOfManyClasses):
     """
 
     inputs: tuple[str, ...] = ("input_ids", "attention_mask")
-    label: str = "label"
-    temperature: float = 1.0
     positional: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
-        check_temperature(self.temperature)
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
 
     @property
     def token_variables(self) -> tuple[str, ...]:
@@ -159,13 +202,9 @@ class TextClassification(_OneOfManyClasses):
         is_there = self.label in n_dims or self.label != "label" or n_dims.get("labels") != 1
         return self if is_there else replace(self, label="labels")
 
-    def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = call_model(forward, batch, self.inputs, self.positional)
-        return logits, require_classes(logits, batch[self.label], self.label)
-
 
 @dataclass(frozen=True)
-class _LabelsOf0And1:
+class _LabelsOf0And1(HtmlTable):
     """The variables of tasks whose labels are 0 or 1."""
 
     inputs: tuple[str, ...] = ("x",)
@@ -295,6 +334,6 @@ def _require_binary(label: Tensor, name: str) -> None:
         raise SampleError(
             f"expected 0 or 1 in {name!r}, got {label[where].item()} at sample {{sample}}; try "
             "(labels > 0).astype(int) for labels that are signs, or "
-            "task='image_classification' for more than two classes",
+            "task='classification' for more than two classes",
             where[0],
         )

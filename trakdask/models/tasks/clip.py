@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trakdask.execution.handles import Spooled
+from trakdask.html_tables import HtmlTable
 from trakdask.models.checkpoints import Checkpoint, digest_state
 from trakdask.models.tasks.logits import (
     as_tensors,
@@ -30,7 +31,7 @@ Embeddings = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(HtmlTable):
     """Matching of images and texts against a fixed set of other pairs, the negatives.
 
     With the embeddings φ of the image and ψ of the text, and the embeddings φ' and ψ' of the

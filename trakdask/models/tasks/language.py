@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.logits import (
     MASK,
     as_names,
@@ -27,7 +28,7 @@ __all__ = ["CausalLM", "expand_tokens"]
 
 
 @dataclass(frozen=True)
-class CausalLM:
+class CausalLM(HtmlTable):
     """Next-token prediction, per sequence or per token.
 
     For every predicted token t, m_t = log p_t/(1-p_t) is the margin of the actual token. The output

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.logits import as_names, call_model, check_variable, per_sample
 from trakdask.models.tasks.protocol import Batch, Forward
 
@@ -13,7 +14,7 @@ __all__ = ["Regression"]
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(HtmlTable):
     """Regression on one number per sample with half the squared error, ℓ = ½ (y - ŷ)².
 
     The output is the prediction f = ŷ, and Q = -dℓ/df = y - ŷ.

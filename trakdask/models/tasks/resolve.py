@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.classification import (
     BinaryClassification,
+    Classification,
     ImageClassification,
     MultiLabel,
     TextClassification,
@@ -25,6 +27,7 @@ from trakdask.models.tasks.regression import Regression
 __all__ = ["TASKS", "TrakTask", "resolve_task", "task_spec"]
 
 TASKS: dict[str, Callable[[], Task]] = {
+    "classification": Classification,
     "image_classification": ImageClassification,
     "text_classification": TextClassification,
     "binary_classification": BinaryClassification,
@@ -37,7 +40,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 @dataclass(frozen=True)
-class TrakTask:
+class TrakTask(HtmlTable):
     """Adapt an object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
 
     ``get_output(model, weights, buffers, *sample)`` takes one sample without batch axis, in the
@@ -78,7 +81,7 @@ def resolve_task(task: str | Task | object) -> Task:
             raise ValueError(
                 f"expected one of {list(TASKS)} as task, or an object with the methods "
                 f"output(forward, batch) and out_to_loss(forward, batch), got {task!r}; try "
-                f"task={(near or ['image_classification'])[0]!r}"
+                f"task={(near or ['classification'])[0]!r}"
             )
         return TASKS[task]()
     if isinstance(task, type):
@@ -95,7 +98,7 @@ def resolve_task(task: str | Task | object) -> Task:
     raise TypeError(
         f"expected one of {list(TASKS)} as task, or an object with the methods "
         "output(forward, batch) and out_to_loss(forward, batch), got "
-        f"{type(task).__name__}{missing}; try task='image_classification'"
+        f"{type(task).__name__}{missing}; try task='classification'"
     )
 
 

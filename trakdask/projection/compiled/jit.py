@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+from weakref import WeakSet
 
 import numba
+from numba.core import event
+
+from trakdask.errors import warn_once
+
+_log = logging.getLogger(__name__)
+_kernels: WeakSet[Any] = WeakSet()
 
 
 def jit(function: Any) -> Any:
     """Compile on first use, without the GIL; cache the machine code on disk if possible."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **options)(function)
+        kernel = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # "cannot cache function: no locator available": nothing is writable
-        return numba.njit(**options)(function)
+        kernel = numba.njit(**options)(function)
+    _kernels.add(kernel)
+    return kernel
 
 
 def inlined(function: Any) -> Any:
     """Compile inline into the caller: a remaining call would prevent vectorisation."""
     return numba.njit(inline="always")(function)
+
+
+class _Compilations(event.Listener):
+    """Says that kernels are being compiled: for half a minute nothing else seems to happen."""
+
+    def on_start(self, event: Any) -> None:
+        if event.data.get("dispatcher") in _kernels:
+            text = (
+                "trakdask compiles its kernels, which takes up to a minute; the machine code is "
+                "kept on disk, so that this machine does it once"
+            )
+            warn_once("compilation", text, _log.warning)
+
+    def on_end(self, event: Any) -> None: ...
+
+
+event.register("numba:compile", _Compilations())

@@ -1,72 +1,13 @@
-"""Pictures: what is drawn, for whom, and in which order."""
+"""Curves: what is drawn from evaluations and from the choice of λ."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import xarray as xr
-from matplotlib.figure import Figure
 
 import trakdask as td
 from trakdask.testing import simulate_features
-
-FEATURES = simulate_features(n_samples=30, proj_dim=6)
-TARGETS = simulate_features(n_samples=8, proj_dim=6, seed=1)
-SCORES = td.score(FEATURES, TARGETS)
-IMAGES = np.arange(30)[:, None, None] * np.ones((30, 4, 4))
-
-
-def drawn(figure: Figure) -> list[float]:
-    return [float(ax.images[0].get_array().ravel()[0]) for ax in figure.axes if ax.images]
-
-
-@pytest.mark.parametrize("form", ["grey", "channel first", "channel last", "rgb"])
-def test_gallery__draws_target_helpful_harmful(form: str) -> None:
-    images = {
-        "grey": IMAGES,
-        "channel first": IMAGES[:, None],
-        "channel last": IMAGES[..., None],
-        "rgb": np.repeat(IMAGES[:, None], 3, 1) / 30,
-    }[form]
-    helpful, harmful = td.top_k(SCORES, 4), td.top_k(SCORES, 4, largest=False)
-    figure = td.plots.gallery(helpful, harmful, images, images, targets=[5, 2], n_shown=3)
-    if form == "rgb":
-        assert len(drawn(figure)) == 14
-        return
-    expected = []
-    for target in (5, 2):
-        sides = [side.position.values[target, :3] for side in (helpful, harmful)]
-        expected += [target, *sides[0], *sides[1]]
-    assert drawn(figure) == expected
-
-
-def test_gallery__leaves_missing_ranks_empty() -> None:
-    top = td.top_k(SCORES, 20, where=lambda tile: tile.label == tile.target_label)
-    figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0], n_shown=20)
-    assert len(drawn(figure)) == 1 + 2 * 15
-
-
-def test_gallery__computes_drawn_targets_only() -> None:
-    assert len(drawn(td.plots.gallery(*[td.top_k(SCORES, 2)] * 2, IMAGES, IMAGES))) == 6 * 5
-
-
-def test_gallery__refused() -> None:
-    top = td.top_k(SCORES, 4)
-    with pytest.raises(ValueError, match=r"'label'.*got 'digit'"):
-        td.plots.gallery(top, top, IMAGES, IMAGES, label="digit")
-    with pytest.raises(ValueError, match=r"target in \[0, 8\), got 99"):
-        td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0, 99, -1])
-    with pytest.raises(ValueError, match=r"target in \[0, 3\), got 3"):
-        td.plots.gallery(top, top, IMAGES, IMAGES[:3], targets=[3])
-    with pytest.raises(ValueError, match=r"got 1 images and the ranked sample \d+"):
-        td.plots.gallery(top, top, IMAGES[:1], IMAGES)
-
-
-@pytest.mark.parametrize(
-    ("values", "exponent"), [([3e-4, -2e-5], -4), ([-12.0], 1), ([0.0], 0), ([np.nan, 1.0], 0)]
-)
-def test_power_of_ten(values: list[float], exponent: int) -> None:
-    assert td.plots.power_of_ten(xr.DataArray(values)) == exponent
 
 
 def lds_result(n_entries: int = 0) -> xr.Dataset:
@@ -148,4 +89,4 @@ def test_damping__of_the_function_itself() -> None:
 
 def test_damping__refused_without_a_curve() -> None:
     with pytest.raises(ValueError, match=r"curve.*got .*'absolute'"):
-        td.plots.damping(td.damping(FEATURES, damping=td.Absolute(1)))
+        td.plots.damping(td.damping(simulate_features(30, 6), damping=td.Absolute(1)))

@@ -1,0 +1,198 @@
+"""The commands: the same results as the functions, resumed jobs, messages and exit codes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+import yaml
+from typer.testing import Result
+
+import trakdask as td
+
+Run = Callable[..., Result]
+RunProcess = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def score_of(folder: Path) -> xr.DataArray:
+    train, targets = (td.open(folder / f"{name}.zarr") for name in ("train", "targets"))
+    return td.score(train, targets, estimator="trak", damping=0.1)
+
+
+def test_every_command__of_one_job(job: Path, run: Run) -> None:
+    folder = job.parent
+    printed = {}
+    for command in ("plan", "featurize", "score", "top-k", "groups"):
+        done = run(command, job)
+        assert done.exit_code == 0, done.output
+        printed[command] = done.output
+    assert "60 samples" in printed["plan"]
+    assert "Rademacher(proj_dim=8" in printed["plan"]
+    assert "[c1]" in printed["featurize"]
+    scores = score_of(folder)
+    np.testing.assert_array_equal(xr.open_zarr(folder / "scores.zarr").score, scores)
+    # The function is the oracle: features have an oracle of their own.
+    top = td.top_k(scores, 3).compute()
+    table = pd.read_parquet(folder / "top.parquet").sort_values(["target", "rank"])
+    np.testing.assert_array_equal(table.score, top.score.values.ravel())
+    np.testing.assert_array_equal(table.position, top.position.values.ravel())
+    assert "books" in set(table.source.str.strip("[]"))
+    assert "name u" in printed["top-k"]
+    sums = pd.read_parquet(folder / "groups.parquet").set_index(["source", "target"]).score
+    web = np.arange(60) % 2 == 1
+    np.testing.assert_allclose(sums["web"], scores.values[web].sum(0), rtol=1e-4, atol=1e-6)
+    assert "[books]" in printed["groups"]
+
+
+def test_top_k__where_and_settings(job: Path, run: Run) -> None:
+    where = 'source == "web" and row < 30'
+    done = run("top-k", job, "--set", f"top_k.where='{where}'", "--set", "top_k.k=2")
+    assert done.exit_code == 0, done.output
+    table = pd.read_parquet(job.parent / "top.parquet")
+    assert len(table) == 6 * 2
+    assert set(table.source) == {"web"}
+    assert table.row.max() < 30
+    kept = yaml.safe_load((job.parent / "top.parquet.yaml").read_text())
+    assert kept["top_k"] == {"k": 2, "where": where}
+    (job.parent / "top.parquet.yaml").rename(job.parent.parent / "elsewhere.yaml")
+    again = run("top-k", job.parent.parent / "elsewhere.yaml")
+    assert again.output == done.output
+
+
+def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
+    folder = job.parent
+    assert run("top-k", job, "--set", "outputs.top_k=top.zarr").exit_code == 0
+    assert "60 sample, 8 proj_dim, 2 checkpoint" in run("info", folder / "train.zarr").output
+    assert run("verify", folder / "train.zarr", "--checksums").exit_code == 0
+    files = (folder / "train.zarr" / "feature").rglob("*")
+    chunk = next(path for path in files if path.is_file() and path.name != "zarr.json")
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    found = run("verify", folder / "train.zarr")
+    assert found.exit_code == 1
+    assert chunk.relative_to(folder / "train.zarr").as_posix() in found.output
+    for name in ("copy.parquet", "copy.nc"):
+        assert run("export", folder / "top.zarr", folder / name).exit_code == 0, name
+    copied = xr.open_dataset(folder / "copy.nc")
+    top = xr.open_zarr(folder / "top.zarr")
+    np.testing.assert_array_equal(copied.score, top.score)
+    assert len(pd.read_parquet(folder / "copy.parquet")) == 6 * 3
+    refused = run("export", folder / "top.zarr", folder / "copy.xlsx")
+    assert refused.exit_code == 2
+    assert "copy.xlsx" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.kind=tabel", "'tabel'; try table"),
+        ("data.kind=null", "got None"),
+        ("data.names=[pixels]", "in the section 'data': "),
+        ("data=3", "got 3"),
+        ("targets.function=tiny:not_samples", "got 'int'"),
+        ("targets.function=tiny:nothing", "'tiny:nothing'"),
+        ("model.build=none:build", "none:build"),
+        ("model.task=clasification", "'clasification'"),
+        ("model.tasks=x", "got 'tasks'; try task"),
+        ("model.checkpoints=none/*.pt", "none/*.pt"),
+        ("projector.kind=Rademaker", "try Rademacher"),
+        ("projector.proj_dim=0", "proj_dim"),
+        ("projector.dim=8", "got 'dim'; try proj_dim"),
+        ("featurize.gradients=fast", "'fast'"),
+        ("featurize.model=x", "got 'model'"),
+        ("save.stor=x", "got 'stor'"),
+        ("stores.train=null", "stores.train"),
+        ("stores.test=x", "got 'test'"),
+        ("cluster.n_workers=-1", "got -1; try n_workers: 2"),
+        ("cluster.workers=2", "try n_workers"),
+        ("score.estimator=track", "'track'"),
+        ("score.damping={absolute: 1}", "absolute"),
+        ("top_k.k=0", "got 0"),
+        ("top_k.where=label ==", "label =="),
+        ("top_k.where=rows == 3", "got 'rows'"),
+        ("outputs.top_k=top.csv", "'top.csv'"),
+        ("outputs.topk=top.parquet", "got 'topk'; try top_k"),
+        ("folder=/none/such", "folder"),
+    ],
+)
+def test_top_k__configuration_refused(job: Path, run: Run, setting: str, words: str) -> None:
+    done = run("top-k", job, "--set", setting)
+    assert done.exit_code == 2, done.output
+    assert "Configuration error: " in done.output
+    assert words in done.output
+    assert "Traceback" not in done.output
+
+
+def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "job.yaml"
+    assert run("init", path).exit_code == 0
+    text = path.read_text()
+    path.write_text(text + "# mine")
+    assert run("init", path).exit_code == 2
+    assert path.read_text() == text + "# mine"
+
+
+@pytest.mark.slow
+def test_process__that_is_killed_is_resumed_by_the_same_line(
+    job: Path, run_process: RunProcess
+) -> None:
+    line = ("featurize", job)
+    killed = run_process(*line, KILLED="1", DASK_NUM_WORKERS="1")
+    assert killed.returncode == -signal.SIGKILL
+    store = job.parent / "train.zarr"
+    chunks = list((store / "feature").glob("c.*"))
+    before = {path: path.stat().st_mtime_ns for path in chunks}
+    assert before
+    with pytest.raises(td.IncompleteFeaturesError):
+        td.open(store)
+    failed = run_process(*line, BROKEN="1")
+    assert failed.returncode == 1
+    assert "Job error: " in failed.stderr
+    assert "the disk of sample 50 is gone" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    resumed = run_process(*line)
+    assert resumed.returncode == 0, resumed.stderr
+    assert td.open(store).sizes["sample"] == 60
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.slow
+def test_process__debug_shows_the_traceback(run_process: RunProcess) -> None:
+    done = run_process("plan", "none.yaml", "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.slow
+def test_process__shell_completion(tmp_path: Path, run_process: RunProcess) -> None:
+    done = run_process(
+        _TRAKDASK_COMPLETE="complete_bash", COMP_WORDS="trakdask top", COMP_CWORD="1"
+    )
+    assert done.stdout.split() == ["top-k"]
+
+
+def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path: Path) -> None:
+    code = (
+        "import sys, trakdask.command_line.commands\n"
+        "print([n for n in ('torch', 'dask', 'distributed', 'xarray') if n in sys.modules])"
+    )
+    assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
+
+
+@pytest.mark.slow
+def test_process__example_does_the_job_of_the_demo(tmp_path: Path, run_process: RunProcess) -> None:
+    assert run_process("init").returncode == 0
+    settings = ("projector.proj_dim=256", "model.checkpoints.arguments.n_checkpoints=1")
+    done = run_process("top-k", "trakdask.yaml", *(f"--set={each}" for each in settings))
+    assert done.returncode == 0, done.stderr
+    frame = pd.read_parquet(tmp_path / "top.parquet")
+    assert len(frame) == 200 * 5
+    best = frame[frame["rank"] == 0]
+    # Digits are helped by digits of their own class: a wrong sign or order would show here.
+    assert (best["label"] == best["target_label"]).mean() > 0.7
+    assert "Error" not in done.stderr + done.stdout

@@ -1,0 +1,124 @@
+"""Conditions as text mean what the same comparisons of arrays do, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.command_line.conditions import Condition, selection
+
+LABEL = np.array([0, 1, 2, 3, 3, 1])
+SOURCE = np.array(["web", "books", "web", "web", "books", "x"])
+WEIGHT = np.array([0.5, -1.0, 2.0, np.nan, 0.0, -3.5])
+DAY = np.array(["2024-01-01", "2024-06-01", "2025-01-01"] * 2, dtype="M8[ns]")
+GOOD = np.array([True, False] * 3)
+TILE = xr.Dataset(
+    coords={
+        "label": ("sample", LABEL),
+        "source": ("sample", SOURCE.astype(np.dtypes.StringDType())),
+        "weight": ("sample", WEIGHT),
+        "day": ("sample", DAY),
+        "good": ("sample", GOOD),
+        "target_label": ("target", np.array([3, 1])),
+        "target_source": ("target", np.array(["web", "y"], np.dtypes.StringDType())),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("label == 3", LABEL == 3),
+        ('label == 3 and source != "web"', (LABEL == 3) & (SOURCE != "web")),
+        ("label < 1 or weight >= 0.5", (LABEL < 1) | (WEIGHT >= 0.5)),
+        ("not (label > 1) and weight <= -1", ~(LABEL > 1) & (WEIGHT <= -1)),
+        ("1 <= label < 3", (LABEL >= 1) & (LABEL < 3)),
+        ("label in [1, 2]", np.isin(LABEL, [1, 2])),
+        ("source not in ('web', 'x')", ~np.isin(SOURCE, ["web", "x"])),
+        ('day >= "2024-06-01"', np.datetime64("2024-06-01") <= DAY),
+        ("good", GOOD),
+        ("not good or label == 2", ~GOOD | (LABEL == 2)),
+        ("good == False", ~GOOD),
+        ("  weight != -1.0\t", WEIGHT != -1.0),
+        ('"m" < source', SOURCE > "m"),
+    ],
+)
+def test_condition__is_the_comparison_of_arrays(text: str, expected: np.ndarray) -> None:
+    result = Condition(text)(TILE)
+    assert result.dims == ("sample",)
+    np.testing.assert_array_equal(result.values, expected)
+
+
+@pytest.mark.parametrize("sign", ["==", "!=", "<"])
+def test_condition__of_texts_on_both_sides(sign: str) -> None:
+    result = Condition(f"source {sign} target_source")(TILE).transpose("sample", "target")
+    expected = [[eval(f"{a!r} {sign} {b!r}") for b in ("web", "y")] for a in SOURCE.tolist()]
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_condition__on_both_sides() -> None:
+    result = Condition("label == target_label")(TILE)
+    np.testing.assert_array_equal(result.transpose("sample", "target"), LABEL[:, None] == [[3, 1]])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "label",
+        "label =",
+        "label = 3",
+        "label == 3; import os",
+        "3 == 3",
+        "True",
+        "unknown == 3",
+        "label == 'web'",
+        "source == 3",
+        "day > 'soon'",
+        "label + 1 == 3",
+        "label in source",
+        "label in []",
+        "label is 3",
+        "label == 3 if good else good",
+        "good & good",
+        "label == None",
+        "label.values == 3",
+        "label[0] == 3",
+        "(label := 3) == 3",
+        "f'{label}' == 'x'",
+        "max(label) == 3",
+        "__import__('os').system('true') == 0",
+        "(lambda: good)()",
+        "[x for x in (1, 2)]",
+        "not label",
+        "-source == 'x'",
+        "(" * 5000,
+    ],
+)
+def test_condition__anything_else_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected .*try "):
+        Condition(text)(TILE)
+
+
+def test_condition__of_no_text() -> None:
+    with pytest.raises(ValueError, match="got 3"):
+        Condition(3)  # type: ignore[arg-type]
+
+
+def test_selection__ranks_as_a_mask_does() -> None:
+    features = td.testing.simulate_features(n_samples=24, proj_dim=4)
+    scores = td.score(features, features.isel(sample=slice(5)))
+    of_samples = selection(scores, "label == 1 and sample < 20")
+    assert isinstance(of_samples, xr.DataArray)
+    mask = (scores.label == 1) & (np.arange(24) < 20)
+    xr.testing.assert_identical(
+        td.top_k(scores, 3, where=of_samples).compute(), td.top_k(scores, 3, where=mask).compute()
+    )
+    of_both = selection(scores, "label == target_label")
+    assert isinstance(of_both, Condition)
+    xr.testing.assert_identical(
+        td.top_k(scores, 2, where=of_both).compute(),
+        td.top_k(scores, 2, where=lambda tile: tile.label == tile.target_label).compute(),
+    )

@@ -1,0 +1,101 @@
+"""Galleries: what is drawn, for whom, and in which order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import trakdask as td
+from trakdask.testing import simulate_features
+
+FEATURES = simulate_features(n_samples=30, proj_dim=6)
+TARGETS = simulate_features(n_samples=8, proj_dim=6, seed=1)
+SCORES = td.score(FEATURES, TARGETS)
+IMAGES = np.arange(30)[:, None, None] * np.ones((30, 4, 4))
+
+
+def drawn(figure: Figure) -> list[float]:
+    return [float(ax.images[0].get_array().ravel()[0]) for ax in figure.axes if ax.images]
+
+
+@pytest.mark.parametrize("form", ["grey", "channel first", "channel last", "rgb"])
+def test_gallery__draws_target_helpful_harmful(form: str) -> None:
+    images = {
+        "grey": IMAGES,
+        "channel first": IMAGES[:, None],
+        "channel last": IMAGES[..., None],
+        "rgb": np.repeat(IMAGES[:, None], 3, 1) / 30,
+    }[form]
+    helpful, harmful = td.top_k(SCORES, 4), td.top_k(SCORES, 4, largest=False)
+    figure = td.plots.gallery(helpful, harmful, images, images, targets=[5, 2], n_shown=3)
+    if form == "rgb":
+        assert len(drawn(figure)) == 14
+        return
+    expected = []
+    for target in (5, 2):
+        sides = [side.position.values[target, :3] for side in (helpful, harmful)]
+        expected += [target, *sides[0], *sides[1]]
+    assert drawn(figure) == expected
+
+
+def test_gallery__leaves_missing_ranks_empty() -> None:
+    top = td.top_k(SCORES, 20, where=lambda tile: tile.label == tile.target_label)
+    figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0], n_shown=20)
+    assert len(drawn(figure)) == 1 + 2 * 15
+
+
+def test_gallery__computes_drawn_targets_only() -> None:
+    assert len(drawn(td.plots.gallery(*[td.top_k(SCORES, 2)] * 2, IMAGES, IMAGES))) == 6 * 5
+
+
+def test_gallery__refused() -> None:
+    top = td.top_k(SCORES, 4)
+    with pytest.raises(ValueError, match=r"'label'.*got 'digit'"):
+        td.plots.gallery(top, top, IMAGES, IMAGES, label="digit")
+    with pytest.raises(ValueError, match=r"target in \[0, 8\), got 99"):
+        td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0, 99, -1])
+    with pytest.raises(ValueError, match=r"target in \[0, 3\), got 3"):
+        td.plots.gallery(top, top, IMAGES, IMAGES[:3], targets=[3])
+    with pytest.raises(ValueError, match=r"got 1 images and the ranked sample \d+"):
+        td.plots.gallery(top, top, IMAGES[:1], IMAGES)
+
+
+@pytest.mark.parametrize("n_shown", [1, 2, 3, 6])
+def test_gallery__texts_do_not_overlap(n_shown: int) -> None:
+    names = np.array(["a rather long label of a class", "$5 bill", "unpronounceable" * 3] * 10)
+    scores = SCORES.assign_coords(
+        name=("sample", names), target_name=("target", names[: SCORES.sizes["target"]])
+    )
+    helpful, harmful = td.top_k(scores, n_shown), td.top_k(scores, n_shown, largest=False)
+    figure = td.plots.gallery(
+        helpful, harmful, IMAGES, IMAGES, targets=[0, 1], label="name", n_shown=n_shown
+    )
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    texts = [*figure.texts, *(ax.title for ax in figure.axes)]
+    boxes = [each.get_window_extent(renderer) for each in texts if each.get_text()]
+    boxes += [ax.get_window_extent(renderer) for ax in figure.axes if ax.images]
+    for i, one in enumerate(boxes):
+        assert figure.bbox.x0 <= one.x0 <= one.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= one.y0 <= one.y1 <= figure.bbox.y1
+        for other in boxes[:i]:
+            assert not one.overlaps(other)
+
+
+def test_gallery__says_estimator_and_damping() -> None:
+    top = td.top_k(td.score(FEATURES, TARGETS, estimator="trak", damping=0.25), 2)
+    (note, *_) = td.plots.gallery(top, top, IMAGES, IMAGES).texts
+    assert "estimator trak" in note.get_text()
+    assert top.attrs["damping"] in note.get_text()
+    bare = top.drop_attrs()
+    (note, *_) = td.plots.gallery(bare, bare, IMAGES, IMAGES).texts
+    assert "estimator" not in note.get_text()
+
+
+def test_gallery__grey_images_share_a_scale() -> None:
+    top = td.top_k(SCORES, 2)
+    figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0], cmap="gray")
+    drawn_images = [ax.images[0] for ax in figure.axes if ax.images]
+    assert len({image.get_clim() for image in drawn_images}) == 1
+    assert {image.get_cmap().name for image in drawn_images} == {"gray"}

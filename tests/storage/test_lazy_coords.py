@@ -1,0 +1,267 @@
+"""Coords that stay in the store: what loaded ones give, to the bit, and nothing read too early."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from dask.utils import key_split
+from distributed import Client
+
+import trakdask as td
+from trakdask.arrays.block_arguments import is_stored
+from trakdask.storage.lazy_coords import StoredCoord, lazy_coord
+from trakdask.testing import raise_if_dask_computes, simulate_features
+
+N, BLOCK, K = 37, 8, 5
+SOURCES = np.array(["web", "books", "", "code"], np.dtypes.StringDType())
+
+
+def labelled(n: int = N, seed: int = 0) -> xr.Dataset:
+    """Features with a coord of every kind."""
+    numbers = np.arange(n)
+    return simulate_features(n_samples=n, proj_dim=6, chunks=BLOCK, seed=seed).assign_coords(
+        source=("sample", SOURCES[numbers % 4]),
+        day=("sample", pd.date_range("2026-01-01", periods=n).values),
+        length=("sample", np.where(numbers % 5 == 0, np.nan, numbers / 7)),
+        clean=("sample", numbers % 2 == 0),
+        size=("sample", numbers.astype("i4") * 3),
+    )
+
+
+TARGETS = labelled(6, seed=1)
+
+
+def make(path: Path, kind: str) -> Path:
+    """Save a store whose coords come from one part, from several, or from an assignment."""
+    features = labelled()
+    td.save(features, path, progress=False)
+    if kind in ("appended", "dropped"):
+        more = labelled(11, seed=2).assign_attrs(source="more")
+        td.save(more, path, append_dim="sample", progress=False)
+    if kind in ("assigned", "assigned_then_appended"):
+        td.assign_coords(path, {"source": SOURCES[np.arange(N) % 3], "weight": np.arange(N) / 2})
+    if kind == "assigned_then_appended":
+        more = labelled(9, seed=2).assign_attrs(source="more")
+        more = more.assign_coords(weight=("sample", np.ones(9)))
+        td.save(more, path, append_dim="sample", progress=False)
+    if kind == "dropped":
+        td.drop(path, where=lambda ds: ds["size"].isin([3, 60]))
+    return path
+
+
+KINDS = ("one part", "assigned_then_appended", "dropped")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("store") / "f.zarr", request.param)
+
+
+def score(ds: xr.Dataset) -> xr.DataArray:
+    return td.score(ds, TARGETS, damping=td.Absolute(1.0))
+
+
+QUERIES: dict[str, Callable[[xr.Dataset], Any]] = {
+    "score": score,
+    "score, average": lambda ds: td.score(ds, TARGETS, damping=td.Absolute(1.0), average=False),
+    "score of rows": lambda ds: score(ds).isel(sample=slice(5, 30)),
+    "score of a number": lambda ds: score(ds).isel(sample=[30, 2, 2]),
+    "top_k": lambda ds: td.top_k(score(ds), K),
+    "top_k, smallest": lambda ds: td.top_k(score(ds), K, largest=False),
+    "top_k of rows": lambda ds: td.top_k(score(ds).isel(sample=slice(3, 20)), K),
+    "top_k of selected features": lambda ds: td.top_k(score(ds.isel(sample=slice(3, 20))), K),
+    "top_k, mask": lambda ds: td.top_k(score(ds), 3, where=score(ds).source == "web"),
+    "top_k, mask of the features": lambda ds: td.top_k(score(ds), 3, where=ds.clean),
+    "top_k, tile mask": lambda ds: td.top_k(
+        score(ds), K, where=lambda tile: (tile.source == tile.target_source) & tile.clean
+    ),
+    "top_k, no sample": lambda ds: td.top_k(
+        score(ds), K, where=lambda tile: (tile["size"] < 9) & (tile.target_size > 2)
+    ),
+    "top_k, pairs": lambda ds: td.top_k(
+        score(ds), 2, where=score(ds).label == score(ds).target_label
+    ),
+    "top_k of other chunks": lambda ds: td.top_k(score(ds.chunk(sample=5)), K),
+    "group_score": lambda ds: td.group_score(
+        ds, TARGETS.drop_vars("source"), by="source", damping=td.Absolute(1.0)
+    ),
+    "group_score by numbers": lambda ds: td.group_score(
+        ds, TARGETS.drop_vars("length"), by="length", damping=td.Absolute(1.0)
+    ),
+    "self_influence": lambda ds: td.self_influence(ds, damping=td.Absolute(1.0)),
+    "damping": td.damping,
+    "gram": td.gram,
+    "persisted": lambda ds: td.top_k(score(ds.persist()), K),
+    "as targets": lambda ds: td.top_k(td.score(ds, ds, damping=td.Absolute(1.0)), 2),
+    "mislabelled": lambda ds: td.self_influence(ds, damping=td.Absolute(1.0)).sortby("size"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", QUERIES)
+def test_query__equals_that_of_loaded_coords(store: Path, name: str) -> None:
+    lazy = QUERIES[name](td.open(store, load_coords=False))
+    loaded = QUERIES[name](td.open(store))
+    xr.testing.assert_identical(lazy.compute(), loaded.compute())
+    for each, coord in loaded.coords.items():
+        assert lazy[each].dtype == coord.dtype
+
+
+@pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
+@pytest.mark.parametrize("name", ["score", "top_k"])
+def test_export__equals_that_of_loaded_coords(
+    store: Path, tmp_path: Path, export: Callable[..., None], name: str
+) -> None:
+    for load in (True, False):
+        result = QUERIES[name](td.open(store, load_coords=load)).chunk(target=-1)
+        if export is td.to_zarr and name == "score":
+            result = result.chunk(sample=BLOCK).drop_encoding()  # zarr needs equal chunks
+        export(result, tmp_path / str(load))
+    if export is td.to_parquet:
+        frames = [pd.read_parquet(tmp_path / str(load)) for load in (True, False)]
+        pd.testing.assert_frame_equal(*frames, check_like=True)
+    else:
+        opened = [
+            xr.open_zarr(tmp_path / str(load), consolidated=False).drop_attrs().load()
+            for load in (True, False)
+        ]
+        xr.testing.assert_identical(*opened)
+
+
+def test_open__coords_are_those_of_loaded_ones_in_the_blocks_of_features(store: Path) -> None:
+    with raise_if_dask_computes():
+        lazy, loaded = td.open(store, load_coords=False), td.open(store)
+    along = {name for name, coord in loaded.coords.items() if coord.dims == ("sample",)}
+    assert along == {name for name, coord in lazy.coords.items() if coord.chunks is not None}
+    assert {lazy[name].chunks for name in along} == {lazy.feature.chunks[:1]}
+    assert lazy.chunks["sample"] == lazy.feature.chunks[0]
+    xr.testing.assert_identical(lazy.compute(), loaded.compute())
+
+
+def test_save__of_lazy_coords(tmp_path: Path) -> None:
+    store = make(tmp_path / "f.zarr", "assigned")
+    again = td.save(td.open(store, load_coords=False), tmp_path / "again.zarr", progress=False)
+    for name, coord in td.open(store).coords.items():
+        np.testing.assert_array_equal(again[name], coord)
+
+
+def test_open__dropped_samples_are_shown(tmp_path: Path) -> None:
+    path = make(tmp_path / "f.zarr", "dropped")
+    lazy, loaded = (td.open(path, dropped=True, load_coords=load) for load in (False, True))
+    xr.testing.assert_identical(lazy.compute(), loaded.compute())
+
+
+@pytest.fixture
+def one_part(tmp_path: Path) -> Path:
+    return make(tmp_path / "f.zarr", "appended")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The rows of coords that are read, in this process."""
+    found: list[tuple[int, int]] = []
+    original = StoredCoord._read
+
+    def reading(self: StoredCoord, start: int, stop: int) -> np.ndarray:
+        found.append((int(start), int(stop)))
+        return original(self, start, stop)
+
+    monkeypatch.setattr(StoredCoord, "_read", reading)
+    return found
+
+
+def test_top_k__reads_the_blocks_of_what_it_has_found(
+    one_part: Path, read: list[tuple[int, int]]
+) -> None:
+    ds = td.open(one_part, load_coords=False)[["feature", "out_to_loss", "gram"]]
+    ds = ds.drop_vars([name for name in ds.coords if name not in ("size", "checkpoint")])
+    top = td.top_k(score(ds).isel(target=[0]), 2)
+    assert read == []
+    found = top.compute(scheduler="sync")
+    starts = np.cumsum([0, *ds.chunks["sample"]])
+    blocks = set(np.searchsorted(starts, found.position.values.ravel(), side="right") - 1)
+    assert sorted(read) == sorted((starts[b], starts[b + 1]) for b in blocks)
+
+
+def test_top_k__tile_mask_reads_coords_in_its_tasks(
+    one_part: Path, read: list[tuple[int, int]]
+) -> None:
+    ds = td.open(one_part, load_coords=False)
+    with raise_if_dask_computes():
+        top = td.top_k(score(ds), 2, where=lambda tile: tile.label == tile.target_label)
+    assert read == []
+    names = {key_split(key) for key in top.position.data.dask.to_dict()}
+    assert not any("open-coord" in name for name in names - {"original-open-coord"})
+
+
+def test_open__is_stored_until_rows_are_selected_by_numbers(one_part: Path) -> None:
+    ds = td.open(one_part, load_coords=False)
+    assert all(is_stored(ds[name].data) for name in ("label", "source", "day"))
+    assert not is_stored(ds.label[[3, 1]].data)
+    assert not is_stored(td.open(one_part).chunk(sample=4).label.data)
+
+
+def test_query__on_worker_processes(one_part: Path, process_client: Client) -> None:
+    expected = QUERIES["top_k, tile mask"](td.open(one_part)).compute()
+    found = QUERIES["top_k, tile mask"](td.open(one_part, load_coords=False)).compute()
+    xr.testing.assert_identical(found, expected)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice(None), slice(3, 9), slice(9, 3), slice(None, None, -2), slice(40, 60), slice(0, 0),
+        [5, 0, 36, 40], [], np.array([36, 37]), slice(36, 38),
+    ],
+)  # fmt: skip
+def test_stored_coord__rows_of_several_parts(index: Any) -> None:
+    values = np.arange(50)
+    parts = [xr.Variable("sample", values[:37].astype("i4")), xr.Variable("sample", values[37:])]
+    coord = StoredCoord(parts, "a token of its own")
+    index = np.array(index, int) if isinstance(index, list) else index
+    found = coord[index]
+    assert coord.shape == (50,)
+    assert coord.dtype == found.dtype == np.int64
+    np.testing.assert_array_equal(found, values[index])
+
+
+def test_lazy_coord__names_that_are_alike() -> None:
+    values = {"a b": np.arange(4), "a-b": np.arange(4) * 2.5}
+    lazy = {
+        name: lazy_coord([xr.Variable("sample", each)], (2, 2), name, "t")
+        for name, each in values.items()
+    }
+    found = xr.Dataset(coords=lazy).compute()
+    for name, each in values.items():
+        np.testing.assert_array_equal(found[name], each)
+
+
+def test_stored_coord__is_small_when_sent(tmp_path: Path) -> None:
+    sizes = []
+    for n in (100, 4000):
+        path = tmp_path / f"{n}.zarr"
+        td.save(labelled(n), path, gram=False, progress=False)
+        data = td.open(path, load_coords=False).label.data
+        (stored,) = (each for each in data.dask.to_dict().values() if _is_stored_coord(each))
+        sizes.append(len(pickle.dumps(stored)))
+    assert sizes[1] <= sizes[0] + 100
+    assert isinstance(data, da.Array)
+
+
+def test_open__tasks_know_nothing_of_the_files_of_coords(one_part: Path) -> None:
+    for name in ("feature", "output", "out_to_loss", "gram"):
+        graph = td.open(one_part, load_coords=False)[name].data.dask.to_dict()
+        assert not any(b"label/c" in cloudpickle.dumps(task) for task in graph.values())
+
+
+def _is_stored_coord(task: Any) -> bool:
+    return isinstance(getattr(task, "value", task), StoredCoord)

@@ -1,0 +1,64 @@
+"""Values in notebooks: their fields as a table, with all text escaped; short lists of names."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import trakdask as td
+from trakdask.attribution.estimators import Weights, resolve_estimator
+from trakdask.html_tables import html_table
+from trakdask.models.tasks import TASKS
+from trakdask.testing import simulate_features
+
+PROJECTORS = [
+    *(td.Rademacher(64, seed=3), td.SJLT(64), td.Mask(10, then=td.Gaussian(8)), td.Kronecker()),
+    *(td.FastJL(512, num_sms=132), td.Identity()),
+]
+TASKS_BY_NAME = [make() for make in TASKS.values()]
+ESTIMATORS = [td.Absolute(2.5), Weights.soft(0.5)]
+
+
+def cells(value: object) -> dict[str, str]:
+    """Return the rows of a table; ElementTree fails where text was not escaped."""
+    page = ElementTree.fromstring(f"<div>{value._repr_html_()}</div>")  # type: ignore[attr-defined]
+    return {row.findtext("th", ""): row.findtext("td/code", "") for row in page.iter("tr")}
+
+
+@pytest.mark.parametrize("value", [*PROJECTORS, *TASKS_BY_NAME, *ESTIMATORS], ids=repr)
+def test_html_table__has_every_field(value: object) -> None:
+    rows = cells(value)
+    assert f"{type(value).__name__}({', '.join(map('='.join, rows.items()))})" == repr(value)
+    assert type(value).__name__ in value._repr_html_()  # type: ignore[attr-defined]
+
+
+def test_html_table__of_an_estimator() -> None:
+    resolved = resolve_estimator("auto", 0.5, simulate_features(8, 4))
+    assert cells(resolved)["name"] == "'trak'"
+
+
+def test_html_table__of_a_model() -> None:
+    state = torch.nn.Linear(4, 2).state_dict()
+    zeros = {name: 0 * tensor for name, tensor in state.items()}
+    model = td.Model(lambda: torch.nn.Linear(4, 2), {"<b>": state, "second": zeros})
+    rows = cells(model)
+    assert rows["2 checkpoints"] == "['<b>', 'second']"
+    assert rows["build"] == "<lambda>"
+    assert rows["parameters"] == "['weight', 'bias']"
+    assert rows["task"] == repr(model.task)
+    assert cells(td.Model(torch.nn.Linear(4, 2)))["parameters"] == "['weight', 'bias']"
+
+
+def test_html_table__escapes() -> None:
+    evil = "</code><script>alert(1)</script>&"
+    assert cells(td.tasks.ImageClassification(image=evil))["image"] == repr(evil)
+    assert "<script>" not in html_table(evil, {evil: evil})
+
+
+@pytest.mark.parametrize("module", [td.evaluate, td.plots, td.tasks, td.examples, td.testing])
+def test_dir__shows_what_is_public(module: ModuleType) -> None:
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in dir(module))

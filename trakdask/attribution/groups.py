@@ -1,0 +1,33 @@
+"""Number the groups of samples, also of very many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+__all__ = ["group_codes"]
+
+_ROWS_AT_ONCE = 2**20
+
+
+def group_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of each value's group, -1 where it is missing, and the groups, sorted.
+
+    As ``pandas.factorize(values, sort=True)``, which of text would make 80 bytes per sample.
+
+    Examples
+    --------
+    >>> codes, groups = group_codes(np.array([3.0, np.nan, 1.0, 3.0]))
+    >>> codes.tolist(), groups.tolist()
+    ([1, -1, 0, 1], [1.0, 3.0])
+    """
+    starts = range(0, max(len(values), 1), _ROWS_AT_ONCE)
+    parts = [pd.factorize(values[start : start + _ROWS_AT_ONCE]) for start in starts]
+    numbers, groups = pd.factorize(np.concatenate([found for _, found in parts]), sort=True)
+    numbers = numbers.astype(np.min_scalar_type(-max(len(groups), 1)))
+    ends = np.cumsum([len(found) for _, found in parts])
+    codes = [
+        np.append(own, own.dtype.type(-1))[part]  # the last is that of missing values, -1
+        for own, (part, _) in zip(np.split(numbers, ends[:-1]), parts, strict=True)
+    ]
+    return np.concatenate(codes), np.asarray(groups)

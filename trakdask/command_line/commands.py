@@ -1,0 +1,176 @@
+"""The commands of ``trakdask``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import trakdask as td
+from trakdask import command_line as cli
+from trakdask.command_line import configuration
+from trakdask.command_line.configuration import ConfigurationError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="TRAK data attribution from a configuration file. Start with: trakdask init",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+output, errors = Console(), Console(stderr=True)
+
+_IN_MEMORY = 2**30
+
+File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a value of the configuration."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+StorePath = Annotated[str, typer.Argument(help="Folder or URL of a store of features.")]
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("trakdask.yaml"),
+    debug: Debug = False,
+) -> None:
+    """Write an example of a configuration, with comments, that works as it stands."""
+    with _reported(debug):
+        if file.exists():
+            raise ConfigurationError(
+                f"expected a new file, got {str(file)!r}, which exists; try another name"
+            )
+        file.write_text(configuration.example(), "utf-8")
+        _say(f"{file} is written; try: trakdask top-k {file}")
+
+
+@app.command()
+def plan(
+    file: File,
+    settings: Settings = None,
+    pilot: Annotated[bool, typer.Option(help="Time the first block.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print what the features will cost, before anything runs."""
+    with _job(file, settings, debug) as values:
+        output.print(td.plan(cli.jobs.features(values, "data"), pilot=pilot))
+
+
+@app.command()
+def featurize(file: File, settings: Settings = None, debug: Debug = False) -> None:
+    """Compute the features of training samples and targets that their stores lack."""
+    with _job(file, settings, debug) as values:
+        for name in ("data", "targets"):
+            if name in values:
+                output.print(cli.tables.about(cli.jobs.saved(values, name), f"features of {name}"))
+
+
+@app.command()
+def score(file: File, settings: Settings = None, debug: Debug = False) -> None:
+    """Write the scores of all training samples for all targets."""
+    with _job(file, settings, debug) as values:
+        scores = cli.jobs.scores(values)
+        output.print(cli.tables.about(scores, "scores"))
+        _write(values, "score", scores)
+
+
+@app.command()
+def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
+    """Rank the training samples of each target; print the first targets, write all."""
+    with _job(file, settings, debug) as values:
+        ranking = cli.jobs.ranking(values)
+        ranking = ranking.compute() if ranking.nbytes < _IN_MEMORY else ranking
+        output.print(cli.tables.ranking(ranking))
+        _write(values, "top_k", ranking)
+
+
+@app.command()
+def groups(file: File, settings: Settings = None, debug: Debug = False) -> None:
+    """Sum scores by groups of training samples; print the first targets, write all."""
+    with _job(file, settings, debug) as values:
+        sums = cli.jobs.group_scores(values).compute()
+        output.print(cli.tables.groups(sums))
+        _write(values, "groups", sums)
+
+
+@app.command()
+def info(store: StorePath, debug: Debug = False) -> None:
+    """Print what is in a store of features, and how it was made."""
+    with _reported(debug):
+        output.print(cli.tables.about(td.open(store), store))
+
+
+@app.command()
+def verify(
+    store: StorePath,
+    checksums: Annotated[bool, typer.Option(help="Read every file.")] = False,
+    repair: Annotated[bool, typer.Option(help="Withdraw damaged blocks.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Look for damaged, lost and foreign files in a store; the exit code is 1 if there are any."""
+    with _reported(debug):
+        faults = td.verify(store, checksums=checksums, repair=repair)
+        if not len(faults):
+            return _say(f"{store}: no fault was found")
+        output.print(cli.tables.faults(faults, store))
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    result: Annotated[str, typer.Argument(help="A .zarr that score, top-k or groups wrote.")],
+    to: Annotated[str, typer.Argument(help="A new .parquet folder or .nc file.")],
+    debug: Debug = False,
+) -> None:
+    """Copy a result from zarr to parquet or netCDF, for other programs."""
+    with _reported(debug):
+        cli.jobs.export(result, to)
+        _say(f"{to} is written")
+
+
+def _write(values: configuration.Configuration, name: str, result: Any) -> None:
+    if (path := cli.jobs.write(values, name, result)) is not None:
+        _say(f"{path} is written")
+
+
+def _say(text: str) -> None:
+    output.print(escape(text), soft_wrap=True)
+
+
+@contextmanager
+def _job(
+    file: Path, settings: list[str] | None, debug: bool
+) -> Iterator[configuration.Configuration]:
+    with _reported(debug):
+        values = configuration.read(file, settings or [])
+        with cli.jobs.running(values):
+            yield values
+
+
+@contextmanager
+def _reported(debug: bool) -> Iterator[None]:
+    """Turn an error into a message and an exit code: 2 for the configuration, 1 for the job."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as err:
+        if debug:
+            raise
+        kind, code = ("Configuration", 2) if isinstance(err, ConfigurationError) else ("Job", 1)
+        errors.print(f"[bold red]{kind} error:[/] {escape(str(err))}", soft_wrap=True)
+        raise typer.Exit(code) from None
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    errors.print(f"[yellow]Warning:[/] {escape(str(message))}", soft_wrap=True)

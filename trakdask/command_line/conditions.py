@@ -1,0 +1,199 @@
+"""Conditions on metadata that are written as text, such as ``label == 3 and source != "web"``."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from trakdask.variables import SAMPLE, TARGET
+
+__all__ = ["Condition", "selection"]
+
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_KINDS = {"b": "number", "i": "number", "u": "number", "f": "number", "M": "time"}
+_KINDS |= dict.fromkeys("TUO", "text")
+_EXAMPLE = 'try a comparison such as: label == 3 and source != "web"'
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition on coords, which is evaluated on a tile of scores.
+
+    It may contain names of coords, numbers, quoted text and ``True`` or ``False``; the comparisons
+    ``== != < <= > >=``, ``in`` and ``not in`` with a list; and ``and``, ``or``, ``not`` and
+    parentheses. Text is parsed, and never run: anything else is an error.
+
+    Raises
+    ------
+    ValueError
+        If the text is not such a condition. When called: if a name is not one of the tile's coords,
+        or values of different kinds are compared.
+
+    Examples
+    --------
+    >>> tile = xr.Dataset(coords={"label": ("sample", [1, 3, 3]), "row": ("sample", [0, 1, 2])})
+    >>> Condition("label == 3 and not row < 2")(tile).values.tolist()
+    [False, False, True]
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise ValueError(f"expected the condition as text, got {self.text!r:.60}; {_EXAMPLE}")
+        self._parsed()
+
+    def __call__(self, tile: xr.Dataset) -> xr.DataArray:
+        """Return for which samples and targets of a tile the condition is true."""
+        return _Evaluation(self.text, tile).mask(self._parsed())
+
+    def _parsed(self) -> ast.expr:
+        try:
+            return ast.parse(self.text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
+            raise ValueError(f"expected a condition, got {self.text!r:.200}; {_EXAMPLE}") from err
+
+
+def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
+    """Return what ``top_k(scores, where=...)`` takes for a condition.
+
+    A condition on the training samples alone becomes a mask over them, so that blocks in which it
+    selects nothing are not read; one that also looks at targets is evaluated tile by tile.
+
+    Raises
+    ------
+    ValueError
+        If the text is no condition on the coords of these scores.
+    """
+    condition = Condition(text)
+    first = scores.coords.to_dataset().isel({SAMPLE: slice(1), TARGET: slice(1)})
+    if condition(_with_positions(first, {})).dims != (SAMPLE,):
+        return condition
+    return condition(_with_positions(scores.coords.to_dataset(), scores.sizes))
+
+
+def _with_positions(coords: xr.Dataset, sizes: Mapping[Any, int]) -> xr.Dataset:
+    """Return the coords with those that tiles have where there are no labels."""
+    missing = [dim for dim in (SAMPLE, TARGET) if dim not in coords.coords]
+    sizes = {**coords.sizes, **sizes}
+    return coords.assign_coords({dim: np.arange(sizes.get(dim, 1)) for dim in missing})
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    text: str
+    tile: xr.Dataset
+
+    def mask(self, node: ast.expr) -> xr.DataArray:
+        """Return the part of a condition that is true or false for each sample."""
+        match node:
+            case ast.BoolOp(op=ast.And(), values=values):
+                return functools.reduce(operator.and_, map(self.mask, values))
+            case ast.BoolOp(op=ast.Or(), values=values):
+                return functools.reduce(operator.or_, map(self.mask, values))
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return ~self.mask(operand)
+            case ast.Compare(left=left, ops=signs, comparators=others):
+                pairs = zip(signs, pairwise([left, *others]), strict=True)
+                return functools.reduce(operator.and_, (self._compared(s, *p) for s, p in pairs))
+            case ast.Name(id=name) if (value := self._coord(name)).dtype == bool:
+                return value
+        raise self._refused("comparisons of coords, joined by and, or and not", node)
+
+    def _compared(self, sign: ast.cmpop, left: ast.expr, right: ast.expr) -> xr.DataArray:
+        if isinstance(sign, (ast.In, ast.NotIn)):
+            if not isinstance(right, (ast.List, ast.Tuple)) or not right.elts:
+                raise self._refused("a list such as [1, 2] after in", right)
+            found = self._any(self._compared(ast.Eq(), left, each) for each in right.elts)
+            return ~found if isinstance(sign, ast.NotIn) else found
+        if type(sign) not in _COMPARISONS:
+            raise self._refused("one of == != < <= > >= in", sign)
+        values = self._alike(left, right)
+        if not any(isinstance(value, xr.DataArray) for value in values):
+            raise self._refused("the name of a coord in each comparison", left)
+        if isinstance(sign, (ast.Eq, ast.NotEq)):
+            values = _coded(*values)
+        result: xr.DataArray = _COMPARISONS[type(sign)](*values)
+        return result
+
+    @staticmethod
+    def _any(masks: Iterable[xr.DataArray]) -> xr.DataArray:
+        return functools.reduce(operator.or_, masks)
+
+    def _alike(self, left: ast.expr, right: ast.expr) -> tuple[Any, Any]:
+        """Return both sides of a comparison, dates as times beside a coord of times."""
+        values = [self._value(left), self._value(right)]
+        kinds = [_kind(value) for value in values]
+        if sorted(kinds) == ["text", "time"]:
+            text = kinds.index("text")
+            values[text] = self._time(values[text])
+        elif kinds[0] != kinds[1]:
+            raise self._refused(f"two values of one kind, not {kinds[0]} and {kinds[1]}", right)
+        return values[0], values[1]
+
+    def _time(self, value: Any) -> np.datetime64:
+        try:
+            return np.datetime64(value)
+        except (ValueError, TypeError) as err:
+            raise ValueError(
+                f"expected a time beside a coord of times in the condition {self.text!r}, got "
+                f'{value!r:.60}; try a text such as "2024-12-31"'
+            ) from err
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Name(id=name):
+                return self._coord(name)
+            case ast.Constant(value=bool() | int() | float() | str() as value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+                return -value
+        raise self._refused("names of coords, numbers and quoted text", node)
+
+    def _coord(self, name: str) -> xr.DataArray:
+        if name not in self.tile.coords:
+            raise ValueError(
+                f"expected names of coords in the condition {self.text!r}, got {name!r}; try one "
+                f"of {sorted(map(str, self.tile.coords))}, or quotes around text"
+            )
+        return self.tile[name].reset_coords(drop=True)
+
+    def _refused(self, expected: str, node: ast.AST) -> ValueError:
+        actual = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+        return ValueError(
+            f"expected {expected} in the condition {self.text!r}, got {actual!r:.60}; {_EXAMPLE}"
+        )
+
+
+def _coded(left: Any, right: Any) -> tuple[Any, Any]:
+    """Return numbers in place of texts of samples and of targets: pairs of these are compared fast.
+
+    n + m texts are sorted, and n × m numbers compared.
+    """
+    are_arrays = isinstance(left, xr.DataArray) and isinstance(right, xr.DataArray)
+    if not are_arrays or _kind(left) != "text" or left.dims == right.dims:
+        return left, right
+    texts = np.concatenate([left.values, right.values])
+    codes = np.unique(texts, return_inverse=True)[1]
+    return left.copy(data=codes[: left.size]), right.copy(data=codes[left.size :])
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, xr.DataArray):
+        return _KINDS.get(value.dtype.kind, str(value.dtype))
+    return "text" if isinstance(value, str) else "number"

@@ -1,0 +1,285 @@
+"""What a configuration describes: samples, model, cluster, stores, scores."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import xarray as xr
+from distributed import Client, LocalCluster
+
+import trakdask as td
+from trakdask.checks import import_callable, require_integer, shown
+from trakdask.command_line.conditions import selection
+from trakdask.command_line.configuration import (
+    FOLDER,
+    Configuration,
+    ConfigurationError,
+    keep,
+    named_options,
+    require_key,
+    section,
+)
+from trakdask.command_line.sources import called, expanded
+
+__all__ = [
+    "KINDS",
+    "export",
+    "features",
+    "group_scores",
+    "ranking",
+    "running",
+    "saved",
+    "scores",
+    "write",
+]
+
+T = TypeVar("T")
+
+_SOURCES = "trakdask.command_line.sources"
+_PROJECTORS = ("Rademacher", "SJLT", "Mask", "Kronecker", "Gaussian", "FastJL", "Identity")
+_SAMPLES = {
+    "arrays": f"{_SOURCES}:from_npy",
+    "table": "trakdask:from_dataframe",
+    "torch": f"{_SOURCES}:from_torch",
+    "zarr": f"{_SOURCES}:from_zarr",
+    "function": f"{_SOURCES}:from_function",
+}
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "data": _SAMPLES,
+    "targets": _SAMPLES,
+    "projector": {name: f"trakdask:{name}" for name in _PROJECTORS},
+}
+"""The functions that make what a section describes, by the section and its ``kind``."""
+
+_STORES = {"data": "train", "targets": "targets"}
+"""The sections of samples, and the names of their stores."""
+
+_OF_TRAINING = ("gram", "estimator", "power", "calibrate")
+"""Options of ``save`` that targets do not need."""
+
+
+@contextmanager
+def running(configuration: Configuration) -> Iterator[None]:
+    """Run the body in the folder of the configuration, on its cluster."""
+    folder = str(configuration[FOLDER])
+    before, here = list(sys.path), os.getcwd()
+    with _of(FOLDER):
+        os.chdir(folder)
+    sys.path[:0] = [folder, here]
+    try:
+        with _cluster(section(configuration, "cluster")):
+            yield
+    finally:
+        sys.path[:] = before
+        os.chdir(here)
+
+
+def features(configuration: Configuration, name: str) -> xr.Dataset:
+    """Return the lazy features of the samples that a section describes."""
+    samples = _made(name, section(configuration, name))
+    projector = section(configuration, "projector")
+    return _called(
+        "featurize",
+        td.featurize,
+        section(configuration, "featurize"),
+        samples=samples,
+        model=_model(section(configuration, "model")),
+        projector=_made("projector", projector) if projector else None,
+    )
+
+
+def saved(configuration: Configuration, name: str) -> xr.Dataset:
+    """Return the stored features of a section, after what is missing was computed.
+
+    Without the section, the store is opened as it is.
+    """
+    store = _store(configuration, name)
+    options = section(configuration, "save")
+    named_options(td.save, options, "the section 'save'", "features", "store")
+    if name not in configuration:
+        return td.open(store, storage_options=options.get("storage_options"))
+    if name == "targets":
+        options = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
+    result = td.save(features(configuration, name), store, **_with_samples(options))
+    keep(configuration, store)
+    return result
+
+
+def scores(configuration: Configuration) -> xr.DataArray:
+    """Return the lazy scores of all training samples for all targets."""
+    train, targets = (saved(configuration, name) for name in _STORES)
+    options = _with_samples(section(configuration, "score"))
+    return _called("score", td.score, options, features=train, targets=targets)
+
+
+def ranking(configuration: Configuration) -> xr.Dataset:
+    """Return the lazy ranking of each target that the section ``top_k`` describes."""
+    options = section(configuration, "top_k")
+    of = scores(configuration)
+    if (text := options.get("where")) is not None:
+        with _of("top_k.where"):
+            options["where"] = selection(of, text)
+    return _called("top_k", td.top_k, options, scores=of)
+
+
+def group_scores(configuration: Configuration) -> xr.DataArray:
+    """Return the lazy sums of scores that the section ``groups`` describes."""
+    train, targets = (saved(configuration, name) for name in _STORES)
+    options = section(configuration, "score") | section(configuration, "groups")
+    options.pop("average", None)
+    options = _with_samples(options)
+    return _called("groups", td.group_score, options, features=train, targets=targets)
+
+
+def write(configuration: Configuration, name: str, result: xr.DataArray | xr.Dataset) -> str | None:
+    """Write the result of a command where the section ``outputs`` says, and return where."""
+    outputs = section(configuration, "outputs")
+    for key in outputs:
+        require_key(key, ("score", "top_k", "groups"), "the section 'outputs'")
+    if (path := outputs.get(name)) is None:
+        return None
+    with _of(f"outputs.{name}"):
+        function = _writer(path)
+    function(result, path, overwrite=True)
+    keep(configuration, path)
+    return str(path)
+
+
+def export(result: str, path: str) -> None:
+    """Copy a result that :func:`write` wrote as zarr to parquet or netCDF.
+
+    Raises
+    ------
+    ConfigurationError
+        If this is no such result, or the path has another ending.
+    """
+    with _of("result"):
+        ds = xr.open_zarr(result)
+    data = ds["score"] if list(ds.data_vars) == ["score"] else ds
+    if path.endswith(".nc"):
+        data.to_netcdf(path)
+    elif path.endswith(".parquet"):
+        td.to_parquet(data.assign_attrs(ds.attrs), path)
+    else:
+        raise ConfigurationError(
+            f"expected a path that ends in .parquet or .nc, got {path!r}; try one of these"
+        )
+
+
+def _writer(path: object) -> Callable[..., None]:
+    if isinstance(path, str) and path.endswith(".parquet"):
+        return td.to_parquet
+    if isinstance(path, str) and path.endswith(".zarr"):
+        return td.to_zarr
+    raise ValueError(f"expected a path that ends in .zarr or .parquet, got {shown(path)}; try one")
+
+
+@contextmanager
+def _cluster(options: dict[str, Any]) -> Iterator[None]:
+    """Make a cluster the active one; no options stand for the threads of this process."""
+    if not options:
+        yield
+        return
+    if "address" in options:
+        with _called("cluster", _client, options):
+            yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Port .* is already in use")
+        cluster = _called("cluster", _local_cluster, options)
+    with cluster, Client(cluster):
+        yield
+
+
+def _client(address: str, timeout: float = 30) -> Client:
+    return Client(address, timeout=timeout)
+
+
+def _local_cluster(
+    n_workers: int | None = None,
+    threads_per_worker: int | None = None,
+    memory_limit: str | int = "auto",
+    local_directory: str | None = None,
+    dashboard_address: str = ":8787",
+) -> LocalCluster:
+    for name, value in {"n_workers": n_workers, "threads_per_worker": threads_per_worker}.items():
+        if value is not None:
+            require_integer(name, value, 1, remedy=f"try {name}: 2")
+    return LocalCluster(
+        n_workers=n_workers,
+        threads_per_worker=threads_per_worker,
+        processes=True,
+        memory_limit=memory_limit,
+        local_directory=local_directory,
+        dashboard_address=dashboard_address,
+        silence_logs=logging.CRITICAL,  # of connections that end with the workers
+    )
+
+
+def _store(configuration: Configuration, name: str) -> str:
+    stores = section(configuration, "stores")
+    for key in stores:
+        require_key(key, _STORES.values(), "the section 'stores'")
+    if not isinstance(store := stores.get(_STORES[name]), str):
+        raise ConfigurationError(
+            f"expected the path of a store as stores.{_STORES[name]}, got {shown(store)}; try "
+            f"--set stores.{_STORES[name]}={_STORES[name]}.zarr"
+        )
+    return store
+
+
+def _model(options: dict[str, Any]) -> td.Model:
+    checkpoints = options.get("checkpoints")
+    with _of("model"):
+        if isinstance(checkpoints, dict) and "function" in checkpoints:
+            named_options(called, checkpoints, "model.checkpoints")
+            options["checkpoints"] = called(**checkpoints)
+        elif isinstance(checkpoints, str):
+            options["checkpoints"] = expanded(checkpoints)
+        if isinstance(task := options.get("task"), str) and ":" in task:
+            options["task"] = import_callable(task, "task")()
+    return _called("model", td.Model, options)
+
+
+def _made(name: str, options: dict[str, Any]) -> Any:
+    """Return what the function returns that the ``kind`` of a section names."""
+    kinds = KINDS[name]
+    kind = options.pop("kind", None)
+    require_key(kind, kinds, f"the key 'kind' of the section {name!r}")
+    inner = {k: _made(name, v) for k, v in options.items() if isinstance(v, dict) and "kind" in v}
+    return _called(name, import_callable(kinds[str(kind)], "kind"), options | inner)
+
+
+def _called(name: str, function: Callable[..., T], options: dict[str, Any], **given: Any) -> T:
+    """Call a function of the library with the options of a section."""
+    with _of(name):
+        named = named_options(function, options, f"the section {name!r}", *given)
+        return function(**named, **given)
+
+
+def _with_samples(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the features that a path stands for, and a λ that is absolute."""
+    options = dict(options)
+    if isinstance(store := options.get("calibrate"), str):
+        with _of("calibrate"):
+            options["calibrate"] = td.open(store)
+    if isinstance(damping := options.get("damping"), dict):
+        options["damping"] = _called("damping", td.Absolute, damping)
+    return options
+
+
+@contextmanager
+def _of(name: str) -> Iterator[None]:
+    """Say which section an error is about."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError, ImportError, OSError) as err:
+        raise ConfigurationError(f"in the section {name!r}: {err}") from err

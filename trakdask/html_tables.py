@@ -1,0 +1,43 @@
+"""Values as tables in notebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+__all__ = ["HtmlTable", "html_table"]
+
+
+def html_table(title: str, rows: Mapping[str, object]) -> str:
+    """Return a title and rows of a name and a value as HTML, in which all text is escaped.
+
+    Examples
+    --------
+    >>> html_table("a < b", {"seed": 0})
+    '<p>a &lt; b</p><table><tbody><tr><th>seed</th><td><code>0</code></td></tr></tbody></table>'
+    """
+    body = "".join(
+        f"<tr><th>{escape(name)}</th><td><code>{escape(str(value))}</code></td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<p>{escape(title)}</p><table><tbody>{body}</tbody></table>"
+
+
+class HtmlTable:
+    """Shows a dataclass in notebooks: what it is, and its fields."""
+
+    def _repr_html_(self) -> str:
+        kind = type(self)
+        what = (inspect.getdoc(kind) or "").partition("\n")[0]
+        title = f"{kind.__name__}: {what}" if what else kind.__name__
+        return html_table(title, {name: repr(value) for name, value in _fields(self).items()})
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(value):
+        return dict(vars(value))  # a subclass of a user
+    shown = (field.name for field in dataclasses.fields(value) if field.repr)
+    return {name: getattr(value, name) for name in shown}

@@ -1,0 +1,165 @@
+"""Keep checkpoints and learning rates while ``Trainer`` of transformers trains a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from trakdask.checks import require_integer, shown
+from trakdask.files import Folder
+from trakdask.models.folders import checkpoint_folders
+
+__all__ = ["keep_checkpoints"]
+
+_RATES = "learning_rates.json"
+_SHARDED = ("deepspeed", "fsdp")
+
+
+def keep_checkpoints(
+    folder: str | os.PathLike[str], *, every: Literal["save", "epoch"] | int = "save"
+) -> _Keeper:
+    """Return a callback for ``transformers.Trainer`` that keeps weights and learning rates.
+
+    Parameters
+    ----------
+    folder
+        Path of a local folder for one run. It is created.
+    every
+        When to keep a checkpoint: ``"save"``, whenever ``Trainer`` saves; ``"epoch"``, at the end
+        of each epoch; or a number of steps.
+
+    Returns
+    -------
+    The callback, for ``Trainer(..., callbacks=[...])``. While the model is trained it writes
+
+    - ``checkpoint-<step>``: the weights as ``save_pretrained`` writes them (of a PEFT model, those
+      of its adapter), without the state of the optimizer, and therefore a third of the bytes that
+      ``Trainer`` writes with Adam;
+    - ``learning_rates.json``: by checkpoint, the mean learning rate of the steps since the one
+      before it, for ``estimator="tracin"``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If ``folder`` or ``every`` is invalid.
+    FileExistsError
+        When training starts, if the folder has checkpoints and this run does not continue one.
+    NotImplementedError
+        When training starts, if DeepSpeed or FSDP distributes the weights over processes.
+
+    Notes
+    -----
+    A checkpoint gets its name when it is whole, so one that a killed run has left is never read.
+    Where several processes train, the first one writes. ``Trainer``'s ``save_total_limit`` does not
+    remove what is kept here. The learning rate is that of the optimizer's first group of
+    parameters.
+
+    References
+    ----------
+    Pruthi et al. 2020, "Estimating Training Data Influence by Tracing Gradient Descent" (TracIn:
+    checkpoints weighted by their learning rates); Xia et al. 2024, "LESS", section 3 (the mean
+    learning rate since the last checkpoint).
+
+    Examples
+    --------
+    After ``Trainer(..., callbacks=[td.keep_checkpoints("run", every="epoch")]).train()``::
+
+        model = td.Model(build, checkpoints="run", task="causal_lm")
+        rates = json.loads(Path("run/learning_rates.json").read_text())
+        td.score(features, targets, estimator="tracin", learning_rates=rates)
+    """
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise TypeError(f"expected a path as folder, got {shown(folder)}; try folder='run'")
+    if "://" in str(folder):
+        raise ValueError(
+            f"expected a local path as folder, got the URL {str(folder)!r}; try a local one, and "
+            "copying it after the training"
+        )
+    if every not in ("save", "epoch") or isinstance(every, bool):
+        every = require_integer("every", every, 1, remedy="try every='save', 'epoch' or 500")
+    return _Keeper(Path(folder), every)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing at an event that is of no interest."""
+
+
+class _Keeper:
+    """A callback, by the names of its methods: transformers need not be imported for it."""
+
+    def __init__(self, folder: Path, every: str | int) -> None:
+        self.folder = folder
+        self.every = every
+        self._rates: dict[str, float] = {}
+        self._since: list[float] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return _nothing
+        raise AttributeError(name)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Read what an interrupted run has kept; refuse what cannot be kept."""
+        sharded = [name for name in _SHARDED if getattr(args, name, None)]
+        if sharded:
+            raise NotImplementedError(
+                f"expected weights that one process has as a whole, got training with {sharded[0]};"
+                " try td.Model(build, checkpoints=args.output_dir) with the folders of Trainer"
+            )
+        kept = [Path(each).name for each in checkpoint_folders(Folder(str(self.folder.absolute())))]
+        if kept and not state.global_step:
+            raise FileExistsError(
+                f"expected a folder without checkpoints at the start of a run, got {kept[:3]} in "
+                f"{str(self.folder)!r}; try another folder, or trainer.train("
+                "resume_from_checkpoint=True)"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        before = self.folder / _RATES
+        self._rates = json.loads(before.read_text()) if kept and before.exists() else {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Note the learning rate of the step."""
+        self._since.append(float(given["optimizer"].param_groups[0]["lr"]))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Keep a checkpoint after every so many steps."""
+        if isinstance(self.every, int) and state.global_step % self.every == 0:
+            self._keep(state, given["model"])
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Keep a checkpoint after an epoch."""
+        if self.every == "epoch":
+            self._keep(state, given["model"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Keep a checkpoint beside the one that ``Trainer`` has saved."""
+        if self.every == "save":
+            self._keep(state, given["model"])
+
+    def _keep(self, state: Any, model: Any) -> None:
+        name = f"checkpoint-{state.global_step}"
+        rates, self._since = self._since, []
+        if not state.is_world_process_zero or not rates:
+            return
+        partial = self.folder / f".{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _save(model, partial)
+        self._rates[name] = sum(rates) / len(rates)
+        shutil.rmtree(self.folder / name, ignore_errors=True)  # of the run that this one continues
+        partial.rename(self.folder / name)
+        content = json.dumps(self._rates, indent=1).encode()
+        Folder(str(self.folder.absolute())).write(_RATES, content)
+
+
+def _save(model: Any, folder: Path) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+        return
+    from safetensors.torch import save_model
+
+    save_model(model, str(folder / "model.safetensors"))

@@ -1,0 +1,11 @@
+"""Plots of results; each function takes labelled data and returns a matplotlib Figure."""
+
+from trakdask.plots.curves import damping, lds, removal_curve
+from trakdask.plots.figures import power_of_ten
+from trakdask.plots.galleries import gallery
+
+__all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve"]
+
+
+def __dir__() -> list[str]:
+    return __all__

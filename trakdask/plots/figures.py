@@ -1,0 +1,64 @@
+"""New figures, their colours, and the unit of the scores that they show."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from trakdask.checks import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BLUE", "GREEN", "RED", "new_figure", "power_of_ten"]
+
+GREEN, RED, BLUE = "#1a7f37", "#c62828", "#1565c0"
+
+
+def power_of_ten(*scores: xr.DataArray) -> int:
+    """Return the exponent e for which the largest of ``score / 10**e`` is between 1 and 10.
+
+    NaN and infinite scores are ignored.
+
+    Raises
+    ------
+    TypeError
+        If there are no scores, or they are not DataArrays of numbers.
+
+    Examples
+    --------
+    >>> power_of_ten(xr.DataArray([-0.00034, 0.00011]))
+    -4
+    """
+    for array in scores or (None,):
+        if not isinstance(array, xr.DataArray) or array.dtype.kind not in "fiub":
+            kind = f"dtype {array.dtype}" if isinstance(array, xr.DataArray) else shown(array)
+            raise TypeError(
+                f"expected DataArrays of numbers, got {kind}; try td.top_k(scores, 5).score"
+            )
+    values = (np.abs(array.values.astype(np.float64)) for array in scores)
+    largest = max(float(np.max(x, where=np.isfinite(x), initial=0.0)) for x in values)
+    return math.floor(math.log10(largest)) if largest > 0 else 0
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return a new figure of a size in inches, which a notebook shows only where it is returned.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    try:
+        import matplotlib.pyplot as plt  # optional dependency
+    except ImportError as err:
+        raise ImportError(
+            f"expected matplotlib for plots, got an import error ({err}); try pip install "
+            "'trakdask[plots]'"
+        ) from err
+    figure = plt.figure(figsize=(width, height))
+    plt.close(figure)  # a notebook would show an open figure twice
+    return figure

@@ -1,0 +1,274 @@
+"""Galleries: targets beside the training images that helped and harmed them most."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from trakdask.checks import require_integer, shown
+from trakdask.evaluate.labels import require_dataset
+from trakdask.plots.figures import BLUE, GREEN, RED, new_figure, power_of_ten
+from trakdask.plots.images import Normalize, as_colours, require_images, require_normalize
+from trakdask.variables import RANK, TARGET
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["gallery"]
+
+_RANKED = (TARGET, RANK)
+_AXES = set(_RANKED)
+
+_IMAGE_IN = 0.92
+_LINE_IN = 0.135
+_CHARACTERS_PER_IN = 16
+"""Of the small type above the images."""
+_LABEL_LINES = 2
+
+
+def gallery(
+    helpful: xr.Dataset,
+    harmful: xr.Dataset,
+    images: np.ndarray | xr.DataArray,
+    target_images: np.ndarray | xr.DataArray,
+    *,
+    targets: Sequence[int] | None = None,
+    label: str = "label",
+    n_shown: int = 5,
+    normalize: Normalize | None = None,
+    cmap: str = "gray_r",
+) -> Figure:
+    """Draw targets, each with its most helpful and most harmful training images.
+
+    Parameters
+    ----------
+    helpful, harmful
+        Rankings (target, rank) of :func:`~trakdask.top_k`, with ``largest=True`` and
+        ``largest=False``; computed here for the drawn targets only.
+    images, target_images
+        Grey or RGB images by position, (n, h, w), (n, 1, h, w), (n, 3, h, w) or (n, h, w, 3).
+        Colours may lie in [0, 1], in [-1, 1], or be bytes.
+    targets
+        Positions of the targets to draw; the first six by default.
+    label
+        Name of the coord whose values are written above the images; long texts are shortened.
+    n_shown
+        Number of training images on each side.
+    normalize
+        Mean and standard deviation that the images were normalized with, numbers or one for each
+        channel: images are drawn as they were before.
+    cmap
+        Colour map of grey images; ``"gray"`` for photographs, whose zero is black.
+
+    Returns
+    -------
+    Figure with one row per target: the target, its most helpful, its most harmful training images.
+    Its title says how the scores were made, if their ``attrs`` do.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    TypeError
+        If rankings are not Datasets, or images are not arrays.
+    ValueError
+        If there is no such coord, target or colour map, images have another shape, a ranked sample
+        has no image, or ``normalize`` is not a mean and a standard deviation.
+    """
+    remedy = "try td.top_k(scores, 5) and td.top_k(scores, 5, largest=False)"
+    for name, ranking in (("helpful", helpful), ("harmful", harmful)):
+        require_dataset(ranking, {"score": _RANKED, "position": _RANKED}, name, remedy)
+    n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
+    n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
+    require_images(images, "images")
+    require_images(target_images, "target_images")
+    scale = require_normalize(normalize)
+    chosen = _chosen_targets((helpful, harmful), target_images, targets)
+    _require_label((helpful, harmful), label)
+    sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
+    unit = power_of_ten(*(side.score for side in sides))
+    pictures = [
+        *_target_pictures(sides[0], target_images, chosen, label),
+        *_ranked_pictures(sides[0], 2, GREEN, images, label, unit),
+        *_ranked_pictures(sides[1], n_shown + 3, RED, images, label, unit),
+    ]
+    colours = as_colours([picture.image for picture in pictures], scale)
+    n_lines = max(picture.title.count("\n") + 1 for picture in pictures)
+    figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides[0].attrs, unit))
+    _require_colour_map(cmap)
+    limits = _limits(colours)
+    for picture, image in zip(pictures, colours, strict=True):
+        _draw(axes[picture.row, picture.column], picture, image, cmap, limits)
+    return figure
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """An image of the figure, and what is written above it."""
+
+    row: int
+    column: int
+    image: Any
+    title: str
+    color: str
+
+
+def _target_pictures(
+    side: xr.Dataset, images: np.ndarray | xr.DataArray, chosen: list[int], label: str
+) -> Iterable[_Picture]:
+    name = f"target_{label}"
+    for row, target in enumerate(chosen):
+        text = f"{label} {_text(side[name][row])}" if name in side.coords else ""
+        yield _Picture(row, 0, images[target], _wrapped(text), BLUE)
+
+
+def _ranked_pictures(
+    side: xr.Dataset,
+    first: int,
+    color: str,
+    images: np.ndarray | xr.DataArray,
+    label: str,
+    unit: int,
+) -> Iterable[_Picture]:
+    for row, rank in np.ndindex(side.sizes[TARGET], side.sizes[RANK]):
+        one = side.isel({TARGET: row, RANK: rank})
+        if (position := int(one.position)) < 0:
+            continue  # there are fewer samples than ranks
+        if position >= len(images):
+            raise ValueError(
+                f"expected one image per training sample, in their order, got {len(images)} images "
+                f"and the ranked sample {position}; try the images of all training samples"
+            )
+        title = _with_score(_text(one[label]), f"{float(one.score) / 10.0**unit:+.2f}")
+        yield _Picture(row, first + rank, images[position], title, color)
+
+
+def _text(value: xr.DataArray) -> str:
+    return f"{value.item():g}" if value.dtype.kind in "iuf" else str(value.item())
+
+
+def _wrapped(text: str) -> str:
+    """Return a text in the few short lines that fit above an image."""
+    width = int(_IMAGE_IN * _CHARACTERS_PER_IN)
+    lines = textwrap.wrap(text, width)
+    if len(lines) > _LABEL_LINES:
+        lines = [*lines[: _LABEL_LINES - 1], lines[_LABEL_LINES - 1][: width - 1] + "…"]
+    return "\n".join(lines)
+
+
+def _with_score(label: str, score: str) -> str:
+    fits = len(label) + len(score) + 3 <= _IMAGE_IN * _CHARACTERS_PER_IN
+    return f"{label}   {score}" if fits else f"{_wrapped(label)}\n{score}"
+
+
+def _chosen_targets(
+    rankings: tuple[xr.Dataset, xr.Dataset],
+    target_images: np.ndarray | xr.DataArray,
+    targets: Sequence[int] | None,
+) -> list[int]:
+    sizes = [ranking.sizes[TARGET] for ranking in rankings]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"expected the same targets in helpful and harmful, got {sizes[0]} and {sizes[1]} "
+            "targets; try rankings of the same scores"
+        )
+    n = min(sizes[0], len(target_images))
+    remedy = f"try targets=[{n - 1}], of {sizes[0]} ranked targets and {len(target_images)} images"
+    if targets is None:
+        return list(range(min(6, n)))
+    if isinstance(targets, (str, bytes)) or not isinstance(targets, Iterable):
+        raise TypeError(
+            f"expected targets to be a list of positions, got {shown(targets)}; {remedy}"
+        )
+    chosen = [require_integer("every target", target, 0, n, remedy=remedy) for target in targets]
+    if not chosen:
+        raise ValueError(f"expected at least one position in targets, got []; {remedy}")
+    return chosen
+
+
+def _require_label(rankings: tuple[xr.Dataset, xr.Dataset], label: str) -> None:
+    for ranking in rankings:
+        names = [str(name) for name, coord in ranking.coords.items() if set(coord.dims) <= _AXES]
+        if not isinstance(label, str) or label not in names:
+            raise ValueError(
+                f"expected label to be one of the rankings' coords {names}, got {shown(label)}; "
+                f"try label={names[0]!r}"
+            )
+
+
+def _require_colour_map(cmap: object) -> None:
+    from matplotlib import colormaps  # optional dependency, found by now
+
+    if not isinstance(cmap, str) or cmap not in colormaps:
+        raise ValueError(
+            f"expected the name of a colour map of matplotlib as cmap, got {shown(cmap)}; try "
+            "cmap='gray'"
+        )
+
+
+def _limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
+    """Return the smallest and largest value of the grey images: they share a scale."""
+    grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
+    values = np.concatenate(grey) if grey else np.zeros(0)
+    return (float(values.min()), float(values.max())) if len(values) else None
+
+
+def _draw(
+    ax: Axes, picture: _Picture, image: np.ndarray, cmap: str, limits: tuple[float, float] | None
+) -> None:
+    low, high = limits or (None, None)
+    ax.set_axis_on()
+    ax.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+    ax.set_xticks([])
+    ax.set_yticks([])
+    for spine in ax.spines.values():
+        spine.set_color(picture.color)
+        spine.set_linewidth(1.6)
+    ax.set_title(picture.title, fontsize=8, color=picture.color, pad=3, parse_math=False)
+
+
+def _notes(attrs: dict[str, Any], unit: int) -> str:
+    """Return how the scores were made, as far as is known, and what is above the images."""
+    made = [f"estimator {attrs['estimator']}"] if "estimator" in attrs else []
+    made += [f"λ by {attrs['damping']}"] if "damping" in attrs else []
+    return "; ".join([", ".join(made), f"above each image: label, score in 1e{unit}"][not made :])
+
+
+def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, np.ndarray]:
+    """Return a figure with its headings, and its axes, which are still empty."""
+    widths = [1.25, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
+    width, gap = _IMAGE_IN * sum(widths) * 1.06, _LINE_IN * n_lines + 0.12
+    notes = textwrap.fill(notes, int(width * _CHARACTERS_PER_IN))
+    headings = _headings(n_shown)
+    head_lines = max(text.count("\n") + 1 for text in headings)
+    head = 0.08 + _LINE_IN * (notes.count("\n") + 1) + 0.18 * head_lines + 0.06
+    height = head + n_rows * (_IMAGE_IN + gap) + 0.08
+    figure = new_figure(width, height)
+    grid = {"width_ratios": widths, "left": 0.02, "right": 0.98, "bottom": 0.08 / height}
+    grid |= {"top": 1 - (head + gap) / height, "wspace": 0.12, "hspace": gap / _IMAGE_IN}
+    axes = figure.subplots(n_rows, len(widths), squeeze=False, gridspec_kw=grid)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    figure.text(0.02, 1 - 0.05 / height, notes, va="top", fontsize=8, color="0.35")
+    columns = ((0, 0), (2, 1 + n_shown), (3 + n_shown, 2 + 2 * n_shown))
+    for (first, last), text, color in zip(columns, headings, (BLUE, GREEN, RED), strict=True):
+        x = (axes[0, first].get_position().x0 + axes[0, last].get_position().x1) / 2
+        figure.text(
+            x, 1 - head / height, text, ha="center", va="bottom", fontsize=10, color=color,
+            weight="bold",
+        )  # fmt: skip
+    return figure, axes
+
+
+def _headings(n_shown: int) -> tuple[str, str, str]:
+    """Return headings that are no wider than the images below them."""
+    if n_shown == 1:
+        return "target", "most\nhelpful", "most\nharmful"
+    samples = " training samples" if n_shown > 2 else ""
+    return "target", f"most helpful{samples}", f"most harmful{samples}"
