@@ -33,12 +33,12 @@ heading = @printf '\n== %s\n' '$(1)'
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
 	@echo 'make test        everything below that checks something'
-	@echo 'make lint | types | imports | wheel | notebooks | unit'
+	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
 	@echo 'make mutate      change the code in small ways and see which changes no test notices: an hour'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri: hours'
-	@echo 'make docs        build the documentation in docs/_build/html'
+	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
 install: $(INSTALLED)
@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 	@$(PY) -m trakdask.demo
 
 # Cheap checks first; the unit tests last, so that their summary closes the output.
-test: lint types imports wheel notebooks unit
+test: lint types imports wheel docs notebooks unit
 
 lint: $(INSTALLED)
 	$(call heading,style: ruff)

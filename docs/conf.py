@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import os
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Kernels read no settings of whoever builds, and do not warn of local ports at every start.
+profile = Path(__file__).parent / "_build" / "ipython" / "profile_default"
+profile.mkdir(parents=True, exist_ok=True)
+(profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")
+os.environ["IPYTHONDIR"] = str(profile.parent)
 
 project = "trakdask"
 author = "trakdask contributors"
@@ -17,7 +24,6 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -27,6 +33,7 @@ exclude_patterns = ["_build", "jupyter_execute"]
 html_theme = "sphinx_book_theme"
 html_title = "trakdask"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_show_copyright = False
 html_theme_options = {"show_toc_level": 2, "use_download_button": False}
 
@@ -35,7 +42,7 @@ nb_execution_mode = "auto"
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True
-myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autosummary_generate = True

@@ -84,3 +84,10 @@ def test_wheel__installed_imports_and_reads_every_kernel_file(installed: Path) -
     assert Path(found["package"]).is_relative_to(installed)
     assert found["version"] == oracle_version()
     assert found["kernels"] == oracle_kernels() != {}
+
+
+@pytest.mark.slow
+def test_wheel__installed_attributes_a_small_model(installed: Path) -> None:
+    elsewhere = installed.parent
+    printed = run(str(ROOT / ".ci" / "smoke.py"), cwd=elsewhere, PYTHONPATH=str(installed))
+    assert f"from {installed}" in printed

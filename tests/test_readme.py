@@ -1,16 +1,12 @@
-"""The first screen of the README runs as it stands and prints what it shows."""
+"""The README is short, and its example runs as it stands and prints what it shows."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import numpy as np
+import matplotlib.image
 import pytest
-import torch
-import xarray as xr
-
-import trakdask as td
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 
@@ -37,26 +33,14 @@ def test_readme__first_screen_prints_what_it_shows(tmp_path: Path, run_python) -
     assert shape_of(table) == shape_of(block("text"))
 
 
-def test_readme__stores_as_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block of the section runs line by line, on ten samples and a linear model."""
-    weights = [{"weight": torch.eye(3, 4) * scale, "bias": torch.zeros(3)} for scale in (1, 2)]
+def test_readme__fits_on_two_screens() -> None:
+    assert len(README.splitlines()) <= 80
 
-    def samples(start: int, stop: int) -> xr.Dataset:
-        rows = np.arange(start, stop)
-        x = np.random.default_rng(0).normal(size=(10, 4)).astype("f4")[rows]
-        coords = {"label": rows % 3, "source": ["spam", "wbe"] * (len(rows) // 2)}
-        return td.from_arrays({"image": x}, coords=coords, chunks=4)
 
-    def model(**checkpoints: object) -> td.Model:
-        return td.Model(torch.nn.Linear(4, 3), checkpoints, task="image_classification")
-
-    names = {
-        "td": td, "train": samples(0, 6), "more_samples": samples(6, 10),
-        "model": model(a=weights[0]), "fourth": model(d=weights[1]),
-        "all_four": model(a=weights[0], d=weights[1]), "corrected": ["spam", "web"] * 5,
-    }  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    exec(block("python", "## Stores"), names)
-    assert names["features"].source.values.tolist() == ["web"] * 5
-    assert names["features"].sizes["checkpoint"] == 2
-    assert td.verify("features.zarr", checksums=True).empty
+def test_readme__gallery_is_small_and_drawn() -> None:
+    picture = Path(__file__).parents[1] / "docs" / "_static" / "gallery.png"
+    assert "docs/_static/gallery.png" in README
+    assert picture.stat().st_size < 100_000
+    pixels = matplotlib.image.imread(picture)
+    assert pixels.shape[:2] == (490, 1200)
+    assert pixels[..., :3].std() > 0.1

@@ -61,9 +61,10 @@ def test_top_level__holds_only_the_agreed_names() -> None:
 
 
 def test_makefile__has_every_target_that_the_pages_name() -> None:
-    pages = read("README.md") + read(".github/CONTRIBUTING.md")
-    named = set(re.findall(r"(?:`|^)make ([a-z]+)\b", pages, flags=re.MULTILINE))
-    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
+    pages = [".github/CONTRIBUTING.md", "docs/developers/contributing.md", "docs/start/install.md"]
+    text = "\n".join(map(read, ["README.md", *pages]))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)\b", text, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
     assert {"demo", "test"} <= targets
     assert named <= targets
 
@@ -116,7 +117,7 @@ def test_constraints__pin_exact_public_versions() -> None:
 
 
 def test_constraints__pin_everything_the_two_commands_install() -> None:
-    missing = required("trakdask", frozenset({"dev", "demo"}), set()) - set(pinned())
+    missing = required("trakdask", frozenset({"dev", "demo", "docs"}), set()) - set(pinned())
     assert missing == set()
 
 

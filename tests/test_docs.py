@@ -1,0 +1,186 @@
+"""The pages: links lead somewhere, pictures and tables show what the repository has."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+BUILT = {DOCS / "_build", DOCS / "jupyter_execute", DOCS / "reference" / "generated"}
+PAGES = [
+    *(ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md")),
+    *(page for page in DOCS.rglob("*.md") if not BUILT & set(page.parents)),
+]
+
+
+def cells(page: str) -> list[list[str]]:
+    """Return the cells of all tables of a page, without markup."""
+    lines = (DOCS / page).read_text("utf-8").replace("−", "-").replace("*", "").splitlines()
+    return [[c.strip() for c in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page__links_to_what_exists(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_pages__name_files_of_results_that_exist() -> None:
+    pages = [*DOCS.rglob("evidence/*.md"), *DOCS.rglob("choose/*.md")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"20\d\d-\d\d-\d\d-[\w.-]+\.txt", page.read_text("utf-8"))
+    }
+    assert len(named) >= 10
+    assert [name for name in named if not (RESULTS / name).exists()] == []
+
+
+def test_house__is_drawn_from_the_layers() -> None:
+    drawn = runpy.run_path(str(DOCS / "draw_house.py"))["drawing"]()
+    assert (DOCS / "_static" / "house.svg").read_text("utf-8") == drawn, (
+        "run python docs/draw_house.py"
+    )
+
+
+def test_design__explains_every_layer() -> None:
+    layers = runpy.run_path(str(DOCS / "draw_house.py"))["layers"]()
+    text = (DOCS / "developers" / "design.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)
+    explained = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert {name for layer in layers for name in layer} <= explained
+
+
+# ----------------------------------------------------------------------------- tables of results
+
+
+def quality() -> dict[tuple[str, int, int, str, str], float]:
+    """Return LDS by task, proj_dim, checkpoints, estimator and rule, of Rademacher."""
+    text = (RESULTS / "2026-11-22-quality.txt").read_text("utf-8")
+    table = text[text.index("LDS, and what soft") :].split("\n\n")[0].splitlines()[2:]
+    names = [("trak", r) for r in ("closed", "auto", "best")]
+    names += [("soft", r) for r in ("closed", "auto", "best")]
+    found = {}
+    for line in table:
+        task, projector, p, checkpoints, *values = line.split()[:10]
+        if projector == "Rademacher":
+            for (estimator, rule), value in zip(names, values, strict=True):
+                found[task, int(p), int(checkpoints), estimator, rule] = float(value)
+    return found
+
+
+TASKS = {
+    "digits, perceptron": "mlp",
+    "digits, CNN with GroupNorm": "cnn",
+    "digits, ResNet with BatchNorm": "resnet",
+    "source code, transformer": "transformer",
+    "tumours, perceptron": "cancer",
+    "digits, 10 % wrong labels": "noisy",
+    "digits, tanh, stopped early": "early",
+}
+SOFT = ("soft", "auto")
+COLUMNS = {
+    "evidence/quality.md": [
+        *((2048, 3, "trak", rule) for rule in ("closed", "auto", "best")),
+        (2048, 3, *SOFT),
+    ],
+    "choose/estimator.md": [
+        *((2048, 3, "trak", rule) for rule in ("auto", "best")),
+        (2048, 3, *SOFT),
+    ],
+    "choose/projector.md": [(512, 3, *SOFT), (2048, 3, *SOFT)],
+    "choose/checkpoints.md": [(2048, count, *SOFT) for count in (1, 3, 10)],
+}
+
+
+@pytest.mark.parametrize("page", COLUMNS)
+def test_tables_of_quality__are_those_of_the_results(page: str) -> None:
+    known = quality()
+    rows = [row for row in cells(page) if row[0] in TASKS and row[1].startswith("0.")]
+    assert [row[0] for row in rows] == list(TASKS)
+    for name, *shown in rows:
+        expected = [known[TASKS[name], *column] for column in COLUMNS[page]]
+        assert [float(value) for value in shown[: len(expected)]] == expected, name
+
+
+def test_table_of_intervals__is_that_of_the_results() -> None:
+    results = json.loads((RESULTS / "2026-11-22-quality.json").read_text("utf-8"))
+    known = {
+        row["task"]: row["soft auto - trak best"]
+        for row in results["comparisons"]
+        if (row["projector"], row["proj_dim"], row["checkpoints"]) == ("Rademacher", 2048, 3)
+    }
+    ceilings = {row["task"]: row["ceiling"]["value"] for row in results["tasks"]}
+    rows = [row for row in cells("evidence/quality.md") if row[0] in TASKS and len(row) == 7]
+    assert len(rows) == len(TASKS)
+    for name, *_, difference, ceiling in rows:
+        about = known[TASKS[name]]
+        numbers = [float(number) for number in re.findall(r"[-+]?\d\.\d+", difference)]
+        assert numbers == pytest.approx([about["value"], *about["interval"]], abs=6e-4), name
+        assert float(ceiling) == pytest.approx(ceilings[TASKS[name]], abs=6e-4), name
+
+
+def test_tables_of_regression_and_language__are_those_of_the_results() -> None:
+    text = (RESULTS / "2026-11-22-quality-language-regression.txt").read_text("utf-8")
+    known: dict[str, list[list[str]]] = {"diabetes": [], "surface": [], "language": []}
+    for line in text[text.index("LDS, and what soft") :].split("\n\n")[0].splitlines()[2:]:
+        task, projector, _, _, closed, auto, best, *_ = line.split()
+        if projector == "Rademacher":
+            known[task].append([closed, best, auto])
+    for page in ("choose/estimator.md", "evidence/quality.md"):
+        rows = [row for row in cells(page) if row[0].strip("`") in known]
+        assert len(rows) == 3
+        for name, *shown in rows:
+            columns = zip(*known[name.strip("`")], strict=True)
+            assert shown[-4:-1] == [", ".join(column) for column in columns]
+
+
+def test_table_of_projections__is_that_of_the_results() -> None:
+    results = json.loads((RESULTS / "2026-11-21-projection-1e5.json").read_text("utf-8"))
+    known = {(c["proj_dim"], c["batch"], c["engine"]): c for c in results["cells"]}
+    engines = ["traker", "int8x2", "int8x2-numpy", "int8x1", "sjlt4", "sjlt4-numpy"]
+    rows = [row for row in cells("evidence/speed.md") if len(row) == 8 and row[0].isdigit()]
+    assert len(rows) == 9
+    for p, batch, *shown in rows:
+        for engine, text in zip(engines, shown, strict=True):
+            cell = known[int(p), int(batch), engine]
+            rate, *times = re.findall(r"\d+(?:\.\d+)?", text)
+            assert float(rate) == pytest.approx(cell["samples_per_s"], rel=0.02)
+            assert [float(t) for t in times] == pytest.approx(
+                [cell["times_traker"]] * len(times), rel=0.03
+            )
+
+
+def test_tables_of_peers__are_those_of_the_results() -> None:
+    results = json.loads((RESULTS / "2026-11-21-compare_peers.json").read_text("utf-8"))
+    known = {(row["batch_size"], row["engine"]): row for row in results["speed"]}
+    rows = [row for row in cells("evidence/speed.md") if len(row) == 5 and row[0].isdigit()]
+    assert [int(row[0]) for row in rows] == [32, 128, 512]
+    for batch, *shown in rows:
+        engines = ("trakdask", "traker", "dattri")
+        expected = [known[int(batch), engine]["featurize_per_s"] for engine in engines]
+        expected.append(known[int(batch), "trakdask"]["times_traker"])
+        assert [float(value) for value in shown] == pytest.approx(expected, rel=0.03)
+
+
+def test_readme__quotes_the_pages_of_evidence() -> None:
+    features = (ROOT / "README.md").read_text("utf-8").split("## Features")[1].split("## ")[0]
+    speed, *_ = (row for row in cells("evidence/speed.md") if row[0] == "32")
+    assert {speed[1], speed[2]} <= set(re.findall(r"\d+", features))
+    mlp, *_ = (
+        row for row in cells("evidence/quality.md") if len(row) == 7 and "perceptron" in row[0]
+    )
+    for value in (mlp[3], mlp[4]):
+        assert f"{float(value):.2f}" in features
+    scale = (DOCS / "evidence" / "scale.md").read_text("utf-8")
+    assert "569 MB" in scale
+    assert "569 MB" in features
+    resumed, *_ = (row for row in cells("evidence/scale.md") if row[0].startswith("to resume"))
+    assert f"{float(resumed[1].split()[0]):.1f} seconds" in features
