@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from distributed import Client
 from torch import nn
 
 import trakdask as td
@@ -155,6 +156,27 @@ def test_featurize_parts__failed_samples_are_recorded() -> None:
     assert np.isnan(found.feature[3]).all()
     assert np.isfinite(found.feature.drop_isel(sample=3)).all()
     assert (found.error[3] != "").all()
+
+
+@pytest.mark.slow
+def test_featurize_parts__questions_have_the_same_answers_on_worker_processes(
+    process_client: Client,
+) -> None:
+    def answers() -> tuple[xr.Dataset, xr.DataArray, xr.Dataset]:
+        features = td.featurize(samples(), model(), projector=td.SJLT(32))
+        parts = td.featurize_parts(
+            samples(), model(), parts="token", projector=td.SJLT(32), text=lambda i: f"w{i}"
+        )
+        combined = td.combine(features, by="source")
+        words = td.score(features, combined, of=parts, damping=0.1)
+        selection = td.top_fraction(td.score(features, combined, damping=0.1), 0.5)
+        return dask.compute(parts, words, selection)
+
+    there = answers()
+    with dask.config.set(scheduler="threads"):
+        here = answers()
+    for ours, theirs in zip(here, there, strict=True):
+        xr.testing.assert_identical(ours, theirs)
 
 
 def test_featurize_parts__layer_without_tokens_fails_with_its_name() -> None:

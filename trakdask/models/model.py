@@ -67,9 +67,9 @@ class Model:
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
     second_moments
-        Adam's second moments v at each checkpoint: gradients are multiplied by (√v + 10⁻⁸)^-1/2
-        before they are projected. A list or mapping of files (tensors by the names of parameters)
-        or of folders of :func:`keep_checkpoints`, or the one folder of a run.
+        Adam's v at each checkpoint: gradients are multiplied by (√v + 10⁻⁸)^-1/2 before they are
+        projected. A list or mapping of files (tensors by the names of parameters) or folders of
+        :func:`keep_checkpoints`, or the folder of a run.
 
     Raises
     ------
@@ -83,10 +83,9 @@ class Model:
     -----
     **Second moments.** A step of Adam moves parameters by g/(√v + ε), so the influence of a
     training sample on a target is the product of their gradients with 1/(√v + ε) in between. LESS
-    scales the training gradients only. Here both sides get the root of the scale: products are the
-    same, but training samples and targets have the same features, whose gram matrix is symmetric.
-    Parameters that were never updated (v = 0, such as the embeddings of unused tokens) get a very
-    large weight, so select others with ``parameters``.
+    scales training gradients only; here both sides get the root of the scale. Products are the
+    same, but all features are of one kind, so that their gram matrix is symmetric. Parameters that
+    were never updated (v = 0) get a very large weight, so select others with ``parameters``.
 
     Cost: builds the module once and reads every checkpoint once, to hash it. No module or tensor
     becomes part of a Dask graph: tasks contain paths and hashes, and each process loads a
@@ -94,8 +93,7 @@ class Model:
 
     References
     ----------
-    Xia et al. 2024, "LESS: Selecting Influential Data for Targeted Instruction Tuning", section 3
-    (influence under Adam).
+    Xia et al. 2024, "LESS: Selecting Influential Data for Targeted Instruction Tuning", section 3.
 
     Examples
     --------
@@ -151,8 +149,7 @@ class Model:
             find_base=_BaseFinder(self.build, module),
         )
         of = [checkpoint.name for checkpoint in self.checkpoints]
-        moments = {} if second_moments is None else open_moments(second_moments, of, self.shapes)
-        self.second_moments = moments
+        self.second_moments = open_moments(second_moments, of, self.shapes)
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own skeleton."""
@@ -268,9 +265,7 @@ def _own_state(build: Build) -> Mapping[str, Tensor]:
 def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
     if isinstance(build, Spooled):
         return build.token
-    if isinstance(build, str):
-        return build
-    return fingerprint(build)
+    return build if isinstance(build, str) else fingerprint(build)
 
 
 def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:

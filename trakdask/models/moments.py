@@ -28,7 +28,7 @@ _REMEDY = "try td.keep_checkpoints(folder, second_moments=True) while you train"
 
 
 def open_moments(
-    given: MomentsLike, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
+    given: MomentsLike | None, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Checkpoint]:
     """Read and hash the second moments of each checkpoint.
 
@@ -37,7 +37,7 @@ def open_moments(
     given
         One for each checkpoint, in their order or by their names: paths or URLs of files, or of
         folders of :func:`keep_checkpoints`, or mappings from names of parameters to tensors. One
-        path of a run's folder stands for all ``checkpoint-<step>`` in it.
+        path of a run's folder stands for all ``checkpoint-<step>`` in it. None for no moments.
     names
         Names of the checkpoints.
     shapes
@@ -50,6 +50,8 @@ def open_moments(
     FileNotFoundError, CheckpointError
         If a file is missing or cannot be read, or moments are missing, negative or not finite.
     """
+    if given is None:
+        return {}
     names = list(names)
 
     def check(name: str, state: Mapping[str, Tensor], base: object) -> None:
