@@ -225,6 +225,18 @@ def test_to_zarr__scores_and_rankings(tmp_path: Path) -> None:
         td.to_zarr(top, tmp_path / "t.zarr")
 
 
+@pytest.mark.parametrize("sizes", [(7, 3, 7, 3), (3, 7), (5, 5, 5, 5)])
+def test_to_zarr__blocks_of_different_sizes(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """As in a store to which samples were appended."""
+    rows = FEATURES.isel(sample=slice(sum(sizes)))
+    scores = td.score(rows.chunk(sample=sizes), TARGETS, damping=0.1)
+    td.to_zarr(scores, tmp_path / "s.zarr")
+    again = xr.open_zarr(tmp_path / "s.zarr").score
+    np.testing.assert_array_equal(again, scores)
+    assert again.variable.chunksizes["sample"][0] == max(sizes)
+    np.testing.assert_array_equal(again.label, scores.label)
+
+
 @pytest.mark.parametrize("write", [td.to_parquet, td.to_zarr])
 def test_to__overwrites_results_only(tmp_path: Path, write: Callable[..., None]) -> None:
     scores = td.score(FEATURES, TARGETS, damping=0.1)

@@ -79,12 +79,27 @@ def to_zarr(
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    marked = ds.assign_attrs({_WRITER: _mark(folder)})
+    marked = _with_equal_chunks(ds).assign_attrs({_WRITER: _mark(folder)})
     marked.to_zarr(folder.url, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
     with warnings.catch_warnings():
         # xarray warns about a store without consolidated metadata, zarr about one with them.
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
         zarr.consolidate_metadata(folder.url, zarr_format=3)
+
+
+def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
+    """Return results with chunks that zarr has; those of an appended store may differ in size."""
+    chunks = {
+        dim: max(sizes)
+        for dim, sizes in ds.chunks.items()
+        if len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]
+    }
+    uneven = {
+        name: array.variable.chunk({dim: chunks[dim] for dim in array.dims if dim in chunks})
+        for name, array in ds.data_vars.items()
+        if chunks.keys() & set(array.dims)
+    }
+    return ds.assign(uneven)
 
 
 def to_parquet(
