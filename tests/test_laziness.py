@@ -58,6 +58,7 @@ PUBLIC = {
     "featurize_recording": lambda: td.featurize(from_arrays(), model(), on_error="record"),
     "featurize_torch": lambda: td.featurize(from_torch(), model(), projector=td.Rademacher(64)),
     "featurize_masked": lambda: td.featurize(from_arrays(), model(), projector=td.Mask(4)),
+    "featurize_parts": lambda: td.featurize_parts(from_arrays(), model(), parts=["weight"]),
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
     "damping": lambda: td.damping(FEATURES),
@@ -72,6 +73,8 @@ PUBLIC = {
     "self_influence": lambda: td.self_influence(MANY, estimator="soft"),
     "score_ensemble": lambda: td.score(FEATURES, TARGETS, average=False),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
+    "combine": lambda: td.combine(TARGETS, by="label"),
+    "top_fraction": lambda: td.top_fraction(td.score(FEATURES, TARGETS), 0.1, by="label"),
     "top_k": lambda: td.top_k(td.score(FEATURES, TARGETS), 3),
     "top_k_where": lambda: td.top_k(td.score(FEATURES, TARGETS), 3, where=FEATURES.label == 1),
     "top_k_tile": lambda: td.top_k(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trakdask.errors import StoreMismatchError
-from trakdask.provenance import FEATURE_SPEC, digest, require_comparable, require_same
+from trakdask.provenance import REQUIRED_SPEC, digest, require_comparable, require_same
 from trakdask.testing import simulate_features
 
 SPEC = {**simulate_features().attrs, "parameters": {"w": [2, 3]}}
@@ -16,7 +16,7 @@ def test_require_same__lists_and_tuples_are_equal() -> None:
     require_same({**SPEC, "parameters": {"w": (2, 3)}}, SPEC, what="both")
 
 
-@pytest.mark.parametrize("name", FEATURE_SPEC)
+@pytest.mark.parametrize("name", REQUIRED_SPEC)
 def test_require_same__missing_field(name: str) -> None:
     without = {key: value for key, value in SPEC.items() if key != name}
     with pytest.raises(StoreMismatchError, match=f"both differ in {name}"):

@@ -5,11 +5,13 @@ from . import plots as plots
 from . import testing as testing
 from ._version import __version__ as __version__
 from .attribution import Absolute as Absolute
+from .attribution import combine as combine
 from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score
 from .attribution import score as score
 from .attribution import self_influence as self_influence
+from .attribution import top_fraction as top_fraction
 from .attribution import top_k as top_k
 from .bergson import open_bergson as open_bergson
 from .errors import BlockError as BlockError
@@ -21,6 +23,7 @@ from .errors import UnfinishedAppendWarning as UnfinishedAppendWarning
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
+from .featurization import featurize_parts as featurize_parts
 from .models import tasks as tasks
 from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model

@@ -117,6 +117,7 @@ class FeaturesAccessor:
         self,
         targets: xr.Dataset,
         *,
+        of: xr.Dataset | None = None,
         estimator: Estimator = "auto",
         power: float = 0.5,
         damping: Damping = "auto",
@@ -129,6 +130,7 @@ class FeaturesAccessor:
         return td.score(
             self._ds,
             targets,
+            of=of,
             estimator=estimator,
             power=power,
             damping=damping,

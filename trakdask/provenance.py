@@ -29,7 +29,10 @@ __all__ = [
     "spec",
 ]
 
-FEATURE_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
+REQUIRED_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
+"""Attrs that all features have."""
+
+FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments")
 """Attrs that training and target features must share for their product to be meaningful."""
 
 EARLIER_SOURCE = "earlier_source"
@@ -61,6 +64,7 @@ _REMEDY = {
     "checkpoint_ids": "giving both models the same checkpoint_ids, or none",
     "parameters": "selecting the same parameters= in both models",
     "task": "giving both models the same task",
+    "second_moments": "giving both models the same second_moments, or none",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
     "samples.attrs['source'] if the data are the same",
     "dtype": "featurizing with the dtype= of the store, or saving to another one",
@@ -80,7 +84,7 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
     """
     attrs = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
     names = [str(name) for name in ds[CHECKPOINT].values] if CHECKPOINT in ds.coords else []
-    for field in ("checkpoints", "checkpoint_ids"):
+    for field in ("checkpoints", "checkpoint_ids", "second_moments"):
         if set(names) <= set(attrs.get(field, ())):
             attrs[field] = {name: attrs[field][name] for name in names}
     return attrs

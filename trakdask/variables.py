@@ -16,12 +16,14 @@ from trakdask.checks import shown
 __all__ = [
     "CHECKPOINT",
     "COMPONENT",
+    "MODULE",
     "PROJ_DIM",
     "PROJ_DIM_1",
     "RANK",
     "SAMPLE",
     "TARGET",
     "TARGET_PREFIX",
+    "TOKEN",
     "VARIABLES",
     "Variable",
     "aligned",
@@ -40,6 +42,8 @@ PROJ_DIM = "proj_dim"
 PROJ_DIM_1 = "proj_dim_1"
 COMPONENT = "component"
 RANK = "rank"
+TOKEN = "token"
+MODULE = "module"
 _ROWS_OF_UNCHUNKED = 4096
 TARGET_PREFIX = "target_"
 """Prefix of the targets' coords in scores; xarray would drop a name that both sides share."""
@@ -130,9 +134,15 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
         )
     array = ds[name]
     if array.dims != variable.dims:
+        parts = [dim for dim in (TOKEN, MODULE) if dim in array.dims]
+        remedy = f"ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
+        if parts:  # those of td.featurize_parts
+            remedy = (
+                f"ds.assign({name}=ds.{name}.sum({parts[0]!r})), which is that of whole samples"
+            )
         raise ValueError(
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
-            f"try ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
+            f"try {remedy}"
         )
     if not np.issubdtype(array.dtype, np.floating):
         raise ValueError(

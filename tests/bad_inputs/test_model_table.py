@@ -269,6 +269,27 @@ ROWS = [
             (None, TypeError),
         )
     ],
+    BadInput(M, "moments a number", model(second_moments=3), TypeError, ["second_moments", "3"]),
+    BadInput(
+        M,
+        "moments too many",
+        model(second_moments=[STATE, STATE]),
+        ValueError,
+        ["['0']", "(2)", "{'0'"],
+    ),
+    BadInput(
+        M,
+        "moments of others",
+        model(second_moments={"last": STATE}),
+        ValueError,
+        ["['0']", "'last'"],
+    ),
+    BadInput(
+        M, "moments of no file", model(second_moments=["no.pt"]), FileNotFoundError, ["no.pt"]
+    ),
+    BadInput(
+        M, "moments empty", model(second_moments=[{}]), td.CheckpointError, ["state dict", "empty"]
+    ),
     BadInput(
         M,
         "quantised",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import trakdask as td
@@ -72,7 +73,14 @@ class Watcher(transformers.TrainerCallback):
         self.weights[state.global_step] = {n: t.clone() for n, t in model.state_dict().items()}
 
 
-def train(model: nn.Module, folder: Path, keep: object, resume: bool = False, **options) -> Watcher:
+def train(
+    model: nn.Module,
+    folder: Path,
+    keep: object,
+    resume: bool = False,
+    watch: object = None,
+    **options,
+) -> Watcher:
     ids = np.random.default_rng(0).integers(2, 20, (24, 6))
     data = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in ids]
     settings = {"num_train_epochs": 3, "save_strategy": "no", **options}
@@ -88,7 +96,8 @@ def train(model: nn.Module, folder: Path, keep: object, resume: bool = False, **
         **settings,
     )
     watcher = Watcher()
-    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[watcher, keep])
+    callbacks = [watcher, *([watch] if watch else []), keep]
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume or None)
     return watcher
 
@@ -139,6 +148,34 @@ def test_keep_checkpoints__whenever_trainer_saves(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.transpose("sample", ...), expected, rtol=1e-4)
 
 
+def test_keep_checkpoints__second_moments(tmp_path: Path) -> None:
+    """Against Adam's recurrence, from the gradients that a hook sees."""
+    squares: dict[str, torch.Tensor] = {}
+    model, kept = gpt2(), tmp_path / "kept"
+
+    class Gradients(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **given) -> None:
+            for name, parameter in model.named_parameters():
+                before = squares.get(name, torch.zeros_like(parameter))
+                squares[name] = 0.9 * before + 0.1 * parameter.grad.clone() ** 2
+
+    keep = td.keep_checkpoints(kept, every=5, second_moments=True)
+    train(model, tmp_path, keep, watch=Gradients(), max_steps=5, adam_beta2=0.9)
+    found = load_file(kept / "checkpoint-5" / "second_moments.safetensors")
+    assert set(found) == set(squares)
+    for name, expected in squares.items():
+        torch.testing.assert_close(found[name], expected / (1 - 0.9**5), rtol=1e-5, atol=1e-12)
+    made = td.Model(gpt2, kept, task="causal_lm", second_moments=kept)
+    assert list(made.second_moments) == ["checkpoint-5"]
+
+
+def test_keep_checkpoints__optimizer_without_second_moments(tmp_path: Path) -> None:
+    keep = td.keep_checkpoints(tmp_path / "kept", every="epoch", second_moments=True)
+    with pytest.raises(NotImplementedError, match=r"exp_avg_sq.*SGD.*adamw_torch"):
+        train(gpt2(), tmp_path, keep, optim="sgd")
+    assert not list((tmp_path / "kept").glob("checkpoint-*"))
+
+
 def test_keep_checkpoints__of_a_run_that_was_continued(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     options = {"save_strategy": "steps", "save_steps": 6}
@@ -165,7 +202,7 @@ def test_keep_checkpoints__half_written_ones_are_not_read(tmp_path: Path) -> Non
     keep.on_step_begin(None, None, None, optimizer=torch.optim.SGD([torch.ones(1)], lr=1))
     state = SimpleNamespace(global_step=9, is_world_process_zero=True)
     with pytest.raises(Killed):
-        keep.on_step_end(None, state, None, model=Full())
+        keep.on_step_end(None, state, None, model=Full(), optimizer=None)
     model = td.Model(Plain, kept, task=td.tasks.CausalLM("input_ids"))
     assert [each.name for each in model.checkpoints] == ["checkpoint-6"]
 
@@ -182,5 +219,5 @@ def test_keep_checkpoints__one_process_writes(tmp_path: Path) -> None:
     state = SimpleNamespace(global_step=0, is_world_process_zero=False)
     keep.on_train_begin(SimpleNamespace(), state, None)
     keep.on_step_begin(None, state, None, optimizer=torch.optim.SGD([torch.ones(1)], lr=1))
-    keep.on_step_end(None, state, None, model=Plain())
+    keep.on_step_end(None, state, None, model=Plain(), optimizer=None)
     assert list((tmp_path / "kept").iterdir()) == []

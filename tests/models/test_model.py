@@ -147,7 +147,7 @@ def test_model__no_checkpoint() -> None:
 
 
 def test_model__unknown_task() -> None:
-    with pytest.raises(ValueError, match=r"\['image_classification'.*got 'clasification'"):
+    with pytest.raises(ValueError, match=r"\['classification'.*got 'clasification'"):
         Model(mlp, [state()], task="clasification")
     with pytest.raises(TypeError, match="got int"):
         Model(mlp, [state()], task=3)

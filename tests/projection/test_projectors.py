@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trakdask.projection import SJLT, Gaussian, Identity, Mask, Projector, Rademacher
+from trakdask.projection import (
+    SJLT,
+    Gaussian,
+    Identity,
+    Kronecker,
+    Mask,
+    Projector,
+    Rademacher,
+)
 from trakdask.projection.philox import rademacher_bits
 from trakdask.projection.row_map import ROW_BLOCK, RowMap
 from trakdask.projection.stream import ProjectionStream, project
@@ -167,6 +175,30 @@ def test_stream__result_can_be_read_twice() -> None:
     stream = ProjectionStream(SMALL, rows, 2, 0)
     stream.add("a", gaussian(2, 600))
     assert torch.equal(stream.result(), stream.result())
+
+
+ALL_KINDS = [SMALL, Identity(), Mask(9000), SJLT(64), Kronecker(4, 4)]
+
+
+@pytest.mark.parametrize("skipped", [{"a"}, {"b"}, {"a", "c"}, {"a", "b", "c"}], ids=sorted)
+@pytest.mark.parametrize("projector", ALL_KINDS, ids=lambda p: p.kind)
+def test_skip__is_like_adding_zeros(projector: Projector, skipped: set[str]) -> None:
+    sizes = {"a": 300, "b": 40000, "c": 100}
+    gradients = {
+        name: torch.zeros(2, size) if name in skipped else gaussian(2, size)
+        for name, size in sizes.items()
+    }
+    shapes = {name: (10, size // 10) for name, size in sizes.items()}
+    rows = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+    stream = ProjectionStream(projector, rows, 2, 4)
+    for name, gradient in gradients.items():
+        if name in skipped:
+            stream.skip(name)
+        else:
+            stream.add(name, gradient)
+    assert torch.equal(stream.result(), project(projector, gradients, rows, 4))
+    with pytest.raises(ValueError, match="was added before"):
+        stream.skip("a")
 
 
 def stream_of_two() -> ProjectionStream:

@@ -1,6 +1,7 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
 
 from trakdask.arrays import (
+    combinations,
     completeness,
     damping_choice,
     gram,
@@ -12,11 +13,13 @@ from trakdask.arrays import (
     solve,
     spectrum,
     subsets,
+    top_fraction,
     topk,
     weights,
 )
 
 __all__ = [
+    "combinations",
     "completeness",
     "damping_choice",
     "gram",
@@ -28,6 +31,7 @@ __all__ = [
     "solve",
     "spectrum",
     "subsets",
+    "top_fraction",
     "topk",
     "weights",
 ]

@@ -15,7 +15,7 @@ from dask.base import tokenize
 from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices, block_of, read_in_task
 from trakdask.arrays.blocks import Block, Blocks, blocks_with, flat
 
-__all__ = ["TileMask", "top_k"]
+__all__ = ["NOTHING", "TileMask", "keys_of", "top_k"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TileMask:
 _SPLIT_EVERY = 8
 _LOW = np.int64(0xFFFFFFFF)
 # The key of rows that are masked out or NaN, and of padding. No score maps to it.
-_NOTHING = np.iinfo(np.int64).min
+NOTHING = np.iinfo(np.int64).min
 
 
 def top_k(
@@ -224,13 +224,13 @@ def _local(
     ``masks`` are the arguments of ``function``, or the packed mask of the samples.
     """
     (tile,) = flat(score)
-    keys = _keys(tile, np.arange(*rows), largest)
+    keys = keys_of(tile, np.arange(*rows), largest)
     if function is not None and tile.size:
         blocks = [block_of(each) for each in masks]
-        keys[~_tile_mask(function, range(*rows), range(*columns), blocks).T] = _NOTHING
+        keys[~_tile_mask(function, range(*rows), range(*columns), blocks).T] = NOTHING
     elif masks:
         (packed,) = masks
-        keys[:, PackedRows.unpack(packed) == 0] = _NOTHING
+        keys[:, PackedRows.unpack(packed) == 0] = NOTHING
     if len(tile) > k:
         keys.partition(len(tile) - k, axis=1)
         # A copy, because a view would keep the keys of the whole tile in memory.
@@ -238,7 +238,7 @@ def _local(
     return keys.T
 
 
-def _keys(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]:
+def keys_of(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]:
     """Return (target, row) integers that sort like the pairs (score, -position).
 
     The upper 32 bits are those of the float32 score, folded so that they sort as integers. A single
@@ -251,7 +251,7 @@ def _keys(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]
     keys = _folded(bits).astype(np.int64)
     keys <<= 32
     keys |= _LOW - positions
-    keys[np.isnan(values)] = _NOTHING
+    keys[np.isnan(values)] = NOTHING
     return keys
 
 
@@ -292,7 +292,7 @@ def _finish(blocks: Blocks, axis: object = None, keepdims: bool = False, *, k: i
     """Return (target, k) keys, best first, padded if there are fewer than k."""
     keys = np.sort(_merge(blocks, k=k).T, axis=1)[:, ::-1]
     missing = k - keys.shape[1]
-    return np.pad(keys, ((0, 0), (0, missing)), constant_values=_NOTHING)
+    return np.pad(keys, ((0, 0), (0, missing)), constant_values=NOTHING)
 
 
 def _decoded(
@@ -316,8 +316,8 @@ def _value(keys: Block, largest: bool) -> Block:
     values = _folded((keys >> 32).astype(np.int32)).view(np.float32)
     # 0 - x instead of -x, so that a score of 0 is not returned as -0.0.
     values = values if largest else np.float32(0) - values
-    return np.where(keys == _NOTHING, np.float32(np.nan), values)
+    return np.where(keys == NOTHING, np.float32(np.nan), values)
 
 
 def _position(keys: Block, largest: bool) -> Block:
-    return np.where(keys == _NOTHING, -1, _LOW - (keys & _LOW))
+    return np.where(keys == NOTHING, -1, _LOW - (keys & _LOW))

@@ -1,7 +1,20 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
+from trakdask.attribution.combinations import combine
+from trakdask.attribution.grams import gram
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import Absolute, damping
-from trakdask.attribution.scores import gram, group_score, score, self_influence
+from trakdask.attribution.scores import group_score, score, self_influence
+from trakdask.attribution.selection import top_fraction
 
-__all__ = ["Absolute", "damping", "gram", "group_score", "score", "self_influence", "top_k"]
+__all__ = [
+    "Absolute",
+    "combine",
+    "damping",
+    "gram",
+    "group_score",
+    "score",
+    "self_influence",
+    "top_fraction",
+    "top_k",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dask.array as da
@@ -15,6 +15,7 @@ from trakdask.attribution.dampings import Absolute
 from trakdask.attribution.estimators import Weights
 from trakdask.attribution.options import LearningRates, Options
 from trakdask.attribution.regularization import regularize
+from trakdask.attribution.sides import rows, spread, whole
 from trakdask.variables import CHECKPOINT, aligned
 
 __all__ = ["Factors", "factors"]
@@ -42,19 +43,38 @@ class Factors:
     pooled: bool = True
 
 
-def factors(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
-    """Return what to multiply features with; both sides are chunked already."""
+def factors(
+    features: xr.Dataset, targets: xr.Dataset, options: Options, of: xr.Dataset | None = None
+) -> Factors:
+    """Return what to multiply features with; all sides are chunked already.
+
+    Parameters
+    ----------
+    features
+        The training samples, which the gram matrix is a sum over.
+    targets
+        Features of targets, or of their parts.
+    options
+        The options of the score.
+    of
+        What is multiplied: the training samples by default, or parts of some of them.
+    """
+    of = features if of is None else of
     if options.estimator.has_gram:
-        return _with_gram(features, targets, options)
-    return _without_gram(features, targets, options)
+        made = _with_gram(features, targets, options, of)
+    else:
+        made = _without_gram(of, targets, options)
+    return replace(made, weight=spread(of, made.weight))
 
 
-def _with_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
+def _with_gram(
+    features: xr.Dataset, targets: xr.Dataset, options: Options, of: xr.Dataset
+) -> Factors:
     matrix, estimator = regularize(features, options), options.estimator
-    solved = matrix.solve(targets.feature.data)
-    weight = estimator.weights.loss_data(features)
+    solved = matrix.solve(rows(targets))
+    weight = estimator.weights.loss_data(of)
     if estimator.name == "relatif":
-        own = matrix.leverage(features.feature.data).mean(axis=1, keepdims=True)
+        own = matrix.leverage(whole(of)).mean(axis=1, keepdims=True)
         weight = _sign(weight) * arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
     damping = options.damping
     attrs = {
@@ -75,13 +95,13 @@ def _soft_formula(weights: Weights) -> str:
 def _without_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
     estimator = options.estimator.name
     attrs = {"estimator": estimator, "formula": _FORMULAS[estimator]}
-    solved, q = targets.feature.data, features.out_to_loss.data
+    solved, q = rows(targets), features.out_to_loss.data
     if estimator == "grad_dot":
         return Factors(solved, q, attrs)
     if estimator == "grad_cos":
-        norms = (arrays.weights.squared_norm(x) for x in (features.feature.data, solved))
+        norms = (arrays.weights.squared_norm(whole(side)) for side in (features, targets))
         ours, theirs = (arrays.weights.inverse_norm(norm) for norm in norms)
-        unit = solved * theirs.astype(solved.dtype)[:, None, :]
+        unit = solved * spread(targets, theirs).astype(solved.dtype)[:, None, :]
         return Factors(unit, _with_nan_spread(_sign(q) * ours), attrs, pooled=False)
     rates = _learning_rates(features, options.learning_rates)
     attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)

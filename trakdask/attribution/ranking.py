@@ -14,9 +14,18 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.block_arguments import Column, StoredColumn
 from trakdask.arrays.topk import TileMask
-from trakdask.variables import RANK, SAMPLE, TARGET, VARIABLES, aligned, stays_in_store
+from trakdask.variables import (
+    MODULE,
+    RANK,
+    SAMPLE,
+    TARGET,
+    TOKEN,
+    VARIABLES,
+    aligned,
+    stays_in_store,
+)
 
-__all__ = ["top_k"]
+__all__ = ["require_scores", "top_k"]
 
 Where = xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 
@@ -70,7 +79,7 @@ def top_k(
     >>> top.label.values.tolist()
     [[1, 1, 1], [1, 1, 1]]
     """
-    _require_scores(scores)
+    require_scores(scores)
     n = scores.sizes[SAMPLE]
     if n == 0:
         raise ValueError("expected scores of 1 sample or more, got 0; try another selection")
@@ -104,7 +113,8 @@ def top_k(
     )
 
 
-def _require_scores(scores: object) -> None:
+def require_scores(scores: object) -> None:
+    """Reject anything but floating-point scores (sample, target)."""
     if not isinstance(scores, xr.DataArray):
         raise TypeError(
             f"expected scores as a DataArray (sample, target), got a {type(scores).__name__}; try "
@@ -124,6 +134,9 @@ def _require_scores(scores: object) -> None:
 def _remedy(scores: xr.DataArray) -> str:
     if "checkpoint" in scores.dims:
         return "scores.mean('checkpoint')"
+    if {TOKEN, MODULE} & set(scores.dims):
+        dim = TOKEN if TOKEN in scores.dims else MODULE
+        return f"scores.sum({dim!r}), or scores.isel(target=0).rename({dim}='target')"
     if set(scores.dims) == {SAMPLE, TARGET}:
         return "scores.transpose('sample', 'target')"
     if scores.dims == (SAMPLE,):

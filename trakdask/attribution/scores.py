@@ -1,4 +1,4 @@
-"""Features in, lazy attributions out: gram matrix, scores, scores by group, self-influence."""
+"""Features in, lazy attributions out: scores, scores by group, self-influence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
     Estimator,
-    Weights,
 )
 from trakdask.attribution.groups import group_codes
-from trakdask.attribution.matrices import origin, weight_data
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Factors, factors
 from trakdask.attribution.regularization import regularize
+from trakdask.attribution.sides import (
+    coords_of_parts,
+    coords_of_targets,
+    dims_of_scores,
+    lazy_side,
+    per_part,
+    require_side,
+    rows,
+)
 from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
@@ -34,60 +41,14 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = ["gram", "group_score", "score", "self_influence"]
-
-
-def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.DataArray:
-    """Reduce features to the gram matrix of each checkpoint, K_c = Σ_z h_c(z) φ_c(z) φ_c(z)ᵀ.
-
-    Parameters
-    ----------
-    features
-        Dataset with ``feature`` (sample, proj_dim, checkpoint), one chunk along ``proj_dim``.
-    weights
-        h, (sample) or (sample, checkpoint), not negative; 1 as TRAK was published.
-
-    Returns
-    -------
-    Lazy DataArray ``gram`` (proj_dim, proj_dim_1, checkpoint), one chunk per checkpoint, float64
-    (above proj_dim 8192 float32, unless features are float64). Units: squared units of ``feature``.
-
-    Raises
-    ------
-    ValueError
-        If ``feature`` is missing or split along ``proj_dim``, or weights have other dimensions.
-
-    Notes
-    -----
-    Cost: one pass over ``feature``. Products in float32 (float64 of float64 features), summed in
-    float64 in a fixed order: the same bits on any scheduler for given chunks. Samples that failed,
-    whose rows are NaN, are left out of the sums of the checkpoints where they failed.
-
-    References
-    ----------
-    Park et al. 2023, equation 13; traker's ``BasicScoreComputer.get_xtx``.
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> td.gram(features).dims
-    ('proj_dim', 'proj_dim_1', 'checkpoint')
-    """
-    validate(features, ["feature"], what="features")
-    made_from = origin(features)
-    features = lazy_features(features)
-    data = arrays.gram.gram(features.feature.data, weight_data(features, weights))
-    named = Weights() if weights is None else Weights(gram="given")
-    attrs = VARIABLES["gram"].attrs | named.attrs(features) | made_from
-    coords = {CHECKPOINT: features[CHECKPOINT]}
-    return xr.DataArray(data, dims=VARIABLES["gram"].dims, coords=coords, name="gram", attrs=attrs)
+__all__ = ["group_score", "score", "self_influence"]
 
 
 def score(
     features: xr.Dataset,
     targets: xr.Dataset,
     *,
+    of: xr.Dataset | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: float = DEFAULT_POWER,
     damping: Damping = "auto",
@@ -114,7 +75,12 @@ def score(
         were loaded as a whole, the diagonal of the gram matrix tells whether they are still those
         of the store.
     targets
-        Features of the samples to explain, made with the same model and projector.
+        Features of the samples to explain, made with the same model and projector; or of their
+        parts (:func:`featurize_parts`), each of which then has scores of its own.
+    of
+        Features of parts of some training samples: which of their words, or layers, helped? The
+        scores are those of the parts, and add up to those of their samples. ``features`` remain all
+        training samples, whose gram matrix is used.
     estimator
         ``"auto"``: ``"soft"`` for classification into one of several classes by models without
         BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q
@@ -141,7 +107,9 @@ def score(
     -------
     Lazy DataArray ``score`` (sample, target), float32 (float64 of float64 features), in tiles of
     sample blocks × target blocks. Coords of the training samples keep their names, those of the
-    targets get the prefix ``target_``.
+    targets get the prefix ``target_``. Parts of targets are a further dimension at the end,
+    (sample, target, token), parts of samples one after them, (sample, token, target). If both sides
+    have parts of one kind, the dimension of those of targets is called ``target_token``.
 
     Raises
     ------
@@ -198,25 +166,26 @@ def score(
     """
     _require_flag("average", average)
     _require_sides(features, targets)
+    if of is not None:
+        _require_parts(features, of)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    features, targets = lazy_features(features), lazy_features(targets)
-    product = factors(features, targets, options)
-    _require_own_names(features, targets)
+    features, targets = lazy_features(features), lazy_side(targets)
+    of = features if of is None else lazy_side(of)
+    product = factors(features, targets, options, of)
+    _require_own_names(of, targets)
     data = arrays.score.score(
-        features.feature.data,
-        product.solved,
-        product.weight,
-        average=average,
-        pooled=product.pooled,
+        rows(of), product.solved, product.weight, average=average, pooled=product.pooled
     )
-    coords = {**_coords_along(features, SAMPLE), **_target_coords(targets)}
+    data = per_part(per_part(data, 1, targets), 0, of)
+    coords = {**_coords_along(of, SAMPLE), **coords_of_parts(of), **_target_coords(targets)}
+    coords |= coords_of_targets(targets, of)
     if not average:
         coords[CHECKPOINT] = features[CHECKPOINT]
-    dims = (SAMPLE, TARGET) if average else (SAMPLE, TARGET, CHECKPOINT)
+    dims = dims_of_scores(of, targets)
     attrs = _score_attrs(features, targets, product)
-    return _labelled("score", dims, data, coords, attrs)
+    return _labelled("score", dims if average else (*dims, CHECKPOINT), data, coords, attrs)
 
 
 def group_score(
@@ -263,16 +232,18 @@ def group_score(
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    features, targets = lazy_features(features), lazy_features(targets)
+    features, targets = lazy_features(features), lazy_side(targets)
     product = factors(features, targets, options)
     codes, groups = group_codes(features[by].values)
     sums = arrays.groups.group_sum(
         features.feature.data, product.weight, codes, len(groups), pooled=product.pooled
     )
-    data = arrays.score.score(sums, product.solved, None)
-    coords = {by: groups, **_target_coords(targets)}
+    data = per_part(arrays.score.score(sums, product.solved, None), 1, targets)
+    coords = {by: (by, groups), **_target_coords(targets)}
+    coords |= coords_of_targets(targets)
     attrs = _score_attrs(features, targets, product)
-    return xr.DataArray(data, dims=(by, TARGET), coords=coords, name="score", attrs=attrs)
+    dims = (by, *dims_of_scores(features, targets)[1:])
+    return _labelled("score", dims, data, coords, attrs)
 
 
 def self_influence(
@@ -363,8 +334,13 @@ def _require_flag(name: str, value: object) -> None:
 
 def _require_sides(features: xr.Dataset, targets: xr.Dataset) -> None:
     validate(features, ["feature", "out_to_loss"], what="features")
-    validate(targets, ["feature"], what="targets")
+    require_side(targets, ["feature"], what="targets")
     require_comparable(features, targets)
+
+
+def _require_parts(features: xr.Dataset, of: xr.Dataset) -> None:
+    require_side(of, ["feature", "out_to_loss"], what="of")
+    require_comparable(features, of, name="parts'")
 
 
 def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:

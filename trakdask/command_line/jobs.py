@@ -177,7 +177,9 @@ def _writer(path: object) -> Callable[..., None]:
         return td.to_parquet
     if isinstance(path, str) and path.endswith(".zarr"):
         return td.to_zarr
-    raise ValueError(f"expected a path that ends in .zarr or .parquet, got {shown(path)}; try one")
+    raise ValueError(
+        f"expected a path that ends in .zarr or .parquet, got {shown(path)}; try 'top.parquet'"
+    )
 
 
 @contextmanager

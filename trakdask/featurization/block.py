@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock, current_thread, main_thread
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
@@ -24,10 +25,11 @@ from trakdask.featurization.memory import (
     on_worker,
     states_bytes,
 )
+from trakdask.featurization.partition import stream_of
 from trakdask.models.checkpoints import Checkpoint, cache_states
-from trakdask.models.gradients import ENGINES
+from trakdask.models.gradients import engine_of
+from trakdask.models.moments import scaled, scales
 from trakdask.models.tasks import Forward
-from trakdask.projection import ProjectionStream
 
 __all__ = ["Block", "featurize_block"]
 
@@ -82,13 +84,15 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     checked = check_once(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
     size = _micro_batch(job, checked.activation_bytes, device)
+    moments = job.model.second_moments.get(checkpoint.name)
+    factors = scales(moments, job.row_map.names, device) if moments else None
     rows = _Rows.empty(job, checkpoint, samples.positions)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _featurize_micro_batch(samples, forward, checkpoint, part)
+            block = _featurize_micro_batch(samples, forward, checkpoint, part, factors)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
@@ -127,9 +131,9 @@ class _Rows:
 
     @classmethod
     def empty(cls, job: Job, checkpoint: Checkpoint, positions: np.ndarray) -> _Rows:
-        n, width = len(positions), job.projector.width(job.row_map.n_rows)
+        n = len(positions)
         feature, output, out_to_loss = (
-            np.full(shape, np.nan, np.float32) for shape in ((n, width), n, n)
+            np.full(shape, np.nan, np.float32) for shape in (job.feature_shape(n), n, n)
         )
         return cls(job, checkpoint, positions, feature, output, out_to_loss)
 
@@ -171,7 +175,7 @@ class _Rows:
         n = len(self.positions)
         if 1 < n == len(self.raised):
             raise self.raised[0]
-        block = (self.feature[:, :, None], self.output[:, None], self.out_to_loss[:, None])
+        block = (self.feature[..., None], self.output[:, None], self.out_to_loss[:, None])
         if self.job.on_error == "raise":
             return block
         error = np.full((n, 1), "", ERROR_DTYPE)
@@ -181,13 +185,25 @@ class _Rows:
 
 
 def _featurize_micro_batch(
-    samples: Samples, forward: Forward, checkpoint: Checkpoint, part: slice
+    samples: Samples,
+    forward: Forward,
+    checkpoint: Checkpoint,
+    part: slice,
+    factors: Mapping[str, Tensor] | None,
 ) -> Block:
     job, n = samples.job, part.stop - part.start
-    stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, samples.device)
-    run, batch = ENGINES[job.engine], samples.batch(part)
-    f, q = run(forward, job.model.task, batch, job.row_map.names, stream.add)
-    return stream.result().numpy(force=True), f.numpy(force=True), q.numpy(force=True)
+    run, batch = engine_of(job.engine), samples.batch(part)
+    partition = job.partition.of(batch) if job.partition else None
+    place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
+    stream = stream_of(partition, *place)
+    sink = scaled(stream.add, factors) if factors else stream.add
+    f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
+    feature = stream.result().numpy(force=True)
+    if partition != job.partition:  # the features of tokens of padding, which was cut, are zero
+        whole = np.zeros(job.feature_shape(n), np.float32)
+        whole[:, : feature.shape[1]] = feature
+        feature = whole
+    return feature, f.numpy(force=True), q.numpy(force=True)
 
 
 def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int:
@@ -196,7 +212,7 @@ def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int
         return job.batch_size
     width = job.projector.width(job.row_map.n_rows)
     # Besides activations: gradients, then float64 sums and copies of them.
-    others = 4 * job.elements_at_once + 16 * width
+    others = 4 * job.elements_at_once + 16 * width * job.rows_of_sample
     fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + others))
     if fits < job.batch_size:
         _log.info(

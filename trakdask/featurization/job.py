@@ -10,6 +10,7 @@ import torch
 
 from trakdask.featurization.failures import OnError, is_of_samples
 from trakdask.featurization.memory import is_out_of_memory
+from trakdask.featurization.partition import Partition
 from trakdask.featurization.precision import Precision
 from trakdask.models.diagnosis import explain
 from trakdask.models.model import Model
@@ -38,6 +39,18 @@ class Job:
     precision: Precision
     device: str
     on_error: OnError
+    partition: Partition | None = None
+    """How gradients are divided into parts; None for whole samples."""
+
+    @property
+    def rows_of_sample(self) -> int:
+        """Number of features of a sample."""
+        return 1 if self.partition is None else self.partition.size
+
+    def feature_shape(self, n_samples: int) -> tuple[int, ...]:
+        """Return the shape of the features of some samples at one checkpoint."""
+        parts = () if self.partition is None else (self.partition.size,)
+        return n_samples, *parts, self.projector.width(self.row_map.n_rows)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import dask.array as da
@@ -22,27 +22,36 @@ from trakdask.featurization.devices import check_device
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.job import Job
 from trakdask.featurization.memory import largest_memory
+from trakdask.featurization.options import (
+    chosen_projector,
+    require_options,
+    require_running_statistics,
+)
+from trakdask.featurization.partition import Partition
 from trakdask.featurization.precision import DType, Precision
-from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
+from trakdask.models.gradients import choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.operations import count_operations
-from trakdask.projection import Projector, Rademacher, RowMap
+from trakdask.projection import Projector, RowMap
 from trakdask.projection.memory import require_block_fits
 from trakdask.provenance import EARLIER_SOURCE, digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
-__all__ = ["featurize", "model_operations"]
+__all__ = ["Gradients", "Inputs", "featurize", "lazy_dataset", "model_operations"]
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
+Inputs = dict[str, da.Array]
 
 _jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
 """The job of each featurize graph of this process, by layer name, while the graph exists."""
 
 _log = logging.getLogger(__name__)
 
+_SCALED = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 512
+_ROWS_OF_TOKENS = 256
 
 
 def featurize(
@@ -160,23 +169,50 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    _require_options(model, gradients, dtype, on_error)
-    projector = _projector(projector)
+    return lazy_dataset(
+        samples,
+        model,
+        projector=projector,
+        gradients=gradients,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        on_error=on_error,
+    )
+
+
+def lazy_dataset(
+    samples: xr.Dataset,
+    model: Model,
+    *,
+    projector: Projector | None,
+    gradients: Gradients,
+    batch_size: int | Literal["auto"],
+    dtype: DType | None,
+    device: str,
+    on_error: OnError,
+    divide: Callable[[Model, Inputs], Partition] | None = None,
+) -> xr.Dataset:
+    """Build the graph of :func:`featurize`; ``divide`` says how to divide samples into parts."""
+    require_options(model, gradients, dtype, on_error)
+    projector = chosen_projector(projector)
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
-    _require_running_statistics(model)
+    require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
-    engine, reason = str(gradients), "as asked"
-    if gradients == "auto":
-        engine, reason = choose_engine(model.skeleton(), model.task, row_map.names)
-    _log.info("gradients by %s: %s", engine, reason)
     inputs = _inputs(samples, model)
-    block = max(next(iter(inputs.values())).chunks[0])
+    partition = divide(model, inputs) if divide else None
+    engine, reason = _engine(gradients, model, partition)
+    _log.info("gradients by %s: %s", engine, reason)
+    n_parts = partition.size if partition else 1
+    block = max(next(iter(inputs.values())).chunks[0]) * n_parts
     require_block_fits(projector, row_map.n_rows, block, largest_memory())
     sizes = {name: row_map.size(name) for name in row_map.names}
     held = elements_at_once(engine, model.skeleton(), sizes)
-    size = _batch_size(batch_size, engine, held)
+    if engine == "tokens":
+        held *= n_parts
+    size = _batch_size(batch_size, engine, held, n_parts)
     job = Job(
         model=model,
         projector=projector,
@@ -189,13 +225,14 @@ def featurize(
         precision=Precision.here(dtype),
         device=check_device(device),
         on_error=on_error,
+        partition=partition,
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
     arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
     names = [checkpoint.name for checkpoint in model.checkpoints]
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
-    data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
+    data = {n: (_dims(n, partition), array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=coords, attrs=attrs)
 
 
@@ -214,49 +251,18 @@ def model_operations(features: xr.Dataset) -> int | None:
     return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
 
 
-def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:
-    if gradients not in ("auto", *ENGINES):
-        raise ValueError(
-            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
-            "gradients='auto'"
-        )
-    if dtype not in (None, *get_args(DType)):
-        raise ValueError(
-            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
-            "dtype='float32'"
-        )
-    if on_error not in get_args(OnError):
-        raise ValueError(
-            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
-        )
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
-            "checkpoints=[...], task=...)"
-        )
+def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> tuple[str, str]:
+    if partition is not None and partition.groups is None:
+        return "tokens", "the only engine that sees the terms of single tokens"
+    if gradients == "auto":
+        return choose_engine(model.skeleton(), model.task, tuple(model.shapes))
+    return str(gradients), "as asked"
 
 
-def _projector(projector: Projector | None) -> Projector:
-    if projector is None:
-        return Rademacher(proj_dim=2048, seed=0)
-    if isinstance(projector, type) or not isinstance(projector, Projector):
-        given = projector.__name__ if isinstance(projector, type) else type(projector).__name__
-        raise TypeError(
-            f"expected a projector, got {given}; try projector=td.Rademacher(proj_dim=2048)"
-        )
-    return projector
-
-
-def _require_running_statistics(model: Model) -> None:
-    """Reject batch normalization by statistics of the batch, which mixes samples."""
-    for path, module in model.skeleton().named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
-            raise ValueError(
-                "expected batch normalization with running statistics, got layer "
-                f"{path or type(module).__name__!r} with track_running_stats=False, which "
-                "normalizes by the other samples of a batch; try training the model with "
-                "track_running_stats=True, or nn.GroupNorm"
-            )
+def _dims(name: str, partition: Partition | None) -> tuple[str, ...]:
+    sample, *others = VARIABLES[name].dims
+    has_parts = name == "feature" and partition is not None
+    return (sample, *([partition.dim] if has_parts and partition else []), *others)
 
 
 def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
@@ -273,8 +279,10 @@ def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
     return {name: lazy[name] if name in coords else samples[name].data for name in names}
 
 
-def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> int:
+def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int, n_parts: int = 1) -> int:
     if batch_size == "auto":
+        if engine == "tokens":
+            return max(1, _ROWS_OF_TOKENS // n_parts)
         fits = _MICRO_BATCH_BYTES // (4 * max(held, 1))
         if engine == "hooks":
             # Autograd also stores the activations, which usually take more memory than gradients.
@@ -301,7 +309,8 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         **job.precision.attrs(),
         "device": job.device,
         "on_error": job.on_error,
-        "formula": "feature = p^-1/2 P^T grad f",
+        **({"parts": job.partition.spec()} if job.partition else {}),
+        "formula": _SCALED if job.model.second_moments else "feature = p^-1/2 P^T grad f",
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
     }
@@ -343,10 +352,12 @@ def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str,
         align_arrays=False,  # all chunks match; aligning would warn about the outer product
     )
     width = job.projector.width(job.row_map.n_rows)
+    parts = {"t": job.partition.size} if job.partition else {}
+    index = "stpc" if parts else "spc"
     feature = da.blockwise(
-        take, "spc", bundle, "sc", 0, None,
-        new_axes={"p": width}, name=feature_layer(token),
-        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
+        take, index, bundle, "sc", 0, None,
+        new_axes={**parts, "p": width}, name=feature_layer(token),
+        dtype=np.float32, meta=np.empty((0,) * len(index), np.float32),
     )  # fmt: skip
     others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":

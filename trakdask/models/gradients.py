@@ -7,7 +7,7 @@ must copy it. Engines never compute gradients of other parameters, and store not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ from trakdask.models.independence import (
     tolerance,
 )
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
+from trakdask.models.tokens import TokenRecorder, number_of_tokens
 
 __all__ = [
     "ENGINES",
@@ -42,10 +43,12 @@ __all__ = [
     "Sink",
     "choose_engine",
     "elements_at_once",
+    "engine_of",
     "hooks_gradients",
     "loop_gradients",
     "require_batch_independence",
     "require_same_as_loop",
+    "token_gradients",
     "vmap_gradients",
 ]
 
@@ -127,6 +130,34 @@ def hooks_gradients(
     Memory: activations of the batch, and batch × the largest parameter (only 4 MB for linear and
     embedding layers). The model must treat samples independently.
     """
+    return _recorded_gradients(Recorder, forward, task, batch, names, sink)
+
+
+def token_gradients(
+    forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
+) -> tuple[Tensor, Tensor]:
+    """Compute what each token contributes to the gradients, as :func:`hooks_gradients` does.
+
+    The sink receives (batch * tokens, numel), all tokens of the first sequence first. Their sum is
+    the gradient of the sequence.
+
+    Raises
+    ------
+    ValueError
+        If a layer has no axis of tokens.
+    """
+    recorder = partial(TokenRecorder, n_tokens=number_of_tokens(batch))
+    return _recorded_gradients(recorder, forward, task, batch, names, sink)
+
+
+def _recorded_gradients(
+    make: Callable[..., Recorder],
+    forward: Forward,
+    task: Task,
+    batch: Batch,
+    names: Sequence[str],
+    sink: Sink,
+) -> tuple[Tensor, Tensor]:
     if isinstance(task, TrakTask):
         raise ValueError(
             "expected a task that runs batches, as gradients='hooks' needs, got one that runs one "
@@ -138,7 +169,7 @@ def hooks_gradients(
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     buffers = forward.buffers
     once = CachingForward(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
-    recorder = Recorder(once, reached.units, plan.axes, size, sink)
+    recorder = make(once, reached.units, plan.axes, size, sink)
     try:
         with recorder.listening():
             output = _require_per_sample(task.output(once, batch), size, "output")
@@ -181,7 +212,7 @@ def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, i
     sizes
         Number of elements of each selected parameter.
     """
-    if engine != "hooks":
+    if engine not in ("hooks", "tokens"):
         return sum(sizes.values())
     reached = cover(module, tuple(sizes))
     held = [sizes[name] for name in whole_parameters(module, reached.units)]
@@ -212,6 +243,8 @@ def require_same_as_loop(
 ) -> None:
     """Check an engine on a few samples against one backward pass for each.
 
+    Gradients of tokens are added up first.
+
     Raises
     ------
     ValueError
@@ -221,7 +254,8 @@ def require_same_as_loop(
     computed: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
     for name, into in ((engine, computed), ("loop", expected)):
-        ENGINES[name](forward, task, batch, names, partial(_collect, into))
+        engine_of(name)(forward, task, batch, names, partial(_collect, into))
+    computed = {name: _summed(gradient, _size(batch)) for name, gradient in computed.items()}
     norms = torch.stack([g.double().norm(dim=1) for g in expected.values()]).norm(dim=0)
     allowed = max(tolerance(g.dtype, g.device.type) for g in expected.values())
     for name in names:
@@ -233,6 +267,11 @@ def require_same_as_loop(
                 "norm (the model may mix samples of a batch, or use the parameter outside its "
                 "layer); try gradients='loop'"
             )
+
+
+def _summed(gradient: Tensor, size: int) -> Tensor:
+    """Return the sums over the rows of each sample."""
+    return gradient if len(gradient) == size else gradient.unflatten(0, (size, -1)).sum(1)
 
 
 def _collect(
@@ -296,6 +335,12 @@ ENGINES: dict[str, Engine] = {
     "vmap": vmap_gradients,
     "loop": loop_gradients,
 }
+"""The engines of gradients of whole samples, which users choose from."""
+
+
+def engine_of(name: str) -> Engine:
+    """Return one of the engines, or ``"tokens"``, the one whose gradients are those of tokens."""
+    return token_gradients if name == "tokens" else ENGINES[name]
 
 
 def _out_to_loss(forward: Forward, task: Task, batch: Batch) -> Tensor:

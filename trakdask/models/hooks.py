@@ -170,9 +170,9 @@ class Recorder:
     n_samples
         Batch size.
     sink
-        Receives the gradients of a parameter, (batch, numel), when all uses of the parameter have
-        been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed in slices, each
-        with the index of its first element, if the rules of the layer allow it.
+        Receives the gradients of a parameter, (rows, numel), one row per sample, when all uses of
+        the parameter have been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed
+        in slices, each with the index of its first element, if the rules of the layer allow it.
     """
 
     def __init__(
@@ -187,6 +187,7 @@ class Recorder:
         self._units = units
         self._axes = axes
         self._n_samples = n_samples
+        self._n_rows = n_samples * self._rows_of_sample()
         self._sink = sink
         self._n_calls: dict[str, int] = defaultdict(int)
         self._due = {name: 0 for unit in units for name in unit.selected.values()}
@@ -280,10 +281,19 @@ class Recorder:
         alone = value if value.shape[:1] == (1,) else value[None]
         return alone.expand(self._n_samples, *alone.shape[1:])
 
+    def _rows_of_sample(self) -> int:
+        """Return how many gradients each sample has."""
+        return 1
+
+    def _as_rows(self, call: Call, value: Tensor) -> Tensor:
+        """Return a value that a layer took or returned, (batch, ...), with an entry per row."""
+        return value
+
     def _by_rules(self, call: Call, rules: Any, delta: Tensor, axis: int) -> None:
         x = call.input(self._n_samples)
-        x = x if call.in_axes[0] is not None else self._expanded(x)
+        x = self._as_rows(call, x if call.in_axes[0] is not None else self._expanded(x))
         delta = unfolded(delta, axis, self._n_samples).movedim(axis, 0)
+        delta = self._as_rows(call, delta)
         if x.is_floating_point() and x.dtype != delta.dtype:
             x = x.to(delta.dtype)  # as autocast does inside the layer
         for inside, name in call.unit.selected.items():
@@ -298,15 +308,13 @@ class Recorder:
         forward, unit = self._forward, call.unit
         tensors = {i: forward.parameters[name] for i, name in unit.parameters.items()}
         tensors |= _inside(forward.buffers, unit.path)
-        gradients = local_gradients(call, tensors, deltas, axes, self._n_samples)
+        gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
         for inside, name in unit.selected.items():
-            self._add(name, gradients[inside].reshape(self._n_samples, -1))
+            self._add(name, gradients[inside].reshape(self._n_rows, -1))
 
     def _is_large(self, name: str) -> bool:
         parameter = self._forward.parameters[name]
-        return self._n_samples * parameter.numel() * parameter.element_size() > _part_bytes(
-            parameter
-        )
+        return self._n_rows * parameter.numel() * parameter.element_size() > _part_bytes(parameter)
 
     def _postpone(self, name: str, part: Part) -> None:
         """Postpone a large gradient until all uses of the parameter are known."""
@@ -318,7 +326,7 @@ class Recorder:
     def _deliver_parts(self, name: str) -> None:
         parts, parameter = self._parts.pop(name), self._forward.parameters[name]
         n_rows, width = len(parameter), parameter[0].numel()
-        bytes_of_row = self._n_samples * width * parameter.element_size()
+        bytes_of_row = self._n_rows * width * parameter.element_size()
         step = max(1, _part_bytes(parameter) // bytes_of_row)
         del self._due[name]
         for start in range(0, n_rows, step):
@@ -342,7 +350,7 @@ class Recorder:
     def _deliver(self, name: str, gradient: Tensor | None) -> None:
         if gradient is None:
             parameter = self._forward.parameters[name]
-            gradient = parameter.new_zeros(1).expand(self._n_samples, parameter.numel())
+            gradient = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
         del self._due[name]
         self._sink(name, gradient)
 

@@ -9,9 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from safetensors.torch import save_file, save_model
+from torch import Tensor
+
 from trakdask.checks import require_integer, shown
 from trakdask.files import Folder
 from trakdask.models.folders import checkpoint_folders
+from trakdask.models.moments import MOMENTS_FILE
 
 __all__ = ["keep_checkpoints"]
 
@@ -20,7 +25,10 @@ _SHARDED = ("deepspeed", "fsdp")
 
 
 def keep_checkpoints(
-    folder: str | os.PathLike[str], *, every: Literal["save", "epoch"] | int = "save"
+    folder: str | os.PathLike[str],
+    *,
+    every: Literal["save", "epoch"] | int = "save",
+    second_moments: bool = False,
 ) -> _Keeper:
     """Return a callback for ``transformers.Trainer`` that keeps weights and learning rates.
 
@@ -31,6 +39,9 @@ def keep_checkpoints(
     every
         When to keep a checkpoint: ``"save"``, whenever ``Trainer`` saves; ``"epoch"``, at the end
         of each epoch; or a number of steps.
+    second_moments
+        Whether to keep Adam's second moments as well, corrected for their bias, by the names of
+        the parameters: ``td.Model(build, checkpoints=folder, second_moments=folder)``.
 
     Returns
     -------
@@ -49,7 +60,8 @@ def keep_checkpoints(
     FileExistsError
         When training starts, if the folder has checkpoints and this run does not continue one.
     NotImplementedError
-        When training starts, if DeepSpeed or FSDP distributes the weights over processes.
+        When training starts, if DeepSpeed or FSDP distributes the weights over processes. When the
+        first checkpoint is kept, with ``second_moments``, if the optimizer has none.
 
     Notes
     -----
@@ -81,7 +93,7 @@ def keep_checkpoints(
         )
     if every not in ("save", "epoch") or isinstance(every, bool):
         every = require_integer("every", every, 1, remedy="try every='save', 'epoch' or 500")
-    return _Keeper(Path(folder), every)
+    return _Keeper(Path(folder), every, bool(second_moments))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -91,9 +103,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 class _Keeper:
     """A callback, by the names of its methods: transformers need not be imported for it."""
 
-    def __init__(self, folder: Path, every: str | int) -> None:
+    def __init__(self, folder: Path, every: str | int, second_moments: bool) -> None:
         self.folder = folder
         self.every = every
+        self.second_moments = second_moments
         self._rates: dict[str, float] = {}
         self._since: list[float] = []
 
@@ -128,19 +141,19 @@ class _Keeper:
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Keep a checkpoint after every so many steps."""
         if isinstance(self.every, int) and state.global_step % self.every == 0:
-            self._keep(state, given["model"])
+            self._keep(state, given["model"], given["optimizer"])
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Keep a checkpoint after an epoch."""
         if self.every == "epoch":
-            self._keep(state, given["model"])
+            self._keep(state, given["model"], given["optimizer"])
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Keep a checkpoint beside the one that ``Trainer`` has saved."""
         if self.every == "save":
-            self._keep(state, given["model"])
+            self._keep(state, given["model"], given["optimizer"])
 
-    def _keep(self, state: Any, model: Any) -> None:
+    def _keep(self, state: Any, model: Any, optimizer: Any) -> None:
         name = f"checkpoint-{state.global_step}"
         rates, self._since = self._since, []
         if not state.is_world_process_zero or not rates:
@@ -149,6 +162,8 @@ class _Keeper:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         _save(model, partial)
+        if self.second_moments:
+            save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
         self._rates[name] = sum(rates) / len(rates)
         shutil.rmtree(self.folder / name, ignore_errors=True)  # of the run that this one continues
         partial.rename(self.folder / name)
@@ -160,6 +175,23 @@ def _save(model: Any, folder: Path) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)
         return
-    from safetensors.torch import save_model
-
     save_model(model, str(folder / "model.safetensors"))
+
+
+def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Return Adam's second moments by the names of the parameters, corrected for their bias."""
+    betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
+    found = {}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        if "exp_avg_sq" in state:
+            _, beta = betas[id(parameter)]
+            moments = state["exp_avg_sq"].detach().to(torch.float32)
+            found[name] = (moments / (1 - beta ** float(state["step"]))).cpu().contiguous()
+    if not found:
+        raise NotImplementedError(
+            "expected an optimizer with Adam's second moments ('exp_avg_sq'), got "
+            f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__}; try optim='adamw_torch' "
+            "in TrainingArguments, or second_moments=False"
+        )
+    return found

@@ -24,6 +24,7 @@ from trakdask.models.checkpoints import (
     make_checkpoints,
 )
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
+from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.parameters import Selection, select_parameters
 from trakdask.models.states import State
 from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
@@ -65,6 +66,10 @@ class Model:
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
+    second_moments
+        Adam's v at each checkpoint: gradients are multiplied by (√v + 10⁻⁸)^-1/2 before they are
+        projected. A list or mapping of files (tensors by the names of parameters) or folders of
+        :func:`keep_checkpoints`, or the folder of a run.
 
     Raises
     ------
@@ -76,9 +81,19 @@ class Model:
 
     Notes
     -----
+    **Second moments.** A step of Adam moves parameters by g/(√v + ε), so the influence of a
+    training sample on a target is the product of their gradients with 1/(√v + ε) in between. LESS
+    scales training gradients only; here both sides get the root of the scale. Products are the
+    same, but all features are of one kind, so that their gram matrix is symmetric. Parameters that
+    were never updated (v = 0) get a very large weight, so select others with ``parameters``.
+
     Cost: builds the module once and reads every checkpoint once, to hash it. No module or tensor
     becomes part of a Dask graph: tasks contain paths and hashes, and each process loads a
     checkpoint once.
+
+    References
+    ----------
+    Xia et al. 2024, "LESS: Selecting Influential Data for Targeted Instruction Tuning", section 3.
 
     Examples
     --------
@@ -92,6 +107,8 @@ class Model:
     checkpoints: tuple[Checkpoint, ...]
     task: Task
     shapes: dict[str, tuple[int, ...]]
+    second_moments: dict[str, Checkpoint]
+    """By the name of the checkpoint; empty if gradients are not scaled."""
     token: str
     """Identifies the architecture, that is ``build``, but not the weights."""
 
@@ -103,6 +120,7 @@ class Model:
         parameters: Selection = None,
         *,
         checkpoint_ids: Iterable[int] | None = None,
+        second_moments: MomentsLike | None = None,
     ) -> None:
         if isinstance(build, torch.nn.Module):
             _require_plain(build)
@@ -130,6 +148,8 @@ class Model:
             ),
             find_base=_BaseFinder(self.build, module),
         )
+        of = [checkpoint.name for checkpoint in self.checkpoints]
+        self.second_moments = open_moments(second_moments, of, self.shapes)
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own skeleton."""
@@ -160,11 +180,13 @@ class Model:
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
+        moments = {name: each.digest for name, each in self.second_moments.items()}
         return {
             "task": task_spec(self.task),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
+            **({"second_moments": moments} if moments else {}),
         }
 
     def skeleton(self) -> torch.nn.Module:
@@ -243,9 +265,7 @@ def _own_state(build: Build) -> Mapping[str, Tensor]:
 def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
     if isinstance(build, Spooled):
         return build.token
-    if isinstance(build, str):
-        return build
-    return fingerprint(build)
+    return build if isinstance(build, str) else fingerprint(build)
 
 
 def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:

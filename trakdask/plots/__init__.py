@@ -3,8 +3,9 @@
 from trakdask.plots.curves import damping, lds, removal_curve
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
+from trakdask.plots.texts import text
 
-__all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve"]
+__all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve", "text"]
 
 
 def __dir__() -> list[str]:

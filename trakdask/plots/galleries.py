@@ -236,7 +236,7 @@ def _draw(
 def _notes(attrs: dict[str, Any], unit: int) -> str:
     """Return how the scores were made, as far as is known, and what is above the images."""
     made = [f"estimator {attrs['estimator']}"] if "estimator" in attrs else []
-    made += [f"λ by {attrs['damping']}"] if "damping" in attrs else []
+    made += [f"λ: {attrs['damping']}"] if "damping" in attrs else []
     return "; ".join([", ".join(made), f"above each image: label, score in 1e{unit}"][not made :])
 
 

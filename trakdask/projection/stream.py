@@ -80,7 +80,7 @@ class ProjectionStream:
         self._selected = selected = projector.selected_rows(checkpoint)
         self._chosen = None if selected is None else torch.tensor(selected, device=device)
         self._n_rows = row_map.n_rows if selected is None else len(selected)
-        spans = dict(zip(row_map.names, self._all_spans(), strict=True))
+        self._spans = spans = dict(zip(row_map.names, self._all_spans(), strict=True))
         self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
         self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
         self._waiting: dict[int, Tensor] = {}
@@ -119,6 +119,19 @@ class ProjectionStream:
         for row, last in _cut(start, stop, self._block, runs=on_gpu(self._sums)):
             self._add_rows(row, flat[:, row - start : last - start])
 
+    def skip(self, name: str) -> None:
+        """Leave a parameter out whose gradients are all zero; the result is as if they were added.
+
+        Parameters
+        ----------
+        name
+            A name of the row map, of which nothing has been added.
+        """
+        self._checked(name, self._zeros(self._row_map.size(name)), None)
+        for start, stop in _cut(*self._spans[name], self._block, runs=False):
+            if stop - start < self._length(start // self._block):
+                self._add_rows(start, self._zeros(stop - start))
+
     def result(self) -> Tensor:
         """Return the features: shape (B, width), float32, scaled.
 
@@ -137,6 +150,13 @@ class ProjectionStream:
 
     def _incomplete(self) -> list[str]:
         return [name for name, end in self._next.items() if end < self._row_map.size(name)]
+
+    def _zeros(self, length: int) -> Tensor:
+        return self._sums.new_zeros(1, dtype=torch.float32).expand(len(self._sums), length)
+
+    def _length(self, block: int) -> int:
+        """Return the number of rows of a block; the last one may be short."""
+        return min(self._block, self._n_rows - block * self._block)
 
     def _all_spans(self) -> list[tuple[int, int]]:
         """Return [start, stop) of every parameter among the rows that are projected."""
@@ -186,7 +206,7 @@ class ProjectionStream:
     def _add_rows(self, first: int, part: Tensor) -> None:
         """Project the rows of whole blocks at once, and others when their block is full."""
         block, position = divmod(first, self._block)
-        length = min(self._block, self._n_rows - block * self._block)
+        length = self._length(block)
         if part.shape[1] >= length:
             self._project(part, first)
             return
@@ -223,9 +243,12 @@ class ProjectionStream:
 def _nonzero_samples(block: Tensor) -> Tensor | None:
     """Return the samples that are not zero in a block; None if these are most of them."""
     # A few elements reveal that a gradient is dense, which saves reading all of it.
-    if bool(block[:, ::_PROBE_STEP].any(1).all()):
+    is_nonzero = block[:, ::_PROBE_STEP].any(1)
+    if bool(is_nonzero.all()):
         return None
-    samples = block.any(1).nonzero()[:, 0]
+    unknown = (~is_nonzero).nonzero()[:, 0]
+    is_nonzero[unknown] = block[unknown].any(1)
+    samples = is_nonzero.nonzero()[:, 0]
     return samples if 2 * len(samples) <= len(block) else None
 
 

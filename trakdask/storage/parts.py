@@ -23,7 +23,7 @@ from trakdask.attribution.estimators import Weights
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution.layers import token_of
 from trakdask.files import Folder
-from trakdask.provenance import FEATURE_SPEC, digest, spec
+from trakdask.provenance import REQUIRED_SPEC, digest, spec
 from trakdask.storage.zarr_stores import Arrays, Recorded, checksum, zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
@@ -192,7 +192,7 @@ def described(features: xr.Dataset, folder: Folder, dtype: str | None) -> Part:
     ``attrs`` follow a selection of samples unchanged. But only what featurize itself has named is
     the whole: dask names everything made of it.
     """
-    if missing := [name for name in FEATURE_SPEC if name not in features.attrs]:
+    if missing := [name for name in REQUIRED_SPEC if name not in features.attrs]:
         raise ValueError(
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"

@@ -1,0 +1,131 @@
+"""Bad inputs of featurize_parts, of scores of parts, of combine and of top_fraction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import nn
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.small_models import Language, data, fine, tokens
+from trakdask.testing import simulate_features
+
+TASK = td.tasks.CausalLM("input_ids")
+X = simulate_features(20, 4, 3, chunks=8)
+T = simulate_features(5, 4, 3, chunks=8, seed=1)
+KINDS = T.assign_coords(kind=("sample", np.array(["a", "b", "a", None, "b"], object)))
+PARTS = T.assign(feature=T.feature.expand_dims(token=2, axis=1)).chunk({"token": -1})
+IDS = np.array([[1, 2, 3], [4, 5, 6], [0, 1, 2]])
+LABELLED = xr.DataArray(np.ones((2, 5)), dims=("pair", "sample"))
+
+
+def language() -> td.Model:
+    torch.manual_seed(0)
+    return td.Model(Language(), task=TASK)
+
+
+def parts(given: object = "token", **options: object) -> Callable[[], object]:
+    return lambda: td.featurize_parts(tokens(IDS), language(), parts=given, **options)  # type: ignore[arg-type]
+
+
+def computed(lazy: Callable[[], object]) -> Callable[[], object]:
+    return lambda: lazy().compute(scheduler="sync")  # type: ignore[attr-defined]
+
+
+def mixing() -> object:
+    model = td.Model(nn.Sequential(nn.Conv1d(1, 1, 3)), task=TASK)
+    return td.featurize_parts(tokens(IDS), model, parts="token")
+
+
+def scores() -> xr.DataArray:
+    return td.score(X, T, damping=0.1)
+
+
+def row(
+    function: str, case: str, call: Callable[[], object], error: type[Exception], *words: str
+) -> BadInput:
+    return BadInput(function, case, lambda _: call(), error, words)
+
+
+def words(dims: tuple[str, ...] = ("sample", "token"), **coords: object) -> xr.DataArray:
+    return xr.DataArray(np.ones((2, 3)), dims=dims, coords=coords)
+
+
+F, C, S = "featurize_parts", "combine", "top_fraction"
+P, TEXTS = "plots.text", {"text": (("sample", "token"), [["a", "b", "c"]] * 2)}
+ROWS = [
+    row(F, "no parts", lambda: td.featurize_parts(tokens(IDS), language()), TypeError, "parts"),  # type: ignore[call-arg]
+    row(F, "parts of None", parts(None), ValueError, "None", "'token'"),
+    row(F, "parts of a number", parts(3), ValueError, "3", "'token'"),
+    row(F, "parts of a misspelled word", parts("tokens"), ValueError, "'tokens'"),
+    row(F, "no groups", parts([]), ValueError, "[]"),
+    row(F, "no patterns in a group", parts({"a": []}), ValueError, "{'a': []}"),
+    row(F, "groups of numbers", parts({"a": 3}), ValueError, "{'a': 3}"),
+    row(F, "a group called others", parts({"others": "wte*"}), ValueError, "'others'"),
+    row(F, "a group that selects nothing", parts(["attn"]), ValueError, "'*attn*'"),
+    row(F, "groups that overlap", parts({"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
+    row(F, "text of groups", parts(["wte"], text=str), ValueError, "text"),
+    row(F, "text of a word", parts(text="abc"), TypeError, "'abc'"),
+    row(F, "too few texts", computed(parts(text=["a", "b"])), ValueError, "token 2"),
+    row(F, "text that is none", computed(parts(text=lambda i: i)), ValueError, "token 0", "got 0"),
+    row(F, "an engine for tokens", parts(gradients="loop"), ValueError, "'loop'"),
+    row(F, "an unknown engine for groups", parts(["wte"], gradients="x"), ValueError, "'x'"),
+    row(F, "samples without tokens", lambda: td.featurize_parts(data().rename(label="image_1"), td.Model(Language(), task=td.tasks.CausalLM("image_1")), parts="token"), ValueError, "'image_1'", "(4,)"),
+    row(F, "a convolution", mixing, ValueError, "'0', Conv1d"),
+    row(F, "images", lambda: td.featurize_parts(data(), fine(), parts="token").compute(scheduler="sync"), td.BlockError, "'head'", "4 tokens"),
+    row(F, "a module", lambda: td.featurize_parts(tokens(IDS), Language(), parts="token"), TypeError, "Language"),  # type: ignore[arg-type]
+    row("save", "parts", lambda: td.save(PARTS, "unused.zarr"), ValueError, "'token'", "sum"),
+    row("score", "parts as training samples", lambda: td.score(PARTS, T, damping=0.1), ValueError, "'token'", "sum"),
+    row("score", "parts in another order", lambda: td.score(X, PARTS.transpose("token", ...), damping=0.1), ValueError, "('token', 'sample'"),
+    row("score", "parts in chunks", lambda: td.score(X, PARTS.chunk({"token": 1}), damping=0.1), ValueError, "(1, 1)", "chunk({'token': -1})"),
+    row("score", "of parts without Q", lambda: td.score(X, T, of=PARTS.drop_vars("out_to_loss"), damping=0.1), ValueError, "'out_to_loss'"),
+    row("score", "of numbers", lambda: td.score(X, T, of=3, damping=0.1), TypeError, "3"),  # type: ignore[arg-type]
+    row("score", "of parts of another projector", lambda: td.score(X, T, of=PARTS.assign_attrs(projector={"kind": "x"}), damping=0.1), td.StoreMismatchError, "projector"),
+    row("top_k", "scores of tokens", lambda: td.top_k(td.score(X, PARTS, damping=0.1), 3), ValueError, "scores.sum('token')"),
+    row(C, "neither", lambda: td.combine(T), ValueError, "neither"),
+    row(C, "both", lambda: td.combine(KINDS, by="kind", weights={"a": {0: 1}}), ValueError, "both"),
+    row(C, "a list", lambda: td.combine([1], by="kind"), TypeError, "[1]"),  # type: ignore[arg-type]
+    row(C, "parts", lambda: td.combine(PARTS, by="label"), ValueError, "'token'"),
+    row(C, "by a coord that is not there", lambda: td.combine(KINDS, by="kin"), ValueError, "'kin'", "'kind'"),
+    row(C, "by a list", lambda: td.combine(KINDS, by=["kind"]), ValueError, "['kind']"),  # type: ignore[arg-type]
+    row(C, "by missing values", lambda: td.combine(KINDS.assign_coords(kind=("sample", [None] * 5)), by="kind"), ValueError, "'kind'"),
+    row(C, "how of another kind", lambda: td.combine(KINDS, by="kind", how="median"), ValueError, "'median'"),  # type: ignore[arg-type]
+    row(C, "weights of a list", lambda: td.combine(T, weights=[1, -1]), TypeError, "[1, -1]"),  # type: ignore[arg-type]
+    row(C, "no weights", lambda: td.combine(T, weights={}), TypeError, "{}"),
+    row(C, "weights of other targets", lambda: td.combine(T, weights={"a": [1, -1]}), ValueError, "5 targets", "(2,)"),
+    row(C, "a position that is not there", lambda: td.combine(T, weights={"a": {5: 1}}), ValueError, "got 5", "'a'"),
+    row(C, "a negative position", lambda: td.combine(T, weights={"a": {-1: 1}}), ValueError, "got -1"),
+    row(C, "a position of text", lambda: td.combine(T, weights={"a": {"0": 1}}), ValueError, "'0'"),
+    row(C, "weights of text", lambda: td.combine(T, weights={"a": {0: "1"}}), TypeError, "'1'"),
+    row(C, "weights of NaN", lambda: td.combine(T, weights={"a": {0: np.nan}}), ValueError, "nan"),
+    row(C, "weights of 0", lambda: td.combine(T, weights={"a": np.zeros(5)}), ValueError, "'a'", "0.0"),
+    row(C, "weights transposed", lambda: td.combine(T, weights=LABELLED.T), ValueError, "'pair': 2"),
+    row(C, "weights of one axis", lambda: td.combine(T, weights=LABELLED[0]), ValueError, "'sample': 5"),
+    row(C, "weights with foreign labels", lambda: td.combine(T, weights=LABELLED.assign_coords(sample=list("vwxyz"))), ValueError, "'v'"),
+    row(S, "features", lambda: td.top_fraction(X, 0.1), TypeError, "Dataset"),  # type: ignore[arg-type]
+    row(S, "scores of an ensemble", lambda: td.top_fraction(td.score(X, T, damping=0.1, average=False), 0.1), ValueError, "scores.mean('checkpoint')"),
+    row(S, "fraction of 0", lambda: td.top_fraction(scores(), 0), ValueError, "got 0"),
+    row(S, "fraction in percent", lambda: td.top_fraction(scores(), 5), ValueError, "(0, 1]", "got 5"),
+    row(S, "fraction of NaN", lambda: td.top_fraction(scores(), np.nan), ValueError, "nan"),
+    row(S, "fraction of text", lambda: td.top_fraction(scores(), "5%"), TypeError, "'5%'"),  # type: ignore[arg-type]
+    row(S, "by a coord that is not there", lambda: td.top_fraction(scores(), 0.1, by="source"), ValueError, "'source'", "['label']"),
+    row(S, "by missing values", lambda: td.top_fraction(scores().assign_coords(kind=("sample", [None] * 20)), 0.1, by="kind"), ValueError, "'kind'"),
+    row(S, "how of another kind", lambda: td.top_fraction(scores(), 0.1, how="min"), ValueError, "'min'"),  # type: ignore[arg-type]
+    row(P, "None", lambda: td.plots.text(None), TypeError, "NoneType"),  # type: ignore[arg-type]
+    row(P, "features", lambda: td.plots.text(X), TypeError, "Dataset", "of=parts"),  # type: ignore[arg-type]
+    row(P, "scores of samples", lambda: td.plots.text(scores()), ValueError, "'target': 5"),
+    row(P, "scores of no sequence", lambda: td.plots.text(words(**TEXTS)[:0]), ValueError, "'sample': 0"),
+    row(P, "scores transposed", lambda: td.plots.text(words(**TEXTS).T), ValueError, "'token': 3"),
+    row(P, "no texts", lambda: td.plots.text(words()), ValueError, "'text'", "text=..."),
+    row(P, "a label that is not there", lambda: td.plots.text(words(**TEXTS, kind=("sample", [1, 2])), label="kin"), ValueError, "'kin'", "['kind']"),
+]  # fmt: skip
+
+
+@parametrize(ROWS)
+def test_bad_input(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)

@@ -1,0 +1,201 @@
+"""Scaled gradients against a loop of ``backward()`` times the scale, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import trakdask as td
+from trakdask.errors import CheckpointError, StoreMismatchError
+from trakdask.models import hooks
+from trakdask.models.moments import open_moments
+
+N = 7
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(18, 5), nn.Tanh(), Odd())
+
+
+class Odd(nn.Module):
+    """A parameter beside a child with parameters, which hooks leave to vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(5)), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale)
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn_like(t) for name, t in build().double().state_dict().items()}
+
+
+def moments(seed: int) -> dict[str, Tensor]:
+    like = weights(0)
+    torch.manual_seed(100 + seed)
+    return {name: torch.rand_like(t) ** 4 for name, t in like.items()}
+
+
+def samples() -> xr.Dataset:
+    ids = np.random.default_rng(0).integers(0, 9, (N, 3))
+    return td.from_arrays({"image": ids}, coords={"label": np.arange(N) % 4}, chunks=3)
+
+
+def model(**options: object) -> td.Model:
+    given = {"second_moments": [moments(0), moments(1)], **options}
+    return td.Model(build, [weights(0), weights(1)], task="image_classification", **given)
+
+
+def features(made: td.Model, projector: td.Projector | None = None, **options) -> xr.Dataset:
+    found = td.featurize(samples(), made, projector=projector or td.Identity(), **options)
+    return found.compute(scheduler="sync")
+
+
+def backward(seed: int) -> np.ndarray:
+    """Gradients of the margins, one ``backward()`` each, divided by (√v + 1e-8)^1/2."""
+    module, data = build().double(), samples().compute(scheduler="sync")
+    module.load_state_dict(weights(seed))
+    rows = []
+    for x, label in zip(data.image.values, data.label.values, strict=True):
+        module.zero_grad()
+        p = module(torch.from_numpy(x)[None])[0].softmax(0)[label]
+        (p / (1 - p)).log().backward()
+        rows.append(
+            torch.cat([
+                (p.grad / (moments(seed)[name].sqrt() + 1e-8).sqrt()).flatten()
+                for name, p in module.named_parameters()
+            ])
+        )  # fmt: skip
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize("part_bytes", [None, 64])
+@pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
+def test_scaled__equals_backward(
+    gradients: str, part_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if part_bytes:
+        monkeypatch.setattr(hooks, "_PART_BYTES", {"cpu": part_bytes})
+    found = features(model(), gradients=gradients, batch_size=2)
+    assert "Adam" in found.attrs["formula"]
+    for seed in (0, 1):
+        np.testing.assert_allclose(found.feature[..., seed], backward(seed), rtol=1e-5, atol=1e-8)
+    plain = features(model(second_moments=None), gradients=gradients)
+    assert not np.allclose(found.feature, plain.feature)
+    for name in ("output", "out_to_loss"):
+        np.testing.assert_array_equal(found[name], plain[name])
+
+
+@pytest.mark.parametrize(
+    "projector",
+    [
+        td.SJLT(proj_dim=64),
+        td.Rademacher(proj_dim=64),
+        td.Kronecker(left=4, right=4),
+        td.Mask(64),
+    ],
+)
+def test_scaled__before_the_projection(projector: td.Projector) -> None:
+    """A projection of a model whose weights were divided by the scale beforehand is the same."""
+
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build().double()
+            self.names = [name for name, _ in self.inner.named_parameters()]
+            factors = {n: (moments(0)[n].sqrt() + 1e-8).sqrt() for n in self.names}
+            self.divided = [1 / factors[n] for n in self.names]
+            self.raw = [factors[n] for n in self.names]
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = dict(self.inner.named_parameters())
+            real = {n: own[n] * d for n, d in zip(self.names, self.divided, strict=True)}
+            return torch.func.functional_call(self.inner, real, (x,))
+
+    divided = Divided()
+    with torch.no_grad():
+        for name, tensor in divided.inner.named_parameters():
+            tensor.copy_(weights(0)[name] * divided.raw[divided.names.index(name)])
+    options = {"task": "image_classification", "checkpoint_ids": [3]}
+    one = td.Model(build, [weights(0)], second_moments=[moments(0)], **options)
+    other = td.Model(divided, **options)
+    found, expected = features(one, projector), features(other, projector, gradients="loop")
+    assert found.sizes["proj_dim"] > 10
+    np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-4, atol=1e-5)
+
+
+def test_scaled__products_are_those_of_less() -> None:
+    """The gradient of a target times the training gradient that is divided by √v + ε."""
+    found = features(model()).feature[..., 0].values
+    plain = features(model(second_moments=None)).feature[..., 0].values
+    names = list(model().shapes)
+    divisor = torch.cat([(moments(0)[name].sqrt() + 1e-8).flatten() for name in names]).numpy()
+    np.testing.assert_allclose(found @ found.T, plain @ (plain / divisor).T, rtol=1e-4, atol=1e-4)
+
+
+def test_open_moments__files_names_and_folders(tmp_path: Path) -> None:
+    expected = features(model(checkpoint_ids=[1, 2])).feature
+    run = tmp_path / "run"
+    for seed, name in enumerate(("checkpoint-9", "checkpoint-10")):
+        (run / name).mkdir(parents=True)
+        save_file(weights(seed), run / name / "model.safetensors")
+        save_file(moments(seed), run / name / "second_moments.safetensors")
+    torch.save(moments(0), tmp_path / "v.pt")
+    folders = [run / "checkpoint-9", run / "checkpoint-10"]
+    named = {"checkpoint-10": str(folders[1]), "checkpoint-9": tmp_path / "v.pt"}
+    for given in (str(run), run, folders, named):
+        made = td.Model(build, run, task="image_classification", second_moments=given)
+        np.testing.assert_array_equal(features(made).feature, expected)
+
+
+def test_spec__moments_belong_to_the_identity_only_if_given() -> None:
+    assert "second_moments" not in features(model(second_moments=None)).attrs
+    one, other = features(model()), features(model(second_moments=[moments(0), moments(2)]))
+    assert list(one.attrs["second_moments"]) == ["0", "1"]
+    plain = features(model(second_moments=None))
+    for different in (other, plain):
+        with pytest.raises(StoreMismatchError, match=r"second_moments.*same second_moments"):
+            td.score(one, different, estimator="grad_dot")
+    first = [each.isel(checkpoint=[0]) for each in (one, other)]
+    scores = td.score(*first, estimator="grad_dot")  # of this checkpoint they are the same
+    assert "second_moments" in scores.attrs
+
+
+def test_spec__moments_belong_to_the_store(tmp_path: Path) -> None:
+    made = td.featurize(samples(), model(), projector=td.Identity())
+    td.save(made, tmp_path / "store.zarr")
+    stored = td.open(tmp_path / "store.zarr")
+    np.testing.assert_array_equal(stored.feature, made.feature)
+    assert stored.attrs["second_moments"] == made.attrs["second_moments"]
+    plain = td.featurize(samples(), model(second_moments=None), projector=td.Identity())
+    with pytest.raises(StoreMismatchError, match="second_moments"):
+        td.save(plain, tmp_path / "store.zarr")
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "negative", "nan"])
+def test_open_moments__bad_values(damage: str) -> None:
+    state = moments(0)
+    if damage == "missing":
+        del state["2.weight"]
+    if damage == "shape":
+        state["2.weight"] = state["2.weight"].T.contiguous()
+    if damage in ("negative", "nan"):
+        state["2.weight"][0, 0] = -1 if damage == "negative" else np.nan
+    with pytest.raises(CheckpointError, match=r"'2.weight'.*\(5, 18\).*'1'.*keep_checkpoints"):
+        model(second_moments=[moments(0), state])
+    head = {"parameters": "4.head.*"}
+    assert model(second_moments=[moments(0), state], **head).second_moments  # not needed there
+
+
+def test_open_moments__trainers_own_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt.*numbers them.*keep_checkpoints"):
+        open_moments([tmp_path / "optimizer.pt"], ["0"], {})

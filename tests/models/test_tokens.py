@@ -1,0 +1,185 @@
+"""What each token contributes, against layers with a copy of their weights for each token."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trakdask as td
+from tests.models.token_oracle import contributions
+from trakdask.models.gradients import engine_of, hooks_gradients
+from trakdask.models.model import Model
+from trakdask.models.tasks import Batch
+from trakdask.models.tokens import require_layers_of_tokens
+
+VOCABULARY, LENGTH, WIDTH = 11, 7, 6
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.out((q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v)
+
+
+class Scaled(nn.Module):
+    """A layer of the user's own, for which there is no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tanh(self.weight) + self.weight
+
+
+class Gpt(nn.Module):
+    """One block, positions that all samples share, an output that is tied to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.norm, self.attn, self.own = nn.LayerNorm(WIDTH), Attention(), Scaled()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, WIDTH))
+        self.rms, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]))
+        x = x + self.attn(self.norm(x))
+        return self.head(self.rms(self.own(x + self.mlp(x))))
+
+
+TASK = td.tasks.CausalLM(inputs="input_ids", positional=True)
+
+
+def drawn(n: int = 3, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(input_ids=torch.randint(0, VOCABULARY, (n, LENGTH), generator=generator))
+
+
+def made(build: Callable[[], nn.Module] = Gpt) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double().eval()
+
+
+def by_engine(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=TASK)
+    found: dict[str, Tensor] = {}
+
+    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
+        assert (first or 0) == (found[name].shape[1] if name in found else 0)
+        found[name] = torch.cat([found[name], gradient], 1) if first else gradient.clone()
+
+    forward = model.forward(model.checkpoints[0])
+    engine_of("tokens")(forward, model.task, batch, tuple(model.shapes), sink)
+    n = len(batch["input_ids"])
+    return {name: gradient.view(n, LENGTH, -1) for name, gradient in found.items()}
+
+
+@pytest.mark.parametrize("n", [1, 3, LENGTH])
+def test_tokens__each_is_the_gradient_of_its_own_copy_of_the_weights(n: int) -> None:
+    module, batch = made(), drawn(n)
+    expected, found = contributions(module, TASK, batch, LENGTH), by_engine(module, batch)
+    assert set(found) == set(expected) == {name for name, _ in module.named_parameters()}
+    for name, gradient in expected.items():
+        assert gradient.any(), name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_tokens__large_weights_come_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trakdask.models.hooks._PART_BYTES", {"cpu": 2**9})
+    module, batch = made(), drawn()
+    expected, found = contributions(module, TASK, batch, LENGTH), by_engine(module, batch)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_tokens__add_up_to_the_sequence_and_do_not_depend_on_the_batch() -> None:
+    module, batch = made(), drawn()
+    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=TASK)
+    whole: dict[str, Tensor] = {}
+    forward = model.forward(model.checkpoints[0])
+    hooks_gradients(
+        forward, TASK, batch, tuple(model.shapes), lambda n, g, *_: whole.update({n: g.clone()})
+    )
+    tokens, alone = (
+        by_engine(module, batch),
+        by_engine(module, Batch(input_ids=drawn()["input_ids"][1:2])),
+    )
+    for name, gradient in tokens.items():
+        torch.testing.assert_close(gradient.sum(1), whole[name])
+        torch.testing.assert_close(alone[name][0], gradient[1])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_tokens__of_transformers(family: str) -> None:
+    models = pytest.importorskip("tests.models.test_transformers")
+    torch.manual_seed(0)
+    module = getattr(models, family)().double().eval()
+    task = td.tasks.CausalLM()
+    ids = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))
+    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
+    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=task)
+    found: dict[str, Tensor] = {}
+    forward = model.forward(model.checkpoints[0])
+    engine_of("tokens")(
+        forward, task, batch, tuple(model.shapes), lambda n, g, *_: found.update({n: g.clone()})
+    )
+    for name, gradient in contributions(module, task, batch, 5).items():
+        torch.testing.assert_close(found[name].view(2, 5, -1), gradient, rtol=1e-8, atol=1e-11)
+
+
+class Pooled(nn.Module):
+    """The head sees no tokens, only their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.wte(input_ids).mean(1))[:, None].expand(-1, LENGTH, -1)
+
+
+def test_tokens__layer_without_tokens_is_named() -> None:
+    with pytest.raises(ValueError, match=r"each of 7 tokens at layer 'head'.*\(2, 6\)"):
+        by_engine(made(Pooled), drawn(2))
+
+
+class Holder(nn.Module):
+    """The parameter is used by a module that has children."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(1)), inner
+
+
+ACROSS = {
+    "attention": nn.MultiheadAttention(4, 2),
+    "lstm": nn.LSTM(4, 4),
+    "convolution": nn.Conv1d(4, 4, 3),
+    "batch normalization": nn.BatchNorm1d(4),
+    "group normalization": nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("layer", ACROSS.values(), ids=ACROSS)
+def test_require_layers_of_tokens__names_the_layer(layer: nn.Module) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), layer)
+    names = [name for name, _ in module.named_parameters()]
+    with pytest.raises(ValueError, match=rf"'1', {type(layer).__name__}"):
+        require_layers_of_tokens(module, names)
+    require_layers_of_tokens(module, names[:2])
+
+
+def test_require_layers_of_tokens__names_a_parameter_without_a_layer() -> None:
+    with pytest.raises(ValueError, match="got 'scale'"):
+        require_layers_of_tokens(Holder(nn.Linear(2, 2)), ["scale"])

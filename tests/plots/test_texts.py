@@ -1,0 +1,87 @@
+"""plots.text: what the HTML says, what the figure draws."""
+
+from __future__ import annotations
+
+import html.parser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+
+WORDS = [
+    ["def", " f", "(", "x", "):", "\n", "    ", "return", " x", "\t"],
+    ["<script>", "alert(1)", "</script>", "&amp;", '"', "'", "日本", "", "$x$", "x" * 200 + "gqy"],
+]
+VALUES = np.array([[1, -2, 0, 0.5, np.nan, 0, 0.1, 0, 0, 0], [0, 0, 0.2, 0, 0, -4, 0, 1, 0, 1]])
+
+
+def scores(row: str = "sample", prefix: str = "") -> xr.DataArray:
+    coords = {
+        f"{prefix}text": ((row, "token"), np.array(WORDS, object)),
+        f"{prefix}source": (row, ["a<b", "c"]),
+    }
+    return xr.DataArray(VALUES * 1e-3, dims=(row, "token"), coords=coords, name="score")
+
+
+class Parser(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.spans: list[tuple[str, str]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.append(tag)
+        if tag == "span":
+            self.spans.append((dict(attrs)["title"], dict(attrs)["style"]))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(given: xr.DataArray, **options) -> Parser:
+    parser = Parser()
+    parser.feed(td.plots.text(given, **options)._repr_html_())
+    return parser
+
+
+@pytest.mark.parametrize(("row", "prefix"), [("sample", ""), ("target", "target_")])
+def test_text__html_has_every_token_and_nothing_that_runs(row: str, prefix: str) -> None:
+    found = parsed(scores(row, prefix), label=f"{prefix}source")
+    assert set(found.tags) <= {"div", "span", "b", "sup"}
+    assert len(found.spans) == VALUES.size
+    for word in ("<script>", "alert(1)", "&amp;", "日本", "return", "a<b"):
+        assert word in found.text
+    assert "↵" in found.text
+
+
+def test_text__colours_and_numbers_are_those_of_the_scores() -> None:
+    spans = parsed(scores()).spans
+    assert spans[0] == ("+1.000", "background:rgba(26,127,55,0.138)")
+    assert spans[1] == ("-2.000", "background:rgba(198,40,40,0.275)")
+    assert spans[15] == ("-4.000", "background:rgba(198,40,40,0.550)")
+    assert spans[4][1].endswith(",0.000)")
+    assert "-0.40" in parsed(scores()).text  # the sum of the first row, without the NaN
+
+
+def test_text__figure_draws_every_character_once(tmp_path: Path) -> None:
+    figure = td.plots.text(scores(), label="source").figure()
+    figure.savefig(tmp_path / "words.png")
+    drawn = "".join(each.get_text() for each in figure.axes[0].texts)
+    assert drawn.count("x" * 50) == 4
+    for word in ("return", "<script>", "$x$", "□□□□", "↵", "a<b"):
+        assert word in drawn
+    ends = [patch.get_x() + patch.get_width() for patch in figure.axes[0].patches]
+    assert max(ends) <= 92
+    assert figure.get_size_inches()[0] == pytest.approx(6.45, abs=0.1)
+
+
+def test_text__zero_scores_have_no_colour() -> None:
+    assert all(style.endswith(",0.000)") for _, style in parsed(scores() * 0).spans)
+
+
+def test_text__lazy_scores_are_computed() -> None:
+    assert parsed(scores().chunk(sample=1)).spans == parsed(scores()).spans
