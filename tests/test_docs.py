@@ -32,6 +32,12 @@ def test_page__links_to_what_exists(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_page__is_merged(page: Path) -> None:
+    lines = page.read_text("utf-8").splitlines()
+    assert [line for line in lines if re.match(r"(<{7}|>{7}) ", line)] == []
+
+
 def test_pages__name_files_of_results_that_exist() -> None:
     pages = [*DOCS.rglob("evidence/*.md"), *DOCS.rglob("choose/*.md")]
     named = {
