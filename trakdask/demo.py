@@ -47,9 +47,7 @@ def main() -> None:
     with _client() as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
         features, target_features = _featurize(paths, train, targets, seconds)
-        with _timed(seconds, "choose the damping"):
-            damping = td.damping(features).compute()
-        scores = td.score(features, target_features, damping=damping)
+        scores = td.score(features, target_features)
         console.print("\n[bold]scores[/] are lazy; none of them has been computed yet:")
         console.print(_summary(scores), "\n", markup=False)
         ends = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
@@ -60,7 +58,7 @@ def main() -> None:
         shown = [int(i) for i in np.argsort(margins)[:6]]
         _print_rankings(helpful, harmful, shown, target_features)
         _print_queries(scores, shown, seconds)
-        _print_groups(features, target_features, shown, damping)
+        _print_groups(features, target_features, shown)
         written = _export(scores, helpful, harmful, train, targets, shown, seconds)
     _print_measured(seconds, written, time.perf_counter() - started)
 
@@ -176,11 +174,9 @@ def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, fl
     console.print(table)
 
 
-def _print_groups(
-    features: xr.Dataset, targets: xr.Dataset, shown: list[int], damping: xr.Dataset
-) -> None:
+def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -> None:
     some = targets.isel(sample=shown)
-    groups = td.group_score(features, some, by="label", damping=damping).compute()
+    groups = td.group_score(features, some, by="label").compute()
     unit = td.plots.power_of_ten(groups)
     title = f"Sum of scores by class of the training digits (group_score), in 1e{unit}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -87,8 +87,8 @@ def damping(
     features
         Training features.
     damping
-        ``"auto"``: ``"completeness"`` for classification of images and texts, where it was measured
-        to be best, and for ``estimator="soft"``, else ``"closed_form"``.
+        ``"auto"``: ``"completeness"`` for classification into one of several classes, where it was
+        measured to be best, and for ``estimator="soft"``, else ``"closed_form"``.
         ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
         see Notes. ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
         ``Absolute(x)`` is x itself. What this function returned before is taken as it is. Where
