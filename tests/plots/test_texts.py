@@ -85,3 +85,13 @@ def test_text__zero_scores_have_no_colour() -> None:
 
 def test_text__lazy_scores_are_computed() -> None:
     assert parsed(scores().chunk(sample=1)).spans == parsed(scores()).spans
+
+
+def test_text__printed() -> None:
+    words = xr.DataArray([[0.5, -2.0, 0.1, 0.2]], dims=("sample", "token"))
+    words = words.assign_coords(text=(("sample", "token"), [["the ", "cat ", "sat ", "down"]]))
+    words = words.assign_coords(source=("sample", ["web"]))
+    printed = repr(td.plots.text(words, label="source")).split("\n")
+    assert printed[0].split() == ["web", "-1.20"]
+    assert printed[1] == "the cat sat down"
+    assert printed[2].endswith("'cat' -2.00, 'the' +0.50, 'down' +0.20")

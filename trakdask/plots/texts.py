@@ -25,6 +25,8 @@ __all__ = ["TextPlot", "text"]
 _STRONGEST = 0.55
 """Opacity of the largest score. The text keeps the colour of the page, and must stay legible."""
 
+_N_STRONGEST = 3
+
 _COLUMNS, _POINTS, _FONT = 92, 8.0, "DejaVu Sans Mono"
 _CELL = (0.602 * _POINTS / 72, 1.75 * _POINTS / 72)
 """Width and height of a character of this font, in inches."""
@@ -41,9 +43,11 @@ class _Word:
     strength: float  # from -1 to 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TextPlot:
     """Rows of coloured tokens: HTML in a notebook, and a figure anywhere else.
+
+    Printed, it is the texts with the strongest tokens of each.
 
     Parameters
     ----------
@@ -55,6 +59,9 @@ class TextPlot:
 
     rows: tuple[tuple[str, tuple[_Word, ...]], ...]
     unit: int
+
+    def __repr__(self) -> str:
+        return "\n\n".join(_plain_row(title, words, self.unit) for title, words in self.rows)
 
     def _repr_html_(self) -> str:
         rows = "".join(_html_row(title, words, self.unit) for title, words in self.rows)
@@ -167,6 +174,13 @@ def _titles(scores: xr.DataArray, label: str | None) -> list[str]:
 
 def _strength(value: float, largest: float) -> float:
     return value / largest if largest and np.isfinite(value) else 0.0
+
+
+def _plain_row(title: str, words: tuple[_Word, ...], unit: int) -> str:
+    strongest = sorted(words, key=lambda word: -abs(word.strength))[:_N_STRONGEST]
+    named = (f"{_visible(w.text).strip()!r} {w.score / 10.0**unit:+.2f}" for w in strongest)
+    texts = "".join(_visible(word.text) for word in words).strip()
+    return f"{title}\n{texts}\nstrongest, in 1e{unit}: {', '.join(named)}".strip()
 
 
 def _html_row(title: str, words: tuple[_Word, ...], unit: int) -> str:
