@@ -14,6 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from scipy import sparse
 
 import trakdask.arrays
 from tests.arrays.decomposed_features import data, decomposed, lazy
@@ -81,6 +82,12 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "ranked": lambda seed: da.from_array(
         np.random.default_rng(seed).permuted(np.tile(np.arange(N), (9, 1)), axis=1)[:, :5], chunks=4
     ),
+    "combine_rows.data": half,
+    "combine_rows.weights": lambda seed: sparse.csr_array(
+        np.random.default_rng(seed).integers(-1, 2, (3, N)).astype("f8")
+    ),
+    "among_best.score": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
+    "among_best.counts": lambda seed: np.array([2, 3, 1 + seed]),
     # options
     "dtype": lambda seed: [None, "f4"][seed],
     "n_sample": lambda seed: N + seed,

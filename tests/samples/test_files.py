@@ -43,7 +43,8 @@ def test_file_rows__arrow_at_a_url(kind: str, tmp_path: Path) -> None:
     memory.put(str(write(tmp_path / "a.arrow", kind)), "/arrow/a.arrow")
     url = "memory://arrow/a.arrow"
     found = from_dataframe(url, variables=VARIABLES, coords=["lang"], chunks=7)
-    assert found.x.values.tolist() == list(range(20))
+    # On one thread: this file system gives all readers of a file the same position in it.
+    assert found.x.compute(scheduler="synchronous").values.tolist() == list(range(20))
     assert found.lang.values.tolist() == TABLE["lang"].to_pylist()
 
 
