@@ -101,7 +101,10 @@ class Deadly(td.tasks.ImageClassification):
             me = get_worker().address
             with worker_client() as client:
                 wait_until(
-                    lambda: any(me == event["worker"] for _, event in client.get_events(_STARTED)),
+                    lambda: any(
+                        me == event["worker"] and "samples 8:16 " in event["what"]
+                        for _, event in client.get_events(_STARTED)
+                    ),
                     "the scheduler to know what this worker began",
                 )
             os._exit(1)
