@@ -94,8 +94,8 @@ class Complete(WrapperStore[Store]):
     known
         Size and checksum of files, by their paths; what is read of others is not checked here.
     may_be_replaced
-        Whether an edit of the store removes these files, for whom features that were opened before
-        ask in vain.
+        Whether a later edit of the store removes these files. Features that were opened before it
+        then miss them, and the error says to open the store again.
     """
 
     def __init__(
