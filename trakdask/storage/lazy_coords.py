@@ -27,9 +27,9 @@ def lazy_coord(
     variables
         What xarray opened, one part of the samples after the other; not read yet.
     sizes
-        Of the blocks of the features, all together.
+        Numbers of samples in the blocks of the features.
     name, token
-        The name of the coord, and what tells its values from others of that name.
+        The name of the coord, and a hash that identifies its values.
     """
     stored = StoredCoord(variables, f"coord-{name}-{token}")
     label = "".join(each if each.isalnum() else "-" for each in name)
@@ -41,8 +41,8 @@ def lazy_coord(
 class StoredCoord:
     """Looks like an array in memory, but reads the rows that an index selects, decoded by xarray.
 
-    Tasks get a handle. What it stands for lists files of the coord, of which there are the more the
-    more samples there are.
+    Tasks get a small handle instead of the list of the coord's files, which grows with the number
+    of samples.
     """
 
     ndim = 1
