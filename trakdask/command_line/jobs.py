@@ -15,7 +15,7 @@ from distributed import Client, LocalCluster
 
 import trakdask as td
 from trakdask.checks import import_callable, require_integer, shown
-from trakdask.command_line.conditions import selection
+from trakdask.attribution.conditions import selection
 from trakdask.command_line.configuration import (
     FOLDER,
     Configuration,

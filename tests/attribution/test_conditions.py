@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.command_line.conditions import Condition, selection
+from trakdask.attribution.conditions import Condition, selection
 
 LABEL = np.array([0, 1, 2, 3, 3, 1])
 SOURCE = np.array(["web", "books", "web", "web", "books", "x"])

@@ -1,0 +1,119 @@
+"""``td.explore``: attributions as pages in a browser or a notebook."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import xarray as xr
+
+from trakdask.attribution.dampings import Damping
+from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator
+from trakdask.explorer.questions import Questions
+from trakdask.explorer.state import View
+from trakdask.models.model import Model
+from trakdask.plots.images import Normalize
+
+if TYPE_CHECKING:
+    import panel
+
+__all__ = ["Explorer", "explore"]
+
+
+@dataclass(frozen=True, eq=False)
+class Explorer:
+    """Attributions that can be looked at in a browser; see :func:`explore`.
+
+    It is a value: each call of :meth:`app` makes an app with a state of its own. Only what was
+    computed for one user, such as the factor of the gram matrix, is kept for the others.
+    """
+
+    features: xr.Dataset
+    targets: xr.Dataset
+    samples: xr.Dataset | None
+    target_samples: xr.Dataset | None
+    model: Model | None
+    marks: Any
+    estimator: Estimator
+    power: float
+    damping: Damping
+    calibrate: xr.Dataset | None
+    text: Callable[[int], str] | None
+    normalize: Normalize | None
+
+    @cached_property
+    def questions(self) -> Questions:
+        """What the pages ask; it knows nothing of them."""
+        return Questions(
+            self.features, self.targets,
+            estimator=self.estimator, power=self.power, damping=self.damping,
+            calibrate=self.calibrate,
+        )  # fmt: skip
+
+    def app(self, view: View | None = None) -> panel.viewable.Viewable:
+        """Return a Panel app for one session of a browser, at a view or at that of its URL."""
+        from trakdask.explorer.app import Session  # optional dependency
+
+        return Session(self, view).panel()
+
+    def serve(self, **options: Any) -> Any:
+        """Serve the explorer to browsers; see ``trakdask.explorer.server``."""
+        from trakdask.explorer.server import serve  # optional dependency
+
+        return serve(self, **options)
+
+    def save_html(self, path: str | os.PathLike[str], view: View | None = None) -> None:
+        """Write one view to an HTML file that needs no server."""
+        from trakdask.explorer.static import save_html
+
+        save_html(self, path, view or View())
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        return self.app()._repr_mimebundle_(include, exclude)
+
+
+def explore(
+    features: xr.Dataset,
+    targets: xr.Dataset,
+    *,
+    samples: xr.Dataset | None = None,
+    target_samples: xr.Dataset | None = None,
+    model: Model | None = None,
+    marks: Any = None,
+    estimator: Estimator = DEFAULT_ESTIMATOR,
+    power: float = DEFAULT_POWER,
+    damping: Damping = "auto",
+    calibrate: xr.Dataset | None = None,
+    text: Callable[[int], str] | None = None,
+    normalize: Normalize | None = None,
+) -> Explorer:
+    """Look at attributions in a browser or a notebook.
+
+    Parameters
+    ----------
+    features, targets, estimator, power, damping, calibrate
+        As in :func:`score`.
+    samples, target_samples
+        The samples that they are the features of, from which images, texts and rows are shown.
+    model
+        The model, for targets that are made on the spot.
+    marks
+        Marks of samples, or the path that they are kept at.
+    text
+        The text of a token id, such as ``tokenizer.decode``.
+    normalize
+        Mean and standard deviation that images were normalized with.
+    """
+    if importlib.util.find_spec("panel") is None:
+        raise ImportError(
+            "expected Panel for the explorer, got no package of that name; try pip install "
+            "'trakdask[explore]'"
+        )
+    return Explorer(
+        features, targets, samples, target_samples, model, marks, estimator, power, damping,
+        calibrate, text, normalize,
+    )  # fmt: skip
