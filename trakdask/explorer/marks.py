@@ -188,7 +188,8 @@ class Marks:
             raise self._foreign(f"{len(data)} bytes that are no parquet ({err})") from err
         if tuple(table.column_names) != _COLUMNS:
             raise self._foreign(f"the columns {table.column_names}")
-        return table.to_pandas()
+        frame: pd.DataFrame = table.to_pandas()
+        return frame
 
     def samples(self, label: str) -> np.ndarray:
         """Return the samples that have a mark: labels, or rows in the store; (marked,).
@@ -218,10 +219,14 @@ class Marks:
         """
         if SAMPLE in features.coords:
             return np.asarray(features[SAMPLE].values)
-        for dropped in (False, True) if self.store is not None else ():
-            opened = open(self.store, dropped=dropped, load_coords=False)
-            if opened["feature"].data.name == features["feature"].data.name:
-                return self._store_rows(opened.sizes[SAMPLE])
+        if self.store is not None:
+            every = open(self.store, dropped=True, load_coords=False)
+            rows = np.arange(every.sizes[SAMPLE]), np.flatnonzero(~every["dropped"].values)
+            for opened, each in zip(
+                (every, open(self.store, load_coords=False)), rows, strict=True
+            ):
+                if opened["feature"].data.name == features["feature"].data.name:
+                    return each
         raise ValueError(
             f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "
             f"of the store {self.store!r}, got {features.sizes[SAMPLE]} samples without labels; "
@@ -251,11 +256,6 @@ class Marks:
         return chosen
 
     # ----------------------------------------------------------------------------------- the file
-
-    def _store_rows(self, n_shown: int) -> np.ndarray:
-        """Return the rows in the store of all samples, or of those that were not dropped."""
-        dropped = open(self.store or "", dropped=True, load_coords=False)["dropped"].values
-        return np.arange(n_shown) if n_shown == len(dropped) else np.flatnonzero(~dropped)
 
     def _rows(self, samples: Any, label: str) -> pd.DataFrame:
         _require_kind(label)
