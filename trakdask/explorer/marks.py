@@ -181,7 +181,7 @@ class Marks:
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return _frame([], "", "").iloc[:0]
+            return _frame(np.empty(0, np.int64), "", "")
         try:
             table = pq.read_table(io.BytesIO(data))
         except pa.ArrowException as err:
@@ -259,16 +259,16 @@ class Marks:
 
     def _rows(self, samples: Any, label: str) -> pd.DataFrame:
         _require_kind(label)
-        ids = np.atleast_1d(np.asarray(samples))
-        texts = ids.dtype.kind in "UT" or (
-            ids.dtype.kind == "O" and all(isinstance(each, str) for each in ids.flat)
-        )
-        if ids.ndim != 1 or (not texts and ids.dtype.kind not in "iu" and ids.size):
+        single = isinstance(samples, int | str | np.integer)
+        ids = [samples] if single else list(samples) if np.iterable(samples) else [samples]
+        kind = pd.api.types.infer_dtype(ids, skipna=False)
+        if kind not in ("integer", "string", "empty"):
             raise TypeError(
                 f"expected samples as integers or as text, got {shown(samples)}; try "
                 "marks.ids(features)[[0, 7]]"
             )
-        return _frame(ids.astype(object if texts else np.int64), label, self.who)
+        values = np.array(ids, object if kind == "string" else np.int64)
+        return _frame(values, label, self.who)
 
     def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
         """Write what a function makes of the marks, and remember what came and went."""
@@ -319,10 +319,9 @@ class Marks:
         )
 
 
-def _frame(ids: Any, label: str, who: str) -> pd.DataFrame:
+def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:
     time = pd.Timestamp.now("UTC").as_unit("us")
-    ids = pd.unique(np.asarray(ids, None if len(ids) else np.int64))
-    return pd.DataFrame({SAMPLE: ids, "mark": label, "who": who, "time": time})
+    return pd.DataFrame({SAMPLE: pd.unique(ids), "mark": label, "who": who, "time": time})
 
 
 def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,69 @@
+"""One view as an HTML file, which needs neither a server nor a network."""
+
+from __future__ import annotations
+
+import os
+import re
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trakdask.explorer.pages import sections
+from trakdask.explorer.state import View
+from trakdask.files import Folder, location
+
+if TYPE_CHECKING:
+    from trakdask.explorer.explorer import Explorer
+
+__all__ = ["save_html"]
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""A browser runs no script of the page, and asks no network for anything."""
+
+_LINK = re.compile(r'<a (?:[^>]*? )?href="\?[^"]*"[^>]*>(.*?)</a>', re.DOTALL)
+
+
+def save_html(explorer: Explorer, path: str | os.PathLike[str], view: View) -> None:
+    """Write one view to an HTML file: what it shows, without what can be clicked.
+
+    Parameters
+    ----------
+    explorer
+        What :func:`explore` returned.
+    path
+        The file, on a disk of this machine; it is written whole or not at all.
+    view
+        What to show.
+
+    Raises
+    ------
+    ValueError
+        If the path is that of a folder or a URL.
+    OSError
+        If the file cannot be written.
+    """
+    file = Path(location(path))
+    if "://" in str(path) or file.is_dir():
+        raise ValueError(
+            f"expected a file on a disk of this machine, got {str(path)!r}; try 'view.html'"
+        )
+    Folder(str(file.parent)).write(file.name, page(explorer, view).encode())
+
+
+def page(explorer: Explorer, view: View) -> str:
+    """Return one view as an HTML page."""
+    body = "".join(
+        f'<section><h2 title="{escape(each.help)}">{escape(each.title)}</h2>{each.html()}</section>'
+        for each in sections(explorer, view)
+    )
+    unlinked = _LINK.sub(r"<span>\1</span>", body)
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>trakdask: {escape(view.page)}</title><style>{_STYLE}</style></head>"
+        f"<body>{unlinked}</body></html>\n"
+    )
+
+
+_STYLE = "body { font-family: sans-serif }"
