@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from trakdask.variables import SAMPLE, TARGET
@@ -35,8 +36,9 @@ class Condition:
     """A condition on coords, which is evaluated on a tile of scores.
 
     It may contain names of coords, numbers, quoted text and ``True`` or ``False``; the comparisons
-    ``== != < <= > >=``, ``in`` and ``not in`` with a list; and ``and``, ``or``, ``not`` and
-    parentheses. Text is parsed, and never run: anything else is an error.
+    ``== != < <= > >=``, ``in`` and ``not in`` with a list, or with a coord of texts that contain a
+    text, as in ``"wiki" in source``; and ``and``, ``or``, ``not`` and parentheses. Text is parsed,
+    and never run: anything else is an error.
 
     Raises
     ------
@@ -117,6 +119,9 @@ class _Evaluation:
 
     def _compared(self, sign: ast.cmpop, left: ast.expr, right: ast.expr) -> xr.DataArray:
         if isinstance(sign, (ast.In, ast.NotIn)):
+            if isinstance(right, ast.Name):
+                contains = self._contains(right, left)
+                return ~contains if isinstance(sign, ast.NotIn) else contains
             if not isinstance(right, (ast.List, ast.Tuple)) or not right.elts:
                 raise self._refused("a list such as [1, 2] after in", right)
             found = self._any(self._compared(ast.Eq(), left, each) for each in right.elts)
@@ -130,6 +135,15 @@ class _Evaluation:
             values = _coded(*values)
         result: xr.DataArray = _COMPARISONS[type(sign)](*values)
         return result
+
+    def _contains(self, name: ast.Name, text: ast.expr) -> xr.DataArray:
+        coord = self._coord(name.id)
+        if not isinstance(text, ast.Constant) or not isinstance(text.value, str):
+            raise self._refused("quoted text before in and the name of a coord", text)
+        if _kind(coord) != "text":
+            raise self._refused("a coord of texts after in, or a list such as [1, 2]", name)
+        texts = pd.Series(coord.values, dtype=object).astype(str)
+        return coord.copy(data=texts.str.contains(text.value, regex=False).to_numpy(bool))
 
     @staticmethod
     def _any(masks: Iterable[xr.DataArray]) -> xr.DataArray:

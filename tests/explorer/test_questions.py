@@ -1,0 +1,238 @@
+"""Every question of the explorer against float64 numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from distributed import Client
+
+import trakdask as td
+from trakdask.explorer.questions import ROWS, Questions
+from trakdask.explorer.state import View
+
+N, M, P, C = 90, 40, 12, 3
+LAMBDA = 2.5
+
+
+def data(n: int, seed: int) -> xr.Dataset:
+    features = td.testing.simulate_features(n, P, C, chunks=17, seed=seed)
+    rng = np.random.default_rng(seed)
+    return features.assign_coords(
+        source=("sample", rng.choice(["web", "book", "wiki"], n)),
+        length=("sample", rng.integers(0, 100, n)),
+    )
+
+
+@pytest.fixture(scope="module")
+def features() -> xr.Dataset:
+    return data(N, 0)
+
+
+@pytest.fixture(scope="module")
+def targets() -> xr.Dataset:
+    return data(M, 1)
+
+
+@pytest.fixture
+def questions(features: xr.Dataset, targets: xr.Dataset) -> Questions:
+    return Questions(features, targets, estimator="trak", damping=td.Absolute(LAMBDA))
+
+
+def phi(ds: xr.Dataset) -> np.ndarray:
+    return ds.feature.values.astype(np.float64)
+
+
+def inverse(ds: xr.Dataset, c: int) -> np.ndarray:
+    x = phi(ds)[:, :, c]
+    return np.linalg.inv(x.T @ x + LAMBDA * np.eye(P))
+
+
+def apart(features: xr.Dataset, targets: xr.Dataset) -> np.ndarray:
+    """TRAK's scores of each checkpoint, (n, m, C)."""
+    q = features.out_to_loss.values.astype(np.float64).mean(axis=1)
+    x, t = phi(features), phi(targets)
+    pairs = [x[..., c] @ inverse(features, c) @ t[..., c].T * q[:, None] for c in range(C)]
+    return np.stack(pairs, axis=-1)
+
+
+def expected(features: xr.Dataset, targets: xr.Dataset) -> np.ndarray:
+    return apart(features, targets).mean(axis=-1)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("where", ["", 'source == "web" and length < 70', '"w" in source'])
+def test_top__is_the_sorted_row_of_the_scores(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset, where: str, largest: bool
+) -> None:
+    top = questions.top(View(target=7, where=where, k=6), largest=largest)
+    source, length = features.source.values, features.length.values
+    is_web = (source == "web") & (length < 70)
+    mask = {"": np.ones(N, bool), '"w" in source': source != "book"}.get(where, is_web)
+    scores = expected(features, targets)[:, 7]
+    order = np.argsort(-scores if largest else scores)
+    order = order[mask[order]][:6]
+    assert top["sample"].tolist() == order.tolist()
+    np.testing.assert_allclose(top["score"], scores[order], rtol=1e-4)
+    spread = apart(features, targets)[order, 7].std(axis=-1, ddof=1) / C**0.5
+    np.testing.assert_allclose(top["spread"], spread, rtol=1e-3)
+    assert top["source"].tolist() == source[order].tolist()
+
+
+def test_top__of_a_condition_that_selects_fewer_than_k(questions: Questions) -> None:
+    few = questions.top(View(where="sample in [3, 5]"))
+    assert sorted(few["sample"]) == [3, 5]
+    assert questions.top(View(where="length > 1000")).empty
+
+
+def test_top__of_some_checkpoints(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    one = questions.top(View(checkpoints=("c1",), k=1))
+    x, t = phi(features)[:, :, 1], phi(targets)[0, :, 1]
+    q = features.out_to_loss.values[:, 1].astype(np.float64)
+    scores = x @ inverse(features, 1) @ t * q
+    assert one["sample"].tolist() == [int(scores.argmax())]
+    assert one["spread"].isna().all()
+
+
+@pytest.mark.parametrize("estimator", ["trak", "soft", "relatif", "grad_dot", "grad_cos"])
+def test_targets_of__is_a_row_of_the_scores(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset, estimator: Any
+) -> None:
+    given = {} if estimator.startswith("grad") else {"damping": td.Absolute(LAMBDA)}
+    scores = td.score(features, targets, estimator=estimator, **given).values[11]
+    text = "absolute 2.5"
+    table = questions.targets_of(View(sample=11, k=4, estimator=estimator, damping=text))
+    order = np.argsort(-scores)
+    assert table.index.tolist() == [*order[:4], *order[-4:]]
+    np.testing.assert_allclose(table["score"], scores[table.index], rtol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["", "length >= 50"])
+def test_groups__are_sums_of_scores(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset, where: str
+) -> None:
+    groups = questions.groups(View(target=3, group_by="source", where=where))
+    mask = features.length.values >= (50 if where else 0)
+    scores = pd.Series(expected(features, targets)[mask, 3])
+    by = scores.groupby(features.source.values[mask])
+    np.testing.assert_allclose(groups["score"], by.sum()[groups["source"]], rtol=1e-4)
+    assert groups["samples"].tolist() == by.size()[groups["source"]].tolist()
+    assert groups["score"].is_monotonic_decreasing
+
+
+def test_score_histogram__counts_every_sample(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    histogram = questions.score_histogram(View(target=2))
+    scores = expected(features, targets)[:, 2]
+    assert histogram.counts.sum() == N
+    np.testing.assert_allclose(histogram.edges[[0, -1]], [scores.min(), scores.max()], rtol=1e-4)
+
+
+def own_influence(features: xr.Dataset) -> np.ndarray:
+    x, q = phi(features), features.out_to_loss.values.astype(np.float64).mean(axis=1)
+    own = [np.einsum("np,pq,nq->n", x[..., c], inverse(features, c), x[..., c]) for c in range(C)]
+    return np.mean(own, axis=0) * q**2
+
+
+def test_ranking__is_by_self_influence(questions: Questions, features: xr.Dataset) -> None:
+    influence = own_influence(features)
+    page = questions.ranking(View())
+    assert page.table.index.tolist() == np.argsort(-influence)[:ROWS].tolist()
+    assert (page.found, page.total) == (N, N)
+    second = questions.ranking(View(first=ROWS, where='source == "web"'))
+    is_web = features.source.values == "web"
+    order = [i for i in np.argsort(-influence) if is_web[i]]
+    assert second.table.index.tolist() == order[ROWS : 2 * ROWS]
+    assert questions.influence_histogram(View()).counts.sum() == N
+
+
+def test_sample__has_its_self_influence(questions: Questions, features: xr.Dataset) -> None:
+    facts = questions.sample(View(sample=17))
+    assert facts["self_influence"] == pytest.approx(own_influence(features)[17], rel=1e-5)
+    assert facts["source"] == features.source.values[17]
+    assert facts["output"] == pytest.approx(features.output.values[17].mean())
+
+
+def test_heatmap__is_a_mean_over_targets_of_sums_over_samples(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    heat = questions.heatmap(View(group_by="source"), across="label")
+    scores = pd.DataFrame(expected(features, targets)).groupby(features.source.values).sum()
+    means = scores.T.groupby(targets.label.values).mean().T
+    np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
+    first = questions.heatmap(View(group_by="source"))
+    np.testing.assert_allclose(first.values, scores.values[:, : first.shape[1]], rtol=1e-3)
+
+
+def test_targets_page__searches_filters_and_sorts(
+    questions: Questions, targets: xr.Dataset
+) -> None:
+    output = targets.output.values.astype(np.float64)
+    view = View(search="W", targets_where="output < 0.7 and length > 10", sort="disagreement")
+    page = questions.targets_page(view)
+    is_found = (targets.source.values != "book") & (output.mean(1) < 0.7)
+    is_found &= targets.length.values > 10
+    spread = output.std(axis=1, ddof=1)
+    order = [i for i in np.argsort(spread) if is_found[i]]
+    assert page.table.index.tolist() == order[:ROWS]
+    assert (page.found, page.total) == (len(order), M)
+    loss = questions.targets_page(View(sort="loss", ascending=False)).table["loss"]
+    q = targets.out_to_loss.values.astype(np.float64).mean(axis=1)
+    np.testing.assert_allclose(loss, np.sort(q)[::-1][:ROWS])
+
+
+def test_targets_page__is_a_page(questions: Questions) -> None:
+    assert questions.targets_page(View(first=ROWS)).table.index.tolist() == [*range(ROWS, M)]
+
+
+def test_duplicates__are_found_by_their_features(features: xr.Dataset, targets: xr.Dataset) -> None:
+    rows = np.arange(N)
+    rows[[40, 60, 61]] = 5
+    rows[20] = 77
+    table = Questions(features.isel(sample=rows).load(), targets).duplicates(View())
+    found = table.groupby("group")["sample"].apply(list).tolist()
+    assert found == [[5, 40, 60, 61], [20, 77]]
+    assert Questions(features, targets).duplicates(View()).empty
+
+
+def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Dataset) -> None:
+    chosen = questions.damping(View(damping="0.5"))
+    assert chosen is not None
+    expected_damping = td.damping(features, 0.5, estimator="trak").damping.values
+    np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
+    assert questions.damping(View(estimator="grad_dot")) is None
+
+
+def test_questions__of_a_store_with_its_factors(
+    features: xr.Dataset, targets: xr.Dataset, tmp_path: Path
+) -> None:
+    stored = td.save(features, tmp_path / "train", progress=False)
+    top = Questions(stored, targets).top(View(target=1, k=5))
+    scores = td.score(features, targets).values[:, 1]
+    assert top["sample"].tolist() == np.argsort(-scores)[:5].tolist()
+    np.testing.assert_allclose(top["score"], np.sort(scores)[::-1][:5], rtol=1e-4)
+
+
+def test_questions__on_a_cluster(
+    features: xr.Dataset, targets: xr.Dataset, questions: Questions, client: Client
+) -> None:
+    view = View(target=7, group_by="source")
+    there = Questions(features, targets, estimator="trak", damping=td.Absolute(LAMBDA))
+    order = np.argsort(-expected(features, targets)[:, 7])[:10]
+    assert there.top(view)["sample"].tolist() == order.tolist()
+    sums = pd.Series(expected(features, targets)[:, 7]).groupby(features.source.values).sum()
+    np.testing.assert_allclose(sorted(there.groups(view)["score"]), sorted(sums), rtol=1e-4)
+
+
+def test_questions__of_a_position_that_is_not_there(questions: Questions) -> None:
+    with pytest.raises(ValueError, match="40"):
+        questions.top(View(target=40))
+    with pytest.raises(ValueError, match="90"):
+        questions.sample(View(sample=90))

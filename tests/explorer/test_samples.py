@@ -1,0 +1,100 @@
+"""Samples as HTML: what is in them is shown, and never run."""
+
+from __future__ import annotations
+
+import io
+from base64 import b64decode
+
+import matplotlib.image
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.explorer.samples import Samples
+
+SCRIPT = "<script>alert('you')</script>&\"'"
+ESCAPED = "&lt;script&gt;alert(&#x27;you&#x27;)&lt;/script&gt;&amp;&quot;&#x27;"
+
+
+def pixels(html: str) -> np.ndarray:
+    encoded = html.partition("base64,")[2].partition('"')[0]
+    return np.asarray(matplotlib.image.imread(io.BytesIO(b64decode(encoded)), format="png"))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (1, 6, 5), (6, 5, 1)])
+def test_html__of_grey_images(shape: tuple[int, ...]) -> None:
+    image = np.random.default_rng(0).random((9, *shape)).astype(np.float32)
+    (html,) = Samples(td.from_arrays({"image": image}), cmap="gray").html([4])
+    grey = image[4].reshape(6, 5)
+    scaled = (grey - grey.min()) / (grey.max() - grey.min())
+    np.testing.assert_allclose(pixels(html)[..., 0], scaled, atol=2 / 255)
+
+
+@pytest.mark.parametrize("axis", [1, 3])
+def test_html__of_coloured_images(axis: int) -> None:
+    image = np.random.default_rng(0).random((9, 6, 5, 3)).astype(np.float32)
+    samples = td.from_arrays({"image": np.moveaxis(image, 3, axis)})
+    first, second = Samples(samples).html([7, 2])
+    np.testing.assert_allclose(pixels(first)[..., :3], image[7], atol=1 / 255)
+    np.testing.assert_allclose(pixels(second)[..., :3], image[2], atol=1 / 255)
+
+
+def test_html__undoes_the_normalization_of_images() -> None:
+    image = np.random.default_rng(0).random((2, 3, 6, 5))
+    normal = td.from_arrays({"image": (image - 0.5) / 0.25})
+    html = Samples(normal, normalize=((0.5,) * 3, (0.25,) * 3)).html([1])[0]
+    np.testing.assert_allclose(pixels(html)[..., :3], np.moveaxis(image[1], 0, -1), atol=1 / 255)
+
+
+def test_html__escapes_texts() -> None:
+    samples = xr.Dataset({"words": ("sample", np.array(["plain", SCRIPT], dtype=object))})
+    plain, marked = Samples(samples).html([0, 1])
+    assert "plain" in plain
+    assert ESCAPED in marked
+    assert "<script" not in marked
+
+
+def test_html__escapes_texts_of_tokens_and_names() -> None:
+    ids = np.array([[0, 1, 2]])
+    samples = xr.Dataset({"ids": (("sample", "token"), ids), SCRIPT: ("sample", [2.5])})
+    (html,) = Samples(samples, text=["a", SCRIPT, "b"].__getitem__).html([0])
+    assert f"a{ESCAPED}b" in html
+    assert f"{ESCAPED}: 2.5" in html
+    assert "<script" not in html
+
+
+def test_html__of_numbers_is_short() -> None:
+    samples = td.from_arrays({"x": np.arange(200.0).reshape(2, 100)})
+    (html,) = Samples(samples).html([1])
+    assert "x: 100, 101" in html
+    assert "100 numbers" in html
+
+
+def test_html__in_brief_is_the_image_alone() -> None:
+    image = np.zeros((3, 8, 8), np.float32)
+    samples = Samples(td.from_arrays({"label": np.arange(3), "image": image}))
+    assert samples.has_images
+    (html,) = samples.html([2], brief=True)
+    assert html.startswith("<img")
+    assert "label" not in html
+
+
+def test_html__reads_only_what_is_shown() -> None:
+    samples = td.from_arrays({"image": np.zeros((8, 4, 4))}, chunks=1)
+
+    def fail(block: np.ndarray) -> np.ndarray:
+        raise AssertionError("read a sample that is not shown")
+
+    later = samples.image.data[4:].map_blocks(fail, dtype=float, meta=np.zeros((0, 4, 4)))
+    broken = xr.concat([samples.isel(sample=slice(4)), samples.isel(sample=slice(4, 8)).assign(
+        image=(samples.image.dims, later)
+    )], "sample")  # fmt: skip
+    assert len(Samples(broken).html([1, 3])) == 2
+    with pytest.raises(AssertionError):
+        Samples(broken).html([5])
+
+
+def test_html__without_samples_is_empty() -> None:
+    assert Samples(None).html([1, 2]) == ["", ""]
+    assert not Samples(None).has_images

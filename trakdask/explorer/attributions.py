@@ -1,0 +1,137 @@
+"""Features that are ready for many questions: gram matrix, eigenvectors and λ in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import xarray as xr
+
+import trakdask as td
+from trakdask import arrays
+from trakdask.attribution.dampings import Damping
+from trakdask.attribution.estimators import Estimator, ResolvedEstimator, resolve_estimator
+from trakdask.attribution.matrices import (
+    DERIVED,
+    EIGENVALUES,
+    EIGENVECTORS,
+    stored_decomposition,
+    with_origin,
+)
+from trakdask.explorer.computing import computed, persist
+from trakdask.explorer.state import View, damping_of
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
+
+__all__ = ["Attributions", "Ready"]
+
+_KEPT = 4
+"""How many settings are kept in memory: one factor of p² numbers per checkpoint each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """Features and targets under one setting, with options that make every question cheap.
+
+    ``options`` are those of :func:`trakdask.score`. ``damping`` says how λ was chosen; None for
+    estimators without a gram matrix.
+    """
+
+    features: xr.Dataset
+    targets: xr.Dataset
+    estimator: ResolvedEstimator
+    options: Mapping[str, Any]
+    damping: xr.Dataset | None
+
+
+class Attributions:
+    """Makes features ready, and keeps the last few settings."""
+
+    def __init__(
+        self,
+        features: xr.Dataset,
+        targets: xr.Dataset,
+        *,
+        estimator: Estimator,
+        power: float,
+        damping: Damping,
+        calibrate: xr.Dataset | None,
+        learning_rates: Any,
+    ) -> None:
+        self._features, self._targets = features, targets
+        self._estimator, self._power, self._damping = estimator, power, damping
+        self._calibrate, self._rates = calibrate, learning_rates
+        self._decomposed = lru_cache(_KEPT)(self._decompose)
+        self._made = lru_cache(_KEPT)(self._make)
+
+    def ready(self, view: View) -> Ready:
+        """Return what is needed to answer questions under the setting of a view.
+
+        Computes the first time that a setting is asked for.
+        """
+        names = tuple(str(name) for name in self._features[CHECKPOINT].values)
+        known = tuple(name for name in names if name in view.checkpoints)
+        return self._made(view.estimator, view.damping, () if known == names else known)
+
+    def _make(self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]) -> Ready:
+        estimator: Any = estimator_text or self._estimator
+        damping = damping_of(damping_text) if damping_text else self._damping
+        resolved = resolve_estimator(estimator, self._power, self._features)
+        targets = _selected(self._targets, checkpoints)
+        options: dict[str, Any] = {"estimator": resolved.name, "power": self._power}
+        if resolved.name == "tracin":
+            options["learning_rates"] = self._rates
+        if not resolved.has_gram:
+            features = _selected(self._features, checkpoints)
+            return Ready(features, targets, resolved, options, None)
+        features = self._decomposed(resolved, checkpoints)
+        given = self._calibrate
+        calibrate = None if given is None else _selected(given, checkpoints)
+        rule = damping if isinstance(damping, str) else None
+        by_outputs = (resolved.damping if rule == "auto" else rule) == "completeness"
+        chosen = computed(
+            td.damping(
+                features, damping, estimator=resolved.name, power=self._power,
+                calibrate=calibrate if by_outputs else None,
+            )
+        )  # fmt: skip
+        options["damping"] = chosen["damping"]
+        return Ready(features, targets, resolved, options, chosen)
+
+    def _decompose(self, estimator: ResolvedEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
+        """Return the features with gram matrix and eigenvectors in memory."""
+        features = lazy_features(_selected(self._features, checkpoints))
+        if stored_decomposition(features, estimator.weights) is None:
+            features = _with_decomposition(features, estimator)
+        names = [
+            name for name in (*DERIVED, "output", "out_to_loss")
+            if name in features and name != "loss_gradient"
+        ]  # fmt: skip
+        kept = persist(*(features[name].data for name in names))
+        return features.assign(
+            {
+                name: features[name].variable._replace(data=data)
+                for name, data in zip(names, kept, strict=True)
+            }
+        )
+
+
+def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
+    return ds.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else ds
+
+
+def _with_decomposition(features: xr.Dataset, estimator: ResolvedEstimator) -> xr.Dataset:
+    features = features.drop_vars(DERIVED, errors="ignore")
+    weights = estimator.weights
+    labels = [str(name) for name in features[CHECKPOINT].values]
+    n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
+    matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
+    (matrix,) = persist(matrix)
+    spectrum = arrays.spectrum.spectrum(matrix, None, n, labels)
+    values, vectors = arrays.spectrum.eigenvectors(spectrum, p)
+    made = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
+    variables = {name: (VARIABLES[name].dims, data) for name, data in made.items()}
+    features = features.assign(variables)
+    features["gram"].attrs.update(weights.attrs(features))
+    return with_origin(features)

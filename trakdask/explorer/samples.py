@@ -1,0 +1,147 @@
+"""How one sample is shown: its image, its text, its values. All that comes from data is escaped."""
+
+from __future__ import annotations
+
+import io
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from trakdask.explorer.computing import compute
+from trakdask.plots.images import Normalize, as_colours, require_normalize
+from trakdask.variables import SAMPLE
+
+__all__ = ["Samples", "data_url"]
+
+_LEAST_SIDE = 4
+"""Arrays with fewer rows or columns are no images."""
+
+_MOST_CHARACTERS = 2000
+_MOST_NUMBERS = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples as HTML, by position.
+
+    Parameters
+    ----------
+    samples
+        What was featurized; None if it is not at hand.
+    text
+        The text of a token id.
+    normalize
+        Mean and standard deviation that images were normalized with.
+    cmap
+        Colour map of grey images.
+    """
+
+    samples: xr.Dataset | None
+    text: Callable[[int], str] | None = None
+    normalize: Normalize | None = None
+    cmap: str = "gray_r"
+
+    @property
+    def has_images(self) -> bool:
+        """Whether samples are shown by an image."""
+        names = self.samples.data_vars if self.samples is not None else ()
+        return any(self._kind(str(name)) == "image" for name in names)
+
+    def html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
+        """Return the content of some samples as escaped HTML, "" where there is nothing to show.
+
+        ``brief`` leaves out everything but the first image or text. Reads these samples only.
+        """
+        if self.samples is None or not len(positions):
+            return [""] * len(positions)
+        names = [str(n) for n, v in self.samples.data_vars.items() if v.dims[:1] == (SAMPLE,)]
+        kinds = {name: self._kind(name) for name in names}
+        if brief:
+            ranked = sorted(names, key=lambda name: _BRIEF.index(kinds[name]))
+            names = [name for name in ranked[:1] if kinds[name] != "numbers"]
+        values = self._values(names, positions)
+        made = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
+        return ["".join(contents) for contents in zip(*made, strict=True)] or [""] * len(positions)
+
+    def _kind(self, name: str) -> str:
+        """Return how a variable is shown; from its shape and dtype, without reading it."""
+        assert self.samples is not None
+        variable = self.samples[name].variable
+        shape, kind = variable.shape[1:], variable.dtype.kind
+        sides = [size for size in shape if size >= _LEAST_SIDE]
+        is_image = len(shape) == 2 or (len(shape) == 3 and {shape[0], shape[-1]} & {1, 3})
+        if is_image and len(sides) == 2 and kind in "fiub":
+            return "image"
+        if kind in "TUO":
+            return "text"
+        return "tokens" if len(shape) == 1 and kind in "iu" and self.text is not None else "numbers"
+
+    def _values(self, names: list[str], positions: Sequence[int]) -> tuple[np.ndarray, ...]:
+        assert self.samples is not None
+        chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
+        return compute(*(chosen[name].variable.data for name in names))
+
+    def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
+        if kind == "image":
+            return [_image(url) for url in self._pictures(values)]
+        if kind == "text":
+            texts = [_joined(value) for value in values]
+            return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
+        if kind == "tokens" and self.text is not None:
+            words = ["".join(self.text(int(token)) for token in row) for row in values]
+            return [f'<p class="text">{escape(_shortened(text))}</p>' for text in words]
+        return [
+            f'<p class="numbers">{escape(name)}: {escape(_numbers(value))}</p>' for value in values
+        ]
+
+    def _pictures(self, values: np.ndarray) -> list[str]:
+        colours = as_colours(list(values), require_normalize(self.normalize))
+        grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
+        limits = np.concatenate(grey) if grey else np.zeros(0)
+        low, high = (limits.min(), limits.max()) if len(limits) else (0.0, 1.0)
+        return [data_url(image, self.cmap, float(low), float(high)) for image in colours]
+
+
+_BRIEF = ("image", "text", "tokens", "numbers")
+
+
+def data_url(image: np.ndarray, cmap: str, low: float, high: float) -> str:
+    """Return an image, (h, w) between two limits or (h, w, 3) between 0 and 1, as a PNG in a URL.
+
+    Examples
+    --------
+    >>> data_url(np.zeros((4, 4, 3)), "gray", 0, 1)[:22]
+    'data:image/png;base64,'
+    """
+    from matplotlib.image import imsave  # optional dependency
+
+    buffer = io.BytesIO()
+    limits: dict[str, Any] = {}
+    if image.ndim == 2:
+        limits = {"cmap": cmap, "vmin": low, "vmax": high if high > low else low + 1}
+    imsave(buffer, np.nan_to_num(image), format="png", **limits)
+    return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
+
+
+def _image(url: str) -> str:
+    return f'<img src="{url}" alt="image of the sample">'
+
+
+def _joined(value: object) -> str:
+    is_list = isinstance(value, (list, tuple, np.ndarray))
+    return " ".join(map(str, value)) if is_list else str(value)  # type: ignore[call-overload]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+
+
+def _numbers(value: np.ndarray) -> str:
+    flat = np.asarray(value).ravel()
+    first = ", ".join(f"{number:.4g}" for number in flat[:_MOST_NUMBERS])
+    return f"{first}, … ({flat.size:,} numbers)" if flat.size > _MOST_NUMBERS else first
