@@ -8,7 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trakdask.explorer.pages import sections
+from trakdask.explorer.pages import sections as asked
+from trakdask.explorer.pages.frame import frame, header
 from trakdask.explorer.state import View
 from trakdask.files import Folder, location
 
@@ -19,6 +20,12 @@ __all__ = ["save_html"]
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """A browser runs no script of the page, and asks no network for anything."""
+
+_CLICKED = re.compile(
+    r"<form\b.*?</form>|<nav\b.*?</nav>|<div class=\"marks\">.*?</div>|<div class=\"forms\"></div>",
+    re.DOTALL,
+)
+"""Forms, buttons and links to other pages. Values are escaped, so that none of them matches."""
 
 _LINK = re.compile(r'<a (?:[^>]*? )?href="\?[^"]*"[^>]*>(.*?)</a>', re.DOTALL)
 
@@ -52,18 +59,18 @@ def save_html(explorer: Explorer, path: str | os.PathLike[str], view: View) -> N
 
 def page(explorer: Explorer, view: View) -> str:
     """Return one view as an HTML page."""
-    body = "".join(
-        f'<section><h2 title="{escape(each.help)}">{escape(each.title)}</h2>{each.html()}</section>'
-        for each in sections(explorer, view)
-    )
+    parts = [
+        frame(each, each.html(), level=2 if i else 1)
+        for i, each in enumerate(asked(explorer, view))
+    ]
+    body = _CLICKED.sub("", header(explorer, view) + "".join(parts))
+    style = (Path(__file__).parent / "explorer.css").read_text("utf-8")
     unlinked = _LINK.sub(r"<span>\1</span>", body)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>trakdask: {escape(view.page)}</title><style>{_STYLE}</style></head>"
-        f"<body>{unlinked}</body></html>\n"
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>trakdask: {escape(view.page)}</title><style>body {{ margin: 0 }}\n{style}</style>"
+        f'</head><body><div class="trakdask">{unlinked}</div></body></html>\n'
     )
-
-
-_STYLE = "body { font-family: sans-serif }"
