@@ -14,8 +14,8 @@ import xarray as xr
 from distributed import Client, LocalCluster
 
 import trakdask as td
-from trakdask.checks import import_callable, require_integer, shown
 from trakdask.attribution.conditions import selection
+from trakdask.checks import import_callable, require_integer, shown
 from trakdask.command_line.configuration import (
     FOLDER,
     Configuration,
