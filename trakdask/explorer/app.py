@@ -49,9 +49,13 @@ class Session:
         self.page.told = self._told
         self._work = Work()
         self._thread: threading.Thread | None = None
-        if self._document is not None and self._document.session_context is not None:
+        self.view = view
+        if self._document is None or self._document.session_context is None:
+            self.go(view)
+        else:
             pn.state.on_session_destroyed(lambda context: self._work.abandon())
-        self.go(view)
+            # Until a browser is connected, changes from another thread would be lost.
+            pn.state.onload(lambda: self.go(view))
 
     def panel(self) -> Any:
         """Return what a browser shows."""
