@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import panel as pn
 
+from trakdask.explorer.computing import Abandoned, Work
+from trakdask.explorer.filters import with_filter
 from trakdask.explorer.links import LinkedHTML
-from trakdask.explorer.pages import sections
+from trakdask.explorer.messages import plain_message
+from trakdask.explorer.pages import Section, sections
+from trakdask.explorer.pages.frame import frame, header
 from trakdask.explorer.state import View
 
 if TYPE_CHECKING:
@@ -16,30 +24,159 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
+_PROGRESS_S = 0.25
+"""How often the progress of a section is drawn."""
+
+_log = logging.getLogger(__name__)
+
 
 class Session:
-    """The state of one browser: its view, and the page that shows it."""
+    """The state of one browser: its view, the page that shows it, and what computes it.
+
+    Sections are computed in a thread, one after the other. A new view abandons what still runs.
+    """
 
     def __init__(self, explorer: Explorer, view: View | None = None) -> None:
         self.explorer = explorer
+        self._document = pn.state.curdoc
         location = pn.state.location
-        self.view = view or View.from_query(location.search if location else "")
-        self.page = LinkedHTML(sizing_mode="stretch_width")
-        self.page.on_link = self._follow
-        self.go(self.view)
+        if view is None:
+            view = View.from_query(location.search if location else "")
+        self.marks = explorer.marks
+        self.page = LinkedHTML(
+            sizing_mode="stretch_width", follows_address=location is not None, marked=self._marked()
+        )
+        self.page.told = self._told
+        self._work = Work()
+        self._thread: threading.Thread | None = None
+        self.view = view
+        if self._document is None or self._document.session_context is None:
+            self.go(view)
+        else:
+            pn.state.on_session_destroyed(lambda context: self._work.abandon())
+            # Until a browser is connected, changes from another thread would be lost.
+            pn.state.onload(lambda: self.go(view))
 
     def panel(self) -> Any:
         """Return what a browser shows."""
-        return pn.Column(self.page, sizing_mode="stretch_width")
+        return pn.Column(self.page, sizing_mode="stretch_width", margin=0)
 
     def go(self, view: View) -> None:
-        """Show a view."""
-        self.view = view
+        """Show a view; what the view before it still computes is given up."""
+        self._work.abandon()
+        self.view, work = view, Work()
+        self._work = work
+        asked = sections(self.explorer, view)
+        parts = [_framed(i, each, "", busy=True) for i, each in enumerate(asked)]
+        self._draw(work, parts)
         self.page.query = view.to_query()
-        self.page.html = "".join(
-            f"<section><h2>{escape(each.title)}</h2>{each.html()}</section>"
-            for each in sections(self.explorer, view)
+        thread = threading.Thread(
+            target=self._answer, args=(work, asked, parts), name="trakdask-explorer", daemon=True
         )
+        self._thread = thread
+        thread.start()
 
-    def _follow(self, query: str) -> None:
-        self.go(View.from_query(query))
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the page is complete."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _answer(self, work: Work, asked: list[Section], parts: list[str]) -> None:
+        for i, section in enumerate(asked):
+            drawn = _Progress(lambda text, i=i, section=section: self._part(  # type: ignore[misc]
+                work, parts, i, _framed(i, section, text, busy=True)
+            ))  # fmt: skip
+            work.on_progress(drawn)
+            try:
+                with work.active():
+                    work.require_wanted()
+                    made = _framed(i, section, section.html())
+            except Abandoned:
+                return
+            except Exception as err:
+                if work.is_abandoned:
+                    return
+                _log.warning("a section of the explorer failed", exc_info=True)
+                message = f'<p class="message error" role="alert">{escape(plain_message(err))}</p>'
+                made = _framed(i, section, message)
+            self._part(work, parts, i, made)
+
+    def _part(self, work: Work, parts: list[str], i: int, made: str) -> None:
+        parts[i] = made
+        parts = list(parts)
+        self._later(lambda: self._draw(work, parts))
+
+    def _draw(self, work: Work, parts: list[str]) -> None:
+        if not work.is_abandoned:
+            self.page.html = header(self.explorer, self.view) + "".join(parts)
+
+    def _later(self, change: Callable[[], None]) -> None:
+        """Change the page from the thread that its document belongs to."""
+        document = self._document
+        if document is None or document.session_context is None:
+            change()
+        else:
+            document.add_next_tick_callback(change)
+
+    # ------------------------------------------------------------------------- what a browser says
+
+    def _told(self, message: dict[str, Any]) -> None:
+        if "query" in message:
+            self.follow(str(message["query"]))
+        elif self.marks is not None and "mark" in message:
+            self._mark(int(message["sample"]), str(message["mark"]))
+        elif self.marks is not None and "undo" in message:
+            self._say(f"Undone: {self.marks.undo()} marks.")
+
+    def follow(self, query: str) -> None:
+        """Go to the view of a link or form."""
+        questions = self.explorer.questions
+        view = View.from_query(query)
+        self.go(with_filter(query, view, questions.metadata, questions.target_metadata))
+
+    def _mark(self, position: int, label: str) -> None:
+        try:
+            name = self.explorer.sample_ids[position]
+            if f"{position} {label}" in self.page.marked:
+                self.marks.unmark([name], label)
+                done = "no longer marked as"
+            else:
+                self.marks.mark([name], label)
+                done = "marked as"
+            self._say(f"Sample {position} is {done} {label}.", undo=True)
+        except Exception as err:
+            self._say(plain_message(err))
+
+    def _say(self, text: str, *, undo: bool = False) -> None:
+        self.page.marked = self._marked()
+        said = header(self.explorer, self.view, said=text, undo=undo)
+        rest = self.page.html.partition("<section")
+        self.page.html = said + rest[1] + rest[2]
+
+    def _marked(self) -> list[str]:
+        if self.explorer.marks is None:
+            return []
+        table = self.explorer.marks.table()
+        positions = {name: i for i, name in enumerate(self.explorer.sample_ids.tolist())}
+        rows = zip(table["sample"], table["mark"], strict=True)
+        return [f"{positions[name]} {label}" for name, label in rows if name in positions]
+
+
+def _framed(i: int, section: Section, html: str, *, busy: bool = False) -> str:
+    return frame(section, html, busy=busy, level=2 if i else 1)
+
+
+class _Progress:
+    """Tells how far a computation is, not too often."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show, self._shown = show, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._shown >= _PROGRESS_S and total:
+            self._shown = now
+            self._show(
+                f'<progress max="{total}" value="{done}" aria-label="Progress"></progress> '
+                f"{100 * done // total} %"
+            )

@@ -26,19 +26,24 @@ class Abandoned(Exception):
 
 
 class Work:
-    """What one click computes.
+    """What one click computes."""
 
-    Parameters
-    ----------
-    progress
-        Called with the number of tasks that are done and that of all tasks, from the thread that
-        computes; not called on a cluster.
-    """
-
-    def __init__(self, progress: Callable[[int, int], None] | None = None) -> None:
-        self._progress = progress
+    def __init__(self) -> None:
+        self._progress: Callable[[int, int], None] | None = None
         self._abandoned = threading.Event()
-        self._futures: tuple[Client, list[Future]] | None = None
+        self._futures: tuple[Client, list[Future[Any]]] | None = None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the answer is no longer wanted."""
+        return self._abandoned.is_set()
+
+    def on_progress(self, progress: Callable[[int, int], None]) -> None:
+        """Call a function with the number of tasks that are done and that of all tasks.
+
+        It is called from the thread that computes, and not on a cluster.
+        """
+        self._progress = progress
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -67,9 +72,11 @@ class Work:
         if (client := active_client()) is not None:
             return self._on_cluster(client, lazy)
         if get_scheduler() is not None:  # synchronous, or somebody's own
-            return dask.compute(*lazy)
+            made: tuple[Any, ...] = dask.compute(*lazy)
+            return made
         watch = (None, self._started, self._before_task, self._after_task, None)
-        return dask.compute(*lazy, scheduler="threads", callbacks=[watch])
+        made = dask.compute(*lazy, scheduler="threads", callbacks=[watch])
+        return made
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
         futures = client.compute(list(lazy))

@@ -63,7 +63,8 @@ def _sketch(block: np.ndarray, directions: np.ndarray) -> np.ndarray:
     """Return unit vectors by their components in some random directions."""
     norms = np.linalg.norm(block, axis=1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(block / norms) @ directions
+        unit = block / norms
+    return np.asarray(unit @ directions)
 
 
 def _nearest(sketch: np.ndarray) -> np.ndarray:
@@ -73,7 +74,8 @@ def _nearest(sketch: np.ndarray) -> np.ndarray:
         return np.zeros((0, 2), np.int64)
     # |a - b|² = 2 (1 - cos); in a random direction a distance varies, hence the factor of 3.
     reach = 3 * np.sqrt(2 * (1 - SAME) * _DIRECTIONS)
-    distance, index = cKDTree(sketch[rows]).query(sketch[rows], k=2, distance_upper_bound=reach)
+    tree = cKDTree(sketch[rows])
+    index = tree.query(sketch[rows], k=2, distance_upper_bound=reach)[1]
     # Where several are at the same place, a sample need not be its own first neighbour.
     other = np.where(index[:, 0] == np.arange(len(rows)), index[:, 1], index[:, 0])
     is_near = other < len(rows)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator
+from trakdask.attribution.options import LearningRates
 from trakdask.explorer.questions import Questions
+from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
 from trakdask.models.model import Model
 from trakdask.plots.images import Normalize
-
-if TYPE_CHECKING:
-    import panel
 
 __all__ = ["Explorer", "explore"]
 
@@ -42,8 +42,10 @@ class Explorer:
     power: float
     damping: Damping
     calibrate: xr.Dataset | None
+    learning_rates: LearningRates | None
     text: Callable[[int], str] | None
     normalize: Normalize | None
+    cmap: str
 
     @cached_property
     def questions(self) -> Questions:
@@ -51,10 +53,26 @@ class Explorer:
         return Questions(
             self.features, self.targets,
             estimator=self.estimator, power=self.power, damping=self.damping,
-            calibrate=self.calibrate,
+            calibrate=self.calibrate, learning_rates=self.learning_rates,
         )  # fmt: skip
 
-    def app(self, view: View | None = None) -> panel.viewable.Viewable:
+    @cached_property
+    def sample_ids(self) -> np.ndarray:
+        """What each training sample is called in the marks, (sample,)."""
+        return np.asarray(self.marks.ids(self.features))
+
+    def samples_html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
+        """Return the contents of some training samples as escaped HTML."""
+        return self._shown(self.samples).html(positions, brief=brief)
+
+    def target_samples_html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
+        """Return the contents of some targets as escaped HTML."""
+        return self._shown(self.target_samples).html(positions, brief=brief)
+
+    def _shown(self, samples: xr.Dataset | None) -> Samples:
+        return Samples(samples, self.text, self.normalize, self.cmap)
+
+    def app(self, view: View | None = None) -> Any:
         """Return a Panel app for one session of a browser, at a view or at that of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
 
@@ -88,8 +106,10 @@ def explore(
     power: float = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
+    learning_rates: LearningRates | None = None,
     text: Callable[[int], str] | None = None,
     normalize: Normalize | None = None,
+    cmap: str = "gray_r",
 ) -> Explorer:
     """Look at attributions in a browser or a notebook.
 
@@ -115,5 +135,5 @@ def explore(
         )
     return Explorer(
         features, targets, samples, target_samples, model, marks, estimator, power, damping,
-        calibrate, text, normalize,
+        calibrate, learning_rates, text, normalize, cmap,
     )  # fmt: skip

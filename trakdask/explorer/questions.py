@@ -196,7 +196,8 @@ class Questions:
         order = np.argsort(-scores, kind="stable")
         order = order[~np.isnan(scores[order])]
         ends = order if len(order) <= 2 * view.k else np.r_[order[: view.k], order[-view.k :]]
-        return self._target_table.iloc[ends].assign(score=scores[ends])
+        table: pd.DataFrame = self._target_table.iloc[ends].assign(score=scores[ends])
+        return table
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, Q and self-influence."""
@@ -207,7 +208,9 @@ class Questions:
             corpus.self_influence(ready, one).data, one["output"].data, one["out_to_loss"].data
         )
         facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
-        return pd.concat([self.metadata.iloc[view.sample], pd.Series(facts, dtype=object)])
+        row: pd.Series[Any] = self.metadata.iloc[view.sample].astype(object)
+        whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
+        return whole
 
     def ranking(self, view: View) -> TargetsPage:
         """Return training samples by self-influence, largest first, a page of them."""
@@ -264,8 +267,9 @@ class Questions:
         if not view.where:
             return None, scores.sizes[SAMPLE]
         where = selection(scores, view.where)
-        is_mask = isinstance(where, xr.DataArray)
-        return where, int(where.values.sum()) if is_mask else scores.sizes[SAMPLE]
+        if isinstance(where, xr.DataArray):
+            return where, int(where.values.sum())
+        return where, scores.sizes[SAMPLE]
 
     def _mask(self, where: str) -> np.ndarray:
         return condition_mask(self.metadata, where, SAMPLE)
@@ -280,9 +284,7 @@ class Questions:
         (values,) = compute(apart.data[:, 0])
         return np.asarray(values.std(axis=1, ddof=1) / np.sqrt(n))
 
-    def _ranked(
-        self, position: np.ndarray, score: np.ndarray, spread: np.ndarray
-    ) -> pd.DataFrame:
+    def _ranked(self, position: np.ndarray, score: np.ndarray, spread: np.ndarray) -> pd.DataFrame:
         ranked = pd.DataFrame({"sample": position, "score": score, "spread": spread})
         coords = self.metadata.iloc[position].reset_index(drop=True)
         taken = [name for name in coords if name in ranked]
@@ -296,18 +298,20 @@ def _scores_of_sample(ready: Ready, position: int) -> da.Array:
     """
     sample = ready.features.isel({SAMPLE: [position]})
     if not ready.estimator.has_gram:
-        return td.score(sample, ready.targets, **ready.options).data[0]
+        own: da.Array = td.score(sample, ready.targets, **ready.options).data[0]
+        return own
     ones = da.ones_like(ready.targets["feature"].data[:, 0, :])
     rows = ready.targets.assign(out_to_loss=((SAMPLE, CHECKPOINT), ones))
-    own = "trak" if ready.estimator.name == "relatif" else ready.estimator.name
-    options = {**ready.options, "estimator": own}
-    products = td.score(ready.features, sample, of=rows, **options).data[:, 0]
+    name = "trak" if ready.estimator.name == "relatif" else ready.estimator.name
+    options = {**ready.options, "estimator": name}
+    products: da.Array = td.score(ready.features, sample, of=rows, **options).data[:, 0]
     weight = ready.estimator.weights.loss_data(sample).mean(axis=1)[0]
     if ready.estimator.name == "relatif":
         sample_rows = sample.assign(out_to_loss=xr.ones_like(sample["out_to_loss"]))
         leverage = td.score(ready.features, sample, of=sample_rows, **options).data[0, 0]
         weight = da.where(weight < 0, -1.0, 1.0) / da.sqrt(leverage)
-    return products * weight
+    scores: da.Array = products * weight
+    return scores
 
 
 def _require_position(position: int, n: int, what: str) -> None:

@@ -83,13 +83,16 @@ class View:
         >>> View(page="target", target=3).to_query()
         'page=target&target=3'
         """
-        pairs = [
-            (name, _as_text(value))
+        return urlencode(self.to_pairs())
+
+    def to_pairs(self) -> list[tuple[str, str]]:
+        """Return names and texts of the fields that are not as in ``View()``."""
+        return [
+            (name, text)
             for name, value in vars(self).items()
             if name != "messages" and value != getattr(_DEFAULT, name)
+            for text in _as_text(value)
         ]
-        texts = [(name, text) for name, value in pairs for text in value]
-        return urlencode(texts)
 
     @classmethod
     def from_query(cls, query: str) -> View:

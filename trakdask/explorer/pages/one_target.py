@@ -1,37 +1,194 @@
-"""One target: the training samples that helped and harmed it most."""
+"""One target: the training samples that helped and harmed it most, and their sums by group."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pandas as pd
+
+from trakdask.explorer.filters import joined
+from trakdask.explorer.metadata import few_values
+from trakdask.explorer.pages.controls import (
+    equals,
+    facts,
+    filter_form,
+    mark_buttons,
+    settings_form,
+    word,
+)
+from trakdask.explorer.pages.html import (
+    bars,
+    columns,
+    form,
+    link,
+    note,
+    number,
+    option_field,
+    signed,
+    value,
+)
 from trakdask.explorer.pages.section import Section
 from trakdask.explorer.state import View
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
+__all__ = ["MOST_GROUPS", "groups_of", "sections"]
+
+MOST_GROUPS = 1000
+_SHOWN_GROUPS = 24
+
 
 def sections(explorer: Explorer, view: View) -> list[Section]:
+    """Return the target, its settings, and what helped and harmed it."""
     return [
         Section(
-            "Most helpful",
-            "Training on them raised the output.",
-            lambda: _top(explorer, view, True),
+            f"Target {view.target}", "The sample whose output is explained.",
+            lambda: _target(explorer, view),
         ),
         Section(
-            "Most harmful",
-            "Training on them lowered the output.",
-            lambda: _top(explorer, view, False),
+            "Most helpful", "Training on these samples raised the output of the target most.",
+            lambda: _ranked(explorer, view, largest=True), "half",
         ),
-    ]
+        Section(
+            "Most harmful", "Training on these samples lowered the output of the target most.",
+            lambda: _ranked(explorer, view, largest=False), "half",
+        ),
+        Section(
+            "Sums by group", "Scores of this target, added up over the training samples of a group."
+            " Choose a group to see its samples only.", lambda: _groups(explorer, view), "half",
+        ),
+        Section(
+            "Damping", "How λ was chosen: with the right λ, the scores of a sample add up to its "
+            "output, so λ is one at which sums and outputs go together.",
+            lambda: damping_curve(explorer, view), "half",
+        ),
+        Section(
+            "All scores", "How many training samples have which score for this target.",
+            lambda: _histogram(explorer, view), "half",
+        ),
+    ]  # fmt: skip
 
 
-def _top(explorer: Explorer, view: View, largest: bool) -> str:
-    table = explorer.questions.top(view, largest=largest)
-    head = "".join(f"<th>{escape(str(name))}</th>" for name in table.columns)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(value))}</td>" for value in row) + "</tr>"
-        for row in table.itertuples(index=False)
+def _target(explorer: Explorer, view: View) -> str:
+    row = explorer.questions.target(view.target)
+    (content,) = explorer.target_samples_html([view.target])
+    last = len(explorer.questions.target_metadata) - 1
+    neighbours = [("← Previous", view.target - 1), ("Next →", view.target + 1)]
+    links = "".join(
+        link(view.replace(target=i, first=0), text) for text, i in neighbours if 0 <= i <= last
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    forms = settings_form(explorer, view)
+    forms += filter_form(view, explorer.questions.metadata, "where")
+    return (
+        f'<nav class="pager" aria-label="Targets">{links}</nav>'
+        f'<div class="one"><div class="content">{content}</div>{facts(row)}</div>'
+        f'<div class="forms">{forms}</div>'
+    )
+
+
+def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
+    table = explorer.questions.top(view, largest=largest)
+    if table.empty:
+        return note("No training sample meets the condition.")
+    contents = explorer.samples_html(table["sample"].tolist())
+    kind = "helpful" if largest else "harmful"
+    cards = "".join(
+        _card(explorer, view, row, content, kind)
+        for (_, row), content in zip(table.iterrows(), contents, strict=True)
+    )
+    spread = f", {word('±')} its standard error" if table["spread"].notna().any() else ""
+    return f'<p class="note">{word("score")}{spread}</p><div class="cards">{cards}</div>'
+
+
+def _card(explorer: Explorer, view: View, row: pd.Series, content: str, kind: str) -> str:
+    position = int(row["sample"])
+    spread = "" if np.isnan(row["spread"]) else f" ± {number(row['spread'], 2)}"
+    score = f"{signed(row['score'])}{spread}"
+    sample = view.replace(page="sample", sample=position, first=0)
+    metadata = facts(row.drop(["sample", "score", "spread"]), view)
+    name = link(sample, f"sample {position}", label=f"Training sample {position}")
+    return (
+        f'<article class="card {kind}"><header><strong>{escape(score)}</strong>{name}</header>'
+        f'<div class="content">{content}</div>{metadata}{mark_buttons(explorer, position)}'
+        "</article>"
+    )
+
+
+def groups_of(explorer: Explorer, view: View) -> tuple[str, dict[str, str]]:
+    """Return the coord to group by, "" if none is fit for it, and all that are."""
+    names = few_values(explorer.questions.metadata, MOST_GROUPS)
+    chosen = view.group_by if view.group_by in names else (names[0] if names else "")
+    return chosen, {name: name for name in names}
+
+
+def _groups(explorer: Explorer, view: View) -> str:
+    by, names = groups_of(explorer, view)
+    if not by:
+        return note("No coord of the training samples has from 2 to 1,000 different values.")
+    choice = form(
+        view, option_field("group_by", by, "Group by", names), ["group_by"], button="Show"
+    )
+    table = explorer.questions.groups(view.replace(group_by=by))
+    if table.empty:
+        return choice + note("No training sample meets the condition.")
+    half = _SHOWN_GROUPS // 2
+    ends = table if len(table) <= _SHOWN_GROUPS else pd.concat([table[:half], table[-half:]])
+    rows = [
+        (_group_link(view, by, row[by]), float(row["score"]), f"{row['samples']:,} samples")
+        for _, row in ends.iterrows()
+    ]
+    left_out = len(table) - len(ends)
+    more = note(f"{left_out:,} groups between them are not shown.") if left_out else ""
+    heading = f'<p class="note">sum of {word("score")}</p>'
+    return choice + heading + bars(rows) + more
+
+
+def _group_link(view: View, by: str, group: object) -> str:
+    condition = equals(by, group) if by.isidentifier() else None
+    if condition is None:
+        return value(group)
+    return link(view.replace(where=joined(view.where, condition)), "", html=value(group))
+
+
+def damping_curve(explorer: Explorer, view: View) -> str:
+    """Return λ of each checkpoint, and the curve it was chosen by, if there is one."""
+    chosen = explorer.questions.damping(view)
+    if chosen is None:
+        return note("This estimator has no gram matrix, and so no λ.")
+    values = ", ".join(number(x) for x in chosen["damping"].values)
+    text = f"λ = {values} ({chosen['rule'].values}), in the squared units of the features."
+    made = f"<p>{word('λ')}: {escape(text.removeprefix('λ = '))}</p>"
+    curve = chosen["curve"].values
+    if not np.isfinite(curve).any():
+        return made + note("It was not chosen by outputs, so there is no curve; try completeness.")
+    rho = chosen["relative_damping"].values
+    labels = [
+        f"λ = {number(r)} tr(K)/n: correlation {number(c)}" for r, c in zip(rho, curve, strict=True)
+    ]
+    relative = float(chosen["relative"].values)
+    marked = int(np.argmin(np.abs(np.log(rho / relative)))) if np.isfinite(relative) else -1
+    low, high = f"λ = {number(rho[0])} tr(K)/n", f"{number(rho[-1])} tr(K)/n"
+    made += columns(curve.tolist(), labels, low, high, marked=marked)
+    peak = float(chosen["peak"].values)
+    return made + note(
+        f"Height: correlation of sums of scores with outputs, at most {number(peak)}. "
+        + (f"Chosen: {number(relative)} tr(K)/n." if np.isfinite(relative) else "")
+    )
+
+
+def _histogram(explorer: Explorer, view: View) -> str:
+    histogram = explorer.questions.score_histogram(view)
+    if not len(histogram.counts):
+        return note("This target has no scores: its features could not be computed.")
+    edges = histogram.edges
+    labels = [
+        f"{count:,} samples from {number(low)} to {number(high)}"
+        for count, low, high in zip(histogram.counts, edges, edges[1:], strict=False)
+    ]
+    heights = np.log1p(histogram.counts).tolist()
+    low, high = map(signed, edges[[0, -1]])
+    scale = f'<p class="note">{word("score")}; heights are logarithms of counts</p>'
+    return scale + columns(heights, labels, low, high)

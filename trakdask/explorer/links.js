@@ -1,0 +1,83 @@
+// Shows HTML, tells Python which link, form or button was used, and keeps the address up to date.
+
+export function render({ model }) {
+  const root = document.createElement("div")
+  root.className = "trakdask"
+
+  const mark = () => {
+    for (const button of root.querySelectorAll("button[data-mark]")) {
+      const key = `${button.dataset.sample} ${button.dataset.mark}`
+      button.setAttribute("aria-pressed", model.marked.includes(key))
+    }
+  }
+
+  // Only what has changed is replaced, so that what somebody types elsewhere stays.
+  const draw = () => {
+    const fresh = document.createElement("div")
+    fresh.innerHTML = model.html
+    const nodes = [...fresh.children]
+    nodes.forEach((node, i) => {
+      const old = root.children[i]
+      if (old === undefined) {
+        node.source = node.outerHTML
+        root.append(node)
+      } else if (old.source !== node.outerHTML) {
+        node.source = node.outerHTML
+        old.replaceWith(node)
+      }
+    })
+    while (root.children.length > nodes.length) root.lastElementChild.remove()
+    mark()
+  }
+
+  // Parameters of the address that are not part of a view, such as a token, are kept.
+  const address = () => {
+    const kept = new URLSearchParams(window.location.search)
+    for (const name of model.names) kept.delete(name)
+    const text = [model.query, kept.toString()].filter((part) => part).join("&")
+    return text ? `?${text}` : window.location.pathname
+  }
+  const go = (query) => model.send_msg({ query })
+  const navigate = () => {
+    if (!model.follows_address) return
+    const search = address()
+    if (search !== window.location.search) window.history.pushState({}, "", search)
+  }
+
+  root.addEventListener("click", (event) => {
+    const button = event.target.closest("button[data-mark]")
+    if (button) {
+      model.send_msg({ mark: button.dataset.mark, sample: Number(button.dataset.sample) })
+      return
+    }
+    if (event.target.closest("button[data-undo]")) {
+      model.send_msg({ undo: true })
+      return
+    }
+    const link = event.target.closest("a[href^='?']")
+    if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return
+    event.preventDefault()
+    go(link.getAttribute("href"))
+    if (!link.closest(".pager, .bars, dl, thead")) window.scrollTo(0, 0)
+  })
+  root.addEventListener("submit", (event) => {
+    event.preventDefault()
+    go(`?${new URLSearchParams(new FormData(event.target))}`)
+  })
+  root.addEventListener("change", (event) => {
+    if (event.target.matches("[data-at-once]")) event.target.form.requestSubmit()
+  })
+  const back = () => go(window.location.search)
+  if (model.follows_address) {
+    window.addEventListener("popstate", back)
+    document.body.style.margin = "0"
+    document.documentElement.style.colorScheme = "light dark"
+    document.body.style.background = "light-dark(#ffffff, #16181c)"
+  }
+  model.on("remove", () => window.removeEventListener("popstate", back))
+  model.on("html", draw)
+  model.on("marked", mark)
+  model.on("query", navigate)
+  draw()
+  return root
+}
