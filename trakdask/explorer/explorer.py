@@ -15,6 +15,7 @@ import xarray as xr
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator
 from trakdask.attribution.options import LearningRates
+from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
@@ -37,7 +38,7 @@ class Explorer:
     samples: xr.Dataset | None
     target_samples: xr.Dataset | None
     model: Model | None
-    marks: Any
+    marks: Marks | None
     estimator: Estimator
     power: float
     damping: Damping
@@ -59,7 +60,8 @@ class Explorer:
     @cached_property
     def sample_ids(self) -> np.ndarray:
         """What each training sample is called in the marks, (sample,)."""
-        return np.asarray(self.marks.ids(self.features))
+        assert self.marks is not None
+        return self.marks.ids(self.features)
 
     def samples_html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
         """Return the contents of some training samples as escaped HTML."""
@@ -101,7 +103,7 @@ def explore(
     samples: xr.Dataset | None = None,
     target_samples: xr.Dataset | None = None,
     model: Model | None = None,
-    marks: Any = None,
+    marks: Marks | str | os.PathLike[str] | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: float = DEFAULT_POWER,
     damping: Damping = "auto",
@@ -122,7 +124,8 @@ def explore(
     model
         The model, for targets that are made on the spot.
     marks
-        Marks of samples, or the path that they are kept at.
+        What people say about training samples, which pages then have buttons for:
+        ``td.Marks.beside("train.zarr")``, or the path of another file for samples with labels.
     text
         The text of a token id, such as ``tokenizer.decode``.
     normalize
@@ -133,7 +136,10 @@ def explore(
             "expected Panel for the explorer, got no package of that name; try pip install "
             "'trakdask[explore]'"
         )
+    kept = marks if marks is None or isinstance(marks, Marks) else Marks(marks)
+    if kept is not None:
+        kept.ids(features)  # now, rather than when somebody opens a page
     return Explorer(
-        features, targets, samples, target_samples, model, marks, estimator, power, damping,
+        features, targets, samples, target_samples, model, kept, estimator, power, damping,
         calibrate, learning_rates, text, normalize, cmap,
     )  # fmt: skip

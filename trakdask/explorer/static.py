@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trakdask.explorer.pages import sections as asked
+from trakdask.explorer.pages import sections
 from trakdask.explorer.pages.frame import frame, header
 from trakdask.explorer.state import View
 from trakdask.files import Folder, location
@@ -16,18 +16,18 @@ from trakdask.files import Folder, location
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
-__all__ = ["save_html"]
+__all__ = ["document", "save_html"]
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """A browser runs no script of the page, and asks no network for anything."""
 
 _CLICKED = re.compile(
-    r"<form\b.*?</form>|<nav\b.*?</nav>|<div class=\"marks\">.*?</div>|<div class=\"forms\"></div>",
+    r'<(form|nav|button)\b.*?</\1>|<div class="marks">.*?</div>|<div class="forms"></div>',
     re.DOTALL,
 )
 """Forms, buttons and links to other pages. Values are escaped, so that none of them matches."""
 
-_LINK = re.compile(r'<a (?:[^>]*? )?href="\?[^"]*"[^>]*>(.*?)</a>', re.DOTALL)
+_LINK = re.compile(r"<a (?!download)[^>]*>(.*?)</a>", re.DOTALL)
 
 
 def save_html(explorer: Explorer, path: str | os.PathLike[str], view: View) -> None:
@@ -54,18 +54,18 @@ def save_html(explorer: Explorer, path: str | os.PathLike[str], view: View) -> N
         raise ValueError(
             f"expected a file on a disk of this machine, got {str(path)!r}; try 'view.html'"
         )
-    Folder(str(file.parent)).write(file.name, page(explorer, view).encode())
-
-
-def page(explorer: Explorer, view: View) -> str:
-    """Return one view as an HTML page."""
     parts = [
         frame(each, each.html(), level=2 if i else 1)
-        for i, each in enumerate(asked(explorer, view))
+        for i, each in enumerate(sections(explorer, view))
     ]
-    body = _CLICKED.sub("", header(explorer, view) + "".join(parts))
+    html = header(explorer, view) + "".join(parts)
+    Folder(str(file.parent)).write(file.name, document(view, html).encode())
+
+
+def document(view: View, html: str) -> str:
+    """Return the HTML of a page as a file of its own, with nothing to click."""
+    unlinked = _LINK.sub(r"<span>\1</span>", _CLICKED.sub("", html))
     style = (Path(__file__).parent / "explorer.css").read_text("utf-8")
-    unlinked = _LINK.sub(r"<span>\1</span>", body)
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
