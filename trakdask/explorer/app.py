@@ -22,7 +22,7 @@ from trakdask.explorer.state import View
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
-__all__ = ["Session"]
+__all__ = ["Session", "in_notebook"]
 
 _PROGRESS_S = 0.25
 """How often the progress of a section is drawn."""
@@ -160,6 +160,16 @@ class Session:
         positions = {name: i for i, name in enumerate(self.explorer.sample_ids.tolist())}
         rows = zip(table["sample"], table["mark"], strict=True)
         return [f"{positions[name]} {label}" for name, label in rows if name in positions]
+
+
+def in_notebook(explorer: Explorer, include: Any, exclude: Any) -> Any:
+    """Return what a notebook shows of an explorer: its app, or how to make it possible."""
+    if not pn.extension._loaded:
+        return {
+            "text/plain": "trakdask explorer. To see it here, run `import panel; "
+            "panel.extension()` in a cell, and then this cell again."
+        }
+    return Session(explorer, View()).panel()._repr_mimebundle_(include, exclude)
 
 
 def _framed(i: int, section: Section, html: str, *, busy: bool = False) -> str:
