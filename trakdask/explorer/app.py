@@ -24,7 +24,7 @@ from trakdask.explorer.static import document
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
-__all__ = ["Session"]
+__all__ = ["Session", "in_notebook"]
 
 _PROGRESS_S = 0.25
 """How often the progress of a section is drawn."""
@@ -148,6 +148,16 @@ class Session:
         said = header(self.explorer, self.view, said=text, undo=undo)
         rest = self.page.html.partition("<section")
         self.page.html = said + rest[1] + rest[2]
+
+
+def in_notebook(explorer: Explorer, include: Any, exclude: Any) -> Any:
+    """Return what a notebook shows of an explorer: its app, or how to make it possible."""
+    if not pn.extension._loaded:
+        return {
+            "text/plain": "trakdask explorer. To see it here, run `import panel; "
+            "panel.extension()` in a cell, and then this cell again."
+        }
+    return Session(explorer, View()).panel()._repr_mimebundle_(include, exclude)
 
 
 def _framed(i: int, section: Section, html: str, *, busy: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,9 @@ class Work:
             made: tuple[Any, ...] = dask.compute(*lazy)
             return made
         watch = (None, self._started, self._before_task, self._after_task, None)
-        made = dask.compute(*lazy, scheduler="threads", callbacks=[watch])
+        # Threads of BLAS within those of dask would wait for each other: ten times as slow.
+        with _ONE_THREAD:
+            made = dask.compute(*lazy, scheduler="threads", callbacks=[watch])
         return made
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -107,13 +110,42 @@ class Work:
             self._progress(done, total)
 
 
+class _OneThread:
+    """While any thread is inside, BLAS computes on one thread; after the last one as before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._limit: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._limit = _blas().limit(limits=1, user_api="blas")
+                self._limit.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._limit.__exit__(None, None, None)
+
+
+@functools.cache
+def _blas() -> Any:
+    from threadpoolctl import ThreadpoolController  # optional dependency
+
+    return ThreadpoolController()
+
+
+_ONE_THREAD = _OneThread()
 _CURRENT: contextvars.ContextVar[Work | None] = contextvars.ContextVar("work", default=None)
 
 
 def compute(*lazy: Any) -> tuple[Any, ...]:
     """Return what ``dask.compute`` returns, as part of the work that is active in this thread."""
-    work = _CURRENT.get()
-    return dask.compute(*lazy) if work is None else work.compute(*lazy)
+    return (_CURRENT.get() or Work()).compute(*lazy)
 
 
 def persist(*lazy: da.Array) -> tuple[da.Array, ...]:

@@ -93,7 +93,9 @@ class Explorer:
         save_html(self, path, view or View())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
-        return self.app()._repr_mimebundle_(include, exclude)
+        from trakdask.explorer.app import in_notebook  # optional dependency
+
+        return in_notebook(self, include, exclude)
 
 
 def explore(

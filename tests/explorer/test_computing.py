@@ -1,0 +1,117 @@
+"""Work that is given up, and tells how far it is, on threads and on a cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+from distributed import Client, Event
+from threadpoolctl import threadpool_info
+
+from tests.waiting import PATIENCE_S
+from trakdask.explorer.computing import Abandoned, Work, compute, computed, persist
+
+
+def in_work(work: Work, *lazy: da.Array) -> Callable[[], object]:
+    def run() -> object:
+        with work.active():
+            return compute(*lazy)
+
+    return run
+
+
+def test_compute__without_work_is_that_of_dask() -> None:
+    assert compute(da.arange(4, chunks=1).sum())[0] == 6
+
+
+def test_work__tells_how_far_it_is() -> None:
+    work, told = Work(), []
+    work.on_progress(lambda done, total: told.append((done, total)))
+    in_work(work, da.map_blocks(np.copy, da.ones(8, chunks=1)))()
+    done, totals = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert done[-1] == totals[-1] > 0
+
+
+def test_work__that_is_abandoned_starts_no_further_task() -> None:
+    started, go_on, count = threading.Event(), threading.Event(), []
+
+    def block(x: np.ndarray) -> np.ndarray:
+        count.append(1)
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+        return x
+
+    work = Work()
+    lazy = da.map_blocks(block, da.ones(50, chunks=1), dtype=float, meta=np.empty(0))
+    with ThreadPoolExecutor(1) as pool, dask.config.set(num_workers=2):
+        answer = pool.submit(in_work(work, lazy))
+        assert started.wait(PATIENCE_S)
+        work.abandon()
+        go_on.set()
+        with pytest.raises(Abandoned):
+            answer.result(PATIENCE_S)
+    assert len(count) < 10
+    with pytest.raises(Abandoned):
+        in_work(work, lazy)()
+
+
+def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
+    Event(f"{name}-started").set()
+    Event(name).wait(PATIENCE_S)
+    return x
+
+
+def test_work__that_is_abandoned_is_cancelled_on_a_cluster(client: Client) -> None:
+    work, name = Work(), "explorer-work"
+    lazy = da.map_blocks(wait_for_event, da.ones(9, chunks=1), name, meta=np.empty(0))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(in_work(work, lazy))
+        assert Event(f"{name}-started", client=client).wait(PATIENCE_S)
+        work.abandon()
+        with pytest.raises(Abandoned):
+            answer.result(PATIENCE_S)
+    Event(name, client=client).set()
+    assert compute(da.ones(3).sum())[0] == 3
+
+
+def test_compute__keeps_blas_on_one_thread_and_gives_it_back() -> None:
+    before = [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"]
+    inside: list[int] = []
+
+    def block(x: np.ndarray) -> np.ndarray:
+        inside.extend(i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas")
+        return x
+
+    lazy = da.map_blocks(block, da.ones(4, chunks=1), dtype=float, meta=np.empty(0))
+    with ThreadPoolExecutor(2) as pool:
+        for answer in [pool.submit(in_work(Work(), lazy)) for _ in range(2)]:
+            answer.result(PATIENCE_S)
+    assert set(inside) <= {1}
+    after = [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"]
+    assert after == before
+
+
+def test_computed__keeps_dims_coords_and_attrs() -> None:
+    lazy = xr.Dataset(
+        {"a": ("x", da.arange(3), {"unit": "m"}), "b": ((), 2.0)},
+        coords={"x": ("x", da.arange(3)), "name": "n"},
+    )
+    result = computed(lazy)
+    xr.testing.assert_identical(result, lazy.compute())
+    assert result.a.chunks is None
+    xr.testing.assert_identical(computed(lazy.a), lazy.a.compute())
+
+
+def test_persist__keeps_names_and_chunks() -> None:
+    x = da.map_blocks(np.negative, da.ones((4, 3), chunks=(2, 3)))
+    (kept,) = persist(x)
+    assert kept.name == x.name
+    assert kept.chunks == x.chunks
+    np.testing.assert_array_equal(kept.compute(), -np.ones((4, 3)))
