@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from pathlib import Path
 
 import matplotlib.image
@@ -27,4 +29,10 @@ def test_demo__writes_what_it_says(tmp_path: Path, run_python) -> None:
     # Digits are helped by digits of their own class: a wrong sign or order would show here.
     assert (best["label"] == best["target_label"]).mean() > 0.7
     assert td.open(output / "train.zarr").sizes["checkpoint"] == 3
+    # The last line opens the explorer on these results.
+    line = shlex.split(printed.rstrip().splitlines()[-1])
+    subprocess.run([*line, "--save", "view.html"], cwd=tmp_path, check=True, timeout=280)
+    page = (tmp_path / "view.html").read_text()
+    assert "1,597 training samples, 200 targets" in page
+    assert page.count("<img") == 25
     assert matplotlib.image.imread(output / "gallery.png").shape[0] > 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def main() -> None:
         _print_groups(features, target_features, shown)
         written = _export(scores, helpful, harmful, train, targets, shown, seconds)
     _print_measured(seconds, written, time.perf_counter() - started)
+    _print_explore()
 
 
 @contextmanager
@@ -220,6 +222,23 @@ def _print_measured(seconds: dict[str, float], written: list[Path], total: float
     console.print("Written:")
     for path in [OUTPUT / "train.zarr", OUTPUT / "targets.zarr", *written]:
         console.print(f"  {path}  ({_size(path) / 1e6:.1f} MB)")
+
+
+def _print_explore() -> None:
+    """Print the line that opens the explorer on what the demo has written."""
+    stores = f"{OUTPUT / 'train.zarr'} {OUTPUT / 'targets.zarr'}"
+    line = f"{_program()} explore {stores} --samples trakdask.examples:digits"
+    console.print("Look at them in a browser:")
+    console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _program() -> str:
+    """Return how a shell calls trakdask: after ``make demo``, its environment is not active."""
+    python = Path(sys.executable)
+    if shutil.which("trakdask") == str(python.with_name("trakdask")):
+        return "trakdask"
+    inside = python.is_relative_to(Path.cwd())
+    return f"{python.relative_to(Path.cwd()) if inside else python} -m trakdask"
 
 
 def _size(path: Path) -> int:

@@ -280,17 +280,20 @@ def test_pages__of_a_worker_that_is_killed_under_a_click(browser: Any, tmp_path:
         made.assign(feature=(made.feature.dims, mortal)), features(M, 1), damping=0.1
     )
     expected = top(explorer, View(page="target", target=2))
-    with local_cluster(processes=True) as cluster, Client(cluster) as client:
-        with served(explorer) as url, Tab(browser) as tab:
-            tab.open(f"{url}?page=target&target=1", "Target 1")
-            tab.wait()
-            before = set(client.run(os.getpid).values())
-            switch.touch()
-            tab.page.click("text=Next →")
-            tab.wait("Target 2")
-            assert tab.cards("Most helpful") == expected
-            assert not switch.exists()
-            after = set(client.run(os.getpid).values())
+    with (
+        local_cluster(processes=True) as cluster,
+        Client(cluster) as client,
+        served(explorer) as url,
+        Tab(browser) as tab,
+    ):
+        tab.open(f"{url}?page=target&target=1", "Target 1")
+        before = set(client.run(os.getpid).values())
+        switch.touch()
+        tab.page.click("text=Next →")
+        tab.wait("Target 2")
+        assert tab.cards("Most helpful") == expected
+        assert not switch.exists()
+        after = set(client.run(os.getpid).values())
     assert len(before - after) == 1
 
 
@@ -310,7 +313,6 @@ def test_pages__of_a_million_samples_and_many_targets(browser: Any, tmp_path: Pa
         tab.page.click("tbody th a:text-is('99999')")
         tab.wait("Target 99999")
         assert tab.cards("Most helpful") == top(explorer, View(page="target", target=99999))
-        tab.open(f"{url}?page=corpus&first=999975")
-        tab.wait()
-        assert re.search(r"999,976–1,000,000 of 1,000,000", tab.page.inner_text(".trakdask"))
+        tab.page.goto(f"{url}?page=corpus&first=999975")
+        tab.page.wait_for_selector("text=999,976–1,000,000 of 1,000,000")
         assert tab.page.evaluate("document.querySelectorAll('*').length") < 5000
