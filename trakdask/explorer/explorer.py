@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xarray as xr
+from distributed import Client
 
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator
 from trakdask.attribution.options import LearningRates
+from trakdask.execution.scheduling import active_client
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
@@ -46,6 +49,14 @@ class Explorer:
     text: Callable[[int], str] | None
     normalize: Normalize | None
     cmap: str
+    client: Client | None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Make the client that was active when the explorer was made that of this thread."""
+        is_usable = self.client is not None and self.client.status == "running"
+        with self.client.as_current() if self.client and is_usable else nullcontext():
+            yield
 
     @cached_property
     def questions(self) -> Questions:
@@ -138,4 +149,5 @@ def explore(
     return Explorer(
         features, targets, samples, target_samples, model, marks, estimator, power, damping,
         calibrate, learning_rates, text, normalize, cmap,
+        active_client(),
     )  # fmt: skip
