@@ -21,6 +21,7 @@ from .errors import StoreBusyError as StoreBusyError
 from .errors import StoreMismatchError as StoreMismatchError
 from .errors import UnfinishedAppendWarning as UnfinishedAppendWarning
 from .explorer import explore as explore
+from .explorer.marks import Marks as Marks
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize

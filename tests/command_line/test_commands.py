@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlencode
 
 import numpy as np
 import pandas as pd
@@ -135,6 +136,81 @@ def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:
     path.write_text(text + "# mine")
     assert run("init", path).exit_code == 2
     assert path.read_text() == text + "# mine"
+
+
+PAIR = """
+import numpy as np, trakdask as td
+
+
+def samples():
+    return tuple(td.from_arrays({"x": np.ones((n, 2), "f4")}) for n in (60, 6))
+
+
+def one():
+    return samples()[0]
+
+
+def three():
+    return (*samples(), 3)
+"""
+
+
+@pytest.fixture
+def saved(job: Path, run: Run) -> Path:
+    assert run("featurize", job).exit_code == 0
+    (job.parent / "pair.py").write_text(PAIR)
+    return job.parent
+
+
+@pytest.mark.parametrize("samples", [None, "pair:samples", "pair:one"])
+def test_explore__saves_a_view_of_two_stores(
+    saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch, samples: str | None
+) -> None:
+    monkeypatch.chdir(saved)
+    given = [] if samples is None else ["--samples", samples]
+    where = urlencode(
+        {"page": "target", "target": 4, "where": 'source == "[books]"', "k": 2, "damping": 0.1}
+    )
+    done = run("explore", "train.zarr", "targets.zarr", *given, "--view", where, "--save", "v.html")
+    assert done.exit_code == 0, done.output
+    assert "v.html is written" in done.output
+    page = (saved / "v.html").read_text()
+    scores = td.score(td.open("train.zarr"), td.open("targets.zarr"), damping=0.1).isel(target=[4])
+    top = td.top_k(scores, 2, where=scores.source == "[books]").compute()
+    for position in top.position.values.ravel():
+        assert f"{position:g}" in page
+    assert "[books]" in page
+    assert not (saved / "train.marks.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["none.zarr", "targets.zarr"], 1, "none.zarr"),
+        (["train.zarr", "none.zarr"], 1, "none.zarr"),
+        (["train.zarr", "targets.zarr", "--samples", "none:samples"], 2, "none:samples"),
+        (["train.zarr", "targets.zarr", "--samples", "none.zarr"], 2, "none.zarr"),
+        (["train.zarr", "targets.zarr", "--samples", "pair:three"], 2, "pair:three"),
+        (["train.zarr", "targets.zarr", "--view", "page=start"], 2, "'start'"),
+        (["train.zarr", "targets.zarr", "--view", "where=label ="], 2, "label ="),
+        (["train.zarr", "targets.zarr", "--marks", "."], 1, "got '"),
+        (["train.zarr", "targets.zarr", "--port", "65536"], 1, "65536"),
+        (["train.zarr", "targets.zarr", "--save", "."], 1, "got '.'"),
+    ],
+)
+def test_explore__refused(
+    saved: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(saved)
+    done = run("explore", *options)
+    assert done.exit_code == code, done.output
+    assert words in done.output
+    assert "Traceback" not in done.output
 
 
 @pytest.mark.slow

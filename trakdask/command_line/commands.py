@@ -136,6 +136,47 @@ def export(
         _say(f"{to} is written")
 
 
+@app.command()
+def explore(
+    store: StorePath,
+    targets: Annotated[str, typer.Argument(help="Folder or URL of the features of targets.")],
+    samples: Annotated[
+        str | None,
+        typer.Option(
+            help="What the features are of: a zarr store, or package.module:function, which "
+            "returns a Dataset, or a pair: training samples and targets."
+        ),
+    ] = None,
+    marks: Annotated[
+        Path | None, typer.Option(help="The file of marks; by default beside the store.")
+    ] = None,
+    view: Annotated[
+        str, typer.Option(help="Where to start: what follows ? in an address of the explorer.")
+    ] = "",
+    save: Annotated[
+        Path | None, typer.Option(help="Write the view to this HTML file, and serve nothing.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Address of a Dask scheduler; else threads compute.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 lets other machines connect.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Look at attributions in a browser: prints the address, and serves it until Ctrl-C."""
+    with _reported(debug):
+        shown = cli.exploring.view(view)
+        with cli.exploring.client(cluster):
+            explorer = cli.exploring.explorer(store, targets, samples, marks)
+            if save is not None:
+                explorer.save_html(save, shown)
+                return _say(f"{save} is written")
+            query = f"?{shown.to_query()}" if view else ""
+            explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
+
+
 def _write(values: configuration.Configuration, name: str, result: Any) -> None:
     if (path := cli.jobs.write(values, name, result)) is not None:
         _say(f"{path} is written")

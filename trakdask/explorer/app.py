@@ -14,10 +14,12 @@ import panel as pn
 from trakdask.explorer.computing import Abandoned, Work
 from trakdask.explorer.filters import with_filter
 from trakdask.explorer.links import LinkedHTML
+from trakdask.explorer.marking import Marking
 from trakdask.explorer.messages import plain_message
 from trakdask.explorer.pages import Section, sections
 from trakdask.explorer.pages.frame import frame, header
 from trakdask.explorer.state import View
+from trakdask.explorer.static import document
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
@@ -42,9 +44,11 @@ class Session:
         location = pn.state.location
         if view is None:
             view = View.from_query(location.search if location else "")
-        self.marks = explorer.marks
+        self.marking = Marking(explorer)
         self.page = LinkedHTML(
-            sizing_mode="stretch_width", follows_address=location is not None, marked=self._marked()
+            sizing_mode="stretch_width",
+            follows_address=location is not None,
+            marked=self.marking.marked(),
         )
         self.page.told = self._told
         self._work = Work()
@@ -123,10 +127,15 @@ class Session:
     def _told(self, message: dict[str, Any]) -> None:
         if "query" in message:
             self.follow(str(message["query"]))
-        elif self.marks is not None and "mark" in message:
-            self._mark(int(message["sample"]), str(message["mark"]))
-        elif self.marks is not None and "undo" in message:
-            self._say(f"Undone: {self.marks.undo()} marks.")
+        elif "mark" in message:
+            self._say(self.marking.toggle(int(message["sample"]), str(message["mark"])), undo=True)
+        elif "undo" in message:
+            self._say(self.marking.undo())
+        elif 'aria-busy="true"' in self.page.html:
+            self._say("This view is not complete yet; save it when it is.")
+        else:
+            self.page.saved = ""
+            self.page.saved = document(self.view, self.page.html)
 
     def follow(self, query: str) -> None:
         """Go to the view of a link or form."""
@@ -134,32 +143,11 @@ class Session:
         view = View.from_query(query)
         self.go(with_filter(query, view, questions.metadata, questions.target_metadata))
 
-    def _mark(self, position: int, label: str) -> None:
-        try:
-            name = self.explorer.sample_ids[position]
-            if f"{position} {label}" in self.page.marked:
-                self.marks.unmark([name], label)
-                done = "no longer marked as"
-            else:
-                self.marks.mark([name], label)
-                done = "marked as"
-            self._say(f"Sample {position} is {done} {label}.", undo=True)
-        except Exception as err:
-            self._say(plain_message(err))
-
     def _say(self, text: str, *, undo: bool = False) -> None:
-        self.page.marked = self._marked()
+        self.page.marked = self.marking.marked()
         said = header(self.explorer, self.view, said=text, undo=undo)
         rest = self.page.html.partition("<section")
         self.page.html = said + rest[1] + rest[2]
-
-    def _marked(self) -> list[str]:
-        if self.explorer.marks is None:
-            return []
-        table = self.explorer.marks.table()
-        positions = {name: i for i, name in enumerate(self.explorer.sample_ids.tolist())}
-        rows = zip(table["sample"], table["mark"], strict=True)
-        return [f"{positions[name]} {label}" for name, label in rows if name in positions]
 
 
 def in_notebook(explorer: Explorer, include: Any, exclude: Any) -> Any:

@@ -54,6 +54,10 @@ export function render({ model }) {
       model.send_msg({ undo: true })
       return
     }
+    if (event.target.closest("button[data-save]")) {
+      model.send_msg({ save: true })
+      return
+    }
     const link = event.target.closest("a[href^='?']")
     if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return
     event.preventDefault()
@@ -67,6 +71,14 @@ export function render({ model }) {
   root.addEventListener("change", (event) => {
     if (event.target.matches("[data-at-once]")) event.target.form.requestSubmit()
   })
+  const save = () => {
+    if (!model.saved) return
+    const link = document.createElement("a")
+    link.href = URL.createObjectURL(new Blob([model.saved], { type: "text/html" }))
+    link.download = "trakdask.html"
+    link.click()
+    URL.revokeObjectURL(link.href)
+  }
   const back = () => go(window.location.search)
   if (model.follows_address) {
     window.addEventListener("popstate", back)
@@ -77,6 +89,7 @@ export function render({ model }) {
   model.on("remove", () => window.removeEventListener("popstate", back))
   model.on("html", draw)
   model.on("marked", mark)
+  model.on("saved", save)
   model.on("query", navigate)
   draw()
   return root

@@ -28,6 +28,7 @@ class LinkedHTML(JSComponent):
     query = param.String(doc="The view, as the part of a URL after '?'.")
     names = param.List([*vars(View()), *FORM_FIELDS], doc="Parameters of a URL that are ours.")
     marked = param.List([], doc="Samples with their marks, such as '7 wrong label'.")
+    saved = param.String(doc="What a browser is to save as an HTML file.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = _FOLDER / "links.js"

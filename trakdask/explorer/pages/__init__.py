@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trakdask.explorer.pages import corpus, one_sample, one_target, targets
+from trakdask.explorer.pages import corpus, marks, one_sample, one_target, targets
 from trakdask.explorer.pages.section import Section
 
 if TYPE_CHECKING:
@@ -23,4 +23,5 @@ _PAGES = {
 
 def sections(explorer: Explorer, view: View) -> list[Section]:
     """Return the sections of the page of a view; nothing is computed before their ``html()``."""
-    return _PAGES[view.page](explorer, view)
+    made = _PAGES[view.page](explorer, view)
+    return made + marks.sections(explorer, view) if view.page == "corpus" else made

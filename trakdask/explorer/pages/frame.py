@@ -39,6 +39,7 @@ def header(explorer: Explorer, view: View, *, said: str = "", undo: bool = False
         messages += f'<div class="message" role="status">{escape(said)}{button}</div>'
     return (
         f"<header><strong>trakdask</strong><nav>{links}</nav>"
+        '<button type="button" data-save>Save this view</button>'
         f'<span class="quiet">{facts}</span></header><div class="messages">{messages}</div>'
     )
 

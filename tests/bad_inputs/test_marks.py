@@ -1,0 +1,65 @@
+"""Bad inputs of marks of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.stores import FEATURES, store_in
+
+
+def mark(samples: Any, label: Any = "remove", who: Any = "") -> Callable[[Path], object]:
+    return lambda folder: td.Marks(folder / "m.parquet", who=who).mark(samples, label)
+
+
+def beside(store: Any) -> Callable[[Path], object]:
+    return lambda folder: td.Marks.beside(store)
+
+
+def marked_by_text(folder: Path) -> td.Marks:
+    marks = td.Marks.beside(store_in(folder))
+    marks.mark(["a"], "remove")
+    return marks
+
+
+def drop_marked(folder: Path) -> object:
+    marks = marked_by_text(folder)
+    return td.drop(marks.store, where=marks.where("remove"))
+
+
+def no_marks(folder: Path) -> td.Marks:
+    (folder / "m.parquet").write_text("mine")
+    return td.Marks(folder / "m.parquet")
+
+
+ROWS = [
+    BadInput("Marks", "no path", lambda folder: td.Marks(None), TypeError, ["got None", "try"]),
+    BadInput("Marks", "empty path", lambda folder: td.Marks(" "), ValueError, ["got ' '", "try"]),
+    BadInput("Marks", "a folder", lambda folder: td.Marks(folder), ValueError, ["a file", "try"]),
+    BadInput("Marks", "a URL", lambda folder: td.Marks("memory://m.parquet"), ValueError, ["memory://m.parquet", "this machine", "try"]),
+    BadInput("Marks", "beside a URL", beside("memory://train.zarr"), ValueError, ["memory://train.marks.parquet", "try"]),
+    BadInput("Marks", "beside no store", beside(3), TypeError, ["got 3", "try"]),
+    BadInput("Marks", "who is no text", mark([1], who=3), TypeError, ["who", "got 3", "try who='Ada'"]),
+    BadInput("Marks", "no such mark", mark([1], "remvoe"), ValueError, ["'remvoe'", "'remove'", "try"]),
+    BadInput("Marks", "mark is no text", mark([1], None), ValueError, ["got None", "'wrong label'"]),
+    BadInput("Marks", "samples are fractions", mark([1.5]), TypeError, ["got [1.5]", "try marks.ids(features)"]),
+    BadInput("Marks", "samples are a mask", mark([True, False]), TypeError, ["got [True, False]"]),
+    BadInput("Marks", "samples are a table", mark([[1, 2]]), TypeError, ["got [[1, 2]]"]),
+    BadInput("Marks", "samples are ragged", mark([[1], [2, 3]]), TypeError, ["got [[1], [2, 3]]"]),
+    BadInput("Marks", "samples are of two kinds", mark(["a", 1]), TypeError, ["got ['a', 1]"]),
+    BadInput("Marks", "samples are none", mark(None), TypeError, ["got None"]),
+    BadInput("Marks", "numbers beside text", lambda folder: marked_by_text(folder).mark(7, "remove"), TypeError, ["'a'", "got", "7", "try"]),
+    BadInput("Marks", "a file of others", lambda folder: no_marks(folder).table(), ValueError, ["m.parquet", "4 bytes", "try"]),
+    BadInput("Marks", "no such mark to drop", lambda folder: td.Marks(folder / "m.parquet").where("old"), ValueError, ["'old'", "'duplicate'"]),
+    BadInput("Marks", "features of no store", lambda folder: td.Marks(folder / "m.parquet").ids(FEATURES), ValueError, ["'sample'", "8 samples", "td.Marks(path, store=...)"]),
+    BadInput("Marks", "features of another store", lambda folder: td.Marks.beside(store_in(folder)).ids(FEATURES), ValueError, ["f.zarr", "8 samples", "assign_coords"]),
+    BadInput("drop", "marks of another kind", drop_marked, ValueError, ["'a'", "np.int64(2)", "try"]),
+]  # fmt: skip
+
+
+@parametrize(ROWS)
+def test_marks__bad_input(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)

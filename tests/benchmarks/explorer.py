@@ -1,0 +1,113 @@
+"""Time of clicks in the explorer: how long a page takes from a click to its HTML.
+
+    python tests/benchmarks/explorer.py [--samples 100000 --proj-dim 1024 --checkpoints 3]
+
+One process opens the stores and asks for pages one after the other, as one user would who clicks;
+what the browser and the network between need is not in it. The features are read from the store on
+threads; files that were just written are mostly in the page cache. "first" is the first page of its
+kind, which computes what the later ones share, such as factors of the gram matrix and λ; "again" is
+the median of the same page for other targets or samples. CPU time is that of all threads; where
+others use the machine, trust it rather than the clock.
+
+Features are synthetic, as in queries.py. ``--folder`` keeps the stores for another run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import dask
+import numpy as np
+import queries
+
+import trakdask as td
+from trakdask.explorer import Explorer, View
+from trakdask.explorer.pages import sections
+
+REPEATS = 5
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = arguments(argv)
+    with ExitStack() as stack:
+        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write(args, folder)
+        stack.enter_context(dask.config.set(scheduler="threads", num_workers=args.threads))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", UserWarning)  # of what simulated features are good for
+        report(args, folder)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--targets", type=int, default=1000)
+    parser.add_argument("--proj-dim", type=int, default=1024)
+    parser.add_argument("--checkpoints", type=int, default=3)
+    parser.add_argument("--chunks", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where to make the stores, and keep them")
+    return parser.parse_args(argv)
+
+
+def write(args: argparse.Namespace, folder: Path) -> None:
+    """Save training samples, with their gram matrix, and targets; all have two coords more."""
+    for seed, (name, n) in enumerate({"train": args.samples, "targets": args.targets}.items()):
+        if not (folder / f"{name}.zarr").exists():
+            random = np.random.default_rng(seed)
+            coords = {"source": random.choice(["web", "book", "wiki"], n).astype(object),
+                      "length": random.integers(0, 1000, n)}  # fmt: skip
+            made = queries.simulated(args, n, seed).assign_coords(
+                {key: ("sample", values) for key, values in coords.items()}
+            )
+            td.save(made, folder / f"{name}.zarr", gram=name == "train", progress=False)
+
+
+CLICKS: Mapping[str, Callable[[int], View]] = {
+    "table of targets": lambda i: View(first=25 * i),
+    "table of targets, searched": lambda i: View(search="web", first=25 * i),
+    "target": lambda i: View(page="target", target=i),
+    "target, filtered": lambda i: View(page="target", target=i, where='source == "web"'),
+    "target, sums by group": lambda i: View(page="target", target=i, group_by="source"),
+    "sample": lambda i: View(page="sample", sample=i),
+    "corpus": lambda i: View(page="corpus", group_by="source", first=25 * i),
+}
+
+
+def report(args: argparse.Namespace, folder: Path) -> None:
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    versions = ", ".join(f"{name} {version(name)}" for name in ("dask", "xarray", "numpy", "panel"))
+    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, load average {load}")
+    print(f"Python {platform.python_version()}, {versions}")
+    print(f"n={args.samples} m={args.targets} p={args.proj_dim} C={args.checkpoints}, blocks of "
+          f"{args.chunks} rows, {args.threads} threads; seconds by the clock / of CPU")  # fmt: skip
+    explorer = td.explore(*(td.open(folder / f"{name}.zarr") for name in ("train", "targets")))
+    print(f"{'':32}{'first':>16}{'again':>16}")
+    for name, click in CLICKS.items():
+        taken = [timed(explorer, click(i)) for i in range(1 + REPEATS)]
+        again = [float(np.median(each)) for each in zip(*taken[1:], strict=True)]
+        columns = "".join(f"{f'{wall:.2f} / {used:.2f}':>16}" for wall, used in (taken[0], again))
+        print(f"{name:32}{columns}", flush=True)
+
+
+def timed(explorer: Explorer, view: View) -> tuple[float, float]:
+    """Return the wall-clock and CPU seconds of a page."""
+    wall, used = time.perf_counter(), time.process_time()
+    html = "".join(section.html() for section in sections(explorer, view))
+    assert html, view
+    return time.perf_counter() - wall, time.process_time() - used
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""A browser and a server for tests that click: see test_in_browser.py."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import pytest
+
+from trakdask.explorer import Explorer
+from trakdask.explorer.server import server
+
+CHROMIUM = "chromium"
+PATIENCE_MS = 20_000
+"""No test may fail because the machine is slow."""
+
+
+@contextmanager
+def served(explorer: Explorer) -> Iterator[str]:
+    """Serve an explorer in a thread of this process; yield its address."""
+    started: list[Any] = []
+    ready = threading.Event()
+
+    def run() -> None:
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        try:
+            made, url = server(explorer)
+            made.start()
+            started.extend([made, url])
+        finally:
+            ready.set()
+        made.io_loop.start()
+        made.stop()
+        made.io_loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait()
+    made, url = started
+    try:
+        yield url
+    finally:
+        made.io_loop.add_callback(made.io_loop.stop)
+        thread.join()
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Start the installed Chromium, without its network; skip where it or Playwright is absent."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    path = shutil.which(CHROMIUM)
+    if path is None:
+        pytest.skip(f"no browser: {CHROMIUM} is not installed")
+    with playwright.sync_playwright() as started:
+        # Without a sandbox, as root may not have one; pages are our own.
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Tab:
+    """A tab of a user of its own.
+
+    At its end it fails if the page has asked another host for anything, or had an error.
+    """
+
+    def __init__(self, browser: Any, *, width: int = 1280, **options: Any) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.requests: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.errors.append(dialog.message))
+        self.page.on("console", self._listen)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.context.close()
+        if kind is None:
+            assert self.errors == []
+            own = ("http://127.0.0.1:", "data:", "blob:", "file:")
+            assert [url for url in self.requests if not url.startswith(own)] == []
+
+    def _listen(self, message: Any) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
+
+    def open(self, url: str, title: str = "") -> None:
+        """Go to an address, and wait until the page is complete."""
+        self.page.goto(url)
+        self.wait(title)
+
+    def wait(self, title: str = "") -> None:
+        """Wait until every section of the page with this title is computed."""
+        self.page.wait_for_selector(f"h1:has-text('{title}')")
+        self.page.wait_for_function(
+            f"() => {{ {_ROOT}; const all = [...root.querySelectorAll('section')];"
+            " return all.length && all.every(each => each.ariaBusy !== 'true') }"
+        )
+
+    def cards(self, title: str) -> list[int]:
+        """Return the positions of the samples in a section, in their order."""
+        section = self.page.locator(f"section:has(h2:text-is('{title}'))")
+        texts = section.locator("article header").all_inner_texts()
+        return [int(re.search(r"sample (\d+)", text)[1]) for text in texts]  # type: ignore[index]
+
+    def press_until(self, kind: str, text: str, *, backwards: bool = False) -> None:
+        """Press the tabulator until the focus is on what has this text."""
+        for _ in range(400):
+            self.page.keyboard.press("Shift+Tab" if backwards else "Tab")
+            found = self.page.evaluate(
+                f"() => {{ {_ROOT}; const at = root.getRootNode().activeElement;"
+                " return at ? [at.localName, at.innerText] : null }"
+            )
+            if found == [kind, text]:
+                return
+        raise AssertionError(f"the keyboard does not reach {kind} {text!r}")
+
+    def contrast(self) -> float:
+        """Return the contrast of text and background, from 1 to 21 (WCAG 2)."""
+        colours = self.page.evaluate(
+            f"() => {{ {_ROOT}; const style = getComputedStyle(root);"
+            " return [style.color, style.backgroundColor] }"
+        )
+        dark, light = sorted(map(_luminance, colours))
+        return (light + 0.05) / (dark + 0.05)
+
+
+_ROOT = """
+const find = node => {
+  for (const each of node.querySelectorAll("*")) {
+    if (each.matches(".trakdask")) return each
+    const inner = each.shadowRoot && find(each.shadowRoot)
+    if (inner) return inner
+  }
+}
+const root = find(document)
+"""
+"""Finds the page, which is inside the shadow trees of Panel."""
+
+
+def _luminance(colour: str) -> float:
+    values = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in values]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,316 @@
+"""The explorer as it is used: a real browser, which clicks, types, and looks at what it sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from distributed import Client
+
+import trakdask as td
+from tests.clusters import local_cluster
+from tests.explorer.browser import Tab, chromium, served
+from trakdask.explorer import Explorer, View
+
+EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+N, M = 150, 60
+
+
+def features(n: int, seed: int) -> xr.Dataset:
+    made = td.testing.simulate_features(n, 8, 3, chunks=64, seed=seed)
+    note = np.array([f"{EVIL} no. {i}" if i % 2 else f"plain no. {i}" for i in range(n)], object)
+    source = np.array(["web", "book", EVIL], object)[np.arange(n) % 3]
+    about = {"task": "ImageClassification()", "batch_norm": False}
+    return made.assign_coords(source=("sample", source), note=("sample", note)).assign_attrs(about)
+
+
+def samples(n: int, seed: int) -> xr.Dataset:
+    images = np.random.default_rng(seed).random((n, 1, 8, 8), dtype=np.float32)
+    return td.from_arrays({"image": images})
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
+    folder = tmp_path_factory.mktemp("stores")
+    saved = [
+        td.save(features(n, seed), folder / f"{name}.zarr", gram=seed == 0, progress=False)
+        for seed, (name, n) in enumerate({"train": N, "targets": M}.items())
+    ]
+    marks = td.Marks.beside(folder / "train.zarr", who="Ada")
+    return td.explore(
+        *saved, samples=samples(N, 0), target_samples=samples(M, 1), marks=marks, damping=0.1
+    )
+
+
+@pytest.fixture(scope="module")
+def url(explorer: Explorer, browser: Any) -> Iterator[str]:
+    with served(explorer) as url:
+        yield url
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Tab]:
+    with Tab(browser) as tab:
+        yield tab
+
+
+def top(explorer: Explorer, view: View, *, largest: bool = True) -> list[int]:
+    """Return the positions that the function ranks: it has an oracle of its own."""
+    target = explorer.targets.isel(sample=[view.target])
+    scores = td.score(explorer.features, target, damping=0.1)
+    where = scores.source == "web" if view.where else None
+    ranked = td.top_k(scores, view.k, where=where, largest=largest).compute()
+    return [int(position) for position in ranked.position.values[0]]
+
+
+def test_pages__open_search_filter_click_through_and_reload(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
+    page = tab.page
+    tab.open(url)
+    assert page.locator("tbody tr").count() == 25
+    assert "1–25 of 60" in page.inner_text("nav.pager >> nth=0")
+    page.fill("input[name=search]", "no. 4")
+    page.click("button:has-text('Search')")
+    page.wait_for_selector("text=1–11 of 11")  # 4 and 40 to 49
+    page.click("tbody th a:text-is('42')")
+    tab.wait("Target 42")
+    view = View(page="target", target=42)
+    assert tab.cards("Most helpful") == top(explorer, view)
+    assert tab.cards("Most harmful") == top(explorer, view, largest=False)
+
+    page.fill("input[name=where]", 'source == "web"')
+    page.locator("button:has-text('Filter')").first.click()
+    page.wait_for_url(re.compile("where="))
+    tab.wait("Target 42")
+    filtered = view.replace(where="web")
+    assert tab.cards("Most helpful") == top(explorer, filtered)
+
+    first = tab.cards("Most helpful")[0]
+    page.click(f"text=sample {first} >> nth=0")
+    tab.wait(f"Training sample {first}")
+    address, seen = page.url, page.inner_text(".trakdask")
+    assert f"sample={first}" in address
+    page.reload()
+    tab.wait(f"Training sample {first}")
+    assert page.url == address
+    assert page.inner_text(".trakdask") == seen
+    page.go_back()
+    tab.wait("Target 42")
+    assert tab.cards("Most helpful") == top(explorer, filtered)
+
+
+def test_pages__that_are_sent_to_a_colleague(explorer: Explorer, url: str, tab: Tab) -> None:
+    view = View(page="target", target=7, k=3, where='source == "web"')
+    tab.open(f"{url}?{view.to_query()}", "Target 7")
+    assert tab.cards("Most helpful") == top(explorer, view)
+    assert tab.page.locator("article img").count() == 6
+    assert tab.page.locator("article img").first.evaluate("image => image.naturalWidth") > 0
+
+
+@pytest.mark.parametrize("page", ["targets", "target", "sample", "corpus"])
+def test_pages__run_nothing_of_the_metadata(url: str, tab: Tab, page: str) -> None:
+    view = View(page=page, sample=1, target=1, search="script" if page == "targets" else "")
+    tab.open(f"{url}?{view.to_query()}&search={EVIL if page == 'sample' else ''}")
+    tab.wait()
+    assert "<script>window.hacked" in tab.page.inner_text(".trakdask")
+    assert tab.page.evaluate("window.hacked") is None
+
+
+def test_pages__of_no_view(url: str, tab: Tab) -> None:
+    tab.open(f"{url}?page=target&target=100000&k=x")
+    tab.wait()
+    text = tab.page.inner_text(".trakdask")
+    assert "k of the link was left out" in text
+    assert "got 100000" in text
+    assert "Traceback" not in text
+    tab.page.click("nav >> text=Targets")
+    tab.page.wait_for_selector("text=1–25 of 60")
+
+
+def test_marks__are_in_the_file_and_undone(explorer: Explorer, url: str, tab: Tab) -> None:
+    tab.open(f"{url}?page=sample&sample=5", "Training sample 5")
+    button = tab.page.locator("button[data-mark='wrong label']")
+    button.click()
+    tab.page.wait_for_selector("text=Sample 5 is marked as wrong label.")
+    assert button.get_attribute("aria-pressed") == "true"
+    assert explorer.marks.samples("wrong label").tolist() == [5]
+    table = pd.read_parquet(explorer.marks.path)
+    assert table[["sample", "mark", "who"]].values.tolist() == [[5, "wrong label", "Ada"]]
+    tab.page.click("text=Undo")
+    tab.page.wait_for_selector("text=Undone: 1")
+    assert button.get_attribute("aria-pressed") == "false"
+    assert explorer.marks.table().empty
+
+
+def test_marks__are_listed_and_exported(explorer: Explorer, url: str, tab: Tab) -> None:
+    explorer.marks.mark([9, 4], "duplicate")
+    tab.open(f"{url}?page=corpus", "Training samples")
+    table = tab.page.locator("section:has(h2:text-is('Marks')) tbody")
+    assert re.findall(r"(\d+)\tduplicate\tAda", table.inner_text()) == ["4", "9"]
+    with tab.page.expect_download() as download:
+        tab.page.click("text=Download all as CSV")
+    exported = pd.read_csv(download.value.path(), parse_dates=["time"], keep_default_na=False)
+    pd.testing.assert_frame_equal(exported, explorer.marks.table(), check_dtype=False)
+    table.locator("a >> text=9").click()
+    tab.wait("Training sample 9")
+    assert explorer.marks.undo() == 2
+
+
+def test_marks__of_two_users_at_once(explorer: Explorer, url: str, browser: Any) -> None:
+    with Tab(browser) as ada, Tab(browser) as bob:
+        ada.open(f"{url}?page=sample&sample=1", "Training sample 1")
+        bob.open(f"{url}?page=sample&sample=2", "Training sample 2")
+        for tab, position in ((ada, 1), (bob, 2)):
+            assert f"sample={position}" in tab.page.url
+            tab.page.click("button[data-mark='remove']")
+        for tab, position in ((ada, 1), (bob, 2)):
+            tab.page.wait_for_selector(f"text=Sample {position} is marked as remove.")
+        assert sorted(explorer.marks.samples("remove")) == [1, 2]
+        ada.page.click("text=Undo")  # her own mark, though his came later
+        ada.page.wait_for_selector("text=Undone: 1")
+        assert explorer.marks.samples("remove").tolist() == [2]
+        bob.page.click("text=Undo")
+        bob.page.wait_for_selector("text=Undone: 1")
+    assert explorer.marks.table().empty
+
+
+def test_keyboard__reaches_links_and_marks(explorer: Explorer, url: str, tab: Tab) -> None:
+    page = tab.page
+    tab.open(url)
+    tab.press_until("a", "3")
+    page.keyboard.press("Enter")
+    tab.wait("Target 3")
+    tab.press_until("button", "duplicate")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=is marked as duplicate")
+    assert len(explorer.marks.samples("duplicate")) == 1
+    tab.press_until("button", "Undo", backwards=True)
+    page.keyboard.press("Space")
+    page.wait_for_selector("text=Undone: 1")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_pages__are_legible(url: str, browser: Any, width: int, scheme: str) -> None:
+    with Tab(browser, width=width, color_scheme=scheme) as tab:
+        for page in ("targets", "target", "sample", "corpus"):
+            tab.open(f"{url}?page={page}")
+            tab.wait()
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, page
+            assert tab.contrast() > 7, page
+
+
+def test_saved_view__needs_no_server_and_no_network(
+    explorer: Explorer, browser: Any, tmp_path: Path
+) -> None:
+    view = View(page="target", target=7, k=3)
+    explorer.save_html(tmp_path / "view.html", view)
+    with Tab(browser, offline=True) as tab:
+        tab.page.goto(f"file://{tmp_path}/view.html")
+        assert tab.cards("Most helpful") == top(explorer, view)
+        assert tab.page.locator("article img").first.evaluate("image => image.naturalWidth") > 0
+        assert tab.page.locator("a, button, input, form").count() == 0
+        assert tab.page.evaluate("window.hacked") is None
+        assert [url for url in tab.requests if not url.startswith("data:")] == [tab.page.url]
+
+
+def test_saved_view__from_the_button_is_what_was_seen(
+    explorer: Explorer, url: str, tab: Tab, browser: Any
+) -> None:
+    tab.open(f"{url}?{View(page='target', target=8, k=2).to_query()}", "Target 8")
+    with tab.page.expect_download() as download:
+        tab.page.click("text=Save this view")
+    saved = Path(download.value.path()).read_text()
+    assert download.value.suggested_filename == "trakdask.html"
+    with Tab(browser, offline=True) as other:
+        other.page.set_content(saved)
+        for title in ("Most helpful", "Most harmful"):
+            assert other.cards(title) == tab.cards(title)
+        assert other.page.locator("a, button, input, form").count() == 0
+        assert other.page.evaluate("window.hacked") is None
+
+
+def test_pages__of_a_store_that_vanishes_and_comes_back(browser: Any, tmp_path: Path) -> None:
+    td.save(features(N, 0), tmp_path / "train.zarr", progress=False)
+    explorer = td.explore(td.open(tmp_path / "train.zarr"), features(M, 1), damping=0.1)
+    with served(explorer) as url, Tab(browser) as tab:
+        tab.open(url)
+        shutil.move(tmp_path / "train.zarr", tmp_path / "away")
+        tab.page.click("tbody th a:text-is('3')")
+        tab.page.wait_for_selector("[role=alert]")
+        assert "lost" in tab.page.inner_text("[role=alert] >> nth=0")
+        assert "Traceback" not in tab.page.inner_text(".trakdask")
+        shutil.move(tmp_path / "away", tmp_path / "train.zarr")
+        tab.page.click("text=Next →")
+        tab.wait("Target 4")
+        assert tab.cards("Most helpful") == top(explorer, View(page="target", target=4))
+
+
+def deadly(block: np.ndarray, switch: str) -> np.ndarray:
+    """Kill the process that computes a block, if there is such a file, which it removes first."""
+    with suppress(FileNotFoundError):
+        os.unlink(switch)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return block
+
+
+def test_pages__of_a_worker_that_is_killed_under_a_click(browser: Any, tmp_path: Path) -> None:
+    switch = tmp_path / "kill"
+    made = features(N, 0)
+    mortal = da.map_blocks(deadly, made.feature.data, str(switch), dtype=np.float32)
+    explorer = td.explore(
+        made.assign(feature=(made.feature.dims, mortal)), features(M, 1), damping=0.1
+    )
+    expected = top(explorer, View(page="target", target=2))
+    with local_cluster(processes=True) as cluster, Client(cluster) as client:
+        with served(explorer) as url, Tab(browser) as tab:
+            tab.open(f"{url}?page=target&target=1", "Target 1")
+            tab.wait()
+            before = set(client.run(os.getpid).values())
+            switch.touch()
+            tab.page.click("text=Next →")
+            tab.wait("Target 2")
+            assert tab.cards("Most helpful") == expected
+            assert not switch.exists()
+            after = set(client.run(os.getpid).values())
+    assert len(before - after) == 1
+
+
+@pytest.mark.slow
+def test_pages__of_a_million_samples_and_many_targets(browser: Any, tmp_path: Path) -> None:
+    n, m = 10**6, 10**5
+    made = [
+        td.testing.simulate_features(size, 4, 1, chunks=250_000, seed=seed)
+        for seed, size in enumerate((n, m))
+    ]
+    td.save(made[0], tmp_path / "train.zarr", progress=False)
+    explorer = td.explore(td.open(tmp_path / "train.zarr"), made[1], damping=0.1)
+    with served(explorer) as url, Tab(browser) as tab:
+        tab.open(url)
+        assert "1–25 of 100,000" in tab.page.inner_text("nav.pager >> nth=0")
+        tab.open(f"{url}?first=99975")
+        tab.page.click("tbody th a:text-is('99999')")
+        tab.wait("Target 99999")
+        assert tab.cards("Most helpful") == top(explorer, View(page="target", target=99999))
+        tab.open(f"{url}?page=corpus&first=999975")
+        tab.wait()
+        assert re.search(r"999,976–1,000,000 of 1,000,000", tab.page.inner_text(".trakdask"))
+        assert tab.page.evaluate("document.querySelectorAll('*').length") < 5000

@@ -1,0 +1,246 @@
+"""Marks: what was marked is there, by whoever; what is dropped is what was marked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from filelock import FileLock
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trakdask as td
+from trakdask.explorer import marks as module
+from trakdask.explorer.marks import KINDS, Marks
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return a store of ten samples without labels."""
+    features = td.testing.simulate_features(n_samples=10, proj_dim=4, chunks=4)
+    td.save(features, tmp_path / "train.zarr", progress=False)
+    return tmp_path / "train.zarr"
+
+
+def pairs(marks: Marks) -> list[tuple[object, str]]:
+    table = marks.table()
+    return list(zip(table["sample"].tolist(), table["mark"].tolist(), strict=True))
+
+
+def test_mark__is_in_the_file_once(tmp_path: Path) -> None:
+    ada = Marks(tmp_path / "train.marks.parquet", who="Ada")
+    before = pd.Timestamp.now("UTC").floor("us")
+    assert ada.mark([3, 1, 3], "duplicate") == 2
+    bob = ada.by("Bob")
+    assert bob.mark(np.array([1, 5]), "duplicate") == 1
+    assert bob.mark(1, "remove") == 1
+    table = pd.read_parquet(ada.path)
+    assert list(table.columns) == ["sample", "mark", "who", "time"]
+    assert table["sample"].tolist() == [3, 1, 5, 1]
+    assert table["sample"].dtype == np.int64
+    assert table["mark"].tolist() == ["duplicate"] * 3 + ["remove"]
+    assert table["who"].tolist() == ["Ada", "Ada", "Bob", "Bob"]
+    assert table["time"].between(before, pd.Timestamp.now("UTC")).all()
+    assert ada.samples("duplicate").tolist() == [3, 1, 5]
+    assert ada.samples("wrong label").tolist() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["train.marks.parquet"]
+
+
+def test_mark__samples_known_by_text(tmp_path: Path) -> None:
+    marks = Marks(tmp_path / "m.parquet")
+    marks.mark(["<b>a</b>", "ü"], "remove")
+    marks.mark(np.array(["c"], dtype=object), "remove")
+    marks.mark(np.array(["d"], dtype=np.dtypes.StringDType()), "remove")
+    assert Marks(tmp_path / "m.parquet").samples("remove").tolist() == ["<b>a</b>", "ü", "c", "d"]
+
+
+def test_table__before_any_mark_and_after_none_is_left(tmp_path: Path) -> None:
+    marks = Marks(tmp_path / "later" / "m.parquet")
+    assert pairs(marks) == []
+    assert marks.mark([], "remove") == 0
+    assert not marks.path.exists()
+    marks.mark(2, "remove")
+    assert marks.undo() == 1
+    assert pairs(marks) == []
+    assert marks.mark("a", "remove") == 1  # nothing says any more that samples are numbers
+
+
+def test_undo__takes_back_own_changes_only_one_by_one(tmp_path: Path) -> None:
+    ada = Marks(tmp_path / "m.parquet", who="Ada")
+    bob = ada.by("Bob")
+    ada.mark([1, 2], "remove")
+    bob.mark([2, 3], "remove")
+    bob.unmark([1], "remove")
+    assert pairs(ada) == [(2, "remove"), (3, "remove")]
+    assert ada.undo() == 1  # of sample 2: that of sample 1 is gone already
+    assert pairs(ada) == [(3, "remove")]
+    assert ada.undo() == 0
+    assert bob.undo() == 1
+    assert pairs(bob) == [(3, "remove"), (1, "remove")]
+    assert ada.table()["who"].tolist() == ["Bob", "Ada"]
+    assert bob.undo() == 1
+    assert pairs(bob) == [(1, "remove")]
+    assert bob.undo() == 0
+
+
+CHANGES = st.tuples(
+    st.sampled_from(["mark", "unmark", "undo"]),
+    st.integers(0, 1),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from(KINDS),
+)
+
+
+@given(st.lists(CHANGES, max_size=12))
+def test_marks__are_a_set_of_pairs_with_undo(tmp_path_factory, changes) -> None:
+    """The oracle is a Python set, and a stack of differences for each person."""
+    folder = tmp_path_factory.mktemp("marks")
+    first = Marks(folder / "m.parquet", who="0")
+    people = [first, first.by("1")]
+    expected: dict[tuple[int, str], str] = {}
+    stacks: list[list[tuple[dict, dict]]] = [[], []]
+    for kind, who, samples, label in changes:
+        before = dict(expected)
+        keys = [(sample, label) for sample in samples]
+        if kind == "mark":
+            for key in keys:
+                expected.setdefault(key, str(who))
+        elif kind == "unmark":
+            for key in keys:
+                expected.pop(key, None)
+        elif stacks[who]:
+            added, taken = stacks[who].pop()
+            expected = {k: v for k, v in expected.items() if added.get(k) != v}
+            expected = {**taken, **expected}
+        added = {k: v for k, v in expected.items() if k not in before}
+        taken = {k: v for k, v in before.items() if k not in expected}
+        if kind != "undo" and (added or taken):
+            stacks[who].append((added, taken))
+        changed = (
+            people[who].undo() if kind == "undo" else getattr(people[who], kind)(samples, label)
+        )
+        assert changed == len(added) + len(taken)
+    table = first.table()
+    got = {(s, m): w for s, m, w in zip(table["sample"], table["mark"], table["who"], strict=True)}
+    assert got == expected
+
+
+def mark_many(path: str, start: int) -> None:
+    marks = Marks(path, who=str(start))
+    for sample in range(start, start + 5):
+        marks.mark([sample, 1000], "duplicate")
+
+
+def test_mark__by_threads_and_processes_at_once_loses_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "m.parquet")
+    workers = [threading.Thread(target=mark_many, args=(path, start)) for start in (0, 5, 10)]
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"from tests.explorer.test_marks import mark_many; mark_many({path!r}, 15)",
+        ]
+    )
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert process.wait(240) == 0
+    assert sorted(Marks(path).samples("duplicate")) == [*range(20), 1000]
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, "no space left")
+
+
+def test_mark__that_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch) -> None:
+    marks = Marks(tmp_path / "m.parquet")
+    marks.mark(1, "remove")
+    monkeypatch.setattr(module.Folder, "write", full_disk)
+    with pytest.raises(OSError, match=r"m\.parquet.*no space left"):
+        marks.mark(2, "remove")
+    monkeypatch.undo()
+    assert pairs(marks) == [(1, "remove")]
+    assert marks.undo() == 1  # the mark that failed is no change to be undone
+    assert pairs(marks) == []
+
+
+def test_mark__waits_no_longer_than_ten_seconds(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
+    marks = Marks(tmp_path / "m.parquet")
+    with FileLock(f"{marks.path}.lock"), pytest.raises(td.StoreBusyError, match=r"m\.parquet"):
+        marks.mark(1, "remove")
+    assert marks.mark(1, "remove") == 1
+
+
+def test_where__drops_what_is_marked_also_after_an_earlier_drop(store: Path) -> None:
+    outputs = td.open(store).output.values
+    marks = Marks.beside(store)
+    assert marks.path == store.parent / "train.marks.parquet"
+    marks.mark(marks.ids(td.open(store))[[2, 5]], "remove")
+    left = td.drop(store, where=marks.where("remove"))
+    np.testing.assert_array_equal(left.output, np.delete(outputs, [2, 5], axis=0))
+    again = marks.by("Bob")
+    again.mark(again.ids(left)[[0, 2, 7]], "remove")  # rows 0, 3 and 9 of the store
+    assert again.samples("remove").tolist() == [2, 5, 0, 3, 9]
+    left = td.drop(store, where=again.where("remove"))
+    np.testing.assert_array_equal(left.output, np.delete(outputs, [0, 2, 3, 5, 9], axis=0))
+    every = td.open(store, dropped=True)
+    assert every.dropped.values[again.samples("remove")].all()
+    assert marks.ids(every).tolist() == list(range(10))
+    same = td.drop(store, where=again.where("remove"))
+    assert same.sizes["sample"] == 5
+
+
+def test_where__by_labels_in_any_order_and_selection(tmp_path: Path) -> None:
+    names = np.array(list("abcdefgh"), dtype=object)
+    features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    features = features.assign_coords(sample=("sample", names))
+    store = tmp_path / "train.zarr"
+    saved = td.save(features, store, progress=False)
+    marks = Marks.beside(store)
+    marks.mark(marks.ids(saved.isel(sample=[6, 1])), "wrong label")
+    assert marks.samples("wrong label").tolist() == ["g", "b"]
+    mask = marks.where("wrong label")(features.isel(sample=slice(None, None, -1)))
+    assert mask.dims == ("sample",)
+    assert names[::-1][mask.values].tolist() == ["g", "b"]
+    left = td.drop(store, where=marks.where("wrong label"))
+    assert left["sample"].values.tolist() == list("acdefh")
+
+
+def test_ids__of_rows_that_nothing_identifies(store: Path) -> None:
+    opened = td.open(store)
+    for features, marks in [
+        (opened.isel(sample=slice(None, None, -1)), Marks.beside(store)),
+        (opened.isel(sample=slice(5)), Marks.beside(store)),
+        (opened, Marks(store.parent / "m.parquet")),
+        (td.testing.simulate_features(n_samples=10, proj_dim=4), Marks.beside(store)),
+    ]:
+        with pytest.raises(
+            ValueError, match=rf"coord 'sample'.*{features.sizes['sample']} samples"
+        ):
+            marks.ids(features)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"text that is no parquet" * 9])
+def test_table__of_a_file_that_is_none(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.parquet"
+    path.write_bytes(content)
+    for call in (Marks(path).table, lambda: Marks(path).mark(1, "remove")):
+        with pytest.raises(ValueError, match=r"m\.parquet.*no parquet"):
+            call()
+    assert path.read_bytes() == content
+
+
+def test_table__of_a_parquet_file_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "m.parquet"
+    pd.DataFrame({"price": [1]}).to_parquet(path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="price"):
+        Marks(path).mark(1, "remove")
+    assert path.read_bytes() == before

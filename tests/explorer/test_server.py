@@ -1,0 +1,152 @@
+"""The server: nothing without the token, nothing beyond this machine unless asked."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import xarray as xr
+from tornado.httpclient import HTTPClientError, HTTPRequest
+from tornado.websocket import websocket_connect
+
+import trakdask as td
+from tests.explorer.browser import served
+from trakdask.explorer import Explorer
+from trakdask.explorer.server import server
+
+ABOUT = {"task": "ImageClassification()", "batch_norm": False}
+
+
+def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:
+    made = td.testing.simulate_features(n_samples, 4, 3, chunks=4, seed=seed)
+    return made.assign_attrs(ABOUT)
+
+
+def explorer() -> Explorer:
+    return td.explore(simulated(0), simulated(1), damping=0.1)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served(explorer()) as url:
+        yield url
+
+
+def answer(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url, timeout=240) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as err:
+        with err:
+            return err.code, err.read()
+
+
+FILES = ["static/js/bokeh.min.js", "static/extensions/panel/panel.min.js"]
+
+
+@pytest.mark.parametrize("path", ["", "?page=corpus", *FILES])
+def test_server__answers_who_has_the_token(url: str, path: str) -> None:
+    status, content = answer(url + path)
+    assert status == 200
+    assert len(content) > 1000
+
+
+@pytest.mark.parametrize(
+    "path", ["", "ws", "metadata", "autoload.js", "components/x", "rest", "x/", *FILES]
+)
+@pytest.mark.parametrize("token", ["", "wrong/", "shorter", "case"])
+def test_server__refuses_whoever_has_it_not(url: str, path: str, token: str) -> None:
+    base, right = url.rsplit("/", 2)[:2]
+    given = {"shorter": f"{right[:-1]}/", "case": f"{right.swapcase()}/"}.get(token, token)
+    status, content = answer(f"{base}/{given}{path}")
+    assert status == 403
+    assert right.encode() not in content
+
+
+def test_server__icons_need_no_token_and_say_nothing(url: str) -> None:
+    base = url.rsplit("/", 2)[0]
+    assert answer(f"{base}/favicon.ico")[0] == 404
+    assert answer(f"{url}favicon.ico") == (204, b"")
+
+
+def test_server__websocket_needs_the_token(url: str) -> None:
+    parts = urlsplit(url)
+
+    async def connect(path: str) -> int:
+        at = HTTPRequest(
+            f"ws://{parts.netloc}{path}ws", headers={"Origin": f"http://{parts.netloc}"}
+        )
+        try:
+            connection = await websocket_connect(at, subprotocols=["bokeh", "none"])
+        except HTTPClientError as err:
+            return err.code
+        connection.close()
+        return 101
+
+    assert asyncio.run(connect("/")) == 403
+    assert asyncio.run(connect("/wrong/")) == 403
+    assert asyncio.run(connect(parts.path)) == 101
+
+
+def test_server__listens_on_this_machine_only_and_has_another_token_each_time(url: str) -> None:
+    with served(explorer()) as other:
+        assert urlsplit(other).path != urlsplit(url).path
+        ports = {urlsplit(each).port for each in (url, other)}
+        found = {
+            each.laddr.port: each.laddr.ip
+            for each in psutil.Process().net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        }
+    assert {found[port] for port in ports} == {"127.0.0.1"}
+    assert len(urlsplit(url).path.strip("/")) == 32  # 192 bits
+
+
+# Tornado leaves a socket that it could not bind to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_server__of_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"free port, got 127\.0\.0\.1:{port}"):
+            server(explorer(), port=port)
+
+
+def test_server__of_an_address_of_no_machine() -> None:
+    with pytest.raises(OSError, match="got no-such-host"):
+        server(explorer(), host="no-such-host.invalid")
+    with pytest.raises(TypeError, match="got 127"):
+        server(explorer(), host=127)
+    with pytest.raises(ValueError, match="got 65536"):
+        server(explorer(), port=65536)
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Path:
+    td.save(simulated(0), tmp_path / "train.zarr", progress=False)
+    td.save(simulated(1), tmp_path / "targets.zarr", gram=False, progress=False)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_explore__prints_one_address_and_ends_by_signals(stores: Path, by: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trakdask", "explore", "train.zarr", "targets.zarr"],
+        cwd=stores, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        url = process.stdout.readline().strip()
+        assert answer(url)[0] == 200
+        process.send_signal(by)
+        printed, errors = process.communicate(timeout=240)
+    assert process.returncode == (0 if by == signal.SIGINT else -signal.SIGTERM)
+    assert (printed, errors) == ("", "")

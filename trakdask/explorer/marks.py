@@ -1,0 +1,350 @@
+"""What people say about samples: a small parquet file beside a store, which several may write."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xarray as xr
+from filelock import FileLock, Timeout
+
+from trakdask.checks import require_choice, shown
+from trakdask.errors import StoreBusyError
+from trakdask.files import Folder, explained, location
+from trakdask.storage import open
+from trakdask.variables import SAMPLE
+
+__all__ = ["KINDS", "Marks"]
+
+KINDS = ("wrong label", "duplicate", "remove")
+"""The marks that a sample may have, one or more of them."""
+
+_COLUMNS = (SAMPLE, "mark", "who", "time")
+_KEY = [SAMPLE, "mark"]
+_SUFFIX = ".marks.parquet"
+_PATIENCE_S = 10.0
+
+
+class Marks:
+    """What people say about samples of a store: wrong label, duplicate, or to be removed.
+
+    The marks are one small parquet file with a row for each sample and mark, which
+    :func:`pandas.read_parquet` reads. Several people and processes may change it at the same time.
+
+    Parameters
+    ----------
+    path
+        The file, on a disk of this machine. It is written at the first mark.
+    store
+        Folder or URL of the store that the samples are in. A sample is known by its label in the
+        coord ``sample``; without such labels by its row in the store, which counts dropped samples,
+        too, so that it stays the same when samples are dropped or appended.
+    who
+        The name that is written beside each mark; by default none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the path is none, or is that of a folder or a URL.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> marks = Marks(f"{tempfile.mkdtemp()}/train.marks.parquet", who="Ada")
+    >>> marks.mark([7, 2], "wrong label"), marks.mark([2], "remove")
+    (2, 1)
+    >>> marks.table()[["sample", "mark", "who"]]
+       sample         mark  who
+    0       7  wrong label  Ada
+    1       2  wrong label  Ada
+    2       2       remove  Ada
+    >>> marks.undo(), marks.samples("remove").tolist()
+    (1, [])
+
+    Then ``td.drop("train.zarr", where=marks.where("remove"))`` leaves out what is marked.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        store: str | os.PathLike[str] | None = None,
+        who: str = "",
+    ) -> None:
+        if not isinstance(who, str):
+            raise TypeError(f"expected who as text, got {shown(who)}; try who='Ada'")
+        url = location(path)
+        if "://" in url or Path(url).is_dir():
+            raise ValueError(
+                f"expected marks in a file on a disk of this machine, got {url!r}; try "
+                f"'train{_SUFFIX}'"
+            )
+        self.path = Path(url)
+        self.store = None if store is None else location(store)
+        self.who = who
+        self._done: list[tuple[pd.DataFrame, pd.DataFrame]] = []
+
+    @classmethod
+    def beside(cls, store: str | os.PathLike[str], *, who: str = "") -> Marks:
+        """Return the marks of a local store: ``train.marks.parquet`` beside ``train.zarr``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no path, or a URL: then ``Marks(path, store=...)`` says where they lie.
+        """
+        return cls(location(store).removesuffix(".zarr") + _SUFFIX, store=store, who=who)
+
+    def __repr__(self) -> str:
+        return f"Marks({str(self.path)!r}, store={self.store!r}, who={self.who!r})"
+
+    def by(self, who: str) -> Marks:
+        """Return the marks in the same file for another person, whose ``undo`` is their own."""
+        return Marks(self.path, store=self.store, who=who)
+
+    # ------------------------------------------------------------------------------------ changes
+
+    def mark(self, samples: Any, label: str) -> int:
+        """Mark samples; a sample that has this mark keeps it as it is.
+
+        Parameters
+        ----------
+        samples
+            What :meth:`ids` has for them: their labels, or rows in the store.
+        label
+            ``"wrong label"``, ``"duplicate"`` or ``"remove"``.
+
+        Returns
+        -------
+        How many samples have it that had not.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If samples are neither integers nor text, or not of the kind that is marked in the file
+            already; if there is no such mark, or the file is not one of marks.
+        StoreBusyError
+            If another process keeps the file locked for ten seconds.
+        OSError
+            If the file cannot be written.
+        """
+        wanted = self._rows(samples, label)
+        return self._change(lambda before: _joined(before, wanted))
+
+    def unmark(self, samples: Any, label: str) -> int:
+        """Take a mark from samples, whoever made it; return how many had it.
+
+        Arguments and errors are those of :meth:`mark`.
+        """
+        wanted = self._rows(samples, label)
+        return self._change(lambda before: _without(before, wanted, _KEY))
+
+    def undo(self) -> int:
+        """Take back the last change of this object that it has not taken back yet.
+
+        What others have changed since stays as it is.
+
+        Returns
+        -------
+        How many marks came or went; 0 if there is nothing to take back.
+        """
+        if not self._done:
+            return 0
+        added, taken = self._done[-1]
+        changed = self._change(lambda before: _joined(_without(before, added, _COLUMNS), taken))
+        del self._done[-2 if changed else -1 :]  # the undoing, too, is no change to be undone
+        return changed
+
+    # ---------------------------------------------------------------------------------- questions
+
+    def table(self) -> pd.DataFrame:
+        """Return all marks, in the order in which they were made.
+
+        Returns
+        -------
+        One row for each sample and mark, with the columns ``sample`` (int64 or text), ``mark``,
+        ``who`` and ``time`` (UTC).
+
+        Raises
+        ------
+        ValueError
+            If the file is not one of marks.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return _frame(np.empty(0, np.int64), "", "")
+        try:
+            table = pq.read_table(io.BytesIO(data))
+        except pa.ArrowException as err:
+            raise self._foreign(f"{len(data)} bytes that are no parquet ({err})") from err
+        if tuple(table.column_names) != _COLUMNS:
+            raise self._foreign(f"the columns {table.column_names}")
+        frame: pd.DataFrame = table.to_pandas()
+        return frame
+
+    def samples(self, label: str) -> np.ndarray:
+        """Return the samples that have a mark: labels, or rows in the store; (marked,).
+
+        Raises
+        ------
+        ValueError
+            If there is no such mark, or the file is not one of marks.
+        """
+        _require_kind(label)
+        table = self.table()
+        return table.loc[table["mark"] == label, SAMPLE].to_numpy()
+
+    def ids(self, features: xr.Dataset) -> np.ndarray:
+        """Return by what each sample of these features is known here; (sample,).
+
+        Parameters
+        ----------
+        features
+            With labels in the coord ``sample``; else all that :func:`open` returns of the store.
+
+        Raises
+        ------
+        ValueError
+            If there are no labels, and these are not the features of the store, or are a part of
+            them: then nothing says which rows they are.
+        """
+        if SAMPLE in features.coords:
+            return np.asarray(features[SAMPLE].values)
+        if self.store is not None:
+            every = open(self.store, dropped=True, load_coords=False)
+            rows = np.arange(every.sizes[SAMPLE]), np.flatnonzero(~every["dropped"].values)
+            for opened, each in zip(
+                (every, open(self.store, load_coords=False)), rows, strict=True
+            ):
+                if opened["feature"].data.name == features["feature"].data.name:
+                    return each
+        raise ValueError(
+            f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "
+            f"of the store {self.store!r}, got {features.sizes[SAMPLE]} samples without labels; "
+            "try td.open again, td.Marks(path, store=...) or "
+            "features.assign_coords(sample=('sample', names))"
+        )
+
+    def where(self, label: str) -> Callable[[xr.Dataset], xr.DataArray]:
+        """Return what :func:`drop` takes as ``where=``: true for the samples that have a mark.
+
+        What was dropped by the same marks before, or is not in the store, is left as it is.
+
+        Raises
+        ------
+        ValueError
+            If there is no such mark; when it is called, the errors of :meth:`ids`, or if the
+            samples in the file are of another kind.
+        """
+        _require_kind(label)
+
+        def chosen(features: xr.Dataset) -> xr.DataArray:
+            ids, marked = self.ids(features), self.samples(label)
+            if len(marked):
+                _require_same_kind(marked, ids)
+            return xr.DataArray(np.isin(ids, marked), dims=SAMPLE)
+
+        return chosen
+
+    # ----------------------------------------------------------------------------------- the file
+
+    def _rows(self, samples: Any, label: str) -> pd.DataFrame:
+        _require_kind(label)
+        single = isinstance(samples, int | str | np.integer)
+        ids = [samples] if single else list(samples) if np.iterable(samples) else [samples]
+        kind = pd.api.types.infer_dtype(ids, skipna=False)
+        if kind not in ("integer", "string", "empty"):
+            raise TypeError(
+                f"expected samples as integers or as text, got {shown(samples)}; try "
+                "marks.ids(features)[[0, 7]]"
+            )
+        values = np.array(ids, object if kind == "string" else np.int64)
+        return _frame(values, label, self.who)
+
+    def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
+        """Write what a function makes of the marks, and remember what came and went."""
+        with self._locked():
+            before = self.table()
+            after = of(before)
+            added, taken = _without(after, before, _KEY), _without(before, after, _KEY)
+            if changed := len(added) + len(taken):
+                self._write(after)
+                self._done.append((added, taken))
+        return changed
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = Path(f"{self.path}.lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(lock, timeout=_PATIENCE_S):
+                try:
+                    yield
+                finally:
+                    with suppress(OSError):  # while it is held: waiting processes notice
+                        lock.unlink()
+        except Timeout as err:
+            raise StoreBusyError(
+                f"expected to be the only writer of {str(self.path)!r}, but another process has "
+                f"kept it locked for {_PATIENCE_S:g} s; try again"
+            ) from err
+        except OSError as err:
+            raise explained(
+                err,
+                f"expected to write the marks {str(self.path)!r}, but that failed "
+                f"({type(err).__name__}: {err}); try another file",
+            ) from err
+
+    def _write(self, rows: pd.DataFrame) -> None:
+        kind = pa.string() if rows[SAMPLE].dtype.kind == "O" else pa.int64()
+        texts = [(name, pa.string()) for name in ("mark", "who")]
+        schema = pa.schema([(SAMPLE, kind), *texts, ("time", pa.timestamp("us", "UTC"))])
+        file = io.BytesIO()
+        pq.write_table(pa.Table.from_pandas(rows, schema, preserve_index=False), file)
+        Folder(str(self.path.parent)).write(self.path.name, file.getvalue())
+
+    def _foreign(self, found: str) -> ValueError:
+        return ValueError(
+            f"expected marks in {str(self.path)!r}, got {found}; try another file, or deleting it "
+            "if its marks are not needed"
+        )
+
+
+def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:
+    time = pd.Timestamp.now("UTC").as_unit("us")
+    return pd.DataFrame({SAMPLE: pd.unique(ids), "mark": label, "who": who, "time": time})
+
+
+def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
+    """Return rows, and those of others whose sample does not have the mark among them."""
+    if not len(rows) or not len(more):
+        return rows if len(rows) else more
+    _require_same_kind(rows[SAMPLE].to_numpy(), more[SAMPLE].to_numpy())
+    return pd.concat([rows, _without(more, rows, _KEY)], ignore_index=True)
+
+
+def _without(rows: pd.DataFrame, others: pd.DataFrame, names: Collection[str]) -> pd.DataFrame:
+    """Return the rows that are not among the others, by the columns of these names."""
+    keys = (pd.MultiIndex.from_frame(each[list(names)]) for each in (rows, others))
+    return rows[~next(keys).isin(next(keys))]
+
+
+def _require_kind(label: object) -> None:
+    require_choice("the mark", label, KINDS, remedy=f"try {KINDS[0]!r}")
+
+
+def _require_same_kind(before: np.ndarray, ids: np.ndarray) -> None:
+    if (before.dtype.kind in "iu") != (ids.dtype.kind in "iu"):
+        raise TypeError(
+            f"expected samples known by what is marked already, such as {before[0]!r}, got "
+            f"{ids[0]!r}; try td.Marks with another file"
+        )
