@@ -71,8 +71,13 @@ def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
 def test_work__that_is_abandoned_is_cancelled_on_a_cluster(client: Client) -> None:
     work, name = Work(), "explorer-work"
     lazy = da.map_blocks(wait_for_event, da.ones(9, chunks=1), name, meta=np.empty(0))
+
+    def run() -> object:
+        with client.as_current():
+            return in_work(work, lazy)()
+
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(in_work(work, lazy))
+        answer = pool.submit(run)
         assert Event(f"{name}-started", client=client).wait(PATIENCE_S)
         work.abandon()
         with pytest.raises(Abandoned):

@@ -92,7 +92,7 @@ class Session:
             ))  # fmt: skip
             work.on_progress(drawn)
             try:
-                with work.active():
+                with self.explorer.computing(), work.active():
                     work.require_wanted()
                     made = _framed(i, section, section.html())
             except Abandoned:

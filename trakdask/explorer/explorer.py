@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xarray as xr
+from distributed import Client
 
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator
-from trakdask.attribution.options import LearningRates
+from trakdask.attribution.options import LearningRates, gather_options
+from trakdask.checks import shown
+from trakdask.execution.scheduling import active_client
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
-from trakdask.models.model import Model
-from trakdask.plots.images import Normalize
+from trakdask.plots.images import Normalize, require_normalize
+from trakdask.provenance import require_comparable
+from trakdask.variables import SAMPLE, validate
 
 __all__ = ["Explorer", "explore"]
+
+_NEEDED = ["feature", "output", "out_to_loss"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +44,6 @@ class Explorer:
     targets: xr.Dataset
     samples: xr.Dataset | None
     target_samples: xr.Dataset | None
-    model: Model | None
     marks: Marks | None
     estimator: Estimator
     power: float
@@ -47,6 +53,14 @@ class Explorer:
     text: Callable[[int], str] | None
     normalize: Normalize | None
     cmap: str
+    client: Client | None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Make the client that was active when the explorer was made that of this thread."""
+        is_usable = self.client is not None and self.client.status == "running"
+        with self.client.as_current() if self.client and is_usable else nullcontext():
+            yield
 
     @cached_property
     def questions(self) -> Questions:
@@ -104,7 +118,6 @@ def explore(
     *,
     samples: xr.Dataset | None = None,
     target_samples: xr.Dataset | None = None,
-    model: Model | None = None,
     marks: Marks | str | os.PathLike[str] | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: float = DEFAULT_POWER,
@@ -115,33 +128,104 @@ def explore(
     normalize: Normalize | None = None,
     cmap: str = "gray_r",
 ) -> Explorer:
-    """Look at attributions in a browser or a notebook.
+    """Look at attributions in a browser or in a notebook.
+
+    The pages: a table of all targets; one target, with the training samples that helped and harmed
+    it most, sums by group and the curve by which λ was chosen; one training sample, with the
+    targets that it helped and harmed; and all training samples, by self-influence, by groups
+    against targets, and what is duplicated.
 
     Parameters
     ----------
-    features, targets, estimator, power, damping, calibrate
-        As in :func:`score`.
+    features, targets
+        Features of the training samples and of the samples to explain, as :func:`open` returns
+        them, with their outputs.
     samples, target_samples
-        The samples that they are the features of, from which images, texts and rows are shown.
-    model
-        The model, for targets that are made on the spot.
+        The samples that they are the features of, in the same order. From their variables images
+        and texts are shown, of the few samples that are on a page.
     marks
         What people say about training samples, which pages then have buttons for:
         ``td.Marks.beside("train.zarr")``, or the path of another file for samples with labels.
+    estimator, power, damping, calibrate, learning_rates
+        As in :func:`score`. A page can change estimator, λ and checkpoints.
     text
-        The text of a token id, such as ``tokenizer.decode``.
-    normalize
-        Mean and standard deviation that images were normalized with.
+        The text of a token id, such as ``tokenizer.decode``, where samples are token ids.
+    normalize, cmap
+        Of images: mean and standard deviation that they were normalized with, and the colour map
+        of grey ones; as in :func:`trakdask.plots.gallery`.
+
+    Returns
+    -------
+    An :class:`~trakdask.explorer.Explorer`. A notebook in which ``panel.extension()`` was called
+    shows it. ``serve()`` shows it to browsers, ``save_html(path, view)`` writes one view to a file
+    that needs no server, and ``app()`` is a Panel app.
+
+    Raises
+    ------
+    ImportError
+        If Panel is missing: install ``trakdask[explore]``.
+    StoreMismatchError
+        If features and targets were made differently.
+    TypeError, ValueError
+        If features or targets lack an array, samples are others than those of the features, or an
+        option does not make sense.
+
+    Notes
+    -----
+    Lazy: a page computes what it shows, on the dask client that is active when this is called or
+    else on threads, and the next click gives up what still runs. Scores of all samples and targets
+    never exist. The first click under an estimator computes its gram matrix and eigenvectors,
+    unless they are those of the store; they stay in memory, p² numbers per checkpoint, for the last
+    four settings. Each click after that reads the features once. Self-influence of all samples
+    takes 2 p² flops per sample and checkpoint, once per setting.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=60, proj_dim=4)
+    >>> explorer = td.explore(features, features.isel(sample=slice(8)))
+    >>> view = td.explorer.View(target=3, k=2)
+    >>> explorer.questions.top(view)[["sample", "label"]].shape
+    (2, 2)
     """
     if importlib.util.find_spec("panel") is None:
         raise ImportError(
             "expected Panel for the explorer, got no package of that name; try pip install "
             "'trakdask[explore]'"
         )
+    validate(features, _NEEDED, what="features")
+    validate(targets, _NEEDED, what="targets")
+    require_comparable(features, targets)
+    gather_options(features, estimator, power, damping, calibrate, None, learning_rates)
+    _require_samples(samples, features, "samples")
+    _require_samples(target_samples, targets, "target_samples")
+    if text is not None and not callable(text):
+        raise TypeError(
+            f"expected text as a function of a token id, got {shown(text)}; try "
+            "text=tokenizer.decode"
+        )
+    require_normalize(normalize)
     kept = marks if marks is None or isinstance(marks, Marks) else Marks(marks)
     if kept is not None:
         kept.ids(features)  # now, rather than when somebody opens a page
     return Explorer(
-        features, targets, samples, target_samples, model, kept, estimator, power, damping,
-        calibrate, learning_rates, text, normalize, cmap,
+        features, targets, samples, target_samples, kept, estimator, power, damping,
+        calibrate, learning_rates, text, normalize, cmap, active_client(),
     )  # fmt: skip
+
+
+def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:
+    """Check that there are as many samples as features."""
+    if samples is None:
+        return
+    if not isinstance(samples, xr.Dataset):
+        raise TypeError(
+            f"expected {name} as an xarray.Dataset, got {shown(samples)} "
+            f"({type(samples).__name__}); try what was given to td.featurize"
+        )
+    if (n := samples.sizes.get(SAMPLE)) != features.sizes[SAMPLE]:
+        raise ValueError(
+            f"expected {name} of the {features.sizes[SAMPLE]} samples of the features, got "
+            f"{dict(samples.sizes) if n is None else n}; try those that were given to "
+            "td.featurize, in the same order"
+        )

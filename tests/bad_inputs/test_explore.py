@@ -1,0 +1,45 @@
+"""Bad inputs of explore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+import trakdask as td
+from tests.bad_inputs.bad_input import BadInput, check, parametrize
+
+FEATURES = td.testing.simulate_features(n_samples=60, proj_dim=4)
+TARGETS = td.testing.simulate_features(n_samples=8, proj_dim=4)
+SAMPLES = xr.Dataset({"x": ("sample", np.zeros(59))})
+
+
+def explore(case: str, error: type[Exception], words: list[str], **changed: Any) -> BadInput:
+    given = {"features": FEATURES, "targets": TARGETS, **changed}
+    return BadInput("explore", case, lambda folder: td.explore(**given), error, words)
+
+
+ROWS = [
+    explore("features are a path", TypeError, ["features", "'train.zarr'", "td.open"], features="train.zarr"),
+    explore("targets are none", TypeError, ["targets", "None", "td.open"], targets=None),
+    explore("features without outputs", ValueError, ["'output'", "features", "try"], features=FEATURES.drop_vars("output")),
+    explore("targets without features", ValueError, ["'feature'", "targets"], targets=TARGETS[["output"]]),
+    explore("another projector", td.StoreMismatchError, ["projector"], targets=td.testing.simulate_features(8, 5)),
+    explore("samples are an array", TypeError, ["samples", "ndarray", "td.featurize"], samples=np.zeros(60)),
+    explore("samples are others", ValueError, ["60", "59", "same order"], samples=SAMPLES),
+    explore("samples without samples", ValueError, ["{'row': 3}"], samples=xr.Dataset({"x": ("row", [1, 2, 3])})),
+    explore("target samples are others", ValueError, ["target_samples", "8", "59"], target_samples=SAMPLES),
+    explore("no such estimator", ValueError, ["'best'", "'soft'"], estimator="best"),
+    explore("power of more than one", ValueError, ["power", "2"], estimator="soft", power=2),
+    explore("calibration without outputs", ValueError, ["calibrate", "completeness"], damping="closed_form", calibrate=TARGETS),
+    explore("text is no function", TypeError, ["text", "'gpt2'", "tokenizer.decode"], text="gpt2"),
+    explore("normalize is one number", ValueError, ["normalize", "0.5"], normalize=0.5),
+    explore("marks are a number", TypeError, ["got 3", "try"], marks=3),
+]  # fmt: skip
+
+
+@parametrize(ROWS)
+def test_explore__bad_input(row: BadInput, tmp_path: Path) -> None:
+    check(row, tmp_path)

@@ -1,0 +1,203 @@
+"""Sessions of the app without a browser: what each page shows, and what a click changes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import panel
+import pytest
+import xarray as xr
+from distributed import Client
+
+import trakdask as td
+from tests.waiting import PATIENCE_S
+from trakdask.explorer import Explorer, View
+from trakdask.explorer.app import Session
+from trakdask.explorer.state import PAGES
+
+N, M = 60, 30
+SCRIPT = "<script>alert(1)</script>"
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    yield
+    panel.state.kill_all_servers()
+
+
+def data(n: int, seed: int) -> xr.Dataset:
+    features = td.testing.simulate_features(n, 8, 3, seed=seed)
+    source = np.array([SCRIPT, "web & co", "'book\""])[np.arange(n) % 3]
+    return features.assign_coords(source=("sample", source))
+
+
+@pytest.fixture
+def explorer() -> Explorer:
+    images = [td.from_arrays({"image": np.random.default_rng(0).random((n, 6, 5))}) for n in (N, M)]
+    return td.explore(
+        data(N, 0), data(M, 1),
+        samples=images[0].assign(words=("sample", [f"{SCRIPT} {i}" for i in range(N)])),
+        target_samples=images[1], damping=0.1, estimator="trak",
+    )  # fmt: skip
+
+
+def opened(explorer: Explorer, view: View) -> Session:
+    session = Session(explorer, view)
+    session.wait(PATIENCE_S)
+    assert 'aria-busy="true"' not in session.page.html
+    return session
+
+
+def links(session: Session) -> list[View]:
+    hrefs = re.findall(r'href="\?([^"]*)"', session.page.html)
+    return [View.from_query(unescape(href)) for href in hrefs]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page: str) -> None:
+    session = opened(explorer, View(page=page))
+    html = session.page.html
+    assert "message error" not in html
+    assert "<script" not in html
+    assert "&lt;script&gt;" in html
+    assert session.page.query == View(page=page).to_query()
+    assert all(not view.messages for view in links(session))
+
+
+def test_session__shows_the_answers_of_its_questions(explorer: Explorer) -> None:
+    session = opened(explorer, View(page="target", target=4, k=7))
+    ranked = [view.sample for view in links(session) if view.page == "sample"]
+    best, worst = (
+        explorer.questions.top(session.view, largest=largest)["sample"].tolist()
+        for largest in (True, False)
+    )
+    assert ranked == best + worst
+    assert "data:image/png" in session.page.html
+
+
+def test_session__follows_links_forms_and_filters(explorer: Explorer) -> None:
+    session = opened(explorer, View())
+    session.page._handle_msg({"query": "?page=target&target=3"})
+    session.wait(PATIENCE_S)
+    assert "Target 3" in session.page.html
+    form = "?page=target&target=3&filter_name=source&filter_sign=contains&filter_value=web"
+    session.page._handle_msg({"query": form})
+    session.wait(PATIENCE_S)
+    assert session.view.where == "'web' in source"
+    samples = [view.sample for view in links(session) if view.page == "sample"]
+    assert samples
+    assert {i % 3 for i in samples} == {1}
+
+
+def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
+    html = opened(explorer, View.from_query("?target=x<b>")).page.html
+    assert 'role="status"' in html
+    assert "x<b>" not in html
+    missing = opened(explorer, View(page="target", target=M))
+    assert f"from 0 to {M - 1}, got {M}" in unescape(missing.page.html)
+    assert "Traceback" not in missing.page.html
+
+
+@pytest.mark.parametrize("where", ["nothing == 1", "source == 3"])
+def test_session__tells_why_a_condition_fails(explorer: Explorer, where: str) -> None:
+    html = opened(explorer, View(page="target", where=where)).page.html
+    assert 'class="message error"' in html
+    assert where in unescape(html)
+    assert "Target 0" in html
+
+
+def test_session__a_click_abandons_what_runs() -> None:
+    started, go_on = threading.Event(), threading.Event()
+    features, targets = data(N, 0), data(M, 1)
+    run: list[int] = []
+
+    def slow(block: np.ndarray) -> np.ndarray:
+        run.append(1)
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+        return block
+
+    x = features.feature.data
+    lazy = da.map_blocks(slow, x, dtype=x.dtype, meta=x._meta)
+    explorer = td.explore(features.assign(feature=(features.feature.dims, lazy)), targets)
+    session = Session(explorer, View(page="corpus"))
+    assert started.wait(PATIENCE_S)
+    before = session._thread
+    session.go(View())
+    go_on.set()
+    session.wait(PATIENCE_S)
+    assert before is not None
+    before.join(PATIENCE_S)
+    assert "Targets" in session.page.html
+    assert session.page.html.count("<section") == 1
+    assert len(run) <= lazy.npartitions
+
+
+def test_session__of_a_store_that_vanishes(tmp_path: Path) -> None:
+    stored = td.save(data(N, 0), tmp_path / "train", progress=False)
+    explorer = td.explore(stored, data(M, 1), estimator="trak", damping=0.1)
+    session = opened(explorer, View(page="target"))
+    assert "message error" not in session.page.html
+    shutil.rmtree(tmp_path / "train")
+    session.go(View(page="target", target=1))
+    session.wait(PATIENCE_S)
+    assert 'class="message error"' in session.page.html
+    assert "Traceback" not in session.page.html
+    assert "Target 1" in session.page.html
+
+
+def test_session__on_the_client_that_was_active(client: Client) -> None:
+    explorer = td.explore(data(N, 0), data(M, 1), estimator="trak", damping=0.1)
+    assert explorer.client is client
+    session = opened(explorer, View(page="target", target=2))
+    samples = [view.sample for view in links(session) if view.page == "sample"]
+    scores = td.score(data(N, 0), data(M, 1), estimator="trak", damping=0.1).values[:, 2]
+    assert samples[:10] == np.argsort(-scores)[:10].tolist()
+
+
+def test_sessions__have_views_of_their_own(explorer: Explorer) -> None:
+    first = opened(explorer, View(page="target", target=1))
+    second = opened(explorer, View(page="target", target=2))
+    assert "Target 1" in first.page.html
+    assert "Target 2" in second.page.html
+
+
+def test_session__marks_samples_and_takes_it_back(tmp_path: Path) -> None:
+    features = data(N, 0).assign_coords(sample=[f"id {i}" for i in range(N)])
+    marks = td.Marks(tmp_path / "marks.parquet")
+    explorer = td.explore(features, data(M, 1), marks=marks, estimator="trak", damping=0.1)
+    session = opened(explorer, View(page="target"))
+    assert 'data-mark="wrong label"' in session.page.html
+    session.page._handle_msg({"mark": "wrong label", "sample": 7})
+    assert marks.samples("wrong label").tolist() == ["id 7"]
+    assert session.page.marked == ["7 wrong label"]
+    session.page._handle_msg({"undo": True})
+    assert session.page.marked == []
+    assert len(marks.table()) == 0
+
+
+def test_explorer__in_a_notebook_without_the_extension(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panel.extension, "_loaded", False)
+    assert "panel.extension()" in explorer._repr_mimebundle_()["text/plain"]
+
+
+def test_explore__without_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=re.escape("trakdask[explore]")):
+        td.explore(data(N, 0), data(M, 1))
+
+
+def test_import__of_trakdask_and_explore_loads_no_panel() -> None:
+    code = "import sys, trakdask as td; td.explore; assert 'panel' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
