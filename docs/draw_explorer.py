@@ -1,0 +1,75 @@
+"""Take the pictures of the explorer on what ``make demo`` has written.
+
+    make demo && .venv/bin/python docs/draw_explorer.py [--folder demo-output]
+
+Needs Playwright and an installed Chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import sync_playwright
+
+HERE = Path(__file__).parent
+WIDTH, COLOURS = 1280, 128
+
+SHOTS = {
+    "explorer": ("page=target&target=48&k=8&where=label+%21%3D+2", 900),
+    "explorer_targets": ("sort=output", 560),
+    "explorer_corpus": ("page=corpus&group_by=label", 1000),
+    "explorer_sample": ("page=sample&sample=467&k=4", 700),
+}
+"""Name of the picture: the view, and its height in pixels."""
+
+
+def main() -> None:
+    """Serve the explorer, and take one picture after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, default=Path("demo-output"))
+    folder = parser.parse_args().folder
+    stores = [str(folder / f"{name}.zarr") for name in ("train", "targets")]
+    with tempfile.TemporaryDirectory() as marks:
+        options = ["--samples", "trakdask.examples:digits", "--marks", f"{marks}/m.parquet"]
+        command = [sys.executable, "-m", "trakdask", "explore", *stores, *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                take(server.stdout.readline().strip())  # type: ignore[union-attr]
+            finally:
+                server.terminate()
+
+
+def take(url: str) -> None:
+    """Take all pictures in one browser."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page(color_scheme="light")
+        for name, (query, height) in SHOTS.items():
+            page.set_viewport_size({"width": WIDTH, "height": height})
+            page.goto(f"{url}?{query}")
+            page.wait_for_selector("section")
+            page.wait_for_selector("[aria-busy=true]", state="detached", timeout=120_000)
+            write(page, name)
+        browser.close()
+
+
+def write(page: Any, name: str) -> None:
+    """Write what the browser shows as a small PNG."""
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    path = HERE / "_static" / f"{name}.png"
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path.name}: {image.width} × {image.height}, {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
