@@ -35,7 +35,7 @@ class LinkedHTML(JSComponent):
     _stylesheets: ClassVar[Any] = [(_FOLDER / "explorer.css").read_text()]
 
     def __init__(self, **parameters: Any) -> None:
-        super().__init__(**parameters)
+        super().__init__(**parameters)  # type: ignore[no-untyped-call]
         self.told: Callable[[dict[str, Any]], None] | None = None
 
     def _handle_msg(self, msg: dict[str, Any]) -> None:

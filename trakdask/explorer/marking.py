@@ -58,6 +58,8 @@ def positions(explorer: Explorer, marks: Marks) -> pd.DataFrame:
     table = marks.table()
     index = pd.Index(explorer.sample_ids)
     found = index.isin(table[SAMPLE]).nonzero()[0]
+    if not len(found):  # pandas does not merge labels of one kind with none of another
+        return table.iloc[:0].assign(position=[], key=[])
     places = pd.DataFrame({SAMPLE: index[found], "position": found})
     joined = table.merge(places, on=SAMPLE)
     return joined.assign(key=joined["position"].astype(str) + " " + joined["mark"])

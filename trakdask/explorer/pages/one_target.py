@@ -105,13 +105,13 @@ def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
 
 def _card(explorer: Explorer, view: View, row: pd.Series, content: str, kind: str) -> str:
     position = int(row["sample"])
-    spread = "" if np.isnan(row["spread"]) else f" ± {number(row['spread'], 2)}"
-    score = f"{signed(row['score'])}{spread}"
+    spread = "" if np.isnan(row["spread"]) else f"± {number(row['spread'], 2)}"
     sample = view.replace(page="sample", sample=position, first=0)
     metadata = facts(row.drop(["sample", "score", "spread"]), view)
     name = link(sample, f"sample {position}", label=f"Training sample {position}")
     return (
-        f'<article class="card {kind}"><header><strong>{escape(score)}</strong>{name}</header>'
+        f'<article class="card {kind}"><header><span><strong>{signed(row["score"])}</strong> '
+        f'<span class="quiet">{spread}</span></span>{name}</header>'
         f'<div class="content">{content}</div>{metadata}{mark_buttons(explorer, position)}'
         "</article>"
     )
