@@ -98,6 +98,18 @@ def test_session__follows_links_forms_and_filters(explorer: Explorer) -> None:
     assert {i % 3 for i in samples} == {1}
 
 
+def test_session__shows_words_with_their_scores() -> None:
+    features = data(N, 0)
+    whole = features.feature.expand_dims(token=2, axis=1) / 2
+    text = np.array([["first ", SCRIPT]] * N, object)
+    parts = features.assign(feature=whole).assign_coords(text=(("sample", "token"), text))
+    explorer = td.explore(features, data(M, 1), parts=parts, damping=0.1, estimator="trak")
+    html = opened(explorer, View(page="target")).page.html
+    assert "Words that helped" in html
+    assert "first " in html
+    assert "<script" not in html
+
+
 def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
     html = opened(explorer, View.from_query("?target=x<b>")).page.html
     assert 'role="status"' in html

@@ -28,6 +28,15 @@ def data(n: int, seed: int) -> xr.Dataset:
     )
 
 
+def tokens_of(features: xr.Dataset) -> xr.Dataset:
+    """Return parts of the samples that have 0.7, -0.2 and 0.5 of their features."""
+    shares = xr.DataArray(np.array([0.7, -0.2, 0.5], np.float32), dims="token")
+    feature = (features.feature * shares).transpose("sample", "token", "proj_dim", "checkpoint")
+    text = [[f"sample {i} ", "of ", "<b>"] for i in range(features.sizes["sample"])]
+    parts = features.assign(feature=feature)
+    return parts.assign_coords(text=(("sample", "token"), np.array(text, object)))
+
+
 @pytest.fixture(scope="module")
 def features() -> xr.Dataset:
     return data(N, 0)
@@ -218,6 +227,18 @@ def test_questions__of_a_store_with_its_factors(
     scores = td.score(features, targets).values[:, 1]
     assert top["sample"].tolist() == np.argsort(-scores)[:5].tolist()
     np.testing.assert_allclose(top["score"], np.sort(scores)[::-1][:5], rtol=1e-4)
+
+
+def test_words__are_scores_of_tokens_that_add_up(features: xr.Dataset, targets: xr.Dataset) -> None:
+    parts = tokens_of(features)
+    questions = Questions(
+        features, targets, estimator="trak", damping=td.Absolute(LAMBDA), parts=parts
+    )
+    words = questions.words(View(target=7), np.array([5, 2]))
+    shares = np.array([0.7, -0.2, 0.5])
+    scores = expected(features, targets)[[5, 2], 7]
+    np.testing.assert_allclose(words.values, scores[:, None] * shares, rtol=1e-3)
+    assert words.text.values.tolist() == [["sample 5 ", "of ", "<b>"], ["sample 2 ", "of ", "<b>"]]
 
 
 def test_questions__on_a_cluster(

@@ -59,6 +59,8 @@ class Questions:
     ----------
     features, targets, estimator, power, damping, calibrate, learning_rates
         As in :func:`trakdask.score`; a view may ask for another estimator and λ.
+    parts
+        Features of the tokens of the training samples, if words are to have scores.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Questions:
         damping: Damping = "auto",
         calibrate: xr.Dataset | None = None,
         learning_rates: Any = None,
+        parts: xr.Dataset | None = None,
     ) -> None:
-        self.features, self.targets = features, targets
+        self.features, self.targets, self.parts = features, targets, parts
         self._attributions = Attributions(
             features, targets,
             estimator=estimator, power=power, damping=damping, calibrate=calibrate,
@@ -149,6 +152,18 @@ class Questions:
         is_there = position >= 0
         position, score = position[is_there], score[is_there]
         return self._ranked(position, score, self._spread(ready, view, position))
+
+    def words(self, view: View, position: np.ndarray) -> xr.DataArray:
+        """Return the scores of the tokens of some training samples for one target.
+
+        (sample, token), with the coord ``text``; they add up to the scores of the samples.
+        """
+        assert self.parts is not None
+        ready = self.ready(view)
+        parts = self.parts.sel({CHECKPOINT: ready.features[CHECKPOINT].values})
+        of = parts.isel({SAMPLE: position})
+        scores = td.score(ready.features, self._target(ready, view), of=of, **ready.options)
+        return computed(scores.isel({TARGET: 0}))
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+import trakdask as td
 from trakdask.explorer.filters import joined
 from trakdask.explorer.metadata import few_values
 from trakdask.explorer.pages.controls import (
@@ -31,11 +32,15 @@ from trakdask.explorer.pages.html import (
 )
 from trakdask.explorer.pages.section import Section
 from trakdask.explorer.state import View
+from trakdask.variables import SAMPLE
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
 __all__ = ["MOST_GROUPS", "groups_of", "sections"]
+
+_TEXTS = 5
+"""How many samples have their words coloured."""
 
 MOST_GROUPS = 1000
 _SHOWN_GROUPS = 24
@@ -56,6 +61,7 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
             "Most harmful", "Training on these samples lowered the output of the target most.",
             lambda: _ranked(explorer, view, largest=False), "half",
         ),
+        *_words_sections(explorer, view),
         Section(
             "Sums by group", "Scores of this target, added up over the training samples of a group."
             " Choose a group to see its samples only.", lambda: _groups(explorer, view), "half",
@@ -101,6 +107,31 @@ def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
     )
     spread = f", {word('±')} its standard error" if table["spread"].notna().any() else ""
     return f'<p class="note">{word("score")}{spread}</p><div class="cards">{cards}</div>'
+
+
+def _words_sections(explorer: Explorer, view: View) -> list[Section]:
+    """Return the sections of words, if tokens have features."""
+    if explorer.parts is None:
+        return []
+    return [
+        Section(
+            f"Words that {kind}", f"The words of the samples that {kind} most, coloured by their "
+            "own scores, which add up to those of the samples.",
+            lambda largest=largest: _words(explorer, view, largest=largest), "half",  # type: ignore[misc]
+        )
+        for kind, largest in (("helped", True), ("harmed", False))
+    ]  # fmt: skip
+
+
+def _words(explorer: Explorer, view: View, *, largest: bool) -> str:
+    shown = view.replace(k=min(view.k, _TEXTS))
+    position = explorer.questions.top(shown, largest=largest)["sample"].to_numpy()
+    if not len(position):
+        return note("No training sample meets the condition.")
+    scores = explorer.questions.words(view, position)
+    named = scores.assign_coords(shown_as=(SAMPLE, [f"sample {i}" for i in position]))
+    made: str = td.plots.text(named, label="shown_as")._repr_html_()
+    return made
 
 
 def _card(explorer: Explorer, view: View, row: pd.Series, content: str, kind: str) -> str:
