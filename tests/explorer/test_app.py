@@ -74,13 +74,16 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
 
 
 def test_session__shows_the_answers_of_its_questions(explorer: Explorer) -> None:
-    session = opened(explorer, View(page="target", target=4, k=7))
+    session = opened(explorer, View(page="target", target=4, k=7, group_by="source"))
     ranked = [view.sample for view in links(session) if view.page == "sample"]
     best, worst = (
         explorer.questions.top(session.view, largest=largest)["sample"].tolist()
         for largest in (True, False)
     )
     assert ranked == best + worst
+    assert "20 samples" in session.page.html  # of each of three sources
+    filters = {view.where for view in links(session)}
+    assert {"label == 0", "label == 1"} <= filters
     assert "data:image/png" in session.page.html
 
 

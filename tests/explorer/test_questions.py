@@ -166,6 +166,7 @@ def test_sample__has_its_self_influence(questions: Questions, features: xr.Datas
     facts = questions.sample(View(sample=17))
     assert facts["self_influence"] == pytest.approx(own_influence(features)[17], rel=1e-5)
     assert facts["source"] == features.source.values[17]
+    assert isinstance(facts["label"], int)
     assert facts["output"] == pytest.approx(features.output.values[17].mean())
 
 

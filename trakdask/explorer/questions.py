@@ -133,7 +133,7 @@ class Questions:
     def target(self, position: int) -> pd.Series:
         """Return what the table of targets has about one of them."""
         _require_position(position, len(self._target_table), TARGET)
-        return self._target_table.iloc[position]
+        return _row(self._target_table, position)
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -223,7 +223,7 @@ class Questions:
             corpus.self_influence(ready, one).data, one["output"].data, one["out_to_loss"].data
         )
         facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
-        row: pd.Series[Any] = self.metadata.iloc[view.sample].astype(object)
+        row = _row(self.metadata, view.sample)
         whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
         return whole
 
@@ -327,6 +327,11 @@ def _scores_of_sample(ready: Ready, position: int) -> da.Array:
         weight = da.where(weight < 0, -1.0, 1.0) / da.sqrt(leverage)
     scores: da.Array = products * weight
     return scores
+
+
+def _row(table: pd.DataFrame, position: int) -> pd.Series[Any]:
+    """Return a row in which integers are still integers."""
+    return table.iloc[[position]].astype(object).iloc[0]
 
 
 def _require_position(position: int, n: int, what: str) -> None:

@@ -99,7 +99,7 @@ def _ranking(explorer: Explorer, view: View) -> str:
     cards = "".join(
         _card(explorer, view, position, row, content)
         for position, (_, row), content in zip(
-            table.index.tolist(), table.iterrows(), contents, strict=True
+            table.index.tolist(), table.astype(object).iterrows(), contents, strict=True
         )
     )
     pages = pager(view, len(table), page.found, ROWS)

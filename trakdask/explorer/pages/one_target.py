@@ -103,7 +103,7 @@ def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
     kind = "helpful" if largest else "harmful"
     cards = "".join(
         _card(explorer, view, row, content, kind)
-        for (_, row), content in zip(table.iterrows(), contents, strict=True)
+        for (_, row), content in zip(table.astype(object).iterrows(), contents, strict=True)
     )
     spread = f", {word('±')} its standard error" if table["spread"].notna().any() else ""
     return f'<p class="note">{word("score")}{spread}</p><div class="cards">{cards}</div>'
@@ -169,7 +169,7 @@ def _groups(explorer: Explorer, view: View) -> str:
     ends = table if len(table) <= _SHOWN_GROUPS else pd.concat([table[:half], table[-half:]])
     rows = [
         (_group_link(view, by, row[by]), float(row["score"]), f"{row['samples']:,} samples")
-        for _, row in ends.iterrows()
+        for _, row in ends.astype(object).iterrows()
     ]
     left_out = len(table) - len(ends)
     more = note(f"{left_out:,} groups between them are not shown.") if left_out else ""
