@@ -23,7 +23,7 @@ from trakdask.attribution.groups import group_codes
 from trakdask.explorer import corpus, duplicates
 from trakdask.explorer.attributions import Attributions, Ready
 from trakdask.explorer.computing import compute, computed
-from trakdask.explorer.metadata import condition_mask, metadata, searched
+from trakdask.explorer.metadata import condition_mask, few_values, metadata, searched
 from trakdask.explorer.state import View
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET
 
@@ -31,6 +31,9 @@ __all__ = ["ROWS", "Histogram", "Questions", "TargetsPage"]
 
 ROWS = 25
 """Rows of a page of a table."""
+
+MOST_GROUPS = 1000
+MOST_COLUMNS = 40
 
 _BINS = 60
 
@@ -92,6 +95,16 @@ class Questions:
     def target_metadata(self) -> pd.DataFrame:
         """The coords of the targets, by position."""
         return metadata(self.targets)
+
+    @cached_property
+    def groupings(self) -> list[str]:
+        """The coords of the training samples that have from 2 to 1,000 different values."""
+        return few_values(self.metadata, MOST_GROUPS)
+
+    @cached_property
+    def target_groupings(self) -> list[str]:
+        """The coords of the targets that have from 2 to 40 different values."""
+        return few_values(self.target_metadata, MOST_COLUMNS)
 
     @cached_property
     def checkpoints(self) -> list[str]:
@@ -252,9 +265,11 @@ class Questions:
         """Return mean scores of groups of training samples (rows) and of targets (columns).
 
         An entry is the sum of the scores of the group's samples for one target, averaged over the
-        targets of a group: those that share the value of the coord ``across`` of the targets.
+        targets of a group: those that share the value of the coord ``across`` of the targets. A
+        cosine has no mean over targets, so under ``"grad_cos"`` columns are the first targets.
         """
         ready = self.ready(view)
+        across = "" if ready.estimator.name == "grad_cos" else across
         targets, names = corpus.mean_targets(ready.targets, across)
         sums = computed(td.group_score(ready.features, targets, by=view.group_by, **ready.options))
         index = pd.Index(sums[view.group_by].values, name=view.group_by)

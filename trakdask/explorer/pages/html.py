@@ -87,7 +87,8 @@ def value(x: Any) -> str:
     ('&lt;b&gt;', '3.142', '20240131', '3')
     """
     if isinstance(x, (float, np.floating)):
-        return number(float(x), 4 if abs(x) < _LARGE else 12)
+        real = float(x)
+        return number(real, 4 if abs(real) < _LARGE else 12)
     text = str(x)
     return escape(text if len(text) <= 80 else f"{text[:79]}…")
 

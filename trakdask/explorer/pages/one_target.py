@@ -10,7 +10,6 @@ import pandas as pd
 
 import trakdask as td
 from trakdask.explorer.filters import joined
-from trakdask.explorer.metadata import few_values
 from trakdask.explorer.pages.controls import (
     equals,
     facts,
@@ -37,12 +36,11 @@ from trakdask.variables import SAMPLE
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
-__all__ = ["MOST_GROUPS", "groups_of", "sections"]
+__all__ = ["groups_of", "sections"]
 
 _TEXTS = 5
 """How many samples have their words coloured."""
 
-MOST_GROUPS = 1000
 _SHOWN_GROUPS = 24
 
 
@@ -150,7 +148,7 @@ def _card(explorer: Explorer, view: View, row: pd.Series, content: str, kind: st
 
 def groups_of(explorer: Explorer, view: View) -> tuple[str, dict[str, str]]:
     """Return the coord to group by, "" if none is fit for it, and all that are."""
-    names = few_values(explorer.questions.metadata, MOST_GROUPS)
+    names = explorer.questions.groupings
     chosen = view.group_by if view.group_by in names else (names[0] if names else "")
     return chosen, {name: name for name in names}
 
