@@ -74,13 +74,16 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
 
 
 def test_session__shows_the_answers_of_its_questions(explorer: Explorer) -> None:
-    session = opened(explorer, View(page="target", target=4, k=7))
+    session = opened(explorer, View(page="target", target=4, k=7, group_by="source"))
     ranked = [view.sample for view in links(session) if view.page == "sample"]
     best, worst = (
         explorer.questions.top(session.view, largest=largest)["sample"].tolist()
         for largest in (True, False)
     )
     assert ranked == best + worst
+    assert "20 samples" in session.page.html  # of each of three sources
+    filters = {view.where for view in links(session)}
+    assert {"label == 0", "label == 1"} <= filters
     assert "data:image/png" in session.page.html
 
 
@@ -96,6 +99,18 @@ def test_session__follows_links_forms_and_filters(explorer: Explorer) -> None:
     samples = [view.sample for view in links(session) if view.page == "sample"]
     assert samples
     assert {i % 3 for i in samples} == {1}
+
+
+def test_session__shows_words_with_their_scores() -> None:
+    features = data(N, 0)
+    whole = features.feature.expand_dims(token=2, axis=1) / 2
+    text = np.array([["first ", SCRIPT]] * N, object)
+    parts = features.assign(feature=whole).assign_coords(text=(("sample", "token"), text))
+    explorer = td.explore(features, data(M, 1), parts=parts, damping=0.1, estimator="trak")
+    html = opened(explorer, View(page="target")).page.html
+    assert "Words that helped" in html
+    assert "first " in html
+    assert "<script" not in html
 
 
 def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:

@@ -28,6 +28,15 @@ def data(n: int, seed: int) -> xr.Dataset:
     )
 
 
+def tokens_of(features: xr.Dataset) -> xr.Dataset:
+    """Return parts of the samples that have 0.7, -0.2 and 0.5 of their features."""
+    shares = xr.DataArray(np.array([0.7, -0.2, 0.5], np.float32), dims="token")
+    feature = (features.feature * shares).transpose("sample", "token", "proj_dim", "checkpoint")
+    text = [[f"sample {i} ", "of ", "<b>"] for i in range(features.sizes["sample"])]
+    parts = features.assign(feature=feature)
+    return parts.assign_coords(text=(("sample", "token"), np.array(text, object)))
+
+
 @pytest.fixture(scope="module")
 def features() -> xr.Dataset:
     return data(N, 0)
@@ -157,6 +166,7 @@ def test_sample__has_its_self_influence(questions: Questions, features: xr.Datas
     facts = questions.sample(View(sample=17))
     assert facts["self_influence"] == pytest.approx(own_influence(features)[17], rel=1e-5)
     assert facts["source"] == features.source.values[17]
+    assert isinstance(facts["label"], int)
     assert facts["output"] == pytest.approx(features.output.values[17].mean())
 
 
@@ -167,6 +177,9 @@ def test_heatmap__is_a_mean_over_targets_of_sums_over_samples(
     scores = pd.DataFrame(expected(features, targets)).groupby(features.source.values).sum()
     means = scores.T.groupby(targets.label.values).mean().T
     np.testing.assert_allclose(heat.values, means.values, rtol=1e-3, atol=1e-6)
+    cosines = questions.heatmap(View(group_by="source", estimator="grad_cos"), across="label")
+    of_first = td.group_score(features, targets, by="source", estimator="grad_cos").values
+    np.testing.assert_allclose(cosines.values, of_first[:, : cosines.shape[1]], rtol=1e-3)
     first = questions.heatmap(View(group_by="source"))
     np.testing.assert_allclose(first.values, scores.values[:, : first.shape[1]], rtol=1e-3)
 
@@ -218,6 +231,18 @@ def test_questions__of_a_store_with_its_factors(
     scores = td.score(features, targets).values[:, 1]
     assert top["sample"].tolist() == np.argsort(-scores)[:5].tolist()
     np.testing.assert_allclose(top["score"], np.sort(scores)[::-1][:5], rtol=1e-4)
+
+
+def test_words__are_scores_of_tokens_that_add_up(features: xr.Dataset, targets: xr.Dataset) -> None:
+    parts = tokens_of(features)
+    questions = Questions(
+        features, targets, estimator="trak", damping=td.Absolute(LAMBDA), parts=parts
+    )
+    words = questions.words(View(target=7), np.array([5, 2]))
+    shares = np.array([0.7, -0.2, 0.5])
+    scores = expected(features, targets)[[5, 2], 7]
+    np.testing.assert_allclose(words.values, scores[:, None] * shares, rtol=1e-3)
+    assert words.text.values.tolist() == [["sample 5 ", "of ", "<b>"], ["sample 2 ", "of ", "<b>"]]
 
 
 def test_questions__on_a_cluster(

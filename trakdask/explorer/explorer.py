@@ -25,7 +25,7 @@ from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
 from trakdask.plots.images import Normalize, require_normalize
 from trakdask.provenance import require_comparable
-from trakdask.variables import SAMPLE, validate
+from trakdask.variables import SAMPLE, TOKEN, validate
 
 __all__ = ["Explorer", "explore"]
 
@@ -44,6 +44,7 @@ class Explorer:
     targets: xr.Dataset
     samples: xr.Dataset | None
     target_samples: xr.Dataset | None
+    parts: xr.Dataset | None
     marks: Marks | None
     estimator: Estimator
     power: float
@@ -68,7 +69,7 @@ class Explorer:
         return Questions(
             self.features, self.targets,
             estimator=self.estimator, power=self.power, damping=self.damping,
-            calibrate=self.calibrate, learning_rates=self.learning_rates,
+            calibrate=self.calibrate, learning_rates=self.learning_rates, parts=self.parts,
         )  # fmt: skip
 
     @cached_property
@@ -118,6 +119,7 @@ def explore(
     *,
     samples: xr.Dataset | None = None,
     target_samples: xr.Dataset | None = None,
+    parts: xr.Dataset | None = None,
     marks: Marks | str | os.PathLike[str] | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: float = DEFAULT_POWER,
@@ -143,6 +145,9 @@ def explore(
     samples, target_samples
         The samples that they are the features of, in the same order. From their variables images
         and texts are shown, of the few samples that are on a page.
+    parts
+        Features of the tokens of the training samples, of :func:`featurize_parts` with ``text=``:
+        then the words of the samples that helped and harmed a target are coloured by their scores.
     marks
         What people say about training samples, which pages then have buttons for:
         ``td.Marks.beside("train.zarr")``, or the path of another file for samples with labels.
@@ -199,6 +204,7 @@ def explore(
     gather_options(features, estimator, power, damping, calibrate, None, learning_rates)
     _require_samples(samples, features, "samples")
     _require_samples(target_samples, targets, "target_samples")
+    _require_parts(parts, features)
     if text is not None and not callable(text):
         raise TypeError(
             f"expected text as a function of a token id, got {shown(text)}; try "
@@ -209,9 +215,24 @@ def explore(
     if kept is not None:
         kept.ids(features)  # now, rather than when somebody opens a page
     return Explorer(
-        features, targets, samples, target_samples, kept, estimator, power, damping,
+        features, targets, samples, target_samples, parts, kept, estimator, power, damping,
         calibrate, learning_rates, text, normalize, cmap, active_client(),
     )  # fmt: skip
+
+
+def _require_parts(parts: object, features: xr.Dataset) -> None:
+    """Check that parts are the tokens of the samples of the features, with their texts."""
+    if parts is None:
+        return
+    remedy = "try td.featurize_parts(samples, model, parts='token', text=tokenizer.decode)"
+    _require_samples(parts, features, "parts")
+    assert isinstance(parts, xr.Dataset)
+    if TOKEN not in parts.dims or "text" not in parts.coords:
+        raise ValueError(
+            f"expected parts with the dimension {TOKEN!r} and the coord 'text', got "
+            f"{dict(parts.sizes)} and {sorted(map(str, parts.coords))}; {remedy}"
+        )
+    require_comparable(features, parts, name="parts'")
 
 
 def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:

@@ -23,7 +23,7 @@ from trakdask.attribution.groups import group_codes
 from trakdask.explorer import corpus, duplicates
 from trakdask.explorer.attributions import Attributions, Ready
 from trakdask.explorer.computing import compute, computed
-from trakdask.explorer.metadata import condition_mask, metadata, searched
+from trakdask.explorer.metadata import condition_mask, few_values, metadata, searched
 from trakdask.explorer.state import View
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET
 
@@ -31,6 +31,9 @@ __all__ = ["ROWS", "Histogram", "Questions", "TargetsPage"]
 
 ROWS = 25
 """Rows of a page of a table."""
+
+MOST_GROUPS = 1000
+MOST_COLUMNS = 40
 
 _BINS = 60
 
@@ -59,6 +62,8 @@ class Questions:
     ----------
     features, targets, estimator, power, damping, calibrate, learning_rates
         As in :func:`trakdask.score`; a view may ask for another estimator and λ.
+    parts
+        Features of the tokens of the training samples, if words are to have scores.
     """
 
     def __init__(
@@ -71,8 +76,9 @@ class Questions:
         damping: Damping = "auto",
         calibrate: xr.Dataset | None = None,
         learning_rates: Any = None,
+        parts: xr.Dataset | None = None,
     ) -> None:
-        self.features, self.targets = features, targets
+        self.features, self.targets, self.parts = features, targets, parts
         self._attributions = Attributions(
             features, targets,
             estimator=estimator, power=power, damping=damping, calibrate=calibrate,
@@ -89,6 +95,16 @@ class Questions:
     def target_metadata(self) -> pd.DataFrame:
         """The coords of the targets, by position."""
         return metadata(self.targets)
+
+    @cached_property
+    def groupings(self) -> list[str]:
+        """The coords of the training samples that have from 2 to 1,000 different values."""
+        return few_values(self.metadata, MOST_GROUPS)
+
+    @cached_property
+    def target_groupings(self) -> list[str]:
+        """The coords of the targets that have from 2 to 40 different values."""
+        return few_values(self.target_metadata, MOST_COLUMNS)
 
     @cached_property
     def checkpoints(self) -> list[str]:
@@ -130,7 +146,7 @@ class Questions:
     def target(self, position: int) -> pd.Series:
         """Return what the table of targets has about one of them."""
         _require_position(position, len(self._target_table), TARGET)
-        return self._target_table.iloc[position]
+        return _row(self._target_table, position)
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -149,6 +165,18 @@ class Questions:
         is_there = position >= 0
         position, score = position[is_there], score[is_there]
         return self._ranked(position, score, self._spread(ready, view, position))
+
+    def words(self, view: View, position: np.ndarray) -> xr.DataArray:
+        """Return the scores of the tokens of some training samples for one target.
+
+        (sample, token), with the coord ``text``; they add up to the scores of the samples.
+        """
+        assert self.parts is not None
+        ready = self.ready(view)
+        parts = self.parts.sel({CHECKPOINT: ready.features[CHECKPOINT].values})
+        of = parts.isel({SAMPLE: position})
+        scores = td.score(ready.features, self._target(ready, view), of=of, **ready.options)
+        return computed(scores.isel({TARGET: 0}))
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.
@@ -208,7 +236,7 @@ class Questions:
             corpus.self_influence(ready, one).data, one["output"].data, one["out_to_loss"].data
         )
         facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
-        row: pd.Series[Any] = self.metadata.iloc[view.sample].astype(object)
+        row = _row(self.metadata, view.sample)
         whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
         return whole
 
@@ -237,9 +265,11 @@ class Questions:
         """Return mean scores of groups of training samples (rows) and of targets (columns).
 
         An entry is the sum of the scores of the group's samples for one target, averaged over the
-        targets of a group: those that share the value of the coord ``across`` of the targets.
+        targets of a group: those that share the value of the coord ``across`` of the targets. A
+        cosine has no mean over targets, so under ``"grad_cos"`` columns are the first targets.
         """
         ready = self.ready(view)
+        across = "" if ready.estimator.name == "grad_cos" else across
         targets, names = corpus.mean_targets(ready.targets, across)
         sums = computed(td.group_score(ready.features, targets, by=view.group_by, **ready.options))
         index = pd.Index(sums[view.group_by].values, name=view.group_by)
@@ -312,6 +342,11 @@ def _scores_of_sample(ready: Ready, position: int) -> da.Array:
         weight = da.where(weight < 0, -1.0, 1.0) / da.sqrt(leverage)
     scores: da.Array = products * weight
     return scores
+
+
+def _row(table: pd.DataFrame, position: int) -> pd.Series[Any]:
+    """Return a row in which integers are still integers."""
+    return table.iloc[[position]].astype(object).iloc[0]
 
 
 def _require_position(position: int, n: int, what: str) -> None:

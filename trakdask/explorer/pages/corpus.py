@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from trakdask.explorer.metadata import few_values
 from trakdask.explorer.pages.controls import facts, filter_form, mark_buttons, settings_form, word
 from trakdask.explorer.pages.html import (
     columns,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["sections"]
 
-_MOST_COLUMNS = 40
 _MOST_ROWS = 60
 _MOST_DUPLICATES = 100
 
@@ -76,9 +74,10 @@ def _heatmap(explorer: Explorer, view: View) -> str:
     choice = form(
         view, option_field("group_by", by, "Group by", names), ["group_by"], button="Show"
     )
-    columns_by = few_values(explorer.questions.target_metadata, _MOST_COLUMNS)
+    columns_by = explorer.questions.target_groupings
     across = by if by in columns_by else (columns_by[0] if columns_by else "")
     heat = explorer.questions.heatmap(view.replace(group_by=by), across)
+    across = str(heat.columns.name or "")
     strongest = heat.abs().max(axis=1).sort_values(ascending=False).index[:_MOST_ROWS]
     shown = heat.loc[heat.index.isin(strongest)]
     unit = unit_of(shown.to_numpy())
@@ -99,7 +98,7 @@ def _ranking(explorer: Explorer, view: View) -> str:
     cards = "".join(
         _card(explorer, view, position, row, content)
         for position, (_, row), content in zip(
-            table.index.tolist(), table.iterrows(), contents, strict=True
+            table.index.tolist(), table.astype(object).iterrows(), contents, strict=True
         )
     )
     pages = pager(view, len(table), page.found, ROWS)

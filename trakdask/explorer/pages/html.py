@@ -31,6 +31,10 @@ __all__ = [
 ]
 
 
+_LARGE = 10_000
+"""Numbers that are larger are shown with all digits: they may be names of something."""
+
+
 def link(view: View, text: object, *, html: str = "", kind: str = "", label: str = "") -> str:
     """Return a link to a view, with a text, or with HTML that is escaped already."""
     shown = html or escape(str(text))
@@ -79,11 +83,12 @@ def value(x: Any) -> str:
 
     Examples
     --------
-    >>> value("<b>"), value(3.14159), value(np.int64(3))
-    ('&lt;b&gt;', '3.142', '3')
+    >>> value("<b>"), value(3.14159), value(20240131.0), value(np.int64(3))
+    ('&lt;b&gt;', '3.142', '20240131', '3')
     """
     if isinstance(x, (float, np.floating)):
-        return number(float(x), 4)
+        real = float(x)
+        return number(real, 4 if abs(real) < _LARGE else 12)
     text = str(x)
     return escape(text if len(text) <= 80 else f"{text[:79]}…")
 

@@ -52,7 +52,7 @@ def _targets(explorer: Explorer, view: View) -> str:
     cards = "".join(
         _card(view, position, row, content)
         for position, (_, row), content in zip(
-            table.index.tolist(), table.iterrows(), contents, strict=True
+            table.index.tolist(), table.astype(object).iterrows(), contents, strict=True
         )
     )
     return f'<p class="note">{word("score")}, best first</p><div class="cards">{cards}</div>'

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+import trakdask as td
 from trakdask.explorer.filters import joined
-from trakdask.explorer.metadata import few_values
 from trakdask.explorer.pages.controls import (
     equals,
     facts,
@@ -31,13 +31,16 @@ from trakdask.explorer.pages.html import (
 )
 from trakdask.explorer.pages.section import Section
 from trakdask.explorer.state import View
+from trakdask.variables import SAMPLE
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
-__all__ = ["MOST_GROUPS", "groups_of", "sections"]
+__all__ = ["groups_of", "sections"]
 
-MOST_GROUPS = 1000
+_TEXTS = 5
+"""How many samples have their words coloured."""
+
 _SHOWN_GROUPS = 24
 
 
@@ -56,6 +59,7 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
             "Most harmful", "Training on these samples lowered the output of the target most.",
             lambda: _ranked(explorer, view, largest=False), "half",
         ),
+        *_words_sections(explorer, view),
         Section(
             "Sums by group", "Scores of this target, added up over the training samples of a group."
             " Choose a group to see its samples only.", lambda: _groups(explorer, view), "half",
@@ -97,10 +101,35 @@ def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
     kind = "helpful" if largest else "harmful"
     cards = "".join(
         _card(explorer, view, row, content, kind)
-        for (_, row), content in zip(table.iterrows(), contents, strict=True)
+        for (_, row), content in zip(table.astype(object).iterrows(), contents, strict=True)
     )
     spread = f", {word('±')} its standard error" if table["spread"].notna().any() else ""
     return f'<p class="note">{word("score")}{spread}</p><div class="cards">{cards}</div>'
+
+
+def _words_sections(explorer: Explorer, view: View) -> list[Section]:
+    """Return the sections of words, if tokens have features."""
+    if explorer.parts is None:
+        return []
+    return [
+        Section(
+            f"Words that {kind}", f"The words of the samples that {kind} most, coloured by their "
+            "own scores, which add up to those of the samples.",
+            lambda largest=largest: _words(explorer, view, largest=largest), "half",  # type: ignore[misc]
+        )
+        for kind, largest in (("helped", True), ("harmed", False))
+    ]  # fmt: skip
+
+
+def _words(explorer: Explorer, view: View, *, largest: bool) -> str:
+    shown = view.replace(k=min(view.k, _TEXTS))
+    position = explorer.questions.top(shown, largest=largest)["sample"].to_numpy()
+    if not len(position):
+        return note("No training sample meets the condition.")
+    scores = explorer.questions.words(view, position)
+    named = scores.assign_coords(shown_as=(SAMPLE, [f"sample {i}" for i in position]))
+    made: str = td.plots.text(named, label="shown_as")._repr_html_()
+    return made
 
 
 def _card(explorer: Explorer, view: View, row: pd.Series, content: str, kind: str) -> str:
@@ -119,7 +148,7 @@ def _card(explorer: Explorer, view: View, row: pd.Series, content: str, kind: st
 
 def groups_of(explorer: Explorer, view: View) -> tuple[str, dict[str, str]]:
     """Return the coord to group by, "" if none is fit for it, and all that are."""
-    names = few_values(explorer.questions.metadata, MOST_GROUPS)
+    names = explorer.questions.groupings
     chosen = view.group_by if view.group_by in names else (names[0] if names else "")
     return chosen, {name: name for name in names}
 
@@ -138,7 +167,7 @@ def _groups(explorer: Explorer, view: View) -> str:
     ends = table if len(table) <= _SHOWN_GROUPS else pd.concat([table[:half], table[-half:]])
     rows = [
         (_group_link(view, by, row[by]), float(row["score"]), f"{row['samples']:,} samples")
-        for _, row in ends.iterrows()
+        for _, row in ends.astype(object).iterrows()
     ]
     left_out = len(table) - len(ends)
     more = note(f"{left_out:,} groups between them are not shown.") if left_out else ""
