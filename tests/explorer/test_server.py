@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
@@ -10,14 +9,14 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import xarray as xr
-from tornado.httpclient import HTTPClientError, HTTPRequest
-from tornado.websocket import websocket_connect
 
 import trakdask as td
 from tests.explorer.browser import served
@@ -81,21 +80,24 @@ def test_server__icons_need_no_token_and_say_nothing(url: str) -> None:
 
 def test_server__websocket_needs_the_token(url: str) -> None:
     parts = urlsplit(url)
+    headers = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Origin": f"http://{parts.netloc}",
+        "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+        "Sec-WebSocket-Protocol": "bokeh, none",
+        "Sec-WebSocket-Version": "13",
+    }
 
-    async def connect(path: str) -> int:
-        at = HTTPRequest(
-            f"ws://{parts.netloc}{path}ws", headers={"Origin": f"http://{parts.netloc}"}
-        )
-        try:
-            connection = await websocket_connect(at, subprotocols=["bokeh", "none"])
-        except HTTPClientError as err:
-            return err.code
-        connection.close()
-        return 101
+    def status(path: str) -> int:
+        with closing(HTTPConnection(parts.netloc, timeout=240)) as connection:
+            connection.request("GET", f"{path}ws", headers=headers)
+            with connection.getresponse() as response:
+                return response.status
 
-    assert asyncio.run(connect("/")) == 403
-    assert asyncio.run(connect("/wrong/")) == 403
-    assert asyncio.run(connect(parts.path)) == 101
+    assert status("/") == 403
+    assert status("/wrong/") == 403
+    assert status(parts.path) == 101
 
 
 def test_server__listens_on_this_machine_only_and_has_another_token_each_time(url: str) -> None:
