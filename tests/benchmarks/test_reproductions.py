@@ -127,7 +127,7 @@ def printed(script: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if len(row) > 1}
 
 
-@pytest.mark.parametrize(("script", "n_rows"), [("reproduce_wine", 9), ("reproduce_removal", 6)])
+@pytest.mark.parametrize(("script", "n_rows"), [("reproduce_wine", 11), ("reproduce_removal", 6)])
 def test_page__shows_what_was_printed(script: str, n_rows: int) -> None:
     known = printed(script)
     page = PAGE.read_text("utf-8").replace("−", "-").splitlines()

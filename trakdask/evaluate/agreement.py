@@ -68,8 +68,10 @@ def randomization_check(
     Notes
     -----
     Scores that explain what the model has learnt must change when it forgets: the correlation
-    should be near 0. A high one says that the scores depend on the inputs or labels alone. Some of
-    it is to be expected, as similar inputs have similar gradients in any network.
+    should be near 0. A high one says that the scores depend on the inputs or labels alone. That is
+    so by construction in linear models, whose gradients are their inputs, and to some extent in any
+    network, as similar inputs have similar gradients. What labels add can be taken out:
+    ``scores.where(scores.label == scores.target_label)`` ranks samples of the same class only.
 
     A sample with a NaN in one of the arrays is left out for that target. Cost: one pass over each
     array and a sort per target and model. Memory: all scores of one chunk of targets at a time.
