@@ -46,6 +46,29 @@ def test_randomization_check__of_one_model_that_knows_nothing() -> None:
     assert result.interval[0] < 0 < result.interval[1]
 
 
+def test_randomization_check__within_the_class() -> None:
+    """Scores of other classes are left out; random scores of the same labels then agree no more."""
+    label, target_label = RNG.integers(2, size=N), RNG.integers(2, size=M)
+    same = xr.DataArray(label[:, None] == target_label, dims=("sample", "target"))
+    one, other = (
+        same * 5 + xr.DataArray(RNG.standard_normal((N, M)), dims=("sample", "target"))
+        for _ in range(2)
+    )
+    everywhere = td.evaluate.randomization_check(one, other).compute()
+    within = td.evaluate.randomization_check(one.where(same), other).compute()
+    assert float(everywhere.correlation_mean) > 0.6
+    assert within.interval[0] < 0 < within.interval[1]
+    expected = stats.spearmanr(one[same[:, 3].values, 3], other[same[:, 3].values, 3]).statistic
+    np.testing.assert_allclose(within.correlation[3], expected)
+
+
+@pytest.mark.usefixtures("client")
+def test_seed_agreement__schedulers_are_invisible() -> None:
+    result = td.evaluate.seed_agreement(RUNS.chunk(sample=30, target=3, run=1), "run")
+    on_cluster = result.compute()
+    xr.testing.assert_identical(result.compute(scheduler="synchronous"), on_cluster)
+
+
 def test_seed_agreement__of_every_pair() -> None:
     with raise_if_dask_computes():
         lazy = td.evaluate.seed_agreement(RUNS.chunk(sample=30, target=3, run=1), "run")

@@ -77,6 +77,14 @@ def test_class_detection__chunks_are_invisible() -> None:
     xr.testing.assert_identical(one, other)
 
 
+@pytest.mark.usefixtures("client")
+def test_class_detection__schedulers_are_invisible() -> None:
+    result = td.evaluate.class_detection(in_chunks(SCORES, 7, 5), resamples=20)
+    on_cluster = result.compute()
+    for scheduler in ("synchronous", "threads"):
+        xr.testing.assert_identical(result.compute(scheduler=scheduler), on_cluster)
+
+
 def test_class_detection__of_several_estimators() -> None:
     several = xr.concat([SCORES, -SCORES, SCORES], xr.Variable("estimator", ["a", "b", "c"]))
     result = td.evaluate.class_detection(several, resamples=20).compute()
