@@ -121,9 +121,9 @@ def class_detection(
     more = scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _detected, values, counts, options, variables=_detection_variables(scores, len(counts))
-    )
-    result["chance"] = (TARGET,), chance, {"description": "auc and precision of a random order"}
+        _detected, values, chance, len(counts), options,
+        variables=_detection_variables(scores, len(counts)),
+    )  # fmt: skip
     coords = {**coords_along(scores, TARGET, *more), K: counts, BOUND: BOUNDS}
     return result.assign_coords(coords).assign_attrs(by=by, within=within or "")
 
@@ -207,10 +207,9 @@ def shortcut_detection(
     more = scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _shortcut, values, is_marked, options, variables=_shortcut_variables(scores)
-    )
-    chance = positive.mean(dtype=np.float64)
-    result["chance"] = (), chance, {"description": "auprc of a random order"}
+        _shortcut, values, is_marked, positive.mean(), options,
+        variables=_shortcut_variables(scores),
+    )  # fmt: skip
     coords = {**coords_along(scores, TARGET, *more), BOUND: BOUNDS}
     return result.assign_coords(coords).assign_attrs(by=by)
 
@@ -228,7 +227,8 @@ def _counts(ks: object, n: int) -> list[int]:
 def _detection_variables(scores: xr.DataArray, n_counts: int) -> dict[str, Any]:
     more = scores.dims[2:]
     m, sizes = scores.sizes[TARGET], tuple(scores.sizes[dim] for dim in more)
-    variables: dict[str, Any] = {}
+    random = "share of the ranked samples that is of the target's class"
+    variables: dict[str, Any] = {"chance": ((TARGET,), (m,), random)}
     for name, of_k, description in (
         ("auc", False, "probability that a sample of the target's class has the higher score"),
         ("reciprocal_rank", False, "1 / rank of the first sample of the target's class"),
@@ -244,20 +244,20 @@ def _detection_variables(scores: xr.DataArray, n_counts: int) -> dict[str, Any]:
 
 
 def _detected(
-    values: np.ndarray, counts: list[int], options: dict[str, Any]
+    values: np.ndarray, chance: np.ndarray, n_counts: int, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Compute all results of values (target, ..., statistic)."""
     _require_some(values)
-    values, n = np.moveaxis(values, -1, 1), len(counts)
+    values = np.moveaxis(values, -1, 1)
     means, interval = arrays.intervals.bootstrap_mean(values, **options)
-    precision, recall = slice(2, 2 + n), slice(2 + n, None)
+    precision, recall = slice(2, 2 + n_counts), slice(2 + n_counts, None)
     parts: dict[str, Any] = {
         "auc": 0,
         "reciprocal_rank": 1,
         "precision": precision,
         "recall": recall,
     }
-    results: dict[str, np.ndarray] = {}
+    results = {"chance": chance}
     for name, part in parts.items():
         results |= {name: values[:, part], f"{name}_mean": means[part]}
         results[f"{name}_interval"] = interval[:, part]
@@ -273,14 +273,15 @@ def _shortcut_variables(scores: xr.DataArray) -> dict[str, Any]:
         "interval": ((BOUND, *more), (2, *sizes), "of auprc_mean"),
         "unmarked_mean": (more, sizes, "mean of auprc over the other targets"),
         "unmarked_interval": ((BOUND, *more), (2, *sizes), "of unmarked_mean"),
+        "chance": ((), (), "share of marked samples, the auprc of a random order"),
     }
 
 
 def _shortcut(
-    values: np.ndarray, is_marked: np.ndarray, options: dict[str, Any]
+    values: np.ndarray, is_marked: np.ndarray, chance: float, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     _require_some(values[is_marked])
-    results = {"auprc": values}
+    results = {"auprc": values, "chance": np.asarray(chance)}
     for name, bounds, chosen in (
         ("auprc_mean", "interval", is_marked), ("unmarked_mean", "unmarked_interval", ~is_marked)
     ):  # fmt: skip
