@@ -83,8 +83,12 @@ def test_mislabelled_curve__area_is_that_under_the_curve() -> None:
     ends = np.zeros((1, 3)), curve.found.values, np.ones((1, 3))
     under = np.trapezoid(np.concatenate(ends), dx=1 / 50, axis=0)
     np.testing.assert_allclose(curve.area, under)
-    assert (curve.area_interval[0] < curve.area).all()
-    assert (curve.area_interval[1] > curve.area).all()
+    area_of_best = 1 - WRONG.mean() / 2
+    auc = td.evaluate.mislabelled_auc(VALUES, WRONG).compute()
+    for area, of_auc in ((curve.area, auc.auc), (curve.area_interval, auc.interval)):
+        # From 0 and 1 of the AUC to the areas of the worst and the best order.
+        expected = (1 - area_of_best) + (2 * area_of_best - 1) * of_auc
+        np.testing.assert_allclose(area, expected)
 
 
 def test_mislabelled_curve__extremes() -> None:
