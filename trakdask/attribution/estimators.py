@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
+AutomaticDamping = Literal["completeness", "trace", "closed_form"]
 DEFAULT_ESTIMATOR: Estimator = "auto"
 
 #: a of soft weights, unless given; and of those under which outputs choose λ for any estimator.
@@ -108,7 +109,7 @@ class ResolvedEstimator(HtmlTable):
     name: Estimator
     weights: Weights
     choosing: Weights
-    damping: Literal["completeness", "trace", "closed_form"]
+    damping: AutomaticDamping
     has_gram: bool
 
 
@@ -149,7 +150,7 @@ def resolve_estimator(
         weights = weights if is_quadratic else Weights.soft(power)
     choosing = weights if is_quadratic else Weights.soft(DEFAULT_POWER)
     by_outputs = estimator == "soft" or was_measured
-    without_outputs = "trace" if task in _TRACE_TASKS else "closed_form"
+    without_outputs: AutomaticDamping = "trace" if task in _TRACE_TASKS else "closed_form"
     return ResolvedEstimator(
         name=estimator,
         weights=weights,
