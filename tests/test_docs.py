@@ -116,6 +116,21 @@ def test_tables_of_quality__are_those_of_the_results(page: str) -> None:
         assert [float(value) for value in shown[: len(expected)]] == expected, name
 
 
+def test_table_of_costs__is_that_of_the_results() -> None:
+    known = quality()
+    rows = [row for row in cells("choose/estimator.md") if re.fullmatch(r"\d+, \d+", row[0])]
+    assert len(rows) == 6
+    for size, *shown in rows:
+        checkpoints, p = map(int, size.split(", "))
+        rules = (("trak", "closed"), ("trak", "auto"), ("soft", "auto"))
+        means = [
+            sum(known[task, p, checkpoints, *rule] for task in TASKS.values()) / len(TASKS)
+            for rule in rules
+        ]
+        assert [float(value) for value in shown[:3]] == pytest.approx(means, abs=6e-4)
+        assert [int(value) for value in shown[3:]] == [checkpoints, checkpoints * p // 512]
+
+
 def test_table_of_intervals__is_that_of_the_results() -> None:
     results = json.loads((RESULTS / "2026-11-22-quality.json").read_text("utf-8"))
     known = {
