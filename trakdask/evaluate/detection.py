@@ -87,7 +87,9 @@ def class_detection(
     value that is the same for every target has no width.
 
     A high number says that the ranking is plausible, and no more: scores that only look at the
-    labels are perfect here, and a model may owe its output to samples of other classes. Scores of different estimators differ by
+    labels are perfect here, and a model may owe its output to samples of other classes.
+
+    Scores of different estimators differ by
     ``result.auc.sel(estimator="a") - result.auc.sel(estimator="b")``, target by target.
 
     Cost: one pass over the scores and a sort per target. Memory: all scores of one chunk of targets
