@@ -66,7 +66,7 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
         ),
         Section(
             "Damping", "How λ was chosen: with the right λ, the scores of a sample add up to its "
-            "output, so λ is one at which sums and outputs go together.",
+            "output, so λ is one at which sums and outputs go together. Choose a bar to use its λ.",
             lambda: damping_curve(explorer, view), "half",
         ),
         Section(
@@ -200,7 +200,8 @@ def damping_curve(explorer: Explorer, view: View) -> str:
     relative = float(chosen["relative"].values)
     marked = int(np.argmin(np.abs(np.log(rho / relative)))) if np.isfinite(relative) else -1
     low, high = f"λ = {number(rho[0])} tr(K)/n", f"{number(rho[-1])} tr(K)/n"
-    made += columns(curve.tolist(), labels, low, high, marked=marked)
+    views = [view.replace(damping=f"{r:.4g} tr(K)/n") for r in rho]
+    made += columns(curve.tolist(), labels, low, high, marked=marked, views=views)
     peak = float(chosen["peak"].values)
     return made + note(
         f"Height: correlation of sums of scores with outputs, at most {number(peak)}. "
