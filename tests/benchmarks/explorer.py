@@ -6,7 +6,8 @@ One process opens the stores and asks for pages one after the other, as one user
 what the browser and the network between need is not in it. The features are read from the store on
 threads; files that were just written are mostly in the page cache. "first" is the first page of its
 kind, which computes what the later ones share, such as factors of the gram matrix and λ; "again" is
-the median of the same page for other targets or samples. CPU time is that of all threads; where
+the median of the same page for other targets or samples. The sections of a page appear one after
+the other. CPU time is that of all threads; where
 others use the machine, trust it rather than the clock.
 
 Features are synthetic, as in queries.py. ``--folder`` keeps the stores for another run.
@@ -84,6 +85,9 @@ CLICKS: Mapping[str, Callable[[int], View]] = {
     "corpus": lambda i: View(page="corpus", group_by="source", first=25 * i),
 }
 
+IN_PARTS = ("target", "corpus")
+"""Clicks of which the sections are shown, too: they appear one after the other."""
+
 
 def report(args: argparse.Namespace, folder: Path) -> None:
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
@@ -95,18 +99,27 @@ def report(args: argparse.Namespace, folder: Path) -> None:
     explorer = td.explore(*(td.open(folder / f"{name}.zarr") for name in ("train", "targets")))
     print(f"{'':32}{'first':>16}{'again':>16}")
     for name, click in CLICKS.items():
-        taken = [timed(explorer, click(i)) for i in range(1 + REPEATS)]
-        again = [float(np.median(each)) for each in zip(*taken[1:], strict=True)]
-        columns = "".join(f"{f'{wall:.2f} / {used:.2f}':>16}" for wall, used in (taken[0], again))
-        print(f"{name:32}{columns}", flush=True)
+        taken = [parts(explorer, click(i)) for i in range(1 + REPEATS)]
+        whole = np.array([np.sum(list(each.values()), axis=0) for each in taken])
+        print(f"{name:32}{shown(whole[0])}{shown(np.median(whole[1:], axis=0))}", flush=True)
+        if name in IN_PARTS:
+            for part in list(taken[0])[1:]:
+                again = np.median([each[part] for each in taken[1:] if part in each], axis=0)
+                print(f"  {part:30}{shown(taken[0][part])}{shown(again)}", flush=True)
 
 
-def timed(explorer: Explorer, view: View) -> tuple[float, float]:
-    """Return the wall-clock and CPU seconds of a page."""
-    wall, used = time.perf_counter(), time.process_time()
-    html = "".join(section.html() for section in sections(explorer, view))
-    assert html, view
-    return time.perf_counter() - wall, time.process_time() - used
+def parts(explorer: Explorer, view: View) -> dict[str, np.ndarray]:
+    """Return the wall-clock and CPU seconds of each section of a page, by its title."""
+    taken = {}
+    for section in sections(explorer, view):
+        start = np.array([time.perf_counter(), time.process_time()])
+        assert section.html(), view
+        taken[section.title] = np.array([time.perf_counter(), time.process_time()]) - start
+    return taken
+
+
+def shown(seconds: np.ndarray) -> str:
+    return f"{f'{seconds[0]:.2f} / {seconds[1]:.2f}':>16}"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from trakdask.explorer import Explorer
 from trakdask.explorer.server import server
 
 CHROMIUM = "chromium"
-PATIENCE_MS = 20_000
+PATIENCE_MS = 120_000
 """No test may fail because the machine is slow."""
 
 
@@ -36,7 +36,7 @@ def served(explorer: Explorer) -> Iterator[str]:
             ready.set()
         made.io_loop.start()
         made.stop()
-        made.io_loop.close()
+        made.io_loop.close(all_fds=True)
 
     thread = threading.Thread(target=run)
     thread.start()
