@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trakdask as td
+from trakdask.attribution.dampings import Rule
 from trakdask.attribution.estimators import Estimator
 from trakdask.explorer.state import PAGES, MeanTrace, View, damping_of
 
@@ -62,7 +63,7 @@ def test_from_query__ignores_what_is_not_ours() -> None:
 
 
 def test_damping_of__texts() -> None:
-    assert damping_of("completeness") == "completeness"
+    assert [damping_of(rule) for rule in get_args(Rule)] == list(get_args(Rule))
     assert damping_of(" 0.25") == 0.25
     assert damping_of("absolute 3") == td.Absolute(3.0)
     assert damping_of("0.5 tr(K)/n") == MeanTrace(0.5)

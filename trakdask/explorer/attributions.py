@@ -122,7 +122,8 @@ class Attributions:
 def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
     """Return λ of each checkpoint, from a number in units of tr(K)/n."""
     n = features["gram"].attrs.get("samples", features.sizes[SAMPLE])
-    data = value * arrays.spectrum.mean_trace(features["gram"].data, n)
+    labels = [str(name) for name in features[CHECKPOINT].values]
+    data = value * arrays.spectrum.mean_trace(features["gram"].data, n, labels)
     return computed(xr.DataArray(data, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping"))
 
 

@@ -10,14 +10,14 @@ from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
 from trakdask.attribution.conditions import Condition
-from trakdask.attribution.dampings import Absolute, Damping
+from trakdask.attribution.dampings import Absolute, Damping, Rule
 from trakdask.attribution.estimators import Estimator
 from trakdask.checks import shown
 
 __all__ = ["PAGES", "MeanTrace", "View", "damping_of"]
 
 PAGES = ("targets", "target", "sample", "corpus")
-_RULES = ("auto", "completeness", "closed_form")
+_RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
 MOST_RANKED = 100
 """The largest k of a page."""
