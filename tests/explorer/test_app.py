@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -111,6 +112,29 @@ def test_session__shows_words_with_their_scores() -> None:
     assert "Words that helped" in html
     assert "first " in html
     assert "<script" not in html
+
+
+def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
+    features = data(200, 0)
+    shifted = features.feature + np.float32(1)
+    output = shifted.sum("proj_dim") + features.output
+    features = features.assign(feature=shifted, output=output).assign_attrs(
+        task="ImageClassification()", batch_norm=False
+    )
+    explorer = td.explore(features, features.isel(sample=slice(M)), estimator="soft")
+    view = View(page="target")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how λ is chosen for made-up features
+        session = opened(explorer, view)
+        (bar, *_) = [each for each in links(session) if each.damping]
+        again = opened(explorer, bar)
+    assert bar.damping == "0.01 tr(K)/n"
+    chosen = explorer.questions.damping(bar)
+    assert chosen is not None
+    trace = (explorer.questions.ready(bar).features.gram.values.diagonal().sum(axis=1)) / 200
+    np.testing.assert_allclose(chosen.damping, 0.01 * trace)
+    assert [each for each in links(again) if "tr(K)/n" in each.damping]
+    assert 'class="marked"' in again.page.html
 
 
 def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:

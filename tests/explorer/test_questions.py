@@ -221,6 +221,9 @@ def test_damping__is_that_of_the_setting(questions: Questions, features: xr.Data
     expected_damping = td.damping(features, 0.5, estimator="trak").damping.values
     np.testing.assert_allclose(chosen.damping.values, expected_damping, rtol=1e-5)
     assert questions.damping(View(estimator="grad_dot")) is None
+    of_trace = questions.damping(View(damping="0.5 tr(K)/n"))
+    assert of_trace is not None
+    np.testing.assert_allclose(of_trace.damping, 0.5 * (phi(features) ** 2).sum((0, 1)) / N)
 
 
 def test_questions__of_a_store_with_its_factors(

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trakdask as td
+from trakdask.attribution.dampings import Rule
 from trakdask.attribution.estimators import Estimator
-from trakdask.explorer.state import PAGES, View, damping_of
+from trakdask.explorer.state import PAGES, MeanTrace, View, damping_of
 
 positions = st.integers(0, 10**9)
 views = st.builds(
@@ -22,7 +23,7 @@ views = st.builds(
     search=st.text(), sort=st.text(), ascending=st.booleans(),
     k=st.integers(1, 100), group_by=st.text(),
     estimator=st.sampled_from(["", *get_args(Estimator)]),
-    damping=st.sampled_from(["", "auto", "0.5", "absolute 2.5"]),
+    damping=st.sampled_from(["", "auto", "0.5", "absolute 2.5", "0.5 tr(K)/n"]),
     checkpoints=st.lists(st.text(min_size=1), max_size=3).map(tuple),
 )  # fmt: skip
 
@@ -62,8 +63,11 @@ def test_from_query__ignores_what_is_not_ours() -> None:
 
 
 def test_damping_of__texts() -> None:
-    assert damping_of("completeness") == "completeness"
+    assert [damping_of(rule) for rule in get_args(Rule)] == list(get_args(Rule))
     assert damping_of(" 0.25") == 0.25
     assert damping_of("absolute 3") == td.Absolute(3.0)
+    assert damping_of("0.5 tr(K)/n") == MeanTrace(0.5)
+    with pytest.raises(ValueError, match="absolute 1 tr"):
+        damping_of("absolute 1 tr(K)/n")
     with pytest.raises(ValueError, match="lots"):
         damping_of("lots")

@@ -12,7 +12,7 @@ import xarray as xr
 from trakdask.html_tables import HtmlTable
 from trakdask.variables import CHECKPOINT, aligned
 
-__all__ = ["Absolute", "Damping", "brief", "given_damping", "relative_damping"]
+__all__ = ["Absolute", "Damping", "Rule", "brief", "given_damping", "relative_damping"]
 
 
 @dataclass(frozen=True)

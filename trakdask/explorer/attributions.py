@@ -21,7 +21,7 @@ from trakdask.attribution.matrices import (
     with_origin,
 )
 from trakdask.explorer.computing import computed, persist
-from trakdask.explorer.state import View, damping_of
+from trakdask.explorer.state import MeanTrace, View, damping_of
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
 
 __all__ = ["Attributions", "Ready"]
@@ -86,6 +86,8 @@ class Attributions:
             features = _selected(self._features, checkpoints)
             return Ready(features, targets, resolved, options, None)
         features = self._decomposed(resolved, checkpoints)
+        if isinstance(damping, MeanTrace):
+            damping = _of_trace(features, damping.value)
         given = self._calibrate
         calibrate = None if given is None else _selected(given, checkpoints)
         rule = damping if isinstance(damping, str) else None
@@ -115,6 +117,14 @@ class Attributions:
                 for name, data in zip(names, kept, strict=True)
             }
         )
+
+
+def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
+    """Return λ of each checkpoint, from a number in units of tr(K)/n."""
+    n = features["gram"].attrs.get("samples", features.sizes[SAMPLE])
+    labels = [str(name) for name in features[CHECKPOINT].values]
+    data = value * arrays.spectrum.mean_trace(features["gram"].data, n, labels)
+    return computed(xr.DataArray(data, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping"))
 
 
 def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:

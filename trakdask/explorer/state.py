@@ -10,16 +10,24 @@ from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
 from trakdask.attribution.conditions import Condition
-from trakdask.attribution.dampings import Absolute, Damping
+from trakdask.attribution.dampings import Absolute, Damping, Rule
 from trakdask.attribution.estimators import Estimator
 from trakdask.checks import shown
 
-__all__ = ["PAGES", "View", "damping_of"]
+__all__ = ["PAGES", "MeanTrace", "View", "damping_of"]
 
 PAGES = ("targets", "target", "sample", "corpus")
-_RULES = ("auto", "completeness", "closed_form")
+_RULES = get_args(Rule)
+_TRACE = "tr(K)/n"
 MOST_RANKED = 100
 """The largest k of a page."""
+
+
+@dataclass(frozen=True)
+class MeanTrace:
+    """A damping λ_c of each checkpoint in units of tr(K_c)/n, in which its curve is drawn."""
+
+    value: float
 
 
 @dataclass(frozen=True)
@@ -123,8 +131,10 @@ def _as_text(value: object) -> list[str]:
     return [str(int(value) if isinstance(value, bool) else value)]
 
 
-def damping_of(text: str) -> Damping:
-    """Return the damping λ that a text stands for: a rule, a number, or ``absolute 2.5``.
+def damping_of(text: str) -> Damping | MeanTrace:
+    """Return the damping λ that a text stands for.
+
+    A rule; a number, relative to tr(K²)/tr(K); ``absolute 2.5``; or ``2.5 tr(K)/n``.
 
     Raises
     ------
@@ -135,19 +145,24 @@ def damping_of(text: str) -> Damping:
     --------
     >>> damping_of("0.03"), damping_of("absolute 2.5").value
     (0.03, 2.5)
+    >>> damping_of("1.5 tr(K)/n")
+    MeanTrace(value=1.5)
     """
     if text in _RULES:
         return text  # type: ignore[return-value]
-    absolute = text.strip().startswith("absolute")
+    text = text.strip()
+    absolute, of_trace = text.startswith("absolute"), text.endswith(_TRACE)
     try:
-        value = float(text.strip().removeprefix("absolute"))
+        value = float(text.removeprefix("absolute").removesuffix(_TRACE))
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
+    if not 0 <= value < math.inf or (absolute and of_trace):
         raise ValueError(
-            f"expected λ as one of {list(_RULES)}, a number >= 0 or 'absolute' and a number, got "
-            f"{shown(text)}; try auto"
+            f"expected λ as one of {list(_RULES)}, a number >= 0, 'absolute' and a number, or "
+            f"a number and {_TRACE!r}, got {shown(text)}; try auto"
         )
+    if of_trace:
+        return MeanTrace(value)
     return Absolute(value) if absolute else value
 
 

@@ -79,6 +79,15 @@ def test_bars__are_as_long_as_their_values() -> None:
     ]
 
 
+def test_columns__are_links_to_their_views() -> None:
+    views = [View(damping=f"{x} tr(K)/n") for x in (1, 2)]
+    made = html.columns([2.0, 1.0], ["a", EVIL], "low", "high", marked=1, views=views)
+    hrefs = [View.from_query(unescape(q)) for q in re.findall(r'href="\?([^"]*)"', made)]
+    assert hrefs == views
+    assert "<script" not in made
+    assert re.findall(r"--length:([\d.]+)", made) == ["1.0000", "0.5000"]
+
+
 def test_pager__leads_to_the_pages_beside() -> None:
     made = html.pager(View(first=25), 25, 60, 25)
     firsts = [View.from_query(unescape(q)).first for q in re.findall(r'href="\?([^"]*)"', made)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
 
+from trakdask.attribution.dampings import Rule
 from trakdask.attribution.estimators import Estimator
 from trakdask.explorer.filters import SIGNS
 from trakdask.explorer.pages.html import form, link, option_field, text_field, tip, value
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["filter_form", "mark_buttons", "settings_form", "word"]
 
-_RULES = ("auto", "completeness", "closed_form", "0.03", "absolute 1")
+_RULES = (*get_args(Rule), "0.03", "absolute 1")
 
 
 def word(name: str, text: str = "") -> str:

@@ -177,18 +177,29 @@ def _share(x: float, largest: float) -> str:
 
 
 def columns(
-    heights: Sequence[float], labels: Sequence[str], low: str, high: str, *, marked: int = -1
+    heights: Sequence[float],
+    labels: Sequence[str],
+    low: str,
+    high: str,
+    *,
+    marked: int = -1,
+    views: Sequence[View] = (),
 ) -> str:
-    """Return upright bars, with the meaning of each as a tooltip, and the ends of their axis."""
+    """Return upright bars, with the meaning of each as a tooltip, and the ends of their axis.
+
+    With ``views``, each bar is a link to one.
+    """
     finite = [x for x in heights if math.isfinite(x)]
     largest = max(finite, default=0) or 1
-    made = "".join(
-        f'<span{" class=marked" if i == marked else ""} style="--length:'
-        f'{max(x, 0) / largest if math.isfinite(x) else 0:.4f}" title="{escape(label)}"></span>'
-        for i, (x, label) in enumerate(zip(heights, labels, strict=True))
-    )
+    made = []
+    for i, (x, label) in enumerate(zip(heights, labels, strict=True)):
+        share = max(x, 0) / largest if math.isfinite(x) else 0
+        kind = "marked" if i == marked else ""
+        bar = f'<span class="{kind}" style="--length:{share:.4f}" title="{escape(label)}"></span>'
+        made.append(link(views[i], "", html=bar, label=label) if views else bar)
+    described = 'role="group"' if views else f'role="img" aria-label="{escape("; ".join(labels))}"'
     return (
-        f'<div class="columns" role="img" aria-label="{escape("; ".join(labels))}">{made}</div>'
+        f'<div class="columns" {described}>{"".join(made)}</div>'
         f'<div class="axis"><span>{escape(low)}</span><span>{escape(high)}</span></div>'
     )
 

@@ -30,7 +30,7 @@ from trakdask.explorer.pages.html import (
     value,
 )
 from trakdask.explorer.pages.section import Section
-from trakdask.explorer.state import View
+from trakdask.explorer.state import MeanTrace, View, damping_of
 from trakdask.variables import SAMPLE
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
         ),
         Section(
             "Damping", "How λ was chosen: with the right λ, the scores of a sample add up to its "
-            "output, so λ is one at which sums and outputs go together.",
+            "output, so λ is one at which sums and outputs go together. Choose a bar to use its λ.",
             lambda: damping_curve(explorer, view), "half",
         ),
         Section(
@@ -190,6 +190,12 @@ def damping_curve(explorer: Explorer, view: View) -> str:
     values = ", ".join(number(x) for x in chosen["damping"].values)
     text = f"λ = {values} ({chosen['rule'].values}), in the squared units of the features."
     made = f"<p>{word('λ')}: {escape(text.removeprefix('λ = '))}</p>"
+    relative = float(chosen["relative"].values)
+    if view.damping and not np.isfinite(chosen["curve"].values).any():
+        # The curve stays in sight when λ is set by hand.
+        asked = damping_of(view.damping)
+        relative = asked.value if isinstance(asked, MeanTrace) else np.nan
+        chosen = explorer.questions.damping(view.replace(damping="")) or chosen
     curve = chosen["curve"].values
     if not np.isfinite(curve).any():
         return made + note("It was not chosen by outputs, so there is no curve; try completeness.")
@@ -197,10 +203,10 @@ def damping_curve(explorer: Explorer, view: View) -> str:
     labels = [
         f"λ = {number(r)} tr(K)/n: correlation {number(c)}" for r, c in zip(rho, curve, strict=True)
     ]
-    relative = float(chosen["relative"].values)
-    marked = int(np.argmin(np.abs(np.log(rho / relative)))) if np.isfinite(relative) else -1
+    marked = int(np.argmin(np.abs(np.log(rho / relative)))) if relative > 0 else -1
     low, high = f"λ = {number(rho[0])} tr(K)/n", f"{number(rho[-1])} tr(K)/n"
-    made += columns(curve.tolist(), labels, low, high, marked=marked)
+    views = [view.replace(damping=f"{r:.4g} tr(K)/n") for r in rho]
+    made += columns(curve.tolist(), labels, low, high, marked=marked, views=views)
     peak = float(chosen["peak"].values)
     return made + note(
         f"Height: correlation of sums of scores with outputs, at most {number(peak)}. "

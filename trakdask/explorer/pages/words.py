@@ -14,7 +14,9 @@ MEANINGS = {
     "self-influence": "How much training on a sample lowered its own loss. It is large for samples "
     "that the model had to memorise, such as those with wrong labels.",
     "λ": "The damping: how much is added to the diagonal of the gram matrix of the features before "
-    "it is inverted. A small λ trusts rare directions of the features, a large one ignores them.",
+    "it is inverted. A small λ trusts rare directions of the features, a large one ignores them. "
+    "auto, completeness, trace and closed_form are rules; a number is in units of tr(K²)/tr(K), "
+    "K being the gram matrix; also: absolute 2.5, or 0.5 tr(K)/n.",
     "estimator": "The formula of the scores. auto is the one that was measured to be best for this "
     "kind of task.",
     "checkpoints": "Trained models, or moments of training, over which scores are averaged.",
