@@ -50,9 +50,8 @@ def model_operations(features: xr.Dataset) -> int | None:
 
 def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    name = featurize_layer(token)
-    _jobs[name] = job
-    bundle = _bundle(functools.partial(featurize_block, job), "sc", job, inputs, name)
+    _jobs[featurize_layer(token)] = job
+    bundle = _bundle(functools.partial(featurize_block, job), "sc", job, inputs, token)
     width = job.projector.width(job.row_map.n_rows)
     parts = {"t": job.partition.size} if job.partition else {}
     index = "stpc" if parts else "spc"
@@ -97,8 +96,8 @@ def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Ar
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
-    run, name = functools.partial(multiply_block, job), featurize_layer(token)
-    bundle = _bundle(run, "svc", job, inputs, name, back, "vrc")
+    run = functools.partial(multiply_block, job)
+    bundle = _bundle(run, "svc", job, inputs, token, back, "vrc")
     assert job.partition is not None
     product = da.blockwise(
         take, "stvc", bundle, "svc", 0, None,
@@ -122,19 +121,19 @@ def _back_project(job: Job, index: np.ndarray, vectors: np.ndarray) -> np.ndarra
 
 
 def _bundle(
-    run: Callable[..., Any], index: str, job: Job, inputs: Inputs, name: str, *more: Any
+    run: Callable[..., Any], index: str, job: Job, inputs: Inputs, token: str, *more: Any
 ) -> da.Array:
     """Return one tuple of results per block of samples and checkpoint."""
     bundle: da.Array = da.blockwise(
         run,
         index,
-        _numbers(job, name),
+        _numbers(job, token),
         "c",
         Bounds(next(iter(inputs.values())).chunks[0]),  # so that errors can name samples
         "s",
         *more,
         *_indexed(inputs),
-        name=name,
+        name=featurize_layer(token),
         dtype=object,
         meta=np.empty((0,) * len(index), dtype=object),
         concatenate=True,
@@ -143,10 +142,10 @@ def _bundle(
     return bundle
 
 
-def _numbers(job: Job, name: str) -> da.Array:
+def _numbers(job: Job, token: str) -> da.Array:
     """Return the numbers of the checkpoints, one per chunk."""
     numbers: da.Array = da.from_array(
-        np.arange(len(job.model.checkpoints)), chunks=1, name=f"checkpoint-of-{name}"
+        np.arange(len(job.model.checkpoints)), chunks=1, name=f"checkpoint-{token}"
     )
     return numbers
 
