@@ -127,12 +127,14 @@ def score_parts(
     t is δ_tᵀ(U x_t): one more multiplication of the layer's input per w. No gradient of a single
     token is formed, and none is projected.
 
-    Cost: a forward and a backward pass, and about a third of that for each w; features of tokens
-    (:func:`featurize_parts`) cost less for hundreds of targets with :class:`SJLT`. Memory: 4 bytes
-    per parameter for each w, at most 256 MiB at once.
+    Cost: a forward and a backward pass, and about one more forward pass for each w. So with
+    :class:`SJLT` and a hundred targets, features of tokens (:func:`featurize_parts`) cost less; see
+    ``tests/benchmarks/tokens.py``. Memory: 4 bytes per parameter for each w, at most 256 MiB at once
+    per checkpoint, unless a single w is larger.
 
     Features are rounded when they are projected, and products here are not, so sums differ from the
-    scores of whole samples by this rounding: by a relative 1e-4 with the default arithmetic.
+    scores of whole samples by this rounding: a relative 1e-4 of the features with the default
+    arithmetic, which a small λ amplifies in both.
 
     Examples
     --------
