@@ -129,8 +129,8 @@ def score_parts(
 
     Cost: a forward and a backward pass, and about one more forward pass for each w. So with
     :class:`SJLT` and a hundred targets, features of tokens (:func:`featurize_parts`) cost less; see
-    ``tests/benchmarks/tokens.py``. Memory: 4 bytes per parameter for each w, at most 256 MiB at once
-    per checkpoint, unless a single w is larger.
+    ``tests/benchmarks/tokens.py``. Memory: 4 bytes per parameter for each w, at most 256 MiB at
+    once per checkpoint, unless a single w is larger.
 
     Features are rounded when they are projected, and products here are not, so sums differ from the
     scores of whole samples by this rounding: a relative 1e-4 of the features with the default

@@ -83,7 +83,7 @@ def score(
     of
         Features of parts of some training samples: which of their words, or layers, helped? The
         scores are those of the parts, and add up to those of their samples. ``features`` remain all
-        training samples, whose gram matrix is used.
+        training samples, whose gram matrix is used. :func:`score_parts` needs no such features.
     estimator
         ``"auto"``: ``"soft"`` for classification into one of several classes by models without
         BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q

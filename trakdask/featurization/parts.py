@@ -49,7 +49,8 @@ def featurize_parts(
 
     Parts are the tokens of a sequence, or groups of modules. The features of the parts of a sample
     add up to the feature that :func:`featurize` computes for it with the same projector, so their
-    scores add up to its score.
+    scores add up to its score. If scores for a few targets are all you need, :func:`score_parts`
+    computes them without these features, at a fraction of the cost.
 
     Parameters
     ----------
