@@ -37,7 +37,7 @@ class _Compilations(event.Listener):
     def on_start(self, event: Any) -> None:
         if event.data.get("dispatcher") in _kernels:
             text = (
-                "trakdask compiles its kernels, which takes up to a minute; the machine code is "
+                "trakdask compiles its kernels, which takes a few seconds; the machine code is "
                 "kept on disk, so that this machine does it once"
             )
             warn_once("compilation", text, _log.warning)
