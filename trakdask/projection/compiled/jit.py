@@ -32,7 +32,7 @@ def inlined(function: Any) -> Any:
 
 
 class _Compilations(event.Listener):
-    """Says that kernels are being compiled: for half a minute nothing else seems to happen."""
+    """Says that kernels are being compiled: for seconds nothing else seems to happen."""
 
     def on_start(self, event: Any) -> None:
         if event.data.get("dispatcher") in _kernels:
