@@ -5,7 +5,7 @@
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
 with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. All
 times are CPU seconds of one thread, which other programs on the machine change less than those of
-the clock; versions take turns, and every number is the median of all repeats in three processes.
+the clock; versions take turns, and every number is the median of all repeats of all processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJ_DIM = 2048
 JOBS = {"cnn": (128, 9), "resnet": (32, 2)}
 """Micro-batch and repeats of each model of ``_models.py``."""
-N_PROCESSES = 3
 GRADIENTS, SPARSE, DENSE, TRAKER = "gradients alone", "with SJLT", "with Rademacher", "traker"
 
 
@@ -104,10 +103,10 @@ def in_a_process(model: str, engine: str, checkout: Path) -> dict[str, list[floa
     return found
 
 
-def compare(model: str, checkouts: dict[str, Path], with_traker: bool) -> None:
+def compare(model: str, checkouts: dict[str, Path], n: int, with_traker: bool) -> None:
     """Print a table of one model."""
     found: dict[tuple[str, str], list[float]] = {}
-    for _ in range(N_PROCESSES):
+    for _ in range(n):
         for version, checkout in checkouts.items():
             for name, seconds in in_a_process(model, "trakdask", checkout).items():
                 found.setdefault((version, name), []).extend(seconds)
@@ -125,6 +124,8 @@ def main() -> None:
     """Compare versions and traker, model by model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="checkout of an earlier version")
+    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--processes", type=int, default=3, help="of each version")
     parser.add_argument("--without-traker", action="store_true")
     parser.add_argument("--order", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -134,8 +135,9 @@ def main() -> None:
     print(f"{date.today()}, {platform.machine()}, Python {platform.python_version()}")
     print(f"load {os.getloadavg()[0]:.1f} when it began")
     earlier = {"before": options.before.resolve()} if options.before else {}
-    for model in JOBS:
-        compare(model, {**earlier, "now": ROOT}, not options.without_traker)
+    checkouts = {**earlier, "now": ROOT}
+    for model in options.models:
+        compare(model, checkouts, options.processes, not options.without_traker)
 
 
 if __name__ == "__main__":
