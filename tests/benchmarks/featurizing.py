@@ -88,9 +88,12 @@ def _by_traker(net, inputs, size: int) -> list[float]:  # type: ignore[no-untype
             device="cpu", proj_dim=PROJ_DIM, use_half_precision=False, logging_level=40,
         )  # fmt: skip
         traker.load_checkpoint(net.state_dict(), model_id=0)
-        start = time.process_time()
-        traker.featurize([inputs["image"], inputs["label"]], num_samples=size)
-        return [(time.process_time() - start) / size]
+        seconds = []
+        for _ in range(2):  # the first micro-batch takes twice as long as those after it
+            start = time.process_time()
+            traker.featurize([inputs["image"], inputs["label"]], num_samples=size)
+            seconds.append((time.process_time() - start) / size)
+        return seconds[1:]
 
 
 def in_a_process(model: str, engine: str, checkout: Path) -> dict[str, list[float]]:
