@@ -36,6 +36,7 @@ from trakdask.variables import (
     TARGET,
     TARGET_PREFIX,
     VARIABLES,
+    coords_along,
     lazy_features,
     may_have_failed,
     validate,
@@ -179,7 +180,7 @@ def score(
         rows(of), product.solved, product.weight, average=average, pooled=product.pooled
     )
     data = per_part(per_part(data, 1, targets), 0, of)
-    coords = {**_coords_along(of, SAMPLE), **coords_of_parts(of), **_target_coords(targets)}
+    coords = {**coords_along(of, SAMPLE), **coords_of_parts(of), **_target_coords(targets)}
     coords |= coords_of_targets(targets, of)
     if not average:
         coords[CHECKPOINT] = features[CHECKPOINT]
@@ -221,7 +222,7 @@ def group_score(
         If there is no such coord, or the result has a coord of the targets of that name.
     """
     _require_sides(features, targets)
-    names = sorted(map(str, _coords_along(features, SAMPLE)))
+    names = sorted(map(str, coords_along(features, SAMPLE)))
     taken = [TARGET, *map(str, _target_coords(targets))]
     if not isinstance(by, str) or by not in names or by in taken:
         raise ValueError(
@@ -304,7 +305,7 @@ def self_influence(
     g = options.estimator.weights.loss_data(features)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
-    coords = _coords_along(features, SAMPLE)
+    coords = coords_along(features, SAMPLE)
     if not average:
         coords[CHECKPOINT] = features[CHECKPOINT]
     dims = (SAMPLE,) if average else (SAMPLE, CHECKPOINT)
@@ -318,12 +319,8 @@ def _labelled(
     return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 
-def _coords_along(ds: xr.Dataset, dim: str) -> dict[Hashable, xr.DataArray]:
-    return {n: c.reset_coords(drop=True) for n, c in ds.coords.items() if c.dims == (dim,)}
-
-
 def _target_coords(targets: xr.Dataset) -> dict[Hashable, Any]:
-    coords = _coords_along(targets, SAMPLE)
+    coords = coords_along(targets, SAMPLE)
     return {f"{TARGET_PREFIX}{name}": (TARGET, coord.values) for name, coord in coords.items()}
 
 
@@ -345,7 +342,7 @@ def _require_parts(features: xr.Dataset, of: xr.Dataset) -> None:
 
 def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
     """Refuse coords of training samples that have the names of the targets' coords."""
-    both = [name for name in _coords_along(features, SAMPLE) if name in _target_coords(targets)]
+    both = [name for name in coords_along(features, SAMPLE) if name in _target_coords(targets)]
     if both:
         raise ValueError(
             f"expected names of the training samples' coords that scores do not have for the "
