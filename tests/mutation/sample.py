@@ -33,12 +33,8 @@ ALSO = {
     "trakdask/arrays": ["tests/arrays/test_graphs.py"],
     "trakdask/attribution/dampings.py": ["tests/bad_inputs/test_scores.py"],
     "trakdask/attribution/scores.py": ["tests/attribution/test_products.py"],
-    "trakdask/storage": ["tests/bad_inputs/test_storage.py"],
     "trakdask/storage/blocks.py": ["tests/storage/test_saving.py"],
     "trakdask/storage/coords.py": ["tests/storage/test_lazy_coords.py"],
-    "trakdask/storage/history.py": ["tests/storage/test_dropping.py"],
-    "trakdask/storage/parts.py": ["tests/storage/test_verification.py"],
-    "trakdask/storage/snapshot.py": ["tests/storage/test_appending.py"],
 }
 """Tests of a module, or of all modules of a folder, besides those that mirror a module."""
 
