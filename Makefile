@@ -1,7 +1,8 @@
 # Two commands: `make demo` shows what trakdask does, `make test` checks it. Both make .venv first.
 
 PYTHON ?= python3
-JOBS ?= 2
+# Of tests, notebooks and pages that run at once: as many as there are cores, up to four.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 HYPOTHESIS_PROFILE ?= dev
 
 VENV := .venv
@@ -74,7 +75,7 @@ wheel: $(INSTALLED)
 notebooks: $(INSTALLED)
 ifneq ($(NOTEBOOKS),)
 	$(call heading,notebooks: nbmake)
-	@CI=1 $(PY) -m pytest --quiet --nbmake --nbmake-timeout=280 $(NOTEBOOKS)
+	@CI=1 $(PY) -m pytest --quiet -n $(JOBS) --nbmake --nbmake-timeout=280 $(NOTEBOOKS)
 endif
 
 unit: $(INSTALLED)
@@ -94,7 +95,7 @@ benchmarks: $(PEERS)
 
 docs: $(DOCUMENTERS)
 	$(call heading,documentation: sphinx$(comma) which runs the code on its pages)
-	@$(PY) -m sphinx -W --keep-going --nitpicky -q -b html docs docs/_build/html
+	@$(PY) -m sphinx -j $(JOBS) -W --keep-going --nitpicky -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
 clean:
