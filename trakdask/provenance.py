@@ -146,8 +146,20 @@ def require_same(
         key, got_text, expected_text = _first_difference(name, actual.get(name), expected.get(name))
         raise StoreMismatchError(
             f"{what} differ in {name}{key}: expected {expected_text}, got {got_text}; "
-            f"try {_REMEDY[name]}"
+            f"try {_remedy(name, expected.get(name))}"
         )
+
+
+def _remedy(name: str, expected: Any) -> str:
+    """Return how to make two specs agree; a projector is written out, as it is to be passed."""
+    from trakdask.projection.specs import from_spec  # imports torch, which reading a store need not
+
+    if name != "projector":
+        return _REMEDY[name]
+    try:
+        return f"featurizing with projector=td.{from_spec(expected)!r}"
+    except (TypeError, ValueError):  # of another version, or simulated
+        return _REMEDY[name]
 
 
 def _first_difference(name: str, actual: Any, expected: Any) -> tuple[str, str, str]:

@@ -84,6 +84,20 @@ def test_featurize__every_projector_is_saved_and_scored(
         td.score(features, td.featurize(samples(4), model(), projector=td.Rademacher(16)))
 
 
+def test_featurize__by_default_with_sparse_signs() -> None:
+    assert td.featurize(samples(), model()).attrs["projector"] == td.SJLT(2048, seed=0).spec()
+
+
+def test_save__store_of_another_projector_says_what_to_pass(tmp_path: Path) -> None:
+    """Such as a store that was begun when the default was another one."""
+    begun, store = td.Rademacher(proj_dim=16, seed=3), tmp_path / "features.zarr"
+    td.save(td.featurize(samples(), model(), projector=begun), store)
+    with pytest.raises(td.StoreMismatchError) as caught:
+        td.save(td.featurize(samples(), model()), store)
+    remedy = str(caught.value).partition("try featurizing with projector=")[2]
+    td.save(td.featurize(samples(), model(), projector=eval(remedy)), store)
+
+
 def test_featurize__projector_that_cannot_serve_the_model_fails_at_once() -> None:
     with pytest.raises(ValueError, match=r"keep .*at most the 53 .*got 54"):
         td.featurize(samples(), model(), projector=td.Mask(keep=54))

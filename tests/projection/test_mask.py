@@ -287,7 +287,7 @@ def test_mask__not_bound() -> None:
         ({"keep": 2**47}, ValueError, r"keep .*got 140737488355328"),
         ({"keep": 0.1}, TypeError, r"integer for keep, got 0\.1; try keep=65536"),
         ({"seed": -1}, ValueError, r"seed .*in \[0, 2\*\*64\), got -1; try seed=0"),
-        ({"then": 512}, TypeError, r"then .*got 512; try then=td.Rademacher"),
+        ({"then": 512}, TypeError, r"then .*got 512; try then=td.SJLT"),
         ({"then": Rademacher}, TypeError, r"then .*got <class"),
         ({"then": Mask(4)}, TypeError, r"then .*got Mask\(keep=4, .*all rows"),
         ({"then": Kronecker()}, TypeError, r"then .*got Kronecker\(.*shapes of parameters"),

@@ -79,7 +79,7 @@ def featurize(
     model
         The model whose outputs are attributed.
     projector
-        ``Rademacher(proj_dim=2048, seed=0)`` by default.
+        ``SJLT(proj_dim=2048, seed=0)`` by default: four random signs per gradient element.
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per

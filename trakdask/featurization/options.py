@@ -10,7 +10,7 @@ from trakdask.featurization.failures import OnError
 from trakdask.featurization.precision import DType
 from trakdask.models.gradients import ENGINES
 from trakdask.models.model import Model
-from trakdask.projection import Projector, Rademacher
+from trakdask.projection import SJLT, Projector
 
 __all__ = ["chosen_projector", "require_options", "require_running_statistics"]
 
@@ -41,12 +41,10 @@ def require_options(model: object, gradients: object, dtype: object, on_error: o
 def chosen_projector(projector: Projector | None) -> Projector:
     """Return the projector, or the default."""
     if projector is None:
-        return Rademacher(proj_dim=2048, seed=0)
+        return SJLT(proj_dim=2048, seed=0)
     if isinstance(projector, type) or not isinstance(projector, Projector):
         given = projector.__name__ if isinstance(projector, type) else type(projector).__name__
-        raise TypeError(
-            f"expected a projector, got {given}; try projector=td.Rademacher(proj_dim=2048)"
-        )
+        raise TypeError(f"expected a projector, got {given}; try projector=td.SJLT(proj_dim=2048)")
     return projector
 
 

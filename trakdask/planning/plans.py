@@ -313,7 +313,7 @@ def _checked(projectors: Any) -> list[Projector]:
         if not isinstance(projector, Projector):
             raise TypeError(
                 f"expected projectors only, got {shown(projector)} in projectors; try "
-                "projectors=[td.Rademacher(proj_dim=2048)]"
+                "projectors=[td.SJLT(proj_dim=2048)]"
             )
     return listed
 

@@ -100,7 +100,7 @@ class Mask(Projector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        remedy = "try then=td.Rademacher(proj_dim=2048)"
+        remedy = "try then=td.SJLT(proj_dim=2048)"
         if not isinstance(self.then, Projector):
             raise TypeError(f"expected then to be a projector, got {shown(self.then)}; {remedy}")
         if isinstance(self.then, Mask | Kronecker) or self.then.takes_all_rows:

@@ -82,7 +82,7 @@ def require_fit(
     raise ValueError(
         f"expected features that fit in {_readable(limit)} of memory, got {_readable(needed)} "
         f"({needed} bytes) for {samples} with {projector.width(n_rows)} columns each, by "
-        f"{projector}; try td.Rademacher(proj_dim=2048), or fewer samples per block: "
+        f"{projector}; try td.SJLT(proj_dim=2048), or fewer samples per block: "
         "samples.chunk(sample=...)"
     )
 
