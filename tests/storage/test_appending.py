@@ -92,7 +92,7 @@ def test_append__samples(store) -> None:
     assert set(READ) == {"b"}
     assert_whole(opened, n_checkpoints=2)
     assert opened.feature.chunks[0] == (16, 16, 8, 16, 4)
-    assert opened.attrs["source"] == "a + b"
+    assert opened.attrs["source"] == opened.gram.attrs["source"] == "a + b"
     assert opened.attrs["layout"]["samples"] == 60
     assert opened.attrs["saved"]["runs"] == 2
     assert td.verify(store, checksums=True).empty
