@@ -116,6 +116,21 @@ def test_tables_of_quality__are_those_of_the_results(page: str) -> None:
         assert [float(value) for value in shown[: len(expected)]] == expected, name
 
 
+def test_table_of_costs__is_that_of_the_results() -> None:
+    known = quality()
+    rows = [row for row in cells("choose/estimator.md") if re.fullmatch(r"\d+, \d+", row[0])]
+    assert len(rows) == 6
+    for size, *shown in rows:
+        checkpoints, p = map(int, size.split(", "))
+        rules = (("trak", "closed"), ("trak", "auto"), ("soft", "auto"))
+        means = [
+            sum(known[task, p, checkpoints, *rule] for task in TASKS.values()) / len(TASKS)
+            for rule in rules
+        ]
+        assert [float(value) for value in shown[:3]] == pytest.approx(means, abs=6e-4)
+        assert [int(value) for value in shown[3:]] == [checkpoints, checkpoints * p // 512]
+
+
 def test_table_of_intervals__is_that_of_the_results() -> None:
     results = json.loads((RESULTS / "2026-11-22-quality.json").read_text("utf-8"))
     known = {
@@ -146,6 +161,38 @@ def test_tables_of_regression_and_language__are_those_of_the_results() -> None:
         for name, *shown in rows:
             columns = zip(*known[name.strip("`")], strict=True)
             assert shown[-4:-1] == [", ".join(column) for column in columns]
+
+
+def ideas(title: str) -> dict[str, list[str]]:
+    """Return a table of quality_ideas.py by the first cell of its rows."""
+    text = (RESULTS / "2026-11-22-quality-ideas.txt").read_text("utf-8")
+    lines = text[text.index(title) :].split("\n\n")[0].splitlines()
+    rows = [re.split(r" {2,}", line) for line in lines if "  " in line]
+    return {name: values for name, *values in rows}
+
+
+def test_defaults_of_regression_and_language__are_those_of_the_results() -> None:
+    known = ideas("LDS of td.score at its defaults")
+    del known["task"]
+    for page in ("choose/estimator.md", "evidence/quality.md"):
+        rows = [row for row in cells(page) if row[0].strip("`") in known and "," in row[-2]]
+        assert len(rows) == 3
+        for name, *shown in rows:
+            rule, *values = known[name.strip("`")]
+            assert rule == "tr(K)/n"
+            assert shown[-5] == ", ".join(values)
+
+
+def test_tables_of_ideas__are_those_of_the_results() -> None:
+    known = ideas("Variants, 3 checkpoints")
+    for page, most in (("choose/estimator.md", 2), ("evidence/quality.md", len(known) - 1)):
+        rows = [
+            row for row in cells(page) if row[0].removesuffix(", LDS") in known and len(row) == 11
+        ]
+        assert len(rows) == most
+        for name, *shown in rows:
+            expected = [value.strip("-") and value for value in known[name.removesuffix(", LDS")]]
+            assert [value.replace("−", "-") for value in shown] == expected
 
 
 def test_table_of_projections__is_that_of_the_results() -> None:

@@ -49,13 +49,19 @@ def test_spectrum__not_finite_names_checkpoint() -> None:
 
 def test_mean_trace__trace_by_samples() -> None:
     k = np.random.default_rng(0).random((5, 5, 2))
-    found = mean_trace(lazy(k, 5), 10).compute()
+    found = mean_trace(lazy(k, 5), 10, LABELS).compute()
     np.testing.assert_allclose(found, [np.trace(k[..., c]) / 10 for c in (0, 1)])
 
 
 def test_mean_trace__is_summed_in_float64() -> None:
     k = np.diag(np.array([2**24, 1, 1], "f4"))[:, :, None]
-    assert mean_trace(lazy(k, 3), 1).compute().tolist() == [2**24 + 2]
+    assert mean_trace(lazy(k, 3), 1, LABELS).compute().tolist() == [2**24 + 2]
+
+
+def test_mean_trace__of_zeros_names_the_checkpoint() -> None:
+    k = np.stack([np.eye(3), np.zeros((3, 3))], axis=2)
+    with pytest.raises(ValueError, match=f"positive trace, got 0 at checkpoint '{LABELS[1]}'"):
+        mean_trace(lazy(k, 3), 4, LABELS).compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -24,6 +24,7 @@ def features(**attrs: object) -> xr.Dataset:
 IMAGES = features(task="ImageClassification(10)", batch_norm=False)
 WITH_BATCH_NORM = features(task="TextClassification", batch_norm=True)
 UNRECORDED = features(task="ImageClassification")
+LANGUAGE = features(task="CausalLM(inputs=('input_ids',))")
 REGRESSION = features(task="Regression()", batch_norm=False)
 
 
@@ -40,7 +41,8 @@ REGRESSION = features(task="Regression()", batch_norm=False)
         (features(), "auto", 0.25, "trak", PLAIN, HALF, "closed_form"),
         (features(), "soft", 0.25, "soft", QUARTER, HALF, "completeness"),
         (features(), "relatif", 0.25, "relatif", PLAIN, HALF, "closed_form"),
-        (REGRESSION, "auto", 0.25, "trak", PLAIN, PLAIN, "closed_form"),
+        (REGRESSION, "auto", 0.25, "trak", PLAIN, PLAIN, "trace"),
+        (LANGUAGE, "auto", 0.25, "trak", PLAIN, HALF, "trace"),
         (REGRESSION, "soft", 1, "soft", PLAIN, PLAIN, "completeness"),
     ],
 )

@@ -12,6 +12,7 @@ from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(10, 4, 2, chunks=4)
 IMAGES = FEATURES.assign_attrs(task="ImageClassification()", batch_norm=True)
+REGRESSION = FEATURES.assign_attrs(task="Regression()")
 H = xr.DataArray(np.arange(10.0), dims="sample")
 
 
@@ -35,6 +36,20 @@ def gather(features=FEATURES, estimator="trak", damping="auto", **options):
 )
 def test_options__damped_by_outputs(features, estimator, damping, expected: bool) -> None:
     assert gather(features, estimator, damping).is_damped_by_outputs is expected
+
+
+@pytest.mark.parametrize(
+    ("features", "damping", "rule"),
+    [
+        (FEATURES, "auto", "closed_form"),
+        (REGRESSION, "auto", "trace"),
+        (IMAGES, "auto", "completeness"),
+        (IMAGES, "closed_form", "closed_form"),
+        (IMAGES, 0.1, None),
+    ],
+)
+def test_options__rule(features, damping, rule: str | None) -> None:
+    assert gather(features, "trak", damping).rule == rule
 
 
 def test_gather_options__stay_as_given() -> None:

@@ -149,6 +149,21 @@ def test_damping__trak_takes_the_relative_value_of_soft_weights() -> None:
     assert str(td.damping(TRAIN).rule.compute().values) == "0.03 tr(K^2)/tr(K)"
 
 
+@pytest.mark.parametrize("task", ["Regression(inputs=('x',), target='y')", "CausalLM()"])
+def test_damping__trace_of_tasks_without_a_margin(task: str) -> None:
+    train = TRAIN.assign_attrs(task=task)
+    found = td.damping(train).compute()
+    assert str(found.rule.values) == "tr(K)/n"
+    norms = np.square(TRAIN.feature.values).sum(axis=1)
+    np.testing.assert_allclose(found.damping, norms.mean(axis=0), rtol=1e-12)
+    assert np.isnan(found.relative)
+    h = weights(TRAIN, 0.5)[0]
+    soft = td.damping(TRAIN, "trace", estimator="soft").compute()
+    np.testing.assert_allclose(soft.damping, (h * norms).mean(axis=0), rtol=1e-12)
+    few = td.damping(train.isel(sample=slice(30))).compute()
+    np.testing.assert_allclose(few.damping, norms[:30].mean(axis=0), rtol=1e-12)
+
+
 def test_damping__given_weights_of_the_gram_matrix() -> None:
     h = np.random.default_rng(3).random((N, C))
     given = xr.DataArray(h, dims=("sample", "checkpoint"))

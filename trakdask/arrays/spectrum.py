@@ -45,28 +45,35 @@ class Spectrum(NamedTuple):
     label: str
 
 
-def mean_trace(gram: da.Array, n_sample: int) -> da.Array:
+def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[str]) -> da.Array:
     """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
+
+    Computing it raises a ValueError that names the checkpoint, if K is all 0.
 
     Examples
     --------
-    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4).compute().tolist()
+    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
     [0.5]
     """
     result: da.Array = da.map_blocks(
         _mean_trace,
         gram,
         n_sample,
+        tuple(labels),
         drop_axis=(0, 1),
-        name="mean-trace-" + tokenize(gram.name, n_sample),
+        name="mean-trace-" + tokenize(gram.name, n_sample, labels),
         dtype=np.float64,
         meta=np.empty((0,), np.float64),
     )
     return result
 
 
-def _mean_trace(gram: Block, n_sample: int) -> Block:
-    return np.array([np.trace(gram[:, :, 0], dtype=np.float64) / n_sample])
+def _mean_trace(
+    gram: Block, n_sample: int, labels: tuple[str, ...], *, block_id: tuple[int, ...]
+) -> Block:
+    if not (trace := np.trace(gram[:, :, 0], dtype=np.float64)):
+        raise ValueError(without_trace(labels[block_id[-1]]))
+    return np.array([trace / n_sample])
 
 
 def spectrum(

@@ -35,7 +35,7 @@ class Absolute(HtmlTable):
             )
 
 
-Rule = Literal["auto", "completeness", "closed_form"]
+Rule = Literal["auto", "completeness", "trace", "closed_form"]
 Damping = Rule | float | Absolute | xr.Dataset | xr.DataArray
 
 
@@ -64,9 +64,9 @@ def relative_damping(value: Any) -> float:
     """Return a damping that is relative to tr(K²)/tr(K), as a number of at least 0."""
     if not _is_positive(value):
         raise ValueError(
-            "expected damping as 'auto', 'completeness', 'closed_form', a number >= 0 relative to "
-            f"tr(K²)/tr(K), td.Absolute(x), or what td.damping returned, got {brief(value)}; try "
-            "damping='auto'"
+            "expected damping as 'auto', 'completeness', 'trace', 'closed_form', a number >= 0 "
+            "relative to tr(K²)/tr(K), td.Absolute(x), or what td.damping returned, got "
+            f"{brief(value)}; try damping='auto'"
         )
     return float(value)
 

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
+AutomaticDamping = Literal["completeness", "trace", "closed_form"]
 DEFAULT_ESTIMATOR: Estimator = "auto"
 
 #: a of soft weights, unless given; and of those under which outputs choose λ for any estimator.
@@ -33,6 +34,9 @@ _WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
 
 _MEASURED_TASKS = ("Classification", "ImageClassification", "TextClassification")
 """Tasks for which tests/benchmarks/quality.py found what is best."""
+
+_TRACE_TASKS = ("Regression", "CausalLM")
+"""Tasks for which λ = tr(K)/n was measured to be the best by quality_ideas.py beside it."""
 
 _QUADRATIC_TASKS = ("Regression",)
 """Tasks whose Q is a residual of either sign, of a loss with constant curvature."""
@@ -105,7 +109,7 @@ class ResolvedEstimator(HtmlTable):
     name: Estimator
     weights: Weights
     choosing: Weights
-    damping: Literal["completeness", "closed_form"]
+    damping: AutomaticDamping
     has_gram: bool
 
 
@@ -146,11 +150,12 @@ def resolve_estimator(
         weights = weights if is_quadratic else Weights.soft(power)
     choosing = weights if is_quadratic else Weights.soft(DEFAULT_POWER)
     by_outputs = estimator == "soft" or was_measured
+    without_outputs: AutomaticDamping = "trace" if task in _TRACE_TASKS else "closed_form"
     return ResolvedEstimator(
         name=estimator,
         weights=weights,
         choosing=choosing,
-        damping="completeness" if by_outputs else "closed_form",
+        damping="completeness" if by_outputs else without_outputs,
         has_gram=estimator not in _WITHOUT_GRAM,
     )
 

@@ -173,15 +173,16 @@ def stored_decomposition(
 def stored_damping(features: xr.Dataset, options: Options) -> xr.DataArray | None:
     """Return the stored λ, if the options ask for the rule that chose it.
 
-    λ is that of all checkpoints together, and of the outputs that it was chosen by.
+    λ is that of all checkpoints together, and of the outputs that it was chosen by. What an earlier
+    version stored as its automatic λ stays so: the closed form, where it is the trace now.
     """
     if DAMPING not in features or options.calibrate is not None:
         return None
     asked = options.damping if isinstance(options.damping, str) else None
-    rule = "completeness" if options.is_damped_by_outputs else "closed_form"
-    known = features[DAMPING]
+    rule, known = options.rule, features[DAMPING]
+    accepted = {rule, "closed_form"} if (asked, rule) == ("auto", "trace") else {rule}
     names = {str(name) for name in features[CHECKPOINT].values}
-    is_asked = asked in ("auto", rule) and known.attrs.get("asked") == rule
+    is_asked = asked is not None and known.attrs.get("asked") in accepted
     if not is_asked or set(known.attrs.get("pooled_checkpoints", ())) != names:
         return None
     if rule == "completeness" and not _has_same_outputs(features, known.attrs):

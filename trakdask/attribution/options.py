@@ -24,16 +24,21 @@ LearningRates = Mapping[str, float] | xr.DataArray
 class Options:
     """The options that :func:`score`, :func:`group_score` and others share, checked.
 
-    All are as given, but for the estimator, which is resolved. ``is_damped_by_outputs`` says
-    whether λ is chosen by the outputs of the model.
+    All are as given, but for the estimator, which is resolved. ``rule`` is what chooses λ, with
+    ``"auto"`` resolved; None if λ is a number, or given.
     """
 
     estimator: ResolvedEstimator
     damping: Damping
-    is_damped_by_outputs: bool
+    rule: str | None
     calibrate: xr.Dataset | None
     weights: xr.DataArray | None
     learning_rates: LearningRates | None
+
+    @property
+    def is_damped_by_outputs(self) -> bool:
+        """Whether λ is chosen by the outputs of the model."""
+        return self.rule == "completeness"
 
 
 def gather_options(
@@ -61,12 +66,12 @@ def gather_options(
             f"expected estimator='tracin', the only one with learning_rates, got {estimator!r}; "
             "try estimator='tracin', or leave learning_rates out"
         )
-    rule = damping if isinstance(damping, str) else None
-    by_outputs = (resolved.damping if rule == "auto" else rule) == "completeness"
-    options = Options(resolved, damping, by_outputs, calibrate, weights, learning_rates)
+    asked = damping if isinstance(damping, str) else None
+    rule = resolved.damping if asked == "auto" else asked
+    options = Options(resolved, damping, rule, calibrate, weights, learning_rates)
     if not resolved.has_gram:
         _require_no_gram_options(options)
-    elif calibrate is not None and not by_outputs:
+    elif calibrate is not None and not options.is_damped_by_outputs:
         raise ValueError(
             "expected damping='completeness' with calibrate, the rule that looks at outputs, got "
             f"damping={brief(damping)} and estimator={resolved.name!r}; try "

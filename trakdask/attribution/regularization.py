@@ -87,10 +87,12 @@ def damping(
     features
         Training features.
     damping
-        ``"auto"``: ``"completeness"`` for classification into one of several classes, where it was
-        measured to be best, and for ``estimator="soft"``, else ``"closed_form"``.
+        ``"auto"``: ``"completeness"`` for classification into one of several classes and for
+        ``estimator="soft"``, ``"trace"`` for regression and causal language models, as was measured
+        to be best, else ``"closed_form"``.
         ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
-        see Notes. ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
+        see Notes. ``"trace"``: tr(K_c)/n, so ρ = 1; n counts samples that failed, too.
+        ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.
         ``Absolute(x)`` is x itself. What this function returned before is taken as it is. Where
         :func:`save` or :func:`calibrate` stored λ and ``"auto"`` or the rule that chose it is asked
         for, it is the stored one, as long as the features are those of the store.
@@ -222,8 +224,11 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
         lam, rule = given_damping(features, damping), "given"
     elif isinstance(damping, Absolute):
         lam, rule = da.full(len(labels), float(damping.value), chunks=1), "absolute"
+    elif options.rule == "trace":
+        lam = arrays.spectrum.mean_trace(needed.gram, needed.n_samples, labels)
+        rule = "tr(K)/n"
     else:
-        factor = CLOSED_FORM if damping in ("auto", "closed_form") else relative_damping(damping)
+        factor = CLOSED_FORM if options.rule == "closed_form" else relative_damping(damping)
         lam, rule = _closed_form(needed.gram, factor, labels, spectrum), _closed_form_name(factor)
     return Regularized(needed.gram, lam, (rule,), labels, choice, spectrum)
 
@@ -289,7 +294,7 @@ def _complete(
         return Regularized(needed.gram, fallback, rules, labels, None, spectrum)
     choice = damping_choice.choose(candidates, curves, quiet=quiet)
     rho = choice["relative"][0]
-    relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples)
+    relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples, labels)
     lam = da.where(da.isnan(rho), fallback, relative)
     return Regularized(needed.gram, lam, rules, labels, choice, spectrum)
 

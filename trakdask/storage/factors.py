@@ -278,7 +278,7 @@ def _damping(ds: xr.Dataset, options: Options) -> dict[str, Any]:
     chosen, total = dask.compute(lazy, output_total(features.output.data))
     by_outputs = options.is_damped_by_outputs
     attrs: dict[str, Any] = {
-        "asked": "completeness" if by_outputs else "closed_form",
+        "asked": options.rule,
         "rule": str(chosen.rule.values),
         "pooled_checkpoints": [str(name) for name in ds[CHECKPOINT].values],
     }

@@ -1,0 +1,126 @@
+"""Scores from inner products of features: dense arrays that serve many variants of an estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from _quality_scores import features, ground
+from _quality_subjects import SUBJECTS
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from trakdask.projection import Rademacher
+
+Floats = NDArray[np.floating]
+#: ρ = λ n / tr(K), half a decade apart.
+GRID = 10.0 ** np.linspace(-1.5, 2, 8)
+LEAST_WEIGHT = 1e-9  # weights are divided by
+
+
+@dataclass(frozen=True)
+class Task:
+    """Features (checkpoint, sample, p), outputs and Q (sample, checkpoint), and the truth."""
+
+    name: str
+    train: Floats
+    targets: Floats
+    output: Floats
+    q: Floats
+    is_regression: bool
+    members: Floats
+    truth_ranks: Floats
+
+    def labels(self) -> Floats:
+        """Return what a regression was trained to predict."""
+        return np.asarray(SUBJECTS[self.name].data()[0][1], dtype=np.float64)
+
+
+def load(name: str, cache: Path, n_checkpoints: int) -> Task:
+    """Read features of a task, made where the cache has them not."""
+    subject = SUBJECTS[name]
+    train, targets = features(subject, Rademacher(proj_dim=2048, seed=0), cache, n_checkpoints)
+    drawn, outputs = ground(subject)
+    return Task(
+        name,
+        np.moveaxis(train.feature.values, 2, 0).astype(np.float32),
+        np.moveaxis(targets.feature.values, 2, 0).astype(np.float32),
+        train.output.values.astype(np.float64),
+        train.out_to_loss.values.astype(np.float64),
+        subject.task == "regression",
+        drawn.values.astype(np.float32),
+        _unit_ranks(outputs.mean("seed").values),
+    )
+
+
+def _unit_ranks(values: Floats) -> Floats:
+    ranks = rankdata(values, axis=0)
+    ranks -= ranks.mean(axis=0)
+    norm = np.linalg.norm(ranks, axis=0)
+    return np.asarray(ranks / np.where(norm > 0, norm, 1))
+
+
+def lds(task: Task, scores: Floats) -> Floats:
+    """Return the LDS of every set of scores (ρ, sample, target)."""
+    predicted = (task.members @ each.astype(np.float32) for each in scores)
+    return np.array([(_unit_ranks(p) * task.truth_ranks).sum(axis=0).mean() for p in predicted])
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Inner products of training samples G, and with targets X, of a checkpoint."""
+
+    train: Floats
+    cross: Floats
+
+    @classmethod
+    def of(cls, task: Task, checkpoint: int, proj_dim: int) -> Kernel:
+        x = task.train[checkpoint][:, :proj_dim]
+        t = task.targets[checkpoint][:, :proj_dim]
+        return cls((x @ x.T).astype(np.float64), (x @ t.T).astype(np.float64))
+
+    def scaled(self, factor: Floats) -> Kernel:
+        """Return the kernel of training features times a factor each."""
+        return Kernel(self.train * np.outer(factor, factor), self.cross * factor[:, None])
+
+    def centred(self) -> Kernel:
+        """Return the kernel of features less the mean of those of training samples."""
+        mean = self.train.mean(axis=0)
+        train = self.train - mean[:, None] - mean[None] + mean.mean()
+        return Kernel(train, self.cross - self.cross.mean(axis=0) - mean[:, None] + mean.mean())
+
+
+@dataclass(frozen=True)
+class Damped:
+    """W^½ G W^½ = U diag(s) Uᵀ of a kernel and weights of samples, for all λ."""
+
+    kernel: Kernel
+    root: Floats
+    values: Floats
+    vectors: Floats
+
+    @classmethod
+    def of(cls, kernel: Kernel, weights: Floats) -> Damped:
+        root = np.sqrt(np.maximum(weights, LEAST_WEIGHT))
+        values, vectors = np.linalg.eigh(kernel.train * np.outer(root, root))
+        return cls(kernel, root, values.clip(min=0), vectors)
+
+    @property
+    def damping(self) -> Floats:
+        """Return λ for every ρ of the grid."""
+        return np.asarray(GRID * self.values.mean())
+
+    def products(self, spectral: Callable[[Floats, Floats], Floats] | None = None) -> Floats:
+        """Return φ(z)ᵀ (ΦᵀWΦ + λI)⁻¹ φ(t), (ρ, sample, target), or of another function of s, λ."""
+        function = spectral or (lambda s, lam: 1 / (s + lam))
+        across = (self.vectors.T @ (self.root[:, None] * self.kernel.cross)).astype(np.float32)
+        back = (self.vectors / self.root[:, None]).astype(np.float32)
+        by_damping = [function(self.values, lam).astype(np.float32) for lam in self.damping]
+        return np.stack([back @ (each[:, None] * across) for each in by_damping])
+
+    def leverage(self) -> Floats:
+        """Return w φᵀ (ΦᵀWΦ + λI)⁻¹ φ of training samples, (ρ, sample)."""
+        share = [self.values / (self.values + lam) for lam in self.damping]
+        return np.asarray(np.stack(share) @ np.square(self.vectors).T)

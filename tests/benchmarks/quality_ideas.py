@@ -1,0 +1,355 @@
+"""What else could raise LDS, or choose λ, without retraining? Everything that was tried.
+
+    python tests/benchmarks/quality_ideas.py --cache demo-output/quality
+
+Variants are judged at their best λ in hindsight, so that a bad rule for λ hides no good estimator;
+rules by what they lose against that λ. Same checkpoints, features and truth as quality.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
+from _quality_scores import Setting, ground, selected
+from _quality_subjects import SUBJECTS
+
+import trakdask as td
+
+CHECKPOINTS = (1, 3, 10)
+SHARPNESS = (1.25, 1.5, 2.0)
+UNCHOSEN = ("diabetes", "surface", "language")
+LEAST, MOST = GRID[0] / 100, GRID[-1] * 10
+
+
+def sigmoid(x: Floats) -> Floats:
+    return np.asarray(0.5 * (1 + np.tanh(x / 2)))
+
+
+def soft(task: Task, power: float, n: int) -> tuple[Floats, Floats]:
+    """Return h (sample, checkpoint) and g (sample) of soft weights; 1 and Q of a regression."""
+    q = task.q[:, :n]
+    if task.is_regression:
+        return np.ones_like(q), q.mean(axis=1)
+    return q**power * (1 - q), (q**power).mean(axis=1)
+
+
+def weighted(products: Floats, g: Floats) -> Floats:
+    return np.asarray(products * g[..., :, None].astype(np.float32))
+
+
+# --- variants -------------------------------------------------------------------------------------
+
+
+def variants(task: Task, n: int) -> Iterator[tuple[str, Floats]]:
+    """Yield scores (ρ, sample, target) of n checkpoints by everything that was tried."""
+    powers = (0.5,) if task.is_regression else (0.25, 0.5, 0.75, 1.0)
+    kernels = [Kernel.of(task, c, 2048) for c in range(n)]
+    by_power = {a: [Damped.of(k, soft(task, a, n)[0][:, c]) for c, k in enumerate(kernels)]
+                for a in powers}  # fmt: skip
+    h, g = soft(task, 0.5, n)
+    products = [each.products() for each in by_power[0.5]]
+    mean = np.mean(products, axis=0)
+    yield "soft", weighted(mean, g)
+    if not task.is_regression:
+        plain = np.mean([Damped.of(k, np.ones(len(g))).products() for k in kernels], axis=0)
+        yield "trak", weighted(plain, task.q[:, :n].mean(axis=1))
+        for name, a in (("soft, a = 0.25", 0.25), ("soft, a = 0.75", 0.75), ("Gauss-Newton", 1.0)):
+            scores = np.mean([each.products() for each in by_power[a]], axis=0)
+            yield name, weighted(scores, soft(task, a, n)[1])
+    yield from of_checkpoints(task, kernels, products, h, g)
+    yield from of_features(kernels, h, g)
+    yield from of_spectra(by_power[0.5], g)
+    yield from of_residuals(task, kernels, by_power[0.5], products)
+    yield from sharpened(products, g)
+
+
+def of_checkpoints(
+    task: Task, kernels: list[Kernel], products: list[Floats], h: Floats, g: Floats
+) -> Iterator[tuple[str, Floats]]:
+    deviation = [each / each.std(axis=1, keepdims=True) for each in products]
+    yield "equal spread per target and checkpoint", weighted(np.mean(deviation, axis=0), g)
+    sizes = [np.trace(each.train) for each in kernels]
+    pairs = list(zip(kernels, sizes, strict=True))
+    joint = Kernel(sum(k.train / s for k, s in pairs), sum(k.cross / s for k, s in pairs))  # type: ignore[arg-type]
+    yield (
+        "checkpoints concatenated, one solve",
+        weighted(Damped.of(joint, h.mean(axis=1)).products(), g),
+    )
+    best = [each[lds(task, weighted(each, g)).argmax()] for each in products]
+    yield "λ of every checkpoint by itself, in hindsight", weighted(np.mean(best, axis=0), g)[None]
+
+
+def of_features(kernels: list[Kernel], h: Floats, g: Floats) -> Iterator[tuple[str, Floats]]:
+    norms = [np.sqrt(np.diag(each.train)) for each in kernels]
+    changed = {
+        "features centred": [each.centred() for each in kernels],
+        "features of norm 1": [k.scaled(1 / s) for k, s in zip(kernels, norms, strict=True)],
+        "features over the root of their norm": [
+            k.scaled(s**-0.5) for k, s in zip(kernels, norms, strict=True)
+        ],
+    }
+    for name, each in changed.items():
+        found = [Damped.of(kernel, h[:, c]).products() for c, kernel in enumerate(each)]
+        yield name, weighted(np.mean(found, axis=0), g)
+
+
+def of_spectra(damped: list[Damped], g: Floats) -> Iterator[tuple[str, Floats]]:
+    tiny = 1e-12
+    functions = {
+        "(K + λ)^-0.75": lambda s, lam: (s + lam) ** -0.75,
+        "(K + λ)^-1.5": lambda s, lam: (s + lam) ** -1.5,
+        "gradient flow, (1 - exp(-K/λ))/K": lambda s, lam: -np.expm1(-s / lam) / (s + tiny),
+    }
+    for name, function in functions.items():
+        yield name, weighted(np.mean([each.products(function) for each in damped], axis=0), g)
+
+
+def of_residuals(
+    task: Task, kernels: list[Kernel], damped: list[Damped], products: list[Floats]
+) -> Iterator[tuple[str, Floats]]:
+    """Yield scores with Q of models that have not seen the sample, as the linear model has it."""
+    found: dict[str, list[Floats]] = {}
+    for c, each in enumerate(kernels):
+        expected = {"Q with the sample left out": left_out(task, c, damped[c]),
+                    "Q of random halves": of_halves(task, c, each, damped[c])}  # fmt: skip
+        for name, q in expected.items():
+            found.setdefault(name, []).append(weighted(products[c], q))
+    for name, scores in found.items():
+        yield name, np.mean(scores, axis=0)
+
+
+def residual(task: Task, checkpoint: int, loss: Floats) -> Floats:
+    """Return Q after the output has fallen by this much."""
+    if task.is_regression:
+        return np.asarray(task.q[:, checkpoint] + loss)
+    return sigmoid(loss - task.output[:, checkpoint])
+
+
+def left_out(task: Task, checkpoint: int, damped: Damped) -> Floats:
+    share = damped.leverage().clip(max=0.99)
+    return residual(task, checkpoint, task.q[:, checkpoint] * share / (1 - share) / damped.root**2)
+
+
+def of_halves(task: Task, checkpoint: int, kernel: Kernel, damped: Damped) -> Floats:
+    """Return Q for every ρ: of members without the others, and of others that are added."""
+    n = len(kernel.train)
+    order = np.random.default_rng(checkpoint).permutation(n)
+    q, root, result = task.q[:, checkpoint], damped.root, np.zeros((len(GRID), n))
+    for here, there in ((order[: n // 2], order[n // 2 :]), (order[n // 2 :], order[: n // 2])):
+        inside = kernel.train[np.ix_(here, here)] * np.outer(root[here], root[here])
+        values, vectors = np.linalg.eigh(inside)
+        across = (kernel.train[:, here] * root[here]) @ vectors
+        total, own = across.T[:, there] @ q[there], np.diag(kernel.train)
+        for k, lam in enumerate(damped.damping / 2):
+            solved = across / (values + lam)
+            removed = (kernel.train[:, there] @ q[there] - solved @ total) / lam
+            share = (own - (solved * across).sum(axis=1)) / lam * root**2
+            share[here] = 0
+            result[k] += residual(task, checkpoint, removed) / (1 + share) / 2
+    return result
+
+
+def sharpened(products: list[Floats], g: Floats) -> Iterator[tuple[str, Floats]]:
+    mean = np.mean(products, axis=0)
+    if len(products) > 1:
+        noise = np.var(products, axis=0, ddof=1) / len(products)
+        yield "shrunk by the spread of checkpoints", weighted(mean**3 / (mean**2 + noise), g)
+    for power in SHARPNESS:
+        yield f"products to the power {power}", weighted(powered(mean, power), g)
+    for power in SHARPNESS[:2]:
+        yield f"scores to the power {power}", powered(weighted(mean, g), power)
+
+
+def powered(x: Floats, power: float) -> Floats:
+    return np.asarray(np.sign(x) * np.abs(x) ** power)
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def rules(task: Task, proj_dim: int, most: int) -> Iterator[tuple[str, ...]]:
+    """Yield a row for 1, 3, 10 checkpoints: the best λ, and what each rule takes and loses."""
+    total, damped = 0.0, []
+    for c in range(most):
+        damped.append(Damped.of(Kernel.of(task, c, proj_dim), np.ones(len(task.q))))
+        total = total + damped[-1].products()
+        if (n := c + 1) in CHECKPOINTS:
+            found = lds(task, weighted(total, task.q[:, :n].mean(axis=1)))
+            chosen = by_spectrum(damped) | (by_labels(task, damped) if task.is_regression else {})
+            taken = (chosen.get(name) for name in SPECTRAL + LABELLED)
+            cells = ("-" if rho is None else f"{rho:.2g} ({lost(found, rho):.3f})" for rho in taken)
+            best = f"{GRID[found.argmax()]:.2g}"
+            yield (task.name, str(n), f"{found.max():.3f}", best, *cells)
+
+
+def lost(found: Floats, rho: float) -> float:
+    return float(found.max() - np.interp(np.log(rho), np.log(GRID), found))
+
+
+SPECTRAL = ("0.03 tr(K²)/tr(K)", "tr(K)/n", "0.07 n dims", "0.1 n dims", "0.15 n dims")
+LABELLED = ("residual", "left-out labels", "GCV", "evidence")
+
+
+def by_spectrum(damped: list[Damped]) -> dict[str, float]:
+    """Return ρ by rules that look at the eigenvalues alone."""
+    closed = [0.03 * (d.values**2).sum() / d.values.sum() / d.values.mean() for d in damped]
+    chosen = {SPECTRAL[0]: float(np.exp(np.mean(np.log(closed)))), SPECTRAL[1]: 1.0}
+    fine = np.geomspace(LEAST, MOST, 200)
+    share = [(d.values / (d.values + fine[:, None] * d.values.mean())).mean(1) for d in damped]
+    for name, fraction in zip(SPECTRAL[2:], (0.07, 0.1, 0.15), strict=True):
+        chosen[name] = float(fine[np.abs(np.mean(share, axis=0) - fraction).argmin()])
+    return chosen
+
+
+def by_labels(task: Task, damped: list[Damped]) -> dict[str, float]:
+    """Return ρ by rules that fit a ridge regression of the labels to the features."""
+    y, fine = task.labels() - task.labels().mean(), np.geomspace(LEAST, MOST, 120)
+    sums = np.zeros((4, len(fine)))
+    for each in damped:
+        s, lam = each.values, (fine * each.values.mean())[:, None]
+        turned = each.vectors.T @ y
+        rest = (lam / (s + lam) * turned) @ each.vectors.T
+        kept = (lam / (s + lam)) @ np.square(each.vectors).T
+        likelihood = np.log((turned**2 / (s + lam)).sum(1)) + np.log(s + lam).mean(1)
+        sums += [np.square(rest).mean(1), np.square(rest / kept).mean(1),
+                 np.square(rest).mean(1) / kept.mean(1) ** 2, likelihood]  # fmt: skip
+    trained = np.square(task.q[:, : len(damped)]).mean()
+    best = [np.abs(sums[0] / len(damped) - trained).argmin(), *sums[1:].argmin(axis=1)]
+    return {name: float(fine[at]) for name, at in zip(LABELLED, best, strict=True)}
+
+
+# --- report ---------------------------------------------------------------------------------------
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Align columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+             for row in (header, *rows))  # fmt: skip
+    return "\n".join(lines)
+
+
+def print_variants(tasks: dict[str, Task], n: int = 3) -> None:
+    found: dict[str, dict[str, float]] = {}
+    for task in tasks.values():
+        start = time.process_time()
+        for variant, scores in variants(task, n):
+            found.setdefault(variant, {})[task.name] = lds(task, scores).max()
+        _progress(f"variants of {task.name}, {n} checkpoints", start)
+    base = found.pop("soft")
+    rows = [("soft", *(f"{base[name]:.3f}" for name in tasks))]
+    rows += [
+        (variant, *(f"{by[name] - base[name]:+.3f}" if name in by else "-" for name in tasks))
+        for variant, by in found.items()
+    ]
+    print(
+        f"\nVariants, {n} checkpoints, proj_dim 2048, each at its best λ: LDS of soft (trak for a"
+    )
+    print("regression), and what every other variant gains on it")
+    print(table(("variant", *tasks), rows))
+
+
+def print_sharpened(tasks: dict[str, Task]) -> None:
+    """More checkpoints leave less noise to suppress."""
+    rows = []
+    for task in tasks.values():
+        start, total, h = time.process_time(), 0.0, soft(task, 0.5, max(CHECKPOINTS))[0]
+        for c in range(max(CHECKPOINTS)):
+            total = total + Damped.of(Kernel.of(task, c, 2048), h[:, c]).products()
+            if (n := c + 1) in CHECKPOINTS:
+                g = soft(task, 0.5, n)[1]
+                scores = [weighted(powered(total, power), g) for power in (1, *SHARPNESS)]
+                best = [lds(task, each).max() for each in scores]
+                gains = (f"{each - best[0]:+.3f}" for each in best[1:])
+                rows.append((task.name, str(n), f"{best[0]:.3f}", *gains))
+        _progress(f"sharpening of {task.name}", start)
+    header = ("task", "checkpoints", "power 1", *(f"{power}" for power in SHARPNESS))
+    print("\nProducts to a power, proj_dim 2048, soft (trak for a regression), each at its best λ")
+    print(table(header, rows))
+
+
+def print_rules(tasks: dict[str, Task]) -> None:
+    """For tasks whose outputs do not choose λ."""
+    rows = []
+    for task in tasks.values():
+        start = time.process_time()
+        if task.name in UNCHOSEN:
+            rows += list(rules(task, 2048, max(CHECKPOINTS)))
+            _progress(f"rules for {task.name}", start)
+    names = SPECTRAL + LABELLED
+    print("\nRules for λ, trak: ρ = λ n / tr(K), and the LDS that it loses against the best")
+    print(table(("task", "ckpts", "best", "at ρ", *names), rows))
+
+
+def print_residuals(tasks: dict[str, Task]) -> None:
+    rows = []
+    for task in (each for each in tasks.values() if not each.is_regression):
+        q, f = task.q.mean(axis=1), task.output
+        between = f.mean(axis=1).std(), f.std(axis=1, ddof=1).mean()
+        cells = (f"{x:.2f}" for x in (q.std() / q.mean(), *between))
+        rows.append((task.name, f"{q.mean():.4f}", *cells))
+    header = ("task", "mean Q", "spread of Q", "f between samples", "f between checkpoints")
+    print(
+        "\nOf training samples: Q; its standard deviation over its mean; standard deviations of f"
+    )
+    print(table(header, rows))
+
+
+def print_defaults(names: list[str], cache: Path) -> None:
+    """By the package itself, with nothing chosen; for tasks whose outputs do not choose λ."""
+    rows = []
+    for name in (each for each in names if each in UNCHOSEN):
+        found, rule = [], ""
+        for n in CHECKPOINTS:
+            train, targets = selected(Setting(name, "Rademacher", 2048, n, "trak"), cache)
+            scores = td.score(train, targets)
+            rule = str(scores.attrs["damping"])
+            bare = scores.drop_vars(list(scores.coords))
+            found.append(
+                float(td.evaluate.lds(bare, *ground(SUBJECTS[name]), resamples=1).lds_mean)
+            )
+        rows.append((name, rule, *(f"{each:.3f}" for each in found)))
+    print("\nLDS of td.score at its defaults, proj_dim 2048")
+    print(table(("task", "λ", *(f"{n} ckpts" for n in CHECKPOINTS)), rows))
+
+
+PARTS: dict[str, Callable[[dict[str, Task]], None]] = {
+    "residuals": print_residuals,
+    "rules": print_rules,
+    "variants": print_variants,
+    "sharpened": print_sharpened,
+}
+
+
+def _progress(what: str, start: float) -> None:
+    print(f"  {what}: {time.process_time() - start:.0f} CPU seconds", file=sys.stderr, flush=True)
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tasks", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument(
+        "--parts", nargs="+", choices=["defaults", *PARTS], default=["defaults", *PARTS]
+    )
+    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    if "defaults" in options.parts:
+        print_defaults(options.tasks, options.cache)
+    if parts := [PARTS[name] for name in options.parts if name != "defaults"]:
+        tasks = {name: load(name, options.cache, max(CHECKPOINTS)) for name in options.tasks}
+        for part in parts:
+            part(tasks)
+
+
+if __name__ == "__main__":
+    main()
