@@ -307,7 +307,7 @@ def self_influence(
     variable = VARIABLES["self_influence"]
     coords = coords_along(features, SAMPLE)
     if not average:
-        coords[CHECKPOINT] = features[CHECKPOINT]
+        coords[CHECKPOINT] = features[CHECKPOINT].variable
     dims = (SAMPLE,) if average else (SAMPLE, CHECKPOINT)
     return _labelled(variable.name, dims, data, coords, variable.attrs)
 
