@@ -46,6 +46,11 @@ def train(positions: np.ndarray, seed: int) -> np.ndarray:
     raise AssertionError("a model was trained")
 
 
+def marked_scores() -> xr.DataArray:
+    marks = {"marked": ("sample", LABEL_IS_WRONG), "target_marked": ("target", [True] * 10)}
+    return td.score(FEATURES, TARGETS).assign_coords(marks)
+
+
 LABEL_IS_WRONG = np.arange(40) % 4 == 0
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 TARGETS = simulate_features(n_samples=10, proj_dim=8, chunks=16, seed=1)
@@ -91,6 +96,15 @@ PUBLIC = {
     "brittleness": lambda: td.evaluate.brittleness(train, td.score(FEATURES, TARGETS), [1]),
     "removal_curve": lambda: td.evaluate.removal_curve(train, td.score(FEATURES, TARGETS), [0.1]),
     "mislabelled_auc": lambda: td.evaluate.mislabelled_auc(FEATURES.output, LABEL_IS_WRONG),
+    "mislabelled_curve": lambda: td.evaluate.mislabelled_curve(FEATURES.output, LABEL_IS_WRONG),
+    "class_detection": lambda: td.evaluate.class_detection(td.score(FEATURES, TARGETS)),
+    "shortcut_detection": lambda: td.evaluate.shortcut_detection(marked_scores(), "marked"),
+    "randomization_check": lambda: td.evaluate.randomization_check(
+        *[td.score(FEATURES, TARGETS)] * 2
+    ),
+    "seed_agreement": lambda: td.evaluate.seed_agreement(
+        td.score(FEATURES, TARGETS, average=False)
+    ),
     "accessor": lambda: FEATURES.trak.score(TARGETS).trak.top_k(3),
     "simulate_features": lambda: simulate_features(),
 }

@@ -75,3 +75,30 @@ def test_roc_auc__interval_covers() -> None:
         low, high = intervals.roc_auc(values, positive, 0.95)[1]
         covered += low <= truth <= high
     assert 0.92 <= covered / 300 <= 0.98
+
+
+def test_bootstrap_mean__as_in_scipy() -> None:
+    values = np.random.default_rng(0).exponential(size=(40, 3, 2))
+    means, bounds = intervals.bootstrap_mean(values, resamples=4000, seed=0, confidence=0.9)
+    np.testing.assert_allclose(means, values.mean(axis=0))
+    expected = stats.bootstrap(
+        (values,), np.mean, axis=0, n_resamples=4000, confidence_level=0.9, method="percentile",
+        rng=np.random.default_rng(1),
+    ).confidence_interval  # fmt: skip
+    np.testing.assert_allclose(bounds, [expected.low, expected.high], atol=0.025)
+
+
+def test_bootstrap_mean__skips_what_is_unknown() -> None:
+    values = np.random.default_rng(0).standard_normal((30, 2))
+    values[::3, 0], values[:, 1] = np.nan, np.nan
+    means, bounds = intervals.bootstrap_mean(values, resamples=500, seed=0, confidence=0.95)
+    np.testing.assert_allclose(means, [np.nanmean(values[:, 0]), np.nan])
+    assert bounds[0, 0] < means[0] < bounds[1, 0]
+    assert np.isnan(bounds[:, 1]).all()
+
+
+def test_bootstrap_mean__interval_covers() -> None:
+    """400 experiments of 50 skewed values each, with the mean 1."""
+    values = np.random.default_rng(0).exponential(size=(50, 400))
+    _, (low, high) = intervals.bootstrap_mean(values, resamples=500, seed=0, confidence=0.95)
+    assert 0.9 <= ((low <= 1) & (high >= 1)).mean() <= 0.98

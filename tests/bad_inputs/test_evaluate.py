@@ -1,4 +1,4 @@
-"""Bad inputs of evaluate.*."""
+"""Bad inputs of evaluate.*: what draws subsets, retrains models, and judges by them."""
 
 from __future__ import annotations
 

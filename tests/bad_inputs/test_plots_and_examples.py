@@ -41,7 +41,26 @@ def results() -> dict[str, xr.Dataset]:
         "brittleness": td.evaluate.brittleness(train, scores(), [2]).compute(),
         "features": one[0],
         "damping": td.damping(one[0], damping=td.Absolute(1.0)),
+        **checks(),
     }
+
+
+def checks() -> dict[str, xr.Dataset]:
+    labelled = scores().assign_coords(
+        label=("sample", np.arange(16) % 2),
+        target_label=("target", np.arange(4) % 2),
+        marked=("sample", np.arange(16) < 4),
+        target_marked=("target", [True, True, False, False]),
+    )
+    of_two = xr.concat([scores(), -scores()], "run")
+    made = {
+        "class_detection": td.evaluate.class_detection(labelled, resamples=2),
+        "shortcut_detection": td.evaluate.shortcut_detection(labelled, "marked", resamples=2),
+        "mislabelled_curve": td.evaluate.mislabelled_curve(scores()[:, 0], np.arange(16) < 4),
+        "randomization_check": td.evaluate.randomization_check(scores(), -scores(), resamples=2),
+        "seed_agreement": td.evaluate.seed_agreement(of_two, "run", resamples=2),
+    }
+    return {name: result.compute() for name, result in made.items()}
 
 
 def gallery(**changed: object) -> object:
@@ -86,6 +105,48 @@ PLOTS = [
     *of_another("lds", "lds"),
     *of_another("removal_curve", "mean_full_output"),
     *of_another("damping", "curve"),
+    *of_another("class_detection", "precision_mean"),
+    *of_another("shortcut_detection", "auprc"),
+    *of_another("mislabelled_curve", "found"),
+    *of_another("randomization_check", "correlation"),
+    *of_another("seed_agreement", "reliability"),
+    BadInput(
+        "plots.class_detection",
+        "of several kinds of scores",
+        lambda _: td.plots.class_detection(results()["class_detection"].expand_dims(estimator=2)),
+        ValueError,
+        ["'precision_mean'", "'estimator'", "sel(estimator="],
+    ),
+    BadInput(
+        "plots.shortcut_detection",
+        "without the marks of targets",
+        lambda _: td.plots.shortcut_detection(
+            results()["shortcut_detection"].drop_vars("target_marked")
+        ),
+        ValueError,
+        ["'target_marked'", "shortcut_detection"],
+    ),
+    BadInput(
+        "plots.mislabelled_curve",
+        "of two further dimensions",
+        lambda _: td.plots.mislabelled_curve(results()["mislabelled_curve"].expand_dims(a=2, b=2)),
+        ValueError,
+        ["'found'", "'a'", "'b'"],
+    ),
+    BadInput(
+        "plots.randomization_check",
+        "of several random models",
+        lambda _: td.plots.randomization_check(results()["randomization_check"].expand_dims(run=2)),
+        ValueError,
+        ["'correlation'", "'run'", "one random model"],
+    ),
+    BadInput(
+        "plots.seed_agreement",
+        "no targets",
+        lambda _: td.plots.seed_agreement(results()["seed_agreement"].isel(target=[])),
+        ValueError,
+        ["'agreement'", "(0,)"],
+    ),
     BadInput(
         "plots.damping",
         "not chosen by outputs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xarray as xr
+from scipy import stats
 
 import trakdask as td
 from trakdask.testing import raise_if_dask_computes
@@ -40,6 +41,75 @@ def test_mislabelled_auc__of_one_vector() -> None:
     result = td.evaluate.mislabelled_auc(VALUES[:, 0], xr.DataArray(WRONG, dims="sample"))
     assert float(result.auc) == pytest.approx(pairs_in_order(VALUES.values[:, 0]))
     assert result.interval.sel(bound="low") < result.auc < result.interval.sel(bound="high")
+
+
+def found_by_hand(values: np.ndarray, n_inspected: int) -> float:
+    """The share of wrong labels among the highest values, on average over orders of equal ones."""
+    shares = []
+    for seed in range(300):
+        order = np.random.default_rng(seed).permutation(50)
+        first = order[np.argsort(-values[order], kind="stable")][:n_inspected]
+        shares.append(WRONG[first].sum() / WRONG.sum())
+    return float(np.mean(shares))
+
+
+def test_mislabelled_curve__of_every_entry() -> None:
+    with raise_if_dask_computes():
+        lazy = td.evaluate.mislabelled_curve(VALUES.chunk(sample=7), WRONG, [0.1, 0.26, 0.8])
+    curve = lazy.compute()
+    for c in range(3):
+        for share in (0.1, 0.26, 0.8):
+            expected = found_by_hand(VALUES.values[:, c], round(share * 50))
+            found = curve.found.isel(checkpoint=c).sel(fraction=share)
+            assert float(found) == pytest.approx(expected, abs=0.02)
+    assert curve.checkpoint.values.tolist() == ["a", "b", "c"]
+    low, high = curve.interval.sel(fraction=[0.1, 0.26]).transpose("bound", ...).values
+    assert (low < curve.found.values[:2]).all()
+    assert (high > curve.found.values[:2]).all()
+    assert (curve.found <= curve.best + 1e-12).all()
+    wilson = stats.binomtest(1, int(WRONG.sum())).proportion_ci(method="wilson")
+    one = td.evaluate.mislabelled_curve(first_is_wrong(), WRONG, [0.02]).interval.values
+    np.testing.assert_allclose(one[:, 0], wilson)
+
+
+def first_is_wrong() -> xr.DataArray:
+    """Values of which the highest is that of a wrong label."""
+    return xr.DataArray(np.arange(50) == np.argmax(WRONG), dims="sample").astype(float)
+
+
+def test_mislabelled_curve__area_is_that_under_the_curve() -> None:
+    every = np.arange(1, 50) / 50
+    curve = td.evaluate.mislabelled_curve(VALUES, WRONG, every).compute()
+    ends = np.zeros((1, 3)), curve.found.values, np.ones((1, 3))
+    under = np.trapezoid(np.concatenate(ends), dx=1 / 50, axis=0)
+    np.testing.assert_allclose(curve.area, under)
+    area_of_best = 1 - WRONG.mean() / 2
+    auc = td.evaluate.mislabelled_auc(VALUES, WRONG).compute()
+    for area, of_auc in ((curve.area, auc.auc), (curve.area_interval, auc.interval)):
+        # From 0 and 1 of the AUC to the areas of the worst and the best order.
+        expected = (1 - area_of_best) + (2 * area_of_best - 1) * of_auc
+        np.testing.assert_allclose(area, expected)
+
+
+def test_mislabelled_curve__extremes() -> None:
+    sure = xr.DataArray(np.stack([WRONG, ~WRONG, 0 * WRONG], axis=1), dims=("sample", "method"))
+    curve = td.evaluate.mislabelled_curve(sure.astype(float), WRONG).compute()
+    share = WRONG.mean()
+    np.testing.assert_allclose(curve.area, [1 - share / 2, share / 2, 0.5])
+    np.testing.assert_allclose(curve.found[:, 0], curve.best)
+    np.testing.assert_allclose(curve.found[:, 2], curve.fraction)
+
+
+def test_mislabelled_curve__random_orders_are_in_the_random_interval() -> None:
+    draws = np.random.default_rng(0).random((50, 400))
+    curve = td.evaluate.mislabelled_curve(
+        xr.DataArray(draws, dims=("sample", "draw")), WRONG, [0.2, 0.5], confidence=0.9
+    ).compute()
+    low, high = (curve.random_interval.sel(bound=bound) for bound in ("low", "high"))
+    inside = ((curve.found >= low) & (curve.found <= high)).mean("draw").values
+    assert (inside > 0.87).all()
+    below = ((curve.found > low) & (curve.found < high)).mean("draw").values
+    assert (below < 0.93).all()
 
 
 @pytest.mark.parametrize(

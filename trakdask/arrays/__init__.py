@@ -1,9 +1,11 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
 
 from trakdask.arrays import (
+    agreement,
     combinations,
     completeness,
     damping_choice,
+    detection,
     gram,
     groups,
     intervals,
@@ -19,9 +21,11 @@ from trakdask.arrays import (
 )
 
 __all__ = [
+    "agreement",
     "combinations",
     "completeness",
     "damping_choice",
+    "detection",
     "gram",
     "groups",
     "intervals",

@@ -19,6 +19,7 @@ __all__ = [
     "less_bias",
     "mean_of_known",
     "percentiles",
+    "reliability",
     "statistics",
 ]
 
@@ -121,20 +122,32 @@ def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
     return np.asarray(np.mean([correlation(b, a, counts) for a, b in pairs], axis=0))
 
 
+def reliability(between: Floats, n_seeds: int | Floats) -> Floats:
+    """Return the correlation of a mean of k = ``n_seeds`` models with that of k other ones.
+
+    By the Spearman-Brown formula k r / (1 + (k - 1) r), where r is the correlation between single
+    models. A negative r is treated as 0.
+
+    Examples
+    --------
+    >>> reliability(np.array([1.0, 0.5, -0.1]), 2).round(3).tolist()
+    [1.0, 0.667, 0.0]
+    """
+    clipped = np.clip(between, 0, 1)
+    return np.asarray(n_seeds * clipped / (1 + (n_seeds - 1) * clipped))
+
+
 def ceiling(between: Floats, n_seeds: int) -> Floats:
     """Return the Spearman correlation of a perfect prediction with a mean of noisy models.
 
-    By the Spearman-Brown formula the mean of k = ``n_seeds`` models has the reliability
-    k r / (1 + (k - 1) r), and its correlation with its own expectation is the square root of that.
-    A negative r is treated as 0.
+    The correlation of the mean with its own expectation is the square root of its reliability.
 
     Examples
     --------
     >>> ceiling(np.array([1.0, 0.5, -0.1]), 2).round(3).tolist()
     [1.0, 0.816, 0.0]
     """
-    clipped = np.clip(between, 0, 1)
-    return np.asarray(np.sqrt(n_seeds * clipped / (1 + (n_seeds - 1) * clipped)))
+    return np.asarray(np.sqrt(reliability(between, n_seeds)))
 
 
 def mean_of_known(values: Floats) -> Floats:

@@ -1,24 +1,36 @@
-"""Evaluation of scores: models are retrained without the samples that the scores name.
+"""Evaluation of scores: by retraining without the samples that they name, and by what is known.
 
 ``subsets`` → ``retrain`` → ``lds`` measures how well sums of scores rank models of random subsets;
 ``brittleness`` and ``removal_curve`` remove the samples that the scores call important;
-``mislabelled_auc`` measures whether scores find wrong labels. With the masks of ``leave_one_out``,
-the first chain compares scores with the effect of leaving out single samples.
+With the masks of ``leave_one_out``, the first chain compares scores with the effect of leaving out
+single samples.
+
+Nothing is retrained by the others: ``mislabelled_auc`` and ``mislabelled_curve`` measure whether
+scores find wrong labels, ``class_detection`` and ``shortcut_detection`` whether samples of the
+target's class, or with its mark, rank first, ``randomization_check`` whether scores change when the
+model forgets, and ``seed_agreement`` whether those of other seeds are the same.
 """
 
+from trakdask.evaluate.agreement import randomization_check, seed_agreement
 from trakdask.evaluate.datamodeling import lds
+from trakdask.evaluate.detection import class_detection, shortcut_detection
 from trakdask.evaluate.masks import leave_one_out, subsets
-from trakdask.evaluate.mislabelled import mislabelled_auc
+from trakdask.evaluate.mislabelled import mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.removal import brittleness, removal_curve
 from trakdask.evaluate.retraining import retrain
 
 __all__ = [
     "brittleness",
+    "class_detection",
     "lds",
     "leave_one_out",
     "mislabelled_auc",
+    "mislabelled_curve",
+    "randomization_check",
     "removal_curve",
     "retrain",
+    "seed_agreement",
+    "shortcut_detection",
     "subsets",
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import dask
@@ -23,9 +23,11 @@ __all__ = [
     "lazy_results",
     "require_aligned",
     "require_bool",
+    "require_bootstrap",
     "require_dataset",
     "require_dims",
     "require_fraction",
+    "require_list",
     "require_positive",
     "require_seed",
     "require_size",
@@ -193,6 +195,30 @@ def require_positive(value: object, *, name: str, example: str) -> int:
 def require_seed(value: object, *, name: str) -> int:
     """Return an integer that NumPy's generators take as a seed."""
     return require_integer(name, value, 0, remedy=f"try {name}=0")
+
+
+def require_bootstrap(resamples: object, seed: object, confidence: object) -> dict[str, Any]:
+    """Return the checked options of a bootstrap over targets, by name."""
+    return {
+        "resamples": require_positive(resamples, name="resamples", example="resamples=1000"),
+        "seed": require_seed(seed, name="seed"),
+        "confidence": require_fraction(confidence, name="confidence", example="confidence=0.95"),
+    }
+
+
+def require_list(values: object, name: str) -> list[Any]:
+    """Return several numbers as a list, whose entries are not checked.
+
+    Raises
+    ------
+    TypeError
+        If it is a single value, or a text.
+    """
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"expected a list of numbers for {name}, got {shown(values)}; try {name}=[{values}]"
+        )
+    return list(values)
 
 
 def as_array(value: object, *, name: str, remedy: str) -> np.ndarray:

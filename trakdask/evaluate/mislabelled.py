@@ -1,6 +1,8 @@
-"""The area under the ROC curve for finding wrong labels by attributions, with its interval."""
+"""How well attributions find wrong labels: the area under the ROC curve, and what is inspected."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import xarray as xr
@@ -14,11 +16,15 @@ from trakdask.evaluate.labels import (
     lazy_results,
     require_dims,
     require_fraction,
+    require_list,
     require_size,
 )
 from trakdask.variables import SAMPLE, coords_along
 
-__all__ = ["mislabelled_auc"]
+__all__ = ["mislabelled_auc", "mislabelled_curve"]
+
+FRACTION = "fraction"
+TWENTIETHS = tuple(i / 20 for i in range(1, 20))
 
 
 def mislabelled_auc(
@@ -64,23 +70,7 @@ def mislabelled_auc(
     >>> td.evaluate.mislabelled_auc(values, [False, True, False, True]).auc.values.item()
     1.0
     """
-    values = require_dims(
-        values, (SAMPLE,), name="values", more=True, remedy="try xr.DataArray(v, dims='sample')"
-    )
-    remedy = "try is_mislabelled=(given_label != true_label)"
-    wrong = as_array(is_mislabelled, name="is_mislabelled", remedy=remedy)
-    if wrong.dtype != bool or wrong.ndim != 1:
-        raise ValueError(
-            f"expected is_mislabelled to be bool (sample,), got {wrong.dtype} of shape "
-            f"{wrong.shape}; {remedy}"
-        )
-    remedy = "try the same samples of both"
-    require_size(SAMPLE, ("is_mislabelled", len(wrong)), ("values", values.sizes[SAMPLE]), remedy)
-    if wrong.all() or not wrong.any():
-        raise ValueError(
-            f"expected right and wrong labels in is_mislabelled, got {int(wrong.sum())} wrong ones "
-            f"of {len(wrong)}; try flipping some labels before training"
-        )
+    values, wrong = _checked(values, is_mislabelled)
     confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
     more = values.dims[1:]
     sizes = tuple(values.sizes[dim] for dim in more)
@@ -92,6 +82,114 @@ def mislabelled_auc(
         },
     )  # fmt: skip
     return result.assign_coords({**coords_along(values, *more), BOUND: BOUNDS})
+
+
+def mislabelled_curve(
+    values: xr.DataArray,
+    is_mislabelled: np.ndarray | xr.DataArray,
+    fractions: Sequence[float] = TWENTIETHS,
+    *,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Measure which share of the wrong labels is found by inspecting the most suspicious samples.
+
+    Parameters
+    ----------
+    values
+        As in :func:`mislabelled_auc`: (sample), higher the more suspicious. A further dimension
+        compares several methods, such as the self-influence and the loss.
+    is_mislabelled
+        Which labels are wrong, bool (sample,).
+    fractions
+        Shares of the samples that are inspected, between 0 and 1; every twentieth by default.
+    confidence
+        Level of the intervals.
+
+    Returns
+    -------
+    Lazy Dataset of float64 variables. Further dimensions of ``values`` follow those named here:
+
+    - ``found`` (fraction): share of the wrong labels that is among the inspected samples, with
+      ``interval`` (bound, fraction), Wilson's, of as many trials as there are wrong labels;
+    - ``area``: the area under this curve for fractions from 0 to 1, with ``area_interval`` (bound),
+      which follow from those of :func:`mislabelled_auc`: ½ for a random order;
+    - ``random_interval`` (bound, fraction): where the share found in a random order lies, whose
+      expectation is the fraction itself;
+    - ``best`` (fraction): the share found if all wrong labels came first. The area of that curve is
+      1 - ½ the share of wrong labels.
+
+    Raises
+    ------
+    TypeError
+        If an argument has another type.
+    ValueError
+        If sizes do not agree, all labels are wrong or all are right, or fractions are not between 0
+        and 1; when computed, if a value is NaN.
+
+    Notes
+    -----
+    The loss of a classification follows from its features: with f = log p / (1 - p),
+    ``numpy.logaddexp(0, -features.output.mean("checkpoint"))`` is -log p. It is the method to beat.
+
+    Equal values count as if in random order. :func:`trakdask.plots.mislabelled_curve` draws it.
+
+    References
+    ----------
+    Koh and Liang 2017, section 5.4; Kwon et al. 2024, "DataInf". Quanda (Bareeva et al. 2024) calls
+    this mislabeling detection.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
+    >>> curve = td.evaluate.mislabelled_curve(values, [False, True, False, True], [0.25, 0.5])
+    >>> curve.found.values.tolist(), float(curve.area)
+    ([0.5, 1.0], 0.75)
+    """
+    values, wrong = _checked(values, is_mislabelled)
+    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
+    shares = [
+        require_fraction(share, name="every fraction", example="fractions=[0.1, 0.5]")
+        for share in require_list(fractions, "fractions")
+    ]
+    if not shares:
+        raise ValueError("expected at least one fraction, got []; try fractions=[0.1, 0.5]")
+    more, k = values.dims[1:], len(shares)
+    sizes = tuple(values.sizes[dim] for dim in more)
+    result = lazy_results(
+        _curve, lazy_data(values), wrong, shares, confidence,
+        variables={
+            "found": ((FRACTION, *more), (k, *sizes), "share of the wrong labels that is found"),
+            "interval": ((BOUND, FRACTION, *more), (2, k, *sizes), "of found"),
+            "area": (more, sizes, "area under found, for fractions from 0 to 1"),
+            "area_interval": ((BOUND, *more), (2, *sizes), "of area"),
+            "random_interval": ((BOUND, FRACTION), (2, k), "of found in a random order"),
+            "best": ((FRACTION,), (k,), "found if all wrong labels came first"),
+        },
+    )  # fmt: skip
+    coords = {**coords_along(values, *more), FRACTION: shares, BOUND: BOUNDS}
+    return result.assign_coords(coords)
+
+
+def _checked(values: object, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
+    checked = require_dims(
+        values, (SAMPLE,), name="values", more=True, remedy="try xr.DataArray(v, dims='sample')"
+    )
+    remedy = "try is_mislabelled=(given_label != true_label)"
+    wrong = as_array(is_mislabelled, name="is_mislabelled", remedy=remedy)
+    if wrong.dtype != bool or wrong.ndim != 1:
+        raise ValueError(
+            f"expected is_mislabelled to be bool (sample,), got {wrong.dtype} of shape "
+            f"{wrong.shape}; {remedy}"
+        )
+    remedy = "try the same samples of both"
+    require_size(SAMPLE, ("is_mislabelled", len(wrong)), ("values", checked.sizes[SAMPLE]), remedy)
+    if wrong.all() or not wrong.any():
+        raise ValueError(
+            f"expected right and wrong labels in is_mislabelled, got {int(wrong.sum())} wrong ones "
+            f"of {len(wrong)}; try flipping some labels before training"
+        )
+    return checked, wrong
 
 
 def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
@@ -106,3 +204,41 @@ def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, 
         "auc": np.array([area for area, _ in results]).reshape(more),
         "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
     }
+
+
+def _curve(
+    values: np.ndarray, wrong: np.ndarray, shares: list[float], confidence: float
+) -> dict[str, np.ndarray]:
+    area = _auc(values, wrong, confidence)
+    n, n_wrong, more = len(wrong), int(wrong.sum()), values.shape[1:]
+    inspected = np.array(shares) * n
+    columns = values.reshape(n, -1).T
+    found = np.stack([_found(column, wrong, inspected) for column in columns], axis=1) / n_wrong
+    found = found.reshape(-1, *more)
+    # Of the pairs of a wrong label and any sample, those with a right one count as in the AUC.
+    of_wrong = n_wrong / n / 2
+    return {
+        "found": found,
+        "interval": arrays.intervals.proportion_interval(found, n_wrong, confidence),
+        "area": of_wrong + (1 - n_wrong / n) * area["auc"],
+        "area_interval": of_wrong + (1 - n_wrong / n) * area["interval"],
+        "random_interval": _random_interval(inspected, n, n_wrong, confidence),
+        "best": np.minimum(inspected / n_wrong, 1),
+    }
+
+
+def _found(values: np.ndarray, wrong: np.ndarray, inspected: np.ndarray) -> np.ndarray:
+    """Return how many wrong labels are expected among the highest values, equal ones shuffled."""
+    order = np.argsort(-values, kind="stable")
+    ordered = values[order]
+    last_of_equal = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
+    hits = np.cumsum(wrong[order])[last_of_equal]
+    return np.asarray(np.interp(inspected, [0, *(last_of_equal + 1)], [0, *hits]))
+
+
+def _random_interval(inspected: np.ndarray, n: int, n_wrong: int, confidence: float) -> np.ndarray:
+    from scipy.stats import hypergeom  # takes a second to import, and only evaluation needs it
+
+    quantiles = np.array([[(1 - confidence) / 2], [(1 + confidence) / 2]])
+    drawn = hypergeom.ppf(quantiles, n, n_wrong, np.round(inspected))
+    return np.asarray(drawn / n_wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from trakdask import arrays
 from trakdask.attribution.ranking import top_k
-from trakdask.checks import require_number, shown
+from trakdask.checks import require_number
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
     lazy_results,
     require_dims,
     require_fraction,
+    require_list,
     require_positive,
     require_seed,
 )
@@ -121,7 +122,7 @@ def brittleness(
     confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
     threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
     counts = _counts(
-        [require_positive(k, name="k", example="ks=[10]") for k in _listed(ks, "ks")], n
+        [require_positive(k, name="k", example="ks=[10]") for k in require_list(ks, "ks")], n
     )
     ranked = _ranked(scores, max(counts))
     names = [f"all but the top {k} of target {t}" for t in range(m) for k in counts]
@@ -221,7 +222,7 @@ def removal_curve(
     example = "fractions=[0.1, 0.2, 0.5]"
     shares = [
         require_fraction(share, name="every fraction", example=example)
-        for share in _listed(fractions, "fractions")
+        for share in require_list(fractions, "fractions")
     ]
     counts = _counts([round(share * n) for share in shares], n)
     mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
@@ -252,14 +253,6 @@ def _curve_variables(m: int, n_counts: int, kind: str) -> dict[str, Any]:
         variables[f"mean_{prefix}output"] = (FRACTION,), (n_counts,), f"mean over targets, {what}"
         variables[f"{prefix}interval"] = (BOUND, FRACTION), (2, n_counts), f"of mean_{prefix}output"
     return variables
-
-
-def _listed(values: object, name: str) -> list[Any]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise TypeError(
-            f"expected a list of numbers for {name}, got {shown(values)}; try {name}=[{values}]"
-        )
-    return list(values)
 
 
 def _counts(counts: list[int], n: int) -> list[int]:

@@ -1,11 +1,30 @@
 """Plots of results; each function takes labelled data and returns a matplotlib Figure."""
 
+from trakdask.plots.checks import (
+    class_detection,
+    mislabelled_curve,
+    randomization_check,
+    seed_agreement,
+    shortcut_detection,
+)
 from trakdask.plots.curves import damping, lds, removal_curve
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
 from trakdask.plots.texts import text
 
-__all__ = ["damping", "gallery", "lds", "power_of_ten", "removal_curve", "text"]
+__all__ = [
+    "class_detection",
+    "damping",
+    "gallery",
+    "lds",
+    "mislabelled_curve",
+    "power_of_ten",
+    "randomization_check",
+    "removal_curve",
+    "seed_agreement",
+    "shortcut_detection",
+    "text",
+]
 
 
 def __dir__() -> list[str]:

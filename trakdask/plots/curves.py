@@ -8,11 +8,10 @@ import numpy as np
 import xarray as xr
 
 from trakdask.evaluate.labels import require_dataset
-from trakdask.plots.figures import BLUE, GREEN, RED, new_figure
+from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_figure
 from trakdask.variables import TARGET
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["damping", "lds", "removal_curve"]
@@ -107,7 +106,7 @@ def lds(result: xr.Dataset) -> Figure:
     ax.axhline(float(result.lds_mean), color=BLUE, linewidth=1)
     ax.axhspan(*result.interval.values.tolist(), color=BLUE, alpha=0.15, linewidth=0)
     ax.set_title(f"LDS {float(result.lds_mean):.3f}, mean over targets", fontsize=10)
-    _finish(figure, ax, "targets, by LDS", "Spearman over subsets")
+    finish(figure, ax, "targets, by LDS", "Spearman over subsets")
     return figure
 
 
@@ -150,13 +149,5 @@ def removal_curve(curve: xr.Dataset) -> Figure:
         ax.plot(fractions, [full, *curve[f"mean_{prefix}output"].values], color=color, label=label)
         low, high = curve[f"{prefix}interval"].values
         ax.fill_between(fractions[1:], low, high, color=color, alpha=0.2, linewidth=0)
-    _finish(figure, ax, "fraction of samples removed", "mean output of the targets")
+    finish(figure, ax, "fraction of samples removed", "mean output of the targets")
     return figure
-
-
-def _finish(figure: Figure, ax: Axes, x: str, y: str) -> None:
-    ax.set_xlabel(x)
-    ax.set_ylabel(y)
-    ax.legend(frameon=False, fontsize=8)
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()

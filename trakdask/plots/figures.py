@@ -11,9 +11,10 @@ import xarray as xr
 from trakdask.checks import shown
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "GREEN", "RED", "new_figure", "power_of_ten"]
+__all__ = ["BLUE", "GREEN", "RED", "finish", "new_figure", "power_of_ten"]
 
 GREEN, RED, BLUE = "#1a7f37", "#c62828", "#1565c0"
 
@@ -62,3 +63,12 @@ def new_figure(width: float, height: float) -> Figure:
     figure = plt.figure(figsize=(width, height))
     plt.close(figure)  # a notebook would show an open figure twice
     return figure
+
+
+def finish(figure: Figure, ax: Axes, x: str, y: str) -> None:
+    """Label the axes, show the legend without a frame, and fit everything into the figure."""
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    ax.legend(frameon=False, fontsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()

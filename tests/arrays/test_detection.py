@@ -1,0 +1,80 @@
+"""Ranks of classes, against scikit-learn and against counting by hand."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from trakdask.arrays.detection import average_precision, class_ranks
+
+N, M, COUNTS = 40, 6, [1, 4, 40]
+RNG = np.random.default_rng(0)
+CODES = np.stack([RNG.integers(3, size=N), RNG.integers(2, size=N)], axis=1)
+TARGET_CODES = np.stack([RNG.integers(3, size=M), RNG.integers(2, size=M)], axis=1)
+SCORES = {
+    "distinct": RNG.standard_normal((N, M, 2)),
+    "ties": RNG.integers(4, size=(N, M, 2)).astype("f4"),
+    "infinite": np.where(RNG.random((N, M, 2)) < 0.2, np.inf, RNG.standard_normal((N, M, 2))),
+    "unknown": np.where(RNG.random((N, M, 2)) < 0.2, np.nan, RNG.integers(9, size=(N, M, 2))),
+}
+
+
+def by_hand(values: np.ndarray, relevant: np.ndarray) -> list[float]:
+    """AUC of scikit-learn; ranks by counting, samples of other classes first among equals."""
+    finite = np.unique(values, return_inverse=True)[1]  # scikit-learn refuses inf
+    rank = [
+        1 + sum(v > own for v in values[relevant]) + sum(values[~relevant] >= own) + before
+        for own, before in zip(values[relevant], ties_before(values[relevant]), strict=True)
+    ]
+    found = [sum(r <= k for r in rank) for k in COUNTS]
+    precision = [n / k for n, k in zip(found, COUNTS, strict=True)]
+    recall = [n / relevant.sum() for n in found]
+    return [roc_auc_score(relevant, finite), 1 / min(rank), *precision, *recall]
+
+
+def ties_before(values: np.ndarray) -> list[int]:
+    return [int((values[:i] == values[i]).sum()) for i in range(len(values))]
+
+
+@pytest.mark.parametrize("case", SCORES)
+@pytest.mark.parametrize("chunks", [(7, 4, 1), (40, 1, 2), (1, 6, 2)])
+def test_class_ranks__by_hand(case: str, chunks: tuple[int, ...]) -> None:
+    scores = SCORES[case]
+    result = class_ranks(da.from_array(scores, chunks), CODES, TARGET_CODES, COUNTS).compute()
+    assert result.shape == (M, 2, 2 + 2 * len(COUNTS))
+    for t in range(M):
+        for e in range(2):
+            column = scores[:, t, e]
+            ranked = (CODES[:, 1] == TARGET_CODES[t, 1]) & ~np.isnan(column)
+            relevant = CODES[ranked, 0] == TARGET_CODES[t, 0]
+            np.testing.assert_allclose(result[t, e], by_hand(column[ranked], relevant))
+
+
+def test_class_ranks__order_of_samples_is_invisible() -> None:
+    order = RNG.permutation(N)
+    whole = da.from_array(SCORES["ties"])
+    shuffled = da.from_array(SCORES["ties"][order])
+    np.testing.assert_array_equal(
+        class_ranks(whole, CODES, TARGET_CODES, COUNTS),
+        class_ranks(shuffled, CODES[order], TARGET_CODES, COUNTS),
+    )
+
+
+def test_class_ranks__undefined_without_both_kinds() -> None:
+    scores = da.from_array(SCORES["distinct"][:, :2])
+    codes, targets = np.zeros((N, 2), int), np.array([[0, 0], [1, 0]])
+    assert np.isnan(class_ranks(scores, codes, targets, [1]).compute()).all()
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_average_precision__as_in_scikit_learn(case: str) -> None:
+    scores, positive = SCORES[case], np.arange(N) % 5 == 0
+    result = average_precision(da.from_array(scores, (7, 4, 1)), positive).compute()
+    for t in range(M):
+        for e in range(2):
+            known = ~np.isnan(scores[:, t, e])
+            finite = np.unique(scores[known, t, e], return_inverse=True)[1]
+            expected = average_precision_score(positive[known], finite)
+            np.testing.assert_allclose(result[t, e], expected)

@@ -1,0 +1,265 @@
+"""How far rankings of independently trained models agree, and those of random models."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.checks import shown
+from trakdask.evaluate.labels import (
+    BOUND,
+    BOUNDS,
+    lazy_data,
+    lazy_results,
+    require_aligned,
+    require_bootstrap,
+    require_dims,
+    require_list,
+    require_positive,
+)
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, coords_along
+
+__all__ = ["randomization_check", "seed_agreement"]
+
+N_MODELS = "n_models"
+
+
+def randomization_check(
+    scores: xr.DataArray,
+    randomized: xr.DataArray,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Correlate scores of the trained model with those of a model whose weights are random.
+
+    Parameters
+    ----------
+    scores
+        Scores (sample, target) of the trained model.
+    randomized
+        Scores of the same samples and targets from features of a model that was not trained,
+        ``td.Model(build, [build().state_dict()])``: (sample, target), or with one further
+        dimension, such as several random models.
+    resamples, seed, confidence
+        Of the bootstrap over targets that makes the interval.
+
+    Returns
+    -------
+    Lazy Dataset of float64 variables, which keep the further dimension of ``randomized``:
+
+    - ``correlation`` (target): Spearman's, over samples;
+    - ``correlation_mean`` with ``interval`` (bound): over targets.
+
+    Raises
+    ------
+    TypeError
+        If an argument has another type.
+    ValueError
+        If samples or targets do not agree, or an option is out of range; when computed, if the
+        correlation is undefined for every target.
+
+    Notes
+    -----
+    Scores that explain what the model has learnt must change when it forgets: the correlation
+    should be near 0. A high one says that the scores depend on the inputs or labels alone. That is
+    so by construction in linear models, whose gradients are their inputs, and to some extent in any
+    network, as similar inputs have similar gradients. What labels add can be taken out:
+    ``scores.where(scores.label == scores.target_label)`` ranks samples of the same class only.
+
+    A sample with a NaN in one of the arrays is left out for that target. Cost: one pass over each
+    array and a sort per target and model. Memory: all scores of one chunk of targets at a time.
+
+    References
+    ----------
+    Adebayo et al. 2018, "Sanity checks for saliency maps"; Hanawa et al. 2021, the model
+    randomization test for similarities.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> scores = xr.DataArray([[1.0], [2.0], [3.0]], dims=("sample", "target"))
+    >>> result = td.evaluate.randomization_check(scores, -scores)
+    >>> float(result.correlation_mean)
+    -1.0
+    """
+    remedy = "try the result of td.score"
+    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=remedy)
+    randomized = require_dims(
+        randomized, (SAMPLE, TARGET), name="randomized", more=True, remedy=remedy
+    )
+    more = _at_most_one(randomized)
+    for dim in (SAMPLE, TARGET):
+        require_aligned(
+            dim, ("randomized", randomized), ("scores", scores), f"try the same {dim}s of both"
+        )
+    stacked = lazy_data(randomized) if more else lazy_data(randomized)[:, :, None]
+    both = da.concatenate([lazy_data(scores)[:, :, None], stacked], axis=2)
+    options = require_bootstrap(resamples, seed, confidence)
+    m, sizes = scores.sizes[TARGET], tuple(randomized.sizes[dim] for dim in more)
+    result = lazy_results(
+        _randomized, arrays.agreement.rank_correlations(both), sizes, options,
+        variables={
+            "correlation": ((TARGET, *more), (m, *sizes), "Spearman, trained and random model"),
+            "correlation_mean": (more, sizes, "mean of correlation over targets"),
+            "interval": ((BOUND, *more), (2, *sizes), "of correlation_mean"),
+        },
+    )  # fmt: skip
+    coords = {**coords_along(randomized, *more), **coords_along(scores, TARGET), BOUND: BOUNDS}
+    return result.assign_coords(coords)
+
+
+def seed_agreement(
+    scores: xr.DataArray,
+    dim: str = CHECKPOINT,
+    *,
+    n_models: Sequence[int] = (1, 2, 3, 5, 10, 20),
+    resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Correlate scores of independently trained models, and tell how many models are enough.
+
+    Parameters
+    ----------
+    scores
+        Scores (sample, target, checkpoint), as from ``td.score(..., average=False)``, or of several
+        runs along a dimension of another name.
+    dim
+        Name of the dimension along which models differ; at least two.
+    n_models
+        Numbers of models whose mean score would be used.
+    resamples, seed, confidence
+        Of the bootstrap over targets that makes the intervals.
+
+    Returns
+    -------
+    Lazy Dataset of float64 variables:
+
+    - ``agreement`` (target): mean over pairs of models of Spearman's correlation over samples;
+    - ``agreement_mean`` with ``interval`` (bound): over targets;
+    - ``reliability`` (n_models) with ``reliability_interval`` (bound, n_models): the correlation
+      to be expected between the mean score of so many models and that of as many other ones;
+    - ``pairs`` (model, model_1): the mean over targets for every pair, in which one odd model
+      shows. The dimensions are ``dim`` and ``dim`` + ``_1``.
+
+    Raises
+    ------
+    TypeError
+        If an argument has another type.
+    ValueError
+        If the dimensions are others, there are fewer than two models, or an option is out of
+        range; when computed, if the agreement is undefined for every target.
+
+    Notes
+    -----
+    The reliability follows from ``agreement_mean`` by the Spearman-Brown formula k r / (1 +
+    (k - 1) r), which assumes that models differ by independent noise of equal size. Checkpoints of
+    one run are not independent: they agree more than models of other seeds do. Agreement is not
+    truth: scores that only look at the labels agree perfectly.
+
+    NaN, cost and memory as :func:`randomization_check`.
+
+    References
+    ----------
+    Spearman 1910; Brown 1910. Park et al. 2023, section 3: scores of several models are averaged
+    because training is random.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> scores = xr.DataArray(
+    ...     [[[1.0, 1.0]], [[2.0, 3.0]], [[3.0, 2.0]]], dims=("sample", "target", "checkpoint")
+    ... )
+    >>> result = td.evaluate.seed_agreement(scores, n_models=[1, 2])
+    >>> result.reliability.values.round(3).tolist()
+    [0.5, 0.667]
+    """
+    if not isinstance(dim, str) or dim in (SAMPLE, TARGET):
+        raise ValueError(
+            f"expected the dimension of the models for dim, got {shown(dim)}; try dim='checkpoint'"
+        )
+    remedy = "try td.score(features, targets, average=False)"
+    scores = require_dims(scores, (SAMPLE, TARGET, dim), name="scores", remedy=remedy)
+    if scores.sizes[dim] < 2:
+        raise ValueError(f"expected at least 2 models along {dim!r}, got 1; {remedy}")
+    counts = _counts(n_models)
+    options = require_bootstrap(resamples, seed, confidence)
+    result = lazy_results(
+        _agreed, arrays.agreement.rank_correlations(lazy_data(scores)), counts, options,
+        variables=_agreement_variables(scores, dim, len(counts)),
+    )  # fmt: skip
+    coords: dict[Hashable, Any] = dict(coords_along(scores, TARGET, dim))
+    for name, values in coords_along(scores, dim).items():
+        coords[f"{name}_1"] = f"{dim}_1", values.values
+    return result.assign_coords({**coords, N_MODELS: counts, BOUND: BOUNDS})
+
+
+def _at_most_one(randomized: xr.DataArray) -> tuple[Hashable, ...]:
+    if len(more := randomized.dims[2:]) > 1:
+        raise ValueError(
+            f"expected at most one dimension besides sample and target in randomized, got "
+            f"{tuple(map(str, more))}; try selecting one of them"
+        )
+    return more
+
+
+def _counts(n_models: object) -> list[int]:
+    counts = require_list(n_models, "n_models")
+    if not counts:
+        raise ValueError("expected at least one number in n_models, got []; try n_models=[1, 5]")
+    return [require_positive(k, name="every n_models", example="n_models=[1, 5]") for k in counts]
+
+
+def _agreement_variables(scores: xr.DataArray, dim: str, n_counts: int) -> dict[str, Any]:
+    m, n = scores.sizes[TARGET], scores.sizes[dim]
+    return {
+        "agreement": ((TARGET,), (m,), "mean Spearman over pairs of models"),
+        "agreement_mean": ((), (), "mean of agreement over targets"),
+        "interval": ((BOUND,), (2,), "of agreement_mean"),
+        "reliability": ((N_MODELS,), (n_counts,), "correlation of the mean of so many models"),
+        "reliability_interval": ((BOUND, N_MODELS), (2, n_counts), "of reliability"),
+        "pairs": ((dim, f"{dim}_1"), (n, n), "Spearman of two models, mean over targets"),
+    }
+
+
+def _randomized(
+    correlations: np.ndarray, sizes: tuple[int, ...], options: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    own = correlations[:, 0, 1:].reshape(-1, *sizes)
+    _require_some(own)
+    mean, interval = arrays.intervals.bootstrap_mean(own, **options)
+    return {"correlation": own, "correlation_mean": mean, "interval": interval}
+
+
+def _agreed(
+    correlations: np.ndarray, counts: list[int], options: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    agreement = arrays.agreement.mean_of_pairs(correlations)
+    _require_some(agreement)
+    mean, interval = arrays.intervals.bootstrap_mean(agreement, **options)
+    pairs = np.moveaxis(correlations, 0, -1)
+    reliability = arrays.ranks.reliability
+    return {
+        "agreement": agreement,
+        "agreement_mean": mean,
+        "interval": interval,
+        "reliability": reliability(mean, np.array(counts)),
+        "reliability_interval": reliability(interval[:, None], np.array(counts)),
+        "pairs": arrays.ranks.mean_of_known(pairs),
+    }
+
+
+def _require_some(correlations: np.ndarray) -> None:
+    """Reject correlations that are undefined for every target."""
+    if np.isnan(correlations).all():
+        raise ValueError(
+            "expected scores that differ between samples and are not NaN for at least one target, "
+            f"got none of {len(correlations)} targets; try features without failed samples"
+        )

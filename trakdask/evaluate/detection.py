@@ -1,0 +1,302 @@
+"""How high the samples of the target's class rank, and those that carry a mark."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from trakdask import arrays
+from trakdask.checks import require_integer
+from trakdask.evaluate import classes
+from trakdask.evaluate.labels import (
+    BOUND,
+    BOUNDS,
+    lazy_data,
+    lazy_results,
+    require_bootstrap,
+    require_dims,
+    require_list,
+)
+from trakdask.variables import SAMPLE, TARGET, coords_along
+
+__all__ = ["class_detection", "shortcut_detection"]
+
+K = "k"
+
+
+def class_detection(
+    scores: xr.DataArray,
+    by: str = "label",
+    *,
+    within: str | None = None,
+    ks: Sequence[int] = (1, 10),
+    resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Measure how high the samples of each target's class, or subclass, rank.
+
+    Parameters
+    ----------
+    scores
+        Scores (sample, target), with any further dimensions, such as an estimator; every entry
+        along these is evaluated, on the same resamples.
+    by
+        Name of the coord of the samples that holds their class; that of the targets has the prefix
+        ``target_``, as :func:`trakdask.score` names it. The name of a finer label, which the model
+        was not trained on, makes this subclass detection.
+    within
+        Name of a coord of the samples and targets; only samples that share it with the target are
+        ranked. With ``by="subclass", within="label"``, scores that merely separate the classes do
+        not look good.
+    ks
+        Numbers of top samples, k, for precision and recall.
+    resamples, seed, confidence
+        Of the bootstrap over targets that makes the intervals.
+
+    Returns
+    -------
+    Lazy Dataset of float64 variables. Further dimensions of ``scores`` follow those named here:
+
+    - ``auc`` (target): the probability that a sample of the target's class has a higher score than
+      another one; 0.5 by chance;
+    - ``reciprocal_rank`` (target): 1 / rank of the first sample of the class;
+    - ``precision`` (target, k): share of the top k that is of the class; at k = 1 it is 1 or 0;
+    - ``recall`` (target, k): share of the class that is in the top k;
+    - ``chance`` (target): share of the ranked samples that is of the class, which is the precision
+      of a random order;
+    - ``auc_mean``, ``reciprocal_rank_mean``, ``precision_mean`` (k), ``recall_mean`` (k): means
+      over targets, with ``auc_interval`` (bound), and so on.
+
+    Raises
+    ------
+    TypeError
+        If an argument has another type.
+    ValueError
+        If there is no such coord, a label is missing, no target has samples both of its class and
+        of other ones, or an option is out of range; when computed, if all scores are NaN.
+
+    Notes
+    -----
+    Samples with a NaN are not ranked. Targets without ranked samples of their class, or of others,
+    have NaN and are left out of the means. Equal scores count half in ``auc``; elsewhere samples of
+    other classes go first among equals, so that constant scores find nothing. The interval of a
+    value that is the same for every target has no width.
+
+    A high number says that the ranking is plausible, and no more: scores that only look at the
+    labels are perfect here, and a model may owe its output to samples of other classes.
+
+    Scores of different estimators differ by
+    ``result.auc.sel(estimator="a") - result.auc.sel(estimator="b")``, target by target.
+
+    Cost: one pass over the scores and a sort per target. Memory: all scores of one chunk of targets
+    at a time. Labels are read at once, scores when computed. Results do not depend on chunks.
+
+    References
+    ----------
+    Hanawa et al. 2021, "Evaluation of similarity-based explanations" (the class and the subclass of
+    the top sample); Kwon et al. 2024, "DataInf" (area under the ROC curve, and recall with k the
+    number of samples of a class). Quanda (Bareeva et al. 2024) calls these class detection and
+    subclass detection.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> scores = xr.DataArray(
+    ...     [[3.0, 0.0], [2.0, 1.0], [0.0, 2.0]],
+    ...     dims=("sample", "target"),
+    ...     coords={"label": ("sample", [0, 0, 1]), "target_label": ("target", [0, 1])},
+    ... )
+    >>> result = td.evaluate.class_detection(scores, ks=[1, 2])
+    >>> float(result.auc_mean), result.precision.values.tolist()
+    (1.0, [[1.0, 1.0], [1.0, 0.5]])
+    """
+    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", more=True, remedy=_REMEDY)
+    counts = _counts(ks, scores.sizes[SAMPLE])
+    codes, target_codes = classes.codes(scores, by, within)
+    chance = classes.shares(codes, target_codes, by)
+    values = arrays.detection.class_ranks(lazy_data(scores), codes, target_codes, counts)
+    more = scores.dims[2:]
+    options = require_bootstrap(resamples, seed, confidence)
+    result = lazy_results(
+        _detected, values, chance, len(counts), options,
+        variables=_detection_variables(scores, len(counts)),
+    )  # fmt: skip
+    coords = {**coords_along(scores, TARGET, *more), K: counts, BOUND: BOUNDS}
+    return result.assign_coords(coords).assign_attrs(by=by, within=within or "")
+
+
+def shortcut_detection(
+    scores: xr.DataArray,
+    by: str,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> xr.Dataset:
+    """Measure how high samples that carry a mark rank for targets that carry it, and for others.
+
+    Parameters
+    ----------
+    scores
+        Scores (sample, target), with any further dimensions, as in :func:`class_detection`.
+    by
+        Name of the bool coord of the samples that carry the mark, such as a watermark or a trigger;
+        that of the targets has the prefix ``target_``.
+    resamples, seed, confidence
+        Of the bootstrap over targets that makes the intervals.
+
+    Returns
+    -------
+    Lazy Dataset of float64 variables. Further dimensions of ``scores`` follow those named here:
+
+    - ``auprc`` (target): the area under the precision-recall curve of finding the marked samples,
+      as average precision;
+    - ``auprc_mean`` with ``interval`` (bound): over the targets that carry the mark;
+    - ``unmarked_mean`` with ``unmarked_interval`` (bound): over the others, NaN if there are none;
+    - ``chance`` (): share of marked samples, the area of a random order.
+
+    Raises
+    ------
+    TypeError
+        If an argument has another type.
+    ValueError
+        If there is no such coord, it is not bool, no target or no sample carries the mark, or every
+        sample does; when computed, if the scores of all marked targets are NaN.
+
+    Notes
+    -----
+    Use targets whose prediction the mark decides: those that carry it, are of another class than
+    the marked samples, and are still predicted as theirs. If unmarked targets have the same area,
+    the marked samples rank high for another reason, such as large gradients.
+
+    Samples with a NaN are not ranked; equal scores share one point of the curve. Cost and memory as
+    :func:`class_detection`.
+
+    References
+    ----------
+    Koh and Liang 2017, section 5; Bareeva et al. 2024 (Quanda), shortcut detection. Average
+    precision is that of scikit-learn's ``average_precision_score``.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> scores = xr.DataArray(
+    ...     [[3.0, 0.0], [2.0, 1.0], [0.0, 2.0]],
+    ...     dims=("sample", "target"),
+    ...     coords={
+    ...         "marked": ("sample", [True, False, False]),
+    ...         "target_marked": ("target", [True, False]),
+    ...     },
+    ... )
+    >>> result = td.evaluate.shortcut_detection(scores, "marked")
+    >>> float(result.auprc_mean), float(result.unmarked_mean)
+    (1.0, 0.3333)
+    """
+    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", more=True, remedy=_REMEDY)
+    positive, is_marked = classes.marks(scores, by)
+    if not is_marked.any() or positive.all() or not positive.any():
+        raise ValueError(
+            f"expected marked and unmarked samples, and marked targets, got {positive.sum()} of "
+            f"{len(positive)} samples and {is_marked.sum()} of {len(is_marked)} targets with "
+            f"{by!r}; try targets that carry the mark"
+        )
+    values = arrays.detection.average_precision(lazy_data(scores), positive)
+    more = scores.dims[2:]
+    options = require_bootstrap(resamples, seed, confidence)
+    result = lazy_results(
+        _shortcut, values, is_marked, positive.mean(), options,
+        variables=_shortcut_variables(scores),
+    )  # fmt: skip
+    coords = {**coords_along(scores, TARGET, *more), BOUND: BOUNDS}
+    return result.assign_coords(coords).assign_attrs(by=by)
+
+
+_REMEDY = "try the result of td.score"
+
+
+def _counts(ks: object, n: int) -> list[int]:
+    counts = require_list(ks, "ks")
+    if not counts:
+        raise ValueError("expected at least one k in ks, got []; try ks=[1, 10]")
+    return [require_integer("every k", k, 1, n + 1, remedy="try ks=[1]") for k in counts]
+
+
+def _detection_variables(scores: xr.DataArray, n_counts: int) -> dict[str, Any]:
+    more = scores.dims[2:]
+    m, sizes = scores.sizes[TARGET], tuple(scores.sizes[dim] for dim in more)
+    random = "share of the ranked samples that is of the target's class"
+    variables: dict[str, Any] = {"chance": ((TARGET,), (m,), random)}
+    for name, of_k, description in (
+        ("auc", False, "probability that a sample of the target's class has the higher score"),
+        ("reciprocal_rank", False, "1 / rank of the first sample of the target's class"),
+        ("precision", True, "share of the top k that is of the target's class"),
+        ("recall", True, "share of the target's class that is in the top k"),
+    ):
+        dims: tuple[Hashable, ...] = (K, *more) if of_k else more
+        shape = (n_counts, *sizes) if of_k else sizes
+        variables[name] = (TARGET, *dims), (m, *shape), description
+        variables[f"{name}_mean"] = dims, shape, f"mean of {name} over targets"
+        variables[f"{name}_interval"] = (BOUND, *dims), (2, *shape), f"of {name}_mean"
+    return variables
+
+
+def _detected(
+    values: np.ndarray, chance: np.ndarray, n_counts: int, options: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    """Compute all results of values (target, ..., statistic)."""
+    _require_some(values)
+    values = np.moveaxis(values, -1, 1)
+    means, interval = arrays.intervals.bootstrap_mean(values, **options)
+    precision, recall = slice(2, 2 + n_counts), slice(2 + n_counts, None)
+    parts: dict[str, Any] = {
+        "auc": 0,
+        "reciprocal_rank": 1,
+        "precision": precision,
+        "recall": recall,
+    }
+    results = {"chance": chance}
+    for name, part in parts.items():
+        results |= {name: values[:, part], f"{name}_mean": means[part]}
+        results[f"{name}_interval"] = interval[:, part]
+    return results
+
+
+def _shortcut_variables(scores: xr.DataArray) -> dict[str, Any]:
+    more = scores.dims[2:]
+    m, sizes = scores.sizes[TARGET], tuple(scores.sizes[dim] for dim in more)
+    return {
+        "auprc": ((TARGET, *more), (m, *sizes), "area of finding the marked samples"),
+        "auprc_mean": (more, sizes, "mean of auprc over targets that carry the mark"),
+        "interval": ((BOUND, *more), (2, *sizes), "of auprc_mean"),
+        "unmarked_mean": (more, sizes, "mean of auprc over the other targets"),
+        "unmarked_interval": ((BOUND, *more), (2, *sizes), "of unmarked_mean"),
+        "chance": ((), (), "share of marked samples, the auprc of a random order"),
+    }
+
+
+def _shortcut(
+    values: np.ndarray, is_marked: np.ndarray, chance: float, options: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    _require_some(values[is_marked])
+    results = {"auprc": values, "chance": np.asarray(chance)}
+    for name, bounds, chosen in (
+        ("auprc_mean", "interval", is_marked), ("unmarked_mean", "unmarked_interval", ~is_marked)
+    ):  # fmt: skip
+        # Without targets there is one of which nothing is known.
+        some = values[chosen] if chosen.any() else np.full_like(values[:1], np.nan)
+        results[name], results[bounds] = arrays.intervals.bootstrap_mean(some, **options)
+    return results
+
+
+def _require_some(values: np.ndarray) -> None:
+    """Reject statistics that are undefined for every target."""
+    if np.isnan(values).all():
+        raise ValueError(
+            f"expected scores without NaN for at least one target, got none of {len(values)} "
+            "targets with a score of its class and one of another; try features without failed "
+            "samples"
+        )
