@@ -240,6 +240,16 @@ def test_append__to_nothing_is_a_new_store(tmp_path) -> None:
             r"differ in checkpoints\['c0'\]: expected .*, got 'other'",
         ),
         (part(B, NAMES[:2], "b"), None, r"differ in source.*append_dim='sample'"),
+        (
+            part(B, NAMES[:2], "b").rename(label="mark"),
+            "sample",
+            r"drop_vars\(\['mark'\]\), features.assign_coords\(label=",
+        ),
+        (
+            part(B, NAMES[:2], "b").drop_vars("label"),
+            "sample",
+            r"got \[\]; try features.assign_coords\(label=",
+        ),
     ],
 )
 def test_append__what_does_not_fit_is_refused(store, features, append_dim, words) -> None:
