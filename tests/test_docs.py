@@ -211,6 +211,17 @@ def test_table_of_projections__is_that_of_the_results() -> None:
             )
 
 
+def test_table_of_tokens__is_that_of_the_results() -> None:
+    lines = (RESULTS / "2026-11-22-tokens.txt").read_text("utf-8").splitlines()
+    known = [re.fullmatch(r"(\w+) +(.*?) +([\d.]+) +([\d.]+)", line) for line in lines]
+    ratios = {(row[1], row[2]): row[4] for row in known if row}
+    shown = cells("how_to/tokens.md")
+    assert shown[0] == ["what", "SJLT", "Rademacher"]
+    assert len(shown[2:]) == 6
+    for what, *values in shown[2:]:
+        assert values == [ratios[name, what] for name in shown[0][1:]], what
+
+
 def test_tables_of_peers__are_those_of_the_results() -> None:
     results = json.loads((RESULTS / "2026-11-21-compare_peers.json").read_text("utf-8"))
     known = {(row["batch_size"], row["engine"]): row for row in results["speed"]}

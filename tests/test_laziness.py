@@ -42,6 +42,12 @@ def from_torch() -> xr.Dataset:
     return td.from_torch(dataset, names=("image", "label"), chunks=5)
 
 
+def score_parts() -> xr.DataArray:
+    features = td.featurize(from_arrays(), model(), projector=td.SJLT(8))
+    options = {"parts": ["weight"], "damping": 0.1}
+    return td.score_parts(features, features, model(), of=from_arrays(), **options)
+
+
 def train(positions: np.ndarray, seed: int) -> np.ndarray:
     raise AssertionError("a model was trained")
 
@@ -64,6 +70,7 @@ PUBLIC = {
     "featurize_torch": lambda: td.featurize(from_torch(), model(), projector=td.Rademacher(64)),
     "featurize_masked": lambda: td.featurize(from_arrays(), model(), projector=td.Mask(4)),
     "featurize_parts": lambda: td.featurize_parts(from_arrays(), model(), parts=["weight"]),
+    "score_parts": score_parts,
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),
     "damping": lambda: td.damping(FEATURES),

@@ -14,6 +14,7 @@ import xarray as xr
 import trakdask as td
 
 if TYPE_CHECKING:
+    from trakdask.attribution.combinations import Weights
     from trakdask.attribution.dampings import Damping
     from trakdask.attribution.estimators import Estimator
     from trakdask.attribution.ranking import Where
@@ -32,6 +33,12 @@ class ScoresAccessor:
     def top_k(self, k: int, *, where: Where | None = None, largest: bool = True) -> xr.Dataset:
         """See :func:`trakdask.top_k`."""
         return td.top_k(self._scores, k, where=where, largest=largest)
+
+    def top_fraction(
+        self, fraction: float, *, by: str | None = None, how: Literal["max", "mean"] = "max"
+    ) -> xr.Dataset:
+        """See :func:`trakdask.top_fraction`."""
+        return td.top_fraction(self._scores, fraction, by=by, how=how)
 
     def to_zarr(
         self,
@@ -89,6 +96,16 @@ class FeaturesAccessor:
             progress=progress,
             retries=retries,
         )
+
+    def combine(
+        self,
+        *,
+        by: str | None = None,
+        how: Literal["mean", "sum"] = "mean",
+        weights: Weights | None = None,
+    ) -> xr.Dataset:
+        """See :func:`trakdask.combine`."""
+        return td.combine(self._ds, by=by, how=how, weights=weights)
 
     def gram(self, *, weights: xr.DataArray | None = None) -> xr.DataArray:
         """See :func:`trakdask.gram`."""

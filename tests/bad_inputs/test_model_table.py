@@ -285,7 +285,11 @@ ROWS = [
         ["['0']", "'last'"],
     ),
     BadInput(
-        M, "moments of no file", model(second_moments=["no.pt"]), FileNotFoundError, ["no.pt"]
+        M,
+        "moments of no file",
+        model(second_moments=["no.pt"]),
+        FileNotFoundError,
+        ["second moments of checkpoint", "no.pt", "keep_checkpoints"],
     ),
     BadInput(
         M, "moments empty", model(second_moments=[{}]), td.CheckpointError, ["state dict", "empty"]

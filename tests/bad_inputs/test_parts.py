@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +25,18 @@ IDS = np.array([[1, 2, 3], [4, 5, 6], [0, 1, 2]])
 LABELLED = xr.DataArray(np.ones((2, 5)), dims=("pair", "sample"))
 
 
-def language() -> td.Model:
-    torch.manual_seed(0)
-    return td.Model(Language(), task=TASK)
+def language(seed: int = 0, task: object = TASK, **options: object) -> td.Model:
+    torch.manual_seed(seed)
+    return td.Model(Language(), task=task, **options)  # type: ignore[arg-type]
 
 
 def parts(given: object = "token", **options: object) -> Callable[[], object]:
     return lambda: td.featurize_parts(tokens(IDS), language(), parts=given, **options)  # type: ignore[arg-type]
+
+
+def known_of_fast_jl() -> xr.Dataset:
+    spec = td.FastJL(512, num_sms=1).spec()
+    return simulate_features(3, 512, 1).assign_attrs(projector=spec)
 
 
 def computed(lazy: Callable[[], object]) -> Callable[[], object]:
@@ -58,7 +64,61 @@ def words(dims: tuple[str, ...] = ("sample", "token"), **coords: object) -> xr.D
 
 F, C, S = "featurize_parts", "combine", "top_fraction"
 P, TEXTS = "plots.text", {"text": (("sample", "token"), [["a", "b", "c"]] * 2)}
+Q = "score_parts"
+FEW = {"estimator": "grad_dot"}
+
+
+@functools.cache
+def known() -> xr.Dataset:
+    return td.featurize(tokens(IDS), language(), projector=td.SJLT(8)).compute(scheduler="sync")
+
+
+def asked(
+    of: object = None, features: xr.Dataset | None = None, model: object = None, **options: object
+) -> Callable[[], object]:
+    def call() -> object:
+        ours = known() if features is None else features
+        words = tokens(IDS) if of is None else of
+        made = language() if model is None else model
+        return td.score_parts(ours, known(), made, of=words, **FEW | options)  # type: ignore[arg-type]
+
+    return call
+
+
+def prompts(targets: object = None, **options: object) -> Callable[[], object]:
+    words = tokens(IDS) if targets is None else targets
+    return lambda: td.score_parts(known(), words, language(), **FEW | options)  # type: ignore[arg-type]
+
+
 ROWS = [
+    row(Q, "features on both sides", lambda: td.score_parts(known(), known(), language()), ValueError, "none of them", "of="),
+    row(Q, "samples on both sides", lambda: td.score_parts(known(), tokens(IDS), language(), of=tokens(IDS)), ValueError, "['targets', 'of']"),
+    row(Q, "targets of numbers", prompts(3), TypeError, "targets", "3"),
+    row(Q, "of numbers", asked([1, 2]), TypeError, "[1, 2]"),
+    row(Q, "samples as features", lambda: td.score_parts(tokens(IDS), known(), language(), of=tokens(IDS)), ValueError, "'feature'"),
+    row(Q, "a module as model", asked(model=Language()), TypeError, "Language"),
+    row(Q, "features that were not featurized", lambda: td.score_parts(X.drop_attrs(), T.drop_attrs(), language(), of=tokens(IDS), **FEW), ValueError, "projector", "featurize_parts"),  # type: ignore[arg-type]
+    row(Q, "features of some columns", lambda: td.score_parts(known().isel(proj_dim=slice(4)), known().isel(proj_dim=slice(4)), language(), of=tokens(IDS), **FEW), ValueError, "all 8 columns", "got 4"),  # type: ignore[arg-type]
+    row(Q, "targets of another projector", lambda: td.score_parts(known(), td.featurize(tokens(IDS), language(), projector=td.SJLT(8, seed=1)), language(), of=tokens(IDS)), td.StoreMismatchError, "seed"),
+    row(Q, "training features of another projector", lambda: td.score_parts(known(), tokens(IDS), language(), of=td.featurize(tokens(IDS), language(), projector=td.SJLT(8, seed=1))), td.StoreMismatchError, "seed"),
+    row(Q, "a projector without a transpose", lambda: td.score_parts(known_of_fast_jl(), known_of_fast_jl(), language(), of=tokens(IDS), **FEW), ValueError, "FastJL", "featurize_parts"),
+    row(Q, "another checkpoint", asked(model=language(1)), td.StoreMismatchError, "checkpoint"),
+    row(Q, "another task", asked(model=language(task=td.tasks.CausalLM("input_ids", positional=True))), td.StoreMismatchError, "task"),
+    row(Q, "other parameters", asked(model=language(parameters="head*")), td.StoreMismatchError, "parameters"),
+    row(Q, "parts of a misspelled word", asked(parts="tokens"), ValueError, "'tokens'"),
+    row(Q, "a group that selects nothing", asked(parts=["attn"]), ValueError, "'*attn*'"),
+    row(Q, "text of groups", asked(parts=["wte"], text=str), ValueError, "text"),
+    row(Q, "too few texts", computed(asked(text=["a", "b"])), ValueError, "token 2"),
+    row(Q, "an estimator with norms", asked(estimator="grad_cos"), ValueError, "'grad_cos'", "featurize_parts"),
+    row(Q, "relatif of training samples", asked(estimator="relatif"), ValueError, "'relatif'"),
+    row(Q, "an unknown estimator", asked(estimator="x"), ValueError, "'x'"),
+    row(Q, "groups of targets", asked(by="kind"), ValueError, "'kind'", "td.combine"),
+    row(Q, "groups by a coord that is not there", prompts(by="kind"), ValueError, "'kind'"),
+    row(Q, "a batch of 0", asked(batch_size=0), ValueError, "batch_size", "0"),
+    row(Q, "average of text", asked(average="no"), TypeError, "'no'"),
+    row(Q, "a sequence longer than the model", computed(asked(tokens([[1, 2, 3, 4, 5, 6]]))), td.BlockError, "sample 0"),
+    row(Q, "an id out of the vocabulary", computed(prompts(tokens([[1, 2], [3, 7]]))), td.BlockError, "sample 1", "7"),
+    row(Q, "samples without tokens", asked(data().rename(label="input_ids")), ValueError, "'input_ids'", "(4,)"),
     row(F, "no parts", lambda: td.featurize_parts(tokens(IDS), language()), TypeError, "parts"),  # type: ignore[call-arg]
     row(F, "parts of None", parts(None), ValueError, "None", "'token'"),
     row(F, "parts of a number", parts(3), ValueError, "3", "'token'"),

@@ -284,6 +284,13 @@ ROWS = [
     BadInput(T, "coords no field", dataset(ITEMS, coords=["z"]), ValueError, ["'z'", "['x', 'y']"]),
     BadInput(T, "coord of arrays", dataset(ITEMS, coords=["x"]), ValueError, ["'x'", "(4, 2)"]),
     # ------------------------------------------------------------------------------ from_dataframe
+    BadInput(
+        D,
+        "a reserved coord",
+        table(FRAME.rename(columns={"day": "target"}), coords=["target"]),
+        ValueError,
+        ["coords={'my_target': 'target'}"],
+    ),
     BadInput(D, "a number", table(3), TypeError, ["int", "parquet"]),
     BadInput(D, "None", table(None), TypeError, ["NoneType"]),
     BadInput(D, "an array", table(X), TypeError, ["ndarray"]),

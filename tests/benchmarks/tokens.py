@@ -1,9 +1,10 @@
-"""Measure what features of tokens cost against features of whole sequences, in CPU seconds.
+"""Measure what scores and features of tokens cost against features of sequences, in CPU seconds.
 
     taskset -c 1 python tests/benchmarks/tokens.py
 
-One run compares both: the same model, sequences, projector and thread, in turns. It prints CPU
+One run compares all: the same model, sequences, projector and thread, in turns. It prints CPU
 seconds per sequence, which other processes of the machine disturb less than they do the clock.
+Vectors of targets are given, so that no gram matrix is solved: that takes the same for any scores.
 """
 
 from __future__ import annotations
@@ -21,30 +22,45 @@ from _models import Gpt
 import trakdask as td
 
 TASK = td.tasks.CausalLM(inputs="input_ids", positional=True)
+N_TARGETS = (1, 10, 100)
 
 
-def cpu_seconds(build: Callable[[], xr.Dataset]) -> float:
+def cpu_seconds(build: Callable[[], xr.DataArray]) -> float:
     start = time.process_time()
-    build().feature.compute(scheduler="sync")
+    build().compute(scheduler="sync")
     return time.process_time() - start
 
 
-def measured(
-    model: td.Model, samples: xr.Dataset, projector: td.Projector, turns: int
-) -> tuple[float, float]:
-    """Return CPU seconds per sequence: of whole sequences, and of their tokens."""
-    lazy = {
-        "whole": lambda: td.featurize(samples, model, projector=projector),
-        "token": lambda: td.featurize_parts(samples, model, projector=projector, parts="token"),
+def targets_like(features: xr.Dataset, n: int) -> xr.Dataset:
+    """Return n targets: random combinations of features, which cost what real ones do."""
+    mixed = np.random.default_rng(n).standard_normal((n, features.sizes["sample"]))
+    names = (f"target {i}" for i in range(n))
+    return td.combine(features, weights=dict(zip(names, mixed, strict=True))).compute()
+
+
+def ways(
+    model: td.Model, samples: xr.Dataset, projector: td.Projector
+) -> dict[str, Callable[[], xr.DataArray]]:
+    features = td.featurize(samples, model, projector=projector).compute()
+    found: dict[str, Callable[[], xr.DataArray]] = {
+        "features of sequences": lambda: td.featurize(samples, model, projector=projector).feature,
+        "features of tokens": lambda: (
+            td.featurize_parts(samples, model, projector=projector, parts="token").feature
+        ),
+        "scores of modules, 1 target": scores(model, samples, features, 1, ["blocks", "tokens"]),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in lazy}
-    for turn in range(turns + 1):
-        for name, build in lazy.items():
-            taken = cpu_seconds(build)
-            if turn:  # the first one checks the model and compiles
-                seconds[name].append(taken)
-    whole, token = (statistics.median(each) / samples.sizes["sample"] for each in seconds.values())
-    return whole, token
+    for n in N_TARGETS:
+        title = f"scores of tokens, {n} target{'s' * (n > 1)}"
+        found[title] = scores(model, samples, features, n, "token")
+    return found
+
+
+def scores(
+    model: td.Model, samples: xr.Dataset, features: xr.Dataset, n: int, parts: str | list[str]
+) -> Callable[[], xr.DataArray]:
+    targets = targets_like(features, n)
+    options = {"of": samples, "parts": parts, "estimator": "grad_dot"}
+    return lambda: td.score_parts(features, targets, model, **options)
 
 
 def main() -> None:
@@ -56,18 +72,29 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    net = Gpt(length=options.tokens)
-    model = td.Model(net, task=TASK)
+    model = td.Model(Gpt(length=options.tokens), task=TASK)
     ids = np.random.default_rng(0).integers(0, 1000, (options.sequences, options.tokens))
     samples = td.from_arrays({"input_ids": ids}, chunks=options.sequences)
     n_parameters = sum(int(np.prod(shape)) for shape in model.shapes.values())
-    print(f"{n_parameters} parameters, {options.tokens} tokens, proj_dim {options.proj_dim}")
-    print(f"{'projector':<24}{'whole, CPU s':>14}{'tokens, CPU s':>16}{'ratio':>8}")
-    p = options.proj_dim
-    for projector in (td.SJLT(p), td.SJLT(p, sparsity=1), td.Mask(keep=p)):
-        whole, token = measured(model, samples, projector, options.turns)
-        name = f"{type(projector).__name__} {getattr(projector, 'sparsity', '')}"
-        print(f"{name:<24}{whole:>14.4f}{token:>16.4f}{token / whole:>8.2f}")
+    print(
+        f"{n_parameters} parameters, {options.sequences} sequences of {options.tokens} tokens, "
+        f"proj_dim {options.proj_dim}"
+    )
+    print(f"{'projector':<12}{'what':<32}{'CPU s per sequence':>20}{'ratio':>8}")
+    for projector in (td.SJLT(options.proj_dim), td.Rademacher(options.proj_dim)):
+        each = ways(model, samples, projector)
+        seconds: dict[str, list[float]] = {name: [] for name in each}
+        for turn in range(options.turns + 1):
+            for name, build in each.items():
+                taken = cpu_seconds(build)
+                if turn:  # the first one checks the model and compiles
+                    seconds[name].append(taken)
+        medians = {n: statistics.median(x) / options.sequences for n, x in seconds.items()}
+        for name, taken in medians.items():
+            ratio = taken / medians["features of sequences"]
+            print(
+                f"{type(projector).__name__:<12}{name:<32}{taken:>20.4f}{ratio:>8.2f}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from trakdask.attribution.combinations import combine
 from trakdask.attribution.grams import gram
+from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.regularization import Absolute, damping
 from trakdask.attribution.scores import group_score, score, self_influence
@@ -14,6 +15,7 @@ __all__ = [
     "gram",
     "group_score",
     "score",
+    "score_parts",
     "self_influence",
     "top_fraction",
     "top_k",

@@ -33,7 +33,7 @@ def combine(
     targets: xr.Dataset,
     *,
     by: str | None = None,
-    how: How = "mean",
+    how: Literal["mean", "sum"] = "mean",
     weights: Weights | None = None,
 ) -> xr.Dataset:
     """Combine targets linearly before anything is solved: one target per group or contrast.

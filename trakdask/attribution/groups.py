@@ -5,9 +5,35 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-__all__ = ["group_codes"]
+__all__ = ["group_codes", "require_group_coord"]
 
 _ROWS_AT_ONCE = 2**20
+
+
+def require_group_coord(by: object, known: list[str], taken: list[str]) -> str:
+    """Return the name of the coord that groups are made by, checked.
+
+    Parameters
+    ----------
+    by
+        What the user gave.
+    known
+        The coords of the training samples.
+    taken
+        Names that the result has for the targets.
+
+    Raises
+    ------
+    ValueError
+        If it is not one of those known, or is taken.
+    """
+    if isinstance(by, str) and by in known and by not in taken:
+        return by
+    raise ValueError(
+        f"expected by as the name of one coord of the training samples, which are {sorted(known)}, "
+        f"and none of {taken}, which the result has for the targets, got {by!r}; try "
+        f"features.assign_coords({by if isinstance(by, str) else 'group'}=('sample', values))"
+    )
 
 
 def group_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
@@ -14,11 +14,11 @@ from trakdask import arrays
 from trakdask.attribution.dampings import Absolute
 from trakdask.attribution.estimators import Weights
 from trakdask.attribution.options import LearningRates, Options
-from trakdask.attribution.regularization import regularize
+from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.attribution.sides import rows, spread, whole
 from trakdask.variables import CHECKPOINT, aligned
 
-__all__ = ["Factors", "factors"]
+__all__ = ["Factors", "Solver", "factors", "solver"]
 
 _PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
 _FORMULAS = {
@@ -43,6 +43,74 @@ class Factors:
     pooled: bool = True
 
 
+@dataclass(frozen=True)
+class Solver:
+    """The two sides of an estimator's product, each of which can be asked for alone.
+
+    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
+    """
+
+    options: Options
+    matrix: Regularized | None
+    attrs: dict[str, str]
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the weights of checkpoints are replaced by their mean."""
+        return self.options.estimator.name not in ("grad_cos", "tracin")
+
+    def solve(self, vectors: da.Array) -> da.Array:
+        """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
+        return vectors if self.matrix is None else self.matrix.solve(vectors)
+
+    def vectors(self, targets: xr.Dataset) -> da.Array:
+        """Return what features are multiplied with, for targets or their parts."""
+        solved = self.solve(rows(targets))
+        if self.options.estimator.name != "grad_cos":
+            return solved
+        norms = spread(targets, arrays.weights.inverse_norm(_norm(targets)))
+        unit: da.Array = solved * norms.astype(solved.dtype)[:, None, :]
+        return unit
+
+    def weight(self, of: xr.Dataset) -> da.Array:
+        """Return the weight of each sample, (sample, checkpoint)."""
+        name, q = self.options.estimator.name, of.out_to_loss.data
+        if name == "grad_cos":
+            return _with_nan_spread(_sign(q) * arrays.weights.inverse_norm(_norm(of)))
+        if name == "tracin":
+            # The product is a mean over checkpoints; TracIn is a sum.
+            rates = _learning_rates(of, self.options.learning_rates)
+            return _with_nan_spread(q * (len(rates) * rates)[None, :])
+        weight = self.options.estimator.weights.loss_data(of)
+        if name != "relatif" or self.matrix is None:
+            return weight
+        own = self.matrix.leverage(whole(of)).mean(axis=1, keepdims=True)
+        norm = arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
+        relative: da.Array = _sign(weight) * norm
+        return relative
+
+
+def solver(features: xr.Dataset, options: Options) -> Solver:
+    """Return the solver of an estimator; features are those of all training samples, chunked."""
+    estimator = options.estimator
+    attrs: dict[str, str] = {"estimator": estimator.name}
+    if not estimator.has_gram:
+        attrs["formula"] = _FORMULAS[estimator.name]
+        if estimator.name == "tracin":
+            rates = _learning_rates(features, options.learning_rates)
+            attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
+        return Solver(options, None, attrs)
+    matrix, damping = regularize(features, options), options.damping
+    attrs |= {
+        "formula": _FORMULAS.get(estimator.name, _soft_formula(estimator.weights)),
+        "damping": f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1],
+        "gram_weights": estimator.weights.gram if options.weights is None else "given",
+    }
+    if matrix.choice is not None:
+        attrs["damping"] = f"completeness, {arrays.damping_choice.STANDARD_ERRORS} SE"
+    return Solver(options, matrix, attrs)
+
+
 def factors(
     features: xr.Dataset, targets: xr.Dataset, options: Options, of: xr.Dataset | None = None
 ) -> Factors:
@@ -60,53 +128,16 @@ def factors(
         What is multiplied: the training samples by default, or parts of some of them.
     """
     of = features if of is None else of
-    if options.estimator.has_gram:
-        made = _with_gram(features, targets, options, of)
-    else:
-        made = _without_gram(of, targets, options)
-    return replace(made, weight=spread(of, made.weight))
+    made = solver(features, options)
+    return Factors(made.vectors(targets), spread(of, made.weight(of)), made.attrs, made.pooled)
 
 
-def _with_gram(
-    features: xr.Dataset, targets: xr.Dataset, options: Options, of: xr.Dataset
-) -> Factors:
-    matrix, estimator = regularize(features, options), options.estimator
-    solved = matrix.solve(rows(targets))
-    weight = estimator.weights.loss_data(of)
-    if estimator.name == "relatif":
-        own = matrix.leverage(whole(of)).mean(axis=1, keepdims=True)
-        weight = _sign(weight) * arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
-    damping = options.damping
-    attrs = {
-        "estimator": estimator.name,
-        "formula": _FORMULAS.get(estimator.name, _soft_formula(estimator.weights)),
-        "damping": f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1],
-        "gram_weights": estimator.weights.gram if options.weights is None else "given",
-    }
-    if matrix.choice is not None:
-        attrs["damping"] = f"completeness, {arrays.damping_choice.STANDARD_ERRORS} SE"
-    return Factors(solved, weight, attrs)
+def _norm(side: xr.Dataset) -> da.Array:
+    return arrays.weights.squared_norm(whole(side))
 
 
 def _soft_formula(weights: Weights) -> str:
     return f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{weights.loss}]"
-
-
-def _without_gram(features: xr.Dataset, targets: xr.Dataset, options: Options) -> Factors:
-    estimator = options.estimator.name
-    attrs = {"estimator": estimator, "formula": _FORMULAS[estimator]}
-    solved, q = rows(targets), features.out_to_loss.data
-    if estimator == "grad_dot":
-        return Factors(solved, q, attrs)
-    if estimator == "grad_cos":
-        norms = (arrays.weights.squared_norm(whole(side)) for side in (features, targets))
-        ours, theirs = (arrays.weights.inverse_norm(norm) for norm in norms)
-        unit = solved * spread(targets, theirs).astype(solved.dtype)[:, None, :]
-        return Factors(unit, _with_nan_spread(_sign(q) * ours), attrs, pooled=False)
-    rates = _learning_rates(features, options.learning_rates)
-    attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
-    # The product is a mean over checkpoints; TracIn is a sum.
-    return Factors(solved, _with_nan_spread(q * (len(rates) * rates)[None, :]), attrs, pooled=False)
 
 
 def _sign(q: da.Array) -> da.Array:

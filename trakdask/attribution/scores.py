@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask._version import __version__
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
     Estimator,
 )
-from trakdask.attribution.groups import group_codes
+from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.attribution.labels import (
+    labelled,
+    require_flag,
+    require_own_names,
+    sample_coords,
+    score_attrs,
+    target_coords,
+)
 from trakdask.attribution.options import gather_options
-from trakdask.attribution.products import Factors, factors
+from trakdask.attribution.products import factors
 from trakdask.attribution.regularization import regularize
 from trakdask.attribution.sides import (
     coords_of_parts,
@@ -29,16 +34,13 @@ from trakdask.attribution.sides import (
     require_side,
     rows,
 )
-from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
+from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     SAMPLE,
     TARGET,
-    TARGET_PREFIX,
     VARIABLES,
-    coords_along,
     lazy_features,
-    may_have_failed,
     validate,
 )
 
@@ -81,7 +83,7 @@ def score(
     of
         Features of parts of some training samples: which of their words, or layers, helped? The
         scores are those of the parts, and add up to those of their samples. ``features`` remain all
-        training samples, whose gram matrix is used.
+        training samples, whose gram matrix is used. :func:`score_parts` needs no such features.
     estimator
         ``"auto"``: ``"soft"`` for classification into one of several classes by models without
         BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q
@@ -165,7 +167,7 @@ def score(
     >>> spread.dims == signal_to_noise.dims == without_c1.dims == ("sample", "target")
     True
     """
-    _require_flag("average", average)
+    require_flag("average", average)
     _require_sides(features, targets)
     if of is not None:
         _require_parts(features, of)
@@ -175,18 +177,18 @@ def score(
     features, targets = lazy_features(features), lazy_side(targets)
     of = features if of is None else lazy_side(of)
     product = factors(features, targets, options, of)
-    _require_own_names(of, targets)
+    require_own_names(of, targets)
     data = arrays.score.score(
         rows(of), product.solved, product.weight, average=average, pooled=product.pooled
     )
     data = per_part(per_part(data, 1, targets), 0, of)
-    coords = {**coords_along(of, SAMPLE), **coords_of_parts(of), **_target_coords(targets)}
+    coords = {**sample_coords(of), **coords_of_parts(of), **target_coords(targets)}
     coords |= coords_of_targets(targets, of)
     if not average:
         coords[CHECKPOINT] = features[CHECKPOINT]
     dims = dims_of_scores(of, targets)
-    attrs = _score_attrs(features, targets, product)
-    return _labelled("score", dims if average else (*dims, CHECKPOINT), data, coords, attrs)
+    attrs = score_attrs(features, targets, product.attrs)
+    return labelled("score", dims if average else (*dims, CHECKPOINT), data, coords, attrs)
 
 
 def group_score(
@@ -222,14 +224,8 @@ def group_score(
         If there is no such coord, or the result has a coord of the targets of that name.
     """
     _require_sides(features, targets)
-    names = sorted(map(str, coords_along(features, SAMPLE)))
-    taken = [TARGET, *map(str, _target_coords(targets))]
-    if not isinstance(by, str) or by not in names or by in taken:
-        raise ValueError(
-            f"expected by as the name of one coord of the training samples, which are {names}, and "
-            f"none of {taken}, which the result has for the targets, got {by!r}; try "
-            f"features.assign_coords({by if isinstance(by, str) else 'group'}=('sample', values))"
-        )
+    taken = [TARGET, *map(str, target_coords(targets))]
+    by = require_group_coord(by, list(map(str, sample_coords(features))), taken)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
@@ -240,11 +236,11 @@ def group_score(
         features.feature.data, product.weight, codes, len(groups), pooled=product.pooled
     )
     data = per_part(arrays.score.score(sums, product.solved, None), 1, targets)
-    coords = {by: (by, groups), **_target_coords(targets)}
+    coords = {by: (by, groups), **target_coords(targets)}
     coords |= coords_of_targets(targets)
-    attrs = _score_attrs(features, targets, product)
+    attrs = score_attrs(features, targets, product.attrs)
     dims = (by, *dims_of_scores(features, targets)[1:])
-    return _labelled("score", dims, data, coords, attrs)
+    return labelled("score", dims, data, coords, attrs)
 
 
 def self_influence(
@@ -290,7 +286,7 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
-    _require_flag("average", average)
+    require_flag("average", average)
     validate(features, ["feature", "out_to_loss"], what="features")
     allowed = ("auto", "trak", "soft", "grad_dot")
     options = gather_options(
@@ -305,28 +301,11 @@ def self_influence(
     g = options.estimator.weights.loss_data(features)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
-    coords = coords_along(features, SAMPLE)
+    coords = sample_coords(features)
     if not average:
-        coords[CHECKPOINT] = features[CHECKPOINT].variable
+        coords[CHECKPOINT] = features[CHECKPOINT]
     dims = (SAMPLE,) if average else (SAMPLE, CHECKPOINT)
-    return _labelled(variable.name, dims, data, coords, variable.attrs)
-
-
-def _labelled(
-    name: str, dims: tuple[str, ...], data: Any, coords: Mapping[Hashable, Any], attrs: Any
-) -> xr.DataArray:
-    """Return a DataArray without copying its coords, as the constructor of DataArray does."""
-    return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
-
-
-def _target_coords(targets: xr.Dataset) -> dict[Hashable, Any]:
-    coords = coords_along(targets, SAMPLE)
-    return {f"{TARGET_PREFIX}{name}": (TARGET, coord.values) for name, coord in coords.items()}
-
-
-def _require_flag(name: str, value: object) -> None:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
+    return labelled(variable.name, dims, data, coords, variable.attrs)
 
 
 def _require_sides(features: xr.Dataset, targets: xr.Dataset) -> None:
@@ -338,26 +317,3 @@ def _require_sides(features: xr.Dataset, targets: xr.Dataset) -> None:
 def _require_parts(features: xr.Dataset, of: xr.Dataset) -> None:
     require_side(of, ["feature", "out_to_loss"], what="of")
     require_comparable(features, of, name="parts'")
-
-
-def _require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
-    """Refuse coords of training samples that have the names of the targets' coords."""
-    both = [name for name in coords_along(features, SAMPLE) if name in _target_coords(targets)]
-    if both:
-        raise ValueError(
-            f"expected names of the training samples' coords that scores do not have for the "
-            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
-        )
-
-
-def _score_attrs(features: xr.Dataset, targets: xr.Dataset, product: Factors) -> dict[str, Any]:
-    attrs = {name: features.attrs[name] for name in FEATURE_SPEC if name in features.attrs}
-    attrs.pop("parameters", None)
-    return as_text(attrs) | {
-        "description": VARIABLES["score"].attrs["description"],
-        **product.attrs,
-        "source": features.attrs.get("source", ""),
-        "target_source": targets.attrs.get("source", ""),
-        **({"target_on_error": "record"} if may_have_failed(targets) else {}),
-        "trakdask_version": __version__,
-    }

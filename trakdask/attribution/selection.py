@@ -21,7 +21,11 @@ How = Literal["max", "mean"]
 
 
 def top_fraction(
-    scores: xr.DataArray, fraction: float, *, by: str | None = None, how: How = "max"
+    scores: xr.DataArray,
+    fraction: float,
+    *,
+    by: str | None = None,
+    how: Literal["max", "mean"] = "max",
 ) -> xr.Dataset:
     """Select the share of the training samples that helps a set of targets most.
 

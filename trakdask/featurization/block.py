@@ -25,13 +25,14 @@ from trakdask.featurization.memory import (
     on_worker,
     states_bytes,
 )
-from trakdask.featurization.partition import stream_of
+from trakdask.featurization.partition import Stream, stream_of
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import engine_of
 from trakdask.models.moments import scaled, scales
+from trakdask.models.products import Products
 from trakdask.models.tasks import Forward
 
-__all__ = ["Block", "featurize_block"]
+__all__ = ["Block", "featurize_block", "multiply_block"]
 
 Block = tuple[np.ndarray, ...]
 """Feature, output and out_to_loss, followed by error if failures are recorded."""
@@ -47,15 +48,46 @@ def featurize_block(
 
     And last a mapping that says on what device, and by what kernels, they were computed.
     """
-    checkpoint, positions = job.model.checkpoints[int(index[0])], np.arange(*bounds)
+    checkpoint = job.model.checkpoints[int(index[0])]
+    with _task(job, checkpoint, bounds, arrays) as samples:
+        return *_featurize_samples(samples, checkpoint), described(samples.device)
+
+
+def multiply_block(
+    job: Job, index: np.ndarray, bounds: tuple[int, int], vectors: np.ndarray, *arrays: np.ndarray
+) -> Block:
+    """Return products of gradients with vectors (vector, row, 1), in the place of features.
+
+    Otherwise as :func:`featurize_block`. Products with a vector that is not finite are NaN.
+    """
+    checkpoint, flat = job.model.checkpoints[int(index[0])], torch.tensor(vectors[..., 0])
+    is_finite = flat.isfinite().all(1)
+    flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
+    with _task(job, checkpoint, bounds, arrays) as samples:
+        rows = job.row_map
+        by_name = {
+            name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)]
+            .unflatten(1, rows.shape(name) or (1,))
+            .to(samples.device)
+            for name in rows.names
+        }
+        products, *others = _featurize_samples(replace(samples, vectors=by_name), checkpoint)
+    products[..., ~is_finite.numpy(), :] = np.nan
+    return products, *others
+
+
+@contextmanager
+def _task(
+    job: Job, checkpoint: Checkpoint, bounds: tuple[int, int], arrays: tuple[np.ndarray, ...]
+) -> Iterator[Samples]:
+    """Give the samples of a task, whose errors say which samples they are."""
     what = f"samples {bounds[0]}:{bounds[1]} of checkpoint {checkpoint.name!r}"
     note_start(what)
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
         with _few_torch_threads(), job.precision.applied(device.type):
-            block = _featurize_samples(Samples(job, positions, arrays, device), checkpoint)
-        return *block, described(device)
+            yield Samples(job, np.arange(*bounds), arrays, device)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
@@ -83,10 +115,10 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     samples, places = samples.by_length()
     checked = check_once(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
-    size = _micro_batch(job, checked.activation_bytes, device)
-    moments = job.model.second_moments.get(checkpoint.name)
+    size = _micro_batch(samples, checked.activation_bytes)
+    moments = job.model.second_moments.get(checkpoint.name) if samples.vectors is None else None
     factors = scales(moments, job.row_map.names, device) if moments else None
-    rows = _Rows.empty(job, checkpoint, samples.positions)
+    rows = _Rows.empty(samples, checkpoint)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
@@ -130,12 +162,12 @@ class _Rows:
     reasons: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, job: Job, checkpoint: Checkpoint, positions: np.ndarray) -> _Rows:
-        n = len(positions)
+    def empty(cls, samples: Samples, checkpoint: Checkpoint) -> _Rows:
+        n = len(samples)
         feature, output, out_to_loss = (
-            np.full(shape, np.nan, np.float32) for shape in (job.feature_shape(n), n, n)
+            np.full(shape, np.nan, np.float32) for shape in (samples.feature_shape(n), n, n)
         )
-        return cls(job, checkpoint, positions, feature, output, out_to_loss)
+        return cls(samples.job, checkpoint, samples.positions, feature, output, out_to_loss)
 
     def put(self, part: slice, block: Block) -> None:
         """Store the results of a micro-batch; non-finite samples raise an error or become NaN."""
@@ -194,26 +226,34 @@ def _featurize_micro_batch(
     job, n = samples.job, part.stop - part.start
     run, batch = engine_of(job.engine), samples.batch(part)
     partition = job.partition.of(batch) if job.partition else None
-    place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
-    stream = stream_of(partition, *place)
-    sink = scaled(stream.add, factors) if factors else stream.add
+    stream: Stream | Products
+    sink: Any
+    if partition is not None and samples.vectors is not None:
+        stream = sink = partition.products(samples.vectors, n)
+    else:
+        place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
+        stream = stream_of(partition, *place)
+        sink = scaled(stream.add, factors) if factors else stream.add
     f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
     feature = stream.result().numpy(force=True)
+    if partition is not None:
+        feature = feature.reshape(n, partition.size, -1)
     if partition != job.partition:  # the features of tokens of padding, which was cut, are zero
-        whole = np.zeros(job.feature_shape(n), np.float32)
+        whole = np.zeros(samples.feature_shape(n), np.float32)
         whole[:, : feature.shape[1]] = feature
         feature = whole
     return feature, f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(job: Job, activations: int | None, device: torch.device) -> int:
+def _micro_batch(samples: Samples, activations: int | None) -> int:
     """Return the number of samples whose activations and gradients fit in the task's memory."""
+    job = samples.job
     if not job.fits_memory or activations is None:
         return job.batch_size
-    width = job.projector.width(job.row_map.n_rows)
     # Besides activations: gradients, then float64 sums and copies of them.
-    others = 4 * job.elements_at_once + 16 * width * job.rows_of_sample
-    fits = max(1, int(_SHARE_OF_MEMORY * available_bytes(device)) // (activations + others))
+    others = 4 * job.elements_at_once + 16 * samples.width * job.rows_of_sample
+    available = available_bytes(samples.device)
+    fits = max(1, int(_SHARE_OF_MEMORY * available) // (activations + others))
     if fits < job.batch_size:
         _log.info(
             "memory suffices for micro-batches of %d samples instead of %d", fits, job.batch_size

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trakdask.featurization.failures import OnError, is_of_samples
 from trakdask.featurization.memory import is_out_of_memory
@@ -47,11 +48,6 @@ class Job:
         """Number of features of a sample."""
         return 1 if self.partition is None else self.partition.size
 
-    def feature_shape(self, n_samples: int) -> tuple[int, ...]:
-        """Return the shape of the features of some samples at one checkpoint."""
-        parts = () if self.partition is None else (self.partition.size,)
-        return n_samples, *parts, self.projector.width(self.row_map.n_rows)
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -63,9 +59,23 @@ class Samples:
     device: torch.device
     trims: bool = False
     """Whether padding that all samples of a batch share is cut."""
+    vectors: Mapping[str, Tensor] | None = None
+    """By parameter, what gradients are multiplied with, (vector, *shape); None to project them."""
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def width(self) -> int:
+        """Length of a feature, or the number of products in its place."""
+        if self.vectors is not None:
+            return len(next(iter(self.vectors.values())))
+        return self.job.projector.width(self.job.row_map.n_rows)
+
+    def feature_shape(self, n_samples: int) -> tuple[int, ...]:
+        """Return the shape of the features of some samples at one checkpoint."""
+        partition = self.job.partition
+        return n_samples, *(() if partition is None else (partition.size,)), self.width
 
     def batch(self, part: slice) -> Batch:
         """Return some of the samples as tensors."""

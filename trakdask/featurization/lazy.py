@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
-import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
-from trakdask.arrays.block_arguments import Bounds
-from trakdask.execution.layers import feature_layer, featurize_layer, take
-from trakdask.featurization.block import featurize_block
 from trakdask.featurization.devices import check_device
-from trakdask.featurization.failures import ERROR_DTYPE, OnError
+from trakdask.featurization.failures import OnError
+from trakdask.featurization.graphs import Inputs, lazy_arrays
 from trakdask.featurization.job import Job
 from trakdask.featurization.memory import largest_memory
 from trakdask.featurization.options import (
@@ -31,20 +27,16 @@ from trakdask.featurization.partition import Partition
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import choose_engine, elements_at_once
 from trakdask.models.model import Model
-from trakdask.models.operations import count_operations
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.memory import require_block_fits
 from trakdask.provenance import EARLIER_SOURCE, digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
-__all__ = ["Gradients", "Inputs", "featurize", "lazy_dataset", "model_operations"]
+__all__ = ["Divide", "Gradients", "Prepared", "featurize", "lazy_dataset", "prepare"]
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
-Inputs = dict[str, da.Array]
-
-_jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
-"""The job of each featurize graph of this process, by layer name, while the graph exists."""
+Divide = Callable[[Model, Inputs], Partition]
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +44,26 @@ _SCALED = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's 
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 512
 _ROWS_OF_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the graph of featurize is built from: all that is known before anything runs."""
+
+    job: Job
+    inputs: Inputs
+    attrs: dict[str, Any]
+    coords: dict[Hashable, Any]
+
+    @property
+    def token(self) -> str:
+        """Name of the graph's layers: a digest of everything that could change a block."""
+        arrays = {
+            name: [array.name, [list(sizes) for sizes in array.chunks]]
+            for name, array in self.inputs.items()
+        }
+        made = {name: value for name, value in self.attrs.items() if name != EARLIER_SOURCE}
+        return digest({"attrs": made, "arrays": arrays})[:32]
 
 
 def featurize(
@@ -191,9 +203,45 @@ def lazy_dataset(
     dtype: DType | None,
     device: str,
     on_error: OnError,
-    divide: Callable[[Model, Inputs], Partition] | None = None,
+    divide: Divide | None = None,
 ) -> xr.Dataset:
     """Build the graph of :func:`featurize`; ``divide`` says how to divide samples into parts."""
+    made = prepare(
+        samples,
+        model,
+        projector=projector,
+        gradients=gradients,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        on_error=on_error,
+        divide=divide,
+    )
+    block = max(next(iter(made.inputs.values())).chunks[0]) * made.job.rows_of_sample
+    require_block_fits(made.job.projector, made.job.row_map.n_rows, block, largest_memory())
+    arrays = lazy_arrays(made.job, made.inputs, token=made.token)
+    partition = made.job.partition
+    data = {n: (_dims(n, partition), array, VARIABLES[n].attrs) for n, array in arrays.items()}
+    return xr.Dataset(data, coords=made.coords, attrs=made.attrs)
+
+
+def prepare(
+    samples: xr.Dataset,
+    model: Model,
+    *,
+    projector: Projector | None,
+    gradients: Gradients,
+    batch_size: int | Literal["auto"],
+    dtype: DType | None,
+    device: str,
+    on_error: OnError,
+    divide: Divide | None = None,
+    multiplies: bool = False,
+) -> Prepared:
+    """Check the arguments of :func:`featurize`, and gather what its graph is built from.
+
+    ``multiplies`` says that gradients will be multiplied with vectors, and not projected.
+    """
     require_options(model, gradients, dtype, on_error)
     projector = chosen_projector(projector)
     samples = validate_samples(samples)
@@ -206,13 +254,11 @@ def lazy_dataset(
     engine, reason = _engine(gradients, model, partition)
     _log.info("gradients by %s: %s", engine, reason)
     n_parts = partition.size if partition else 1
-    block = max(next(iter(inputs.values())).chunks[0]) * n_parts
-    require_block_fits(projector, row_map.n_rows, block, largest_memory())
     sizes = {name: row_map.size(name) for name in row_map.names}
     held = elements_at_once(engine, model.skeleton(), sizes)
     if engine == "tokens":
         held *= n_parts
-    size = _batch_size(batch_size, engine, held, n_parts)
+    size = _batch_size(batch_size, "hooks" if multiplies else engine, held, n_parts)
     job = Job(
         model=model,
         projector=projector,
@@ -228,27 +274,10 @@ def lazy_dataset(
         partition=partition,
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
-    arrays = _lazy_arrays(job, inputs, token=_token(attrs, inputs))
     names = [checkpoint.name for checkpoint in model.checkpoints]
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
-    data = {n: (_dims(n, partition), array, VARIABLES[n].attrs) for n, array in arrays.items()}
-    return xr.Dataset(data, coords=coords, attrs=attrs)
-
-
-def model_operations(features: xr.Dataset) -> int | None:
-    """Return the operations of the passes through the model, per sample and checkpoint.
-
-    None if the features were not created lazily in this process, or if their operations cannot be
-    counted.
-    """
-    data = features.feature.variable.data
-    layers = data.dask.layers if isinstance(data, da.Array) else ()
-    job = next((_jobs[name] for name in layers if name in _jobs), None)
-    if job is None:
-        return None
-    model = job.model
-    return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
+    return Prepared(job, inputs, attrs, coords)
 
 
 def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> tuple[str, str]:
@@ -265,7 +294,7 @@ def _dims(name: str, partition: Partition | None) -> tuple[str, ...]:
     return (sample, *([partition.dim] if has_parts and partition else []), *others)
 
 
-def _inputs(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
+def _inputs(samples: xr.Dataset, model: Model) -> Inputs:
     """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
     if missing := [name for name in names if name not in samples]:
@@ -323,55 +352,3 @@ def _sources(job: Job, samples: xr.Dataset) -> dict[str, str]:
     """
     source, earlier = source_of(samples, job.inputs), samples.attrs["source"]
     return {"source": source} | ({EARLIER_SOURCE: earlier} if earlier != source else {})
-
-
-def _token(attrs: dict[str, Any], inputs: dict[str, da.Array]) -> str:
-    """Return the token of the graph's layers, a digest of everything that could change a block."""
-    arrays = {name: [array.name, [list(c) for c in array.chunks]] for name, array in inputs.items()}
-    made = {name: value for name, value in attrs.items() if name != EARLIER_SOURCE}
-    return digest({"attrs": made, "arrays": arrays})[:32]
-
-
-def _lazy_arrays(job: Job, inputs: dict[str, da.Array], token: str) -> dict[str, da.Array]:
-    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    _jobs[featurize_layer(token)] = job
-    chunks = next(iter(inputs.values())).chunks[0]
-    checkpoints = len(job.model.checkpoints)
-    bundle = da.blockwise(
-        functools.partial(featurize_block, job),
-        "sc",
-        da.from_array(np.arange(checkpoints), chunks=1, name=f"checkpoint-{token}"),
-        "c",
-        Bounds(chunks),  # so that errors can name samples
-        "s",
-        *_indexed(inputs),
-        name=featurize_layer(token),
-        dtype=object,
-        meta=np.empty((0, 0), dtype=object),
-        concatenate=True,
-        align_arrays=False,  # all chunks match; aligning would warn about the outer product
-    )
-    width = job.projector.width(job.row_map.n_rows)
-    parts = {"t": job.partition.size} if job.partition else {}
-    index = "stpc" if parts else "spc"
-    feature = da.blockwise(
-        take, index, bundle, "sc", 0, None,
-        new_axes={**parts, "p": width}, name=feature_layer(token),
-        dtype=np.float32, meta=np.empty((0,) * len(index), np.float32),
-    )  # fmt: skip
-    others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
-    if job.on_error == "record":
-        others["error"] = ERROR_DTYPE
-    return {"feature": feature} | {
-        name: da.blockwise(
-            take, "sc", bundle, "sc", item, None,
-            name=f"{name}-{token}", dtype=dtype, meta=np.empty((0, 0), dtype),
-        )
-        for item, (name, dtype) in enumerate(others.items(), start=1)
-    }  # fmt: skip
-
-
-def _indexed(inputs: dict[str, da.Array]) -> Iterator[Any]:
-    for name, array in inputs.items():
-        yield array
-        yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.models.parameters import select_parameters
+from trakdask.models.products import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tokens import number_of_tokens
 from trakdask.projection import ProjectionStream, Projector, RowMap
@@ -42,6 +43,12 @@ class Partition:
     def of(self, batch: Batch) -> Partition:
         """Return the parts of a batch, of which padding may have been cut."""
         return self if self.groups else replace(self, size=number_of_tokens(batch))
+
+    def products(self, vectors: Mapping[str, Tensor], n_samples: int) -> Products:
+        """Return what multiplies the gradients of some samples with vectors."""
+        if self.groups is None:
+            return Products(vectors, n_samples * self.size)
+        return Products(vectors, n_samples, self.groups, self.size)
 
     def spec(self) -> dict[str, Any]:
         """Return a JSON-able value that says what the parts are."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -13,16 +14,17 @@ from dask.base import tokenize
 
 from trakdask.checks import shown
 from trakdask.featurization.failures import OnError
-from trakdask.featurization.lazy import Gradients, Inputs, lazy_dataset
+from trakdask.featurization.graphs import Inputs, lazy_products
+from trakdask.featurization.lazy import Gradients, Prepared, lazy_dataset, prepare
 from trakdask.featurization.partition import Partition, groups_of_parameters
 from trakdask.featurization.precision import DType
 from trakdask.models.model import Model
 from trakdask.models.tasks import TrakTask
 from trakdask.models.tokens import require_layers_of_tokens
 from trakdask.projection import Projector
-from trakdask.variables import MODULE, SAMPLE, TOKEN
+from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
-__all__ = ["featurize_parts"]
+__all__ = ["PartProducts", "Parts", "Text", "featurize_parts", "part_products"]
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
 Text = Callable[[int], str] | Sequence[str]
@@ -47,7 +49,8 @@ def featurize_parts(
 
     Parts are the tokens of a sequence, or groups of modules. The features of the parts of a sample
     add up to the feature that :func:`featurize` computes for it with the same projector, so their
-    scores add up to its score.
+    scores add up to its score. If scores for a few targets are all you need, :func:`score_parts`
+    computes them without these features, at a fraction of the cost.
 
     Parameters
     ----------
@@ -110,23 +113,9 @@ def featurize_parts(
     >>> bool(np.allclose(tokens.feature.sum("token"), whole.feature, atol=1e-6))
     True
     """
-    is_token = isinstance(parts, str) and parts == TOKEN
-    names: list[str] = []
-    if is_token:
+    if _is_token(parts):
         _require_auto(gradients)
-    elif text is not None:
-        raise ValueError(
-            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
-            "leaving text out"
-        )
-
-    def divide(model: Model, inputs: Inputs) -> Partition:
-        if is_token:
-            return _tokens(model, inputs)
-        groups, titles = groups_of_parameters(model.skeleton(), tuple(model.shapes), parts)
-        names.extend(titles)
-        return Partition(MODULE, len(titles), groups)
-
+    dividing = _Dividing(parts, text)
     features = lazy_dataset(
         samples,
         model,
@@ -136,11 +125,95 @@ def featurize_parts(
         dtype=dtype,
         device=device,
         on_error=on_error,
-        divide=divide,
+        divide=dividing,
     )
-    if not is_token:
-        return features.assign_coords({MODULE: (MODULE, np.array(names, dtype=object))})
-    return features.assign_coords(_token_coords(samples, model, text))
+    return features.assign_coords(dividing.coords(samples, model))
+
+
+@dataclass(frozen=True)
+class PartProducts:
+    """Samples divided into parts, whose features can be multiplied without being computed.
+
+    Parameters
+    ----------
+    made
+        What the graph is built from.
+    like
+        A Dataset as :func:`featurize_parts` would return it, with zeros as ``feature``.
+    """
+
+    made: Prepared
+    like: xr.Dataset
+
+    def arrays(self, vectors: da.Array) -> dict[str, da.Array]:
+        """Return products with vectors and more, see :func:`lazy_products`."""
+        return lazy_products(self.made.job, self.made.inputs, self.made.token, vectors)
+
+
+def part_products(
+    samples: xr.Dataset,
+    model: Model,
+    *,
+    parts: Parts,
+    projector: Projector,
+    text: Text | None,
+    batch_size: int | Literal["auto"],
+    dtype: DType | None,
+    device: str,
+    on_error: OnError,
+) -> PartProducts:
+    """Divide samples into parts, as :func:`featurize_parts` does, but compute no features."""
+    dividing = _Dividing(parts, text)
+    made = prepare(
+        samples,
+        model,
+        projector=projector,
+        gradients="auto",
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        on_error=on_error,
+        divide=dividing,
+        multiplies=True,
+    )
+    job, rows = made.job, next(iter(made.inputs.values())).chunks[0]
+    assert job.partition is not None
+    width, n = job.projector.width(job.row_map.n_rows), len(job.model.checkpoints)
+    shape = (sum(rows), job.partition.size, width, n)
+    zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
+    dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
+    like = xr.Dataset({"feature": (dims, zeros)}, coords=made.coords, attrs=made.attrs)
+    return PartProducts(made, like.assign_coords(dividing.coords(samples, model)))
+
+
+def _is_token(parts: object) -> bool:
+    return isinstance(parts, str) and parts == TOKEN
+
+
+class _Dividing:
+    """Divides the samples of a model into parts, and knows the coords of the parts afterwards."""
+
+    def __init__(self, parts: Parts, text: Text | None) -> None:
+        self._parts, self._text = parts, text
+        self._titles: list[str] = []
+        if text is not None and not _is_token(parts):
+            raise ValueError(
+                f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
+                "leaving text out"
+            )
+
+    def __call__(self, model: Model, inputs: Inputs) -> Partition:
+        if _is_token(self._parts):
+            return _tokens(model, inputs)
+        names = tuple(model.shapes)
+        groups, self._titles = groups_of_parameters(model.skeleton(), names, self._parts)
+        return Partition(MODULE, len(self._titles), groups)
+
+    def coords(self, samples: xr.Dataset, model: Model) -> dict[str, Any]:
+        """Return the coords of the parts."""
+        if _is_token(self._parts):
+            return _token_coords(samples, model, self._text)
+        return {MODULE: (MODULE, np.array(self._titles, dtype=object))}
 
 
 def _require_auto(gradients: object) -> None:

@@ -34,6 +34,7 @@ from trakdask.models.independence import (
     row_of,
     tolerance,
 )
+from trakdask.models.products import Products, TokenProductRecorder
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tokens import TokenRecorder, number_of_tokens
 
@@ -139,14 +140,15 @@ def token_gradients(
     """Compute what each token contributes to the gradients, as :func:`hooks_gradients` does.
 
     The sink receives (batch * tokens, numel), all tokens of the first sequence first. Their sum is
-    the gradient of the sequence.
+    the gradient of the sequence. A sink of :class:`Products` receives products instead.
 
     Raises
     ------
     ValueError
         If a layer has no axis of tokens.
     """
-    recorder = partial(TokenRecorder, n_tokens=number_of_tokens(batch))
+    kind = TokenProductRecorder if isinstance(sink, Products) else TokenRecorder
+    recorder = partial(kind, n_tokens=number_of_tokens(batch))
     return _recorded_gradients(recorder, forward, task, batch, names, sink)
 
 
@@ -254,8 +256,7 @@ def require_same_as_loop(
     computed: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
     for name, into in ((engine, computed), ("loop", expected)):
-        engine_of(name)(forward, task, batch, names, partial(_collect, into))
-    computed = {name: _summed(gradient, _size(batch)) for name, gradient in computed.items()}
+        engine_of(name)(forward, task, batch, names, partial(_collect, into, _size(batch)))
     norms = torch.stack([g.double().norm(dim=1) for g in expected.values()]).norm(dim=0)
     allowed = max(tolerance(g.dtype, g.device.type) for g in expected.values())
     for name in names:
@@ -275,8 +276,9 @@ def _summed(gradient: Tensor, size: int) -> Tensor:
 
 
 def _collect(
-    into: dict[str, Tensor], name: str, gradient: Tensor, first: int | None = None
+    into: dict[str, Tensor], size: int, name: str, gradient: Tensor, first: int | None = None
 ) -> None:
+    gradient = _summed(gradient, size)
     into[name] = torch.cat([into[name], gradient], 1) if first else gradient.clone()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit
-from trakdask.models.layers import BY_POSITION, SLICEABLE, rules_of
+from trakdask.models.layers import BY_POSITION, SLICEABLE, Rule, rules_of
 from trakdask.models.local import Call, is_floating, local_gradients, unfolded
 from trakdask.models.tasks import Forward
 
@@ -297,11 +297,15 @@ class Recorder:
         if x.is_floating_point() and x.dtype != delta.dtype:
             x = x.to(delta.dtype)  # as autocast does inside the layer
         for inside, name in call.unit.selected.items():
-            part = partial(rules[inside], call.module, x, delta, call.buffers)
-            if name in self._parts:
-                self._postpone(name, part)
-            else:
-                self._add(name, part())
+            self._receive(call, name, rules[inside], x, delta)
+
+    def _receive(self, call: Call, name: str, rule: Rule, x: Tensor, delta: Tensor) -> None:
+        """Compute the gradient of a parameter from one of its uses, or postpone it."""
+        part = partial(rule, call.module, x, delta, call.buffers)
+        if name in self._parts:
+            self._postpone(name, part)
+        else:
+            self._add(name, part())
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, sample by sample."""

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["ALL_ROWS", "BY_POSITION", "RULES", "SLICEABLE", "Rule", "rules_of"]
+__all__ = [
+    "ALL_ROWS",
+    "BY_POSITION",
+    "RULES",
+    "SLICEABLE",
+    "Rule",
+    "embedding_weight",
+    "linear_weight",
+    "rules_of",
+    "transposed_linear_weight",
+]
 
 Buffers = Mapping[str, Tensor | None]
 Rule = Callable[..., Tensor]
@@ -56,7 +66,7 @@ def rules_of(module: nn.Module) -> Mapping[str, Rule] | None:
         type(module).__name__ == "Conv1D"
         and type(module).__module__ == "transformers.pytorch_utils"
     ):
-        return {"weight": _transposed_linear_weight, "bias": _last_bias}
+        return {"weight": transposed_linear_weight, "bias": _last_bias}
     return None
 
 
@@ -89,15 +99,17 @@ def _positions(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1, x.shape[-1])
 
 
-def _linear_weight(
+def linear_weight(
     module: nn.Linear, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
 ) -> Tensor:
+    """Return δᵀx of a linear layer."""
     return _outer(_positions(delta)[..., rows], _positions(x))
 
 
-def _transposed_linear_weight(
+def transposed_linear_weight(
     module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
 ) -> Tensor:
+    """Return xᵀδ of a linear layer that stores its weight transposed."""
     return _outer(_positions(x)[..., rows], _positions(delta))
 
 
@@ -145,9 +157,10 @@ def _both_sides(module: Any) -> list[int]:
     return list(module._reversed_padding_repeated_twice)
 
 
-def _embedding_weight(
+def embedding_weight(
     module: nn.Embedding, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
 ) -> Tensor:
+    """Return δ, added to the rows of the tokens that were looked up."""
     n, width = len(x), module.embedding_dim
     start, stop, _ = rows.indices(module.num_embeddings)
     out = _scratch.take(delta, n * (stop - start), width).zero_()
@@ -201,11 +214,11 @@ _BATCH_NORM: dict[str, Rule] = {"weight": _batch_norm_weight, "bias": _channel_b
 _INSTANCE_NORM: dict[str, Rule] = {"weight": _instance_norm_weight, "bias": _channel_bias}
 
 RULES: dict[Any, Mapping[str, Rule]] = {
-    nn.Linear: {"weight": _linear_weight, "bias": _last_bias},
+    nn.Linear: {"weight": linear_weight, "bias": _last_bias},
     nn.Conv1d: {"weight": _conv_weight, "bias": _channel_bias},
     nn.Conv2d: {"weight": _conv_weight, "bias": _channel_bias},
     nn.Conv3d: {"weight": _conv_weight, "bias": _channel_bias},
-    nn.Embedding: {"weight": _embedding_weight},
+    nn.Embedding: {"weight": embedding_weight},
     nn.LayerNorm: {"weight": _layer_norm_weight, "bias": _layer_norm_bias},
     nn.RMSNorm: {"weight": _rms_norm_weight},
     nn.GroupNorm: {"weight": _group_norm_weight, "bias": _channel_bias},
@@ -217,7 +230,7 @@ RULES: dict[Any, Mapping[str, Rule]] = {
     nn.InstanceNorm3d: _INSTANCE_NORM,
 }
 
-SLICEABLE = frozenset({_linear_weight, _transposed_linear_weight, _embedding_weight})
+SLICEABLE = frozenset({linear_weight, transposed_linear_weight, embedding_weight})
 
 BY_POSITION = frozenset(
     {*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias, _rms_norm_weight}

@@ -96,7 +96,7 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     ----------
     scores
         Scores of tokens, (sample, token) or (target, token), with the coord ``text`` (or
-        ``target_text``) of :func:`~trakdask.featurize_parts`: one sequence per row. Computed here.
+        ``target_text``) of :func:`~trakdask.score_parts`: one sequence per row. Computed here.
     label
         Name of a coord of the sequences, written above each row.
 

@@ -157,7 +157,7 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     return _portable(name, array)
 
 
-def check_name(name: object, what: str) -> None:
+def check_name(name: object, what: str, *, is_column: bool = False) -> None:
     """Reject a name that a dimension or a variable of results already has.
 
     Parameters
@@ -166,6 +166,8 @@ def check_name(name: object, what: str) -> None:
         Name of a variable or coord.
     what
         What the error message calls it: "variable" or "coord".
+    is_column
+        Whether the name is that of a column, which ``coords`` can rename.
 
     Raises
     ------
@@ -181,9 +183,10 @@ def check_name(name: object, what: str) -> None:
         )
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
         other = "sample_id" if name == variables.SAMPLE else f"my_{name}"
+        remedy = f"coords={{{other!r}: {name!r}}}" if is_column else repr(other)
         raise ValueError(
             f"expected a name for the {what} that trakdask does not use itself, got {name!r}; try "
-            f"{other!r}"
+            f"{remedy}"
         )
 
 

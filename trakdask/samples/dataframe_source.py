@@ -18,7 +18,7 @@ from trakdask.execution.handles import Spooled
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.blocks import Field, assemble, check_chunks, read_bundle
 from trakdask.samples.columns import Columns, ColumnsLike, MaxLength, parse_columns
-from trakdask.samples.coords import normalise_coords
+from trakdask.samples.coords import check_name, normalise_coords
 from trakdask.samples.files import FileRows
 from trakdask.samples.hugging_face import DatasetRows, is_of_datasets
 
@@ -143,6 +143,8 @@ def _check_coords(coords: Any) -> dict[str, str]:
         raise ValueError(
             f"expected different columns as coords, got {twice} several times; try each name once"
         )
+    for name in names:
+        check_name(name, "coord", is_column=not isinstance(coords, Mapping))
     return dict(zip(names, columns, strict=True))
 
 

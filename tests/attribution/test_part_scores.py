@@ -1,0 +1,327 @@
+"""score_parts against float64 loops, explicit matrices and explicit solutions."""
+
+from __future__ import annotations
+
+import dask
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from distributed import Client
+
+import trakdask as td
+from tests.featurization.test_parts import AcrossTokens, Masked, Mixed, model, samples, state
+from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
+from tests.models.token_oracle import contributions
+from tests.projection.test_back_projection import explicit
+from trakdask.featurization import graphs
+from trakdask.models.tasks import Batch, Forward
+from trakdask.projection import RowMap
+from trakdask.testing import raise_if_dask_computes
+
+DAMPING = 300.0
+PROJECTORS = [
+    td.Identity(),
+    td.SJLT(proj_dim=64),
+    td.Rademacher(proj_dim=48, arithmetic="int8x3"),
+    td.Mask(keep=50),
+    td.Kronecker(left=6, right=8),
+    td.Gaussian(proj_dim=16, arithmetic="int8x3"),
+]
+TRAIN = td.from_arrays(
+    {"input_ids": np.random.default_rng(1).integers(0, VOCABULARY, (8, LENGTH))},
+    coords={"source": list("abababab")},
+    chunks=3,
+)
+ASKED = samples(3).rename(source="kind")
+
+
+def ids(ds: xr.Dataset) -> np.ndarray:
+    return ds.input_ids.values
+
+
+class Oracle:
+    """Everything in float64, one checkpoint at a time, with the explicit projection matrix."""
+
+    def __init__(self, projector: td.Projector, checkpoint: int = 0, **options: object) -> None:
+        made = model(2, **options)
+        shapes = made.shapes
+        rows = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+        matrix = explicit(projector, rows, made.checkpoints[checkpoint].id).numpy()
+        spans = [np.arange(rows.size(n)) + rows.offset(n) for n in rows.names]
+        self.matrix, self.names = matrix[np.concatenate(spans)], list(shapes)
+        self.module = Gpt()
+        self.module.load_state_dict(state(checkpoint))
+        self.module.double().eval()
+
+    def gradients(self, ds: xr.Dataset) -> np.ndarray:
+        """(sample, token, parameter)."""
+        batch = Batch(input_ids=torch.tensor(ids(ds)))
+        found = contributions(self.module, TASK, batch, LENGTH)
+        return np.concatenate([found[name].numpy() for name in self.names], axis=2)
+
+    def tokens(self, ds: xr.Dataset) -> np.ndarray:
+        return self.gradients(ds) @ self.matrix
+
+    def whole(self, ds: xr.Dataset) -> np.ndarray:
+        return self.tokens(ds).sum(1)
+
+    def q(self, ds: xr.Dataset) -> np.ndarray:
+        own = dict(self.module.named_parameters())
+        forward = Forward(self.module, own, dict(self.module.named_buffers()))
+        batch = Batch(input_ids=torch.tensor(ids(ds)))
+        return TASK.out_to_loss(forward, batch).detach().numpy()
+
+    def solved(self, vectors: np.ndarray) -> np.ndarray:
+        x = self.whole(TRAIN)
+        return np.linalg.solve(x.T @ x + DAMPING * np.eye(x.shape[1]), vectors.T).T
+
+
+def sides(projector: td.Projector, n: int = 2) -> tuple[xr.Dataset, xr.Dataset]:
+    features, targets = (
+        td.featurize(each, model(n), projector=projector).compute() for each in (TRAIN, ASKED)
+    )
+    return features, targets
+
+
+def ask(features: xr.Dataset, targets: xr.Dataset, n: int = 2, **options: object) -> xr.DataArray:
+    options = {"damping": td.Absolute(DAMPING)} | options
+    return td.score_parts(features, targets, model(n), **options)  # type: ignore[arg-type]
+
+
+def assert_near(found: xr.DataArray, expected: np.ndarray, rounding: float = 1e-3) -> None:
+    assert found.shape == expected.shape
+    scale = float(np.abs(expected).max())
+    assert scale > 0
+    np.testing.assert_allclose(found.values, expected, rtol=0, atol=rounding * scale)
+
+
+@pytest.mark.parametrize("projector", PROJECTORS, ids=lambda p: type(p).__name__)
+def test_score_parts__words_of_training_samples_against_the_oracle(
+    projector: td.Projector,
+) -> None:
+    features, targets = sides(projector)
+    top = [6, 1]
+    found = ask(features, targets, of=TRAIN.isel(sample=top))
+    assert found.dims == ("sample", "token", "target")
+    products, weights = [], []
+    for checkpoint in (0, 1):
+        oracle = Oracle(projector, checkpoint)
+        solved = oracle.solved(oracle.whole(ASKED))
+        products.append(oracle.tokens(TRAIN.isel(sample=top)) @ solved.T)
+        weights.append(oracle.q(TRAIN.isel(sample=top)))
+    expected = np.mean(products, 0) * np.mean(weights, 0)[:, None, None]
+    assert_near(found, expected)
+    whole = td.score(features, targets, damping=td.Absolute(DAMPING)).isel(sample=top)
+    assert_near(found.sum("token"), whole.values)
+
+
+@pytest.mark.parametrize("projector", PROJECTORS[1:3], ids=lambda p: type(p).__name__)
+def test_score_parts__words_of_targets_against_the_oracle(projector: td.Projector) -> None:
+    features, targets = sides(projector)
+    found = ask(features, ASKED, of=features.isel(sample=[6, 1]))
+    assert found.dims == ("sample", "target", "token")
+    by_source = ask(features, ASKED, by="source")
+    assert by_source.dims == ("source", "target", "token")
+    products, weights = [], []
+    for checkpoint in (0, 1):
+        oracle = Oracle(projector, checkpoint)
+        tokens = oracle.solved(oracle.tokens(ASKED).reshape(-1, oracle.matrix.shape[1]))
+        tokens = tokens.reshape(3, LENGTH, -1)
+        products.append(np.einsum("zp,tkp->ztk", oracle.whole(TRAIN), tokens))
+        weights.append(oracle.q(TRAIN))
+    every = np.mean(products, 0) * np.mean(weights, 0)[:, None, None]
+    assert_near(found, every[[6, 1]])
+    assert_near(by_source, np.stack([every[::2].sum(0), every[1::2].sum(0)]))
+    assert by_source.source.values.tolist() == ["a", "b"]
+    whole = td.score(features, targets, damping=td.Absolute(DAMPING))
+    assert_near(ask(features, ASKED).sum("token"), whole.values)
+
+
+@pytest.mark.parametrize("parts", [["attn", "mlp"], {"in": ["wte*", "wpe*"], "up": "mlp.0*"}])
+def test_score_parts__modules_against_the_oracle(parts: object) -> None:
+    projector = td.SJLT(64)
+    features, targets = sides(projector, 1)
+    found = ask(features, targets, 1, of=TRAIN, parts=parts)
+    assert found.dims == ("sample", "module", "target")
+    oracle = Oracle(projector)
+    patterns = {"attn": "attn", "mlp": "mlp", "in": "wte|wpe", "up": "mlp.0"}
+    solved = oracle.solved(oracle.whole(ASKED))
+    start, masks = 0, {title: np.zeros(len(oracle.matrix)) for title in found.module.values}
+    for name, shape in model(1).shapes.items():
+        stop = start + int(np.prod(shape))
+        inside = [t for t in masks if any(p in name for p in patterns.get(t, "-").split("|"))]
+        masks[inside[0] if inside else "others"][start:stop] = 1
+        start = stop
+    gradients = oracle.gradients(TRAIN).sum(1)
+    parts_of = [(gradients * mask) @ oracle.matrix @ solved.T for mask in masks.values()]
+    assert_near(found, np.stack(parts_of, 1) * oracle.q(TRAIN)[:, None, None])
+
+
+ESTIMATORS = {
+    "trak": {"damping": 0.1},
+    "soft": {"damping": 0.1, "power": 0.5},
+    "grad_dot": {},
+    "tracin": {"learning_rates": {"c0": 0.1, "c1": 0.3}},
+    "relatif": {"damping": 0.1},
+}
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_score_parts__every_estimator_as_with_features_of_parts(name: str, average: bool) -> None:
+    projector = td.SJLT(64)
+    options = {"estimator": name, "average": average} | ESTIMATORS[name]
+    features, targets = sides(projector)
+    of, asked = (
+        td.featurize_parts(each, model(), parts="token", projector=projector)
+        for each in (TRAIN.isel(sample=[2, 3]), ASKED)
+    )
+    made = model()
+    if name != "relatif":
+        words = td.score_parts(features, targets, made, of=TRAIN.isel(sample=[2, 3]), **options)
+        expected = td.score(features, targets, of=of, **options)
+        assert words.dims == expected.dims
+        assert_near(words, expected.values, 2e-3)
+    prompts = td.score_parts(features, ASKED, made, of=features.isel(sample=[4, 0]), **options)
+    expected = td.score(features, asked, of=features.isel(sample=[4, 0]), **options)
+    assert prompts.dims == expected.dims
+    assert_near(prompts, expected.values, 2e-3)
+
+
+def test_score_parts__groups_of_estimators_with_weights_of_their_own_per_checkpoint() -> None:
+    features, _ = sides(td.SJLT(64))
+    options = {"estimator": "tracin"} | ESTIMATORS["tracin"]
+    found = td.score_parts(features, ASKED, model(), by="source", **options)
+    expected = td.score_parts(features, ASKED, model(), **options).groupby("source").sum()
+    assert_near(found, expected.values)
+
+
+def test_score_parts__gradients_scaled_by_moments() -> None:
+    moments = {f"c{i}": {n: v.square() for n, v in state(7 + i).items()} for i in (0, 1)}
+    scaled = model(2, second_moments=moments)
+    projector = td.Rademacher(32, arithmetic="int8x3")
+    features, targets = (td.featurize(x, scaled, projector=projector) for x in (TRAIN, ASKED))
+    words = td.score_parts(features, targets, scaled, of=TRAIN, damping=0.1)
+    assert_near(words.sum("token"), td.score(features, targets, damping=0.1).values)
+    with pytest.raises(td.StoreMismatchError, match="second_moments"):
+        td.score_parts(features, targets, model(), of=TRAIN, damping=0.1)
+
+
+@pytest.mark.parametrize("parts", ["token", ["attn", "mlp"]], ids=["token", "module"])
+def test_score_parts__blocks_batches_and_chunks_of_targets_do_not_matter(
+    parts: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features, targets = sides(td.SJLT(64))
+    expected = ask(features, targets, of=TRAIN, parts=parts).compute()
+    many = targets.chunk(sample=1)
+    for chunks, size in ((8, 1), (1, "auto"), (5, 3)):
+        again = ask(features, many, of=TRAIN.chunk(sample=chunks), parts=parts, batch_size=size)
+        assert_near(again, expected.values, 1e-5)
+    monkeypatch.setattr(graphs, "_VECTOR_BYTES", 1)
+    apart = ask(features, targets, of=TRAIN, parts=parts)
+    assert apart.chunks[2] == (1, 1, 1)
+    assert_near(apart, expected.values, 1e-5)
+
+
+def test_score_parts__is_lazy_and_labelled() -> None:
+    words = [f"w{i}" for i in range(VOCABULARY)]
+    projector = td.SJLT(32)
+    with raise_if_dask_computes():
+        features, targets = (
+            td.featurize(each, model(), projector=projector) for each in (TRAIN, ASKED)
+        )
+        lazy = ask(features, targets, of=TRAIN.isel(sample=[1, 4]), text=words)
+        prompts = ask(features, ASKED, of=features.isel(sample=[1, 4]), text=words)
+    assert lazy.source.values.tolist() == ["b", "a"]
+    assert lazy.target_kind.values.tolist() == list("abc")
+    assert lazy.text.values[1, 2] == f"w{ids(TRAIN)[4, 2]}"
+    np.testing.assert_array_equal(lazy.input_ids, ids(TRAIN)[[1, 4]])
+    assert prompts.source.values.tolist() == ["b", "a"]
+    assert prompts.target_text.dims == ("target", "token")
+    assert prompts.target_text.values[1, 2] == f"w{ids(ASKED)[1, 2]}"
+    assert prompts.attrs["estimator"] == lazy.attrs["estimator"] == "trak"
+    assert len(td.plots.text(lazy.isel(target=0)).rows) == 2
+    assert len(td.plots.text(prompts.isel(sample=0)).rows) == 3
+
+
+def test_score_parts__stored_features_and_other_columns(tmp_path) -> None:
+    features, targets = sides(td.SJLT(32))
+    stored = td.save(features, tmp_path / "f.zarr", progress=False)
+    found = td.score_parts(stored, targets, model(), of=TRAIN)
+    expected = td.score_parts(features, targets, model(), of=TRAIN)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
+    for columns in (slice(16), slice(None, None, -1)):
+        chosen = stored.isel(proj_dim=columns)
+        with pytest.raises(ValueError, match=r"all 32 columns"):
+            td.score_parts(chosen, targets.isel(proj_dim=columns), model(), of=TRAIN, damping=0.1)
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_score_parts__padding_contributes_nothing(chunks: int) -> None:
+    values = ids(samples(5))
+    mask = np.ones_like(values)
+    mask[0, 4:] = 0
+    task = td.tasks.CausalLM(("input_ids", "attention_mask"))
+    padded = td.from_arrays({"input_ids": values, "attention_mask": mask}, chunks=chunks)
+    made = td.Model(Masked, {"c0": state(0, Masked)}, task=task)
+    features = td.featurize(padded, made, projector=td.SJLT(32)).compute()
+    found = td.score_parts(features, features, made, of=padded, damping=0.1).compute()
+    assert (found[0, 3:] == 0).all()
+    assert_near(found.sum("token"), td.score(features, features, damping=0.1).values)
+
+
+def test_score_parts__failed_samples_and_targets_are_nan() -> None:
+    features, targets = sides(td.SJLT(32))
+    values = ids(TRAIN).copy()
+    values[3, 2] = VOCABULARY
+    broken = td.from_arrays({"input_ids": values}, chunks=3)
+    good = ask(features, targets, of=TRAIN).compute()
+    found = ask(features, targets, of=broken, on_error="record").compute()
+    assert found[3].isnull().all()
+    assert f"{VOCABULARY}" in str(found.error.values[3])
+    assert (found.error.drop_isel(sample=3) == "").all()
+    assert_near(found.drop_isel(sample=3), good.drop_isel(sample=3).values, 1e-5)
+    with pytest.raises(td.BlockError, match="sample 3"):
+        ask(features, targets, of=broken).compute()
+    failed = targets.copy(deep=True)
+    failed.feature[1] = np.nan
+    apart = ask(features, failed, of=TRAIN).compute()
+    assert apart[..., 1].isnull().all()
+    assert_near(apart[..., [0, 2]], good.values[..., [0, 2]], 1e-5)
+    prompts = ask(features, broken, on_error="record").compute()
+    assert prompts[:, 3].isnull().all()
+    assert (prompts.target_error != "").values.tolist() == [i == 3 for i in range(8)]
+
+
+def test_score_parts__a_layer_that_mixes_tokens_is_found_by_its_sum() -> None:
+    assert "own" in dict(Mixed().named_children())
+    assert isinstance(Mixed().own, AcrossTokens)
+    mixed = td.Model(Mixed, [state(0, Mixed)], task=TASK)
+    features = td.featurize(TRAIN, mixed, projector=td.SJLT(16)).compute()
+    with pytest.raises(td.BlockError, match=r"own\.weight"):
+        td.score_parts(features, features, mixed, of=TRAIN, damping=0.1).compute()
+
+
+def test_score_parts__one_task_per_block_and_checkpoint() -> None:
+    features, targets = sides(td.SJLT(32))
+    lazy = ask(features, targets, of=TRAIN)
+    names = [str(key) for key in dask.base.collections_to_expr([lazy.data]).__dask_graph__()]
+    assert sum("featurize-" in name for name in names) == 3 * 2
+    assert sum("back-project-" in name for name in names) == 2
+
+
+@pytest.mark.slow
+def test_score_parts__same_answers_on_worker_processes(process_client: Client) -> None:
+    def answers() -> tuple[xr.DataArray, ...]:
+        features, targets = (
+            td.featurize(each, model(), projector=td.SJLT(32)) for each in (TRAIN, ASKED)
+        )
+        words = ask(features, targets, of=TRAIN.isel(sample=[1, 4]), text=lambda i: f"w{i}")
+        return dask.compute(words, ask(features, ASKED, by="source"))
+
+    there = answers()
+    with dask.config.set(scheduler="threads"):
+        here = answers()
+    for ours, theirs in zip(here, there, strict=True):
+        xr.testing.assert_identical(ours, theirs)

@@ -1,0 +1,108 @@
+"""Products with vectors are those of the gradients of the tokens, which are never formed."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trakdask as td
+from tests.models.test_tokens import LENGTH, TASK, drawn, made
+from tests.models.token_oracle import contributions
+from trakdask.models import layers
+from trakdask.models.gradients import engine_of, vmap_gradients
+from trakdask.models.model import Model
+from trakdask.models.products import PRODUCTS, Products
+from trakdask.models.tasks import Batch
+
+
+def vectors_of(module: nn.Module, m: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        name: torch.randn(m, *tensor.shape, generator=generator, dtype=torch.float64)
+        for name, tensor in module.named_parameters()
+    }
+
+
+def expected(gradients: dict[str, Tensor], vectors: dict[str, Tensor]) -> Tensor:
+    products = [
+        torch.einsum("stn,mn->stm", gradients[name], vectors[name].flatten(1)) for name in gradients
+    ]
+    return torch.stack(products).sum(0)
+
+
+def found(module: nn.Module, task: object, batch: Batch, vectors: dict[str, Tensor]) -> Tensor:
+    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=task)
+    n, length = batch["input_ids"].shape
+    sink = Products(vectors, n * length)
+    forward = model.forward(model.checkpoints[0])
+    engine_of("tokens")(forward, model.task, batch, tuple(model.shapes), sink)
+    return sink.result().view(n, length, -1).double()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_products__are_those_of_the_gradients_of_tokens(n: int) -> None:
+    module, batch = made(), drawn(n)
+    vectors = vectors_of(module)
+    oracle = expected(contributions(module, TASK, batch, LENGTH), vectors)
+    torch.testing.assert_close(found(module, TASK, batch, vectors), oracle, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_products__of_transformers(family: str) -> None:
+    models = pytest.importorskip("tests.models.test_transformers")
+    torch.manual_seed(0)
+    module = getattr(models, family)().double().eval()
+    task = td.tasks.CausalLM()
+    ids = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))
+    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
+    vectors = vectors_of(module)
+    oracle = expected(contributions(module, task, batch, 5), vectors)
+    torch.testing.assert_close(found(module, task, batch, vectors), oracle, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n_in", "n_out"), [(3, 8), (8, 3)])
+def test_products__of_a_linear_layer_with_several_positions_per_row(n_in: int, n_out: int) -> None:
+    layer = nn.Linear(n_in, n_out, dtype=torch.float64)
+    x, delta, vectors = (
+        torch.randn(*shape, dtype=torch.float64)
+        for shape in ((5, 4, n_in), (5, 4, n_out), (2, n_out, n_in))
+    )
+    gradient = layers.linear_weight(layer, x, delta, {})
+    products = PRODUCTS[layers.linear_weight](layer, x, delta, vectors)
+    torch.testing.assert_close(products, gradient @ vectors.flatten(1).T)
+    transposed = PRODUCTS[layers.transposed_linear_weight](layer, x, delta, vectors.mT)
+    torch.testing.assert_close(transposed, products)
+
+
+def test_products__padding_of_an_embedding_has_none() -> None:
+    layer = nn.Embedding(6, 3, padding_idx=2, dtype=torch.float64)
+    ids, delta = torch.tensor([[1], [2], [5]]), torch.randn(3, 1, 3, dtype=torch.float64)
+    vectors = torch.randn(2, 6, 3, dtype=torch.float64)
+    gradient = layers.embedding_weight(layer, ids, delta, {})
+    products = PRODUCTS[layers.embedding_weight](layer, ids, delta, vectors)
+    torch.testing.assert_close(products, gradient @ vectors.flatten(1).T)
+    assert not products[1].any()
+    assert products[[0, 2]].all()
+
+
+def test_products__by_groups_of_parameters_and_in_slices() -> None:
+    module, batch = made(), drawn(2)
+    model = Model(lambda: copy.deepcopy(module), [module.state_dict()], task=TASK)
+    names, vectors = tuple(model.shapes), vectors_of(module)
+    groups = {name: number % 2 for number, name in enumerate(names)}
+    gradients: dict[str, Tensor] = {}
+    run = partial(vmap_gradients, model.forward(model.checkpoints[0]), TASK, batch, names)
+    run(lambda name, gradient, *_: gradients.update({name: gradient}))
+    sink = Products(vectors, 2, groups, 2)
+    for name, gradient in gradients.items():
+        sink(name, gradient[:, :5], 0)
+        sink(name, gradient[:, 5:], 5)
+    for group in range(2):
+        oracle = sum(
+            gradients[name] @ vectors[name].flatten(1).T for name in names if groups[name] == group
+        )
+        torch.testing.assert_close(sink.result()[:, group].double(), oracle, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,174 @@
+"""The graphs of featurize: one task per block of samples and checkpoint, and what it returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import dask.array as da
+import numpy as np
+import torch
+import xarray as xr
+from dask.base import tokenize
+
+from trakdask.arrays.block_arguments import Bounds
+from trakdask.execution.layers import feature_layer, featurize_layer, take
+from trakdask.featurization.block import featurize_block, multiply_block
+from trakdask.featurization.failures import ERROR_DTYPE
+from trakdask.featurization.job import Job
+from trakdask.models.moments import scales
+from trakdask.models.operations import count_operations
+from trakdask.projection.back_projection import back_project
+
+__all__ = ["Inputs", "lazy_arrays", "lazy_products", "model_operations"]
+
+Inputs = dict[str, da.Array]
+Arrays = dict[str, da.Array]
+
+_VECTOR_BYTES = 2**28
+
+_jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
+"""The job of each featurize graph of this process, by layer name, while the graph exists."""
+
+
+def model_operations(features: xr.Dataset) -> int | None:
+    """Return the operations of the passes through the model, per sample and checkpoint.
+
+    None if the features were not created lazily in this process, or if their operations cannot be
+    counted.
+    """
+    data = features.feature.variable.data
+    layers = data.dask.layers if isinstance(data, da.Array) else ()
+    job = next((_jobs[name] for name in layers if name in _jobs), None)
+    if job is None:
+        return None
+    model = job.model
+    return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
+
+
+def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
+    """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
+    _jobs[featurize_layer(token)] = job
+    bundle = _bundle(functools.partial(featurize_block, job), "sc", job, inputs, token)
+    width = job.projector.width(job.row_map.n_rows)
+    parts = {"t": job.partition.size} if job.partition else {}
+    index = "stpc" if parts else "spc"
+    feature = da.blockwise(
+        take, index, bundle, "sc", 0, None,
+        new_axes={**parts, "p": width}, name=feature_layer(token),
+        dtype=np.float32, meta=np.empty((0,) * len(index), np.float32),
+    )  # fmt: skip
+    return {"feature": feature} | _others(job, bundle, "sc", token)
+
+
+def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Arrays:
+    """Build the graph of products of features with vectors, without the features.
+
+    Parameters
+    ----------
+    job
+        The settings, with a partition.
+    inputs
+        Of the model, by name.
+    token
+        Of the features.
+    vectors
+        What features are multiplied with, (vector, proj_dim, checkpoint), chunks (rows, p, 1).
+
+    Returns
+    -------
+    ``product`` (sample, part, vector, checkpoint) and, as for features, ``output``,
+    ``out_to_loss`` and, if failures are recorded, ``error``.
+
+    Notes
+    -----
+    One task per checkpoint projects the vectors back to the parameters, and one per block of
+    samples and checkpoint runs the model. Vectors take 4 bytes per parameter; of more than 256 MiB,
+    the model runs once for each 256 MiB.
+    """
+    token, n_rows = tokenize(token, vectors.name), job.row_map.n_rows
+    chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
+    back = da.blockwise(
+        functools.partial(_back_project, job), "vrc",
+        _numbers(job, token), "c", chunked, "vpc",
+        new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
+        align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
+    )  # fmt: skip
+    run = functools.partial(multiply_block, job)
+    bundle = _bundle(run, "svc", job, inputs, token, back, "vrc")
+    assert job.partition is not None
+    product = da.blockwise(
+        take, "stvc", bundle, "svc", 0, None,
+        new_axes={"t": job.partition.size}, name=f"product-{token}",
+        dtype=np.float32, meta=np.empty((0,) * 4, np.float32),
+    )  # fmt: skip
+    # All passes of a block give the same outputs.
+    return {"product": product} | _others(job, bundle.blocks[:, :1], "svc", token)
+
+
+def _back_project(job: Job, index: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    """Return what gradients are to be multiplied with, (vector, row, 1)."""
+    checkpoint, rows = job.model.checkpoints[int(index[0])], job.row_map
+    flat = torch.tensor(vectors[..., 0])
+    found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
+    if moments := job.model.second_moments.get(checkpoint.name):
+        factors = scales(moments, rows.names, torch.device("cpu"))
+        for name, factor in factors.items():
+            found[:, rows.offset(name) : rows.offset(name) + len(factor)] *= factor
+    return found.numpy()[..., None]
+
+
+def _bundle(
+    run: Callable[..., Any], index: str, job: Job, inputs: Inputs, token: str, *more: Any
+) -> da.Array:
+    """Return one tuple of results per block of samples and checkpoint."""
+    bundle: da.Array = da.blockwise(
+        run,
+        index,
+        _numbers(job, token),
+        "c",
+        Bounds(next(iter(inputs.values())).chunks[0]),  # so that errors can name samples
+        "s",
+        *more,
+        *_indexed(inputs),
+        name=featurize_layer(token),
+        dtype=object,
+        meta=np.empty((0,) * len(index), dtype=object),
+        concatenate=True,
+        align_arrays=False,  # all chunks match; aligning would warn about the outer product
+    )
+    return bundle
+
+
+def _numbers(job: Job, token: str) -> da.Array:
+    """Return the numbers of the checkpoints, one per chunk."""
+    numbers: da.Array = da.from_array(
+        np.arange(len(job.model.checkpoints)), chunks=1, name=f"checkpoint-{token}"
+    )
+    return numbers
+
+
+def _others(job: Job, bundle: da.Array, index: str, token: str) -> Arrays:
+    others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
+    if job.on_error == "record":
+        others["error"] = ERROR_DTYPE
+    get = take if index == "sc" else _take_of_first
+    return {
+        name: da.blockwise(
+            get, "sc", bundle, index, item, None,
+            name=f"{name}-{token}", dtype=dtype, meta=np.empty((0, 0), dtype),
+        )
+        for item, (name, dtype) in enumerate(others.items(), start=1)
+    }  # fmt: skip
+
+
+def _take_of_first(results: Any, key: Any) -> Any:
+    return results[0][key]
+
+
+def _indexed(inputs: Inputs) -> Iterator[Any]:
+    for name, array in inputs.items():
+        yield array
+        yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))
