@@ -178,7 +178,7 @@ def test_plan__counts_the_tasks_of_the_graph() -> None:
 
 def test_plan__repr_is_aligned_and_human() -> None:
     lines = repr(plan(FEATURES, [OTHER, td.Identity()])).splitlines()
-    title = "Plan: 20 samples in 3 blocks and micro-batches of 512, 2 checkpoints, 53 parameters"
+    title = "Plan: 20 samples in 3 blocks and micro-batches of 256, 2 checkpoints, 53 parameters"
     title += ": 6 tasks of gradients, 32 in the graph"
     assert lines[0] == title
     assert lines[1].startswith("Model: ")

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trakdask.projection import Projector, sjlt
+from trakdask.projection import nonzeros as kept_nonzeros
+from trakdask.projection.nonzeros import SparseMatrix, sort_nonzeros
 from trakdask.projection.philox import STREAM_SJLT, philox4x32
 from trakdask.projection.row_map import RowMap
 from trakdask.projection.sjlt import SJLT
@@ -83,6 +85,12 @@ def matrix(projector: SJLT, n_rows: int, checkpoint: int = 0) -> npt.NDArray[np.
     return (rows * projector.scale(n_rows)).numpy()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backend has to draw and sort the nonzeros itself."""
+    monkeypatch.setattr(kept_nonzeros, "_kept", kept_nonzeros._Kept(0))
+
+
 @pytest.fixture(params=NUMBA)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TRAKDASK_NUMBA", NUMBA[request.param])
@@ -143,12 +151,12 @@ def test_project_block__exact_where_nothing_cancels(
 @pytest.mark.parametrize("sparsity", [7, 8, 64])
 @pytest.mark.parametrize("n_samples", [2, 6])
 @pytest.mark.usefixtures("backend")
-def test_adder__exact_at_the_largest_sums(sparsity: int, n_samples: int) -> None:
+def test_add_product__exact_at_the_largest_sums(sparsity: int, n_samples: int) -> None:
     # Words of 0 are nonzeros of +1 in column 0; the largest integer is 2**14.
     words = np.zeros((-(-sparsity // 4), 16384, 4), np.uint32)
     block = torch.full((n_samples, 16384), 1 - 2.0**-24)
     out = torch.zeros(n_samples, 2, dtype=torch.float64)
-    sjlt._adder(words, sparsity, 2)(block, out)
+    sjlt.add_product(block, sort_nonzeros(words, SparseMatrix(2, sparsity, 0, 0)), out)
     assert torch.equal(out, torch.tensor([16384.0 * sparsity, 0.0]).double().expand(n_samples, 2))
 
 

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _SCALED = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
 _MICRO_BATCH_BYTES = 2**28
-_MICRO_BATCH_MOST = 512
+_MICRO_BATCH_MOST = 256
 _ROWS_OF_TOKENS = 256
 
 
@@ -104,7 +104,7 @@ def featurize(
         Samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch fit in
         256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples if
         that takes at most 1 GB; gradients of linear and embedding layers are computed in slices).
-        It has at most 512 samples, and no more than fit in half of the memory of a task, estimated
+        It has at most 256 samples, and no more than fit in half of the memory of a task, estimated
         from the activations of two samples. The batch size does not change features, given the same
         gradients. If memory runs out, the micro-batch is halved.
     dtype

@@ -1,8 +1,9 @@
 """Choose faster implementations with the same results: numba if it is installed, and GPUs.
 
 Importing numba and reading its machine code takes a second, and compiling it after an installation
-takes several. A process therefore projects with numpy until it has spent ``PATIENCE_S`` on
-projections. ``TRAKDASK_NUMBA=1`` in the environment uses numba from the start, ``0`` never.
+takes several. A process therefore projects with numpy until its threads have spent ``PATIENCE_S``
+of processor time on projections, which other programs on the machine do not prolong.
+``TRAKDASK_NUMBA=1`` in the environment uses numba from the start, ``0`` never.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 PATIENCE_S = 0.3
-"""Seconds of projections in a process after which numba is worth its import."""
+"""CPU seconds of projections in a process after which numba is worth its import."""
 
 _spent_s = 0.0
 
@@ -27,11 +28,11 @@ _spent_s = 0.0
 def timed() -> Iterator[None]:
     """Add the time of the block to that which the process has spent on projections."""
     global _spent_s
-    start = time.perf_counter()
+    start = time.thread_time()
     try:
         yield
     finally:
-        _spent_s += time.perf_counter() - start
+        _spent_s += time.thread_time() - start
 
 
 def stop_waiting() -> None:

@@ -138,7 +138,8 @@ def compiled_scales(
     """Compute both factors before rounding, (B, 2), and the step after it, (B,), by numba."""
     n_samples, n_rows = shape
     factors, step = np.empty((n_samples, 2), np.float32), np.empty(n_samples)
-    compiled("quantize").scales(flat, stride, n_rows, fraction_bits, factors, step)
+    bits, factor_bits = flat.view(np.int32), factors.view(np.int32)
+    compiled("quantize").scales(bits, stride, n_rows, fraction_bits, factor_bits, step)
     return factors, step
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
@@ -16,7 +14,7 @@ from torch.nn.functional import embedding_bag
 from trakdask.projection.acceleration import compiled
 from trakdask.projection.cuda import GpuProjector, Kernels
 from trakdask.projection.cuda import sparse as sparse_on_gpu
-from trakdask.projection.philox import STREAM_SJLT
+from trakdask.projection.nonzeros import Nonzeros, SparseMatrix, nonzeros_of
 from trakdask.projection.protocol import ROUNDING_ERROR, Cost, allowed
 from trakdask.projection.quantize import (
     Scratch,
@@ -24,11 +22,9 @@ from trakdask.projection.quantize import (
     flatten,
     quantize_integers,
 )
-from trakdask.projection.random_words import fill_words
 from trakdask.projection.row_map import ROW_BLOCK
 
 _FRACTION_BITS = 14
-_NONZEROS_PER_COUNTER = 4
 
 # Chosen so that the sums of a tile of samples fit in a cache; they do not affect results.
 _MOST_SAMPLES, _LEAST_SAMPLES, _TILE_SUMS = 32, 8, 2**19
@@ -117,7 +113,7 @@ class SJLT(GpuProjector):
         """Return the cost of projecting gradients of ``n_rows`` elements."""
         return Cost(
             operations=2 * self.sparsity * n_rows,
-            random_bits=128 * _n_groups(self.sparsity) * n_rows,
+            random_bits=128 * SparseMatrix(self.proj_dim, self.sparsity, 0, 0).n_groups * n_rows,
             buffer_bytes=_buffer_bytes(self.proj_dim, self.sparsity),
             rounding_error=ROUNDING_ERROR["int8x2"],
             product_error=self._product_error(),
@@ -188,21 +184,20 @@ def accumulate_sjlt(
     -----
     Exactness: the product of the quantised block is exact, with or without numba; one float64
     addition per block rounds ``out``.
-    Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; one random
-    number generator call per row and 4 nonzeros, once for all samples. Without numba, nonzeros are
-    also sorted by bucket. Only buffers persist between calls.
+    Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; see
+    :func:`trakdask.projection.nonzeros.nonzeros_of` for the matrix.
     """
-    proj_dim = out.shape[1]
-    words = _random_words(row_offset, block.shape[1], sparsity, seed, checkpoint)
-    add = _adder(words, sparsity, proj_dim)
-    tile = _tile_samples(proj_dim)
+    matrix = SparseMatrix(out.shape[1], sparsity, seed, checkpoint)
+    add_product(block, nonzeros_of(matrix, row_offset, block.shape[1]), out)
+
+
+def add_product(block: Tensor, nonzeros: Nonzeros, out: Tensor) -> None:
+    """Add the product of a row block (B, rows) with its nonzeros to ``out``, (B, proj_dim)."""
+    is_compiled = compiled("sjlt") is not None
+    tile = compiled("sjlt").LANES if is_compiled else _tile_samples(out.shape[1])
+    add = _add_compiled if is_compiled else partial(_add_bags, _bags(nonzeros))
     for start in range(0, len(block), tile):
-        add(block[start : start + tile], out[start : start + tile])
-
-
-def _n_groups(sparsity: int) -> int:
-    """Return the number of counters of a row."""
-    return -(-sparsity // _NONZEROS_PER_COUNTER)
+        add(block[start : start + tile], nonzeros, out[start : start + tile])
 
 
 def _tile_samples(proj_dim: int) -> int:
@@ -212,39 +207,19 @@ def _tile_samples(proj_dim: int) -> int:
 def _buffer_bytes(proj_dim: int, sparsity: int) -> int:
     """Return an upper bound for one thread, which is reached without numba and with few columns."""
     tile = _tile_samples(proj_dim)
-    per_row = 16 * _n_groups(sparsity) + 32 * sparsity + 20 * tile
-    return ROW_BLOCK * per_row + 12 * proj_dim * tile
+    n_groups = SparseMatrix(proj_dim, sparsity, 0, 0).n_groups
+    per_row = 16 * n_groups + 64 * sparsity + 20 * tile
+    return ROW_BLOCK * per_row + 12 * proj_dim * tile + 40 * proj_dim
 
 
-def _random_words(
-    row_offset: int, n_rows: int, sparsity: int, seed: int, checkpoint: int
-) -> npt.NDArray[np.uint32]:
-    """Return (groups, rows, 4), uint32; nonzero j has word j & 3 of group j >> 2."""
-    shape = (_n_groups(sparsity), n_rows, 2)
-    words = _scratch.take("words", shape, torch.int64).numpy().view(np.uint64)
-    fill_words(words, row_offset, 0, seed=seed, checkpoint=checkpoint, stream=STREAM_SJLT)
-    return words.view(np.uint32)
-
-
-def _adder(
-    words: npt.NDArray[np.uint32], sparsity: int, proj_dim: int
-) -> Callable[[Tensor, Tensor], None]:
-    """Return the function that adds a tile of samples to its rows of ``out``."""
-    if compiled("sjlt") is not None:
-        return partial(_add_compiled, words, sparsity)
-    return partial(_add_bags, _bags(words, sparsity, proj_dim))
-
-
-def _add_compiled(words: npt.NDArray[np.uint32], sparsity: int, block: Tensor, out: Tensor) -> None:
+def _add_compiled(block: Tensor, nonzeros: Nonzeros, out: Tensor) -> None:
     kernels = compiled("sjlt")
     flat, stride = flatten(block)
     factors, step = compiled_scales(flat, stride, block.shape, _FRACTION_BITS)
-    # |sums| <= 2**14 * 16384 * sparsity = 2**28 * sparsity.
-    dtype = torch.int32 if sparsity < 8 else torch.int64
-    shape = (out.shape[1], kernels.lanes(len(block)))
-    sums = _scratch.take("sums", shape, dtype).zero_().numpy()
-    kernels.scatter(flat, stride, factors, words, sparsity, sums)
-    kernels.add_scaled(sums, step, out.numpy())
+    n_rows = -(-block.shape[1] // kernels.LANES) * kernels.LANES
+    values = _scratch.take("values", (n_rows, kernels.LANES), torch.int16).numpy()
+    kernels.round_samples(flat, stride, factors, block.shape[1], values)
+    kernels.add_sums(values, *nonzeros, step, out.numpy())
 
 
 class _Bags(NamedTuple):
@@ -255,28 +230,17 @@ class _Bags(NamedTuple):
     starts: Tensor
 
 
-def _bags(words: npt.NDArray[np.uint32], sparsity: int, proj_dim: int) -> _Bags:
-    nonzeros = words.swapaxes(0, 1).reshape(words.shape[1], -1)[:, :sparsity].ravel()
-    buckets = (nonzeros.astype(np.uint64) * np.uint64(proj_dim)) >> np.uint64(32)
-    order = _sorted(buckets, proj_dim)
-    sizes = np.bincount(buckets.astype(np.int64), minlength=proj_dim)
+def _bags(nonzeros: Nonzeros) -> _Bags:
+    sizes = np.diff(nonzeros.starts)
     # float32 holds sums up to 2**24 exactly. Only few columns have larger bags than that.
-    exact = sizes.max() <= 2 ** (24 - _FRACTION_BITS)
-    signs = 1 - 2 * (nonzeros[order] & 1).astype(np.float32 if exact else np.float64)
-    arrays = (order // sparsity, signs, np.cumsum(sizes) - sizes)
+    exact = (sizes[::2] + sizes[1::2]).max() <= 2 ** (24 - _FRACTION_BITS)
+    plus_and_minus = np.array([1, -1], np.float32 if exact else np.float64)
+    signs = np.repeat(np.tile(plus_and_minus, len(sizes) // 2), sizes)
+    arrays = (nonzeros.rows.astype(np.int64), signs, nonzeros.starts[:-1:2].astype(np.int64))
     return _Bags(*map(torch.from_numpy, arrays))
 
 
-def _sorted(buckets: npt.NDArray[np.uint64], proj_dim: int) -> npt.NDArray[np.int64]:
-    """Return the order by bucket, 16 bits at a time, because numpy sorts these by counting."""
-    order = np.argsort(buckets.astype(np.uint16), kind="stable")
-    if proj_dim <= 2**16:
-        return order
-    high = (buckets >> np.uint64(16)).astype(np.uint16)
-    return order[np.argsort(high[order], kind="stable")]
-
-
-def _add_bags(bags: _Bags, block: Tensor, out: Tensor) -> None:
+def _add_bags(bags: _Bags, block: Tensor, nonzeros: Nonzeros, out: Tensor) -> None:
     integers, step = quantize_integers(block, _FRACTION_BITS, _scratch)
     dtype = bags.signs.dtype
     values = _scratch.take("values", integers.shape, dtype).copy_(integers)

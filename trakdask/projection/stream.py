@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
@@ -15,6 +17,7 @@ from trakdask.projection.protocol import Projector
 from trakdask.projection.row_map import ROW_BLOCK, RowMap
 
 _PROBE_STEP = 512
+_MOST_SPARE = 2
 
 
 class ProjectionStream:
@@ -84,7 +87,6 @@ class ProjectionStream:
         self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
         self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
         self._waiting: dict[int, Tensor] = {}
-        self._spare: list[Tensor] = []
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that is still missing
         width = projector.width(row_map.n_rows)
         self._sums = torch.zeros(n_samples, width, dtype=torch.float64, device=device)
@@ -211,23 +213,19 @@ class ProjectionStream:
             self._project(part, first)
             return
         missing = self._missing.get(block, length)
+        shape = len(self._sums), length
         if block not in self._waiting:
-            self._waiting[block] = self._buffer(length)
+            self._waiting[block] = _spare.take(math.prod(shape), self._sums.device)
             if missing < length:  # the padding between parameters is zero
                 self._waiting[block].zero_()
-        self._waiting[block][:, position : position + part.shape[1]].copy_(part)
+        whole = self._waiting[block][: math.prod(shape)].view(shape)
+        whole[:, position : position + part.shape[1]].copy_(part)
         self._missing[block] = missing - part.shape[1]
         if not self._missing[block]:
-            full = self._waiting.pop(block)
-            self._project(full, block * self._block)
-            self._spare.append(full)
-
-    def _buffer(self, length: int) -> Tensor:
-        """Return a buffer with undefined content, reused because new memory costs page faults."""
-        for i, buffer in enumerate(self._spare):
-            if buffer.shape[1] == length:
-                return self._spare.pop(i)
-        return self._sums.new_empty(len(self._sums), length, dtype=torch.float32)
+            self._project(whole, block * self._block)
+            flat = self._waiting.pop(block)
+            if self._block <= ROW_BLOCK:  # a projector that takes all rows needs far more
+                _spare.put(flat)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
         project = self._projector.project_rows
@@ -238,6 +236,31 @@ class ProjectionStream:
             sums = self._sums[samples]
             project(block[samples], row_offset, self._checkpoint, sums)
             self._sums[samples] = sums
+
+
+class _Spare(threading.local):
+    """The last buffers that a thread needed no more, because new memory costs page faults."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def take(self, length: int, device: torch.device) -> Tensor:
+        """Return a buffer of at least this length, with undefined content."""
+        fits = [b for b in self._buffers if len(b) >= length and b.device == device]
+        if fits:
+            smallest = min(fits, key=len)
+            self._buffers = [b for b in self._buffers if b is not smallest]
+            return smallest
+        # A tensor created in inference mode could not be modified outside of it later.
+        with torch.inference_mode(False):
+            return torch.empty(length, device=device)
+
+    def put(self, buffer: Tensor) -> None:
+        """Keep a buffer for the next time; the first and the last block may wait together."""
+        self._buffers = sorted([buffer, *self._buffers], key=len)[-_MOST_SPARE:]
+
+
+_spare = _Spare()
 
 
 def _nonzero_samples(block: Tensor) -> Tensor | None:

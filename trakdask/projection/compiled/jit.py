@@ -32,12 +32,12 @@ def inlined(function: Any) -> Any:
 
 
 class _Compilations(event.Listener):
-    """Says that kernels are being compiled: for half a minute nothing else seems to happen."""
+    """Says that kernels are being compiled: for seconds nothing else seems to happen."""
 
     def on_start(self, event: Any) -> None:
         if event.data.get("dispatcher") in _kernels:
             text = (
-                "trakdask compiles its kernels, which takes up to a minute; the machine code is "
+                "trakdask compiles its kernels, which takes a few seconds; the machine code is "
                 "kept on disk, so that this machine does it once"
             )
             warn_once("compilation", text, _log.warning)

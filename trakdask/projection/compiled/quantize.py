@@ -6,8 +6,10 @@ rows of a strided array would not be vectorised.
 
 from __future__ import annotations
 
+from math import ldexp
+
 import numpy as np
-from numba import float64, int8, int32
+from numba import int8, int32
 
 from trakdask.projection.compiled.jit import jit
 
@@ -17,12 +19,13 @@ _TINY = 0x0D800000  # 2**-100
 
 
 @jit
-def scales(flat, stride, n_rows, fraction_bits, factors, step):
+def scales(bits, stride, n_rows, fraction_bits, factor_bits, step):
     """Write per sample the two factors before rounding, (B, 2), and the step after it, (B,).
 
-    Magnitudes are compared as integers with the same bits, so that one pass also detects NaN.
+    Gradients and factors are float32, given as int32 with the same bits: magnitudes are compared as
+    integers, so that one pass also detects NaN. (Taking such a view in here takes numba three
+    seconds to compile.)
     """
-    bits, pair = flat.view(np.int32), np.empty(2, np.int32)
     for b in range(len(step)):
         row, largest = bits[b * stride : b * stride + n_rows], int32(0)
         for r in range(n_rows):
@@ -31,10 +34,9 @@ def scales(flat, stride, n_rows, fraction_bits, factors, step):
         finite = largest < _INFINITY
         raised = 100 if 0 < largest < _TINY else 0
         exponent = _exponent(largest, raised) if finite else 1
-        pair[0] = (127 + raised) << 23
-        pair[1] = (127 + fraction_bits - exponent) << 23
-        factors[b] = pair.view(np.float32)
-        step[b] = 1 / (float64(factors[b, 0]) * float64(factors[b, 1])) if finite else np.nan
+        factor_bits[b, 0] = (127 + raised) << 23
+        factor_bits[b, 1] = (127 + fraction_bits - exponent) << 23
+        step[b] = ldexp(1.0, exponent - fraction_bits - raised) if finite else np.nan
 
 
 @jit

@@ -1,0 +1,147 @@
+"""CPU time of features, and which part of it is their projection, beside an earlier version.
+
+    python tests/benchmarks/featurizing.py [--before ../earlier-checkout] [--without-traker]
+
+One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
+with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. All
+times are CPU seconds of one thread, which other programs on the machine change less than those of
+the clock; versions take turns, and every number is the median of all repeats of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJ_DIM = 2048
+JOBS = {"cnn": (128, 9), "resnet": (32, 2)}
+"""Micro-batch and repeats of each model of ``_models.py``."""
+GRADIENTS, SPARSE, DENSE, TRAKER = "gradients alone", "with SJLT", "with Rademacher", "traker"
+
+
+def measure(model: str, engine: str) -> dict[str, list[float]]:
+    """Return CPU seconds per sample of every repeat, by what was run."""
+    import torch
+    from _models import SUBJECTS
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    size, repeats = JOBS[model]
+    subject = SUBJECTS[model]
+    inputs, net = subject.inputs(size), subject.build().eval()
+    if engine == TRAKER:
+        return {TRAKER: _by_traker(net, inputs, size)}
+    runs = _by_trakdask(net, subject.task, inputs, size)
+    for run in runs.values():
+        run()
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            found[name].append((time.process_time() - start) / size)
+    return found
+
+
+def _by_trakdask(net, task, inputs, size: int) -> dict[str, Callable[[], object]]:  # type: ignore[no-untyped-def]
+    from trakdask.models.gradients import hooks_gradients
+    from trakdask.models.tasks import Batch, Forward
+    from trakdask.projection import SJLT, ProjectionStream, Projector, Rademacher, RowMap
+
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    forward, batch = Forward(net, parameters, dict(net.named_buffers())), Batch(inputs)
+    shapes = {name: p.shape for name, p in parameters.items()}
+
+    def gradients_to(sink: Callable[..., None]) -> None:
+        hooks_gradients(forward, task, batch, list(shapes), sink)
+
+    def features(projector: Projector) -> None:
+        rows = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+        stream = ProjectionStream(projector, rows, size, checkpoint=7)
+        gradients_to(stream.add)
+        stream.result()
+
+    return {
+        GRADIENTS: lambda: gradients_to(lambda *gradient: None),
+        SPARSE: lambda: features(SJLT(PROJ_DIM)),
+        DENSE: lambda: features(Rademacher(PROJ_DIM)),
+    }
+
+
+def _by_traker(net, inputs, size: int) -> list[float]:  # type: ignore[no-untyped-def]
+    from trak import TRAKer
+
+    with tempfile.TemporaryDirectory() as folder:
+        traker = TRAKer(
+            model=net, task="image_classification", train_set_size=2 * size, save_dir=folder,
+            device="cpu", proj_dim=PROJ_DIM, use_half_precision=False, logging_level=40,
+        )  # fmt: skip
+        traker.load_checkpoint(net.state_dict(), model_id=0)
+        seconds = []
+        for _ in range(2):  # the first micro-batch takes twice as long as those after it
+            start = time.process_time()
+            traker.featurize([inputs["image"], inputs["label"]], num_samples=size)
+            seconds.append((time.process_time() - start) / size)
+        return seconds[1:]
+
+
+def in_a_process(model: str, engine: str, checkout: Path) -> dict[str, list[float]]:
+    """Measure in a fresh process, with the package of a checkout."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    env = {**os.environ, **threads, "PYTHONPATH": str(checkout), "TRAKDASK_NUMBA": "1"}
+    command = [sys.executable, __file__, "--order", model, engine]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compare(model: str, checkouts: dict[str, Path], n: int, with_traker: bool) -> None:
+    """Print a table of one model."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for _ in range(n):
+        for version, checkout in checkouts.items():
+            for name, seconds in in_a_process(model, "trakdask", checkout).items():
+                found.setdefault((version, name), []).extend(seconds)
+    traker = in_a_process(model, TRAKER, ROOT)[TRAKER][0] if with_traker else None
+    print(f"\n{model}, micro-batch of {JOBS[model][0]}: CPU µs per sample, times traker")
+    for (version, name), seconds in found.items():
+        median = statistics.median(seconds)
+        ratio = "" if traker is None or name == GRADIENTS else f"{traker / median:8.1f}"
+        print(f"  {version:8}{name:18}{1e6 * median:10.0f}{ratio}")
+    if traker is not None:
+        print(f"  {TRAKER:26}{1e6 * traker:10.0f}", flush=True)
+
+
+def main() -> None:
+    """Compare versions and traker, model by model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", type=Path, help="checkout of an earlier version")
+    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--processes", type=int, default=3, help="of each version")
+    parser.add_argument("--without-traker", action="store_true")
+    parser.add_argument("--order", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.order:
+        print(json.dumps(measure(*options.order)))
+        return
+    print(f"{date.today()}, {platform.machine()}, Python {platform.python_version()}")
+    print(f"load {os.getloadavg()[0]:.1f} when it began")
+    earlier = {"before": options.before.resolve()} if options.before else {}
+    checkouts = {**earlier, "now": ROOT}
+    for model in options.models:
+        compare(model, checkouts, options.processes, not options.without_traker)
+
+
+if __name__ == "__main__":
+    main()
