@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -47,15 +48,24 @@ def save(features: xr.Dataset, path: Path, **options) -> xr.Dataset:
     return td.save(features, path, progress=False, **options)
 
 
-def kept_and_reduced(tmp_path: Path, **options) -> tuple[xr.Dataset, xr.Dataset, xr.Dataset]:
-    made = simulate_features(200, 6, 3, chunks=32)
-    targets = simulate_features(60, 6, 3, seed=1)
-    opened = save(made, tmp_path / "soft.zarr", estimator="soft", **options)
-    return opened, opened.drop_vars(["gram", "loss_gradient"]), targets
+MADE = simulate_features(200, 6, 3, chunks=64)
+TARGETS = simulate_features(60, 6, 3, seed=1)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the matrices of the estimator "soft", which no test changes."""
+    path = tmp_path_factory.mktemp("kept") / "soft.zarr"
+    save(MADE, path, estimator="soft")
+    return path
+
+
+def reduced(opened: xr.Dataset) -> xr.Dataset:
+    return opened.drop_vars(["gram", "loss_gradient"])
 
 
 def test_save__soft_keeps_matrices_by_definition(tmp_path: Path) -> None:
-    opened, _, _ = kept_and_reduced(tmp_path, power=0.25)
+    opened = save(MADE, tmp_path / "f.zarr", estimator="soft", power=0.25)
     x, q = (opened[name].values.astype("f8") for name in ("feature", "out_to_loss"))
     gram = np.einsum("npc,nqc,nc->pqc", x, x, q**0.25 * (1 - q))
     np.testing.assert_allclose(opened.gram, gram, rtol=1e-5, atol=1e-4)
@@ -66,17 +76,19 @@ def test_save__soft_keeps_matrices_by_definition(tmp_path: Path) -> None:
 
 
 def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
-    tmp_path: Path, read: list[str]
+    kept: Path, read: list[str]
 ) -> None:
-    opened, reduced, targets = kept_and_reduced(tmp_path)
-    np.testing.assert_array_equal(scores(opened, targets, **SOFT), scores(reduced, targets, **SOFT))
+    opened = td.open(kept)
+    np.testing.assert_array_equal(
+        scores(opened, TARGETS, **SOFT), scores(reduced(opened), TARGETS, **SOFT)
+    )
     row = opened.isel(sample=[5])
     read.clear()
-    scores(row, targets, **SOFT)
+    scores(row, TARGETS, **SOFT)
     assert sorted(read) == ["0.0.0", "0.0.1", "0.0.2"]
     np.testing.assert_allclose(
-        scores(row, targets, estimator="soft", damping=0.1),
-        scores(opened, targets, estimator="soft", damping=0.1)[5:6],
+        scores(row, TARGETS, estimator="soft", damping=0.1),
+        scores(opened, TARGETS, estimator="soft", damping=0.1)[5:6],
         rtol=1e-5,
     )
 
@@ -98,15 +110,13 @@ def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
         {"estimator": "soft", "damping": 0.03, "weights": "given"},
     ],
 )
-def test_score__kept_matrices_are_never_used_for_anything_else(
-    tmp_path: Path, change, options
-) -> None:
-    opened, _, targets = kept_and_reduced(tmp_path)
-    opened = opened.assign(gram=opened.gram * np.nan, loss_gradient=opened.loss_gradient * np.nan)
-    opened.gram.attrs.update(td.open(tmp_path / "soft.zarr").gram.attrs)
-    opened.loss_gradient.attrs.update(td.open(tmp_path / "soft.zarr").loss_gradient.attrs)
+def test_score__kept_matrices_are_never_used_for_anything_else(kept: Path, change, options) -> None:
+    saved = td.open(kept)
+    opened = saved.assign(gram=saved.gram * np.nan, loss_gradient=saved.loss_gradient * np.nan)
+    opened.gram.attrs.update(saved.gram.attrs)
+    opened.loss_gradient.attrs.update(saved.loss_gradient.attrs)
     changed = change(opened)
-    targets = targets.isel(proj_dim=slice(changed.sizes["proj_dim"]))
+    targets = TARGETS.isel(proj_dim=slice(changed.sizes["proj_dim"]))
     if "weights" in options:
         h = xr.DataArray(np.linspace(0, 1, changed.sizes["sample"]), dims="sample")
         options = {**options, "weights": h}
@@ -118,9 +128,9 @@ def test_score__kept_matrices_are_never_used_for_anything_else(
         scores(changed, targets, **SOFT)
 
 
-def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(tmp_path: Path) -> None:
-    opened, reduced, targets = kept_and_reduced(tmp_path)
-    some = [ds.isel(checkpoint=[0, 2]) for ds in (opened, reduced, targets)]
+def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(kept: Path) -> None:
+    opened = td.open(kept)
+    some = [ds.isel(checkpoint=[0, 2]) for ds in (opened, reduced(opened), TARGETS)]
     np.testing.assert_allclose(
         scores(some[0], some[2], **SOFT), scores(some[1], some[2], **SOFT), rtol=1e-5
     )
@@ -134,38 +144,33 @@ def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(tmp_pa
 
 
 def test_save__soft_resumes_and_names_what_differs(tmp_path: Path) -> None:
-    made = simulate_features(200, 6, 3, chunks=32)
-    opened, _, _ = kept_and_reduced(tmp_path)
-    again = save(made, tmp_path / "soft.zarr", estimator="soft")
+    opened = save(MADE, tmp_path / "soft.zarr", estimator="soft")
+    again = save(MADE, tmp_path / "soft.zarr", estimator="soft")
     xr.testing.assert_identical(*(ds.assign_attrs(saved=None) for ds in (again, opened)))
     with pytest.raises(td.StoreMismatchError, match=r"expected .*'1' .*weights 'q\^0.5"):
-        save(made, tmp_path / "soft.zarr")
+        save(MADE, tmp_path / "soft.zarr")
     with pytest.raises(td.StoreMismatchError, match=r"expected .*'q\^0.25 \(1 - q\)'"):
-        save(made, tmp_path / "soft.zarr", estimator="soft", power=0.25)
-    save(made, tmp_path / "soft.zarr", gram=False)
+        save(MADE, tmp_path / "soft.zarr", estimator="soft", power=0.25)
+    save(MADE, tmp_path / "soft.zarr", gram=False)
 
 
 def test_open__store_of_before_has_the_gram_matrix_of_trak(tmp_path: Path, read: list[str]) -> None:
     """Such a store says nothing of its matrix."""
-    made = simulate_features(200, 6, 3, chunks=32)
-    opened = save(made, tmp_path / "f.zarr")
+    opened = save(MADE, tmp_path / "f.zarr")
     origin = {"reduced_from": opened.gram.attrs["reduced_from"]}  # open writes this itself
     bare = opened.assign(gram=opened.gram.drop_attrs().assign_attrs(origin))
     assert "gram_weights" not in bare.gram.attrs
-    targets = simulate_features(60, 6, 3, seed=1)
     few = [ds.isel(sample=[0, 1]) for ds in (opened, bare)]
-    np.testing.assert_array_equal(*(scores(ds, targets) for ds in few))
+    np.testing.assert_array_equal(*(scores(ds, TARGETS) for ds in few))
     read.clear()
-    scores(bare.isel(sample=[0]), targets)
+    scores(bare.isel(sample=[0]), TARGETS)
     assert len(read) == 3
     np.testing.assert_allclose(
-        scores(bare, targets, **SOFT), scores(made, targets, **SOFT), rtol=1e-4, atol=1e-6
+        scores(bare, TARGETS, **SOFT), scores(MADE, TARGETS, **SOFT), rtol=1e-4, atol=1e-6
     )
 
 
 TRAK = {"estimator": "trak", "damping": 0.03}
-TARGETS = simulate_features(60, 6, 3, seed=1)
-MADE = simulate_features(200, 6, 3, chunks=32)
 ORDER = np.random.default_rng(0).permutation(200)
 REVERSED = [5, 4, 3, 2, 1, 0]
 
@@ -215,8 +220,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], xr.
         if kind in ("saved", "float16"):
             save(MADE, path, estimator=estimator, dtype="float16" if kind == "float16" else None)
             return path
-        rest = simulate_features(50 if kind == "appended" else 90, 6, 3, chunks=32, seed=5)
-        save(simulate_features(150, 6, 3, chunks=32), path, estimator=estimator)
+        rest = simulate_features(50 if kind == "appended" else 90, 6, 3, chunks=64, seed=5)
+        save(simulate_features(150, 6, 3, chunks=64), path, estimator=estimator)
         opened = save(rest, path, estimator=estimator, append_dim="sample")
         if kind == "dropped":
             td.drop(path, where=xr.DataArray(np.arange(240) >= 200, dims="sample"))
@@ -258,7 +263,7 @@ SELECTIONS = {
     "mask": lambda ds: ds.isel(sample=(ds.label == 1).values),
     "sorted": lambda ds: ds.sortby("label"),
     "rechunked": lambda ds: ds.isel(sample=slice(100)).chunk(sample=20),
-    "rechunked as a whole": lambda ds: ds.chunk(sample=64),
+    "rechunked as a whole": lambda ds: ds.chunk(sample=32),
     "concatenated": lambda ds: xr.concat(
         [ds.isel(sample=slice(150, 160)), ds.isel(sample=[4])], "sample", data_vars="minimal"
     ),
@@ -271,27 +276,43 @@ SELECTIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def numbers(stores) -> Callable[[str, str], tuple[xr.Dataset, np.ndarray, np.ndarray]]:
+    """Return features, and in float64 their values and the weights of their gram matrix."""
+
+    @functools.cache
+    def read(kind: str, estimator: str) -> tuple[xr.Dataset, np.ndarray, np.ndarray]:
+        by_gram = MADE.assign(gram=td.gram(MADE).persist(scheduler="sync"))
+        opened = by_gram if kind == "made by gram" else stores(kind, estimator)
+        q = opened.out_to_loss.values.astype("f8")
+        h = q**0.5 * (1 - q) if estimator == "soft" else np.ones_like(q)
+        return opened, opened.feature.values.astype("f8"), h
+
+    return read
+
+
 @pytest.mark.parametrize("change", SELECTIONS.values(), ids=SELECTIONS)
-@pytest.mark.parametrize("estimator", ["trak", "soft"])
-@pytest.mark.parametrize("kind", ["saved", "float16", "appended", "dropped", "made by gram"])
+@pytest.mark.parametrize(
+    ("estimator", "kind"),
+    [
+        *itertools.product(["trak", "soft"], ["saved", "float16", "appended", "dropped"]),
+        ("trak", "made by gram"),
+    ],
+)
 def test_score__lazy_selections_keep_the_matrices_of_all(
-    stores, change, estimator, kind: str
+    numbers, change, estimator, kind: str
 ) -> None:
     """Against an oracle in float64, with the gram matrix of all samples."""
-    if kind == "made by gram":
-        opened, estimator = MADE.assign(gram=td.gram(MADE)), "trak"
-    else:
-        opened = stores(kind, estimator)
-    x, q, power = opened.feature.values.astype("f8"), opened.out_to_loss.values.astype("f8"), 0.5
-    h = q**power * (1 - q) if estimator == "soft" else np.ones_like(q)
+    opened, x, h = numbers(kind, estimator)
     part = change(opened)
     lam, picked = td.Absolute(2.0), [list("012").index(name[1]) for name in part.checkpoint.values]
-    g = (part.out_to_loss.values.astype("f8") ** (power if estimator == "soft" else 1)).mean(1)
+    values, q = (part[name].values.astype("f8") for name in ("feature", "out_to_loss"))
+    g = (q**0.5 if estimator == "soft" else q).mean(1)
     expected = 0
     for i, c in enumerate(picked):
         k = np.einsum("np,nq,n->pq", x[..., c], x[..., c], h[:, c]) + 2.0 * np.eye(6)
-        rows = part.feature.values[..., i].astype("f8")
-        expected = expected + rows @ np.linalg.solve(k, TARGETS.feature.values[..., c].T)
+        solved = np.linalg.solve(k, TARGETS.feature.values[..., c].T)
+        expected = expected + values[..., i] @ solved
     targets = TARGETS.isel(checkpoint=picked)
     found = scores(part, targets, estimator=estimator, damping=lam)
     np.testing.assert_allclose(found, expected / len(picked) * g[:, None], rtol=1e-3, atol=1e-5)

@@ -132,18 +132,22 @@ OPERATIONS: dict[str, tuple[list[Callable[[Path], None]], Callable[[Path], None]
 """What was done before, and what is killed."""
 
 
-def count_changes(store: Path, at: Callable[[int], None], folders: bool) -> None:
+SHOWING = {"os.rename", "os.link", "os.remove"}
+"""What gives a file its name, or takes it away: everything else is written under other names."""
+
+
+def count_changes(store: Path, at: Callable[[int], None], every: bool) -> None:
     """Call ``at`` with the number of each change to the store, before it happens.
 
-    New folders are counted if asked for: an empty one changes nothing that is read.
+    Unless every change is asked for, those that show no file and hide none are left out: beginning
+    a file under a name of its own, making a folder, removing one that is empty. Whoever is killed
+    before a file gets its name has left it whole beside what was there before.
     """
     numbers, root = itertools.count(1), str(store)
-    changes = {"os.rename", "os.link", "os.remove", "os.rmdir"} | (
-        {"os.mkdir"} if folders else set()
-    )
+    changes = SHOWING | ({"os.mkdir", "os.rmdir"} if every else set())
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
+        if event == "open" and every:
             path, mode, flags = arguments
             writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             if not writes and not (isinstance(mode, str) and set(mode) & set("wax+")):
@@ -160,12 +164,12 @@ def count_changes(store: Path, at: Callable[[int], None], folders: bool) -> None
     sys.addaudithook(hook)
 
 
-def kill_at(number: int, store: Path, operation: Callable[[Path], None], folders: bool) -> None:
+def kill_at(number: int, store: Path, operation: Callable[[Path], None], every: bool) -> None:
     def at(found: int) -> None:
         if found == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    count_changes(store, at, folders)
+    count_changes(store, at, every)
     operation(store)
 
 
@@ -227,7 +231,7 @@ def content(store: Path) -> dict[str, str]:
     return found
 
 
-def prepare(store: Path, name: str, out: Path, folders: bool) -> None:
+def prepare(store: Path, name: str, out: Path, every: bool) -> None:
     """Make the store as it was before, and say how it looks before and after the operation."""
     before, operation = OPERATIONS[name]
     for each in before:
@@ -237,7 +241,7 @@ def prepare(store: Path, name: str, out: Path, folders: bool) -> None:
         shutil.copytree(store, copy)
     looks = {"before": shown(store)}
     changes = [0]
-    count_changes(copy, lambda number: changes.__setitem__(0, number), folders)
+    count_changes(copy, lambda number: changes.__setitem__(0, number), every)
     operation(copy)
     looks |= {"after": shown(copy)}
     out.write_text(json.dumps({**looks, "changes": changes[0], "content": content(copy)}))
@@ -284,13 +288,13 @@ def require_said_or_done(store: Path) -> None:
                 raise
 
 
-def main(folder: Path, name: str, folders: bool) -> None:
+def main(folder: Path, name: str, every: bool) -> None:
     store, out = folder / "f.zarr", folder / "known.json"
-    assert in_child(lambda: prepare(store, name, out, folders)) == 0
+    assert in_child(lambda: prepare(store, name, out, every)) == 0
     known = json.loads(out.read_text())
     numbers = range(1, known["changes"] + 1)
     each = [
-        in_background(lambda n=n: kill_many(folder, name, known, numbers[n::2], folders))
+        in_background(lambda n=n: kill_many(folder, name, known, numbers[n::2], every))
         for n in range(2)
     ]
     assert [os.waitpid(pid, 0)[1] for pid in each] == [0, 0]
@@ -298,14 +302,14 @@ def main(folder: Path, name: str, folders: bool) -> None:
 
 
 def kill_many(
-    folder: Path, name: str, known: dict[str, Any], numbers: Iterable[int], folders: bool
+    folder: Path, name: str, known: dict[str, Any], numbers: Iterable[int], every: bool
 ) -> None:
     store = folder / "f.zarr"
     for number in numbers:
         copy = folder / f"killed-{number}"
         if store.exists():
             shutil.copytree(store, copy)
-        ended = in_child(lambda n=number, at=copy: kill_at(n, at, OPERATIONS[name][1], folders))
+        ended = in_child(lambda n=number, at=copy: kill_at(n, at, OPERATIONS[name][1], every))
         # The order in which zarr's threads write may differ from run to run, the number may not.
         assert os.WIFSIGNALED(ended), f"it made fewer than {number} changes"
         looked = in_child(lambda at=copy: look(at, name, known))
@@ -314,4 +318,4 @@ def kill_many(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], "folders" in sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2], "every" in sys.argv[3:])

@@ -6,6 +6,7 @@ survives is printed with its change: a test is missing there, or the change make
 
     python tests/mutation/sample.py                                  # every module of SUBJECTS
     python tests/mutation/sample.py trakdask/arrays/gram.py --ending 3
+    python tests/mutation/sample.py trakdask/storage --minutes 4     # for each module, at most
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,6 +33,7 @@ ALSO = {
     "trakdask/arrays": ["tests/arrays/test_graphs.py"],
     "trakdask/attribution/dampings.py": ["tests/bad_inputs/test_scores.py"],
     "trakdask/attribution/scores.py": ["tests/attribution/test_products.py"],
+    "trakdask/storage/blocks.py": ["tests/storage/test_saving.py"],
 }
 """Tests of a module, or of all modules of a folder, besides those that mirror a module."""
 
@@ -77,22 +81,31 @@ def copied(folder: Path, module: str) -> None:
         settings.write(SETTINGS.format(module=module, tests=["-k", FAST, *tests_of(module)]))
 
 
-def mutmut(folder: Path, *arguments: str) -> str:
-    """Run mutmut in the copy and return what it printed."""
+def mutmut(folder: Path, *arguments: str, minutes: float | None = None) -> str:
+    """Run mutmut in the copy, end it after some minutes, and return what it printed."""
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "mutmut", *arguments],
-        cwd=folder, env=environment, check=False, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    ).stdout  # fmt: skip
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.communicate(timeout=minutes and 60 * minutes)[0]
+    except subprocess.TimeoutExpired:
+        return ""
+    finally:  # with the processes that it forked
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def tried(module: str, folder: Path, ending: int) -> None:
+def tried(module: str, folder: Path, ending: int, minutes: float | None) -> None:
     """Try a tenth of the mutants of one module, and print what came of it."""
     copied(folder, module)
-    printed = mutmut(folder, "run", "--max-children", "1", f"*__mutmut_*{ending}")
+    names = f"*__mutmut_*{ending}"
+    printed = mutmut(folder, "run", "--max-children", "1", names, minutes=minutes)
     meta = folder / "mutants" / f"{module}.meta"
-    if not meta.exists() or "Mutant results" not in printed:
+    if not meta.exists() or (printed and "Mutant results" not in printed):
         print(
             f"\n{module}: mutmut did not try its mutants; it printed:\n{printed[-3000:]}",
             flush=True,
@@ -104,7 +117,7 @@ def tried(module: str, folder: Path, ending: int) -> None:
     shown = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))
     print(f"\n{module}: {len(sample)} of {len(codes)} mutants: {shown or 'none'}", flush=True)
     for name, code in sample.items():
-        if STATUS.get(code) != "killed":
+        if STATUS.get(code) not in ("killed", "not tried"):
             print("\n" + mutmut(folder, "show", name).strip(), flush=True)
 
 
@@ -120,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", default=SUBJECTS, help="modules or folders of trakdask")
     parser.add_argument("--ending", type=int, choices=range(10), default=1)
+    parser.add_argument("--minutes", type=float, help="for each module, at most")
     options = parser.parse_args()
     print(
         f"{datetime.date.today()}, Python {platform.python_version()}, mutmut {version('mutmut')}, "
@@ -128,7 +142,7 @@ def main() -> None:
     for path in options.paths:
         for module in modules_in(path):
             with tempfile.TemporaryDirectory() as folder:
-                tried(module, Path(folder), options.ending)
+                tried(module, Path(folder), options.ending, options.minutes)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_append__samples(store) -> None:
     assert set(READ) == {"b"}
     assert_whole(opened, n_checkpoints=2)
     assert opened.feature.chunks[0] == (16, 16, 8, 16, 4)
-    assert opened.attrs["source"] == "a + b"
+    assert opened.attrs["source"] == opened.gram.attrs["source"] == "a + b"
     assert opened.attrs["layout"]["samples"] == 60
     assert opened.attrs["saved"]["runs"] == 2
     assert td.verify(store, checksums=True).empty
@@ -240,6 +240,16 @@ def test_append__to_nothing_is_a_new_store(tmp_path) -> None:
             r"differ in checkpoints\['c0'\]: expected .*, got 'other'",
         ),
         (part(B, NAMES[:2], "b"), None, r"differ in source.*append_dim='sample'"),
+        (
+            part(B, NAMES[:2], "b").rename(label="mark"),
+            "sample",
+            r"drop_vars\(\['mark'\]\), features.assign_coords\(label=",
+        ),
+        (
+            part(B, NAMES[:2], "b").drop_vars("label"),
+            "sample",
+            r"got \[\]; try features.assign_coords\(label=",
+        ),
     ],
 )
 def test_append__what_does_not_fit_is_refused(store, features, append_dim, words) -> None:

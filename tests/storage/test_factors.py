@@ -352,3 +352,30 @@ def test_save__factors_on_worker_processes(process_client, tmp_path: Path) -> No
     here = lazy.compute(scheduler="sync")
     xr.testing.assert_identical(lazy.compute(), here)
     xr.testing.assert_identical(td.score(saved.persist(), TARGETS).compute(), here)
+
+
+def assert_opened(found: xr.Dataset, store: Path) -> None:
+    """Require what ``open`` returns, with names of arrays and with ``attrs``."""
+    expected = td.open(store)
+    assert list(found.variables) == list(expected.variables)
+    for name, variable in expected.variables.items():
+        assert found[name].attrs == variable.attrs
+        if isinstance(variable.data, da.Array):
+            assert found[name].data.name == variable.data.name
+    xr.testing.assert_identical(found.compute(), expected.compute())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_edits__return_what_open_shows(tmp_path: Path) -> None:
+    """They open the store once, and add the factors that they made since."""
+    store = tmp_path / "f.zarr"
+    assert_opened(td.save(images(), store, progress=False, **SOFT), store)
+    more = images(40, seed=1)
+    assert_opened(td.save(more, store, append_dim="sample", progress=False, **SOFT), store)
+    assert_opened(td.drop(store, where=lambda ds: ds.label == 1), store)
+    assert_opened(td.calibrate(store, images(60, seed=2)), store)
+    broken = simulate_features(8, 4, 1, chunks=4) * np.float32(0)
+    without = broken.assign_attrs(simulate_features(8, 4, 1, chunks=4).attrs, source="zeros")
+    assert_opened(
+        td.save(without, tmp_path / "zeros.zarr", progress=False), tmp_path / "zeros.zarr"
+    )

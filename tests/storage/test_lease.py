@@ -98,6 +98,22 @@ def test_lease__that_says_nothing(tmp_path: Path, name: str, content: bytes) -> 
     assert leases(tmp_path) == [name]
 
 
+def test_lease__written_by_a_request_whose_answer_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object store is asked again, and then says that the file is there: it is our own."""
+    create = Folder.create
+
+    def twice(self: Folder, path: str, data: bytes) -> None:
+        create(self, path, data)
+        raise FileExistsError(path)
+
+    monkeypatch.setattr(Folder, "create", twice)
+    with lease(Folder(str(tmp_path)), "td.save"):
+        assert leases(tmp_path) == ["lease-1.json"]
+    assert leases(tmp_path) == []
+
+
 @pytest.mark.parametrize("step", [-1e6, -2.0, 2.0, 1e6])
 def test_lease__clock_that_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float

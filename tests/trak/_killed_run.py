@@ -29,6 +29,7 @@ class Killer:
     def __init__(self, at: int, half: bool) -> None:
         self.at, self.half = at, half
         self.operations: list[str] = []
+        self.n_before_finalizing = 0
 
     def wrap(self, owner: Any, name: str, halfway: Callable[..., Any] | None = None) -> None:
         original = getattr(owner, name)
@@ -66,26 +67,30 @@ def run(folder: Path, killer: Killer, del_grads: bool) -> None:
     job = Run(options={"lambda_reg": 0.1})
     traker = job.make(TRAKer, folder)
     job.featurize(traker)
+    killer.n_before_finalizing = len(killer.operations)
     traker.finalize_features(del_grads=del_grads)
     job.score(traker)
 
 
 def in_a_fork(
     folder: Path, at: int = 0, half: bool = False, del_grads: bool = False
-) -> tuple[int, list[str]]:
-    """Return the signal that ended a run, and its operations if it was not killed."""
+) -> tuple[int, list[str], int]:
+    """Return the signal that ended a run, and if it was not killed its operations.
+
+    And how many of them come before features are finalized.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         killer = Killer(at, half)
         run(folder, killer, del_grads)
-        os.write(writer, json.dumps(killer.operations).encode())
+        os.write(writer, json.dumps([killer.operations, killer.n_before_finalizing]).encode())
         os._exit(0)
     os.close(writer)
     with open(reader, "rb") as answer:
-        operations = json.loads(answer.read() or b"[]")
+        operations, n_before = json.loads(answer.read() or b"[[], 0]")
     _, status = os.waitpid(child, 0)
-    return os.WTERMSIG(status), operations
+    return os.WTERMSIG(status), operations, n_before
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -101,10 +106,12 @@ def main(folder: Path) -> None:
     Run().whole(TRAKer, folder / "warm")  # so that forks need not import what a run imports
     here, failed, n_runs = folder / "run", [], 0
     for del_grads in (False, True):
-        _, operations = in_a_fork(here, del_grads=del_grads)
+        _, operations, n_before = in_a_fork(here, del_grads=del_grads)
         undisturbed = hashes(here)
         shutil.rmtree(here)
-        for at, name in enumerate(operations, 1):
+        # Until features are finalized, nothing knows of del_grads.
+        first = n_before + 1 if del_grads else 1
+        for at, name in enumerate(operations[first - 1 :], first):
             for half in (False, True) if name in ("__setitem__", "fsync") else (False,):
                 signals = [in_a_fork(here, at, half, del_grads)[0]]
                 signals.append(in_a_fork(here, del_grads=del_grads)[0])

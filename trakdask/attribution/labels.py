@@ -10,7 +10,14 @@ import xarray as xr
 
 from trakdask._version import __version__
 from trakdask.provenance import FEATURE_SPEC, as_text
-from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, may_have_failed
+from trakdask.variables import (
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    VARIABLES,
+    coords_along,
+    may_have_failed,
+)
 
 __all__ = [
     "labelled",
@@ -29,9 +36,9 @@ def labelled(
     return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 
-def sample_coords(ds: xr.Dataset) -> dict[Hashable, xr.DataArray]:
+def sample_coords(ds: xr.Dataset) -> dict[Hashable, Any]:
     """Return the coords of samples alone."""
-    return {n: c.reset_coords(drop=True) for n, c in ds.coords.items() if c.dims == (SAMPLE,)}
+    return {**coords_along(ds, SAMPLE)}
 
 
 def target_coords(targets: xr.Dataset) -> dict[Hashable, Any]:

@@ -22,6 +22,7 @@ from trakdask.variables import (
     TOKEN,
     VARIABLES,
     aligned,
+    coords_along,
     stays_in_store,
 )
 
@@ -102,7 +103,7 @@ def top_k(
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
     coords = _gathered_coords(scores, position, may_pad=may_pad)
-    coords |= {name: c for name, c in _coords_along(scores, TARGET).items()}
+    coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
     return xr.Dataset(
         {
             "score": (dims, value, VARIABLES["score"].attrs),
@@ -146,13 +147,12 @@ def _remedy(scores: xr.DataArray) -> str:
     return "what td.score returns"
 
 
-def _coords_along(scores: xr.DataArray, dim: str) -> dict[Hashable, Any]:
-    """Return coords in memory, or as lazy arrays if they stay in a store."""
+def _columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray | da.Array]:
+    """Return the values of coords: in memory, or as lazy arrays if they stay in a store."""
     sizes = scores.variable.chunksizes[SAMPLE]
     return {
-        name: (dim, c.variable.data if stays_in_store(c.variable, sizes) else c.values)
-        for name, c in scores.coords.items()
-        if c.dims == (dim,)
+        name: coord.data if stays_in_store(coord, sizes) else coord.values
+        for name, coord in coords_along(scores, dim).items()
     }
 
 
@@ -161,10 +161,10 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
     if where is None:
         return None
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
-        of_samples, of_targets = (_coords_along(scores, dim) for dim in (SAMPLE, TARGET))
+        of_samples, of_targets = (_columns_along(scores, dim) for dim in (SAMPLE, TARGET))
         function = functools.partial(_mask_of_coords, where, list(of_samples), list(of_targets))
-        pairs = [(values, "s") for _, values in of_samples.values()]
-        return TileMask(function, (*pairs, *((values, "t") for _, values in of_targets.values())))
+        pairs = [(values, "s") for values in of_samples.values()]
+        return TileMask(function, (*pairs, *((values, "t") for values in of_targets.values())))
     if isinstance(where, np.ma.MaskedArray):
         raise TypeError(
             f"expected where without hidden entries, got a MaskedArray that hides "
@@ -256,7 +256,7 @@ def _gathered_coords(
 ) -> dict[Hashable, Any]:
     """Return the metadata of the ranked samples, looked up once their positions are known."""
     coords: dict[Hashable, Any] = {}
-    for name, (_, values) in _coords_along(scores, SAMPLE).items():
+    for name, values in _columns_along(scores, SAMPLE).items():
         dtype = values.dtype
         if may_pad and dtype.kind in "iub":
             dtype = np.dtype(np.float64)

@@ -86,6 +86,6 @@ def calibrate(
             )
         if held_out is not None:
             require_calibration(ds, held_out)
-        update_factors(folder, ds, held_out, again=True)
+        calibrated = update_factors(folder, ds, held_out, again=True)
         folder.sweep()
-    return open(store, storage_options=storage_options)
+    return calibrated

@@ -92,9 +92,9 @@ def drop(
         if chosen.any():
             _write(before, ds, chosen)
         remove_obsolete(folder, DROPS)
-        renew_factors(folder, open(store, storage_options=storage_options))
+        left = renew_factors(folder, open(store, storage_options=storage_options))
         folder.sweep()
-    return open(store, storage_options=storage_options)
+    return left
 
 
 def _chosen(ds: xr.Dataset, where: Any) -> np.ndarray:

@@ -106,22 +106,24 @@ def _opened(edit: Edit) -> dict[str, da.Array]:
     }
 
 
-def update_if_possible(folder: Folder, ds: xr.Dataset, **options: Any) -> None:
+def update_if_possible(folder: Folder, ds: xr.Dataset, **options: Any) -> xr.Dataset:
     """Call :func:`update_factors`; where scores will be an error anyway, log it and do nothing.
 
     A gram matrix that is not finite, or 0, has no λ; the features are still worth their store.
     """
     try:
-        update_factors(folder, ds, **options)
+        return update_factors(folder, ds, **options)
     except (ValueError, np.linalg.LinAlgError) as err:
         _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
         remove_obsolete(folder, FACTORS)
+        return _without_factors(ds)
 
 
-def renew_factors(folder: Folder, ds: xr.Dataset) -> None:
+def renew_factors(folder: Folder, ds: xr.Dataset) -> xr.Dataset:
     """Replace λ and eigenvectors that are of an earlier gram matrix of a store."""
     if GRAM in ds and last_edit(folder, FACTORS) is not None:
-        update_if_possible(folder, ds)
+        return update_if_possible(folder, ds)
+    return ds
 
 
 def update_factors(
@@ -131,7 +133,7 @@ def update_factors(
     *,
     again: bool = False,
     retries: int = 0,
-) -> None:
+) -> xr.Dataset:
     """Store λ and the eigenvectors of the gram matrix of a store, unless they are there.
 
     Parameters
@@ -146,14 +148,18 @@ def update_factors(
         Choose λ anew if other samples chose the one that is there.
     retries
         Further attempts at the decomposition.
+
+    Returns
+    -------
+    What :func:`open` would return now.
     """
     remove_obsolete(folder, FACTORS)  # what was left by a call that was killed
     options = _options(ds, calibrate)
     chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
     may_differ = calibrate is None and not again
     if has_factors(ds) and (may_differ or ds[DAMPING].attrs["chosen_by"] == chosen_by):
-        return
-    ds = ds.drop_vars((*_NAMES, DAMPING), errors="ignore")
+        return ds
+    ds = _without_factors(ds)
     values, vectors = _decomposition(folder, ds)
 
     def fill(store: Recorded) -> None:
@@ -178,6 +184,11 @@ def update_factors(
     before = last_edit(folder, FACTORS)
     number = 1 if before is None else int(before.folder.name) + 1
     write_edit(folder, FACTORS, {"pieces": 1, **_described(ds)}, fill)
+    return with_origin(with_factors(folder, ds))
+
+
+def _without_factors(ds: xr.Dataset) -> xr.Dataset:
+    return ds.drop_vars((*_NAMES, DAMPING), errors="ignore")
 
 
 def _options(ds: xr.Dataset, calibrate: xr.Dataset | None) -> Options:

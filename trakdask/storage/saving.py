@@ -166,9 +166,9 @@ def save(
         opened = open(store, storage_options=storage_options)
         if gram and GRAM in opened and features.sizes[PROJ_DIM] <= MOST_DIM:
             with storing(part, "the eigenvectors of the gram matrix"):
-                update_if_possible(folder, opened, calibrate=calibrate, retries=retries)
+                opened = update_if_possible(folder, opened, calibrate=calibrate, retries=retries)
         folder.sweep()
-    return open(store, storage_options=storage_options)
+    return opened
 
 
 def _require_calibration(
