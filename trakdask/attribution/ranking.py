@@ -104,10 +104,11 @@ def top_k(
     may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
     coords = _gathered_coords(scores, position, may_pad=may_pad)
     coords |= {name: (TARGET, c) for name, c in _columns_along(scores, TARGET).items()}
+    # A copy, as dask.compute (2026.8) misses an array of a Dataset that only one other is made of.
     return xr.Dataset(
         {
             "score": (dims, value, VARIABLES["score"].attrs),
-            "position": (dims, position, VARIABLES["position"].attrs),
+            "position": (dims, position.map_blocks(np.copy), VARIABLES["position"].attrs),
         },
         coords={**coords, RANK: np.arange(k)},
         attrs=attrs,
