@@ -34,9 +34,9 @@ _NEEDED = ["feature", "output", "out_to_loss"]
 
 @dataclass(frozen=True, eq=False)
 class Explorer:
-    """Attributions that can be looked at in a browser; see :func:`explore`.
+    """Attributions that can be looked at in a browser; see :func:`trakdask.explore`.
 
-    It is a value: each call of :meth:`app` makes an app with a state of its own. Only what was
+    It is a value: each call of ``app()`` makes an app with a state of its own. Only what was
     computed for one user, such as the factor of the gram matrix, is kept for the others.
     """
 
