@@ -105,7 +105,7 @@ def _featurize(
     model = td.Model(
         examples.digits_cnn, checkpoints={f"seed {i}": path for i, path in enumerate(paths)}
     )
-    projector = td.Rademacher(proj_dim=PROJ_DIM, seed=0)
+    projector = td.SJLT(proj_dim=PROJ_DIM, seed=0)
     console.print(f"{model}\n{projector}")
     saved = []
     for name, samples in (("train", train), ("targets", targets)):

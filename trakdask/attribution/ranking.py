@@ -108,7 +108,7 @@ def top_k(
     return xr.Dataset(
         {
             "score": (dims, value, VARIABLES["score"].attrs),
-            "position": (dims, position.map_blocks(np.copy), VARIABLES["position"].attrs),
+            "position": (dims, da.map_blocks(np.copy, position), VARIABLES["position"].attrs),
         },
         coords={**coords, RANK: np.arange(k)},
         attrs=attrs,
