@@ -42,5 +42,5 @@ def test_readme__gallery_is_small_and_drawn() -> None:
     assert "docs/_static/gallery.png" in README
     assert picture.stat().st_size < 100_000
     pixels = matplotlib.image.imread(picture)
-    assert pixels.shape[:2] == (490, 1200)
+    assert pixels.shape[:2] == (408, 1200)
     assert pixels[..., :3].std() > 0.1

@@ -162,6 +162,7 @@ def saved(job: Path, run: Run) -> Path:
     return job.parent
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
 @pytest.mark.parametrize("samples", [None, "pair:samples", "pair:one"])
 def test_explore__saves_a_view_of_two_stores(
     saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch, samples: str | None

@@ -213,7 +213,8 @@ def test_open__is_stored_until_rows_are_selected_by_numbers(one_part: Path) -> N
 def test_query__on_worker_processes(one_part: Path, process_client: Client) -> None:
     expected = QUERIES["top_k, tile mask"](td.open(one_part)).compute()
     found = QUERIES["top_k, tile mask"](td.open(one_part, load_coords=False)).compute()
-    xr.testing.assert_identical(found, expected)
+    # Not to the bit: workers may round sums differently, depending on how blocks lie in memory.
+    xr.testing.assert_allclose(found, expected)
 
 
 @pytest.mark.parametrize(
