@@ -68,21 +68,22 @@ def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
     return x
 
 
-def test_work__that_is_abandoned_is_cancelled_on_a_cluster(client: Client) -> None:
+def test_work__that_is_abandoned_is_cancelled_on_a_cluster(process_client: Client) -> None:
+    # Not the cluster inside this process: an event of a task would make a client that stays.
     work, name = Work(), "explorer-work"
     lazy = da.map_blocks(wait_for_event, da.ones(9, chunks=1), name, meta=np.empty(0))
 
     def run() -> object:
-        with client.as_current():
+        with process_client.as_current():
             return in_work(work, lazy)()
 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(run)
-        assert Event(f"{name}-started", client=client).wait(PATIENCE_S)
+        assert Event(f"{name}-started", client=process_client).wait(PATIENCE_S)
         work.abandon()
         with pytest.raises(Abandoned):
             answer.result(PATIENCE_S)
-    Event(name, client=client).set()
+    Event(name, client=process_client).set()
     assert compute(da.ones(3).sum())[0] == 3
 
 
