@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -168,6 +169,26 @@ def test_stream__accepts_gradients_that_track_history_and_inference_mode() -> No
     with torch.inference_mode():
         assert torch.equal(project_flat(SMALL, flat.clone()), expected)
     assert torch.equal(project_flat(SMALL, flat), expected)
+
+
+@pytest.mark.parametrize("projector", [SMALL, SJLT(64)], ids=lambda p: p.kind)
+def test_stream__does_not_see_the_default_dtype(projector: Projector) -> None:
+    rows = RowMap.from_shapes({"a": (600,), "b": (300,)}, alignment=projector.row_alignment)
+    gradients = {"a": gaussian(7, 600), "b": gaussian(7, 300)}
+
+    def projected() -> Tensor:
+        # In a thread of its own, which has no buffers from before.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(project, projector, gradients, rows, 4).result()
+
+    expected, before = projected(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = projected()
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
 
 
 def test_stream__result_can_be_read_twice() -> None:

@@ -253,7 +253,7 @@ class _Spare(threading.local):
             return smallest
         # A tensor created in inference mode could not be modified outside of it later.
         with torch.inference_mode(False):
-            return torch.empty(length, device=device)
+            return torch.empty(length, dtype=torch.float32, device=device)
 
     def put(self, buffer: Tensor) -> None:
         """Keep a buffer for the next time; the first and the last block may wait together."""
