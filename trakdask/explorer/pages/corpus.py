@@ -5,14 +5,13 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 
 from trakdask.explorer.pages.controls import facts, filter_form, mark_buttons, settings_form, word
 from trakdask.explorer.pages.html import (
-    columns,
     form,
     heat_table,
+    histogram,
     link,
     note,
     number,
@@ -116,16 +115,10 @@ def _card(explorer: Explorer, view: View, position: int, row: pd.Series, content
 
 
 def _histogram(explorer: Explorer, view: View) -> str:
-    histogram = explorer.questions.influence_histogram(view)
-    if not len(histogram.counts):
+    found = explorer.questions.influence_histogram(view)
+    if not len(found.counts):
         return note("No sample has a self-influence above 0.")
-    edges = histogram.edges
-    labels = [
-        f"{count:,} samples from {number(low)} to {number(high)}"
-        for count, low, high in zip(histogram.counts, edges, edges[1:], strict=False)
-    ]
-    heights = np.log1p(histogram.counts).tolist()
-    made = columns(heights, labels, number(edges[0]), number(edges[-1]))
+    made = histogram(found.counts, found.edges, *map(number, found.edges[[0, -1]]))
     return made + note("The axis and the heights are logarithmic.")
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "fields",
     "form",
     "heat_table",
+    "histogram",
     "link",
     "note",
     "number",
@@ -202,6 +203,15 @@ def columns(
         f'<div class="columns" {described}>{"".join(made)}</div>'
         f'<div class="axis"><span>{escape(low)}</span><span>{escape(high)}</span></div>'
     )
+
+
+def histogram(counts: np.ndarray, edges: np.ndarray, low: str, high: str) -> str:
+    """Return bars whose heights are logarithms of counts between neighbouring edges."""
+    labels = [
+        f"{count:,} samples from {number(first)} to {number(last)}"
+        for count, first, last in zip(counts, edges[:-1], edges[1:], strict=True)
+    ]
+    return columns(np.log1p(counts).tolist(), labels, low, high)
 
 
 def heat_table(table: pd.DataFrame, unit: int, corner: str) -> str:

@@ -22,6 +22,7 @@ from trakdask.explorer.pages.html import (
     bars,
     columns,
     form,
+    histogram,
     link,
     note,
     number,
@@ -215,15 +216,8 @@ def damping_curve(explorer: Explorer, view: View) -> str:
 
 
 def _histogram(explorer: Explorer, view: View) -> str:
-    histogram = explorer.questions.score_histogram(view)
-    if not len(histogram.counts):
+    found = explorer.questions.score_histogram(view)
+    if not len(found.counts):
         return note("This target has no scores: its features could not be computed.")
-    edges = histogram.edges
-    labels = [
-        f"{count:,} samples from {number(low)} to {number(high)}"
-        for count, low, high in zip(histogram.counts, edges, edges[1:], strict=False)
-    ]
-    heights = np.log1p(histogram.counts).tolist()
-    low, high = map(signed, edges[[0, -1]])
     scale = f'<p class="note">{word("score")}; heights are logarithms of counts</p>'
-    return scale + columns(heights, labels, low, high)
+    return scale + histogram(found.counts, found.edges, *map(signed, found.edges[[0, -1]]))
