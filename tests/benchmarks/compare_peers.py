@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _machine import cpu_name
 from _peer_engines import Job, measure, prepare
 from numpy.typing import NDArray
 
@@ -197,18 +198,11 @@ def header(comparison: Comparison) -> dict[str, Any]:
     return {
         "versions": versions,
         "python": platform.python_version(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": 1,
         "pinned_to_core": comparison.core,
         "load_before": os.getloadavg()[0],
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _installed(name: str) -> bool:
