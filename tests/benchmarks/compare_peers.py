@@ -252,7 +252,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[32, 128, 512])
     parser.add_argument("--n-train", type=int, default=2048, help="training samples")
     parser.add_argument("--proj-dim", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one repeat of one small batch size")
     parser.add_argument("--out", type=Path, help="write everything measured as JSON")
     parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)
