@@ -233,7 +233,7 @@ def _featurize_micro_batch(
     else:
         place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
         stream = stream_of(partition, *place)
-        sink = scaled(stream.add, factors) if factors else stream.add
+        sink = scaled(stream, factors) if factors else stream
     f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
     feature = stream.result().numpy(force=True)
     if partition is not None:
