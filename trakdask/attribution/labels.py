@@ -49,8 +49,7 @@ def labels_of_scores(of: Side, targets: Side) -> Labels:
     """
     dims, coords = labels_of_samples(of)
     target_dims, target_coords = labels_of_targets(targets, of)
-    own_names = coords_along(of.ds, SAMPLE)
-    if both := [name for name in own_names if name in target_coords]:
+    if both := [name for name in coords if name in target_coords]:
         raise ValueError(
             f"expected names of the training samples' coords that scores do not have for the "
             f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"

@@ -325,9 +325,7 @@ def _projector(features: xr.Dataset) -> Projector:
 def _require_whole_columns(features: xr.Dataset, divided: PartProducts) -> None:
     """Refuse features of which columns were selected: vectors must have all of them."""
     width, data = divided.like.sizes[PROJ_DIM], features["feature"].data
-    is_selected = isinstance(data, da.Array) and bool(
-        lineage.selection(data, lineage.sources(data)).columns
-    )
+    is_selected = isinstance(data, da.Array) and bool(lineage.columns(data))
     if features.sizes[PROJ_DIM] != width or is_selected:
         raise ValueError(
             f"expected features with all {width} columns of their projector, in order, got "

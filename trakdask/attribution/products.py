@@ -34,17 +34,14 @@ _FORMULAS = {
 class Solver:
     """The two sides of an estimator's product, each of which can be asked for alone.
 
-    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
+    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made. Where
+    ``pooled``, the weights of checkpoints are replaced by their mean.
     """
 
     options: Options
     matrix: Regularized | None
     attrs: dict[str, str]
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the weights of checkpoints are replaced by their mean."""
-        return self.options.estimator.name not in ("grad_cos", "tracin")
+    pooled: bool = True
 
     def solve(self, vectors: da.Array) -> da.Array:
         """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
@@ -86,7 +83,7 @@ def solver(features: xr.Dataset, options: Options) -> Solver:
         if estimator.name == "tracin":
             rates = _learning_rates(features, options.learning_rates)
             attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
-        return Solver(options, None, attrs)
+        return Solver(options, None, attrs, pooled=estimator.name == "grad_dot")
     matrix, damping = regularize(features, options), options.damping
     attrs |= {
         "formula": _FORMULAS.get(estimator.name, _soft_formula(estimator.weights)),
