@@ -93,10 +93,11 @@ def score(
     Returns
     -------
     Lazy DataArray ``score`` (sample, target), float32 (float64 of float64 features), in tiles of
-    sample blocks × target blocks. Coords of the training samples keep their names, those of the
-    targets get the prefix ``target_``. Parts of targets are a further dimension at the end,
-    (sample, target, token), parts of samples one after them, (sample, token, target). If both sides
-    have parts of one kind, the dimension of those of targets is called ``target_token``.
+    sample blocks × target blocks; blocks of more than 4096 targets are divided. Coords of the
+    training samples keep their names, those of the targets get the prefix ``target_``. Parts of
+    targets are a further dimension at the end, (sample, target, token), parts of samples one after
+    them, (sample, token, target). If both sides have parts of one kind, the dimension of those of
+    targets is called ``target_token``.
 
     Raises
     ------

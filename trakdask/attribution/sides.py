@@ -24,6 +24,9 @@ __all__ = ["Side", "part_dim", "per_part", "sides"]
 
 _PARTS = (TOKEN, MODULE)
 
+_MOST_TARGETS = 4096
+"""In a block. More would make large tiles, of which a selection of targets needs little."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -115,7 +118,7 @@ def sides(
         part_of = _required(of, ["feature", "out_to_loss"], what="of")
         require_comparable(features, of, name="parts'")
     training = Side(lazy_features(features))
-    explained = Side(_lazy(targets, part), part, may_have_failed(targets))
+    explained = Side(_in_blocks(_lazy(targets, part), part), part, may_have_failed(targets))
     return training, explained, training if of is None else Side(_lazy(of, part_of), part_of)
 
 
@@ -153,6 +156,17 @@ def _lazy(ds: xr.Dataset, part: str | None) -> xr.Dataset:
         return lazy_features(ds)
     kept = {name: coord for name, coord in ds.coords.items() if part in coord.dims}
     return lazy_features(ds.drop_vars(list(kept))).assign_coords(kept)
+
+
+def _in_blocks(targets: xr.Dataset, part: str | None) -> xr.Dataset:
+    """Divide blocks of targets that have more than 4096 rows."""
+    feature = targets["feature"].variable
+    most = max(1, _MOST_TARGETS // (targets.sizes[part] if part else 1))
+    sizes = feature.chunksizes[SAMPLE]
+    if max(sizes, default=0) <= most:
+        return targets
+    few = tuple(min(most, size - start) for size in sizes for start in range(0, size, most))
+    return targets.assign(feature=feature.chunk({SAMPLE: few}))
 
 
 def per_part(data: da.Array, *sides: Side) -> da.Array:
