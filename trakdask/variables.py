@@ -302,7 +302,9 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     lazy = features.assign(
         {name: _lazy(array.variable) for name, array in features.data_vars.items()}
     )
-    sizes = next((v.chunksizes[SAMPLE] for v in lazy.data_vars.values() if SAMPLE in v.dims), ())
+    # Chunks of the variables alone: those of a DataArray include its coords, which may differ.
+    of_samples = (a.variable for a in lazy.data_vars.values() if SAMPLE in a.dims)
+    sizes = next((variable.chunksizes[SAMPLE] for variable in of_samples), ())
     coords = {name: coord.variable for name, coord in lazy.coords.items()}
     names = (n for n, v in coords.items() if v.chunks is not None and not stays_in_store(v, sizes))
     return _load(lazy, names)
