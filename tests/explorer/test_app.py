@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from html import unescape
 from pathlib import Path
 
+import dask
 import dask.array as da
 import numpy as np
 import panel
@@ -20,6 +24,7 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
+from tests.clusters import local_cluster
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer, View
 from trakdask.explorer.app import Session
@@ -240,3 +245,32 @@ def test_explore__without_panel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import__of_trakdask_and_explore_loads_no_panel() -> None:
     code = "import sys, trakdask as td; td.explore; assert 'panel' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def deadly(block: np.ndarray, switch: str) -> np.ndarray:
+    """Kill the process that computes a block, if there is such a file, which it removes first."""
+    with suppress(FileNotFoundError):
+        os.unlink(switch)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return block
+
+
+def test_session__works_again_when_what_killed_a_worker_is_gone(tmp_path: Path) -> None:
+    switch, made = tmp_path / "kill", data(N, 0)
+    mortal = da.map_blocks(deadly, made.feature.data, str(switch), dtype=np.float32)
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        local_cluster(processes=True, n_workers=1) as cluster,
+        Client(cluster),
+    ):
+        lazy = made.assign(feature=(made.feature.dims, mortal))
+        explorer = td.explore(lazy, data(M, 1), estimator="trak", damping=0.1)
+        switch.touch()
+        session = opened(explorer, View(page="target", target=1))
+        assert "A worker process ended" in session.page.html
+        session.go(View(page="target", target=2))
+        session.wait(PATIENCE_S)
+        assert "message error" not in session.page.html
+    samples = [view.sample for view in links(session) if view.page == "sample"]
+    scores = td.score(made, data(M, 1), estimator="trak", damping=0.1).values[:, 2]
+    assert samples[:10] == np.argsort(-scores)[:10].tolist()

@@ -141,7 +141,7 @@ class Session:
         """Go to the view of a link or form."""
         questions = self.explorer.questions
         view = View.from_query(query)
-        self.go(with_filter(query, view, questions.metadata, questions.target_metadata))
+        self.go(with_filter(query, view, questions.metadata, questions.targets.metadata))
 
     def _say(self, text: str, *, undo: bool = False) -> None:
         self.page.marked = self.marking.marked()

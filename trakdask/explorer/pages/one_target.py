@@ -78,9 +78,9 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
 
 
 def _target(explorer: Explorer, view: View) -> str:
-    row = explorer.questions.target(view.target)
+    row = explorer.questions.targets.row(view.target)
     (content,) = explorer.target_samples_html([view.target])
-    last = len(explorer.questions.target_metadata) - 1
+    last = len(explorer.questions.targets.metadata) - 1
     neighbours = [("← Previous", view.target - 1), ("Next →", view.target + 1)]
     links = "".join(
         link(view.replace(target=i, first=0), text) for text, i in neighbours if 0 <= i <= last
@@ -110,7 +110,7 @@ def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
 
 def _words_sections(explorer: Explorer, view: View) -> list[Section]:
     """Return the sections of words, if tokens have features."""
-    if explorer.parts is None:
+    if explorer.questions.parts is None:
         return []
     return [
         Section(

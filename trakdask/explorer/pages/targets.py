@@ -9,8 +9,8 @@ from trakdask.explorer.pages.controls import filter_form, word
 from trakdask.explorer.pages.html import form, link, pager, text_field, value
 from trakdask.explorer.pages.section import Section
 from trakdask.explorer.pages.words import MEANINGS
-from trakdask.explorer.questions import ROWS
 from trakdask.explorer.state import View
+from trakdask.explorer.target_table import ROWS
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
@@ -27,8 +27,8 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
 def _content(explorer: Explorer, view: View) -> str:
     search = text_field("search", view.search, "Search", "text in the metadata")
     forms = form(view, search, ["search"], kind="where", button="Search")
-    forms += filter_form(view, explorer.questions.target_metadata, "targets_where")
-    page = explorer.questions.targets_page(view)
+    forms += filter_form(view, explorer.questions.targets.metadata, "targets_where")
+    page = explorer.questions.targets.page(view)
     table = page.table
     contents = explorer.target_samples_html(list(table.index), brief=True)
     with_content = any(contents)
