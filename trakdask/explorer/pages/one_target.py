@@ -44,12 +44,15 @@ _TEXTS = 5
 
 _SHOWN_GROUPS = 24
 
+_STORED = "The sample whose output is explained."
+_NEW = "A new target, whose output is explained; it is kept in this tab only."
+
 
 def sections(explorer: Explorer, view: View) -> list[Section]:
     """Return the target, its settings, and what helped and harmed it."""
     return [
         Section(
-            f"Target {view.target}", "The sample whose output is explained.",
+            f"Target {view.target}", _NEW if explorer.is_new(view.target) else _STORED,
             lambda: _target(explorer, view),
         ),
         Section(

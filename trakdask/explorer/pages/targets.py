@@ -35,7 +35,8 @@ def _content(explorer: Explorer, view: View) -> str:
     head = '<th scope="col">target</th>' + ('<th scope="col">sample</th>' if with_content else "")
     head += "".join(_heading(view, str(name)) for name in table)
     rows = "".join(
-        f"<tr>{_first(view, position)}{thumbnail(view, position, html) if with_content else ''}"
+        f"<tr>{_first(explorer, view, position)}"
+        f"{thumbnail(view, position, html) if with_content else ''}"
         f"{''.join(_cell(x) for x in row)}</tr>"
         for position, html, row in zip(
             table.index, contents, table.itertuples(index=False), strict=True
@@ -59,8 +60,9 @@ def _heading(view: View, name: str) -> str:
     return f'<th scope="col" aria-sort="{order}">{shown}{about}</th>'
 
 
-def _first(view: View, position: int) -> str:
-    return f'<th scope="row">{link(_target(view, position), position)}</th>'
+def _first(explorer: Explorer, view: View, position: int) -> str:
+    badge = ' <span class="badge">new</span>' if explorer.is_new(position) else ""
+    return f'<th scope="row">{link(_target(view, position), position)}{badge}</th>'
 
 
 def thumbnail(view: View, position: int, html: str) -> str:
