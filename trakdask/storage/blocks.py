@@ -268,7 +268,7 @@ def stored(part: Part, *, complete: bool = True) -> dict[str, xr.Variable]:
     token = tokenize(part.folder.url, part.token, complete)
     # Every task gets a copy of what its store knows, so that is of these arrays alone.
     store, lazy = part.store(complete=complete, only=names), {}
-    for name in names:
+    for name in filter(part.arrays.__contains__, names) if complete else names:
         with suppress(KeyError):  # it has none of this name
             source = store.array(name)
             label = name.replace("_", "-")  # as task names, of which a dashboard shows the words
