@@ -259,12 +259,12 @@ def _written(at: Writable, values: da.Array, vectors: da.Array) -> da.Array:
 
 def _write(at: Writable, values: Blocks, vectors: Blocks, number: np.ndarray) -> np.ndarray:
     """Write the factors of one checkpoint; return the files with their sizes and checksums."""
-    store, index = Recorded(zarr_store(at.folder)), int(number[0])
+    index = int(number[0])
     (own_values,), (own_vectors,) = flat(values), flat(vectors)
     own = dict(zip(_NAMES, (own_values, own_vectors), strict=True))
-    at.write(store, own, (..., slice(index, index + 1)))
+    files = at.write(own, (..., slice(index, index + 1)))
     answer = np.empty(1, object)
-    answer[0] = dict(store.written)
+    answer[0] = files
     return answer
 
 
