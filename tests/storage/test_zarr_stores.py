@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from dask.base import tokenize
+from zarr.abc.store import Store
 from zarr.core.buffer import Buffer
+from zarr.core.sync import sync
 
 import trakdask as td
 from trakdask.files import Folder
@@ -208,3 +211,29 @@ def test_store__that_need_not_be_complete_checks_nothing(tmp_path: Path) -> None
         part.store().array("feature")[:4]
     with pytest.raises(ValueError, match=r"output/zarr\.json"):
         part.store().array("output")
+
+
+def test_store__checks_the_same_once_zarr_has_wrapped_another(tmp_path: Path) -> None:
+    part = saved(tmp_path / "f.zarr", n_checkpoints=1)
+    (tmp_path / "f.zarr/feature/c.0.0.0").unlink()
+    (tmp_path / "f.zarr/feature/c.1.0.0.0123456789abcdef0123456789abcdef.partial").touch()
+    for store in (part.store(), part.store(complete=False)):
+        again = store.with_read_only(True)
+        assert sync(_listed(again)) == sync(_listed(store))
+        assert "records" not in sync(_listed(again))
+    with pytest.raises(td.IncompleteFeaturesError, match=r"c\.0\.0\.0"):
+        part.store().with_read_only(True).array("feature")[:4]
+
+
+async def _listed(store: Store) -> list[str]:
+    return sorted([name async for name in store.list_dir("")])
+
+
+def test_store__is_told_from_another_at_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "f.zarr"
+    part = saved(path)
+    before = tokenize(part.store())
+    assert before == tokenize(part.store(only=["feature"]))
+    Folder.at(path).remove()
+    assert tokenize(saved(path).store()) != before
+    assert tokenize(saved(tmp_path / "other.zarr").store()) != before

@@ -176,7 +176,8 @@ def update_factors(
         submission = functools.partial(_written, written, values, vectors)
         for files in scheduling.run(submission, retries=retries, compute=_computed) or ():
             store.written.update(files)
-        opened = _opened(Complete(zarr_store(at), at, store.written), at)
+        whole = Complete(zarr_store(at), at, store.written, token=str(store.written))
+        opened = _opened(whole, at)
         damping = _damping(
             ds.assign({n: (VARIABLES[n].dims, d) for n, d in opened.items()}), options
         )

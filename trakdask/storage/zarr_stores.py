@@ -241,7 +241,7 @@ class Complete(Arrays):
         folder: Folder,
         known: Mapping[str, Sequence[int]],
         *,
-        token: str = "",
+        token: str,
         may_lack: tuple[str, ...] = (),
         may_be_replaced: bool = False,
         hidden: frozenset[str] = frozenset(),
@@ -391,7 +391,9 @@ class Writable:
         with _lock:
             if key not in _read:
                 path = f"{name}/{METADATA}"
-                source = Complete(zarr_store(self.folder), self.folder, {path: (size, known)})
+                source = Complete(
+                    zarr_store(self.folder), self.folder, {path: (size, known)}, token=""
+                )
                 try:
                     _read[key] = source.metadata(name)
                 except IncompleteFeaturesError as err:
