@@ -178,7 +178,10 @@ def _decomposition(features: xr.Dataset, gram: da.Array) -> tuple[da.Array, da.A
         return None
     validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
     values, vectors = features[EIGENVALUES].data, features[EIGENVECTORS].data
-    if vectors.shape != gram.shape or values.shape != gram.shape[1:]:
+    n_component = (vectors.shape[0], _stored_samples(features))
+    if vectors.shape[::2] != gram.shape[::2] or values.shape != vectors.shape[1:]:
+        return None
+    if vectors.shape[1] not in n_component:
         return None
     root = features[EIGENVECTORS].attrs.get(ORIGIN, {}).get("gram")
     if lineage.sources(gram, root) == {root}:
