@@ -237,10 +237,16 @@ def whole_columns(score: da.Array) -> da.Array:
     """
     column = score.shape[0] * score.itemsize * math.prod(score.chunksize[2:])
     most = max(1, _COLUMN_BYTES // max(column, 1))
-    targets = tuple(part for size in score.chunks[1] for part in _parts(size, most))
-    columns: da.Array = score.rechunk({0: -1, 1: targets})
+    columns: da.Array = score.rechunk({0: -1, 1: divided(score.chunks[1], most)})
     return columns
 
 
-def _parts(size: int, most: int) -> list[int]:
-    return [min(most, size - start) for start in range(0, size, most)] or [0]
+def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return the sizes of chunks after those of more than ``most`` entries were divided.
+
+    >>> divided((3, 5, 0), 4)
+    (3, 4, 1, 0)
+    """
+    return tuple(
+        min(most, size - start) for size in sizes for start in range(0, max(size, 1), most)
+    )
