@@ -4,7 +4,8 @@
 
 Every engine runs at each micro-batch in turns; the table has its best. Gradients are handed to a
 sink that drops them: forming them is what is timed, with f and Q. With ``--end-to-end`` also
-featurize of the ResNet, gradients and projection, beside traker: each in a process of its own.
+featurize of the ResNet, gradients and projection, beside traker: each in a process of its own, with
+its peak memory, and what of this are imports.
 """
 
 from __future__ import annotations
@@ -98,11 +99,13 @@ def featurize_by_trakdask(kind: str, n: int) -> float:
     subject, batch = SUBJECTS["resnet"], SUBJECTS["resnet"].inputs(n)
     torch.manual_seed(0)
     model = td.Model(subject.build(), task=subject.task)
-    projector = td.SJLT(PROJ_DIM) if kind == "sjlt" else td.Rademacher(PROJ_DIM)
+    projector = td.Rademacher(PROJ_DIM) if kind == "rademacher" else td.SJLT(PROJ_DIM)
+    size = n if kind == "sjlt-whole" else "auto"
 
     def run(batch: dict[str, torch.Tensor]) -> None:
         samples = td.from_arrays({k: v.numpy() for k, v in batch.items()}, chunks=n)
-        td.featurize(samples, model, projector=projector).compute(scheduler="sync")
+        features = td.featurize(samples, model, projector=projector, batch_size=size)
+        features.compute(scheduler="sync")
 
     run(subject.inputs(4))
     start = time.perf_counter()
@@ -135,11 +138,25 @@ def featurize_by_traker(kind: str, n: int) -> float:
         return time.perf_counter() - start
 
 
+def import_trakdask(kind: str, n: int) -> float:
+    """Import what features need, compiled kernels included."""
+    start = time.perf_counter()
+    import numba  # noqa: F401
+
+    import trakdask as td
+
+    getattr(td, "featurize")  # noqa: B009
+    return time.perf_counter() - start
+
+
 WAYS = {
     "traker": featurize_by_traker,
     "rademacher": featurize_by_trakdask,
     "sjlt": featurize_by_trakdask,
+    "sjlt-whole": featurize_by_trakdask,
+    "imports": import_trakdask,
 }
+"""``sjlt-whole`` asks for all samples in one micro-batch."""
 
 
 def end_to_end(n: int) -> dict[str, dict[str, float]]:
@@ -154,6 +171,9 @@ def end_to_end(n: int) -> dict[str, dict[str, float]]:
             check=True,
         )
         found[way] = json.loads(done.stdout.splitlines()[-1])
+        if way == "imports":
+            print(f"  {way:10} {'':42} peak {found[way]['peak_mb']:7.0f} MB", flush=True)
+            continue
         rate, peak = found[way]["samples_per_s"], found[way]["peak_mb"]
         ratio = rate / found["traker"]["samples_per_s"]
         share = peak / found["traker"]["peak_mb"]
