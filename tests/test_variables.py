@@ -67,5 +67,6 @@ def test_lazy_features__coords_in_other_chunks_are_loaded() -> None:
     label = xr.DataArray(da.arange(6, chunks=6), dims="sample")
     features = xr.Dataset({"feature": (("sample", "proj_dim", "checkpoint"), feature)})
     found = lazy_features(features.assign_coords(label=label))
-    assert found.label.values.tolist() == [0, 1, 2, 3, 4, 5] and found.label.chunks is None
+    assert found.label.values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert found.label.chunks is None
     assert found.feature.variable.chunksizes["sample"] == (2, 2, 2)
