@@ -68,6 +68,20 @@ def test_model__data_parallel_is_refused(nested: bool) -> None:
         Model(module)
 
 
+def partly_frozen() -> nn.Module:
+    module = plain()
+    module[0].requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("build", [partly_frozen, partly_frozen()])
+def test_model__predicate_sees_which_parameters_are_frozen(build) -> None:
+    state = [plain().state_dict()]
+    model = Model(build, state, parameters=lambda _, parameter: parameter.requires_grad)
+    assert list(model.shapes) == ["2.weight", "2.bias"]
+    assert len(Model(build, state).shapes) == 4
+
+
 class SumOfEmbeddings(nn.Module):
     def __init__(self, max_norm: float | None) -> None:
         super().__init__()

@@ -69,7 +69,8 @@ class Model:
     parameters
         The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
-        gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters.
+        gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters, and
+        ``lambda name, parameter: parameter.requires_grad`` what ``build`` has not frozen.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.

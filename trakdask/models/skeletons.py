@@ -64,7 +64,7 @@ def without_weights(module: torch.nn.Module) -> torch.nn.Module:
                 meta = tensor.detach().to("meta")
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
                 empty[id(tensor)] = (
-                    torch.nn.Parameter(meta, requires_grad=False) if is_parameter else meta
+                    torch.nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
                 )
             setattr(part, name, empty[id(tensor)])
     return module
