@@ -21,6 +21,7 @@ from zarr.codecs import Crc32cCodec
 
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
+from trakdask.arrays.decomposition import component_count
 from trakdask.attribution.estimators import Estimator
 from trakdask.attribution.matrices import (
     DAMPING,
@@ -230,6 +231,10 @@ def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
         pairs = zip(edit.attrs["checkpoints"], edit.attrs["hashes"], strict=True)
         known = {pair: index for index, pair in enumerate(pairs)}
     old = _opened(edit) if edit is not None and known else {}
+    n, p = ours["samples"], ds.sizes[PROJ_DIM]
+    n_component = component_count(n, p, ds.feature.dtype)
+    if old and old[EIGENVALUES].shape[0] != n_component:  # all p, of an earlier version
+        known = {}
     parts = []
     for index, pair in enumerate(zip(ours["checkpoints"], ours["hashes"], strict=True)):
         if pair in known:
@@ -237,8 +242,8 @@ def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
             parts.append(tuple(old[name][..., at] for name in _NAMES))
         else:
             gram = lazy_features(ds)[GRAM].data[..., index : index + 1]
-            spectrum = arrays.spectrum.spectrum(gram, None, ds.sizes[SAMPLE], [pair[0]])
-            parts.append(arrays.spectrum.eigenvectors(spectrum, ds.sizes[PROJ_DIM]))
+            spectrum = arrays.spectrum.spectrum(gram, None, n, [pair[0]], n_component=n_component)
+            parts.append(arrays.spectrum.eigenvectors(spectrum, p, n_component))
     values, vectors = (da.concatenate(each, axis=-1) for each in zip(*parts, strict=True))
     return values, vectors
 
