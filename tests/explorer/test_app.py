@@ -271,6 +271,19 @@ def test_session__that_is_left_adds_no_target() -> None:
     assert session.view == View()
 
 
+def test_session__in_a_notebook_computes_when_the_browser_shows_it(explorer: Explorer) -> None:
+    session = Session(explorer, View(), in_notebook=True)
+    assert session._thread is None  # what it changed now would be lost
+    assert 'aria-busy="true"' in session.page.html
+    session.page._handle_msg({"shown": True})
+    session.wait(PATIENCE_S)
+    assert "<tbody>" in session.page.html
+    in_browser = opened(explorer, View(page="target"))
+    before = in_browser._thread
+    in_browser.page._handle_msg({"shown": True})
+    assert in_browser._thread is before
+
+
 def test_explorer__in_a_notebook_without_the_extension(
     explorer: Explorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
