@@ -240,8 +240,13 @@ def test_session__a_new_target_is_its_own_and_errors_keep_the_form() -> None:
     assert "<form data-new" in session.page.html
     image = new_targets.images(1, 7)[0]
     session.page._handle_msg({"new": {"image": new_targets.upload(image), "label": "2"}})
-    wait_until(lambda: session.view.page == "target", "the page of the new target")
-    session.wait(PATIENCE_S)
+    wait_until(
+        lambda: (
+            f"Target {new_targets.M}" in session.page.html
+            and 'aria-busy="true"' not in session.page.html
+        ),
+        "the page of the new target",
+    )
     ranked = [view.sample for view in links(session) if view.page == "sample"]
     assert ranked[:10] == new_targets.expected_top(image, label=2)
     assert "kept in this tab only" in session.page.html
