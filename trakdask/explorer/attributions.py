@@ -11,6 +11,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
+from trakdask.arrays.decomposition import component_count
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import Estimator, ResolvedEstimator, resolve_estimator
 from trakdask.attribution.matrices import (
@@ -141,8 +142,9 @@ def _with_decomposition(features: xr.Dataset, estimator: ResolvedEstimator) -> x
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
     matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
     (matrix,) = persist(matrix)
-    spectrum = arrays.spectrum.spectrum(matrix, None, n, labels)
-    values, vectors = arrays.spectrum.eigenvectors(spectrum, p)
+    k = component_count(n, p, features["feature"].dtype)
+    spectrum = arrays.spectrum.spectrum(matrix, None, n, labels, n_component=k)
+    values, vectors = arrays.spectrum.eigenvectors(spectrum, p, k)
     made = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
     variables = {name: (VARIABLES[name].dims, data) for name, data in made.items()}
     features = features.assign(variables)
