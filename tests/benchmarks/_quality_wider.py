@@ -191,7 +191,7 @@ _DIGITS = functools.cache(digits)
 _MLP = examples.digits_mlp
 _DEEP = (64, *[64] * 6, 10)
 #: Tasks of which states of one run are compared with several seeds.
-ON_ONE_RUN = ("plain", "sgd", "decay", "overlapping", "strokes", "long", "cnn-bn")
+ON_ONE_RUN = ("plain", "sgd", "decay", "overlapping")
 N_SUBSETS = 100
 
 WIDER = {
