@@ -16,7 +16,7 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
-from _quality_kernels import Damped, Floats, Kernel, Task, lds, load
+from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
 from _quality_scores import AUTO, compact, features, ground, write
 from _quality_tasks import Subject
 from _quality_truth import checkpoints, truth
@@ -120,6 +120,18 @@ def ensembles(measured: Measured) -> list[Row]:
             found = best(task, weighted(mean, loss_weights(task, 0.5, chosen)))
             rows.append({"source": source, "p": p, "checkpoints": n, "lds": found})
     return rows
+
+
+def by_trace(measured: Measured) -> list[Row]:
+    """Score 3 checkpoints with λ = tr(K)/n."""
+    task, chosen = measured.seeds, [0, 1, 2]
+    at = int(np.abs(np.log(GRID)).argmin())
+    found = {}
+    for name in ("trak", "soft"):
+        each = [one[at : at + 1] for one in products(task, POWERS[name], chosen, 2048)]
+        scores = weighted(np.mean(each, axis=0), loss_weights(task, POWERS[name], chosen))
+        found[f"{name}, tr(K)/n"] = best(task, scores)
+    return [found]
 
 
 # --- of the data ----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xarray as xr
 from _quality_subjects import applied
-from _quality_tasks import N_CLASSES, Data, ResNet, Subject, cnn, digits, perceptron
+from _quality_tasks import N_CLASSES, Data, Subject, cnn, digits, perceptron
 from _quality_truth import N_CHECKPOINTS
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -41,21 +41,10 @@ def batch_normalised() -> nn.Module:
 
 def batch_normalised_cnn() -> nn.Module:
     """Return the CNN of quality.py with BatchNorm in place of GroupNorm."""
-    return _renormalised(cnn(), nn.GroupNorm, lambda old: nn.BatchNorm2d(old.num_channels))
-
-
-def group_normalised_resnet() -> nn.Module:
-    """Return the ResNet of quality.py at half its width, with GroupNorm in place of BatchNorm."""
-    return _renormalised(ResNet(12), nn.BatchNorm2d, lambda old: nn.GroupNorm(4, old.num_features))
-
-
-def _renormalised(
-    model: nn.Module, kind: type[nn.Module], made: Callable[[Any], nn.Module]
-) -> nn.Module:
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, kind):
-                setattr(module, name, made(child))
+    model = cnn()
+    for name, child in model.named_children():
+        if isinstance(child, nn.GroupNorm):
+            setattr(model, name, nn.BatchNorm2d(child.num_channels))
     return model
 
 
@@ -189,7 +178,6 @@ def trajectory(subject: Wider, cache: Path) -> list[Path]:
 
 _DIGITS = functools.cache(digits)
 _MLP = examples.digits_mlp
-_DEEP = (64, *[64] * 6, 10)
 #: Tasks of which states of one run are compared with several seeds.
 ON_ONE_RUN = ("plain", "sgd", "decay", "overlapping")
 N_SUBSETS = 100
@@ -202,15 +190,11 @@ WIDER = {
         Wider("decay", _MLP, _DIGITS, 30, N_SUBSETS, weight_decay=1.0),
         Wider("smoothed", _MLP, _DIGITS, 30, N_SUBSETS, smoothing=0.1),
         Wider("short", _MLP, _DIGITS, 5, N_SUBSETS),
-        Wider("long", _MLP, _DIGITS, 100, 60),
-        Wider("wide", perceptron((64, 1024, 10)), _DIGITS, 30, 60),
-        Wider("deep", perceptron(_DEEP), _DIGITS, 30, 60, lr=2e-3),
         Wider("imbalanced", _MLP, functools.cache(imbalanced), 30, N_SUBSETS),
         Wider("overlapping", perceptron((20, 128, 64, 5)), functools.cache(overlapping), 20,
               N_SUBSETS),
         Strokes("strokes", perceptron((64, 128, 64, 7)), functools.cache(strokes), 30, N_SUBSETS),
         Wider("mlp-bn", batch_normalised, _DIGITS, 30, N_SUBSETS),
         Wider("cnn-bn", batch_normalised_cnn, _DIGITS, 20, 60),
-        Wider("resnet-gn", group_normalised_resnet, _DIGITS, 20, 60),
     )
 }  # fmt: skip

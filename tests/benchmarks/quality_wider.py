@@ -20,7 +20,7 @@ from typing import Any
 import dask
 import pandas as pd
 import torch
-from _quality_measured import Measured, by_package, ensembles, estimators, facts
+from _quality_measured import Measured, by_package, by_trace, ensembles, estimators, facts
 from _quality_report import table
 from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints, keep, retrain
@@ -59,15 +59,17 @@ def print_facts(measured: list[Measured]) -> None:
 
 def print_defaults(measured: list[Measured]) -> None:
     rows = []
-    for row in (row for each in measured for row in each.once(by_package)):
-        gain = {
-            "value": row["default"] - row["trak, best λ"],
-            "interval": [row["low"], row["high"]],
-        }
+    for each in measured:
+        (row,), (trace,) = each.once(by_package), each.once(by_trace)
+        low, high, gain = row["low"], row["high"], row["default"] - row["trak, best λ"]
         names = ("task", "is", "default", "trak", "soft", "Gauss-Newton", "trak, best λ", "ceiling")
-        rows.append({name: row[name] for name in names} | {"default - trak, best λ": gain})
+        compared = {"default - trak, best λ": {"value": gain, "interval": [low, high]}}
+        rows.append({name: row[name] for name in names} | compared | trace)
     print("\nLDS by td.score, 3 checkpoints, proj_dim 2048: the default, then estimators with λ by")
-    print("completeness; the default less trak at its best λ with a paired interval of 95 %")
+    print(
+        "completeness; the default less trak at its best λ with a paired interval of 95 %; and two"
+    )
+    print("estimators with λ = tr(K)/n")
     print(table(rows))
 
 

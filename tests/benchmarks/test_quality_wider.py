@@ -14,8 +14,7 @@ import torch
 
 import trakdask as td
 
-NAMES = ("sgd", "decay", "smoothed", "deep", "imbalanced", "overlapping", "strokes", "mlp-bn",
-         "cnn-bn", "resnet-gn")  # fmt: skip
+NAMES = ("sgd", "decay", "smoothed", "imbalanced", "overlapping", "strokes", "mlp-bn", "cnn-bn")
 
 
 @pytest.fixture
