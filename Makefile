@@ -16,6 +16,9 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constrain
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(filter-out tests/benchmarks/test_%,$(wildcard tests/benchmarks/[a-z]*.py))
 
+# Where benchmarks write what they print.
+RESULTS ?= tests/benchmarks/results/$(shell date +%F)
+
 # One thread per BLAS or OpenMP pool: tests and workers are already as many as the cores.
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
@@ -40,7 +43,7 @@ help:
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
 	@echo 'make mutate      change the code in small ways and see which changes no test notices: an hour'
 	@echo 'make format      let ruff fix what it can'
-	@echo 'make benchmarks  measure everything, also traker and dattri: hours'
+	@echo 'make benchmarks  measure everything, also traker and dattri, into $(RESULTS): hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
@@ -92,8 +95,15 @@ test-faults: $(INSTALLED)
 mutate: $(MUTATION)
 	@$(PY) tests/mutation/sample.py $(MUTATE)
 
-benchmarks: $(PEERS)
-	@set -e; for script in $(BENCHMARKS); do printf '\n== %s\n' "$$script"; $(PY) "$$script"; done
+# What has its file in $(RESULTS) is not measured again, so that the hours need not be in one piece.
+benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)/%.txt,$(BENCHMARKS))
+
+$(RESULTS)/%.txt: | $(PEERS)
+	@mkdir -p $(@D)
+	$(call heading,$@)
+	@$(PY) tests/benchmarks/_machine.py tests/benchmarks/$*.py > $@.part
+	@mv $@.part $@
+	@cat $@
 
 docs: $(DOCUMENTERS)
 	$(call heading,documentation: sphinx$(comma) which runs the code on its pages)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trakdask.files import Folder
+from trakdask.storage.parts import Part
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
@@ -62,6 +65,20 @@ def test_design__explains_every_layer() -> None:
     rows = re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)
     explained = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert {name for layer in layers for name in layer} <= explained
+
+
+def test_walks__count_calls_and_entries() -> None:
+    walked = runpy.run_path(str(DOCS / "walks.py"))["walked"]
+    part, calls = Part(Folder("nowhere"), {}, {}), {"storage.parts": 1, "provenance": 1}
+    walk = walked(lambda: part.digest)
+    assert (walk.row(), dict(walk.calls)) == ((2, 2, 1, 0), calls)
+    assert dict(walk.entries) == {("storage.parts", "provenance"): 1}
+
+
+def test_walks__count_a_generator_once() -> None:
+    walk = runpy.run_path(str(DOCS / "walks.py"))["walked"](Folder(str(DOCS)).sizes)
+    functions = dict.fromkeys(["Folder.sizes", "Folder.is_local", "_sizes", "_walk"], 1)
+    assert dict(walk.functions) == {f"files.{name}": n for name, n in functions.items()}
 
 
 # ----------------------------------------------------------------------------- tables of results

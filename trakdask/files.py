@@ -94,25 +94,26 @@ class Folder:
         """The last part of its path."""
         return self.url.rpartition("/")[2]
 
-    @property
+    @functools.cached_property
     def is_local(self) -> bool:
         """Whether it is on a file system of this machine."""
         return "://" not in self.url
 
     def names(self) -> list[str]:
         """List the files and folders in it, without partial files; none if it does not exist."""
-        fs, path = self._fs()
 
         def listed() -> list[str]:
+            if self.is_local:
+                return os.listdir(self.url)
+            fs, path = self._fs()
             fs.invalidate_cache()
-            try:
-                return list(fs.ls(path, detail=False))
-            except FileNotFoundError:
-                return []
+            paths = (each.rstrip("/") for each in fs.ls(path, detail=False))
+            return [each.rpartition("/")[2] for each in paths if each != path]
 
-        paths = (name.rstrip("/") for name in retried(listed))
-        names = (name.rpartition("/")[2] for name in paths if name != path)
-        return sorted(name for name in names if not is_partial(name))
+        try:
+            return sorted(name for name in retried(listed) if not _PARTIAL.search(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below it, by their relative paths, from one listing."""
@@ -136,7 +137,7 @@ class Folder:
             Of the relative paths to look at; all by default.
         """
         if self.is_local:  # only there is a file written under another name first
-            for path in [path for path, _ in _walk(self.url) if is_partial(path)]:
+            for path in [path for path, _ in _walk(self.url) if _PARTIAL.search(path)]:
                 if path.startswith(prefix):
                     self.remove(path)
 
@@ -158,6 +159,8 @@ class Folder:
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
+        if self.is_local:
+            return retried(Path(self.url, name).read_bytes)
         fs, path = self._fs()
         return bytes(retried(lambda: fs.cat_file(f"{path}/{name}")))
 

@@ -132,7 +132,7 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
             f"expected {name!r} {variable.dims} in {what}, got the variables "
             f"{list(map(str, ds.data_vars))}; try td.featurize(samples, model)"
         )
-    array = ds[name]
+    array = ds.variables[name]
     if array.dims != variable.dims:
         parts = [dim for dim in (TOKEN, MODULE) if dim in array.dims]
         remedy = f"ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
@@ -150,7 +150,7 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
             f"try ds.assign({name}=ds.{name}.astype('float32'))"
         )
     for dim in {PROJ_DIM, PROJ_DIM_1} & set(variable.dims):
-        chunks = array.variable.chunksizes.get(dim, ())
+        chunks = array.chunksizes.get(dim, ())
         if len(chunks) > 1:
             raise ValueError(
                 f"expected {name!r} of {what} in one chunk along {dim!r}, got {len(chunks)} "
@@ -258,8 +258,8 @@ def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hash
     ([], ['letter'])
     """
     return {
-        name: coord.variable
-        for name, coord in array.coords.items()
+        name: coord
+        for name, coord in array.coords.variables.items()
         if len(coord.dims) == 1 and coord.dims[0] in dims
     }
 
@@ -299,18 +299,23 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     if "error" in features.coords:
         features = features.drop_vars("error")
     # Variables, one at a time: Dataset.chunk would make coords lazy, and Dataset.map copies them.
-    lazy = features.assign(
-        {name: _lazy(array.variable) for name, array in features.data_vars.items()}
-    )
-    sizes = next((v.chunksizes[SAMPLE] for v in lazy.data_vars.values() if SAMPLE in v.dims), ())
-    coords = {name: coord.variable for name, coord in lazy.coords.items()}
-    names = (n for n, v in coords.items() if v.chunks is not None and not stays_in_store(v, sizes))
-    return _load(lazy, names)
+    data = {name: features.variables[name] for name in features.data_vars}
+    others = {
+        name: _lazy(variable)
+        for name, variable in data.items()
+        if variable.chunks is None or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1
+    }
+    lazy = features.assign(others) if others else features
+    sizes = next((v.chunksizes[SAMPLE] for v in (data | others).values() if SAMPLE in v.dims), ())
+    coords = {name: v for name, v in lazy.coords.variables.items() if v.chunks is not None}
+    return _load(lazy, (name for name, v in coords.items() if not stays_in_store(v, sizes)))
 
 
 def _lazy(variable: xr.Variable) -> xr.Variable:
-    is_lazy = isinstance(variable.data, da.Array)
-    sizes = {CHECKPOINT: 1} if is_lazy else {SAMPLE: _ROWS_OF_UNCHUNKED, CHECKPOINT: 1}
+    """Return a variable in chunks of one checkpoint."""
+    sizes = {CHECKPOINT: 1}
+    if variable.chunks is None:
+        sizes[SAMPLE] = _ROWS_OF_UNCHUNKED
     return variable.chunk({dim: size for dim, size in sizes.items() if dim in variable.dims})
 
 

@@ -95,6 +95,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     # options
     "dtype": lambda seed: [None, "f4"][seed],
     "n_sample": lambda seed: N + seed,
+    "n_component": lambda seed: P - seed,
     "proj_dim": lambda seed: P + seed,
     "quiet": lambda seed: bool(seed),
     "n": lambda seed: N + seed,

@@ -7,7 +7,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from trakdask.arrays.lineage import is_in_memory, selection, sources
+from trakdask.arrays.lineage import columns, is_in_memory, selection, sources
 from trakdask.testing import raise_if_dask_computes
 
 X = da.random.default_rng(0).random((70, 6, 3), chunks=(32, 6, 1))
@@ -101,6 +101,7 @@ def test_selection__rows_differ_for_arrays_selected_otherwise() -> None:
 )
 def test_selection__columns(change, is_whole: bool) -> None:
     assert (not selection(change(X), {X.name}).columns) is is_whole
+    assert columns(change(X)) == selection(change(X), {X.name}).columns
 
 
 def test_selection__checkpoints() -> None:

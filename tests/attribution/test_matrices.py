@@ -380,7 +380,6 @@ def test_weight_data__in_the_chunks_of_the_features() -> None:
     found = weight_data(WEIGHTED, H)
     assert found.chunks == ((4, 4, 2), (1, 1))
     np.testing.assert_array_equal(found, np.stack([np.arange(10.0)] * 2, axis=1))
-    assert weight_data(WEIGHTED, None) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf])

@@ -103,6 +103,25 @@ def test_top_k__nan_scores_never_rank() -> None:
         td.top_k(SCORES.where(SCORES["size"] > 2), 3).compute(scheduler="sync")
 
 
+@pytest.mark.parametrize("form", ["variable", "coord", "lazy coord"])
+def test_top_k__target_that_failed_has_no_samples(form: str) -> None:
+    """featurize records errors in a variable, open in a coord."""
+    failed = np.full((9, 2), "", object)
+    failed[4, 1] = "too long"
+    error = xr.DataArray(failed, dims=("sample", "checkpoint"))
+    lazy = error.chunk(sample=4) if form == "lazy coord" else error
+    feature = TARGETS.feature.where(error == "")
+    targets = TARGETS.assign(feature=feature).assign({"error": lazy})
+    if form != "variable":
+        targets = targets.set_coords("error")
+    top = td.top_k(td.score(FEATURES, targets, damping=0.1), 3)
+    assert (top.position[4] == -1).all()
+    assert np.isnan(top.label[4]).all()
+    others = np.arange(9) != 4
+    expected = td.top_k(td.score(FEATURES, TARGETS, damping=0.1), 3)
+    np.testing.assert_array_equal(top.position[others], expected.position[others])
+
+
 @pytest.mark.parametrize("k", [0, -1, 51, 2.0, True, "3"])
 def test_top_k__bad_k(k: object) -> None:
     with pytest.raises(ValueError, match=r"\bk\b.* 1 to .*50 samples.*got"):

@@ -106,3 +106,21 @@ def test_score__ranks_training_samples_for_a_single_token() -> None:
     top = td.top_k(scores.isel(target=0).rename(token="target"), 3)
     expected = np.argsort(-scores[:, 0].values, axis=0)[:3].T
     np.testing.assert_array_equal(top.position, expected)
+
+
+@pytest.mark.parametrize("n_parts", [None, 3, 5000])
+def test_score__many_targets_in_one_chunk_are_divided(n_parts: int | None) -> None:
+    """So that scores of a few targets need few of the others, in any chunks of the targets."""
+    n = 5000 if n_parts is None else 2000 if n_parts == 3 else 2
+    targets = simulate_features(n, P, C, chunks=n).astype("f8")
+    if n_parts is not None:
+        shares = np.random.default_rng(0).standard_normal((n, n_parts, P, C))
+        feature = (("sample", "token", "proj_dim", "checkpoint"), shares)
+        targets = targets.assign(feature=feature).chunk(sample=n, checkpoint=1)
+    found = td.score(X, targets, estimator="grad_cos")
+    rows = found.data.chunksize[1] * (n_parts or 1)
+    assert rows <= max(4096, n_parts or 0)
+    small = td.score(X, targets.chunk(sample=7), estimator="grad_cos")
+    np.testing.assert_allclose(found, small, rtol=1e-12)
+    last = found.isel(target=[n - 1])
+    np.testing.assert_array_equal(last, found.compute().isel(target=[n - 1]))

@@ -109,7 +109,8 @@ def run_trakdask(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> ND
 
     import trakdask as td
 
-    projector = td.Identity() if job.proj_dim is None else td.Rademacher(job.proj_dim, job.seed)
+    kind = td.Rademacher if job.engine == "rademacher" else td.SJLT
+    projector = kind(job.proj_dim, seed=job.seed) if job.proj_dim else td.Identity()
     model = td.Model(builder(job.build), list(job.checkpoints), task="image_classification")
     options: dict[str, Any] = {"projector": projector, "batch_size": job.batch_size}
 
@@ -297,7 +298,12 @@ def _load(path: str) -> dict[str, Any]:
     return dict(torch.load(path, weights_only=True))
 
 
-RUN = {"trakdask": run_trakdask, "traker": run_traker, "dattri": run_dattri}
+RUN = {
+    "trakdask": run_trakdask,
+    "rademacher": run_trakdask,
+    "traker": run_traker,
+    "dattri": run_dattri,
+}
 
 
 # --- the measured process -------------------------------------------------------------------------

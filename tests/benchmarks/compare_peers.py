@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _machine import cpu_name
 from _peer_engines import Job, measure, prepare
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = ("trakdask", "traker", "dattri")
+# trakdask with its default projector, and with a dense one as the others have.
+ENGINES = ("trakdask", "rademacher", "traker", "dattri")
 MOST_BATCHES = 16
 INSTALL = "Type pip install -e '.[peers]'."
 ONE_THREAD = {
@@ -91,7 +93,7 @@ class Comparison:
         record = in_a_process({"job": asdict(job), "scores": str(scores)}, self.core)
         files = [Path(path).name for path in job.checkpoints]
         self.records.append({"job": {**asdict(job), "checkpoints": files}, **record})
-        what = f"{job.engine:9} {job.build} proj_dim={job.proj_dim} batch_size={job.batch_size}"
+        what = f"{job.engine:10} {job.build} proj_dim={job.proj_dim} batch_size={job.batch_size}"
         print(f"  {what}: {record['seconds']['total']:.1f} s", file=sys.stderr)
         return np.asarray(np.load(scores), dtype=np.float64)
 
@@ -120,6 +122,8 @@ class Comparison:
         job = replace(job, n_train=min(job.n_train, 1024))  # no digit twice
         reference = self.run(replace(job, engine="traker"))
         others = [replace(job, engine=e) for e in self.options.engines if e != "traker"]
+        if job.proj_dim is None:  # without a projection trakdask has but one way
+            others = [each for each in others if each.engine != "rademacher"]
         if job.proj_dim is not None:
             others.append(replace(job, engine="traker", seed=1))
         rows = []
@@ -197,18 +201,11 @@ def header(comparison: Comparison) -> dict[str, Any]:
     return {
         "versions": versions,
         "python": platform.python_version(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": 1,
         "pinned_to_core": comparison.core,
         "load_before": os.getloadavg()[0],
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _installed(name: str) -> bool:
@@ -255,7 +252,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[32, 128, 512])
     parser.add_argument("--n-train", type=int, default=2048, help="training samples")
     parser.add_argument("--proj-dim", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one repeat of one small batch size")
     parser.add_argument("--out", type=Path, help="write everything measured as JSON")
     parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)

@@ -69,7 +69,7 @@ def _by_trakdask(net, task, inputs, size: int) -> dict[str, Callable[[], object]
     def features(projector: Projector) -> None:
         rows = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
         stream = ProjectionStream(projector, rows, size, checkpoint=7)
-        gradients_to(stream.add)
+        gradients_to(stream if callable(stream) else stream.add)
         stream.result()
 
     return {

@@ -1,6 +1,6 @@
 """Time every projector on one core, beside traker's and beside what the machine can do.
 
-    taskset -c 1 python tests/benchmarks/projection.py --out projection.json
+    taskset -c 1 python tests/benchmarks/projection.py [--rows 100000 2300000 --budget 20]
 
 All engines project the same matrix of gradients, in turns, and every number printed was measured by
 this run. What is measured, and what the tables mean: README.md in this folder.
@@ -9,7 +9,6 @@ this run. What is measured, and what the tables mean: README.md in this folder.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import cpu_name, version_of
 from _projection_parts import (
     PEER,
     SMALL_ROWS,
@@ -218,13 +218,7 @@ def say(text: str) -> None:
 
 
 def facts() -> dict[str, Any]:
-    packages = ("trakdask", "torch", "numpy", "numba", "traker")
-    versions = {"trakdask": td.__version__}
-    for name in packages[1:]:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions = {name: version_of(name) for name in ("torch", "numpy", "numba", "traker")}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "any"
     return {
         "date": date.today().isoformat(),
@@ -233,6 +227,7 @@ def facts() -> dict[str, Any]:
         "cores allowed": cores,
         "load before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
+        "trakdask": td.__version__,
         **versions,
         "dense products": chosen_way(),
     }
@@ -243,14 +238,6 @@ def chosen_way() -> str:
     if dense_products.lookup_is_faster():
         return "table lookup"
     return "torch._int_mm" if dense_products.int8_matmul_is_usable() else "float32"
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def show_tables(cells: list[Cell]) -> None:
@@ -342,12 +329,12 @@ def show_plan(names: list[str]) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", type=int, default=[100_000, 2_300_000])
+    parser.add_argument("--rows", nargs="+", type=int, default=[100_000])
     parser.add_argument("--proj-dims", nargs="+", type=int, default=[512, 2048, 4096])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128, 512])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 512])
     parser.add_argument("--engines", nargs="+", choices=list(engines()), default=list(engines()))
     parser.add_argument("--repeats", type=int, default=MOST_ROUNDS, help="at most")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds per engine and size")
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds per engine and size")
     parser.add_argument("--markdown", action="store_true", help="also print tables for the docs")
     parser.add_argument("--out", type=Path, help="write everything measured as JSON")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """What the graphs of queries cost at 10⁶ to 10⁸ training samples, before anything is computed.
 
-    python tests/benchmarks/scale.py [--rows 1000000 10000000 100000000] [--limit 600]
+    python tests/benchmarks/scale.py [--rows 1000000 10000000] [--limit 600]
 
 The features are lazy arrays of the shapes that a store has, which are never read: 3 checkpoints of
 2048 columns in blocks of 4096 rows, with five coords in memory. Each line is measured in a process
@@ -69,7 +69,7 @@ class Stored:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[10**6, 10**7, 10**8])
+    parser.add_argument("--rows", type=int, nargs="+", default=[10**6, 10**7])
     parser.add_argument("--limit", type=float, default=600, help="seconds for one line")
     parser.add_argument("--only", nargs="+", choices=_QUERIES, default=list(_QUERIES))
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)

@@ -21,6 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from _machine import cpu_name
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = {
     "traker 0.3.2, float16": ("trak", {}),
@@ -126,17 +128,11 @@ def in_a_process(engine: str, options: argparse.Namespace) -> list[float]:
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
-def cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def report(seconds: dict[str, list[list[float]]], options: argparse.Namespace) -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "traker"))
     print(
-        f"{date.today()}, {cpu()}, one core of {os.cpu_count()}, load {os.getloadavg()[0]:.1f} "
+        f"{date.today()}, {cpu_name()}, one core of {os.cpu_count()}, "
+        f"load {os.getloadavg()[0]:.1f} "
         f"(others use the machine where it is above 1), Python {platform.python_version()}, "
         f"{versions}\ndigits_cnn, p = {options.proj_dim}, batches of {options.batch_size}, "
         f"{options.n_samples} samples, {options.repeats} repeats in turns\n"

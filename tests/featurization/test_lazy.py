@@ -409,6 +409,16 @@ def test_featurize__micro_batch_fits_the_memory(
     assert sizes_of_micro_batches(counted, batch_size=6) == [6, 6, 4, 2, 2]
 
 
+def test_featurize__micro_batch_fits_the_budget_whatever_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = model(1, task=_Counts())
+    monkeypatch.setattr(block, "budget_bytes", lambda parameters: 4 * (80 + 4 * 5 + 16 * 53))
+    assert sizes_of_micro_batches(counted) == [4] * 5
+    assert sizes_of_micro_batches(counted, batch_size=6) == [4] * 5
+    assert sizes_of_micro_batches(counted, batch_size=3) == [3, 3, 3, 3, 3, 2, 2, 1]
+
+
 def sizes_of_micro_batches(counted: td.Model, **options) -> list[int]:
     features = td.featurize(samples(), counted, projector=td.Identity(), **options)
     features.compute(scheduler="sync")  # the first time also checks the engine

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import dask
 import pytest
+import torch
 from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
@@ -35,3 +36,9 @@ def test_largest_memory__limits(
     fake = SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
     monkeypatch.setattr(memory, "active_client", lambda: fake)
     assert memory.largest_memory() == expected
+
+
+def test_budget_bytes__grows_with_the_weights_of_large_models() -> None:
+    small, large = torch.empty(1000, device="meta"), torch.empty(10**9, device="meta")
+    assert memory.budget_bytes({"a": small}) == 96 * 2**20
+    assert memory.budget_bytes({"a": small, "b": large}) == 8 * 4 * (10**9 + 1000)

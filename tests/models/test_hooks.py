@@ -43,14 +43,42 @@ def oracle(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack(rows) for name, rows in found.items()}
 
 
-def by_hooks(build: Callable[[], nn.Module], module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+class Collected(dict[str, Tensor]):
+    """A sink that keeps gradients."""
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        assert (first or 0) == (self[name].shape[1] if name in self else 0)
+        self[name] = torch.cat([self[name], gradient], 1) if first else gradient.clone()
+
+
+class WithRoom(Collected):
+    """A sink that says where gradients are to be written, in blocks of 7 elements."""
+
+    def __init__(self, n_rows: int, sizes: dict[str, int]) -> None:
+        self._whole = {
+            name: torch.full((n_rows, 2 * size), torch.nan, dtype=torch.float64)
+            for name, size in sizes.items()
+        }
+        self.n_written = 0
+
+    def room(self, name: str, first: int) -> Tensor:
+        size = self._whole[name].shape[1] // 2
+        return self._whole[name][:, first : min((first // 7 + 1) * 7, size)]
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        super().__call__(name, gradient, first)
+        here = self._whole[name][:, first or 0 :]
+        self.n_written += gradient.data_ptr() == here.data_ptr()
+
+
+def by_hooks(
+    build: Callable[[], nn.Module],
+    module: nn.Module,
+    x: Tensor,
+    sink: Collected | None = None,
+) -> dict[str, Tensor]:
     model = Model(lambda: build().double(), [module.state_dict()], task=Total())
-    found: dict[str, Tensor] = {}
-
-    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
-        assert (first or 0) == (found[name].shape[1] if name in found else 0)
-        found[name] = torch.cat([found[name], gradient], 1) if first else gradient.clone()
-
+    sink = found = Collected() if sink is None else sink
     forward = model.forward(model.checkpoints[0])
     output, q = ENGINES["hooks"](forward, model.task, Batch(x=x), tuple(model.shapes), sink)
     assert torch.equal(output, q)
@@ -364,6 +392,20 @@ def test_hooks__large_gradients_in_parts(
 ) -> None:
     monkeypatch.setitem(hooks._PART_BYTES, "cpu", n_bytes)
     check(*LAYERS[layer])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    ["linear", "linear on tokens", "conv2d", "embedding", "tied weights", "unused parameter"],
+)
+def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
+    build, x = LAYERS[layer]
+    module = made(build)
+    sink = WithRoom(len(x), {name: p.numel() for name, p in module.named_parameters()})
+    found = by_hooks(build, module, x, sink)
+    for name, gradient in oracle(module, x).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+    assert bool(sink.n_written) == (layer not in ("conv2d", "embedding", "tied weights"))
 
 
 def test_part_bytes__larger_on_a_gpu() -> None:

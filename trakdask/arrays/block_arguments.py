@@ -288,17 +288,18 @@ def _stored_graph(array: da.Array) -> HighLevelGraph | None:
     if has_featurize_layer(array.dask.layers):
         return None
     graph = optimize_blockwise(array.dask, keys=[(array.name,)])
-    layers = {name: _without_tasks(layer) for name, layer in graph.layers.items()}
-    stored = {name for name, layer in layers.items() if _is_stored_array(name, layer)}
-    others = [layer for name, layer in layers.items() if name not in stored]
-    if not stored or not all(map(_keeps_rows, others)):
+    steps = {name: each for name, each in graph.layers.items() if isinstance(each, Blockwise)}
+    stored = {name: layer for name, layer in graph.layers.items() if name not in steps}
+    are_stored = all(_is_stored_array(name, layer) for name, layer in stored.items())
+    if not stored or not are_stored or not all(map(_keeps_rows, steps.values())):
         return None
+    layers = stored | {name: _without_tasks(layer) for name, layer in steps.items()}
     return HighLevelGraph(layers, graph.dependencies)
 
 
-def _without_tasks(layer: Layer) -> Layer:
+def _without_tasks(layer: Blockwise) -> Blockwise:
     """Return a layer without the tasks that it keeps once they have been made."""
-    if isinstance(layer, Blockwise) and layer.is_materialized():
+    if layer.is_materialized():
         layer = copy.copy(layer)
         del layer._cached_dict
     return layer
@@ -306,16 +307,14 @@ def _without_tasks(layer: Layer) -> Layer:
 
 def _is_stored_array(name: str, layer: Layer) -> bool:
     """Return whether a layer is what ``from_array`` makes of an array that is not in memory."""
-    if isinstance(layer, Blockwise) or not name.startswith("original-") or len(layer) != 1:
+    if not name.startswith("original-") or len(layer) != 1:
         return False
     (value,) = layer.values()
     return not isinstance(getattr(value, "value", value), np.ndarray)
 
 
-def _keeps_rows(layer: Layer) -> bool:
+def _keeps_rows(layer: Blockwise) -> bool:
     """Return whether each block of the result needs blocks of the same rows only."""
-    if not isinstance(layer, Blockwise):
-        return False
     rows = layer.output_indices[0]
     return all(index is None or rows in index for _, index in layer.indices)
 

@@ -192,10 +192,10 @@ def _same(block: Block, axis: Any, keepdims: bool) -> Block:
 def add(blocks: Blocks, axis: Any = None, keepdims: bool = False) -> Block:
     """Return the sum of blocks in list order, without concatenating them."""
     remaining = flat(blocks)
-    # A copy, because the scheduler owns the blocks and may pass them to another task, too.
-    total = next(remaining).copy()
+    total = first = next(remaining)
     for block in remaining:
-        total += block
+        # The scheduler owns the blocks and may pass them to another task, too.
+        total = np.add(total, block, out=None if total is first else total)
     return total if keepdims else total[0]
 
 

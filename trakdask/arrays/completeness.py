@@ -23,8 +23,8 @@ from trakdask.arrays.blocks import (
     flat,
     require_features,
 )
+from trakdask.arrays.decomposition import Inverse, Spectrum
 from trakdask.arrays.gram import pooled
-from trakdask.arrays.spectrum import Spectrum
 
 __all__ = [
     "CURVE",
@@ -49,11 +49,9 @@ _LEFT_OUT_BLOCKS = 8
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
 
 
-def _inverse(spectrum: Spectrum) -> npt.NDArray[np.float64]:
-    """Return 1/(s + ρ tr(K)/n), (p, ρ); NaN where K is all 0."""
-    if not spectrum.mean > 0:
-        return np.full((len(spectrum.values), len(GRID)), np.nan)
-    return 1 / (spectrum.values[:, None] + GRID * spectrum.mean)
+def _inverse(spectrum: Spectrum) -> Inverse:
+    """Return (K + λI)⁻¹ for every λ = ρ tr(K)/n of the grid; NaN where K is all 0."""
+    return spectrum.inverse(GRID * (spectrum.mean if spectrum.mean > 0 else np.nan))
 
 
 def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
@@ -149,7 +147,9 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
 
 
 def _directions(spectrum: Spectrum) -> Block:
-    return (spectrum.vectors @ (_inverse(spectrum) * spectrum.loss[:, None]))[:, :, None]
+    inverse = _inverse(spectrum)
+    along = spectrum.vectors @ (inverse.along * spectrum.loss[:, None])
+    return (along + spectrum.total[:, None] * inverse.rest)[:, :, None]
 
 
 def _totals(feature: Blocks, directions: Blocks) -> Block:
@@ -214,9 +214,12 @@ def left_out(
 def _left_out(phi: Block, g: Block, spectrum: Spectrum, h: Block | None, *curves: Block) -> Block:
     if any(is_followed(curve) for curve in curves):
         return np.full((len(phi), len(GRID), 1), np.nan)
-    along, inverse = phi[:, :, 0] @ spectrum.vectors, _inverse(spectrum)
-    total = along @ (inverse * spectrum.loss[:, None])
-    leverage = np.square(along, out=along) @ inverse
+    rows, inverse = phi[:, :, 0].astype(np.float64, copy=False), _inverse(spectrum)
+    along = rows @ spectrum.vectors
+    total = along @ (inverse.along * spectrum.loss[:, None])
+    total += np.outer(rows @ spectrum.total, inverse.rest)
+    leverage = np.square(along, out=along) @ inverse.along
+    leverage += np.outer(np.einsum("sp,sp->s", rows, rows), inverse.rest)
     weight = 1.0 if h is None else h
     result = (total - g[:, None] * leverage) / (1 - weight * leverage)
     return np.asarray(result)[:, :, None]

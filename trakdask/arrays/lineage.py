@@ -14,7 +14,7 @@ import dask.array as da
 import numpy as np
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-__all__ = ["Selection", "is_in_memory", "selection", "sources"]
+__all__ = ["Selection", "columns", "is_in_memory", "selection", "sources"]
 
 _SELECTING = ("getitem", "concatenate", "rechunk-merge", "rechunk-split", "blocks")
 """Names, before the token, of dask layers that move values without changing them."""
@@ -85,17 +85,41 @@ def selection(data: da.Array, names: Collection[str]) -> Selection:
     ((slice(-1, -4, -1),), (1,))
     """
     first, last = ((block, *(0,) * (data.ndim - 1)) for block in (0, data.numblocks[0] - 1))
+    if data.name in names:
+        return Selection(((0,), (last[0],)), (), tuple(range(data.numblocks[-1])))
     rows, columns = [], []
     for block in (first, last):
         indices, blocks = _ancestry(data, block, names)
         rows.append(tuple(_along(indices, 0)) + tuple(sorted(key[0] for key in blocks)))
         if block == first and data.ndim == 3:
-            columns = [index for index in _along(indices, 1) if not _is_prefix(index)]
+            columns = _columns(indices)
     checkpoints = []
     for i in range(data.numblocks[-1]):
         _, blocks = _ancestry(data, (*first[:-1], i), names)
         checkpoints.append(min(key[-1] for key in blocks))
     return Selection(tuple(rows), tuple(columns), tuple(checkpoints))
+
+
+def columns(data: da.Array) -> tuple[Any, ...]:
+    """Return the indices that select columns of the sources of a (row, column, ...) array.
+
+    They are as in :class:`Selection`, so arrays with equal ones have the same columns.
+
+    Examples
+    --------
+    >>> x = da.ones((4, 3, 2), chunks=(2, 3, 1))
+    >>> columns(x[1:]), columns(x[:, :2]), columns(x[:, ::-1])
+    ((), (), (slice(-1, -4, -1),))
+    """
+    names = sources(data)
+    if data.name in names:
+        return ()
+    indices, _ = _ancestry(data, (0,) * data.ndim, names)
+    return tuple(_columns(indices))
+
+
+def _columns(indices: list[tuple[Any, ...]]) -> list[Any]:
+    return [index for index in _along(indices, 1) if not _is_prefix(index)]
 
 
 def _ancestry(

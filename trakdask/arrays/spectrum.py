@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import dask
 import dask.array as da
@@ -20,10 +20,10 @@ from trakdask.arrays.blocks import (
     product_dtype,
     require_features,
 )
+from trakdask.arrays.decomposition import Inverse, Spectrum, decompose
 from trakdask.arrays.solve import require_finite, without_trace
 
 __all__ = [
-    "Spectrum",
     "closed_form_damping",
     "eigenvectors",
     "from_eigenvectors",
@@ -33,16 +33,6 @@ __all__ = [
     "solve",
     "spectrum",
 ]
-
-
-class Spectrum(NamedTuple):
-    """K = V diag(s) Vᵀ of one checkpoint, ``loss`` = Vᵀ r, and ``mean`` = tr(K)/n."""
-
-    values: npt.NDArray[np.float64]
-    vectors: npt.NDArray[np.float64]
-    loss: npt.NDArray[np.float64]
-    mean: float
-    label: str
 
 
 def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[str]) -> da.Array:
@@ -77,7 +67,12 @@ def _mean_trace(
 
 
 def spectrum(
-    gram: da.Array, loss_gradient: da.Array | None, n_sample: int, labels: Sequence[str]
+    gram: da.Array,
+    loss_gradient: da.Array | None,
+    n_sample: int,
+    labels: Sequence[str],
+    *,
+    n_component: int | None = None,
 ) -> da.Array:
     """Decompose the Gram matrix of every checkpoint, once for all λ.
 
@@ -92,6 +87,8 @@ def spectrum(
         Samples that both are sums over.
     labels
         The checkpoints' names, for errors.
+    n_component
+        Of :func:`trakdask.arrays.decomposition.component_count`; None for p.
 
     Returns
     -------
@@ -105,13 +102,12 @@ def spectrum(
 
     Notes
     -----
-    Cost: one eigendecomposition by divide and conquer, about 9 p³ flops and 32 p² bytes in a task,
-    whose result has 8 p² bytes. Eigenvalues that rounding made negative count as 0. NumPy's routine
-    releases Python's lock; SciPy's drivers hold it and are no faster.
+    Cost: that of :func:`trakdask.arrays.decomposition.decompose`, and 32 p² bytes in a task whose
+    result has 8 p² bytes. Eigenvalues that rounding made negative count as 0.
     """
     loss = [None, None] if loss_gradient is None else [loss_gradient, "pc"]
     result: da.Array = da.blockwise(
-        functools.partial(_spectrum, n_sample=n_sample),
+        functools.partial(_spectrum, n_sample=n_sample, n_component=n_component),
         "c",
         gram,
         "pqc",
@@ -120,7 +116,7 @@ def spectrum(
         "c",
         concatenate=False,
         align_arrays=False,
-        name="spectrum-" + tokenize(gram.name, loss_gradient, n_sample, labels),
+        name="spectrum-" + tokenize(gram.name, loss_gradient, n_sample, labels, n_component),
         dtype=object,
         meta=np.empty((0,), object),
     )
@@ -128,29 +124,34 @@ def spectrum(
 
 
 def _spectrum(
-    gram: Blocks, loss_gradient: Blocks | None, label: Block, *, n_sample: int
+    gram: Blocks,
+    loss_gradient: Blocks | None,
+    label: Block,
+    *,
+    n_sample: int,
+    n_component: int | None,
 ) -> Spectrum:
     (block,) = flat(gram)
     name = str(label[0])
     require_finite(block, name)
     matrix = block[:, :, 0].astype(np.float64, copy=False)
-    values, vectors = np.linalg.eigh(matrix)
-    mean = float(np.trace(matrix)) / n_sample
-    return Spectrum(np.maximum(values, 0), vectors, _loss(vectors, loss_gradient), mean, name)
+    values, vectors = decompose(matrix, n_component or len(matrix))
+    total, mean = _total(len(matrix), loss_gradient), float(np.trace(matrix)) / n_sample
+    return Spectrum(values, vectors, vectors.T @ total, total, mean, name)
 
 
-def _loss(
-    vectors: npt.NDArray[np.float64], loss_gradient: Blocks | None
-) -> npt.NDArray[np.float64]:
-    """Return Vᵀ r, NaN without r."""
+def _total(proj_dim: int, loss_gradient: Blocks | None) -> npt.NDArray[np.float64]:
+    """Return r, NaN if it is not given."""
     if loss_gradient is None:
-        return np.full(vectors.shape[1], np.nan)
+        return np.full(proj_dim, np.nan)
     (r,) = flat(loss_gradient)
-    loss: npt.NDArray[np.float64] = vectors.T @ r[:, 0].astype(np.float64)
-    return loss
+    total: npt.NDArray[np.float64] = r[:, 0].astype(np.float64)
+    return total
 
 
-def eigenvectors(spectrum: da.Array, proj_dim: int) -> tuple[da.Array, da.Array]:
+def eigenvectors(
+    spectrum: da.Array, proj_dim: int, n_component: int | None = None
+) -> tuple[da.Array, da.Array]:
     """Return the eigenvalues and eigenvectors of a spectrum, as :func:`from_eigenvectors` takes.
 
     Examples
@@ -161,13 +162,13 @@ def eigenvectors(spectrum: da.Array, proj_dim: int) -> tuple[da.Array, da.Array]
     ([1.0, 1.0], (2, 2, 1))
     """
     shared: dict[str, Any] = {"align_arrays": False, "dtype": np.float64}
-    token = tokenize(spectrum.name, proj_dim)
+    token = tokenize(spectrum.name, proj_dim, n_component := n_component or proj_dim)
     values = da.blockwise(
-        _values, "kc", spectrum, "c", new_axes={"k": proj_dim},
+        _values, "kc", spectrum, "c", new_axes={"k": n_component},
         name=f"eigenvalues-{token}", meta=np.empty((0, 0)), **shared,
     )  # fmt: skip
     vectors = da.blockwise(
-        _vectors, "pkc", spectrum, "c", new_axes={"p": proj_dim, "k": proj_dim},
+        _vectors, "pkc", spectrum, "c", new_axes={"p": proj_dim, "k": n_component},
         name=f"eigenvectors-{token}", meta=np.empty((0, 0, 0)), **shared,
     )  # fmt: skip
     return values, vectors
@@ -193,9 +194,9 @@ def from_eigenvectors(
     Parameters
     ----------
     values
-        (component, checkpoint) float64, chunks (p, 1).
+        (component, checkpoint) float64, chunks (k, 1).
     vectors
-        (proj_dim, component, checkpoint) float, chunks (p, p, 1).
+        (proj_dim, component, checkpoint) float, chunks (p, k, 1).
     loss_gradient, n_sample, labels
         As in :func:`spectrum`; without ``loss_gradient`` the result is for :func:`solve` only.
 
@@ -228,7 +229,8 @@ def _from_eigenvectors(
 ) -> Spectrum:
     ((s,), (v,)) = flat(values), flat(vectors)
     s, v = s[:, 0], v[:, :, 0]
-    return Spectrum(s, v, _loss(v, loss_gradient), float(s.sum()) / n_sample, str(label[0]))
+    total, mean = _total(len(v), loss_gradient), float(s.sum()) / n_sample
+    return Spectrum(s, v, v.T @ total, total, mean, str(label[0]))
 
 
 def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> bool:
@@ -309,7 +311,7 @@ def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
 
     Notes
     -----
-    Cost: 4 p² flops per target and checkpoint, in float64.
+    Cost: 4 p² flops per target and checkpoint, 4 p n for n components, in float64.
     """
     require_features(target, name="target", caller="solve")
     dtype = product_dtype(target)
@@ -332,25 +334,26 @@ def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
 
 
 def _solve(target: Block, spectrum: Spectrum, damping: Block) -> Block:
-    system = _damped(spectrum, damping)
+    inverse, phi = _inverse(spectrum, damping), target[:, :, 0]
     with np.errstate(invalid="ignore"):  # a NaN target stays NaN, alone
-        along = target[:, :, 0] @ spectrum.vectors
-        solved = (along / system) @ spectrum.vectors.T
+        along = phi @ spectrum.vectors
+        solved = (along * inverse.along[:, 0]) @ spectrum.vectors.T
+        solved += phi * inverse.rest
     return np.asarray(solved.astype(product_dtype(target), copy=False)[:, :, None])
 
 
-def _damped(spectrum: Spectrum, damping: Block) -> npt.NDArray[np.float64]:
-    """Return the eigenvalues of K + λI."""
-    system = spectrum.values + float(damping[0])
+def _inverse(spectrum: Spectrum, damping: Block) -> Inverse:
+    is_whole = len(spectrum.vectors) == len(spectrum.values)
+    smallest = float(spectrum.values.min()) if is_whole else 0.0
     # What rounding left of an eigenvalue 0 is no number to divide by.
     least = np.finfo(np.float64).eps * spectrum.values.max(initial=0)
-    if not system.min() > least:
+    if not smallest + float(damping[0]) > least:
         raise np.linalg.LinAlgError(
             f"expected K + λI to be positive definite, got one of checkpoint {spectrum.label!r} "
             f"that is not in float64 (λ = {float(damping[0]):.3g}, smallest eigenvalue of K = "
-            f"{spectrum.values.min():.3g}); try a larger damping"
+            f"{smallest:.3g}); try a larger damping"
         )
-    return system
+    return spectrum.inverse(damping)
 
 
 def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Array:
@@ -387,9 +390,11 @@ def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Arr
 
 
 def _leverage(feature: Blocks, spectrum: Spectrum, damping: Block) -> Block:
-    inverse, own = 1 / _damped(spectrum, damping), []
+    inverse, own = _inverse(spectrum, damping), []
     for block in flat(feature):
+        phi = block[:, :, 0]
         with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
-            along = block[:, :, 0] @ spectrum.vectors
-            own.append(np.square(along, out=along) @ inverse)
+            along = phi @ spectrum.vectors
+            forms = np.square(along, out=along) @ inverse.along[:, 0]
+            own.append(forms + inverse.rest * np.einsum("sp,sp->s", phi, phi, dtype=np.float64))
     return np.concatenate(own)[:, None]

@@ -52,7 +52,8 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     validate(features, ["feature"], what="features")
     made_from = origin(features)
     features = lazy_features(features)
-    data = arrays.gram.gram(features.feature.data, weight_data(features, weights))
+    h = None if weights is None else weight_data(features, weights)
+    data = arrays.gram.gram(features.feature.data, h)
     named = Weights() if weights is None else Weights(gram="given")
     attrs = VARIABLES["gram"].attrs | named.attrs(features) | made_from
     coords = {CHECKPOINT: features[CHECKPOINT]}

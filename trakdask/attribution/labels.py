@@ -1,4 +1,4 @@
-"""Labels of scores: their coords and attrs, from those of the features on both sides."""
+"""Labels of scores: their dimensions, coords and attrs, from the features on both sides."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ import numpy as np
 import xarray as xr
 
 from trakdask._version import __version__
+from trakdask.attribution.sides import Side
 from trakdask.provenance import FEATURE_SPEC, as_text
-from trakdask.variables import (
-    SAMPLE,
-    TARGET,
-    TARGET_PREFIX,
-    VARIABLES,
-    coords_along,
-    may_have_failed,
-)
+from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, coords_along
 
 __all__ = [
     "labelled",
+    "labels_of_samples",
+    "labels_of_scores",
+    "labels_of_targets",
     "require_flag",
-    "require_own_names",
-    "sample_coords",
     "score_attrs",
-    "target_coords",
 ]
+
+Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
+"""Dimensions, and coords along them."""
 
 
 def labelled(
@@ -36,44 +33,71 @@ def labelled(
     return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
 
 
-def sample_coords(ds: xr.Dataset) -> dict[Hashable, Any]:
-    """Return the coords of samples alone."""
-    return {**coords_along(ds, SAMPLE)}
-
-
-def target_coords(targets: xr.Dataset) -> dict[Hashable, Any]:
-    """Return the same for targets, with their prefix."""
-    coords = sample_coords(targets)
-    return {f"{TARGET_PREFIX}{name}": (TARGET, coord.values) for name, coord in coords.items()}
-
-
 def require_flag(name: str, value: object) -> None:
     """Refuse anything but True and False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
 
 
-def require_own_names(features: xr.Dataset, targets: xr.Dataset) -> None:
-    """Refuse coords of training samples that have the names of the targets' coords."""
-    both = [name for name in sample_coords(features) if name in target_coords(targets)]
-    if both:
+def labels_of_scores(of: Side, targets: Side) -> Labels:
+    """Return the dimensions and coords of scores.
+
+    Raises
+    ------
+    ValueError
+        If coords of training samples have the names of the targets' coords.
+    """
+    dims, coords = labels_of_samples(of)
+    target_dims, target_coords = labels_of_targets(targets, of)
+    if both := [name for name in coords if name in target_coords]:
         raise ValueError(
             f"expected names of the training samples' coords that scores do not have for the "
             f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
         )
+    return (*dims, *target_dims), coords | target_coords
 
 
-def score_attrs(
-    features: xr.Dataset, targets: xr.Dataset, made: Mapping[str, str]
-) -> dict[str, Any]:
+def labels_of_samples(of: Side) -> Labels:
+    """Return the dimensions and coords of training samples and of their parts."""
+    return (SAMPLE, of.part) if of.part else (SAMPLE,), coords_along(of.ds, SAMPLE) | _of_parts(of)
+
+
+def labels_of_targets(targets: Side, of: Side | None = None) -> Labels:
+    """Return the dimensions and coords of targets and of their parts, with their prefix.
+
+    If samples have parts of the same kind, the dimension of those of targets is renamed.
+    """
+    coords: dict[Hashable, Any] = {
+        f"{TARGET_PREFIX}{name}": (TARGET, coord.values)
+        for name, coord in coords_along(targets.ds, SAMPLE).items()
+    }
+    part = targets.part
+    if part is None:
+        return (TARGET,), coords
+    renamed = f"{TARGET_PREFIX}{part}" if of is not None and of.part == part else part
+    names = {SAMPLE: TARGET, part: renamed}
+    for name, coord in _of_parts(targets).items():
+        own = name if name == part == renamed else f"{TARGET_PREFIX}{name}"
+        coords[own] = xr.Variable([names[str(d)] for d in coord.dims], coord.data, coord.attrs)
+    return (TARGET, renamed), coords
+
+
+def _of_parts(side: Side) -> dict[Hashable, xr.Variable]:
+    """Return the coords that run along the parts, such as the text of tokens."""
+    if side.part is None:
+        return {}
+    return {name: c.variable for name, c in side.ds.coords.items() if side.part in c.dims}
+
+
+def score_attrs(training: Side, targets: Side, made: Mapping[str, str]) -> dict[str, Any]:
     """Return the attrs of scores: how features were made, and how scores were made from them."""
-    attrs = {name: features.attrs[name] for name in FEATURE_SPEC if name in features.attrs}
-    attrs.pop("parameters", None)
-    return as_text(attrs) | {
-        "description": VARIABLES["score"].attrs["description"],
+    attrs = training.ds.attrs
+    kept = {name: attrs[name] for name in FEATURE_SPEC if name in attrs and name != "parameters"}
+    return as_text(kept) | {
+        **VARIABLES["score"].attrs,
         **made,
-        "source": features.attrs.get("source", ""),
-        "target_source": targets.attrs.get("source", ""),
-        **({"target_on_error": "record"} if may_have_failed(targets) else {}),
+        "source": attrs.get("source", ""),
+        "target_source": targets.ds.attrs.get("source", ""),
+        **({"target_on_error": "record"} if targets.may_have_failed else {}),
         "trakdask_version": __version__,
     }

@@ -38,9 +38,6 @@ __all__ = [
 _REDUCED = ("feature", "out_to_loss")
 """Arrays that a gram matrix is reduced from; the second one only where its weights need it."""
 
-_CHOOSING = ("gram", "loss_gradient")
-"""What λ is chosen with."""
-
 EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
 DAMPING = "damping"
 
@@ -81,46 +78,62 @@ class Matrices:
 
 def matrices(features: xr.Dataset, options: Options) -> Matrices:
     """Return the matrices that an estimator and its λ need; features are chunked already."""
-    given, weights = weight_data(features, options.weights), options.estimator.weights
-    choosing = options.estimator.choosing
-    needed = [choosing, weights] if options.is_damped_by_outputs else [weights]
+    given = None if options.weights is None else weight_data(features, options.weights)
+    weights, choosing = options.estimator.weights, options.estimator.choosing
+    by_outputs = options.is_damped_by_outputs
+    needed = {weights, choosing} if by_outputs else {weights}
     if given is not None:  # the gram matrix of given weights is never stored
-        needed = [each for each in needed if each != weights]
-    if any(stored_matrix(features, "gram", each) is not None for each in needed):
-        features = without_foreign_matrices(features)
-    own = None if given is not None else stored_decomposition(features, weights)
+        needed.discard(weights)
+    features, stored = _stored_grams(features, needed)
+    gram = stored.get(weights)
+    own = None if gram is None else _decomposition(features, gram)
     damping = None if own is None else stored_damping(features, options)
-    if damping is not None or not options.is_damped_by_outputs:
-        return Matrices(*_gram(features, weights, given), decomposition=own, damping=damping)
+    if damping is not None or not by_outputs:
+        return Matrices(*_gram(features, weights, given, gram), decomposition=own, damping=damping)
     validate(features, ["output", "out_to_loss"], what="features")
     is_same = choosing == weights
-    chosen_by = _choosing_matrices(features, choosing, given if is_same else None)
-    if is_same and (given is not None or stored_matrix(features, "gram", weights) is None):
+    chosen_by = _choosing_matrices(
+        features, choosing, given if is_same else None, stored.get(choosing)
+    )
+    if is_same and gram is None:
         return Matrices(chosen_by.gram, chosen_by.n_samples, chosen_by)
-    return Matrices(*_gram(features, weights, given), chosen_by, decomposition=own)
+    return Matrices(*_gram(features, weights, given, gram), chosen_by, decomposition=own)
 
 
-def _gram(features: xr.Dataset, weights: Weights, given: da.Array | None) -> tuple[da.Array, int]:
+def _stored_grams(
+    features: xr.Dataset, needed: set[Weights]
+) -> tuple[xr.Dataset, dict[Weights, da.Array]]:
+    """Return the stored gram matrices by their weights, and features without foreign ones."""
+    found = {each: stored_matrix(features, "gram", each) for each in needed}
+    stored = {each: matrix for each, matrix in found.items() if matrix is not None}
+    if stored:
+        features = without_foreign_matrices(features)
+    return features, stored if "gram" in features else {}
+
+
+def _gram(
+    features: xr.Dataset, weights: Weights, given: da.Array | None, stored: da.Array | None
+) -> tuple[da.Array, int]:
     """Return the stored gram matrix, or reduce it; and the number of its samples."""
-    matrix = stored_matrix(features, "gram", weights) if given is None else None
-    if matrix is not None:
-        return matrix, _stored_samples(features)
+    if stored is not None:
+        return stored, _stored_samples(features)
     h = weights.gram_data(features) if given is None else given
     return arrays.gram.gram(features.feature.data, h), features.sizes[SAMPLE]
 
 
 def _choosing_matrices(
-    features: xr.Dataset, weights: Weights, given: da.Array | None
+    features: xr.Dataset, weights: Weights, given: da.Array | None, gram: da.Array | None
 ) -> ChoosingMatrices:
+    """Return what λ is chosen with; ``gram`` is the stored gram matrix of these weights, if any."""
     h, g = weights.gram_data(features) if given is None else given, weights.loss_data(features)
-    gram, loss_gradient = (stored_matrix(features, name, weights) for name in _CHOOSING)
-    is_whole = features.sizes[SAMPLE] == _stored_samples(features) if gram is not None else False
-    if given is None and loss_gradient is None and is_whole:
-        # Other checkpoints are pooled than when it was stored; the gram matrices are the same.
-        loss_gradient = arrays.completeness.loss_gradient(features.feature.data, g)
-    if given is None and gram is not None and loss_gradient is not None:
-        known = stored_decomposition(features, weights)
-        return ChoosingMatrices(gram, loss_gradient, _stored_samples(features), h, g, known)
+    if gram is not None:
+        loss_gradient, n = stored_matrix(features, "loss_gradient", weights), features.sizes[SAMPLE]
+        if loss_gradient is None and n == _stored_samples(features):
+            # Other checkpoints are pooled than when it was stored; the gram matrices are the same.
+            loss_gradient = arrays.completeness.loss_gradient(features.feature.data, g)
+        if loss_gradient is not None:
+            known = _decomposition(features, gram)
+            return ChoosingMatrices(gram, loss_gradient, _stored_samples(features), h, g, known)
     gram, loss_gradient = arrays.gram.gram_and_sum(features.feature.data, h, g)
     return ChoosingMatrices(gram, loss_gradient, features.sizes[SAMPLE], h, g)
 
@@ -156,11 +169,19 @@ def stored_decomposition(
     They are used if that gram matrix is stored, too, and is still the array that was decomposed.
     """
     gram = stored_matrix(features, "gram", weights)
-    if gram is None or EIGENVALUES not in features or EIGENVECTORS not in features:
+    return None if gram is None else _decomposition(features, gram)
+
+
+def _decomposition(features: xr.Dataset, gram: da.Array) -> tuple[da.Array, da.Array] | None:
+    """Return the stored eigenvalues and eigenvectors, if they are of this gram matrix."""
+    if EIGENVALUES not in features or EIGENVECTORS not in features:
         return None
     validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
     values, vectors = features[EIGENVALUES].data, features[EIGENVECTORS].data
-    if vectors.shape != gram.shape or values.shape != gram.shape[1:]:
+    n_component = (vectors.shape[0], _stored_samples(features))
+    if vectors.shape[::2] != gram.shape[::2] or values.shape != vectors.shape[1:]:
+        return None
+    if vectors.shape[1] not in n_component:
         return None
     root = features[EIGENVECTORS].attrs.get(ORIGIN, {}).get("gram")
     if lineage.sources(gram, root) == {root}:
@@ -301,13 +322,11 @@ def _has_diagonal_of(features: xr.Dataset) -> bool:
     return bool(np.allclose(expected, diagonal, rtol=1e-4, atol=1e-6 * largest, equal_nan=True))
 
 
-def weight_data(features: xr.Dataset, weights: xr.DataArray | None) -> da.Array | None:
+def weight_data(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
     """Return given weights (sample, checkpoint) in the chunks of the features, checked.
 
     By their labels where both sides have them: see :func:`trakdask.variables.aligned`.
     """
-    if weights is None:
-        return None
     shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
     if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
         weights = aligned(weights, features, what="weights")

@@ -18,15 +18,15 @@ from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Es
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.labels import (
     labelled,
+    labels_of_samples,
+    labels_of_scores,
+    labels_of_targets,
     require_flag,
-    require_own_names,
-    sample_coords,
     score_attrs,
-    target_coords,
 )
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import Solver, solver
-from trakdask.attribution.sides import coords_of_parts, coords_of_targets, dims_of_scores
+from trakdask.attribution.sides import Side, part_dim
 from trakdask.checks import shown
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
@@ -43,6 +43,7 @@ from trakdask.variables import (
     TARGET,
     TARGET_PREFIX,
     lazy_features,
+    may_have_failed,
     validate,
 )
 
@@ -176,12 +177,11 @@ def score_parts(
     )
     _require_whole_columns(features, divided)
     require_comparable(features, divided.like, name="parts'")
-    features = lazy_features(features)
-    made = _Asked(solver(features, options), divided, average=average)
+    training = Side(lazy_features(features))
+    asked = _Asked(solver(training.ds, options), divided, training, on_error, average=average)
     if divides_targets:
-        side = features if of is None else lazy_features(of)
-        return _of_targets(made, features, side, by)
-    return _of_samples(made, features, lazy_features(targets))
+        return _of_targets(asked, training if of is None else Side(lazy_features(of)), by)
+    return _of_samples(asked, Side(lazy_features(targets), None, may_have_failed(targets)))
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,15 @@ class _Asked:
 
     solver: Solver
     divided: PartProducts
+    training: Side
+    on_error: OnError
     average: bool
+
+    @property
+    def side(self) -> Side:
+        """What is divided."""
+        like = self.divided.like
+        return Side(like, part_dim(like), self.on_error == "record")
 
     def pooled(self, weight: da.Array) -> da.Array:
         """Return the weights of samples, (sample, 1), or (sample, checkpoint) if not pooled."""
@@ -201,53 +209,45 @@ class _Asked:
         return data.mean(axis=-1, dtype=data.dtype) if self.average else data
 
     def labelled(
-        self, dims: tuple[str, ...], data: da.Array, coords: dict[Any, Any], attrs: Any
+        self, dims: tuple[str, ...], data: da.Array, coords: dict[Any, Any], targets: Side
     ) -> xr.DataArray:
+        like = self.divided.like
         if not self.average:
-            dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: self.divided.like[CHECKPOINT]}
-        return labelled("score", dims, data, coords, attrs)
+            dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: like[CHECKPOINT]}
+        attrs = score_attrs(self.training, targets, self.solver.attrs)
+        return labelled("score", dims, data, coords, attrs | {"parts": str(like.attrs["parts"])})
 
 
-def _of_samples(asked: _Asked, features: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:
-    of, solver = asked.divided.like, asked.solver
-    require_own_names(of, targets)
+def _of_samples(asked: _Asked, targets: Side) -> xr.DataArray:
+    of, solver = asked.side, asked.solver
+    dims, coords = labels_of_scores(of, targets)
     found = asked.divided.arrays(solver.vectors(targets))
     q = xr.Dataset({"out_to_loss": ((SAMPLE, CHECKPOINT), found["out_to_loss"])})
-    weight = asked.pooled(solver.weight(q.assign_coords({CHECKPOINT: of[CHECKPOINT]})))
+    weight = asked.pooled(solver.weight(Side(q.assign_coords({CHECKPOINT: of.ds[CHECKPOINT]}))))
     product = found["product"]
     data = asked.averaged(product * weight.astype(product.dtype)[:, None, None, :])
-    coords = {**sample_coords(of), **coords_of_parts(of), **target_coords(targets)}
-    coords |= _errors(found, SAMPLE, "error")
-    attrs = score_attrs(features, targets, solver.attrs) | {"parts": str(of.attrs["parts"])}
-    return asked.labelled(dims_of_scores(of, targets), data, coords, attrs)
+    return asked.labelled(dims, data, coords | _errors(found, SAMPLE, "error"), targets)
 
 
-def _of_targets(
-    asked: _Asked, features: xr.Dataset, side: xr.Dataset, by: str | None
-) -> xr.DataArray:
-    targets, solver = asked.divided.like, asked.solver
-    weight = solver.weight(side)
-    dims = dims_of_scores(side, targets)
-    coords = {**target_coords(targets), **coords_of_targets(targets)}
+def _of_targets(asked: _Asked, of: Side, by: str | None) -> xr.DataArray:
+    targets, solver = asked.side, asked.solver
+    weight = solver.weight(of)
     if by is None:
-        require_own_names(side, targets)
-        vectors = solver.vectors(side)
+        dims, coords = labels_of_scores(of, targets)
+        vectors = solver.vectors(of)
         vectors = vectors * asked.pooled(weight).astype(vectors.dtype)[:, None, :]
-        coords |= sample_coords(side)
     else:
-        known = list(map(str, sample_coords(side)))
+        dims, coords = labels_of_targets(targets)
+        known = list(map(str, labels_of_samples(of)[1]))
         by = require_group_coord(by, known, [TARGET, *map(str, coords)])
-        codes, groups = group_codes(side[by].values)
-        x = side.feature.data
-        sums = arrays.groups.group_sum(x, weight, codes, len(groups), pooled=solver.pooled)
+        codes, groups = group_codes(of.ds[by].values)
+        sums = arrays.groups.group_sum(of.rows(), weight, codes, len(groups), pooled=solver.pooled)
         vectors = solver.solve(sums)
-        coords |= {by: (by, groups)}
-        dims = (by, *dims[1:])
+        dims, coords = (by, *dims), coords | {by: (by, groups)}
     found = asked.divided.arrays(vectors)
     data = asked.averaged(da.moveaxis(found["product"], 2, 0))
-    coords |= _errors(found, TARGET, f"{TARGET_PREFIX}error")
-    attrs = score_attrs(features, targets, solver.attrs) | {"parts": str(targets.attrs["parts"])}
-    return asked.labelled(dims, data, coords, attrs)
+    errors = _errors(found, TARGET, f"{TARGET_PREFIX}error")
+    return asked.labelled(dims, data, coords | errors, targets)
 
 
 def _errors(found: dict[str, da.Array], dim: str, name: str) -> dict[Hashable, Any]:
@@ -325,9 +325,7 @@ def _projector(features: xr.Dataset) -> Projector:
 def _require_whole_columns(features: xr.Dataset, divided: PartProducts) -> None:
     """Refuse features of which columns were selected: vectors must have all of them."""
     width, data = divided.like.sizes[PROJ_DIM], features["feature"].data
-    is_selected = isinstance(data, da.Array) and bool(
-        lineage.selection(data, lineage.sources(data)).columns
-    )
+    is_selected = isinstance(data, da.Array) and bool(lineage.columns(data))
     if features.sizes[PROJ_DIM] != width or is_selected:
         raise ValueError(
             f"expected features with all {width} columns of their projector, in order, got "

@@ -15,10 +15,10 @@ from trakdask.attribution.dampings import Absolute
 from trakdask.attribution.estimators import Weights
 from trakdask.attribution.options import LearningRates, Options
 from trakdask.attribution.regularization import Regularized, regularize
-from trakdask.attribution.sides import rows, spread, whole
+from trakdask.attribution.sides import Side
 from trakdask.variables import CHECKPOINT, aligned
 
-__all__ = ["Factors", "Solver", "factors", "solver"]
+__all__ = ["Solver", "solver"]
 
 _PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
 _FORMULAS = {
@@ -31,63 +31,47 @@ _FORMULAS = {
 
 
 @dataclass(frozen=True)
-class Factors:
-    """score = mean_c[ weight_c(z) φ_c(z)·solved_c(t) ]; ``attrs`` say how it was made.
-
-    Where ``pooled``, each checkpoint's weight is replaced by their mean.
-    """
-
-    solved: da.Array
-    weight: da.Array
-    attrs: dict[str, str]
-    pooled: bool = True
-
-
-@dataclass(frozen=True)
 class Solver:
     """The two sides of an estimator's product, each of which can be asked for alone.
 
-    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made.
+    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made. Where
+    ``pooled``, the weights of checkpoints are replaced by their mean.
     """
 
     options: Options
     matrix: Regularized | None
     attrs: dict[str, str]
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the weights of checkpoints are replaced by their mean."""
-        return self.options.estimator.name not in ("grad_cos", "tracin")
+    pooled: bool = True
 
     def solve(self, vectors: da.Array) -> da.Array:
         """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
         return vectors if self.matrix is None else self.matrix.solve(vectors)
 
-    def vectors(self, targets: xr.Dataset) -> da.Array:
+    def vectors(self, targets: Side) -> da.Array:
         """Return what features are multiplied with, for targets or their parts."""
-        solved = self.solve(rows(targets))
+        solved = self.solve(targets.rows())
         if self.options.estimator.name != "grad_cos":
             return solved
-        norms = spread(targets, arrays.weights.inverse_norm(_norm(targets)))
+        norms = targets.spread(arrays.weights.inverse_norm(_norm(targets)))
         unit: da.Array = solved * norms.astype(solved.dtype)[:, None, :]
         return unit
 
-    def weight(self, of: xr.Dataset) -> da.Array:
-        """Return the weight of each sample, (sample, checkpoint)."""
-        name, q = self.options.estimator.name, of.out_to_loss.data
+    def weight(self, of: Side) -> da.Array:
+        """Return the weight of each row, (row, checkpoint)."""
+        name, q = self.options.estimator.name, of.ds.out_to_loss.data
         if name == "grad_cos":
-            return _with_nan_spread(_sign(q) * arrays.weights.inverse_norm(_norm(of)))
-        if name == "tracin":
+            weight = _with_nan_spread(_sign(q) * arrays.weights.inverse_norm(_norm(of)))
+        elif name == "tracin":
             # The product is a mean over checkpoints; TracIn is a sum.
-            rates = _learning_rates(of, self.options.learning_rates)
-            return _with_nan_spread(q * (len(rates) * rates)[None, :])
-        weight = self.options.estimator.weights.loss_data(of)
-        if name != "relatif" or self.matrix is None:
-            return weight
-        own = self.matrix.leverage(whole(of)).mean(axis=1, keepdims=True)
-        norm = arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
-        relative: da.Array = _sign(weight) * norm
-        return relative
+            rates = _learning_rates(of.ds, self.options.learning_rates)
+            weight = _with_nan_spread(q * (len(rates) * rates)[None, :])
+        else:
+            weight = self.options.estimator.weights.loss_data(of.ds)
+        if name == "relatif" and self.matrix is not None:
+            own = self.matrix.leverage(of.whole()).mean(axis=1, keepdims=True)
+            norm = arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
+            weight = _sign(weight) * norm
+        return of.spread(weight)
 
 
 def solver(features: xr.Dataset, options: Options) -> Solver:
@@ -99,7 +83,7 @@ def solver(features: xr.Dataset, options: Options) -> Solver:
         if estimator.name == "tracin":
             rates = _learning_rates(features, options.learning_rates)
             attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
-        return Solver(options, None, attrs)
+        return Solver(options, None, attrs, pooled=estimator.name == "grad_dot")
     matrix, damping = regularize(features, options), options.damping
     attrs |= {
         "formula": _FORMULAS.get(estimator.name, _soft_formula(estimator.weights)),
@@ -111,29 +95,8 @@ def solver(features: xr.Dataset, options: Options) -> Solver:
     return Solver(options, matrix, attrs)
 
 
-def factors(
-    features: xr.Dataset, targets: xr.Dataset, options: Options, of: xr.Dataset | None = None
-) -> Factors:
-    """Return what to multiply features with; all sides are chunked already.
-
-    Parameters
-    ----------
-    features
-        The training samples, which the gram matrix is a sum over.
-    targets
-        Features of targets, or of their parts.
-    options
-        The options of the score.
-    of
-        What is multiplied: the training samples by default, or parts of some of them.
-    """
-    of = features if of is None else of
-    made = solver(features, options)
-    return Factors(made.vectors(targets), spread(of, made.weight(of)), made.attrs, made.pooled)
-
-
-def _norm(side: xr.Dataset) -> da.Array:
-    return arrays.weights.squared_norm(whole(side))
+def _norm(side: Side) -> da.Array:
+    return arrays.weights.squared_norm(side.whole())
 
 
 def _soft_formula(weights: Weights) -> str:

@@ -10,6 +10,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays import completeness, damping_choice
+from trakdask.arrays.decomposition import component_count
 from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.attribution.dampings import Absolute, Damping, given_damping, relative_damping
 from trakdask.attribution.estimators import (
@@ -21,7 +22,7 @@ from trakdask.attribution.matrices import ChoosingMatrices, Matrices, matrices
 from trakdask.attribution.options import Options, gather_options
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features, validate
 
 __all__ = [
     "Absolute",
@@ -276,7 +277,10 @@ def _complete(
     labels = _labels(features)
     n, loss_gradient = choosing.n_samples, choosing.loss_gradient
     if choosing.decomposition is None:
-        choosing_spectrum = arrays.spectrum.spectrum(choosing.gram, loss_gradient, n, labels)
+        n_component = component_count(n, features.sizes[PROJ_DIM], features.feature.dtype)
+        choosing_spectrum = arrays.spectrum.spectrum(
+            choosing.gram, loss_gradient, n, labels, n_component=n_component
+        )
     else:
         values, vectors = choosing.decomposition
         choosing_spectrum = arrays.spectrum.from_eigenvectors(

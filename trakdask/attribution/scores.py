@@ -16,33 +16,17 @@ from trakdask.attribution.estimators import (
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.labels import (
     labelled,
+    labels_of_samples,
+    labels_of_scores,
+    labels_of_targets,
     require_flag,
-    require_own_names,
-    sample_coords,
     score_attrs,
-    target_coords,
 )
 from trakdask.attribution.options import gather_options
-from trakdask.attribution.products import factors
+from trakdask.attribution.products import solver
 from trakdask.attribution.regularization import regularize
-from trakdask.attribution.sides import (
-    coords_of_parts,
-    coords_of_targets,
-    dims_of_scores,
-    lazy_side,
-    per_part,
-    require_side,
-    rows,
-)
-from trakdask.provenance import require_comparable
-from trakdask.variables import (
-    CHECKPOINT,
-    SAMPLE,
-    TARGET,
-    VARIABLES,
-    lazy_features,
-    validate,
-)
+from trakdask.attribution.sides import Side, per_part, sides
+from trakdask.variables import CHECKPOINT, TARGET, VARIABLES, lazy_features, validate
 
 __all__ = ["group_score", "score", "self_influence"]
 
@@ -109,10 +93,11 @@ def score(
     Returns
     -------
     Lazy DataArray ``score`` (sample, target), float32 (float64 of float64 features), in tiles of
-    sample blocks × target blocks. Coords of the training samples keep their names, those of the
-    targets get the prefix ``target_``. Parts of targets are a further dimension at the end,
-    (sample, target, token), parts of samples one after them, (sample, token, target). If both sides
-    have parts of one kind, the dimension of those of targets is called ``target_token``.
+    sample blocks × target blocks; blocks of more than 4096 targets are divided. Coords of the
+    training samples keep their names, those of the targets get the prefix ``target_``. Parts of
+    targets are a further dimension at the end, (sample, target, token), parts of samples one after
+    them, (sample, token, target). If both sides have parts of one kind, the dimension of those of
+    targets is called ``target_token``.
 
     Raises
     ------
@@ -168,27 +153,20 @@ def score(
     True
     """
     require_flag("average", average)
-    _require_sides(features, targets)
-    if of is not None:
-        _require_parts(features, of)
+    training, explained, scored = sides(features, targets, of)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    features, targets = lazy_features(features), lazy_side(targets)
-    of = features if of is None else lazy_side(of)
-    product = factors(features, targets, options, of)
-    require_own_names(of, targets)
-    data = arrays.score.score(
-        rows(of), product.solved, product.weight, average=average, pooled=product.pooled
-    )
-    data = per_part(per_part(data, 1, targets), 0, of)
-    coords = {**sample_coords(of), **coords_of_parts(of), **target_coords(targets)}
-    coords |= coords_of_targets(targets, of)
+    dims, coords = labels_of_scores(scored, explained)
     if not average:
-        coords[CHECKPOINT] = features[CHECKPOINT]
-    dims = dims_of_scores(of, targets)
-    attrs = score_attrs(features, targets, product.attrs)
-    return labelled("score", dims if average else (*dims, CHECKPOINT), data, coords, attrs)
+        dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
+    made = solver(training.ds, options)
+    data = arrays.score.score(
+        scored.rows(), made.vectors(explained), made.weight(scored),
+        average=average, pooled=made.pooled,
+    )  # fmt: skip
+    data = per_part(data, scored, explained)
+    return labelled("score", dims, data, coords, score_attrs(training, explained, made.attrs))
 
 
 def group_score(
@@ -223,24 +201,22 @@ def group_score(
     ValueError
         If there is no such coord, or the result has a coord of the targets of that name.
     """
-    _require_sides(features, targets)
-    taken = [TARGET, *map(str, target_coords(targets))]
-    by = require_group_coord(by, list(map(str, sample_coords(features))), taken)
+    training, explained, _ = sides(features, targets)
+    dims, coords = labels_of_targets(explained)
+    known, taken = labels_of_samples(training)[1], [TARGET, *coords]
+    by = require_group_coord(by, list(map(str, known)), list(map(str, taken)))
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    features, targets = lazy_features(features), lazy_side(targets)
-    product = factors(features, targets, options)
-    codes, groups = group_codes(features[by].values)
+    made = solver(training.ds, options)
+    codes, groups = group_codes(training.ds[by].values)
     sums = arrays.groups.group_sum(
-        features.feature.data, product.weight, codes, len(groups), pooled=product.pooled
+        training.rows(), made.weight(training), codes, len(groups), pooled=made.pooled
     )
-    data = per_part(arrays.score.score(sums, product.solved, None), 1, targets)
-    coords = {by: (by, groups), **target_coords(targets)}
-    coords |= coords_of_targets(targets)
-    attrs = score_attrs(features, targets, product.attrs)
-    dims = (by, *dims_of_scores(features, targets)[1:])
-    return labelled("score", dims, data, coords, attrs)
+    data = arrays.score.score(sums, made.vectors(explained), None)
+    data = per_part(data, training, explained)
+    attrs = score_attrs(training, explained, made.attrs)
+    return labelled("score", (by, *dims), data, {by: (by, groups), **coords}, attrs)
 
 
 def self_influence(
@@ -292,28 +268,16 @@ def self_influence(
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
-    features = lazy_features(features)
-    x = features.feature.data
+    side = Side(lazy_features(features))
+    x = side.rows()
     if options.estimator.has_gram:
-        own = regularize(features, options).leverage(x)
+        own = regularize(side.ds, options).leverage(x)
     else:
         own = arrays.weights.squared_norm(x)
-    g = options.estimator.weights.loss_data(features)
+    g = options.estimator.weights.loss_data(side.ds)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
-    coords = sample_coords(features)
+    dims, coords = labels_of_samples(side)
     if not average:
-        coords[CHECKPOINT] = features[CHECKPOINT]
-    dims = (SAMPLE,) if average else (SAMPLE, CHECKPOINT)
+        dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
     return labelled(variable.name, dims, data, coords, variable.attrs)
-
-
-def _require_sides(features: xr.Dataset, targets: xr.Dataset) -> None:
-    validate(features, ["feature", "out_to_loss"], what="features")
-    require_side(targets, ["feature"], what="targets")
-    require_comparable(features, targets)
-
-
-def _require_parts(features: xr.Dataset, of: xr.Dataset) -> None:
-    require_side(of, ["feature", "out_to_loss"], what="of")
-    require_comparable(features, of, name="parts'")

@@ -21,6 +21,7 @@ from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_fini
 from trakdask.featurization.job import Job, Samples
 from trakdask.featurization.memory import (
     available_bytes,
+    budget_bytes,
     is_out_of_memory,
     on_worker,
     states_bytes,
@@ -115,7 +116,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     samples, places = samples.by_length()
     checked = check_once(samples, forward)
     samples = replace(samples, trims=checked.ignores_padding)
-    size = _micro_batch(samples, checked.activation_bytes)
+    size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters))
     moments = job.model.second_moments.get(checkpoint.name) if samples.vectors is None else None
     factors = scales(moments, job.row_map.names, device) if moments else None
     rows = _Rows.empty(samples, checkpoint)
@@ -233,7 +234,7 @@ def _featurize_micro_batch(
     else:
         place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
         stream = stream_of(partition, *place)
-        sink = scaled(stream.add, factors) if factors else stream.add
+        sink = scaled(stream, factors) if factors else stream
     f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
     feature = stream.result().numpy(force=True)
     if partition is not None:
@@ -245,20 +246,20 @@ def _featurize_micro_batch(
     return feature, f.numpy(force=True), q.numpy(force=True)
 
 
-def _micro_batch(samples: Samples, activations: int | None) -> int:
+def _micro_batch(samples: Samples, activations: int | None, budget: int) -> int:
     """Return the number of samples whose activations and gradients fit in the task's memory."""
     job = samples.job
-    if not job.fits_memory or activations is None:
+    if activations is None:
         return job.batch_size
     # Besides activations: gradients, then float64 sums and copies of them.
     others = 4 * job.elements_at_once + 16 * samples.width * job.rows_of_sample
-    available = available_bytes(samples.device)
-    fits = max(1, int(_SHARE_OF_MEMORY * available) // (activations + others))
+    limits = [budget] if samples.device.type == "cpu" else []
+    if job.fits_memory:
+        limits.append(int(_SHARE_OF_MEMORY * available_bytes(samples.device)))
+    fits = max(1, min([job.batch_size, *(limit // (activations + others) for limit in limits)]))
     if fits < job.batch_size:
-        _log.info(
-            "memory suffices for micro-batches of %d samples instead of %d", fits, job.batch_size
-        )
-    return min(job.batch_size, fits)
+        _log.info("micro-batches of %d samples instead of %d save memory", fits, job.batch_size)
+    return fits
 
 
 _threads_lock = Lock()

@@ -101,12 +101,14 @@ def featurize(
         f and Q of a sample do not depend on the others, and compares the gradients of the two with
         those of the loop.
     batch_size
-        Samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch fit in
-        256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples if
-        that takes at most 1 GB; gradients of linear and embedding layers are computed in slices).
-        It has at most 256 samples, and no more than fit in half of the memory of a task, estimated
-        from the activations of two samples. The batch size does not change features, given the same
-        gradients. If memory runs out, the micro-batch is halved.
+        Most samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch
+        fit in 256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples
+        if that takes at most 1 GB; gradients of linear and embedding layers are computed in
+        slices), it has at most 256 samples, and no more than fit in half of the memory of a task.
+        On a CPU, micro-batches are always small enough for their activations and gradients to fit
+        in 96 MiB or, for large models, in 8 times the size of the weights. Activations are
+        measured on two samples. The batch size does not change features, given the same gradients.
+        If memory runs out, the micro-batch is halved.
     dtype
         Precision in which the model runs: floating-point weights, buffers and inputs are cast to
         it. By default they are used as they are. Output and Q are always float32. Tasks also use

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from trakdask.models.tasks import Batch, Forward, Task
 __all__ = [
     "activation_bytes",
     "available_bytes",
+    "budget_bytes",
     "is_out_of_memory",
     "largest_memory",
     "on_worker",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 _SHARE_OF_STATES = 0.2
+_LEAST_BUDGET, _BUDGET_OF_WEIGHTS = 96 * 2**20, 8
 _CPU = torch.device("cpu")
 
 
@@ -60,6 +63,16 @@ def available_bytes(device: torch.device = _CPU) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         limit = free + cached  # torch caches memory that it has freed, and can use it again
     return int(limit // n_threads)
+
+
+def budget_bytes(parameters: Mapping[str, Tensor]) -> int:
+    """Return the memory that a micro-batch should take on a CPU.
+
+    More samples at a time would hardly be faster there. Small models need few bytes per sample, and
+    large ones work on their weights and random matrices once per micro-batch.
+    """
+    weights = sum(tensor.nbytes for tensor in parameters.values())
+    return max(_LEAST_BUDGET, _BUDGET_OF_WEIGHTS * weights)
 
 
 def states_bytes() -> int:

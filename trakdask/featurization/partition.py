@@ -56,9 +56,9 @@ class Partition:
 
 
 class Stream(Protocol):
-    """Receives gradients, and returns features."""
+    """A sink of gradients, which returns features."""
 
-    def add(self, name: str, gradient: Tensor, first: int | None = None) -> None:
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Project the gradient of a parameter, or a slice of it."""
 
     def result(self) -> Tensor:
@@ -90,7 +90,7 @@ class _PartStream:
     partition: Partition
     n_samples: int
 
-    def add(self, name: str, gradient: Tensor, first: int | None = None) -> None:
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         number = (self.partition.groups or {}).get(name, 0)
         self.streams[number].add(name, gradient, first)
         if not first:

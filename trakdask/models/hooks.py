@@ -9,7 +9,7 @@ itself does not differentiate the weights, which saves a third of its work.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit
-from trakdask.models.layers import BY_POSITION, SLICEABLE, Rule, rules_of
+from trakdask.models.layers import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
 from trakdask.models.local import Call, is_floating, local_gradients, unfolded
 from trakdask.models.tasks import Forward
 
@@ -35,8 +35,10 @@ __all__ = [
 ]
 
 Sink = Callable[..., None]
-Part = Callable[[slice], Tensor]
+Part = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
+Room = Callable[[str, int], Tensor | None]
+"""Returns where the sink wants a gradient from some element on, (rows, n), if it says so."""
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
 CallShapes = tuple[list[Any], list[Any]]
@@ -144,14 +146,19 @@ def _hooked(
             handle.remove()
 
 
-def whole_parameters(module: nn.Module, units: Sequence[Unit]) -> set[str]:
-    """Return the parameters whose gradients cannot be computed in slices of rows."""
+def whole_parameters(
+    module: nn.Module, units: Sequence[Unit], allowed: Collection[Rule] = SLICEABLE
+) -> set[str]:
+    """Return the parameters whose gradients cannot be computed in slices of rows.
+
+    More generally, those whose gradients are not always computed by one of the allowed rules.
+    """
     whole = set()
     for unit in units:
         rules = rules_of(module.get_submodule(unit.path)) or {}
         by_rules = set(unit.selected) <= set(rules)
         for inside, name in unit.selected.items():
-            if not by_rules or rules[inside] not in SLICEABLE:
+            if not by_rules or rules[inside] not in allowed:
                 whole.add(name)
     return whole
 
@@ -172,7 +179,8 @@ class Recorder:
     sink
         Receives the gradients of a parameter, (rows, numel), one row per sample, when all uses of
         the parameter have been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed
-        in slices, each with the index of its first element, if the rules of the layer allow it.
+        in slices, each with the index of its first element, if the rules of the layer allow it. If
+        the sink has a method ``room``, those of linear layers are written where it says.
     """
 
     def __init__(
@@ -192,9 +200,14 @@ class Recorder:
         self._n_calls: dict[str, int] = defaultdict(int)
         self._due = {name: 0 for unit in units for name in unit.selected.values()}
         self._sums: dict[str, Tensor] = {}
-        self._parts: dict[str, list[Part]] = {n: [] for n in self._due if self._is_large(n)}
-        for name in whole_parameters(forward.module, units):
-            self._parts.pop(name, None)
+        self._room: Room | None = getattr(sink, "room", None)
+        whole = whole_parameters(forward.module, units)
+        self._copied = whole_parameters(forward.module, units, WRITES_TO)
+        self._parts: dict[str, list[Part]] = {
+            name: []
+            for name in self._due
+            if name not in whole and (self._has_room(name) or self._is_large(name))
+        }
         self._calls: dict[int, Call] = {}  # those whose gradients are not known yet
         self._handles: list[Any] = []
         self._anchor = torch.zeros((), requires_grad=True)
@@ -328,19 +341,33 @@ class Recorder:
             self._deliver_parts(name)
 
     def _deliver_parts(self, name: str) -> None:
-        parts, parameter = self._parts.pop(name), self._forward.parameters[name]
-        n_rows, width = len(parameter), parameter[0].numel()
-        bytes_of_row = self._n_rows * width * parameter.element_size()
-        step = max(1, _part_bytes(parameter) // bytes_of_row)
+        parts, n_rows = self._parts.pop(name), len(self._forward.parameters[name])
+        width, start = self._forward.parameters[name][0].numel(), 0
         del self._due[name]
-        for start in range(0, n_rows, step):
-            rows = slice(start, min(start + step, n_rows))
-            gradient = parts[0](rows)
+        while start < n_rows:
+            n, room = self._next_rows(name, start)
+            rows = slice(start, min(start + n, n_rows))
+            gradient = parts[0](rows) if room is None else parts[0](rows, room)
             if len(parts) > 1:
                 gradient = gradient.clone()  # rules reuse the buffer of a gradient
             for part in parts[1:]:
                 gradient += part(rows)
             self._sink(name, gradient, start * width)
+            start = rows.stop
+
+    def _has_room(self, name: str) -> bool:
+        return self._room is not None and name not in self._copied
+
+    def _next_rows(self, name: str, start: int) -> tuple[int, Tensor | None]:
+        """Return how many rows of a weight to compute next, and where to write their gradient."""
+        parameter = self._forward.parameters[name]
+        width = parameter[0].numel()
+        room = self._room(name, start * width) if self._room and self._has_room(name) else None
+        if room is None:
+            bytes_of_row = self._n_rows * width * parameter.element_size()
+            return max(1, _part_bytes(parameter) // bytes_of_row), None
+        n = room.shape[1] // width
+        return (n, room[:, : n * width]) if n else (1, None)
 
     def _add(self, name: str, gradient: Tensor) -> None:
         self._due[name] -= 1

@@ -3,7 +3,8 @@
 A rule takes the layer, its input x (batch, ...), the gradient delta of the model output with
 respect to the layer's output (batch, ...), and the layer's buffers. It returns the gradient of one
 parameter, (batch, numel), summed over positions inside a sample (tokens, pixels). The rules in
-``SLICEABLE`` can also compute the gradient of only some rows of the weight.
+``SLICEABLE`` can also compute the gradient of only some rows of the weight, and those in
+``WRITES_TO`` write it to a given tensor of the same dtype, if there is one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "BY_POSITION",
     "RULES",
     "SLICEABLE",
+    "WRITES_TO",
     "Rule",
     "embedding_weight",
     "linear_weight",
@@ -83,12 +85,16 @@ def _is_special(module: Any) -> bool:
     return False
 
 
-def _outer(delta: Tensor, x: Tensor) -> Tensor:
+def _outer(delta: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
     """Sum outer products over positions.
 
     (batch, positions, o) and (batch, positions, i) give (batch, o * i).
     """
-    out = _scratch.take(delta, len(delta), delta.shape[2], x.shape[2])
+    shape = delta.shape[2], x.shape[2]
+    if into is None or into.dtype != delta.dtype:
+        out = _scratch.take(delta, len(delta), *shape)
+    else:
+        out = into.unflatten(1, shape)
     if delta.shape[1] == 1:
         return torch.mul(delta.mT, x, out=out).flatten(1)
     return torch.bmm(delta.mT, x, out=out).flatten(1)
@@ -100,17 +106,27 @@ def _positions(x: Tensor) -> Tensor:
 
 
 def linear_weight(
-    module: nn.Linear, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
+    module: nn.Linear,
+    x: Tensor,
+    delta: Tensor,
+    buffers: Buffers,
+    rows: slice = ALL_ROWS,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Return δᵀx of a linear layer."""
-    return _outer(_positions(delta)[..., rows], _positions(x))
+    return _outer(_positions(delta)[..., rows], _positions(x), into)
 
 
 def transposed_linear_weight(
-    module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers, rows: slice = ALL_ROWS
+    module: nn.Module,
+    x: Tensor,
+    delta: Tensor,
+    buffers: Buffers,
+    rows: slice = ALL_ROWS,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Return xᵀδ of a linear layer that stores its weight transposed."""
-    return _outer(_positions(x)[..., rows], _positions(delta))
+    return _outer(_positions(x)[..., rows], _positions(delta), into)
 
 
 def _last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
@@ -230,7 +246,9 @@ RULES: dict[Any, Mapping[str, Rule]] = {
     nn.InstanceNorm3d: _INSTANCE_NORM,
 }
 
-SLICEABLE = frozenset({linear_weight, transposed_linear_weight, embedding_weight})
+WRITES_TO: frozenset[Rule] = frozenset({linear_weight, transposed_linear_weight})
+
+SLICEABLE: frozenset[Rule] = frozenset({*WRITES_TO, embedding_weight})
 
 BY_POSITION = frozenset(
     {*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias, _rms_norm_weight}

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-PATIENCE_S = 0.3
+PATIENCE_S = 0.7
 """CPU seconds of projections in a process after which numba is worth its import."""
 
 _spent_s = 0.0

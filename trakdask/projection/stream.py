@@ -121,6 +121,32 @@ class ProjectionStream:
         for row, last in _cut(start, stop, self._block, runs=on_gpu(self._sums)):
             self._add_rows(row, flat[:, row - start : last - start])
 
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Do the same as :meth:`add`, as a sink of gradients does."""
+        self.add(name, gradient, first)
+
+    def room(self, name: str, first: int) -> Tensor | None:
+        """Return where the next elements of a gradient can be written, which spares a copy.
+
+        Parameters
+        ----------
+        name
+            A name of the row map.
+        first
+            Index of the first element that is still missing.
+
+        Returns
+        -------
+        A view of the buffer of a row block, (B, n), float32, for the elements from ``first`` up to
+        the end of the block or of the parameter. It, or its first columns, must be passed to
+        :meth:`add` next. None on a GPU, and if only some rows are projected.
+        """
+        if self._selected is not None or on_gpu(self._sums):
+            return None
+        start, size = self._row_map.offset(name) + first, self._row_map.size(name)
+        block, position = divmod(start, self._block)
+        return self._buffer(block)[:, position : position + size - first]
+
     def skip(self, name: str) -> None:
         """Leave a parameter out whose gradients are all zero; the result is as if they were added.
 
@@ -209,23 +235,28 @@ class ProjectionStream:
         """Project the rows of whole blocks at once, and others when their block is full."""
         block, position = divmod(first, self._block)
         length = self._length(block)
-        if part.shape[1] >= length:
+        if part.shape[1] >= length and block not in self._waiting:
             self._project(part, first)
             return
-        missing = self._missing.get(block, length)
-        shape = len(self._sums), length
-        if block not in self._waiting:
-            self._waiting[block] = _spare.take(math.prod(shape), self._sums.device)
-            if missing < length:  # the padding between parameters is zero
-                self._waiting[block].zero_()
-        whole = self._waiting[block][: math.prod(shape)].view(shape)
-        whole[:, position : position + part.shape[1]].copy_(part)
-        self._missing[block] = missing - part.shape[1]
+        whole = self._buffer(block)
+        room = whole[:, position : position + part.shape[1]]
+        if part.data_ptr() != room.data_ptr():
+            room.copy_(part)
+        self._missing[block] = self._missing.get(block, length) - part.shape[1]
         if not self._missing[block]:
             self._project(whole, block * self._block)
             flat = self._waiting.pop(block)
             if self._block <= ROW_BLOCK:  # a projector that takes all rows needs far more
                 _spare.put(flat)
+
+    def _buffer(self, block: int) -> Tensor:
+        """Return the buffer of an incomplete block, (B, rows)."""
+        shape = len(self._sums), self._length(block)
+        if block not in self._waiting:
+            self._waiting[block] = _spare.take(math.prod(shape), self._sums.device)
+            if self._missing.get(block, shape[1]) < shape[1]:  # padding between parameters is zero
+                self._waiting[block].zero_()
+        return self._waiting[block][: math.prod(shape)].view(shape)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
         project = self._projector.project_rows

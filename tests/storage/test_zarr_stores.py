@@ -11,10 +11,9 @@ import zarr
 
 import trakdask as td
 from trakdask.files import Folder
-from trakdask.storage import writable as module
+from trakdask.storage import zarr_stores as module
 from trakdask.storage.parts import Part
 from trakdask.storage.snapshot import find_part
-from trakdask.storage.writable import writable
 from trakdask.storage.zarr_stores import Recorded, zarr_store
 from trakdask.testing import simulate_features
 
@@ -31,7 +30,7 @@ def test_array__writes_what_zarr_writes_itself(tmp_path: Path) -> None:
     values[0, 1, 0] = 5
     key = (slice(4, 6), slice(None), slice(0, 1))
     store = Recorded(zarr_store(ours.folder))
-    writable(ours, ["feature"]).array("feature", store)[key] = values
+    ours.writable(["feature"]).array("feature", store)[key] = values
     zarr.open_group(tmp_path / "theirs", mode="r+")["feature"][key] = values
     for file in (tmp_path / "theirs/feature").iterdir():
         assert (tmp_path / "ours/feature" / file.name).read_bytes() == file.read_bytes()
@@ -42,13 +41,13 @@ def test_array__of_nothing_but_nan_is_written(tmp_path: Path) -> None:
     part = saved(tmp_path / "f.zarr")
     file = tmp_path / "f.zarr/output/c.0.0"
     file.unlink()
-    writable(part, ["output"]).array("output", zarr_store(part.folder))[:4, :1] = np.nan
+    part.writable(["output"]).array("output", zarr_store(part.folder))[:4, :1] = np.nan
     assert file.exists()
 
 
 def test_array__metadata_are_read_once_by_a_process(tmp_path: Path) -> None:
     part = saved(tmp_path / "f.zarr")
-    arrays = pickle.loads(pickle.dumps(writable(part, ["feature"])))
+    arrays = pickle.loads(pickle.dumps(part.writable(["feature"])))
     store = zarr_store(part.folder)
     arrays.array("feature", store)
     (tmp_path / "f.zarr/feature/zarr.json").unlink()
@@ -58,17 +57,17 @@ def test_array__metadata_are_read_once_by_a_process(tmp_path: Path) -> None:
 
 def test_array__a_store_made_anew_is_not_written_by_old_metadata(tmp_path: Path) -> None:
     path = tmp_path / "f.zarr"
-    old = writable(saved(path), ["feature"])
+    old = saved(path).writable(["feature"])
     old.array("feature", zarr_store(old.folder))
     Folder.at(path).remove()
-    new = writable(saved(path, proj_dim=5), ["feature"])
+    new = saved(path, proj_dim=5).writable(["feature"])
     assert new.array("feature", zarr_store(new.folder)).shape == (6, 5, 2)
 
 
 def test_array__changed_metadata_are_an_error(tmp_path: Path) -> None:
     part = saved(tmp_path / "f.zarr")
-    arrays = writable(part, ["feature"])
-    module._parsed.clear()
+    arrays = part.writable(["feature"])
+    module._read.clear()
     file = tmp_path / "f.zarr/feature/zarr.json"
     file.write_text(file.read_text().replace('"float32"', '"float64"'))
     with pytest.raises(ValueError, match=r"feature/zarr\.json"):
@@ -78,9 +77,9 @@ def test_array__changed_metadata_are_an_error(tmp_path: Path) -> None:
 def test_array__the_last_thousand_are_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_PARSED", 2)
-    arrays = writable(saved(tmp_path / "f.zarr"), ["feature", "output", "out_to_loss", "gram"])
+    monkeypatch.setattr(module, "_MOST_READ", 2)
+    arrays = saved(tmp_path / "f.zarr").writable(["feature", "output", "out_to_loss", "gram"])
     assert list(arrays.known) == ["feature", "output", "out_to_loss"]
     for name in arrays.known:
         arrays.array(name, zarr_store(arrays.folder))
-    assert [name for _, name, *_ in module._parsed] == ["output", "out_to_loss"]
+    assert [name for _, name, *_ in module._read] == ["output", "out_to_loss"]
