@@ -137,8 +137,8 @@ def by_trace(measured: Measured) -> list[Row]:
 # --- of the data ----------------------------------------------------------------------------------
 
 
-def facts(measured: Measured) -> list[Row]:
-    """Describe the task, and how much Q of its training samples differs."""
+def of_data(measured: Measured) -> list[Row]:
+    """Describe the task, and how much Q and f of its training samples differ."""
     subject, q = measured.subject, measured.seeds.q[:, :3].mean(axis=1)
     state = torch.load(checkpoints(subject, measured.cache, 1)[0], weights_only=True)
     return [
@@ -151,6 +151,7 @@ def facts(measured: Measured) -> list[Row]:
             "mean Q": float(q.mean()),
             "spread of Q": float(q.std() / q.mean()),
             "spread of log Q": float(np.log(q.clip(1e-12)).std()),
+            "spread of f": float(measured.seeds.output[:, :3].mean(axis=1).std()),
         }
     ]
 

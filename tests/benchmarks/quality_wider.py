@@ -20,7 +20,7 @@ from typing import Any
 import dask
 import pandas as pd
 import torch
-from _quality_measured import Measured, by_package, by_trace, ensembles, estimators, facts
+from _quality_measured import Measured, by_package, by_trace, ensembles, estimators, of_data
 from _quality_report import table
 from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints, keep, retrain
@@ -33,6 +33,7 @@ HAS_BATCH_NORM = ("resnet", "mlp-bn", "cnn-bn")
 #: Estimators with Q itself, where soft has its root.
 SHARP = ("trak", "Gauss-Newton")
 NARROW = 1.0  # spread of Q or log Q
+CLOSE = 1.2  # spread of f, which is a logit
 LITTLE = 0.05  # what totals lose in correlation with Q in place of its root
 ALL = SUBJECTS | WIDER
 
@@ -50,11 +51,11 @@ def train(tasks: Iterable[str], cache: Path) -> None:
 
 
 def print_facts(measured: list[Measured]) -> None:
-    rows = [row for each in measured for row in each.once(facts)]
+    rows = [row for each in measured for row in each.once(of_data)]
     print(
-        "\nTasks; Q of training samples, mean of 3 checkpoints: mean, deviation over mean, and the"
+        "\nTasks; Q of training samples, mean of 3 checkpoints: mean, deviation over mean; then the"
     )
-    print("deviation of log Q\n" + table(rows))
+    print("deviations of log Q, and of f, the output\n" + table(rows))
 
 
 def print_defaults(measured: list[Measured]) -> None:
@@ -100,7 +101,7 @@ def print_switch(measured: list[Measured], frame: pd.DataFrame) -> None:
     """Show what could choose between estimators, and what every rule loses."""
     found, about = (
         pd.DataFrame([row for each in measured for row in each.once(of)]).set_index("task")
-        for of in (by_package, facts)
+        for of in (by_package, of_data)
     )
     here = frame[(frame.checkpoints == 3) & (frame.change == "none")]
     best = here.pivot(index="task", columns="estimator", values="lds").loc[found.index]
@@ -119,6 +120,7 @@ def evidence(found: pd.DataFrame, about: pd.DataFrame, best: pd.DataFrame) -> pd
             "soft - Gauss-Newton": best["soft"] - best["Gauss-Newton"],
             "spread of Q": about["spread of Q"],
             "spread of log Q": about["spread of log Q"],
+            "spread of f": about["spread of f"],
             "totals of soft": found["totals of soft"],
             "- Gauss-Newton": found["totals of soft"] - found["totals of Gauss-Newton"],
         }
@@ -132,6 +134,7 @@ def rules(found: pd.DataFrame, about: pd.DataFrame) -> dict[str, pd.Series]:
         "BatchNorm": pd.Series(found.index.isin(HAS_BATCH_NORM), found.index),
         f"spread of Q < {NARROW}": about["spread of Q"] < NARROW,
         f"spread of log Q < {NARROW}": about["spread of log Q"] < NARROW,
+        f"spread of f < {CLOSE}": about["spread of f"] < CLOSE,
         f"totals fall by < {LITTLE}": fall < LITTLE,
     }
     chosen = {f"{name}, always": found[name] for name in ("soft", *SHARP)}

@@ -116,7 +116,8 @@ def test_losses__of_rules_by_hand(wider: ModuleType) -> None:
         {"trak": [0.5, 0.1], "soft": [0.4, 0.3], "Gauss-Newton": [0.45, 0.2],
          "totals of soft": [0.9, 0.9], "totals of Gauss-Newton": [0.88, 0.5]}, index=names,
     )  # fmt: skip
-    about = pd.DataFrame({"spread of Q": [2.0, 0.5], "spread of log Q": [0.5, 2.0]}, index=names)
+    about = pd.DataFrame({"spread of Q": [2.0, 0.5], "spread of log Q": [0.5, 2.0],
+                          "spread of f": [0.5, 2.0]}, index=names)  # fmt: skip
     best = pd.DataFrame({"trak": [0.6, 0.2], "soft": [0.45, 0.35]}, index=names)
     lost = wider.losses(wider.rules(found, about), best)
     by_hand = {
