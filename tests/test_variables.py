@@ -70,3 +70,15 @@ def test_lazy_features__coords_in_other_chunks_are_loaded() -> None:
     assert found.label.values.tolist() == [0, 1, 2, 3, 4, 5]
     assert found.label.chunks is None
     assert found.feature.variable.chunksizes["sample"] == (2, 2, 2)
+
+
+@pytest.mark.parametrize("form", ["in memory", "one chunk", "chunks of 1"])
+def test_lazy_features__chunks_of_one_checkpoint(form: str) -> None:
+    values = np.arange(24.0).reshape(4, 2, 3)
+    array = xr.DataArray(values, dims=("sample", "proj_dim", "checkpoint"))
+    if form != "in memory":
+        array = array.chunk(sample=2, checkpoint=-1 if form == "one chunk" else 1)
+    found = lazy_features(xr.Dataset({"feature": array})).feature
+    rows = (4,) if form == "in memory" else (2, 2)
+    assert found.chunks == (rows, (2,), (1, 1, 1))
+    np.testing.assert_array_equal(found, values)

@@ -126,6 +126,12 @@ def test_read_in_task__of_nothing_that_takes_time_or_is_in_memory() -> None:
     assert {name: read_in_task(array) for name, array in shared.items()} == dict.fromkeys(shared)
 
 
+def test_read_in_task__of_nothing_that_has_no_store_below_it() -> None:
+    """Blockwise layers alone, which every task that needs a block would compute again."""
+    made = da.map_blocks(np.sqrt, da.ones((6, 2), chunks=(3, 1)), dtype=np.float64)
+    assert read_in_task(made) is None
+
+
 def test_read_in_task__after_the_array_was_computed() -> None:
     """Dask keeps the tasks of a layer once it has made them; they are not sent."""
     array = stored(ShapeOfArray(10_000, 2), (10, 1))

@@ -14,9 +14,11 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.matrices import weight_data
+from trakdask.attribution.matrices import matrices, weight_data
+from trakdask.attribution.options import gather_options
 from trakdask.storage.mapping import MappedChunks
 from trakdask.testing import simulate_features
+from trakdask.variables import lazy_features
 
 SOFT = {"estimator": "soft", "damping": "completeness"}
 
@@ -386,3 +388,46 @@ def test_weight_data__in_the_chunks_of_the_features() -> None:
 def test_weight_data__names_the_sample(bad: float) -> None:
     with pytest.raises(ValueError, match=f"got {bad} at sample 3"):
         weight_data(WEIGHTED, H.where(H != 3, bad))
+
+
+def sums(x: np.ndarray, h: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """K and r of (sample, proj_dim, checkpoint) features, in float64."""
+    x = x.astype("f8")
+    return np.einsum("npc,nqc,nc->pqc", x, x, h), np.einsum("npc,n->pc", x, g.mean(1))
+
+
+def test_matrices__of_rows_and_checkpoints_are_sums_over_the_same_rows(stores) -> None:
+    """The stored r pools other checkpoints, and the stored K is of more rows than an r of these."""
+    part = lazy_features(stores("saved", "soft").isel(sample=slice(60), checkpoint=[0, 2]))
+    options = gather_options(part, "soft", 0.5, "completeness", None, None)
+    chosen_by = matrices(part, options).choosing
+    q = part.out_to_loss.values.astype("f8")
+    k, r = sums(part.feature.values, q**0.5 * (1 - q), q**0.5)
+    assert chosen_by.n_samples == 60
+    np.testing.assert_allclose(chosen_by.gram.compute(scheduler="sync"), k, rtol=1e-4, atol=1e-3)
+    found = chosen_by.loss_gradient.compute(scheduler="sync")
+    np.testing.assert_allclose(found, r, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["trak", "soft"])
+def test_matrices__given_weights_are_not_those_of_the_stored_matrix(stores, estimator) -> None:
+    opened = lazy_features(stores("saved", estimator))
+    h = xr.DataArray(np.linspace(0, 2, 200), dims="sample")
+    found = matrices(opened, gather_options(opened, estimator, 0.5, 0.03, None, h))
+    weights = np.stack([h.values] * 3, axis=1)
+    k, _ = sums(opened.feature.values, weights, weights)
+    np.testing.assert_allclose(found.gram.compute(scheduler="sync"), k, rtol=1e-4, atol=1e-3)
+
+
+def test_matrices__given_weights_do_not_choose_the_damping_of_trak() -> None:
+    """It is chosen under soft weights, whatever the weights of the gram matrix are."""
+    options = gather_options(WEIGHTED, "trak", 0.5, "completeness", None, H)
+    found = matrices(WEIGHTED, options)
+    q = WEIGHTED.out_to_loss.values.astype("f8")
+    x, h = WEIGHTED.feature.values, np.stack([np.arange(10.0)] * 2, axis=1)
+    k, r = sums(x, q**0.5 * (1 - q), q**0.5)
+    np.testing.assert_allclose(found.gram, sums(x, h, q)[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found.choosing.gram, k, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found.choosing.loss_gradient, r, rtol=1e-4, atol=1e-4)
+    soft = matrices(WEIGHTED, gather_options(WEIGHTED, "soft", 0.5, "completeness", None, H))
+    np.testing.assert_allclose(soft.choosing.gram, sums(x, h, q)[0], rtol=1e-4, atol=1e-4)

@@ -124,3 +124,15 @@ def test_score__many_targets_in_one_chunk_are_divided(n_parts: int | None) -> No
     np.testing.assert_allclose(found, small, rtol=1e-12)
     last = found.isel(target=[n - 1])
     np.testing.assert_array_equal(last, found.compute().isel(target=[n - 1]))
+
+
+@pytest.mark.parametrize("of_parts", [False, True])
+@pytest.mark.parametrize("side", ["targets", "of"])
+def test_score__a_side_that_was_made_otherwise_is_refused(side: str, of_parts: bool) -> None:
+    sides = {"targets": T, "of": X}
+    if of_parts:
+        sides[side] = divided(sides[side])
+    spec = sides[side].attrs["projector"] | {"seed": 7}
+    sides[side] = sides[side].assign_attrs(projector=spec)
+    with pytest.raises(td.StoreMismatchError, match="seed"):
+        td.score(X, damping=0.1, **sides)
