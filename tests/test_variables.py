@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
 
-from trakdask.variables import aligned
+from trakdask.variables import aligned, lazy_features
 
 LABELS = ["a", "b", "c"]
 TO = xr.DataArray(np.zeros((3, 2)), dims=("sample", "target"), coords={"sample": LABELS})
@@ -58,3 +59,14 @@ def test_aligned__positions_are_no_labels() -> None:
 def test_aligned__what_has_no_counterpart_is_refused(given, to, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         aligned(given, to, what="where")
+
+
+def test_lazy_features__coords_in_other_chunks_are_loaded() -> None:
+    """As after Dataset.to_zarr and xarray.open_zarr, which give a small coord a single chunk."""
+    feature = da.ones((6, 2, 1), chunks=(2, 2, 1))
+    label = xr.DataArray(da.arange(6, chunks=6), dims="sample")
+    features = xr.Dataset({"feature": (("sample", "proj_dim", "checkpoint"), feature)})
+    found = lazy_features(features.assign_coords(label=label))
+    assert found.label.values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert found.label.chunks is None
+    assert found.feature.variable.chunksizes["sample"] == (2, 2, 2)

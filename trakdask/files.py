@@ -25,15 +25,7 @@ from uuid import uuid4
 
 import fsspec
 
-__all__ = [
-    "UNCACHED",
-    "Folder",
-    "explained",
-    "is_partial",
-    "location",
-    "retried",
-    "retried_async",
-]
+__all__ = ["UNCACHED", "Folder", "explained", "is_partial", "location", "retried", "retried_async"]
 
 T = TypeVar("T")
 
@@ -94,25 +86,26 @@ class Folder:
         """The last part of its path."""
         return self.url.rpartition("/")[2]
 
-    @property
+    @functools.cached_property
     def is_local(self) -> bool:
         """Whether it is on a file system of this machine."""
         return "://" not in self.url
 
     def names(self) -> list[str]:
         """List the files and folders in it, without partial files; none if it does not exist."""
-        fs, path = self._fs()
 
         def listed() -> list[str]:
+            if self.is_local:
+                return os.listdir(self.url)
+            fs, path = self._fs()
             fs.invalidate_cache()
-            try:
-                return list(fs.ls(path, detail=False))
-            except FileNotFoundError:
-                return []
+            paths = (each.rstrip("/") for each in fs.ls(path, detail=False))
+            return [each.rpartition("/")[2] for each in paths if each != path]
 
-        paths = (name.rstrip("/") for name in retried(listed))
-        names = (name.rpartition("/")[2] for name in paths if name != path)
-        return sorted(name for name in names if not is_partial(name))
+        try:
+            return sorted(name for name in retried(listed) if not _PARTIAL.search(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of all files below it, by their relative paths, from one listing."""
@@ -136,9 +129,9 @@ class Folder:
             Of the relative paths to look at; all by default.
         """
         if self.is_local:  # only there is a file written under another name first
-            for path in [path for path, _ in _walk(self.url) if is_partial(path)]:
-                if path.startswith(prefix):
-                    self.remove(path)
+            paths = [path for path, _ in _walk(self.url) if path.startswith(prefix)]
+            for path in filter(_PARTIAL.search, paths):
+                self.remove(path)
 
     def require_no_links(self) -> None:
         """Reject symbolic links below it, so that what is written there stays there.
@@ -158,8 +151,10 @@ class Folder:
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
+        if self.is_local:
+            return retried(Path(self.url, name).read_bytes)
         fs, path = self._fs()
-        return bytes(retried(lambda: fs.cat_file(f"{path}/{name}")))
+        return retried(lambda: _content(fs, f"{path}/{name}"))
 
     def read_json(self, name: str) -> Any:
         """Return the content of a JSON file."""
@@ -341,6 +336,13 @@ def _finish(file: IO[bytes], *, durable: bool) -> None:
     file.flush()
     if durable:
         os.fsync(file.fileno())
+
+
+def _content(fs: Any, path: str) -> bytes:
+    try:  # of a whole file s3fs would first ask how long it is, in a request of its own
+        return bytes(fs.cat_file(path, start=0))
+    except OSError:  # an empty file has no range of bytes; and what is wrong is wrong again
+        return bytes(fs.cat_file(path))
 
 
 def _sizes(folder: str) -> Iterator[tuple[str, int]]:

@@ -20,7 +20,7 @@ import trakdask as td
 from tests.stored_arrays import ShapeOfArray, StoredArray, as_stored, stored
 from trakdask.arrays.block_arguments import Slices
 from trakdask.execution import handles
-from trakdask.storage.lazy_coords import lazy_coord
+from trakdask.storage.coords import lazy_coord
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 P, C, ROWS = 4, 2, 64

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
 
 import trakdask as td
@@ -13,6 +14,13 @@ from tests.bad_inputs.bad_input import BadInput, check, parametrize
 
 FEATURES = td.testing.simulate_features(n_samples=60, proj_dim=4)
 TARGETS = td.testing.simulate_features(n_samples=8, proj_dim=4)
+MODEL = td.Model(torch.nn.Linear(2, 3))
+OTHER = td.Model(MODEL.build.get(), parameters="weight")
+OF_A_MODEL = td.featurize(
+    td.from_arrays({"image": np.ones((4, 2), "f4")}, coords={"label": [0, 1, 2, 0]}),
+    OTHER,
+    projector=td.SJLT(proj_dim=8, seed=0),
+)
 SAMPLES = xr.Dataset({"x": ("sample", np.zeros(59))})
 
 
@@ -38,6 +46,11 @@ ROWS = [
     explore("calibration without outputs", ValueError, ["calibrate", "completeness"], damping="closed_form", calibrate=TARGETS),
     explore("text is no function", TypeError, ["text", "'gpt2'", "tokenizer.decode"], text="gpt2"),
     explore("normalize is one number", ValueError, ["normalize", "0.5"], normalize=0.5),
+    explore("model is a module", TypeError, ["model", "Linear", "td.Model"], model=torch.nn.Linear(2, 2), tokenizer=str),
+    explore("model without a way to its inputs", ValueError, ["tokenizer", "preprocess"], model=MODEL),
+    explore("preprocess without a model", ValueError, ["preprocess", "model=td.Model"], preprocess=np.asarray),
+    explore("tokenizer is a name", TypeError, ["tokenizer", "'gpt2'"], model=MODEL, tokenizer="gpt2"),
+    explore("model of other features", td.StoreMismatchError, ["the model's", "parameters"], model=MODEL, preprocess=np.asarray, features=OF_A_MODEL, targets=OF_A_MODEL),
     explore("marks are a number", TypeError, ["got 3", "try"], marks=3),
 ]  # fmt: skip
 

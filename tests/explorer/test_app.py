@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from html import unescape
 from pathlib import Path
 
+import dask
 import dask.array as da
 import numpy as np
 import panel
@@ -20,7 +24,9 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
-from tests.waiting import PATIENCE_S
+from tests.clusters import local_cluster
+from tests.explorer import test_new_targets as new_targets
+from tests.waiting import PATIENCE_S, wait_until
 from trakdask.explorer import Explorer, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.state import PAGES
@@ -69,7 +75,7 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
     html = session.page.html
     assert "message error" not in html
     assert "<script" not in html
-    assert "&lt;script&gt;" in html
+    assert ("&lt;script&gt;" in html) == (page != "new")  # whose form shows no data
     assert session.page.query == View(page=page).to_query()
     assert all(not view.messages for view in links(session))
 
@@ -224,6 +230,65 @@ def test_session__marks_samples_and_takes_it_back(tmp_path: Path) -> None:
     assert len(marks.table()) == 0
 
 
+def test_session__a_new_target_is_its_own_and_errors_keep_the_form() -> None:
+    explorer = new_targets.explorer_of_images()
+    session, other = opened(explorer, View(page="new")), opened(explorer, View())
+    assert "<form data-new" in session.page.html
+    session.page._handle_msg({"new": {"image": "", "label": ""}})
+    session.wait(PATIENCE_S)
+    assert "an image, got none" in session.page.html.lower()
+    assert "<form data-new" in session.page.html
+    image = new_targets.images(1, 7)[0]
+    session.page._handle_msg({"new": {"image": new_targets.upload(image), "label": "2"}})
+    wait_until(
+        lambda: (
+            f"Target {new_targets.M}" in session.page.html
+            and 'aria-busy="true"' not in session.page.html
+        ),
+        "the page of the new target",
+    )
+    ranked = [view.sample for view in links(session) if view.page == "sample"]
+    assert ranked[:10] == new_targets.expected_top(image, label=2)
+    assert "kept in this tab only" in session.page.html
+    assert other.explorer is explorer
+
+
+def test_session__that_is_left_adds_no_target() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(image: object) -> np.ndarray:
+        started.set()
+        assert go_on.wait(PATIENCE_S)
+        return new_targets.prepared(image)
+
+    explorer = new_targets.explorer_of_images(slow)
+    session = opened(explorer, View(page="new"))
+    upload = new_targets.upload(new_targets.images(1, 7)[0])
+    session.page._handle_msg({"new": {"image": upload, "label": "2"}})
+    assert started.wait(PATIENCE_S)
+    before = session._thread
+    session.go(View())
+    go_on.set()
+    assert before is not None
+    before.join(PATIENCE_S)
+    session.wait(PATIENCE_S)
+    assert session.explorer is explorer
+    assert session.view == View()
+
+
+def test_session__in_a_notebook_computes_when_the_browser_shows_it(explorer: Explorer) -> None:
+    session = Session(explorer, View(), in_notebook=True)
+    assert session._thread is None  # what it changed now would be lost
+    assert 'aria-busy="true"' in session.page.html
+    session.page._handle_msg({"shown": True})
+    session.wait(PATIENCE_S)
+    assert "<tbody>" in session.page.html
+    in_browser = opened(explorer, View(page="target"))
+    before = in_browser._thread
+    in_browser.page._handle_msg({"shown": True})
+    assert in_browser._thread is before
+
+
 def test_explorer__in_a_notebook_without_the_extension(
     explorer: Explorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,3 +305,32 @@ def test_explore__without_panel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import__of_trakdask_and_explore_loads_no_panel() -> None:
     code = "import sys, trakdask as td; td.explore; assert 'panel' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def deadly(block: np.ndarray, switch: str) -> np.ndarray:
+    """Kill the process that computes a block, if there is such a file, which it removes first."""
+    with suppress(FileNotFoundError):
+        os.unlink(switch)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return block
+
+
+def test_session__works_again_when_what_killed_a_worker_is_gone(tmp_path: Path) -> None:
+    switch, made = tmp_path / "kill", data(N, 0)
+    mortal = da.map_blocks(deadly, made.feature.data, str(switch), dtype=np.float32)
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        local_cluster(processes=True, n_workers=1) as cluster,
+        Client(cluster),
+    ):
+        lazy = made.assign(feature=(made.feature.dims, mortal))
+        explorer = td.explore(lazy, data(M, 1), estimator="trak", damping=0.1)
+        switch.touch()
+        session = opened(explorer, View(page="target", target=1))
+        assert "A worker process ended" in session.page.html
+        session.go(View(page="target", target=2))
+        session.wait(PATIENCE_S)
+        assert "message error" not in session.page.html
+    samples = [view.sample for view in links(session) if view.page == "sample"]
+    scores = td.score(made, data(M, 1), estimator="trak", damping=0.1).values[:, 2]
+    assert samples[:10] == np.argsort(-scores)[:10].tolist()

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from distributed import Client, Event
+from distributed import Client, Event, KilledWorker, Queue
 from threadpoolctl import threadpool_info
 
-from tests.waiting import PATIENCE_S
-from trakdask.explorer.computing import Abandoned, Work, compute, computed, persist
+from tests.clusters import local_cluster
+from tests.waiting import PATIENCE_S, wait_until
+from trakdask.explorer.computing import (
+    Abandoned,
+    Work,
+    compute,
+    computed,
+    persist,
+    released_if_failed,
+)
 
 
 def in_work(work: Work, *lazy: da.Array) -> Callable[[], object]:
@@ -85,6 +96,80 @@ def test_work__that_is_abandoned_is_cancelled_on_a_cluster(process_client: Clien
             answer.result(PATIENCE_S)
     Event(name, client=process_client).set()
     assert compute(da.ones(3).sum())[0] == 3
+
+
+def wait_for_turn(x: np.ndarray, name: str) -> np.ndarray:
+    Queue(name).get(timeout=PATIENCE_S)
+    return x
+
+
+def test_work__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
+    work, name, told = Work(), "explorer-progress", []
+    turns, given = Queue(name, client=process_client), []
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        if done >= len(given):  # one block more may be computed when the last one was told of
+            given.append(1)
+            turns.put(1)
+
+    work.on_progress(tell)
+    lazy = da.map_blocks(wait_for_turn, da.ones(5, chunks=1), name, meta=np.empty(0))
+    with process_client.as_current():
+        np.testing.assert_array_equal(in_work(work, lazy)(), [np.ones(5)])
+    done, totals = zip(*told, strict=True)
+    assert list(done) == sorted(done)
+    assert {0, 1, 2, 3, 4} <= {*done}
+    assert len({*totals}) == 1
+
+
+def test_work__of_two_users_is_not_cancelled_by_one_of_them(process_client: Client) -> None:
+    name = "explorer-two-users"
+    lazy = da.map_blocks(wait_for_event, da.ones(2, chunks=1), name, meta=np.empty(0))
+    works = Work(), Work()
+
+    def run(work: Work) -> object:
+        with process_client.as_current():
+            return in_work(work, lazy)()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(run, work) for work in works)
+        assert Event(f"{name}-started", client=process_client).wait(PATIENCE_S)
+        works[0].abandon()
+        with pytest.raises(Abandoned):
+            first.result(PATIENCE_S)
+        Event(name, client=process_client).set()
+        np.testing.assert_array_equal(second.result(PATIENCE_S)[0], [1, 1])
+
+
+def deadly(x: np.ndarray, switch: str) -> np.ndarray:
+    """Kill the process that computes a block, if there is such a file."""
+    if os.path.exists(switch):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def test_persist__can_be_repeated_when_what_killed_a_worker_is_gone(tmp_path: Path) -> None:
+    switch = tmp_path / "kill"
+    lazy = da.map_blocks(deadly, da.ones((4, 3), chunks=(2, 3)), str(switch), meta=np.empty((0, 0)))
+    settings = {"distributed.scheduler.allowed-failures": 0}
+    with (
+        dask.config.set(settings),
+        local_cluster(processes=True, n_workers=1) as cluster,
+        Client(cluster) as client,
+    ):
+        (kept,) = persist(lazy)
+        whole = xr.Dataset({"x": (("a", "b"), kept)})
+        assert not released_if_failed(whole)
+        switch.touch()
+        # The worker dies with what it keeps, and the next one by computing it once more.
+        (pid,) = client.run(os.getpid).values()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: released_if_failed(whole), "the loss of what was kept")
+        with pytest.raises(KilledWorker):
+            persist(lazy)
+        switch.unlink()
+        np.testing.assert_array_equal(persist(lazy)[0].compute(), np.ones((4, 3)))
 
 
 def test_compute__keeps_blas_on_one_thread_and_gives_it_back() -> None:

@@ -17,9 +17,11 @@ import pandas as pd
 import pytest
 import xarray as xr
 from distributed import Client
+from PIL import Image
 
 import trakdask as td
 from tests.clusters import local_cluster
+from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import Tab, chromium, served
 from trakdask.explorer import Explorer, View
 
@@ -295,6 +297,39 @@ def test_pages__of_a_worker_that_is_killed_under_a_click(browser: Any, tmp_path:
         assert not switch.exists()
         after = set(client.run(os.getpid).values())
     assert len(before - after) == 1
+
+
+def test_new_target__is_uploaded_and_explained_in_one_tab(browser: Any, tmp_path: Path) -> None:
+    explorer = new_targets.explorer_of_images()
+    image = new_targets.images(1, 7)[0]
+    Image.fromarray(image).save(tmp_path / "target.png")
+    (tmp_path / "broken.png").write_bytes(b"no image <script>window.hacked = 1</script>")
+    with served(explorer) as url, Tab(browser) as tab, Tab(browser) as other:
+        tab.open(url)
+        tab.page.click("nav >> text=New target")
+        tab.wait("New target")
+        tab.page.set_input_files("input[name=image]", tmp_path / "broken.png")
+        tab.page.click("text=Explain it")
+        tab.page.wait_for_selector("[role=alert]")
+        assert "cannot be read" in tab.page.inner_text("[role=alert]")
+        tab.page.set_input_files("input[name=image]", tmp_path / "target.png")
+        tab.page.fill("input[name=label]", "2")
+        tab.page.click("text=Explain it")
+        tab.wait(f"Target {new_targets.M}")
+        assert f"target={new_targets.M}" in tab.page.url
+        assert tab.cards("Most helpful") == new_targets.expected_top(image, label=2)
+        assert tab.page.locator("img[alt*=uploaded]").evaluate("image => image.naturalWidth") > 0
+        with tab.page.expect_download() as download:
+            tab.page.click("text=Save this view")
+        assert "the image that was uploaded" in Path(download.value.path()).read_text()
+        tab.page.click("nav >> text=Targets")
+        tab.wait("Targets")
+        badges = tab.page.locator("tbody tr:has(.badge) th a").all_inner_texts()
+        assert badges == [str(new_targets.M)]
+        other.open(url)
+        assert "new" not in other.page.inner_text("tbody")
+        other.open(f"{url}?page=target&target={new_targets.M}", f"Target {new_targets.M}")
+        assert f"got {new_targets.M}" in other.page.inner_text("[role=alert] >> nth=0")
 
 
 @pytest.mark.slow

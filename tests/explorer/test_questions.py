@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,8 +13,9 @@ import xarray as xr
 from distributed import Client
 
 import trakdask as td
-from trakdask.explorer.questions import ROWS, Questions
+from trakdask.explorer.questions import Questions
 from trakdask.explorer.state import View
+from trakdask.explorer.target_table import ROWS
 
 N, M, P, C = 90, 40, 12, 3
 LAMBDA = 2.5
@@ -135,6 +137,72 @@ def test_groups__are_sums_of_scores(
     assert groups["score"].is_monotonic_decreasing
 
 
+def test_conditions__may_compare_samples_with_the_target(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    view = View(target=3, group_by="source", where="label == target_label and sample >= 9", k=N)
+    mask = (features.label.values == targets.label.values[3]) & (np.arange(N) >= 9)
+    assert 0 < mask.sum() < N
+    scores = expected(features, targets)[:, 3]
+    order = np.argsort(-scores)
+    assert questions.top(view)["sample"].tolist() == order[mask[order]].tolist()
+    sums = pd.Series(scores[mask]).groupby(features.source.values[mask]).sum()
+    groups = questions.groups(view)
+    np.testing.assert_allclose(groups["score"], sums[groups["source"]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"])
+def test_top__is_that_of_every_estimator(
+    features: xr.Dataset, targets: xr.Dataset, estimator: Any
+) -> None:
+    given = {"estimator": estimator}
+    if estimator == "tracin":
+        given["learning_rates"] = {"c0": 0.1, "c1": 0.01, "c2": 1.0}
+    elif not estimator.startswith("grad"):
+        given["damping"] = td.Absolute(LAMBDA)
+    top = Questions(features, targets, **given).top(View(target=7, k=5))
+    scores = td.score(features, targets, **given).values[:, 7]
+    order = np.argsort(-scores)[:5]
+    assert top["sample"].tolist() == order.tolist()
+    np.testing.assert_allclose(top["score"], scores[order], rtol=1e-5)
+
+
+def test_page_of_a_target__computes_its_scores_once(
+    features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    read: list[int] = []
+
+    def counted(block: np.ndarray) -> np.ndarray:
+        read.append(1)
+        return block
+
+    data = features.feature.data
+    lazy = da.map_blocks(counted, data, dtype=data.dtype, meta=data._meta)
+    features = features.assign(feature=(features.feature.dims, lazy))
+    questions = Questions(features, targets, estimator="trak", damping=td.Absolute(LAMBDA))
+    questions.ready(View())
+    read.clear()
+    for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
+        questions.top(view)
+        questions.top(view, largest=False)
+        questions.groups(view.replace(group_by="source"))
+        questions.score_histogram(view)
+    assert len(read) == data.npartitions
+
+
+def test_questions__with_other_targets_keep_what_is_known_of_training_samples(
+    questions: Questions, features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    view = View(target=2, k=4)
+    questions.top(view)
+    other = questions.with_targets(targets.isel(sample=slice(None, None, -1)))
+    assert other.ready(view) is questions.ready(view)
+    of_others = other.top(view)
+    order = np.argsort(-expected(features, targets)[:, M - 3])[:4]
+    assert of_others["sample"].tolist() == order.tolist()
+    assert questions.top(view)["sample"].tolist() != order.tolist()
+
+
 def test_score_histogram__counts_every_sample(
     questions: Questions, features: xr.Dataset, targets: xr.Dataset
 ) -> None:
@@ -189,20 +257,20 @@ def test_targets_page__searches_filters_and_sorts(
 ) -> None:
     output = targets.output.values.astype(np.float64)
     view = View(search="W", targets_where="output < 0.7 and length > 10", sort="disagreement")
-    page = questions.targets_page(view)
+    page = questions.targets.page(view)
     is_found = (targets.source.values != "book") & (output.mean(1) < 0.7)
     is_found &= targets.length.values > 10
     spread = output.std(axis=1, ddof=1)
     order = [i for i in np.argsort(spread) if is_found[i]]
     assert page.table.index.tolist() == order[:ROWS]
     assert (page.found, page.total) == (len(order), M)
-    loss = questions.targets_page(View(sort="loss", ascending=False)).table["loss"]
+    loss = questions.targets.page(View(sort="loss", ascending=False)).table["loss"]
     q = targets.out_to_loss.values.astype(np.float64).mean(axis=1)
     np.testing.assert_allclose(loss, np.sort(q)[::-1][:ROWS])
 
 
 def test_targets_page__is_a_page(questions: Questions) -> None:
-    assert questions.targets_page(View(first=ROWS)).table.index.tolist() == [*range(ROWS, M)]
+    assert questions.targets.page(View(first=ROWS)).table.index.tolist() == [*range(ROWS, M)]
 
 
 def test_duplicates__are_found_by_their_features(features: xr.Dataset, targets: xr.Dataset) -> None:

@@ -13,7 +13,7 @@ import zarr
 
 import trakdask as td
 from trakdask.files import Folder
-from trakdask.storage.parts import inventory
+from trakdask.storage.verification import inventory
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)

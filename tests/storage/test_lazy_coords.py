@@ -18,7 +18,7 @@ from distributed import Client
 
 import trakdask as td
 from trakdask.arrays.block_arguments import is_stored
-from trakdask.storage.lazy_coords import StoredCoord, lazy_coord
+from trakdask.storage.coords import StoredCoord, lazy_coord
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 N, BLOCK, K = 37, 12, 5

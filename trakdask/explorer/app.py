@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,12 @@ from trakdask.explorer.filters import with_filter
 from trakdask.explorer.links import LinkedHTML
 from trakdask.explorer.marking import Marking
 from trakdask.explorer.messages import plain_message
+from trakdask.explorer.new_targets import NewTarget
 from trakdask.explorer.pages import Section, sections
 from trakdask.explorer.pages.frame import frame, header
 from trakdask.explorer.state import View
 from trakdask.explorer.static import document
+from trakdask.variables import SAMPLE
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
@@ -38,7 +40,9 @@ class Session:
     Sections are computed in a thread, one after the other. A new view abandons what still runs.
     """
 
-    def __init__(self, explorer: Explorer, view: View | None = None) -> None:
+    def __init__(
+        self, explorer: Explorer, view: View | None = None, *, in_notebook: bool = False
+    ) -> None:
         self.explorer = explorer
         self._document = pn.state.curdoc
         location = pn.state.location
@@ -54,7 +58,12 @@ class Session:
         self._work = Work()
         self._thread: threading.Thread | None = None
         self.view = view
-        if self._document is None or self._document.session_context is None:
+        self._in_notebook = in_notebook
+        if in_notebook:
+            # What is changed before the browser shows the page is lost: it says when it does.
+            asked = enumerate(sections(explorer, view))
+            self._draw(self._work, [_framed(i, each, "", busy=True) for i, each in asked])
+        elif self._document is None or self._document.session_context is None:
             self.go(view)
         else:
             pn.state.on_session_destroyed(lambda context: self._work.abandon())
@@ -65,12 +74,12 @@ class Session:
         """Return what a browser shows."""
         return pn.Column(self.page, sizing_mode="stretch_width", margin=0)
 
-    def go(self, view: View) -> None:
-        """Show a view; what the view before it still computes is given up."""
+    def go(self, view: View, more: Sequence[Section] = ()) -> None:
+        """Show a view, and more below it; what the view before still computes is given up."""
         self._work.abandon()
         self.view, work = view, Work()
         self._work = work
-        asked = sections(self.explorer, view)
+        asked = [*sections(self.explorer, view), *more]
         parts = [_framed(i, each, "", busy=True) for i, each in enumerate(asked)]
         self._draw(work, parts)
         self.page.query = view.to_query()
@@ -125,8 +134,13 @@ class Session:
     # ------------------------------------------------------------------------- what a browser says
 
     def _told(self, message: dict[str, Any]) -> None:
-        if "query" in message:
+        if "shown" in message:
+            if self._in_notebook:
+                self.go(self.view)
+        elif "query" in message:
             self.follow(str(message["query"]))
+        elif "new" in message:
+            self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
             self._say(self.marking.toggle(int(message["sample"]), str(message["mark"])), undo=True)
         elif "undo" in message:
@@ -141,7 +155,26 @@ class Session:
         """Go to the view of a link or form."""
         questions = self.explorer.questions
         view = View.from_query(query)
-        self.go(with_filter(query, view, questions.metadata, questions.target_metadata))
+        self.go(with_filter(query, view, questions.metadata, questions.targets.metadata))
+
+    def explain(self, given: Mapping[str, str]) -> None:
+        """Make a target of what somebody has typed and uploaded, and go to its page."""
+        help_text = "Its gradients at each checkpoint, projected as those of the other targets."
+        self.go(View(page="new"), [Section("Features", help_text, lambda: self._featurized(given))])
+
+    def _featurized(self, given: Mapping[str, str]) -> str:
+        work, maker = self._work, self.explorer.maker
+        if maker is None:
+            raise ValueError("expected a model, got none; try td.explore(..., model=model)")
+        target = maker.made(given)
+        self._later(lambda: self._add(work, target))
+        return ""
+
+    def _add(self, work: Work, target: NewTarget) -> None:
+        if not work.is_abandoned:
+            self.explorer = self.explorer.with_target(target)
+            last = int(self.explorer.targets.sizes[SAMPLE]) - 1
+            self.go(View(page="target", target=last))
 
     def _say(self, text: str, *, undo: bool = False) -> None:
         self.page.marked = self.marking.marked()
@@ -155,9 +188,10 @@ def in_notebook(explorer: Explorer, include: Any, exclude: Any) -> Any:
     if not pn.extension._loaded:
         return {
             "text/plain": "trakdask explorer. To see it here, run `import panel; "
-            "panel.extension()` in a cell, and then this cell again."
+            "panel.extension()` in a cell, and then this cell again. Without a network: "
+            "`panel.extension(inline=True)`."
         }
-    return Session(explorer, View()).panel()._repr_mimebundle_(include, exclude)
+    return Session(explorer, View(), in_notebook=True).panel()._repr_mimebundle_(include, exclude)
 
 
 def _framed(i: int, section: Section, html: str, *, busy: bool = False) -> str:

@@ -21,7 +21,7 @@ from trakdask.attribution.matrices import (
     stored_decomposition,
     with_origin,
 )
-from trakdask.explorer.computing import computed, persist
+from trakdask.explorer.computing import computed, persist, released_if_failed
 from trakdask.explorer.state import MeanTrace, View, damping_of
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
 
@@ -33,14 +33,13 @@ _KEPT = 4
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """Features and targets under one setting, with options that make every question cheap.
+    """Features under one setting, with options that make every question cheap.
 
     ``options`` are those of :func:`trakdask.score`. ``damping`` says how λ was chosen; None for
     estimators without a gram matrix.
     """
 
     features: xr.Dataset
-    targets: xr.Dataset
     estimator: ResolvedEstimator
     options: Mapping[str, Any]
     damping: xr.Dataset | None
@@ -52,7 +51,6 @@ class Attributions:
     def __init__(
         self,
         features: xr.Dataset,
-        targets: xr.Dataset,
         *,
         estimator: Estimator,
         power: float,
@@ -60,7 +58,7 @@ class Attributions:
         calibrate: xr.Dataset | None,
         learning_rates: Any,
     ) -> None:
-        self._features, self._targets = features, targets
+        self.features = features
         self._estimator, self._power, self._damping = estimator, power, damping
         self._calibrate, self._rates = calibrate, learning_rates
         self._decomposed = lru_cache(_KEPT)(self._decompose)
@@ -71,21 +69,26 @@ class Attributions:
 
         Computes the first time that a setting is asked for.
         """
-        names = tuple(str(name) for name in self._features[CHECKPOINT].values)
+        names = tuple(str(name) for name in self.features[CHECKPOINT].values)
         known = tuple(name for name in names if name in view.checkpoints)
-        return self._made(view.estimator, view.damping, () if known == names else known)
+        setting = view.estimator, view.damping, () if known == names else known
+        made = self._made(*setting)
+        if released_if_failed(made.features):
+            self._made.cache_clear()
+            self._decomposed.cache_clear()
+            made = self._made(*setting)
+        return made
 
     def _make(self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]) -> Ready:
         estimator: Any = estimator_text or self._estimator
         damping = damping_of(damping_text) if damping_text else self._damping
-        resolved = resolve_estimator(estimator, self._power, self._features)
-        targets = _selected(self._targets, checkpoints)
+        resolved = resolve_estimator(estimator, self._power, self.features)
         options: dict[str, Any] = {"estimator": resolved.name, "power": self._power}
         if resolved.name == "tracin":
             options["learning_rates"] = self._rates
         if not resolved.has_gram:
-            features = _selected(self._features, checkpoints)
-            return Ready(features, targets, resolved, options, None)
+            features = _selected(self.features, checkpoints)
+            return Ready(features, resolved, options, None)
         features = self._decomposed(resolved, checkpoints)
         if isinstance(damping, MeanTrace):
             damping = _of_trace(features, damping.value)
@@ -100,11 +103,11 @@ class Attributions:
             )
         )  # fmt: skip
         options["damping"] = chosen["damping"]
-        return Ready(features, targets, resolved, options, chosen)
+        return Ready(features, resolved, options, chosen)
 
     def _decompose(self, estimator: ResolvedEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
         """Return the features with gram matrix and eigenvectors in memory."""
-        features = lazy_features(_selected(self._features, checkpoints))
+        features = lazy_features(_selected(self.features, checkpoints))
         if stored_decomposition(features, estimator.weights) is None:
             features = _with_decomposition(features, estimator)
         names = [

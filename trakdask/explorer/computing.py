@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import dask
 import dask.array as da
 import xarray as xr
 from dask.base import get_scheduler
-from distributed import Client, Future
+from distributed import Client, Future, futures_of, wait
 
 from trakdask.execution.scheduling import active_client
 
-__all__ = ["Abandoned", "Work", "compute", "computed", "persist"]
+__all__ = ["Abandoned", "Work", "compute", "computed", "persist", "released_if_failed"]
 
 T = TypeVar("T", xr.Dataset, xr.DataArray)
+
+_ASKED_EVERY_S = 0.2
+"""How often a cluster is asked how far it is, and a click is noticed while it computes."""
 
 
 class Abandoned(Exception):
@@ -32,7 +36,6 @@ class Work:
     def __init__(self) -> None:
         self._progress: Callable[[int, int], None] | None = None
         self._abandoned = threading.Event()
-        self._futures: tuple[Client, list[Future[Any]]] | None = None
 
     @property
     def is_abandoned(self) -> bool:
@@ -42,7 +45,8 @@ class Work:
     def on_progress(self, progress: Callable[[int, int], None]) -> None:
         """Call a function with the number of tasks that are done and that of all tasks.
 
-        It is called from the thread that computes, and not on a cluster.
+        It is called from the thread that computes. On a cluster the tasks are those that were
+        still to be done when it was first asked.
         """
         self._progress = progress
 
@@ -56,11 +60,8 @@ class Work:
             _CURRENT.reset(token)
 
     def abandon(self) -> None:
-        """Cancel what runs on a cluster; on threads, start no further task."""
+        """Start no further task; on a cluster, except those that others still wait for."""
         self._abandoned.set()
-        if running := self._futures:
-            client, futures = running
-            client.cancel(futures)
 
     def require_wanted(self) -> None:
         """Raise :class:`Abandoned` if the answer is no longer wanted."""
@@ -83,16 +84,27 @@ class Work:
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
         futures = client.compute(list(lazy))
-        self._futures = client, futures
         try:
-            self.require_wanted()
+            self.wait(client, futures)
             return tuple(client.gather(futures))
-        except BaseException:
-            self.require_wanted()  # a future that was cancelled raises its own error
-            raise
         finally:
-            self._futures = None
-            client.cancel(futures)
+            _release(futures)
+
+    def wait(self, client: Client, futures: Sequence[Future[Any]]) -> None:
+        """Wait until futures have a result or an error, unless the work is abandoned.
+
+        They are released and not cancelled then: equal tasks of another user go on.
+        """
+        total = 0
+        while not all(future.done() for future in futures):
+            self.require_wanted()
+            with suppress(TimeoutError):
+                wait(futures, timeout=_ASKED_EVERY_S)
+                return
+            left = client.run_on_scheduler(_counter([future.key for future in futures]))
+            total = max(total, left)
+            if self._progress is not None and total:
+                self._progress(total - left, total)
 
     def _started(self, graph: Any, state: Any) -> None:
         self._report(state)
@@ -151,13 +163,65 @@ def compute(*lazy: Any) -> tuple[Any, ...]:
 def persist(*lazy: da.Array) -> tuple[da.Array, ...]:
     """Return arrays of the same names and chunks, in the memory of the cluster or of this process.
 
-    On threads this is part of the work that is active in this thread; on a cluster it does not
-    wait.
+    This is part of the work that is active in this thread.
     """
-    if active_client() is not None:
-        return tuple(dask.persist(*lazy))
+    if (client := active_client()) is not None:
+        return _persisted_on(client, lazy)
     pairs = zip(lazy, compute(*lazy), strict=True)
     return tuple(da.from_array(value, chunks=x.chunks, name=x.name) for x, value in pairs)
+
+
+def _persisted_on(client: Client, lazy: tuple[da.Array, ...]) -> tuple[da.Array, ...]:
+    kept = tuple(dask.persist(*lazy))
+    futures = futures_of(kept)
+    try:
+        (_CURRENT.get() or Work()).wait(client, futures)
+        for future in futures:
+            if future.status != "finished":
+                future.result()  # raises what went wrong
+    except BaseException:
+        _release(futures)
+        raise
+    return kept
+
+
+def released_if_failed(array: xr.Dataset) -> bool:
+    """Return whether the cluster has lost arrays that :func:`persist` has put there, for good.
+
+    So it is if a worker died that computed them once more; with ``allowed-failures=0`` a single
+    one. The cluster then forgets the error, so that a new :func:`persist` can succeed.
+    """
+    futures = futures_of(array)
+    has_failed = any(future.status in ("error", "cancelled") for future in futures)
+    if has_failed:
+        _release(futures)
+    return has_failed
+
+
+def _release(futures: Sequence[Future[Any]]) -> None:
+    """Release futures, before the same tasks may be asked for again."""
+    for future in futures:
+        future.release()
+    for client in {future.client for future in futures}:
+        with suppress(RuntimeError, ValueError):  # of a client that has been closed
+            client.sync(asyncio.sleep, 0)  # after what the releases left for its event loop
+
+
+def _counter(keys: Sequence[Any]) -> Callable[[Any], int]:
+    """Return a function for the scheduler, which need not have trakdask: it is sent by value."""
+
+    def count(dask_scheduler: Any) -> int:
+        found = dask_scheduler.tasks
+        waiting = [found[key] for key in keys if key in found]
+        left = set()
+        while waiting:
+            task = waiting.pop()
+            if task not in left and task.state not in ("memory", "erred", "released"):
+                left.add(task)
+                waiting.extend(task.waiting_on or ())
+        return len(left)
+
+    return count
 
 
 def computed(array: T) -> T:

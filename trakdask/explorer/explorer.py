@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,11 @@ from trakdask.attribution.options import LearningRates, gather_options
 from trakdask.checks import shown
 from trakdask.execution.scheduling import active_client
 from trakdask.explorer.marks import Marks
+from trakdask.explorer.new_targets import NewTarget, TargetMaker, appended, target_maker
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
+from trakdask.models.model import Model
 from trakdask.plots.images import Normalize, require_normalize
 from trakdask.provenance import require_comparable
 from trakdask.variables import SAMPLE, TOKEN, validate
@@ -40,21 +43,44 @@ class Explorer:
     computed for one user, such as the factor of the gram matrix, is kept for the others.
     """
 
-    features: xr.Dataset
-    targets: xr.Dataset
+    questions: Questions
     samples: xr.Dataset | None
     target_samples: xr.Dataset | None
-    parts: xr.Dataset | None
     marks: Marks | None
     estimator: Estimator
-    power: float
-    damping: Damping
-    calibrate: xr.Dataset | None
     learning_rates: LearningRates | None
     text: Callable[[int], str] | None
     normalize: Normalize | None
     cmap: str
     client: Client | None
+    maker: TargetMaker | None = None
+    added: tuple[str, ...] = ()
+    """Contents, as escaped HTML, of the targets that were added to those of the store."""
+
+    @property
+    def features(self) -> xr.Dataset:
+        """Features of the training samples."""
+        return self.questions.features
+
+    @property
+    def targets(self) -> xr.Dataset:
+        """Features of the targets, new ones at the end."""
+        return self.questions.targets.features
+
+    def with_target(self, target: NewTarget) -> Explorer:
+        """Return an explorer of one more target; what was computed for the others is kept."""
+        targets = appended(self.targets, target.features)
+        return dataclasses.replace(
+            self, questions=self.questions.with_targets(targets), added=(*self.added, target.html)
+        )
+
+    def is_new(self, target: int) -> bool:
+        """Return whether a target was added to those of the store."""
+        return 0 <= target - self._n_stored < len(self.added)
+
+    @property
+    def _n_stored(self) -> int:
+        return int(self.targets.sizes[SAMPLE]) - len(self.added)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -62,15 +88,6 @@ class Explorer:
         is_usable = self.client is not None and self.client.status == "running"
         with self.client.as_current() if self.client and is_usable else nullcontext():
             yield
-
-    @cached_property
-    def questions(self) -> Questions:
-        """What the pages ask; it knows nothing of them."""
-        return Questions(
-            self.features, self.targets,
-            estimator=self.estimator, power=self.power, damping=self.damping,
-            calibrate=self.calibrate, learning_rates=self.learning_rates, parts=self.parts,
-        )  # fmt: skip
 
     @cached_property
     def sample_ids(self) -> np.ndarray:
@@ -84,7 +101,12 @@ class Explorer:
 
     def target_samples_html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
         """Return the contents of some targets as escaped HTML."""
-        return self._shown(self.target_samples).html(positions, brief=brief)
+        stored = [position for position in positions if not self.is_new(position)]
+        contents = iter(self._shown(self.target_samples).html(stored, brief=brief))
+        return [
+            self.added[position - self._n_stored] if self.is_new(position) else next(contents)
+            for position in positions
+        ]
 
     def _shown(self, samples: xr.Dataset | None) -> Samples:
         return Samples(samples, self.text, self.normalize, self.cmap)
@@ -129,6 +151,9 @@ def explore(
     text: Callable[[int], str] | None = None,
     normalize: Normalize | None = None,
     cmap: str = "gray_r",
+    model: Model | None = None,
+    tokenizer: Callable[[str], Any] | None = None,
+    preprocess: Callable[[Any], Any] | None = None,
 ) -> Explorer:
     """Look at attributions in a browser or in a notebook.
 
@@ -158,6 +183,17 @@ def explore(
     normalize, cmap
         Of images: mean and standard deviation that they were normalized with, and the colour map
         of grey ones; as in :func:`trakdask.plots.gallery`.
+    model
+        The model that the features are of: then a page takes a text or an image of your own as a
+        target. It is featurized with the projector and the precision of the features, kept in that
+        tab of the browser, and written nowhere. Needs one of the next two, or both for a model of
+        pairs.
+    tokenizer
+        From a text to the inputs of the model: a mapping, as tokenizers of transformers return it,
+        or the token ids; of one sample, without a dimension of samples.
+    preprocess
+        From an image, a ``PIL.Image.Image`` in RGB, to the input of the model, such as a transform
+        of torchvision: an array or tensor of one sample, or a mapping of several.
 
     Returns
     -------
@@ -170,7 +206,7 @@ def explore(
     ImportError
         If Panel is missing: install ``trakdask[explore]``.
     StoreMismatchError
-        If features and targets were made differently.
+        If features and targets were made differently, or not by this model.
     TypeError, ValueError
         If features or targets lack an array, samples are others than those of the features, or an
         option does not make sense.
@@ -211,12 +247,19 @@ def explore(
             "text=tokenizer.decode"
         )
     require_normalize(normalize)
+    known = samples if samples is not None else target_samples
+    maker = target_maker(features, model, tokenizer, preprocess, known)
     kept = marks if marks is None or isinstance(marks, Marks) else Marks(marks)
     if kept is not None:
         kept.ids(features)  # now, rather than when somebody opens a page
+    questions = Questions(
+        features, targets,
+        estimator=estimator, power=power, damping=damping, calibrate=calibrate,
+        learning_rates=learning_rates, parts=parts,
+    )  # fmt: skip
     return Explorer(
-        features, targets, samples, target_samples, parts, kept, estimator, power, damping,
-        calibrate, learning_rates, text, normalize, cmap, active_client(),
+        questions, samples, target_samples, kept, estimator, learning_rates, text, normalize, cmap,
+        active_client(), maker,
     )  # fmt: skip
 
 

@@ -37,6 +37,22 @@ export function render({ model }) {
     const text = [model.query, kept.toString()].filter((part) => part).join("&")
     return text ? `?${text}` : window.location.pathname
   }
+  // A file is sent as base64; one that is too large for the connection is not read at all.
+  const explain = async (form) => {
+    const given = {}
+    for (const [name, value] of new FormData(form)) {
+      if (!(value instanceof File)) given[name] = value
+      else if (value.size > Number(form.dataset.most)) given.too_large = String(value.size)
+      else if (value.size) given[name] = await encoded(value)
+    }
+    model.send_msg({ new: given })
+  }
+  const encoded = (file) => new Promise((resolve) => {
+    const reader = new FileReader()
+    reader.onload = () => resolve(reader.result.split(",")[1])
+    reader.onerror = () => resolve("")
+    reader.readAsDataURL(file)
+  })
   const go = (query) => model.send_msg({ query })
   const navigate = () => {
     if (!model.follows_address) return
@@ -66,7 +82,8 @@ export function render({ model }) {
   })
   root.addEventListener("submit", (event) => {
     event.preventDefault()
-    go(`?${new URLSearchParams(new FormData(event.target))}`)
+    if ("new" in event.target.dataset) explain(event.target)
+    else go(`?${new URLSearchParams(new FormData(event.target))}`)
   })
   root.addEventListener("change", (event) => {
     if (event.target.matches("[data-at-once]")) event.target.form.requestSubmit()
@@ -85,12 +102,13 @@ export function render({ model }) {
     document.body.style.margin = "0"
     document.documentElement.style.colorScheme = "light dark"
     document.body.style.background = "light-dark(#ffffff, #16181c)"
-  }
+  } else root.style.minHeight = "0" // a part of a notebook
   model.on("remove", () => window.removeEventListener("popstate", back))
   model.on("html", draw)
   model.on("marked", mark)
   model.on("saved", save)
   model.on("query", navigate)
   draw()
+  model.send_msg({ shown: true })
   return root
 }

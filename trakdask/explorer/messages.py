@@ -21,7 +21,7 @@ def plain_message(err: BaseException) -> str:
     """
     text = " ".join(str(err).split())
     text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
-    if isinstance(err, (KilledWorker, BlockError)):
+    if isinstance(err, KilledWorker):
         return (
             "A worker process ended while it computed this. Try again; if it happens again, the "
             "workers may need more memory."
@@ -30,6 +30,6 @@ def plain_message(err: BaseException) -> str:
         return f"The store could not be read ({text}). Is it still there?"
     if isinstance(err, MemoryError):
         return "There was not enough memory for this."
-    if isinstance(err, (ValueError, TypeError)):
+    if isinstance(err, (ValueError, TypeError, BlockError)):
         return text[:1].upper() + text[1:]
     return f"This could not be computed ({type(err).__name__}: {text})."

@@ -6,6 +6,7 @@ on the active dask client, or on threads. Scores of all samples and targets neve
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,35 +17,25 @@ import pandas as pd
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.conditions import selection
+from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import Estimator
 from trakdask.attribution.groups import group_codes
 from trakdask.explorer import corpus, duplicates
 from trakdask.explorer.attributions import Attributions, Ready
 from trakdask.explorer.computing import compute, computed
-from trakdask.explorer.metadata import condition_mask, few_values, metadata, searched
+from trakdask.explorer.metadata import condition_mask, few_values, metadata
 from trakdask.explorer.state import View
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET
+from trakdask.explorer.target_table import ROWS, TablePage, TargetTable, require_position, row_of
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
 
-__all__ = ["ROWS", "Histogram", "Questions", "TargetsPage"]
-
-ROWS = 25
-"""Rows of a page of a table."""
+__all__ = ["Histogram", "Questions"]
 
 MOST_GROUPS = 1000
-MOST_COLUMNS = 40
 
 _BINS = 60
-
-
-@dataclass(frozen=True)
-class TargetsPage:
-    """Some rows of the table of targets, indexed by position, and how many there are in all."""
-
-    table: pd.DataFrame
-    found: int
-    total: int
+_ROWS_KEPT = 2
+"""Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +69,23 @@ class Questions:
         learning_rates: Any = None,
         parts: xr.Dataset | None = None,
     ) -> None:
-        self.features, self.targets, self.parts = features, targets, parts
+        self.features, self.parts = features, parts
+        self.targets = TargetTable(targets)
         self._attributions = Attributions(
-            features, targets,
+            features,
             estimator=estimator, power=power, damping=damping, calibrate=calibrate,
             learning_rates=learning_rates,
         )  # fmt: skip
+        self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._influences = lru_cache(4)(corpus.self_influences)
+        self._duplicates = lru_cache(4)(self._found_duplicates)
+
+    def with_targets(self, targets: xr.Dataset) -> Questions:
+        """Return the same questions to other targets; what is known of training samples is kept."""
+        other = copy.copy(self)
+        other.targets = TargetTable(targets)
+        other._scores = lru_cache(_ROWS_KEPT)(other._scored)
+        return other
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -92,61 +93,18 @@ class Questions:
         return metadata(self.features)
 
     @cached_property
-    def target_metadata(self) -> pd.DataFrame:
-        """The coords of the targets, by position."""
-        return metadata(self.targets)
-
-    @cached_property
     def groupings(self) -> list[str]:
         """The coords of the training samples that have from 2 to 1,000 different values."""
         return few_values(self.metadata, MOST_GROUPS)
-
-    @cached_property
-    def target_groupings(self) -> list[str]:
-        """The coords of the targets that have from 2 to 40 different values."""
-        return few_values(self.target_metadata, MOST_COLUMNS)
 
     @cached_property
     def checkpoints(self) -> list[str]:
         """The names of the checkpoints."""
         return [str(name) for name in self.features[CHECKPOINT].values]
 
-    @cached_property
-    def _target_table(self) -> pd.DataFrame:
-        """Metadata, output, loss and disagreement of all targets."""
-        names = [name for name in ("output", "out_to_loss") if name in self.targets]
-        values = compute(*(self.targets[name].data for name in names))
-        table = self.target_metadata.copy()
-        for name, of_checkpoints in zip(names, values, strict=True):
-            mean = np.asarray(of_checkpoints, np.float64).mean(axis=1)
-            table["output" if name == "output" else "loss"] = mean
-            if name == "output" and of_checkpoints.shape[1] > 1:
-                table["disagreement"] = np.std(of_checkpoints, axis=1, ddof=1, dtype=np.float64)
-        return table
-
     def ready(self, view: View) -> Ready:
         """Return features and targets under the setting of a view."""
         return self._attributions.ready(view)
-
-    def targets_page(self, view: View) -> TargetsPage:
-        """Return the targets that a view searches and filters for, sorted, a page of them.
-
-        Columns: the coords of the targets; ``output``, its mean over checkpoints; ``loss``, the
-        mean of Q = ∂loss/∂output; ``disagreement``, the standard deviation of the output between
-        checkpoints.
-        """
-        table = self._target_table
-        found = searched(table, view.search)
-        if view.targets_where:
-            found = found[condition_mask(table, view.targets_where, SAMPLE)[found.index]]
-        if view.sort in found:
-            found = found.sort_values(view.sort, ascending=view.ascending, kind="stable")
-        return TargetsPage(found.iloc[view.first : view.first + ROWS], len(found), len(table))
-
-    def target(self, position: int) -> pd.Series:
-        """Return what the table of targets has about one of them."""
-        _require_position(position, len(self._target_table), TARGET)
-        return _row(self._target_table, position)
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -155,16 +113,16 @@ class Questions:
         over checkpoints, NaN for one checkpoint; the coords of the sample. Fewer rows than k if the
         condition of the view selects fewer.
         """
-        ready = self.ready(view)
-        scores = self._scores(ready, view)
-        where, n_selected = self._where(scores, view)
+        scores, spread = self._scores(self.ready(view), view.target)
+        mask = _selected(scores, view.where)
+        n_selected = int(mask.sum())
         if n_selected == 0:
             return self._ranked(np.empty(0, np.int64), np.empty(0), np.empty(0))
-        lazy = td.top_k(scores, min(view.k, n_selected), where=where, largest=largest)
+        lazy = td.top_k(scores, min(view.k, n_selected), where=mask, largest=largest)
         position, score = compute(lazy["position"].data[0], lazy["score"].data[0])
         is_there = position >= 0
         position, score = position[is_there], score[is_there]
-        return self._ranked(position, score, self._spread(ready, view, position))
+        return self._ranked(position, score, spread[position])
 
     def words(self, view: View, position: np.ndarray) -> xr.DataArray:
         """Return the scores of the tokens of some training samples for one target.
@@ -175,7 +133,8 @@ class Questions:
         ready = self.ready(view)
         parts = self.parts.sel({CHECKPOINT: ready.features[CHECKPOINT].values})
         of = parts.isel({SAMPLE: position})
-        scores = td.score(ready.features, self._target(ready, view), of=of, **ready.options)
+        target = self._target(ready, view.target)
+        scores = td.score(ready.features, target, of=of, **ready.options)
         return computed(scores.isel({TARGET: 0}))
 
     def groups(self, view: View) -> pd.DataFrame:
@@ -184,29 +143,26 @@ class Questions:
         Columns: the coord that the view groups by; ``score``, the sum; ``samples``, how many. Only
         samples that the condition of the view selects are counted.
         """
-        ready, by = self.ready(view), view.group_by
-        features = ready.features
-        if view.where:
-            mask = self._mask(view.where)
-            features = features.isel({SAMPLE: np.flatnonzero(mask)})
-        if not features.sizes[SAMPLE]:
-            return pd.DataFrame({by: [], "score": [], "samples": []})
-        target = self._target(ready, view)
-        sums = computed(td.group_score(features, target, by=by, **ready.options))
-        codes, groups = group_codes(features[by].values)
-        counts = np.bincount(codes[codes >= 0], minlength=len(groups))
-        table = pd.DataFrame({by: groups, "score": sums.values[:, 0], "samples": counts})
+        by = view.group_by
+        scores, _ = self._scores(self.ready(view), view.target)
+        codes, groups = group_codes(np.asarray(self.features[by].values))
+        codes = np.where(_selected(scores, view.where), codes, -1)
+        is_counted = codes >= 0
+        row = np.nan_to_num(scores.values[is_counted, 0].astype(np.float64))
+        sums = np.bincount(codes[is_counted], row, minlength=len(groups))
+        counts = np.bincount(codes[is_counted], minlength=len(groups))
+        table = pd.DataFrame({by: groups, "score": sums, "samples": counts})[counts > 0]
         return table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
 
     def score_histogram(self, view: View) -> Histogram:
         """Return how the scores of one target are distributed over the training samples."""
-        scores = self._scores(self.ready(view), view).data[:, 0]
-        low, high = compute(da.nanmin(scores), da.nanmax(scores))
-        if not np.isfinite([low, high]).all():
+        scores, _ = self._scores(self.ready(view), view.target)
+        row = scores.values[:, 0]
+        row = row[np.isfinite(row)]
+        if not len(row):
             return Histogram(np.zeros(0, np.int64), np.zeros(1))
-        edges = np.linspace(low, high if high > low else low + 1, _BINS + 1)
-        (counts,) = compute(da.histogram(scores, bins=edges)[0])
-        return Histogram(counts, edges)
+        low, high = row.min(), row.max()
+        return Histogram(*np.histogram(row, np.linspace(low, _above(low, high), _BINS + 1)))
 
     def damping(self, view: View) -> xr.Dataset | None:
         """Return λ and the curve it was chosen by, as :func:`trakdask.damping`, computed."""
@@ -219,28 +175,29 @@ class Questions:
         At most 2 k rows.
         """
         ready = self.ready(view)
-        _require_position(view.sample, ready.features.sizes[SAMPLE], SAMPLE)
-        (scores,) = compute(_scores_of_sample(ready, view.sample))
+        require_position(view.sample, ready.features.sizes[SAMPLE], SAMPLE)
+        targets = self.targets.of(ready.features[CHECKPOINT].values)
+        (scores,) = compute(_scores_of_sample(ready, targets, view.sample))
         order = np.argsort(-scores, kind="stable")
         order = order[~np.isnan(scores[order])]
         ends = order if len(order) <= 2 * view.k else np.r_[order[: view.k], order[-view.k :]]
-        table: pd.DataFrame = self._target_table.iloc[ends].assign(score=scores[ends])
+        table: pd.DataFrame = self.targets.whole.iloc[ends].assign(score=scores[ends])
         return table
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, Q and self-influence."""
         ready = self.ready(view)
-        _require_position(view.sample, ready.features.sizes[SAMPLE], SAMPLE)
+        require_position(view.sample, ready.features.sizes[SAMPLE], SAMPLE)
         one = ready.features.isel({SAMPLE: [view.sample]})
         influence, output, q = compute(
             corpus.self_influence(ready, one).data, one["output"].data, one["out_to_loss"].data
         )
         facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
-        row = _row(self.metadata, view.sample)
+        row = row_of(self.metadata, view.sample)
         whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
         return whole
 
-    def ranking(self, view: View) -> TargetsPage:
+    def ranking(self, view: View) -> TablePage:
         """Return training samples by self-influence, largest first, a page of them."""
         influence = self._influences(self.ready(view))
         table = self.metadata.assign(self_influence=influence)
@@ -248,7 +205,7 @@ class Questions:
             table = table[self._mask(view.where)]
         table = table.sort_values("self_influence", ascending=False, kind="stable")
         page = table.iloc[view.first : view.first + ROWS]
-        return TargetsPage(page, len(table), len(influence))
+        return TablePage(page, len(table), len(influence))
 
     def influence_histogram(self, view: View) -> Histogram:
         """Return how self-influence is distributed, in bins of equal width of its logarithm."""
@@ -257,7 +214,7 @@ class Questions:
         if not len(positive):
             return Histogram(np.zeros(0, np.int64), np.zeros(1))
         low, high = np.log10(positive.min()), np.log10(positive.max())
-        edges = np.logspace(low, high if high > low else low + 1, _BINS + 1)
+        edges = np.logspace(low, _above(low, high), _BINS + 1)
         edges[0], edges[-1] = min(edges[0], positive.min()), max(edges[-1], positive.max())
         return Histogram(*np.histogram(positive, bins=edges))
 
@@ -270,7 +227,8 @@ class Questions:
         """
         ready = self.ready(view)
         across = "" if ready.estimator.name == "grad_cos" else across
-        targets, names = corpus.mean_targets(ready.targets, across)
+        of = self.targets.of(ready.features[CHECKPOINT].values)
+        targets, names = corpus.mean_targets(of, across)
         sums = computed(td.group_score(ready.features, targets, by=view.group_by, **ready.options))
         index = pd.Index(sums[view.group_by].values, name=view.group_by)
         return pd.DataFrame(sums.values, index=index, columns=pd.Index(names, name=across))
@@ -280,39 +238,35 @@ class Questions:
 
         Columns: ``group``, the number of the group of duplicates; ``sample``; their coords.
         """
-        ready = self.ready(view)
-        found = duplicates.duplicates(ready.features)
+        found = self._duplicates(str(self.ready(view).features[CHECKPOINT].values[0]))
         table = self.metadata.iloc[found["sample"]].reset_index(drop=True)
         return pd.concat([found, table], axis=1)
 
-    def _target(self, ready: Ready, view: View) -> xr.Dataset:
-        _require_position(view.target, ready.targets.sizes[SAMPLE], TARGET)
-        return ready.targets.isel({SAMPLE: [view.target]})
+    def _found_duplicates(self, checkpoint: str) -> pd.DataFrame:
+        return duplicates.duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
 
-    def _scores(self, ready: Ready, view: View) -> xr.DataArray:
-        return td.score(ready.features, self._target(ready, view), **ready.options)
+    def _target(self, ready: Ready, position: int) -> xr.Dataset:
+        return self.targets.one(position, ready.features[CHECKPOINT].values)
 
-    def _where(self, scores: xr.DataArray, view: View) -> tuple[Any, int]:
-        """Return the condition of a view for ``top_k``, and how many samples it may select."""
-        if not view.where:
-            return None, scores.sizes[SAMPLE]
-        where = selection(scores, view.where)
-        if isinstance(where, xr.DataArray):
-            return where, int(where.values.sum())
-        return where, scores.sizes[SAMPLE]
+    def _scored(self, ready: Ready, position: int) -> tuple[xr.DataArray, np.ndarray]:
+        """Return the scores (sample, target) of one target, in memory but chunked as they were.
+
+        And their standard errors over checkpoints (sample,), NaN for one checkpoint. All that the
+        page of a target shows is taken from one such row.
+        """
+        target = self._target(ready, position)
+        apart = td.score(ready.features, target, average=False, **ready.options)
+        (values,) = compute(apart.data[:, 0])
+        scores = td.score(ready.features, target, **ready.options)
+        mean = values.mean(axis=1, dtype=np.float64).astype(scores.dtype)
+        kept = da.from_array(mean[:, None], chunks=scores.chunks)
+        n = values.shape[1]
+        if n < 2:
+            return scores.copy(data=kept), np.full(len(values), np.nan, np.float32)
+        return scores.copy(data=kept), values.std(axis=1, ddof=1) / np.float32(np.sqrt(n))
 
     def _mask(self, where: str) -> np.ndarray:
         return condition_mask(self.metadata, where, SAMPLE)
-
-    def _spread(self, ready: Ready, view: View, position: np.ndarray) -> np.ndarray:
-        """Return the standard errors over checkpoints of the scores of some samples."""
-        n = ready.features.sizes[CHECKPOINT]
-        if n < 2:
-            return np.full(len(position), np.nan)
-        rows = ready.features.isel({SAMPLE: position})
-        apart = td.score(rows, self._target(ready, view), average=False, **ready.options)
-        (values,) = compute(apart.data[:, 0])
-        return np.asarray(values.std(axis=1, ddof=1) / np.sqrt(n))
 
     def _ranked(self, position: np.ndarray, score: np.ndarray, spread: np.ndarray) -> pd.DataFrame:
         ranked = pd.DataFrame({"sample": position, "score": score, "spread": spread})
@@ -321,17 +275,39 @@ class Questions:
         return pd.concat([ranked, coords.drop(columns=taken)], axis=1)
 
 
-def _scores_of_sample(ready: Ready, position: int) -> da.Array:
+def _selected(scores: xr.DataArray, where: str) -> np.ndarray:
+    """Return which training samples meet a condition, for the only target of the scores."""
+    if not where:
+        return np.ones(scores.sizes[SAMPLE], bool)
+    mask = selection(scores, where)
+    if isinstance(mask, Condition):
+        mask = mask(_with_positions(scores)).isel({TARGET: 0}, missing_dims="ignore")
+    return np.asarray(mask.values)
+
+
+def _with_positions(scores: xr.DataArray) -> xr.Dataset:
+    """Return the coords of scores, with positions where there are no labels."""
+    coords = scores.coords.to_dataset()
+    missing = [dim for dim in (SAMPLE, TARGET) if dim not in coords.coords]
+    return coords.assign_coords({dim: np.arange(scores.sizes[dim]) for dim in missing})
+
+
+def _above(low: float, high: float) -> float:
+    """Return an upper end of a range that is not empty."""
+    return high if high > low else low + 1
+
+
+def _scores_of_sample(ready: Ready, targets: xr.Dataset, position: int) -> da.Array:
     """Return the scores of one training sample for all targets, (target,).
 
     With a gram matrix the sample's side is solved, one vector, instead of all targets'.
     """
     sample = ready.features.isel({SAMPLE: [position]})
     if not ready.estimator.has_gram:
-        own: da.Array = td.score(sample, ready.targets, **ready.options).data[0]
+        own: da.Array = td.score(sample, targets, **ready.options).data[0]
         return own
-    ones = da.ones_like(ready.targets["feature"].data[:, 0, :])
-    rows = ready.targets.assign(out_to_loss=((SAMPLE, CHECKPOINT), ones))
+    ones = da.ones_like(targets["feature"].data[:, 0, :])
+    rows = targets.assign(out_to_loss=((SAMPLE, CHECKPOINT), ones))
     name = "trak" if ready.estimator.name == "relatif" else ready.estimator.name
     options = {**ready.options, "estimator": name}
     products: da.Array = td.score(ready.features, sample, of=rows, **options).data[:, 0]
@@ -342,13 +318,3 @@ def _scores_of_sample(ready: Ready, position: int) -> da.Array:
         weight = da.where(weight < 0, -1.0, 1.0) / da.sqrt(leverage)
     scores: da.Array = products * weight
     return scores
-
-
-def _row(table: pd.DataFrame, position: int) -> pd.Series[Any]:
-    """Return a row in which integers are still integers."""
-    return table.iloc[[position]].astype(object).iloc[0]
-
-
-def _require_position(position: int, n: int, what: str) -> None:
-    if not 0 <= position < n:
-        raise ValueError(f"expected a {what} from 0 to {n - 1}, got {position}; try {what} 0")

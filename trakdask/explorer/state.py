@@ -16,7 +16,7 @@ from trakdask.checks import shown
 
 __all__ = ["PAGES", "MeanTrace", "View", "damping_of"]
 
-PAGES = ("targets", "target", "sample", "corpus")
+PAGES = ("targets", "target", "sample", "corpus", "new")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
 MOST_RANKED = 100
@@ -37,7 +37,7 @@ class View:
     Parameters
     ----------
     page
-        One of ``"targets"``, ``"target"``, ``"sample"`` and ``"corpus"``.
+        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"`` and ``"new"``.
     target, sample
         Positions of the target and of the training sample that are looked at.
     where

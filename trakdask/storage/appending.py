@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import xarray as xr
-import zarr
 
 from trakdask.errors import StoreMismatchError
 from trakdask.provenance import EARLIER_SOURCE, PRECISION, require_same
 from trakdask.storage.coords import require_kinds
-from trakdask.storage.parts import PARTS, Part, array
+from trakdask.storage.history import require_subgroup
+from trakdask.storage.parts import PARTS, Part
 from trakdask.storage.snapshot import (
     BY_CHECKPOINT,
     Snapshot,
@@ -19,7 +19,6 @@ from trakdask.storage.snapshot import (
     require_completed,
     with_all_checkpoints,
 )
-from trakdask.storage.zarr_stores import zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 __all__ = ["AppendDim", "appended", "with_known_source"]
@@ -70,7 +69,7 @@ def appended(
     _require_width(features, store.parts[0])
     if append_dim == SAMPLE:
         _require_coords(features, store.coords(), store.folder.url)
-    zarr.open_group(zarr_store(store.folder), mode="r+", zarr_format=3).require_group(PARTS)
+    require_subgroup(store.folder, PARTS)
     number = 1 + max((int(each.folder.name) for each in store.parts[1:]), default=0)
     return Part(store.folder / PARTS / str(number), part.spec, part.layout), features
 
@@ -113,7 +112,7 @@ def _require_unknown(part: Part, own: Sequence[Part], append_dim: AppendDim) -> 
 
 
 def _require_width(features: xr.Dataset, first: Part) -> None:
-    width, needed = features.sizes[PROJ_DIM], array(first.group(), "feature").shape[1]
+    width, needed = features.sizes[PROJ_DIM], first.store().array("feature").shape[1]
     if width != needed:
         raise StoreMismatchError(
             f"expected features with proj_dim {needed}, as those of the store "

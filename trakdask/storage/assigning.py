@@ -88,7 +88,7 @@ def assign_coords(
         names = sorted(values)
         write_edit(
             folder, ASSIGNED, {"pieces": len(before.parts), "coords": names},
-            lambda store: write_coords(store, xr.Dataset(coords=values)),
+            lambda _, store: write_coords(store, xr.Dataset(coords=values)),
         )  # fmt: skip
         folder.sweep()
     return open(store, storage_options=storage_options)

@@ -6,11 +6,10 @@ A task stores the chunks of its block first, and then the record that says that 
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,11 +19,9 @@ import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
-import zarr
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from distributed import as_completed, futures_of
-from zarr.abc.store import Store
 
 from trakdask._version import __version__
 from trakdask.execution import scheduling
@@ -38,11 +35,8 @@ from trakdask.storage.parts import (
     REDUCTIONS,
     SCALE,
     Part,
-    array,
-    listed,
 )
-from trakdask.storage.writable import Writable, writable
-from trakdask.storage.zarr_stores import Complete, Recorded, zarr_store
+from trakdask.storage.zarr_stores import Writable
 from trakdask.variables import VARIABLES
 
 __all__ = [
@@ -53,7 +47,6 @@ __all__ = [
     "decoded",
     "encoded",
     "opened",
-    "part_token",
     "run",
     "save_blocks",
     "stored",
@@ -81,17 +74,21 @@ class Done:
     kernels: frozenset[str] = frozenset()
 
 
-def save_blocks(part: Part, features: xr.Dataset, index: int, retries: int = 0) -> Done:
-    """Compute and store the blocks of a checkpoint that are not there yet."""
-    topic = f"trakdask-{uuid4().hex}"
-    missing = functools.partial(_missing, part, features, index, topic)
+def save_blocks(
+    part: Part, features: xr.Dataset, index: int, done: set[str], retries: int = 0
+) -> Done:
+    """Compute and store the blocks of a checkpoint that are not done yet."""
+    topic, known = f"trakdask-{uuid4().hex}", [done]
+    missing = functools.partial(_missing, part, features, index, topic, known)
     compute = functools.partial(run, topic=topic, **scheduling.gpu_options(features))
     return scheduling.run(missing, retries=retries, compute=compute) or Done()
 
 
-def _missing(part: Part, features: xr.Dataset, index: int, topic: str) -> Tasks | None:
-    """Return the tasks of the blocks that are missing."""
-    done = part.done(index)
+def _missing(
+    part: Part, features: xr.Dataset, index: int, topic: str, known: list[set[str]]
+) -> Tasks | None:
+    """Return the tasks of the blocks that are missing; a second attempt looks for them itself."""
+    done = known.pop() if known else part.done(index)
     todo = [block for block in range(part.n_blocks) if str(block) not in done]
     if not todo:
         return None
@@ -102,7 +99,7 @@ def _missing(part: Part, features: xr.Dataset, index: int, topic: str) -> Tasks 
     else:  # some of the arrays may be lazy, and others in memory
         others = (arrays[name].rechunk({0: feature.chunks[0]}) for name in list(arrays)[1:])
         axes, given = "spc", [feature, "spc", *(item for each in others for item in (each, "sc"))]
-    arrays_of = writable(part, (*FEATURE_NAMES, ERROR, SCALE))
+    arrays_of = part.writable((*FEATURE_NAMES, ERROR, SCALE))
     token = digest({"to": part.folder.url, "of": feature.name, "checkpoint": index, "todo": todo})
     numbers = da.map_blocks(
         _number, chunks=((1,) * part.n_blocks,), name=f"number-{token[:32]}",
@@ -242,14 +239,12 @@ def _write_block(
     *arrays, made = values[0] if len(values) < len(names) else (*values, {})
     number = block.item()
     with storing(part, f"block {number} of checkpoint {index}"):
-        store = Recorded(zarr_store(part.folder))
         start = number * part.layout["block"]
         rows = slice(start, start + len(arrays[0]))
-        for name, value in _as_stored(part, dict(zip(names, arrays, strict=True))).items():
-            # No chunk of errors means none; one that an earlier attempt wrote is removed.
-            of = arrays_of.array(name, store).with_config({"write_empty_chunks": name != ERROR})
-            of[(rows, ..., slice(index, index + 1))] = value
-        part.write_record(index, str(number), store.written, {**about(started), **made})
+        stored = _as_stored(part, dict(zip(names, arrays, strict=True)))
+        # No chunk of errors means none; one that an earlier attempt wrote is removed.
+        files = arrays_of.write(stored, (rows, ..., slice(index, index + 1)), sparse=(ERROR,))
+        part.write_record(index, str(number), files, {**about(started), **made})
     return answer(made, topic)
 
 
@@ -263,29 +258,24 @@ def _as_stored(part: Part, values: dict[str, np.ndarray]) -> dict[str, np.ndarra
 # --------------------------------------------------------------------------------------- reading
 
 
-def stored(part: Part, *, complete: bool = True, without: Collection[str] = ()) -> xr.Dataset:
+def stored(part: Part, *, complete: bool = True) -> dict[str, xr.Variable]:
     """Return features and reductions of a part, lazy; features in the dtype that they are used in.
 
     A lost chunk raises when it is read; if it need not be complete, it reads as NaN.
     """
     names = (*FEATURE_NAMES, SCALE, *REDUCTIONS)
-    ds = opened(part, complete=complete, without=(*without, *names))
-    token = tokenize(part.folder.url, part_token(part), complete)
+    token = tokenize(part.folder.url, part.token, complete)
     # Every task gets a copy of what its store knows, so that is of these arrays alone.
-    store = _store(part, complete=complete, only=names)
-    group = zarr.open_group(store, mode="r", zarr_format=3)
-    lazy = {}
-    for name in names:
-        if name in group:
-            source = array(group, name)
+    store, lazy = part.store(complete=complete, only=names), {}
+    for name in filter(part.arrays.__contains__, names) if complete else names:
+        with suppress(KeyError):  # it has none of this name
+            source = store.array(name)
             label = name.replace("_", "-")  # as task names, of which a dashboard shows the words
             data = lazy_array(part.folder, name, source, token=f"open-{label}-{token}")
             lazy[name] = xr.Variable(VARIABLES[name].dims, data, dict(source.attrs))
-    ds = ds.drop_vars(list(ds.data_vars)).assign(lazy)
-    if SCALE in ds:
-        feature = ds.feature.copy(data=decoded(ds.feature.data, ds[SCALE].data))
-        ds = ds.drop_vars(SCALE).assign(feature=feature)
-    return ds
+    if (scale := lazy.pop(SCALE, None)) is not None:
+        lazy["feature"].data = decoded(lazy["feature"].data, scale.data)
+    return lazy
 
 
 def opened(part: Part, *, complete: bool = True, without: Collection[str] = ()) -> xr.Dataset:
@@ -296,35 +286,13 @@ def opened(part: Part, *, complete: bool = True, without: Collection[str] = ()) 
     """
     # The version is given, because the older format has codecs that run code.
     ds: xr.Dataset = xr.open_zarr(
-        _store(part, complete=complete),
+        part.store(complete=complete),
         consolidated=False,
         chunks=None,
         zarr_format=3,
         drop_variables=list(without),
     )
     return ds
-
-
-def _store(part: Part, *, complete: bool, only: Collection[str] | None = None) -> Store:
-    """Return the zarr store of a part; if it is to be complete, one that rejects changed files.
-
-    Those of all arrays, or of the named, and of the group itself.
-    """
-    store: Store = part.arrays()
-    if complete:
-        known = {
-            path: about
-            for path, about in listed(part).items()
-            if only is None or "/" not in path or path.partition("/")[0] in only
-        }
-        store = Complete(store, part.folder, part_token(part), may_lack=(ERROR,), known=known)
-    return store
-
-
-def part_token(part: Part) -> str:
-    """Tell what is there from what was there before, if the store was deleted and made anew."""
-    made = os.stat(f"{part.folder.url}/zarr.json").st_mtime_ns if part.folder.is_local else ""
-    return f"{part.digest} {made}"
 
 
 # --------------------------------------------------------------------------------------- float16

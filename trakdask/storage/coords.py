@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.base import tokenize
 from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore
 
+from trakdask.arrays.blocks import block_starts
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
+from trakdask.execution.handles import Spooled
 from trakdask.samples import normalise_coord
-from trakdask.storage.blocks import opened, part_token
+from trakdask.storage.blocks import opened
 from trakdask.storage.history import Edit
-from trakdask.storage.lazy_coords import lazy_coord
 from trakdask.storage.parts import (
     BESIDE,
+    ERROR,
     FEATURE_NAMES,
-    METADATA,
     REDUCTIONS,
     SCALE,
     Part,
-    listed,
-    listed_coords,
     write_coords,
 )
-from trakdask.storage.zarr_stores import checksum
+from trakdask.storage.zarr_stores import METADATA, checksum
 from trakdask.variables import SAMPLE
 
 __all__ = [
     "DROPPED",
+    "StoredCoord",
     "by_source",
     "kind_of",
+    "lazy_coord",
+    "opened_rows",
     "portable_coords",
     "require_kinds",
     "require_names",
@@ -101,15 +105,14 @@ def without_sample_coords(ds: xr.Dataset) -> xr.Dataset:
     return ds.drop_vars([name for name, coord in ds.coords.items() if SAMPLE in coord.dims])
 
 
-def sample_coords(
+def opened_rows(
     parts: Sequence[Part],
     assigned: Edit | None,
     *,
     only: Collection[str] | None = None,
     complete: bool = True,
-    load: bool = True,
-) -> dict[str, xr.Variable]:
-    """Return the coords of all samples: what was assigned, else what was saved.
+) -> list[xr.Dataset]:
+    """Return the first part of each row as it is on disk, without coords that were assigned since.
 
     Parameters
     ----------
@@ -121,8 +124,6 @@ def sample_coords(
         Names of the coords that are wanted; all by default.
     complete
         Whether files that were lost or changed raise an error.
-    load
-        Whether their values are in memory; else they are lazy, in the blocks of the features.
 
     Raises
     ------
@@ -131,18 +132,41 @@ def sample_coords(
     ValueError
         If they were changed.
     """
-    if only is not None and not only:
-        return {}
+    covered, given = 0, set[str]()
+    if assigned is not None:
+        covered, given = len(by_source(parts[: assigned.n_parts])), set(assigned.attrs["coords"])
+    return [
+        _own(row[0], given if number < covered else set(), only, complete=complete)
+        for number, row in enumerate(by_source(parts))
+    ]
+
+
+def sample_coords(
+    parts: Sequence[Part],
+    assigned: Edit | None,
+    opened_parts: Sequence[xr.Dataset],
+    *,
+    only: Collection[str] | None = None,
+    load: bool = True,
+) -> dict[str, xr.Variable]:
+    """Return the coords of all samples: what was assigned, else what was saved.
+
+    Parameters
+    ----------
+    parts, assigned, only
+        As those of :func:`opened_rows`.
+    opened_parts
+        What that returns.
+    load
+        Whether their values are in memory; else they are lazy, in the blocks of the features.
+    """
     given, covered = dict[str, xr.Variable](), list[list[Part]]()
     if assigned is not None:
         given = _variables(_opened(assigned), only)
         covered = by_source(parts[: assigned.n_parts])
-    own, rows = [], by_source(parts)
-    for number, row in enumerate(rows):
-        superseded = set(given) if number < len(covered) else set()
-        own.append(_own(row[0], superseded, only, complete=complete))
+    own, rows = [_variables(each, only) for each in opened_parts], by_source(parts)
     sizes = tuple(size for row in rows for size in _block_sizes(row[0]))
-    token = tokenize([part_token(row[0]) for row in rows], assigned and str(assigned.files))
+    token = tokenize([row[0].token for row in rows], assigned and str(assigned.files))
     coords = {}
     for name in [*given, *(name for name in own[0] if name not in given)]:
         first, start = ([given[name]], len(covered)) if name in given else ([], 0)
@@ -164,11 +188,11 @@ def _opened(assigned: Edit) -> xr.Dataset:
 
 def _own(
     part: Part, superseded: set[str], only: Collection[str] | None, *, complete: bool
-) -> dict[str, xr.Variable]:
-    """Return the coords that a part was saved with, but those that were assigned since."""
+) -> xr.Dataset:
+    """Return a part as it is on disk, without the coords that were assigned since."""
     names = superseded
     if complete:
-        names = set(listed_coords(listed(part)))
+        names = part.arrays - {*FEATURE_NAMES, *REDUCTIONS, SCALE, ERROR}
         unwanted = set() if only is None else names - set(only)
         superseded = superseded | unwanted
     ds = opened(part, complete=complete, without=superseded)
@@ -178,7 +202,7 @@ def _own(
             "were lost; try td.verify(store, repair=True), then td.save(features, store) with the "
             f"features that have them, or td.assign_coords(store, {{{lost[0]!r}: values}})"
         )
-    return _variables(ds, only)
+    return ds
 
 
 def _variables(ds: xr.Dataset, only: Collection[str] | None) -> dict[str, xr.Variable]:
@@ -283,7 +307,7 @@ def restore_coords(part: Part, features: xr.Dataset, sizes: Mapping[str, int]) -
     -------
     The paths of the files. Only what has the checksum of the file that was lost is written.
     """
-    known = {path: each for path, each in listed(part).items() if not path.endswith(METADATA)}
+    known = {path: each for path, each in part.files.items() if not path.endswith(METADATA)}
     lost = [path for path in known if not _is_there(part, path, known[path], sizes)]
     if not lost:
         return []
@@ -307,3 +331,64 @@ def _encoded(features: xr.Dataset) -> dict[str, bytes]:
     files: dict[str, Buffer] = {}
     write_coords(MemoryStore(files), features.coords.to_dataset())
     return {path: buffer.to_bytes() for path, buffer in files.items()}
+
+
+# ---------------------------------------------------------- coords that stay in the store
+
+
+def lazy_coord(
+    variables: Sequence[xr.Variable], sizes: tuple[int, ...], name: str, token: str
+) -> xr.Variable:
+    """Return a coord of all samples whose values are read block by block, when they are asked for.
+
+    Parameters
+    ----------
+    variables
+        What xarray opened, one part of the samples after the other; not read yet.
+    sizes
+        Numbers of samples in the blocks of the features.
+    name, token
+        The name of the coord, and a hash that identifies its values.
+    """
+    stored = StoredCoord(variables, f"coord-{name}-{token}")
+    label = "".join(each if each.isalnum() else "-" for each in name)
+    full_name = f"open-coord-{label}-{tokenize(name, token)}"
+    data = da.from_array(stored, chunks=(sizes,), name=full_name, meta=np.empty(0, stored.dtype))
+    return xr.Variable(variables[0].dims, data, variables[0].attrs)
+
+
+class StoredCoord:
+    """Looks like an array in memory, but reads the rows that an index selects, decoded by xarray.
+
+    Tasks get a small handle instead of the list of the coord's files, which grows with the number
+    of samples.
+    """
+
+    ndim = 1
+
+    def __init__(self, variables: Sequence[xr.Variable], token: str) -> None:
+        self._variables = Spooled(tuple(variables), token)
+        self.shape = (sum(len(each) for each in variables),)
+        self.dtype = np.result_type(*(each.dtype for each in variables))
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        (index,) = key if isinstance(key, tuple) else (key,)
+        if isinstance(index, slice):
+            rows = range(self.shape[0])[index]
+            if not rows:
+                return np.empty(0, self.dtype)
+            return self._read(min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1)[:: rows.step]
+        positions = np.asarray(index)
+        first = positions.min(initial=self.shape[0])
+        found: np.ndarray = self._read(first, positions.max(initial=-1) + 1)[positions - first]
+        return found
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        variables = self._variables.get()
+        starts = block_starts(tuple(map(len, variables))).tolist()
+        found = []
+        for variable, (first, last) in zip(variables, itertools.pairwise(starts), strict=True):
+            rows = slice(max(start, first) - first, max(min(stop, last) - first, 0))
+            if rows.start < rows.stop:
+                found.append(np.asarray(variable[rows].values, self.dtype))
+        return np.concatenate(found) if found else np.empty(0, self.dtype)

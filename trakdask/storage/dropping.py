@@ -21,7 +21,7 @@ from trakdask.storage.factors import renew_factors
 from trakdask.storage.history import remove_obsolete, write_edit
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import DROPS, GRAM, REDUCTIONS, array
+from trakdask.storage.parts import DROPS, GRAM, REDUCTIONS
 from trakdask.storage.reductions import reduced
 from trakdask.storage.snapshot import Snapshot, completed, require_settled, snapshot
 from trakdask.storage.zarr_stores import Recorded
@@ -130,7 +130,7 @@ def _write(before: Snapshot, ds: xr.Dataset, chosen: np.ndarray) -> None:
     mask = before.dropped()
     mask[np.flatnonzero(~mask)[chosen]] = True
 
-    def fill(store: Recorded) -> None:
+    def fill(_: Folder, store: Recorded) -> None:
         group = zarr.open_group(store, mode="r+", zarr_format=3)
         group.create_array(DROPPED, data=mask, chunks=mask.shape, compressors=[Crc32cCodec()])
         _write_reductions(group, ds, chosen)
@@ -142,17 +142,18 @@ def _write(before: Snapshot, ds: xr.Dataset, chosen: np.ndarray) -> None:
 
 def _write_reductions(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> None:
     names = [name for name in REDUCTIONS if name in ds]
+    arrays = {}
     for name in names:
         # Names of arrays in this process's graph mean nothing in a store; open adds its own.
         attrs = {key: value for key, value in ds[name].attrs.items() if key != ORIGIN}
-        group.create_array(
+        arrays[name] = group.create_array(
             name, shape=ds[name].shape, chunks=(*ds[name].shape[:-1], 1), dtype=ds[name].dtype,
             compressors=[Crc32cCodec()], fill_value=np.nan, attributes=attrs,
-            dimension_names=VARIABLES[name].dims,
+            dimension_names=VARIABLES[name].dims, config={"write_empty_chunks": True},
         )  # fmt: skip
     for index in range(ds.sizes[CHECKPOINT] if names else 0):
         for name, matrix in zip(names, _remaining(ds, chosen, names, index), strict=True):
-            array(group, name)[..., index : index + 1] = matrix
+            arrays[name][..., index : index + 1] = matrix
 
 
 def _remaining(

@@ -36,8 +36,8 @@ from trakdask.execution import scheduling
 from trakdask.files import Folder
 from trakdask.storage.history import Edit, last_edit, remove_obsolete, write_edit
 from trakdask.storage.mapping import lazy_array
-from trakdask.storage.parts import FACTORS, GRAM, array
-from trakdask.storage.zarr_stores import Recorded, zarr_store
+from trakdask.storage.parts import FACTORS, GRAM
+from trakdask.storage.zarr_stores import Complete, Recorded, Writable, zarr_store
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
 
 __all__ = [
@@ -58,18 +58,19 @@ _NAMES = (EIGENVALUES, EIGENVECTORS)
 _log = logging.getLogger(__name__)
 
 
-def with_factors(folder: Folder, ds: xr.Dataset) -> xr.Dataset:
+def with_factors(edit: Edit | None, ds: xr.Dataset) -> xr.Dataset:
     """Add the stored λ and eigenvectors to the features of a store, if they are of its gram matrix.
 
     The eigenvectors are lazy.
     """
-    edit = None if GRAM not in ds else last_edit(folder, FACTORS)
-    if edit is None or not _is_of(edit, ds):
+    if edit is None or GRAM not in ds or not _is_of(edit, ds):
         return ds
-    opened = {name: (VARIABLES[name].dims, data) for name, data in _opened(edit).items()}
+    variables = {
+        name: (VARIABLES[name].dims, data, VARIABLES[name].attrs)
+        for name, data in _opened(edit.store(), edit.folder).items()
+    }
     known = edit.attrs["damping"]
     attrs = {**VARIABLES[DAMPING].attrs, **known["attrs"]}
-    variables = {name: (dims, data, VARIABLES[name].attrs) for name, (dims, data) in opened.items()}
     token = tokenize(edit.folder.url, dict(edit.files), known["values"])
     damping = da.from_array(np.array(known["values"]), chunks=1, name=f"open-damping-{token}")
     return ds.assign(variables | {DAMPING: (CHECKPOINT, damping, attrs)})
@@ -97,11 +98,11 @@ def _described(ds: xr.Dataset) -> dict[str, Any]:
     }
 
 
-def _opened(edit: Edit) -> dict[str, da.Array]:
-    group, token = edit.group(), tokenize(edit.folder.url, dict(edit.files))
+def _opened(store: Complete, folder: Folder) -> dict[str, da.Array]:
+    token = tokenize(store)
     return {
         name: lazy_array(
-            edit.folder, name, array(group, name), token=f"open-{name.replace('_', '-')}-{token}"
+            folder, name, store.array(name), token=f"open-{name.replace('_', '-')}-{token}"
         )
         for name in _NAMES
     }
@@ -154,16 +155,16 @@ def update_factors(
     -------
     What :func:`open` would return now.
     """
-    remove_obsolete(folder, FACTORS)  # what was left by a call that was killed
+    before = remove_obsolete(folder, FACTORS)  # what was left by a call that was killed goes
     options = _options(ds, calibrate)
     chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
     may_differ = calibrate is None and not again
     if has_factors(ds) and (may_differ or ds[DAMPING].attrs["chosen_by"] == chosen_by):
         return ds
     ds = _without_factors(ds)
-    values, vectors = _decomposition(folder, ds)
+    values, vectors = _decomposition(before, ds)
 
-    def fill(store: Recorded) -> None:
+    def fill(at: Folder, store: Recorded) -> dict[str, Any]:
         group = zarr.open_group(store, mode="r+", zarr_format=3)
         for name, data in zip(_NAMES, (values, vectors), strict=True):
             group.create_array(
@@ -171,21 +172,20 @@ def update_factors(
                 compressors=[Crc32cCodec()], fill_value=np.nan,
                 dimension_names=VARIABLES[name].dims,
             )  # fmt: skip
-        at = folder / FACTORS / str(number)
-        submission = functools.partial(_written, at, values, vectors)
+        written = Writable.among(at, _NAMES, store.written)
+        submission = functools.partial(_written, written, values, vectors)
         for files in scheduling.run(submission, retries=retries, compute=_computed) or ():
             store.written.update(files)
-        opened = {name: da.from_zarr(array(group, name)) for name in _NAMES}
+        whole = Complete(zarr_store(at), at, store.written, token=str(store.written))
+        opened = _opened(whole, at)
         damping = _damping(
             ds.assign({n: (VARIABLES[n].dims, d) for n, d in opened.items()}), options
         )
         damping["attrs"]["chosen_by"] = chosen_by
-        group.update_attributes({"damping": damping})
+        return {"damping": damping}
 
-    before = last_edit(folder, FACTORS)
-    number = 1 if before is None else int(before.folder.name) + 1
-    write_edit(folder, FACTORS, {"pieces": 1, **_described(ds)}, fill)
-    return with_origin(with_factors(folder, ds))
+    edit = write_edit(folder, FACTORS, {"pieces": 1, **_described(ds)}, fill)
+    return with_origin(with_factors(edit, ds))
 
 
 def _without_factors(ds: xr.Dataset) -> xr.Dataset:
@@ -220,9 +220,9 @@ def calibrated_options(
     return dataclasses.replace(options, calibrate=calibrate)
 
 
-def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
+def _decomposition(edit: Edit | None, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
     """Return eigenvalues and eigenvectors; those of unchanged gram matrices are read, not made."""
-    ours, edit = _described(ds), last_edit(folder, FACTORS)
+    ours = _described(ds)
     known: dict[tuple[str, str], int] = {}
     if edit is not None and all(
         edit.attrs.get(name) == ours[name]
@@ -230,7 +230,7 @@ def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
     ):
         pairs = zip(edit.attrs["checkpoints"], edit.attrs["hashes"], strict=True)
         known = {pair: index for index, pair in enumerate(pairs)}
-    old = _opened(edit) if edit is not None and known else {}
+    old = _opened(edit.store(), edit.folder) if edit is not None and known else {}
     n, p = ours["samples"], ds.sizes[PROJ_DIM]
     n_component = component_count(n, p, ds.feature.dtype)
     if old and old[EIGENVALUES].shape[0] != n_component:  # all p, of an earlier version
@@ -248,25 +248,24 @@ def _decomposition(folder: Folder, ds: xr.Dataset) -> tuple[da.Array, da.Array]:
     return values, vectors
 
 
-def _written(at: Folder, values: da.Array, vectors: da.Array) -> da.Array:
+def _written(at: Writable, values: da.Array, vectors: da.Array) -> da.Array:
     written: da.Array = da.blockwise(
         functools.partial(_write, at), "c", values, "kc", vectors, "pkc",
         da.arange(values.shape[1], chunks=1), "c",
         dtype=object, meta=np.empty(0, object), concatenate=False, align_arrays=False,
-        name=f"save-factors-{tokenize(at.url, values.name, vectors.name)}",
+        name=f"save-factors-{tokenize(at.folder.url, values.name, vectors.name)}",
     )  # fmt: skip
     return written
 
 
-def _write(at: Folder, values: Blocks, vectors: Blocks, number: np.ndarray) -> np.ndarray:
+def _write(at: Writable, values: Blocks, vectors: Blocks, number: np.ndarray) -> np.ndarray:
     """Write the factors of one checkpoint; return the files with their sizes and checksums."""
-    store, index = Recorded(zarr_store(at)), int(number[0])
-    group = zarr.open_group(store, mode="r+", zarr_format=3)
-    for name, blocks in zip(_NAMES, (values, vectors), strict=True):
-        (block,) = flat(blocks)
-        array(group, name)[..., index : index + 1] = block
+    index = int(number[0])
+    (own_values,), (own_vectors,) = flat(values), flat(vectors)
+    own = dict(zip(_NAMES, (own_values, own_vectors), strict=True))
+    files = at.write(own, (..., slice(index, index + 1)))
     answer = np.empty(1, object)
-    answer[0] = dict(store.written)
+    answer[0] = files
     return answer
 
 

@@ -23,7 +23,13 @@ from trakdask.files import Folder
 from trakdask.provenance import digest
 from trakdask.storage.blocks import Done
 from trakdask.storage.parts import ASSIGNED, DROPS, FACTORS, METADATA, Part
-from trakdask.storage.zarr_stores import Arrays, Complete, Recorded, checksum, zarr_store
+from trakdask.storage.zarr_stores import (
+    Complete,
+    Recorded,
+    checksum,
+    read_attributes,
+    zarr_store,
+)
 
 __all__ = [
     "KINDS",
@@ -35,6 +41,7 @@ __all__ = [
     "obsolete_edits",
     "record_run",
     "remove_obsolete",
+    "require_subgroup",
     "runs",
     "write_edit",
 ]
@@ -148,13 +155,8 @@ class Edit:
 
     def store(self) -> Complete:
         """Return its zarr store, which rejects changed and lost files."""
-        token = str(self.attrs["files"])
-        arrays = Arrays(zarr_store(self.folder, read_only=True))
-        return Complete(arrays, self.folder, token, known=self.files, may_be_replaced=True)
-
-    def group(self) -> zarr.Group:
-        """Open its zarr group."""
-        return zarr.open_group(self.store(), mode="r", zarr_format=3)
+        store, token = zarr_store(self.folder, read_only=True), str(self.attrs["files"])
+        return Complete(store, self.folder, self.files, token=token, may_be_replaced=True)
 
 
 def last_edit(folder: Folder, kind: str) -> Edit | None:
@@ -165,42 +167,70 @@ def last_edit(folder: Folder, kind: str) -> Edit | None:
     ValueError
         If its own metadata were changed since.
     """
-    for number in sorted(_numbers(folder, kind), reverse=True):
-        edited = folder / kind / str(number)
+    return _last(folder / kind, _numbers(folder, kind))
+
+
+def _last(edits: Folder, numbers: list[int]) -> Edit | None:
+    for number in sorted(numbers, reverse=True):
+        edited = edits / str(number)
         # Version 0.1 wrote its attributes one by one, and this last.
-        if METADATA in edited.names() and "files" in (attrs := _attrs(edited)):
+        if "files" in (attrs := _attrs(edited)):
             return Edit(edited, attrs)
     return None
 
 
 def write_edit(
-    folder: Folder, kind: str, attrs: Mapping[str, Any], fill: Callable[[Recorded], None]
-) -> None:
-    """Write an edit: ``fill`` is given the zarr store of its group; then those before it go."""
-    before = last_edit(folder, kind)
-    number = 1 if before is None else int(before.folder.name) + 1
-    zarr.open_group(zarr_store(folder), mode="r+", zarr_format=3).require_group(kind)
-    folder.remove(f"{kind}/{number}")  # what an attempt that was killed left
-    store = Recorded(zarr_store(folder / kind / str(number)))
-    zarr.create_group(store, zarr_format=3)
-    fill(store)
-    group = zarr.open_group(store, mode="r+", zarr_format=3)
-    whole = {**group.attrs, **attrs, "files": dict(store.written)}
-    group.update_attributes({**whole, "digest": digest(whole)})  # one write: from now on it counts
-    remove_obsolete(folder, kind)
+    folder: Folder,
+    kind: str,
+    attrs: Mapping[str, Any],
+    fill: Callable[[Folder, Recorded], Mapping[str, Any] | None],
+) -> Edit:
+    """Write an edit; then those before it go.
+
+    ``fill`` is given its folder and the zarr store of its group, which it fills with arrays. If it
+    returns attributes, they are added.
+    """
+    edits, numbers = folder / kind, _numbers(folder, kind)
+    before = _last(edits, numbers)
+    edited = edits / str(1 if before is None else int(before.folder.name) + 1)
+    if not numbers:
+        require_subgroup(folder, kind)
+    edited.remove()  # what an attempt that was killed left
+    store = Recorded(zarr_store(edited))
+    group = zarr.create_group(store, zarr_format=3)
+    added = fill(edited, store)
+    whole = {**read_attributes(edited), **(added or {}), **attrs, "files": dict(store.written)}
+    whole["digest"] = digest(whole)
+    group.update_attributes(whole)  # one write: from now on it counts
+    for number in map(str, numbers):
+        if number != edited.name:
+            (edits / number).remove()
+    return Edit(edited, {name: value for name, value in whole.items() if name != "digest"})
 
 
-def remove_obsolete(folder: Folder, kind: str) -> None:
-    """Remove edits that were cut short, and those that a later one stands for."""
-    for edited in obsolete_edits(folder, kind):
+def require_subgroup(folder: Folder, name: str) -> None:
+    """Make a zarr group in another if there is none."""
+    zarr.open_group(zarr_store(folder), mode="r+", zarr_format=3).require_group(name)
+
+
+def remove_obsolete(folder: Folder, kind: str) -> Edit | None:
+    """Remove edits that were cut short, and those that a later one stands for; return that one."""
+    last, obsolete = _edits(folder, kind)
+    for edited in obsolete:
         edited.remove()
+    return last
 
 
 def obsolete_edits(folder: Folder, kind: str) -> list[Folder]:
     """Return the folders of edits that were cut short, and those that a later one stands for."""
-    last = last_edit(folder, kind)
-    numbers = [n for n in _numbers(folder, kind) if last is None or str(n) != last.folder.name]
-    return [folder / kind / str(number) for number in numbers]
+    return _edits(folder, kind)[1]
+
+
+def _edits(folder: Folder, kind: str) -> tuple[Edit | None, list[Folder]]:
+    edits, numbers = folder / kind, _numbers(folder, kind)
+    last = _last(edits, numbers)
+    others = (str(number) for number in numbers if last is None or str(number) != last.folder.name)
+    return last, [edits / name for name in others]
 
 
 def damaged_files(edit: Edit, *, checksums: bool) -> Iterator[str]:
@@ -217,12 +247,13 @@ def _numbers(folder: Folder, kind: str) -> list[int]:
 
 def _attrs(edited: Folder) -> dict[str, Any]:
     try:
-        store = zarr_store(edited, read_only=True)
-        attrs = dict(zarr.open_group(store, mode="r", zarr_format=3).attrs)
+        attrs = read_attributes(edited)
         recorded = attrs.pop("digest", None)  # version 0.1 wrote none
         is_whole = recorded is None or recorded == digest(attrs)
         if "files" in attrs:
             is_whole &= type(attrs["pieces"]) is int and isinstance(attrs["files"], dict)
+    except FileNotFoundError:
+        return {}
     except (ValueError, KeyError, TypeError):
         is_whole = False
     if not is_whole:

@@ -16,14 +16,18 @@ import numpy as np
 import psutil
 import xarray as xr
 import zarr
-from zarr.abc.store import Store
 
 from trakdask.attribution.matrices import with_origin
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import digest
 from trakdask.storage.blocks import opened, stored
-from trakdask.storage.coords import DROPPED, without_sample_coords
+from trakdask.storage.coords import (
+    DROPPED,
+    opened_rows,
+    sample_coords,
+    without_sample_coords,
+)
 from trakdask.storage.factors import with_factors
 from trakdask.storage.history import Edit, runs
 from trakdask.storage.parts import (
@@ -35,8 +39,6 @@ from trakdask.storage.parts import (
     REDUCTIONS,
     SCALE,
     Part,
-    array,
-    listed,
 )
 from trakdask.storage.snapshot import (
     BLOCKS_AT_MOST,
@@ -46,7 +48,7 @@ from trakdask.storage.snapshot import (
     snapshot,
     with_all_checkpoints,
 )
-from trakdask.storage.zarr_stores import Complete
+from trakdask.storage.zarr_stores import METADATA, Arrays
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["open"]
@@ -134,7 +136,7 @@ def open(
     ds = _assembled(shown, complete=require_complete, load_coords=load_coords)
     names = [name for name in (*FEATURE_NAMES, *REDUCTIONS) if name in ds]
     ds = _with_errors(ds[names], shown)
-    ds = with_factors(shown.folder, _without_dropped(ds, show=dropped))
+    ds = with_factors(shown.factors, _without_dropped(ds, show=dropped))
     return with_origin(ds).assign_attrs(saved=runs(shown.parts))
 
 
@@ -179,22 +181,15 @@ def _require_sense(part: Part, *, complete: bool = True, load_coords: bool = Tru
 
 def _members(part: Part, complete: bool) -> Iterator[tuple[str, zarr.Array[Any]]]:
     """Yield the arrays of a part by their names."""
-    store: Store = part.arrays()
-    if complete:
-        files = listed(part)
-        store = Complete(store, part.folder, known=files)
-        names = {path.partition("/")[0] for path in files if path.count("/") == 1} - BESIDE
-    else:
-        names = set(part.folder.names()) - BESIDE
-    group = zarr.open_group(store, mode="r", zarr_format=3)
-    for name in sorted(names):
+    store = part.store(complete=complete)
+    for name in sorted(part.arrays if complete else set(part.folder.names()) - BESIDE):
         with suppress(KeyError):  # a file, or a foreign folder
-            yield name, _member(group, name, part)
+            yield name, _member(store, name, part)
 
 
-def _member(group: zarr.Group, name: str, part: Part) -> zarr.Array[Any]:
+def _member(store: Arrays, name: str, part: Part) -> zarr.Array[Any]:
     try:
-        return array(group, name)
+        return store.array(name)
     except (IncompleteFeaturesError, KeyError):
         raise
     except Exception as err:
@@ -212,12 +207,15 @@ def _assembled(store: Snapshot, *, complete: bool, load_coords: bool) -> xr.Data
 
     A coord ``dropped`` marks samples, if any were.
     """
-    coords = store.coords(complete=complete, load=load_coords)
+    on_disk = opened_rows(store.parts, store.assigned, complete=complete)
+    coords = sample_coords(store.parts, store.assigned, on_disk, load=load_coords)
     first, names = store.parts[0], store.checkpoints
     if len(store.parts) == 1 and store.drop is None:
-        ds = without_sample_coords(stored(first, complete=complete, without=coords))
-        return ds.assign_coords(coords)
-    rows = [_row(row, names, complete, coords) for row in store.rows]
+        return _stored(first, on_disk[0], complete=complete).assign_coords(coords)
+    rows = [
+        _row(row, each, names, complete, coords)
+        for row, each in zip(store.rows, on_disk, strict=True)
+    ]
     ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE) if len(rows) > 1 else rows[0]
     ds = (
         ds[list(FEATURE_NAMES)]
@@ -227,15 +225,22 @@ def _assembled(store: Snapshot, *, complete: bool, load_coords: bool) -> xr.Data
             layout={**first.layout, "samples": ds.sizes[SAMPLE]},
         )
     )
-    return _with_reductions(ds, store, complete=complete, without=coords)
+    return _with_reductions(ds, store, complete=complete)
 
 
-def _with_reductions(
-    ds: xr.Dataset, store: Snapshot, *, complete: bool, without: Collection[str]
-) -> xr.Dataset:
+def _stored(part: Part, on_disk: xr.Dataset, *, complete: bool) -> xr.Dataset:
+    """Return features and reductions of a part, without coords along samples."""
+    ds = on_disk.drop_vars(list(on_disk.data_vars))
+    return without_sample_coords(ds.assign(stored(part, complete=complete)))
+
+
+def _with_reductions(ds: xr.Dataset, store: Snapshot, *, complete: bool) -> xr.Dataset:
     """Return all samples, marked where they are dropped, with what is reduced from the others."""
     added = store.parts if store.drop is None else store.parts[store.drop.n_parts :]
-    reduced = [stored(part, complete=complete, without=without) for part in added]
+    reduced = [
+        xr.Dataset(stored(part, complete=complete), {CHECKPOINT: list(part.spec["checkpoints"])})
+        for part in added
+    ]
     n_dropped, names = 0, store.checkpoints
     if store.drop is not None:
         mask = store.dropped()
@@ -251,8 +256,8 @@ def _with_reductions(
 
 def _remaining(drop: Edit) -> xr.Dataset:
     """Return what is reduced from the samples that a drop left, lazy."""
-    group = drop.group()
-    members = {name: array(group, name) for name in REDUCTIONS if name in group}
+    store = drop.store()
+    members = {n: store.array(n) for n in REDUCTIONS if f"{n}/{METADATA}" in drop.files}
     data = {
         name: (VARIABLES[name].dims, da.from_zarr(of), dict(of.attrs))
         for name, of in members.items()
@@ -261,12 +266,17 @@ def _remaining(drop: Edit) -> xr.Dataset:
 
 
 def _row(
-    row: Sequence[Part], names: list[str], complete: bool, coords: Collection[str]
+    row: Sequence[Part],
+    first: xr.Dataset,
+    names: list[str],
+    complete: bool,
+    coords: Collection[str],
 ) -> xr.Dataset:
     """Return the samples of one source at the named checkpoints, without coords along samples."""
-    parts = [stored(part, complete=complete, without=coords) for part in row]
-    attrs = {**parts[0].attrs, **with_all_checkpoints(row).spec}
-    parts = [without_sample_coords(part[list(FEATURE_NAMES)]) for part in parts]
+    others = (opened(part, complete=complete, without=coords) for part in row[1:])
+    pairs = zip(row, (first, *others), strict=True)
+    parts = [_stored(part, each, complete=complete)[list(FEATURE_NAMES)] for part, each in pairs]
+    attrs = {**first.attrs, **with_all_checkpoints(row).spec}
     ds = _concat(parts, CHECKPOINT) if len(parts) > 1 else parts[0]
     here = [str(name) for name in ds[CHECKPOINT].values]
     ordered = attrs | {field: {n: attrs[field][n] for n in names} for field in BY_CHECKPOINT}
@@ -327,7 +337,7 @@ def _errors(row: Sequence[Part], names: list[str]) -> np.ndarray:
     """Return the errors of the samples of one source at the named checkpoints."""
     errors = np.full((row[0].layout["samples"], len(names)), "", np.dtypes.StringDType())
     for part in filter(_has_failed, row):
-        known = np.asarray(array(part.group(), ERROR)[:])
+        known = np.asarray(part.store(complete=False).array(ERROR)[:])
         for column, name in enumerate(part.spec["checkpoints"]):
             if name in names:
                 errors[:, names.index(name)] = known[:, column]

@@ -7,7 +7,8 @@ group, with its own completion records and a list of the files that it was made 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +25,14 @@ from trakdask.errors import IncompleteFeaturesError
 from trakdask.execution.layers import token_of
 from trakdask.files import Folder
 from trakdask.provenance import REQUIRED_SPEC, digest, spec
-from trakdask.storage.zarr_stores import Arrays, Recorded, checksum, zarr_store
+from trakdask.storage.zarr_stores import (
+    METADATA,
+    Arrays,
+    Complete,
+    Recorded,
+    Writable,
+    zarr_store,
+)
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 __all__ = [
@@ -46,13 +54,8 @@ __all__ = [
     "UNFINISHED",
     "ChunkFiles",
     "Part",
-    "array",
     "create",
     "described",
-    "inventory",
-    "listed",
-    "listed_coords",
-    "restore",
     "write_coords",
 ]
 
@@ -78,7 +81,6 @@ UNFINISHED = "unfinished"
 """A file of this name among the records says that nothing in the part counts yet."""
 TEMPLATE = "template.json"
 """Among the records: every file of the new part, with its size, checksum and, if JSON, content."""
-METADATA = "zarr.json"
 _FLAT: dict[str, Any] = {"name": "default", "separator": "."}
 """Chunks lie in one folder, not in one each: a listing on resume takes less than half the time."""
 
@@ -101,17 +103,20 @@ class Part:
     spec: Mapping[str, Any]
     layout: Mapping[str, Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Part, (self.folder, self.spec, self.layout)  # without what it has read
+
     @property
     def source(self) -> Any:
         """What identifies the samples."""
         return self.spec.get("source")
 
-    @property
+    @cached_property
     def checkpoints(self) -> list[str]:
         """Names of the checkpoints' folders: only hexadecimal digits, whatever ``attrs`` say."""
         return [f"{int(id):08x}" for id in self.spec["checkpoint_ids"].values()]
 
-    @property
+    @cached_property
     def n_blocks(self) -> int:
         """Blocks of each checkpoint."""
         return int(-(-self.layout["samples"] // self.layout["block"]))
@@ -121,18 +126,18 @@ class Part:
         """Hash of spec and layout: the blocks of other features are not blocks of these."""
         return digest({"spec": self.spec, "layout": self.layout})
 
-    @property
+    @cached_property
     def records(self) -> Folder:
         """The folder of the completion records."""
-        return self.folder / RECORDS / self.digest[:16]
+        return self.folder / f"{RECORDS}/{self.digest[:16]}"
 
-    def records_of(self, index: int) -> Folder:
-        """Return the folder of the records of one checkpoint."""
-        return self.records / self.checkpoints[index]
+    def record(self, index: int, block: str) -> str:
+        """Return the file, below ``records``, that says that a block is complete."""
+        return f"{self.checkpoints[index]}/{block}.json"
 
     def done(self, index: int) -> set[str]:
         """Return names of the completed blocks of a checkpoint: block numbers, and "gram"."""
-        names = self.records_of(index).names()
+        names = (self.records / self.checkpoints[index]).names()
         return {name.removesuffix(".json") for name in names if name.endswith(".json")}
 
     def count_done(self) -> int:
@@ -144,29 +149,81 @@ class Part:
     ) -> None:
         """State that a block is complete: the last file that its task writes."""
         record = {"spec": self.digest, "block": block, "files": files, **about}
-        self.records_of(index).write(f"{block}.json", json.dumps(record).encode())
+        self.records.write(self.record(index, block), json.dumps(record).encode())
 
-    def group(self, store: Recorded | None = None) -> zarr.Group:
-        """Open the zarr group to read, or to write to the given store."""
-        if store is not None:
-            return zarr.open_group(store, mode="r+", zarr_format=3)
-        return zarr.open_group(self.arrays(), mode="r", zarr_format=3)
+    @cached_property
+    def files(self) -> dict[str, list[int]]:
+        """Size and checksum of the files that it was made with: metadata and coords.
 
-    def arrays(self) -> Arrays:
-        """Return the zarr store of its arrays, without the folders beside them."""
-        return Arrays(zarr_store(self.folder, read_only=True), BESIDE)
+        Raises
+        ------
+        IncompleteFeaturesError
+            If the list was lost, or is damaged.
+        """
+        try:
+            files = self.records.read_json(TEMPLATE)
+            return {path: [about["bytes"], about["checksum"]] for path, about in files.items()}
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as err:
+            raise IncompleteFeaturesError(
+                f"expected the list of files {TEMPLATE} among the records of the store "
+                f"{self.folder.url!r}, got none that can be read ({type(err).__name__}); try "
+                "ds = td.open(store, require_complete=False), and if it looks right, "
+                "td.save(ds, new_store)"
+            ) from err
+
+    @property
+    def arrays(self) -> set[str]:
+        """Names of its arrays, coords among them, according to the list of its files."""
+        return {path.partition("/")[0] for path in self.files if path.count("/") == 1} - BESIDE
+
+    @cached_property
+    def _metadata(self) -> dict[str, bytes]:
+        return {}
+
+    def store(self, *, complete: bool = True, only: Collection[str] | None = None) -> Arrays:
+        """Return the zarr store of its arrays, without the folders beside them.
+
+        Parameters
+        ----------
+        complete
+            Whether it rejects files that were changed or lost since they were listed.
+        only
+            Names of the arrays whose files it knows: every task gets a copy of these.
+        """
+        store = zarr_store(self.folder, read_only=True)
+        if not complete:
+            return Arrays(store, self.folder, BESIDE)
+        known = {
+            path: about
+            for path, about in self.files.items()
+            if only is None or "/" not in path or path.partition("/")[0] in only
+        }
+        return Complete(
+            store, self.folder, known, token=self.token, may_lack=(ERROR,), hidden=BESIDE,
+            metadata=self._metadata,
+        )  # fmt: skip
+
+    @property
+    def token(self) -> str:
+        """Tell what is there from what was there before, if the store was deleted and made anew."""
+        local = self.folder.is_local
+        made = os.stat(f"{self.folder.url}/{METADATA}").st_mtime_ns if local else ""
+        return f"{self.digest} {made}"
+
+    def writable(self, names: Iterable[str]) -> Writable:
+        """Return arrays to write to, those of the names that it has."""
+        return Writable.among(self.folder, names, self.files)
 
 
 class ChunkFiles:
     """The chunk files of a part's blocks, and their sizes; each array is opened once."""
 
     def __init__(self, part: Part) -> None:
-        group = part.group()
+        names, store = (*FEATURE_NAMES, ERROR, SCALE, *REDUCTIONS), part.store()
         self._arrays = {
             name: (of.ndim, of.metadata.encode_chunk_key, _chunk_bytes(of))
-            for name in (*FEATURE_NAMES, ERROR, SCALE, *REDUCTIONS)
-            if name in group
-            for of in [array(group, name)]
+            for name in part.arrays.intersection(names)
+            for of in [store.array(name)]
         }
 
     def of(self, block: str, index: int, *, optional: bool = False) -> dict[str, int | None]:
@@ -224,13 +281,6 @@ def _layout(features: xr.Dataset, dtype: str | None) -> dict[str, Any]:
     }
 
 
-def array(group: zarr.Group, name: str) -> zarr.Array[Any]:
-    """Return an array whose chunks are written even if they are all NaN: absent means missing."""
-    member = group[name]
-    assert isinstance(member, zarr.Array)
-    return member.with_config({"write_empty_chunks": True})
-
-
 def _chunk_bytes(of: zarr.Array[Any]) -> int | None:
     """Return the bytes of a chunk's file; None if it is compressed, or text."""
     if of.dtype.kind == "T" or any(not isinstance(codec, Crc32cCodec) for codec in of.compressors):
@@ -266,7 +316,7 @@ def create(part: Part, features: xr.Dataset, weights: Weights | None) -> None:
     store = Recorded(zarr_store(part.folder))
     zarr.create_group(store, zarr_format=3).create_group(RECORDS)
     write_coords(store, features.coords.to_dataset())
-    group = part.group(store)
+    group = zarr.open_group(store, mode="r+", zarr_format=3)
     group.update_attributes({**features.attrs, "layout": part.layout})
     for name in FEATURE_NAMES:
         _create_array(group, part, features, name, features[name].dtype)
@@ -280,7 +330,7 @@ def create(part: Part, features: xr.Dataset, weights: Weights | None) -> None:
                 arrays.gram.accumulation_dtype(features.sizes[PROJ_DIM]), features.feature.dtype
             )
             _create_array(group, part, features, name, dtype, weights.attrs(features))
-    part.records.write(TEMPLATE, json.dumps(_inventory(part, store)).encode())
+    part.records.write(TEMPLATE, json.dumps(_inventory(store)).encode())
     control.remove(UNFINISHED)
 
 
@@ -317,83 +367,11 @@ def _create_array(
 # ------------------------------------------------------------------ the files that it was made with
 
 
-def _inventory(part: Part, store: Recorded) -> dict[str, Any]:
+def _inventory(store: Recorded) -> dict[str, Any]:
     """List the files of a new part; metadata with its text, so that it can be restored."""
     files: dict[str, Any] = {}
-    for path in store.written:  # metadata may be written twice
-        data = part.folder.read(path)
-        files[path] = {"bytes": len(data), "checksum": checksum(data)}
-        if path.endswith(METADATA):
-            files[path]["content"] = data.decode()
+    for path, (size, known) in store.written.items():
+        files[path] = {"bytes": size, "checksum": known}
+        if path in store.metadata:
+            files[path]["content"] = store.metadata[path].decode()
     return files
-
-
-def listed(part: Part) -> dict[str, list[int]]:
-    """Return size and checksum of the files that a part was made with: metadata and coords.
-
-    Raises
-    ------
-    IncompleteFeaturesError
-        If the list was lost, or is damaged.
-    """
-    try:
-        files = part.records.read_json(TEMPLATE)
-        return {path: [about["bytes"], about["checksum"]] for path, about in files.items()}
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise IncompleteFeaturesError(
-            f"expected the list of files {TEMPLATE} among the records of the store "
-            f"{part.folder.url!r}, got none that can be read ({type(err).__name__}); try "
-            "ds = td.open(store, require_complete=False), and if it looks right, "
-            "td.save(ds, new_store)"
-        ) from err
-
-
-def listed_coords(files: Iterable[str]) -> list[str]:
-    """Return the names of the coords among the files that a part was made with."""
-    members = (path.partition("/") for path in files if path.count("/") == 1)
-    names = {folder for folder, _, name in members if name == METADATA}
-    return sorted(names - {*FEATURE_NAMES, *REDUCTIONS, SCALE, ERROR, RECORDS})
-
-
-def inventory(folder: Folder) -> dict[str, Any]:
-    """Return the files that a part was made with, found without its own metadata.
-
-    Raises
-    ------
-    ValueError
-        If there is no such list, or it is damaged.
-    """
-    for name in (folder / RECORDS).names():
-        if TEMPLATE in (folder / RECORDS / name).names():
-            files = (folder / RECORDS / name).read_json(TEMPLATE)
-            if not isinstance(files, dict) or not all(map(_is_described, files.items())):
-                raise ValueError(f"{TEMPLATE} of {folder.url!r} is no list of files")
-            for path in files:
-                if path.startswith("/") or ".." in path.split("/") or "\\" in path:
-                    raise ValueError(f"{TEMPLATE} names {path!r}, outside of {folder.url!r}")
-            return files
-    raise ValueError(f"there is no {TEMPLATE} in {folder.url!r}")
-
-
-def _is_described(item: tuple[str, Any]) -> bool:
-    path, about = item
-    fields = {"bytes", "checksum"} | ({"content"} if path.endswith(METADATA) else set())
-    return isinstance(about, dict) and fields <= set(about)
-
-
-def restore(folder: Folder, path: str) -> None:
-    """Write metadata again that was damaged, from the copy among the records.
-
-    Raises
-    ------
-    ValueError
-        If the copy is damaged, too.
-    """
-    copy = inventory(folder)[path]
-    data = copy["content"].encode()
-    if checksum(data) != copy["checksum"]:
-        raise ValueError(
-            f"expected a copy of {path!r} in the {TEMPLATE} of {folder.url!r} as it was written, "
-            "got other bytes; try restoring both from a backup"
-        )
-    folder.write(path, data)

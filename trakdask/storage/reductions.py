@@ -16,37 +16,28 @@ from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.attribution.estimators import Weights
 from trakdask.execution import scheduling
-from trakdask.storage.blocks import Done, Tasks, about, answer, run, stored, storing
+from trakdask.storage.blocks import Done, Tasks, about, answer, run, storing
 from trakdask.storage.parts import GRAM, LOSS_GRADIENT, Part
-from trakdask.storage.writable import Writable, writable
-from trakdask.storage.zarr_stores import Recorded, zarr_store
-from trakdask.variables import SAMPLE
+from trakdask.storage.zarr_stores import Writable
 
 __all__ = ["reduced", "save_reductions"]
 
 
 def save_reductions(
-    part: Part, weights: Weights, index: int, dropped: np.ndarray, retries: int = 0
+    part: Part, features: xr.Dataset, weights: Weights, index: int, retries: int = 0
 ) -> Done:
-    """Reduce the stored features of a checkpoint, not those of the graph, and store the result."""
+    """Reduce features of a checkpoint as they are stored, and store the result."""
     topic = f"trakdask-{uuid4().hex}"
-    missing = functools.partial(_missing, part, weights, index, dropped, topic)
+    missing = functools.partial(_missing, part, features, weights, index, topic)
     compute = functools.partial(run, topic=topic)
     return scheduling.run(missing, retries=retries, compute=compute) or Done()
 
 
-def _missing(
-    part: Part, weights: Weights, index: int, dropped: np.ndarray, topic: str
-) -> Tasks | None:
-    if GRAM in part.done(index):
-        return None
-    features = stored(part)
-    if dropped.any():
-        features = features.isel({SAMPLE: np.flatnonzero(~dropped)})
+def _missing(part: Part, features: xr.Dataset, weights: Weights, index: int, topic: str) -> Tasks:
     matrices = reduced(features, weights, index)
     name = f"save-gram-{tokenize(part.digest, part.folder.url, matrices)}"
     written = da.blockwise(
-        functools.partial(_write, part, writable(part, weights.sums), index, topic), "c",
+        functools.partial(_write, part, part.writable(weights.sums), index, topic), "c",
         *(item for matrix in matrices for item in (matrix, "pqc" if matrix.ndim == 3 else "pc")),
         dtype=object, meta=np.empty(0, object), concatenate=False, align_arrays=False, name=name,
     )  # fmt: skip
@@ -69,8 +60,7 @@ def _write(
 ) -> np.ndarray[Any, Any]:
     started = time.time()
     with storing(part, f"the gram matrix of checkpoint {index}"):
-        store = Recorded(zarr_store(part.folder))
-        for name, matrix in zip(sums.known, matrices, strict=True):
-            (sums.array(name, store)[..., index : index + 1],) = flat(matrix)
-        part.write_record(index, GRAM, store.written, about(started))
+        values = {n: m for n, each in zip(sums.known, matrices, strict=True) for m in flat(each)}
+        files = sums.write(values, (..., slice(index, index + 1)))
+        part.write_record(index, GRAM, files, about(started))
     return answer({}, topic)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,7 @@ from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder, is_partial
 from trakdask.provenance import STORE_SPEC, require_same
 from trakdask.storage.appending import AppendDim, appended, with_known_source
-from trakdask.storage.blocks import save_blocks, storing
+from trakdask.storage.blocks import save_blocks, stored, storing
 from trakdask.storage.coords import (
     portable_coords,
     require_names,
@@ -36,7 +36,8 @@ from trakdask.storage.opening import open
 from trakdask.storage.parts import ERROR, FEATURE_NAMES, GRAM, Part, create, described
 from trakdask.storage.reductions import save_reductions
 from trakdask.storage.snapshot import Snapshot, require_ours, snapshot
-from trakdask.storage.verification import faults, withdraw
+from trakdask.storage.verification import completed_blocks, faults, withdraw
+from trakdask.storage.zarr_stores import read_attributes
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features, load_coords, validate
 
 __all__ = ["save"]
@@ -151,18 +152,18 @@ def save(
     features = _storable(features)
     folder = Folder.at(store, storage_options)
     part = described(features, folder, dtype)
-    require_ours(folder)  # nothing is written into what is not a store, not even a lease
+    is_there = require_ours(folder)  # nothing is written into what is no store, not even a lease
     with lease(folder, "td.save"):
-        before = snapshot(folder) if require_ours(folder) else Snapshot(folder)
+        before = snapshot(folder) if is_there or require_ours(folder) else Snapshot(folder)
         part = with_known_source(part, features, before)
         if append_dim is not None and before.parts:
             part, features = appended(before, part, features, append_dim)
         if features.sizes[CHECKPOINT] > 0:
-            _prepare(part, features, before, weights if gram else None)
+            done = _prepare(part, features, before, weights if gram else None)
             total = len(part.checkpoints) * (part.n_blocks + gram)
             title = f"save {folder.name}"
             with polled_bar(title, total, part.count_done, show=progress):
-                _compute(part, features, before, weights if gram else None, retries)
+                _compute(part, features, before, weights if gram else None, done, retries)
         opened = open(store, storage_options=storage_options)
         if gram and GRAM in opened and features.sizes[PROJ_DIM] <= MOST_DIM:
             with storing(part, "the eigenvectors of the gram matrix"):
@@ -224,9 +225,18 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     return portable_coords(features)
 
 
-def _prepare(part: Part, features: xr.Dataset, before: Snapshot, weights: Weights | None) -> None:
-    """Make the part; or check that it was made in the same way, and withdraw damaged blocks."""
-    is_there = part.folder in [each.folder for each in before.parts] or require_ours(part.folder)
+def _prepare(
+    part: Part, features: xr.Dataset, before: Snapshot, weights: Weights | None
+) -> list[set[str]]:
+    """Make the part; or check that it was made in the same way, and withdraw damaged blocks.
+
+    Returns
+    -------
+    Names of the blocks that are done, for each checkpoint.
+    """
+    is_there = part.folder in [each.folder for each in before.parts]
+    if not is_there and part.folder != before.folder:
+        is_there = require_ours(part.folder)
     sizes = part.folder.sizes() if is_there else {}
     if is_there:
         _require_same(part, weights)
@@ -238,44 +248,54 @@ def _prepare(part: Part, features: xr.Dataset, before: Snapshot, weights: Weight
     if not is_there:
         with storing(part, "metadata"):
             create(part, features, weights)
-        return
+        return [set() for _ in part.checkpoints]
     for path in filter(is_partial, sizes):
         part.folder.remove(path)
-    for fault in faults(part, sizes):
+    done = completed_blocks(part, sizes)
+    for fault in faults(part, sizes, done):
         _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
         withdraw(part, fault)
+        done[fault.checkpoint].discard(fault.block)
+    return done
 
 
 def _compute(
-    part: Part, features: xr.Dataset, before: Snapshot, weights: Weights | None, retries: int
+    part: Part,
+    features: xr.Dataset,
+    before: Snapshot,
+    weights: Weights | None,
+    done: Sequence[set[str]],
+    retries: int,
 ) -> None:
     """Compute and store what is missing of a part: all blocks, then what is reduced from them."""
-    indices = range(len(part.checkpoints))
     with record_run(part) as steps:
-        steps.extend(save_blocks(part, features, index, retries) for index in indices)
-        if weights is not None:  # score weights are means over checkpoints
-            dropped = before.dropped_of(part)
-            steps.extend(
-                save_reductions(part, weights, index, dropped, retries) for index in indices
-            )
+        for index, known in enumerate(done):
+            steps.append(save_blocks(part, features, index, known, retries))
+        missing = [index for index, known in enumerate(done) if GRAM not in known]
+        if weights is None or not missing:
+            return
+        saved = xr.Dataset(stored(part))
+        if (dropped := before.dropped_of(part)).any():
+            saved = saved.isel({SAMPLE: np.flatnonzero(~dropped)})
+        for index in missing:  # after all blocks: score weights are means over checkpoints
+            steps.append(save_reductions(part, saved, weights, index, retries))
 
 
 def _require_same(part: Part, weights: Weights | None) -> None:
     """Reject features that were made in another way than those of the store."""
-    group = part.group()
-    ours = {**part.spec, "layout": part.layout}
+    ours, theirs = {**part.spec, "layout": part.layout}, read_attributes(part.folder)
     what = f"these features and the store {part.folder.url!r}"
-    _require_source(part, group.attrs.get("source"), what)
-    require_same(ours, dict(group.attrs), what=what, names=(*STORE_SPEC, "layout"))
+    _require_source(part, theirs.get("source"), what)
+    require_same(ours, theirs, what=what, names=(*STORE_SPEC, "layout"))
     if weights is None:
         return
-    if GRAM not in group:
+    if GRAM not in part.arrays:
         made, needed = "gram=False", "arrays for gram matrices"
     else:
-        stored_weights = group[GRAM].attrs.get("gram_weights", "1")
-        if stored_weights == weights.gram and all(name in group for name in weights.sums):
+        arrays = [name for name in weights.sums if name in part.arrays]
+        stored_weights = part.store().array(GRAM).attrs.get("gram_weights", "1")
+        if stored_weights == weights.gram and arrays == list(weights.sums):
             return
-        arrays = [name for name in weights.sums if name in group]
         made = f"gram weights {stored_weights!r} and stores {arrays}"
         needed = f"{weights.gram!r} and {list(weights.sums)}"
     raise StoreMismatchError(

@@ -8,27 +8,21 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
-import zarr
 
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import Folder
 from trakdask.provenance import STORE_SPEC
-from trakdask.storage.coords import DROPPED, by_source, sample_coords
-from trakdask.storage.history import Edit, has_ended, last_edit
+from trakdask.storage.coords import DROPPED, by_source, opened_rows, sample_coords
+from trakdask.storage.history import KINDS, Edit, has_ended, last_edit
 from trakdask.storage.parts import (
-    ASSIGNED,
-    DROPS,
     GRAM,
     LEASE,
-    METADATA,
     PARTS,
     RECORDS,
     UNFINISHED,
     Part,
-    array,
-    listed,
 )
-from trakdask.storage.zarr_stores import zarr_store
+from trakdask.storage.zarr_stores import read_attributes
 
 __all__ = [
     "BLOCKS_AT_MOST",
@@ -61,8 +55,10 @@ class Snapshot:
         The store.
     parts
         The first lies at its root; each of the others was appended.
-    drop, assigned
+    drop, assigned, factors
         The last edits of these kinds, if any.
+    unmade
+        Where an append was cut short before anything in it counts.
     unfinished
         What is missing of an append that was cut short, and how to finish it; "" if nothing is.
     has_unfinished_blocks
@@ -73,6 +69,8 @@ class Snapshot:
     parts: Sequence[Part] = ()
     drop: Edit | None = None
     assigned: Edit | None = None
+    factors: Edit | None = None
+    unmade: Sequence[Folder] = ()
     unfinished: str = ""
     has_unfinished_blocks: bool = False
 
@@ -96,7 +94,7 @@ class Snapshot:
         """Return which samples are dropped; none that were appended since."""
         mask = np.zeros(self.n_samples, bool)
         if self.drop is not None:
-            covered = np.asarray(array(self.drop.group(), DROPPED)[:], bool)
+            covered = np.asarray(self.drop.store().array(DROPPED)[:], bool)
             mask[: len(covered)] = covered
         return mask
 
@@ -105,11 +103,12 @@ class Snapshot:
         rows = self._samples_of(part)
         return np.zeros(part.layout["samples"], bool) if rows is None else self.dropped()[rows]
 
-    def coords(
-        self, only: Collection[str] | None = None, *, complete: bool = True, load: bool = True
-    ) -> dict[str, xr.Variable]:
-        """Return the coords of all samples, as :func:`sample_coords` does."""
-        return sample_coords(self.parts, self.assigned, only=only, complete=complete, load=load)
+    def coords(self, only: Collection[str] | None = None) -> dict[str, xr.Variable]:
+        """Return the coords of all samples, or those that are named, in memory."""
+        if only is not None and not only:
+            return {}
+        rows = opened_rows(self.parts, self.assigned, only=only)
+        return sample_coords(self.parts, self.assigned, rows, only=only)
 
     def coords_of(self, part: Part, only: Collection[str]) -> dict[str, xr.Variable] | None:
         """Return the named coords of a part's samples; None if the store has no such samples."""
@@ -139,8 +138,12 @@ def snapshot(folder: Folder) -> Snapshot:
     FileNotFoundError
         If there is no such store.
     """
-    parts = [find_part(each) for each in part_folders(folder)]
-    return Snapshot(folder, parts, last_edit(folder, DROPS), last_edit(folder, ASSIGNED))
+    first, names = find_part(folder), folder.names()
+    appended = _appended(folder) if PARTS in names else []
+    made = [each for each in appended if _is_made(each)]
+    drop, assigned, factors = (last_edit(folder, k) if k in names else None for k in KINDS)
+    unmade = [each for each in appended if each not in made]
+    return Snapshot(folder, [first, *map(find_part, made)], drop, assigned, factors, unmade)
 
 
 def part_folders(folder: Folder) -> list[Folder]:
@@ -166,15 +169,14 @@ def _is_made(folder: Folder) -> bool:
 def find_part(folder: Folder) -> Part:
     """Return the part that is in a folder, according to its metadata."""
     try:
-        group = zarr.open_group(zarr_store(folder, read_only=True), mode="r", zarr_format=3)
-    except (FileNotFoundError, KeyError, ValueError) as err:
+        attrs = read_attributes(folder)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as err:
         raise FileNotFoundError(_no_store(folder)) from err
-    if "layout" not in group.attrs:
+    if "layout" not in attrs:
         raise FileNotFoundError(
             f"expected a store that td.save wrote, got the zarr store {folder.url!r} without "
             "features; try xarray.open_zarr(store)"
         )
-    attrs = dict(group.attrs)
     spec = {name: attrs[name] for name in STORE_SPEC if name in attrs}
     layout: Any = attrs["layout"]
     _require_integers(folder, spec, layout)
@@ -236,10 +238,10 @@ def require_ours(folder: Folder) -> bool:
     if is_new or UNFINISHED in control:
         return False
     try:
-        group = zarr.open_group(zarr_store(folder, read_only=True), mode="r", zarr_format=3)
-    except (FileNotFoundError, KeyError, ValueError) as err:
+        attrs = read_attributes(folder)
+    except (FileNotFoundError, ValueError) as err:
         raise FileExistsError(_not_ours(folder, names)) from err
-    if "layout" not in group.attrs:
+    if "layout" not in attrs:
         raise FileExistsError(
             f"expected a new path, or a feature store to resume, got the zarr store {folder.url!r} "
             "without features; try another path"
@@ -282,9 +284,9 @@ def completed(store: Snapshot) -> Snapshot:
         missing = _missing_blocks(store, store.parts[len(shown.parts)])
     if missing := missing or _missing_checkpoints(shown):
         return replace(shown, unfinished=missing, has_unfinished_blocks=True)
-    if unmade := unmade_folders(store.folder):
+    if store.unmade:
         text = (
-            f"the append in {unmade[0].url!r} has no blocks yet. Try the td.save(..., "
+            f"the append in {store.unmade[0].url!r} has no blocks yet. Try the td.save(..., "
             "append_dim=...) that began it, or td.verify(store, repair=True) to give it up"
         )
         return replace(shown, unfinished=text)
@@ -331,7 +333,7 @@ def count_blocks(part: Part) -> tuple[int, int]:
     """Return how many blocks of a part are complete, and how many there should be."""
     if UNFINISHED in (part.folder / RECORDS).names():
         return 0, len(part.checkpoints) * part.n_blocks
-    has_gram = f"{GRAM}/{METADATA}" in listed(part)
+    has_gram = GRAM in part.arrays
     return part.count_done(), len(part.checkpoints) * (part.n_blocks + has_gram)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -31,13 +31,11 @@ from trakdask.storage.parts import (
     UNFINISHED,
     ChunkFiles,
     Part,
-    inventory,
-    restore,
 )
 from trakdask.storage.snapshot import find_part, part_folders, unmade_folders
 from trakdask.storage.zarr_stores import checksum
 
-__all__ = ["faults", "verify", "withdraw"]
+__all__ = ["completed_blocks", "faults", "inventory", "verify", "withdraw"]
 
 _SAVE = "td.verify(store, repair=True), then td.save(features, store)"
 _LOST = "no such file"
@@ -124,21 +122,34 @@ class Fault:
     remedy: str = _SAVE
 
 
-def faults(part: Part, sizes: Mapping[str, int], *, checksums: bool = False) -> list[Fault]:
-    """Return the damaged files of completed blocks, by a listing of the part."""
+def faults(
+    part: Part, sizes: Mapping[str, int], done: Sequence[set[str]], *, checksums: bool = False
+) -> list[Fault]:
+    """Return the damaged files of the blocks that are done, by a listing of the part."""
     files = ChunkFiles(part)
     return [
         fault
-        for index in range(len(part.checkpoints))
-        for block in sorted(part.done(index))
+        for index, blocks in enumerate(done)
+        for block in sorted(blocks)
         for fault in _block_faults(part, files, sizes, block, index, checksums)
     ]
+
+
+def completed_blocks(part: Part, files: Iterable[str]) -> list[set[str]]:
+    """Return what :meth:`Part.done` returns of each checkpoint, by a listing of the part."""
+    prefix = f"{RECORDS}/{part.digest[:16]}/"
+    done: dict[str, set[str]] = {name: set() for name in part.checkpoints}
+    for path in files:
+        name, _, block = path.removeprefix(prefix).rpartition("/")
+        if path.startswith(prefix) and name in done and block.endswith(".json"):
+            done[name].add(block.removesuffix(".json"))
+    return [done[name] for name in part.checkpoints]
 
 
 def withdraw(part: Part, fault: Fault) -> None:
     """Remove the record of a damaged block: it does not count until it is computed again."""
     if fault.checkpoint >= 0:
-        part.records_of(fault.checkpoint).remove(f"{fault.block}.json")
+        part.records.remove(part.record(fault.checkpoint, fault.block))
 
 
 def _all_faults(folder: Folder, checksums: bool, repair: bool) -> list[tuple[Folder, Fault]]:
@@ -236,10 +247,10 @@ def _block_faults(
     needed = files.of(block, index)
     if checksums:
         try:
-            record = part.records_of(index).read_json(f"{block}.json")
+            record = part.records.read_json(part.record(index, block))
             needed = {path: size for path, (size, _) in record["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            path = f"{RECORDS}/{part.digest[:16]}/{part.checkpoints[index]}/{block}.json"
+            path = f"{RECORDS}/{part.digest[:16]}/{part.record(index, block)}"
             yield Fault(path, "a record that cannot be read", block, index)
             return
     for path, size in needed.items():
@@ -279,7 +290,7 @@ def _metadata_faults(folder: Folder) -> list[Fault]:
 
 def _part_faults(part: Part, checksums: bool, assigned: set[str]) -> Iterator[Fault]:
     sizes = part.folder.sizes()
-    yield from faults(part, sizes, checksums=checksums)
+    yield from faults(part, sizes, completed_blocks(part, sizes), checksums=checksums)
     yield from _other_faults(part, sizes, checksums, assigned)
 
 
@@ -320,3 +331,50 @@ def _is_control(part: Part, path: str) -> bool:
         return name.startswith(LEASE) or name == UNFINISHED
     own = f"{RECORDS}/{part.digest[:16]}"
     return folder == f"{own}/{RUNS}" or path == f"{own}/{TEMPLATE}"
+
+
+# ------------------------------------------------------------------ the files that it was made with
+
+
+def inventory(folder: Folder) -> dict[str, Any]:
+    """Return the files that a part was made with, found without its own metadata.
+
+    Raises
+    ------
+    ValueError
+        If there is no such list, or it is damaged.
+    """
+    for name in (folder / RECORDS).names():
+        if TEMPLATE in (folder / RECORDS / name).names():
+            files = (folder / RECORDS / name).read_json(TEMPLATE)
+            if not isinstance(files, dict) or not all(map(_is_described, files.items())):
+                raise ValueError(f"{TEMPLATE} of {folder.url!r} is no list of files")
+            for path in files:
+                if path.startswith("/") or ".." in path.split("/") or "\\" in path:
+                    raise ValueError(f"{TEMPLATE} names {path!r}, outside of {folder.url!r}")
+            return files
+    raise ValueError(f"there is no {TEMPLATE} in {folder.url!r}")
+
+
+def _is_described(item: tuple[str, Any]) -> bool:
+    path, about = item
+    fields = {"bytes", "checksum"} | ({"content"} if path.endswith(METADATA) else set())
+    return isinstance(about, dict) and fields <= set(about)
+
+
+def restore(folder: Folder, path: str) -> None:
+    """Write metadata again that was damaged, from the copy among the records.
+
+    Raises
+    ------
+    ValueError
+        If the copy is damaged, too.
+    """
+    copy = inventory(folder)[path]
+    data = copy["content"].encode()
+    if checksum(data) != copy["checksum"]:
+        raise ValueError(
+            f"expected a copy of {path!r} in the {TEMPLATE} of {folder.url!r} as it was written, "
+            "got other bytes; try restoring both from a backup"
+        )
+    folder.write(path, data)

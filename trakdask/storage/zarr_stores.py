@@ -1,19 +1,49 @@
-"""The zarr stores that features are read from and written to."""
+"""The zarr stores that features are read from and written to.
+
+Metadata are read and parsed here, not by zarr: it would read those of an array whenever it opens
+it, and hand each request to its event loop, which takes longer than to read a small file.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import json
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
+import numpy as np
+import zarr
 from zarr.abc.store import ByteRequest, OffsetByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import FsspecStore, LocalStore, WrapperStore
+from zarr.core.metadata.v3 import ArrayV3Metadata
+from zarr.core.sync import sync
+from zarr.storage import FsspecStore, LocalStore, StorePath, WrapperStore
 
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder, is_partial, retried_async
 
-__all__ = ["Arrays", "Complete", "Recorded", "checksum", "zarr_store"]
+__all__ = [
+    "METADATA",
+    "Arrays",
+    "Complete",
+    "Recorded",
+    "Writable",
+    "array_of",
+    "checksum",
+    "read_attributes",
+    "zarr_store",
+]
+
+METADATA = "zarr.json"
+_MOST_READ = 1024
+_read: OrderedDict[tuple[str, str, int, int], bytes] = OrderedDict()
+"""Metadata of arrays, by the URL of the group, the name, and the size and checksum of the file."""
+_lock = Lock()
 
 
 def zarr_store(folder: Folder, *, read_only: bool = False) -> Store:
@@ -27,6 +57,53 @@ def zarr_store(folder: Folder, *, read_only: bool = False) -> Store:
 def checksum(data: Any) -> int:
     """Return the CRC-32 of some bytes."""
     return zlib.crc32(data)
+
+
+def read_attributes(folder: Folder) -> dict[str, Any]:
+    """Return the attributes of a zarr group.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    ValueError
+        If its metadata are no such metadata.
+    """
+    about = folder.read_json(METADATA)
+    fields = {"zarr_format": 3, "node_type": "group"}
+    if isinstance(about, dict) and about | fields == about:
+        attributes = about.get("attributes", {})
+        if isinstance(attributes, dict):
+            return attributes
+    raise ValueError(
+        f"expected the metadata of a zarr v3 group in {folder.url}/{METADATA}, got {about!r:.60}; "
+        "try td.verify(store, repair=True)"
+    )
+
+
+def array_of(metadata: bytes, store: Store, name: str) -> zarr.Array[Any]:
+    """Return an array whose chunks are written even if they are all NaN: absent means missing.
+
+    Parameters
+    ----------
+    metadata
+        The content of its file of metadata.
+    store, name
+        Where its chunks are.
+    """
+    return zarr.Array(_opened(metadata, store, name))
+
+
+def _opened(
+    metadata: bytes, store: Store, name: str, *, write_empty_chunks: bool = True
+) -> zarr.AsyncArray[Any]:
+    config: Any = {"write_empty_chunks": write_empty_chunks}
+    return zarr.AsyncArray(_parsed(metadata), StorePath(store, name), config)
+
+
+@functools.lru_cache(_MOST_READ)
+def _parsed(metadata: bytes) -> ArrayV3Metadata:
+    return ArrayV3Metadata.from_dict(json.loads(metadata))
 
 
 class _Retried(WrapperStore[Store]):
@@ -60,26 +137,6 @@ class Arrays(WrapperStore[Store]):
     """A zarr store that shows no folder of the names that are hidden, and nothing half written.
 
     zarr would warn that it does not recognize them.
-    """
-
-    def __init__(self, store: Store, hidden: frozenset[str] = frozenset()) -> None:
-        super().__init__(store)
-        self._hidden = hidden
-
-    def _with_store(self, store: Store) -> Arrays:
-        return type(self)(store, self._hidden)
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """List what is in a folder."""
-        async for name in self._store.list_dir(prefix):
-            if name.rstrip("/") not in self._hidden and not is_partial(name):
-                yield name
-
-
-class Complete(WrapperStore[Store]):
-    """A store whose files are those that were written.
-
-    zarr would read a lost chunk as fill values, and changed bytes as other numbers, without a word.
 
     Parameters
     ----------
@@ -87,12 +144,92 @@ class Complete(WrapperStore[Store]):
         What it wraps.
     folder
         Where that is.
+    hidden
+        Names of folders.
+    metadata
+        Content of metadata that was read already, by their paths; more is added. Left behind when
+        the store is pickled.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Folder,
+        hidden: frozenset[str] = frozenset(),
+        metadata: dict[str, bytes] | None = None,
+    ) -> None:
+        super().__init__(store)
+        self._folder, self._hidden = folder, hidden
+        self._metadata = {} if metadata is None else metadata
+
+    def _with_store(self, store: Store) -> Arrays:
+        return Arrays(store, self._folder, self._hidden, self._metadata)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_metadata": {}}
+
+    def array(self, name: str) -> zarr.Array[Any]:
+        """Return one of its arrays; chunks that are written to it are written if all NaN, too.
+
+        Raises
+        ------
+        KeyError
+            If there is none of this name, and there should be none.
+        """
+        return array_of(self.metadata(name), self, name)
+
+    def metadata(self, name: str) -> bytes:
+        """Return the content of the metadata of one of its arrays, as :meth:`array` does."""
+        key = f"{name}/{METADATA}"
+        if key not in self._metadata:
+            try:
+                data = self._folder.read(key)
+            except (FileNotFoundError, NotADirectoryError):
+                self._require_known(key, None)
+                raise KeyError(name) from None
+            self._require_known(key, data)
+            self._metadata[key] = data
+        return self._metadata[key]
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Read one file."""
+        if byte_range is None and key in self._metadata:
+            return prototype.buffer.from_bytes(self._metadata[key])
+        try:
+            value = await self._store.get(key, prototype, byte_range)
+        except FileNotFoundError:  # the folder of a local store is gone
+            self._require_known(key, None)
+            raise
+        self._require_known(key, None if value is None else value.as_numpy_array())
+        return value
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """List what is in a folder."""
+        async for name in self._store.list_dir(prefix):
+            if name.rstrip("/") not in self._hidden and not is_partial(name):
+                yield name
+
+    def _require_known(self, key: str, data: Any) -> None:
+        """Reject content that is not what it should be."""
+
+
+class Complete(Arrays):
+    """A store whose files are those that were written.
+
+    zarr would read a lost chunk as fill values, and changed bytes as other numbers, without a word.
+
+    Parameters
+    ----------
+    store, folder, hidden, metadata
+        As those of :class:`Arrays`.
+    known
+        Size and checksum of files, by their paths; what is read of others is not checked here.
     token
         What tells its content from others', for names of tasks.
     may_lack
         Names of arrays whose absent chunks mean fill values.
-    known
-        Size and checksum of files, by their paths; what is read of others is not checked here.
     may_be_replaced
         Whether a later edit of the store removes these files. Features that were opened before it
         then miss them, and the error says to open the store again.
@@ -102,39 +239,41 @@ class Complete(WrapperStore[Store]):
         self,
         store: Store,
         folder: Folder,
-        token: str = "",
+        known: Mapping[str, Sequence[int]],
+        *,
+        token: str,
         may_lack: tuple[str, ...] = (),
-        known: Mapping[str, Sequence[int]] | None = None,
         may_be_replaced: bool = False,
+        hidden: frozenset[str] = frozenset(),
+        metadata: dict[str, bytes] | None = None,
     ) -> None:
-        super().__init__(store)
-        self._about = folder, token, may_lack, known or {}, may_be_replaced
+        super().__init__(store, folder, hidden, metadata)
+        self._known, self._token = known, token
+        self._may_lack, self._may_be_replaced = may_lack, may_be_replaced
 
     def _with_store(self, store: Store) -> Complete:
-        return type(self)(store, *self._about)
+        return Complete(
+            store, self._folder, self._known, token=self._token, may_lack=self._may_lack,
+            may_be_replaced=self._may_be_replaced, hidden=self._hidden, metadata=self._metadata,
+        )  # fmt: skip
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        folder, token, *_ = self._about
-        return type(self).__name__, folder.url, token
+        return type(self).__name__, self._folder.url, self._token
 
-    async def get(self, key: str, *args: Any, **options: Any) -> Buffer | None:
-        """Read one file."""
-        value = await self._store.get(key, *args, **options)
-        folder, _, may_lack, known, may_be_replaced = self._about
+    def _require_known(self, key: str, data: Any) -> None:
         name, *chunk = key.split("/")
-        if value is None:
+        if data is None:
             is_chunk = chunk and chunk[0].partition(".")[0] == "c"
-            if key in known or (is_chunk and name not in may_lack):
-                raise IncompleteFeaturesError(_lost(folder, key, may_be_replaced=may_be_replaced))
-        elif key in known:
-            data = value.as_numpy_array()
-            if [data.nbytes, checksum(data)] != list(known[key]):
-                raise ValueError(
-                    f"expected the file {key!r} of the store {folder.url!r} as it was written, got "
-                    "other bytes (its checksum differs); try td.verify(store, checksums=True), "
-                    "which says how to restore it"
+            if key in self._known or (is_chunk and name not in self._may_lack):
+                raise IncompleteFeaturesError(
+                    _lost(self._folder, key, may_be_replaced=self._may_be_replaced)
                 )
-        return value
+        elif key in self._known and [len(data), checksum(data)] != list(self._known[key]):
+            raise ValueError(
+                f"expected the file {key!r} of the store {self._folder.url!r} as it was written, "
+                "got other bytes (its checksum differs); try td.verify(store, checksums=True), "
+                "which says how to restore it"
+            )
 
 
 def _lost(folder: Folder, key: str, *, may_be_replaced: bool) -> str:
@@ -152,14 +291,116 @@ def _lost(folder: Folder, key: str, *, may_be_replaced: bool) -> str:
 
 
 class Recorded(WrapperStore[Store]):
-    """Remembers the size and checksum of every file that is written through it."""
+    """Remembers the size and checksum of every file that is written through it.
+
+    And the last content of metadata, by their paths.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.written: dict[str, list[int]] = {}
+        self.metadata: dict[str, bytes] = {}
 
     async def set(self, key: str, value: Buffer) -> None:
         """Write one file."""
         await self._store.set(key, value)
         data = value.as_numpy_array()
         self.written[key] = [data.nbytes, checksum(data)]
+        if key.endswith(METADATA):
+            self.metadata[key] = value.to_bytes()
+
+
+@dataclass(frozen=True)
+class Writable:
+    """Arrays of a group that tasks write to, which read their metadata once; small when pickled.
+
+    zarr would read them for each block: ten requests on an object store, against five to write it.
+
+    Parameters
+    ----------
+    folder
+        The group.
+    known
+        Size and checksum of the arrays' metadata, by the names of the arrays.
+    """
+
+    folder: Folder
+    known: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def among(
+        cls, folder: Folder, names: Iterable[str], files: Mapping[str, Sequence[int]]
+    ) -> Writable:
+        """Return those of the named arrays whose metadata are among some files."""
+        paths = {name: f"{name}/{METADATA}" for name in names}
+        return cls(folder, {n: (files[p][0], files[p][1]) for n, p in paths.items() if p in files})
+
+    def array(self, name: str, store: Store) -> zarr.Array[Any]:
+        """Return an array that writes to the given store, chunks that are all NaN as well.
+
+        Raises
+        ------
+        ValueError
+            If its metadata are not those that were written.
+        """
+        return array_of(self._metadata(name), store, name)
+
+    def write(
+        self,
+        values: Mapping[str, np.ndarray],
+        at: tuple[Any, ...],
+        sparse: Collection[str] = (),
+    ) -> dict[str, list[int]]:
+        """Write the same selection of some arrays, all at the same time.
+
+        Parameters
+        ----------
+        values
+            By the names of the arrays.
+        at
+            The selection.
+        sparse
+            Names of arrays that have no chunk where all values are fill values.
+
+        Returns
+        -------
+        Size and checksum of the files that were written, in the order of the arrays.
+        """
+        store = Recorded(zarr_store(self.folder))
+        arrays = {
+            name: _opened(self._metadata(name), store, name, write_empty_chunks=name not in sparse)
+            for name in values
+        }
+
+        async def written() -> list[BaseException | None]:
+            writes = (arrays[name].setitem(at, values[name]) for name in values)
+            return await asyncio.gather(*writes, return_exceptions=True)
+
+        for error in sync(written()):  # none is under way any more when the first is raised
+            if error is not None:
+                raise error
+        names = list(values)
+        return dict(
+            sorted(store.written.items(), key=lambda item: names.index(item[0].partition("/")[0]))
+        )
+
+    def _metadata(self, name: str) -> bytes:
+        """Return the metadata of an array, those that have the known checksum."""
+        size, known = self.known[name]
+        key = (self.folder.url, name, size, known)
+        with _lock:
+            if key not in _read:
+                path = f"{name}/{METADATA}"
+                source = Complete(
+                    zarr_store(self.folder), self.folder, {path: (size, known)}, token=""
+                )
+                try:
+                    _read[key] = source.metadata(name)
+                except IncompleteFeaturesError as err:
+                    if self.folder.names():
+                        raise
+                    raise FileNotFoundError(f"no such folder: {self.folder.url}") from err
+            _read.move_to_end(key)
+            while len(_read) > _MOST_READ:
+                _read.popitem(last=False)
+            return _read[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trakdask.explorer.pages import corpus, marks, one_sample, one_target, targets
+from trakdask.explorer.pages import corpus, marks, new_target, one_sample, one_target, targets
 from trakdask.explorer.pages.section import Section
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _PAGES = {
     "target": one_target.sections,
     "sample": one_sample.sections,
     "corpus": corpus.sections,
+    "new": new_target.sections,
 }
 
 

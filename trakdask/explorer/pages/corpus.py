@@ -21,8 +21,8 @@ from trakdask.explorer.pages.html import (
 )
 from trakdask.explorer.pages.one_target import groups_of
 from trakdask.explorer.pages.section import Section
-from trakdask.explorer.questions import ROWS
 from trakdask.explorer.state import View
+from trakdask.explorer.target_table import ROWS
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
@@ -73,7 +73,7 @@ def _heatmap(explorer: Explorer, view: View) -> str:
     choice = form(
         view, option_field("group_by", by, "Group by", names), ["group_by"], button="Show"
     )
-    columns_by = explorer.questions.target_groupings
+    columns_by = explorer.questions.targets.groupings
     across = by if by in columns_by else (columns_by[0] if columns_by else "")
     heat = explorer.questions.heatmap(view.replace(group_by=by), across)
     across = str(heat.columns.name or "")

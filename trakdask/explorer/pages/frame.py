@@ -19,6 +19,8 @@ __all__ = ["frame", "header"]
 def header(explorer: Explorer, view: View, *, said: str = "", undo: bool = False) -> str:
     """Return the links to all pages, what is explored, and messages."""
     pages = {"targets": "Targets", "corpus": "Training samples"}
+    if explorer.maker is not None:
+        pages["new"] = "New target"
     current = {"target": "targets", "sample": "corpus"}.get(view.page, view.page)
     links = "".join(
         link(view.replace(page=page, first=0), text).replace(
@@ -27,8 +29,9 @@ def header(explorer: Explorer, view: View, *, said: str = "", undo: bool = False
         for page, text in pages.items()
     )
     sizes = explorer.features.sizes
+    n_new = f" ({len(explorer.added)} new)" if explorer.added else ""
     facts = (
-        f"{sizes[SAMPLE]:,} training samples, {explorer.targets.sizes[SAMPLE]:,} targets, "
+        f"{sizes[SAMPLE]:,} training samples, {explorer.targets.sizes[SAMPLE]:,} targets{n_new}, "
         f"{sizes[CHECKPOINT]} checkpoints, {sizes[PROJ_DIM]:,} numbers per feature"
     )
     messages = "".join(

@@ -44,12 +44,15 @@ _TEXTS = 5
 
 _SHOWN_GROUPS = 24
 
+_STORED = "The sample whose output is explained."
+_NEW = "A new target, whose output is explained; it is kept in this tab only."
+
 
 def sections(explorer: Explorer, view: View) -> list[Section]:
     """Return the target, its settings, and what helped and harmed it."""
     return [
         Section(
-            f"Target {view.target}", "The sample whose output is explained.",
+            f"Target {view.target}", _NEW if explorer.is_new(view.target) else _STORED,
             lambda: _target(explorer, view),
         ),
         Section(
@@ -78,9 +81,9 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
 
 
 def _target(explorer: Explorer, view: View) -> str:
-    row = explorer.questions.target(view.target)
+    row = explorer.questions.targets.row(view.target)
     (content,) = explorer.target_samples_html([view.target])
-    last = len(explorer.questions.target_metadata) - 1
+    last = len(explorer.questions.targets.metadata) - 1
     neighbours = [("← Previous", view.target - 1), ("Next →", view.target + 1)]
     links = "".join(
         link(view.replace(target=i, first=0), text) for text, i in neighbours if 0 <= i <= last
@@ -110,7 +113,7 @@ def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
 
 def _words_sections(explorer: Explorer, view: View) -> list[Section]:
     """Return the sections of words, if tokens have features."""
-    if explorer.parts is None:
+    if explorer.questions.parts is None:
         return []
     return [
         Section(

@@ -9,8 +9,8 @@ from trakdask.explorer.pages.controls import filter_form, word
 from trakdask.explorer.pages.html import form, link, pager, text_field, value
 from trakdask.explorer.pages.section import Section
 from trakdask.explorer.pages.words import MEANINGS
-from trakdask.explorer.questions import ROWS
 from trakdask.explorer.state import View
+from trakdask.explorer.target_table import ROWS
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
@@ -27,15 +27,16 @@ def sections(explorer: Explorer, view: View) -> list[Section]:
 def _content(explorer: Explorer, view: View) -> str:
     search = text_field("search", view.search, "Search", "text in the metadata")
     forms = form(view, search, ["search"], kind="where", button="Search")
-    forms += filter_form(view, explorer.questions.target_metadata, "targets_where")
-    page = explorer.questions.targets_page(view)
+    forms += filter_form(view, explorer.questions.targets.metadata, "targets_where")
+    page = explorer.questions.targets.page(view)
     table = page.table
     contents = explorer.target_samples_html(list(table.index), brief=True)
     with_content = any(contents)
     head = '<th scope="col">target</th>' + ('<th scope="col">sample</th>' if with_content else "")
     head += "".join(_heading(view, str(name)) for name in table)
     rows = "".join(
-        f"<tr>{_first(view, position)}{thumbnail(view, position, html) if with_content else ''}"
+        f"<tr>{_first(explorer, view, position)}"
+        f"{thumbnail(view, position, html) if with_content else ''}"
         f"{''.join(_cell(x) for x in row)}</tr>"
         for position, html, row in zip(
             table.index, contents, table.itertuples(index=False), strict=True
@@ -59,8 +60,9 @@ def _heading(view: View, name: str) -> str:
     return f'<th scope="col" aria-sort="{order}">{shown}{about}</th>'
 
 
-def _first(view: View, position: int) -> str:
-    return f'<th scope="row">{link(_target(view, position), position)}</th>'
+def _first(explorer: Explorer, view: View, position: int) -> str:
+    badge = ' <span class="badge">new</span>' if explorer.is_new(position) else ""
+    return f'<th scope="row">{link(_target(view, position), position)}{badge}</th>'
 
 
 def thumbnail(view: View, position: int, html: str) -> str:

@@ -1,0 +1,215 @@
+"""New targets are what featurizing and scoring them would have given."""
+
+from __future__ import annotations
+
+import io
+from base64 import b64encode
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from PIL import Image
+from torch import nn
+
+import trakdask as td
+from trakdask.explorer import Explorer, View
+from trakdask.explorer.new_targets import appended
+
+N, M, SIDE, CLASSES = 40, 6, 4, 3
+SJLT = td.SJLT(proj_dim=32, seed=3)
+
+
+def images(n: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, SIDE, SIDE, 3), np.uint8)
+
+
+def prepared(image: Any) -> np.ndarray:
+    return np.asarray(image, np.float32).transpose(2, 0, 1) / 255
+
+
+def samples(n: int, seed: int) -> xr.Dataset:
+    arrays = np.stack([prepared(each) for each in images(n, seed)])
+    coords = {
+        "label": np.arange(n) % CLASSES,
+        "source": np.array(["web", "book"], object)[np.arange(n) % 2],
+        "year": 2000 + np.arange(n),
+        "is_old": np.arange(n) < 3,
+        "day": np.datetime64("2020-01-01", "ns") + np.arange(n).astype("m8[D]"),
+    }
+    return td.from_arrays({"image": arrays}, coords=coords)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def states(n: int = 3) -> dict[str, Any]:
+    made = {}
+    for seed in range(n):
+        torch.manual_seed(seed)
+        made[f"seed {seed}"] = network().state_dict()
+    return made
+
+
+MODEL = td.Model(network, states())
+
+
+def upload(image: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="PNG")
+    return b64encode(buffer.getvalue()).decode()
+
+
+def featurized(ds: xr.Dataset, model: td.Model = MODEL) -> xr.Dataset:
+    return td.featurize(ds, model, projector=SJLT)
+
+
+def explorer_of_images(preprocess: Callable[[Any], Any] = prepared) -> Explorer:
+    train, targets = samples(N, 0), samples(M, 1)
+    return td.explore(
+        featurized(train).compute(), featurized(targets).compute(), samples=train,
+        target_samples=targets, estimator="trak", damping=0.1, model=MODEL, preprocess=preprocess,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def explorer() -> Explorer:
+    return explorer_of_images()
+
+
+def expected_top(image: np.ndarray, *, label: int, k: int = 10) -> list[int]:
+    """Return the training samples that helped an image most, by the functions of the library."""
+    whole = td.from_arrays({"image": prepared(image)[None]}, coords={"label": [label]})
+    train = featurized(samples(N, 0)).compute()
+    scores = td.score(train, featurized(whole).compute(), estimator="trak", damping=0.1)
+    return [int(i) for i in np.argsort(-scores.values[:, 0], kind="stable")[:k]]
+
+
+def test_target__has_the_features_and_scores_of_its_image(explorer: Explorer) -> None:
+    image = images(1, 7)[0]
+    assert explorer.maker is not None
+    made = explorer.maker.made({"image": upload(image), "label": "2"})
+    whole = td.from_arrays({"image": prepared(image)[None]}, coords={"label": [2]})
+    alone = featurized(whole).compute()
+    for name in ("feature", "output", "out_to_loss"):
+        np.testing.assert_array_equal(made.features[name], alone[name])
+    grown = explorer.with_target(made)
+    top = grown.questions.top(View(target=M, k=5))
+    assert top["sample"].tolist() == expected_top(image, label=2, k=5)
+    assert explorer.targets.sizes["sample"] == M  # others do not see it
+
+
+def test_target__has_the_class_that_is_predicted_if_none_is_given(explorer: Explorer) -> None:
+    assert explorer.maker is not None
+    for seed in range(5):
+        image = images(1, seed)[0]
+        x = torch.from_numpy(prepared(image)[None])
+        probability = 0
+        for state in states().values():
+            module = network()
+            module.load_state_dict(state)
+            probability = probability + module(x).softmax(1).detach().numpy()[0]
+        made = explorer.maker.made({"image": upload(image), "label": " "})
+        assert made.features.label.values.tolist() == [int(np.argmax(probability))]
+
+
+def test_target__of_some_checkpoints_in_another_order() -> None:
+    chosen = ["seed 2", "seed 0"]
+    features = featurized(samples(N, 0)).sel(checkpoint=chosen)
+    explorer = td.explore(features, features, model=MODEL, preprocess=prepared)
+    assert explorer.maker is not None
+    image = images(1, 7)[0]
+    made = explorer.maker.made({"image": upload(image), "label": "1"})
+    alone = featurized(td.from_arrays({"image": prepared(image)[None]}, coords={"label": [1]}))
+    expected = alone.sel(checkpoint=chosen).compute()
+    np.testing.assert_array_equal(made.features.feature, expected.feature)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        weight = attention_mask[..., None].to(self.head.weight.dtype)
+        return self.head((self.embedding(input_ids) * weight).sum(1) / weight.sum(1))
+
+
+def tokens(text: str) -> dict[str, list[int]]:
+    ids = [ord(character) % 128 for character in text]
+    return {"input_ids": ids, "token_type_ids": [0] * len(ids), "attention_mask": [1] * len(ids)}
+
+
+def texts(*lines: str) -> xr.Dataset:
+    width = max(map(len, lines))
+    made = [tokens(line) for line in lines]
+    arrays = {
+        name: np.array([each[name] + [0] * (width - len(each[name])) for each in made])
+        for name in ("input_ids", "attention_mask")
+    }
+    return td.from_arrays(arrays, coords={"label": np.arange(len(lines)) % CLASSES})
+
+
+def test_target__of_a_text_of_another_length() -> None:
+    torch.manual_seed(0)
+    model = td.Model(Words(), task="text_classification")
+    train = texts("one", "three", "seven", "a", "bb")
+    features = featurized(train, model)
+    explorer = td.explore(features, features, samples=train, model=model, tokenizer=tokens)
+    assert explorer.maker is not None
+    made = explorer.maker.made({"text": "quite a long <b>text</b>", "label": "1"})
+    alone = texts("", "quite a long <b>text</b>").isel(sample=[1])
+    expected = featurized(alone, model).compute()
+    np.testing.assert_allclose(made.features.feature, expected.feature, rtol=1e-5)
+    assert "&lt;b&gt;" in made.html
+    for text in ("", "  ", "x" * 100_001):
+        with pytest.raises(ValueError, match="a text"):
+            explorer.maker.made({"text": text})
+
+
+def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) -> None:
+    assert explorer.maker is not None
+    made = explorer.maker.made({"image": upload(images(1, 7)[0]), "label": "2"})
+    grown = appended(explorer.targets, made.features)
+    assert grown.label.values.tolist() == [*explorer.targets.label.values, 2]
+    assert grown.source.values.tolist() == [*explorer.targets.source.values, ""]
+    assert grown.year.values[:M].tolist() == explorer.targets.year.values.tolist()
+    assert np.isnan(grown.year.values[M])
+    assert np.isnat(grown.day.values[M])
+    assert grown.is_old.values.tolist() == [*explorer.targets.is_old.values, False]
+    assert grown.new.values.tolist() == [False] * M + [True]
+    again = appended(grown, made.features)
+    assert again.new.values.tolist() == [False] * M + [True, True]
+    np.testing.assert_array_equal(again.feature[:M], explorer.targets.feature)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "an image, got none"),
+        ({"too_large": "12000000"}, "12.0 MB"),
+        ({"image": b64encode(b"GIF89a").decode()}, "cannot be read"),
+        ({"image": upload(images(1, 0)[0]), "label": "two"}, "'two'"),
+        ({"image": upload(images(1, 0)[0]), "label": "7"}, "7"),
+    ],
+    ids=["nothing", "too large", "no image", "no number", "no such class"],
+)
+def test_target__refused(explorer: Explorer, given: dict[str, str], words: str) -> None:
+    assert explorer.maker is not None
+    with pytest.raises((ValueError, td.BlockError), match=words):
+        explorer.maker.made(given)
+
+
+@pytest.mark.parametrize("result", [None, np.array(["a"]), {"picture": np.ones(3)}])
+def test_target__of_a_preprocess_that_returns_something_else(
+    explorer: Explorer, result: Any
+) -> None:
+    features = explorer.features
+    other = td.explore(features, features, model=MODEL, preprocess=lambda image: result)
+    assert other.maker is not None
+    with pytest.raises((TypeError, ValueError), match=r"preprocess|'image'"):
+        other.maker.made({"image": upload(images(1, 0)[0]), "label": "1"})

@@ -1,0 +1,274 @@
+"""Targets on the spot: a text that somebody types, or an image that is uploaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import torch
+import xarray as xr
+
+import trakdask as td
+from trakdask.checks import shown
+from trakdask.explorer.computing import computed
+from trakdask.explorer.metadata import metadata
+from trakdask.explorer.uploads import MOST_BYTES, decoded_image, thumbnail
+from trakdask.models.tasks.logits import call_model
+from trakdask.projection.specs import from_spec
+from trakdask.provenance import FEATURE_SPEC, require_comparable
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
+
+__all__ = ["NEW", "NewTarget", "TargetMaker", "appended", "target_maker"]
+
+NEW = "new"
+"""The coord that is true for the targets that were added on the spot."""
+
+_ARRAYS = ("feature", "output", "out_to_loss")
+_ENGINES = ("hooks", "vmap", "loop")
+_BESIDE = ("label", "target", "position")
+"""Fields of tasks that name a variable which is a number, to be typed beside a text or image."""
+
+_MOST_CHARACTERS = 100_000
+
+Prepare = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class NewTarget:
+    """One target: its features in memory, with the numbers that were typed as coords.
+
+    ``html`` is its content, escaped.
+    """
+
+    features: xr.Dataset
+    html: str
+
+
+@dataclass(frozen=True, eq=False)
+class TargetMaker:
+    """Makes targets of texts and images, as the targets of a store were made.
+
+    Parameters
+    ----------
+    model
+        The model of the store.
+    features
+        The training samples' features: their projector, checkpoints and precision are used.
+    tokenizer, preprocess
+        See :func:`trakdask.explore`.
+    """
+
+    model: td.Model
+    features: xr.Dataset
+    tokenizer: Prepare | None
+    preprocess: Prepare | None
+
+    @property
+    def numbers(self) -> list[str]:
+        """The variables of the task that are typed as numbers, such as the label."""
+        named = (getattr(self.model.task, field, None) for field in _BESIDE)
+        return [name for name in named if name is not None]
+
+    @property
+    def finds_class(self) -> bool:
+        """Whether the class may be left out: then it is the one that the model predicts."""
+        return isinstance(self.model.task, td.tasks.Classification | td.tasks.ImageClassification)
+
+    def made(self, given: Mapping[str, str]) -> NewTarget:
+        """Return a target of what somebody has typed and uploaded.
+
+        Parameters
+        ----------
+        given
+            ``"text"``; ``"image"``, the file in base64; and :attr:`numbers` by name.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If there is no text or image, it cannot be understood, or a number is missing.
+        StoreMismatchError
+            If the features are not made as those of the training samples.
+        """
+        variables, html = self._content(given)
+        numbers = {name: text for name in self.numbers if (text := given.get(name, "").strip())}
+        typed = {name: _number(name, text) for name, text in numbers.items()}
+        if self.finds_class and not typed:
+            typed = {self.numbers[0]: np.asarray(self._predicted(variables))}
+        arrays = {name: value[None] for name, value in variables.items()}
+        arrays |= {name: value[None] for name, value in typed.items() if value.ndim}
+        coords = {name: value[None] for name, value in typed.items() if not value.ndim}
+        samples = td.from_arrays(arrays, coords=coords)
+        return NewTarget(self._featurized(samples), html)
+
+    def _content(self, given: Mapping[str, str]) -> tuple[dict[str, np.ndarray], str]:
+        """Return the variables of the task, without a dimension of samples, and the content."""
+        variables: dict[str, Any] = {}
+        html = ""
+        if self.preprocess is not None:
+            if size := given.get("too_large"):
+                raise ValueError(
+                    f"expected a file of at most {MOST_BYTES // 2**20} MB, got "
+                    f"{int(size) / 1e6:.1f} MB; try a smaller image"
+                )
+            if not given.get("image"):
+                raise ValueError("expected an image, got none; try choosing a file")
+            image = decoded_image(given["image"])
+            name = str(getattr(self.model.task, "image", "image"))
+            variables |= _by_name(self.preprocess(image), name, "preprocess")
+            html += f'<img src="{thumbnail(image)}" alt="the image that was uploaded">'
+        if self.tokenizer is not None:
+            text = given.get("text", "")
+            if not 0 < len(text.strip()) <= _MOST_CHARACTERS:
+                raise ValueError(
+                    f"expected a text of up to {_MOST_CHARACTERS:,} characters, got "
+                    f"{len(text.strip()):,}; try 'a sentence'"
+                )
+            (name, *_) = getattr(self.model.task, "inputs", ("text",))
+            variables |= _by_name(self.tokenizer(text), name, "tokenizer")
+            html += f'<p class="text">{escape(text)}</p>'
+        known = getattr(self.model.task, "variables", None) or tuple(variables)
+        return {n: _array(n, value) for n, value in variables.items() if n in known}, html
+
+    def _predicted(self, variables: Mapping[str, np.ndarray]) -> int:
+        """Return the class with the largest mean probability over checkpoints."""
+        task: Any = self.model.task
+        is_image = isinstance(task, td.tasks.ImageClassification)
+        inputs, positional = ((task.image,), True) if is_image else (task.inputs, task.positional)
+        batch = td.tasks.Batch({n: torch.as_tensor(x[None]) for n, x in variables.items()})
+        known = {str(name) for name in self.features[CHECKPOINT].values}
+        chosen = [each for each in self.model.checkpoints if each.name in known]
+        with torch.no_grad():
+            logits = [call_model(self.model.forward(c), batch, inputs, positional) for c in chosen]
+        return int(torch.stack(logits).softmax(-1).mean(0)[0].argmax())
+
+    def _featurized(self, samples: xr.Dataset) -> xr.Dataset:
+        attrs = self.features.attrs
+        engine, dtype = attrs.get("gradients"), attrs.get("dtype", "as given")
+        lazy = td.featurize(
+            samples,
+            self.model,
+            projector=from_spec(attrs["projector"]),
+            gradients=engine if engine in _ENGINES else "auto",
+            dtype=None if dtype == "as given" else dtype,
+        )
+        lazy = lazy.sel({CHECKPOINT: self.features[CHECKPOINT].values})
+        require_comparable(self.features, lazy, name="the new target's")
+        return computed(lazy)
+
+
+def target_maker(
+    features: xr.Dataset,
+    model: td.Model | None,
+    tokenizer: Prepare | None,
+    preprocess: Prepare | None,
+    samples: xr.Dataset | None,
+) -> TargetMaker | None:
+    """Return the maker of new targets, None without a model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If arguments do not go together.
+    StoreMismatchError
+        If the features are those of another model.
+    """
+    prepare = {"tokenizer": tokenizer, "preprocess": preprocess}
+    for name, function in prepare.items():
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"expected {name} as a function of a text or an image, got {shown(function)}; try "
+                f"{name}=lambda given: ..."
+            )
+    if model is None and (given := [name for name in prepare if prepare[name] is not None]):
+        raise ValueError(f"expected a model beside {given[0]}, got none; try model=td.Model(...)")
+    if model is None:
+        return None
+    if not isinstance(model, td.Model):
+        raise TypeError(
+            f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
+        )
+    if tokenizer is None and preprocess is None:
+        raise ValueError(
+            "expected a tokenizer or a preprocess beside the model, got neither; try "
+            "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"
+        )
+    if samples is not None:
+        model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
+    _require_same_model(features, model)
+    return TargetMaker(model, features, tokenizer, preprocess)
+
+
+def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
+    """Check that features were made by a model, before anything is featurized."""
+    from_spec(features.attrs["projector"])
+    made = {n: value for n, value in features.attrs.items() if n not in FEATURE_SPEC}
+    spec = {**made, **model.spec(), "projector": features.attrs["projector"]}
+    shape = (0, features.sizes[PROJ_DIM], features.sizes[CHECKPOINT])
+    as_model = xr.Dataset(
+        {"feature": (VARIABLES["feature"].dims, np.zeros(shape, np.float32))},
+        coords={CHECKPOINT: features[CHECKPOINT]},
+        attrs=spec,
+    )
+    require_comparable(features, as_model, name="the model's")
+
+
+def appended(targets: xr.Dataset, new: xr.Dataset) -> xr.Dataset:
+    """Return targets and one more, with the coord ``new``; metadata that it lacks is missing."""
+    table = metadata(targets)
+    coords = {
+        name: (SAMPLE, _with_one_more(table[name].to_numpy(), new.get(name))) for name in table
+    }
+    if NEW not in table:
+        coords[NEW] = SAMPLE, np.r_[np.zeros(len(table), bool), True]
+    elif table[NEW].dtype == bool:
+        coords[NEW] = SAMPLE, np.r_[table[NEW].to_numpy(), True]
+    data = {
+        name: da.concatenate([targets[name].data, new[name].data.astype(targets[name].dtype)])
+        for name in _ARRAYS
+    }
+    return xr.Dataset(
+        {name: (targets[name].dims, array, targets[name].attrs) for name, array in data.items()},
+        coords={**coords, CHECKPOINT: targets[CHECKPOINT]},
+        attrs=targets.attrs,
+    )
+
+
+def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
+    if more is not None:
+        return np.append(values, more.values)
+    kind = values.dtype.kind
+    if kind in "iuf":
+        return np.append(values, np.nan)
+    if kind in "Mm":
+        return np.append(values, values.dtype.type("NaT"))
+    return np.append(values, False if kind == "b" else "")
+
+
+def _by_name(made: Any, name: str, function: str) -> dict[str, Any]:
+    """Return what a function made by the names of variables; an array is that of one name."""
+    if made is None:
+        raise TypeError(f"expected an array from {function}, got None; try returning it")
+    return {str(n): x for n, x in made.items()} if isinstance(made, Mapping) else {name: made}
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(
+            f"expected numbers in {name!r}, got {shown(value)}; try returning an array of them"
+        )
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _number(name: str, text: str) -> np.ndarray:
+    """Return a number, or several with commas between them."""
+    try:
+        numbers = np.array([float(each) for each in text.split(",")])
+    except ValueError as err:
+        raise ValueError(f"expected a number as {name}, got {text!r:.60}; try 0") from err
+    whole = numbers.astype(np.int64) if (numbers == np.trunc(numbers)).all() else numbers
+    return whole if "," in text else whole[0]
