@@ -2,10 +2,11 @@
 
     python tests/benchmarks/startup.py
 
-Each step is measured in fresh processes, in CPU seconds of the process, which other programs on the
-machine change little, and in seconds of the clock. The machine code of numba is on disk already,
-except where its compilation is what is measured. The last part is a small job: features of 1200
-digits, and the ten highest scores for each of 200 others, by a convolutional network.
+Each step is measured in fresh processes of one thread, in CPU seconds of the process, which other
+programs on the machine change little, and in seconds of the clock. The machine code of numba is on
+disk already, except where its compilation is what is measured. The last part is a small job, by
+stage: features of 1200 digits in a store, and the ten highest scores for each of 200 others, by a
+convolutional network of 78 thousand parameters and one checkpoint.
 """
 
 from __future__ import annotations
@@ -18,9 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 N_PROCESSES = 5
+N_TRAIN, N_TARGETS, N_JOBS = 1200, 200, 3
+STAGES = {
+    "write": ("save-",),
+    "gradients, projected": ("featurize",),
+    "choice of λ": ("left-out", "completeness", "mean-trace", "damping", "known-spectrum"),
+    "scores and top-k": ("solve", "score", "top-k"),
+    "eigenvectors": ("spectrum",),
+    "gram matrix": ("merge-gram", "gram-products"),
+}
+OUTSIDE = "imports of trakdask, graphs, metadata"
 STEPS = ("import torch", "import trakdask, samples, model", "first save", "second save")
 
 
@@ -73,7 +86,7 @@ def compilation(kind: str) -> None:
 
 
 def small_job(by: str) -> None:
-    """Print the CPU seconds of a job after its imports and its model."""
+    """Print the seconds of a job by stage, [CPU, wall] each, after the import of torch."""
     import numpy as np
     import torch
 
@@ -81,28 +94,91 @@ def small_job(by: str) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    train, targets = (tuple(a[:1200] for a in part) for part in examples.digits_arrays(200))
+    train, targets = (
+        tuple(a[:N_TRAIN] for a in part) for part in examples.digits_arrays(N_TARGETS)
+    )
     net = examples.digits_cnn().eval()
     with tempfile.TemporaryDirectory() as folder:
         if by == "traker":
             from trak import TRAKer
 
-            start = time.process_time()
-            scores = _scores_by_traker(TRAKer, net, train, targets, folder)
+            laps = Laps()
+            scores = _scores_by_traker(TRAKer, net, train, targets, folder, laps)
             np.argsort(-scores, axis=0)[:10]
+            laps.end("scores and top-k")
         else:
-            import trakdask as td
-
-            start = time.process_time()
-            model = td.Model(examples.digits_cnn, [net.state_dict()], task="image_classification")
-            samples = [td.from_arrays({"image": x, "label": y}) for x, y in (train, targets)]
-            lazy = [td.featurize(each, model) for each in samples]
-            features = td.save(lazy[0], f"{folder}/train.zarr", progress=False)
-            td.top_k(td.score(features, lazy[1]), k=10).compute()
-        print(json.dumps(time.process_time() - start))
+            laps = _job_by_trakdask(net, train, targets, folder)
+    print(json.dumps(laps.spent))
 
 
-def _scores_by_traker(kind, net, train, targets, folder: str):  # type: ignore[no-untyped-def]
+class Laps:
+    """CPU and wall seconds by name."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, list[float]] = {}
+        self._last = _now()
+
+    def end(self, name: str, *, without: Iterable[str] = ()) -> None:
+        """Add the time since the last lap to a name, but for what other names have of it."""
+        now = _now()
+        self.add(name, [b - a for a, b in zip(self._last, now, strict=True)])
+        for other in without:
+            self.add(name, [-seconds for seconds in self.spent[other]])
+        self._last = now
+
+    def add(self, name: str, seconds: Iterable[float]) -> None:
+        """Add CPU and wall seconds to a name."""
+        known = self.spent.get(name, [0.0, 0.0])
+        self.spent[name] = [a + b for a, b in zip(known, seconds, strict=True)]
+
+
+def _now() -> tuple[float, float]:
+    return time.process_time(), time.perf_counter()
+
+
+def _job_by_trakdask(net: Any, train: Any, targets: Any, folder: str) -> Laps:
+    import dask
+    from dask.callbacks import Callback
+
+    import trakdask as td
+    from trakdask import examples
+
+    laps, started = Laps(), []
+
+    class Tasks(Callback):  # type: ignore[misc]
+        """Adds what tasks, which run one after another, take to their stages."""
+
+        def _pretask(self, key: Any, dsk: Any, state: Any) -> None:
+            started.append(_now())
+
+        def _posttask(self, key: Any, result: Any, dsk: Any, state: Any, worker: Any) -> None:
+            spent = (b - a for a, b in zip(started.pop(), _now(), strict=True))
+            laps.add(_stage(key), spent)
+
+    with dask.config.set(scheduler="sync"), Tasks():
+        model = td.Model(examples.digits_cnn, [net.state_dict()], task="image_classification")
+        samples = [td.from_arrays({"image": x, "label": y}) for x, y in (train, targets)]
+        lazy = [td.featurize(each, model) for each in samples]
+        features = td.save(lazy[0], f"{folder}/train.zarr", progress=False)
+        td.top_k(td.score(features, lazy[1]), k=10).compute()
+    laps.end(OUTSIDE, without=list(laps.spent))
+    return laps
+
+
+def _stage(key: Any) -> str:
+    """Return the stage that a task of this name belongs to."""
+    from dask.utils import key_split
+
+    name = key_split(key)
+    for stage, parts in STAGES.items():
+        if any(part in name for part in parts):
+            return stage
+    return "other tasks"
+
+
+def _scores_by_traker(
+    kind: Any, net: Any, train: Any, targets: Any, folder: str, laps: Laps
+) -> Any:
     import torch
 
     n, m, size = len(train[0]), len(targets[0]), 128
@@ -114,21 +190,26 @@ def _scores_by_traker(kind, net, train, targets, folder: str):  # type: ignore[n
     traker.load_checkpoint(net.state_dict(), model_id=0)
     for part in (slice(i, i + size) for i in range(0, n, size)):
         traker.featurize([x[part], y[part]], num_samples=len(x[part]))
+    laps.end("gradients, projected")
     traker.finalize_features()
+    laps.end("gram matrix")
     traker.start_scoring_checkpoint("queries", net.state_dict(), 0, m)
     for part in (slice(i, i + size) for i in range(0, m, size)):
         traker.score([queries[part], labels[part]], num_samples=len(queries[part]))
+    laps.end("gradients, projected")
     return traker.finalize_scores("queries")
 
 
-def _in_a_process(*order: str, **variables: str) -> float:
-    """Return the number that a fresh process prints last."""
+def _in_a_process(*order: str, **variables: str) -> Any:
+    """Return what a fresh process prints last."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    # As for users, the byte code of modules is on disk.
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, __file__, *order],
-        env={**os.environ, **threads, **variables}, capture_output=True, text=True, check=True,
+        env={**inherited, **threads, **variables}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def print_compilation() -> None:
@@ -142,25 +223,34 @@ def print_compilation() -> None:
 
 
 def print_small_jobs() -> None:
-    """Print how long the small job takes, beside traker."""
-    ours = statistics.median(_in_a_process("job", "trakdask") for _ in range(3))
-    print(f"1200 samples, 200 targets: trakdask {ours:.2f} CPU s", end="")
-    if importlib.util.find_spec("trak"):
-        peer = _in_a_process("job", "traker")
-        print(f", traker {peer:.2f}, ratio {peer / ours:.1f}", end="")
-    print()
+    """Print how long the small job takes, by stage, beside traker."""
+    has_peer = importlib.util.find_spec("trak") is not None
+    runs: dict[str, list[dict[str, list[float]]]] = {"trakdask": [], "traker": []}
+    for _ in range(N_JOBS):  # in turns, as other programs come and go
+        for by, each in runs.items():
+            if by == "trakdask" or has_peer:
+                each.append(_in_a_process("job", by))
+    print(f"\n{N_TRAIN} samples, {N_TARGETS} targets, median of {N_JOBS} processes, after torch")
+    totals = {by: _print_stages(by, each) for by, each in runs.items() if each}
+    if has_peer:
+        print(f"traker / trakdask: {totals['traker'] / totals['trakdask']:.1f} in CPU seconds")
+
+
+def _print_stages(by: str, runs: list[dict[str, list[float]]]) -> float:
+    """Print the medians of each stage; return the CPU seconds of all."""
+    totals = [[sum(column) for column in zip(*run.values(), strict=True)] for run in runs]
+    cpu, wall = (statistics.median(column) for column in zip(*totals, strict=True))
+    print(f"{by:40} {cpu:8.2f} {wall:8.2f}")
+    for stage in runs[0]:
+        each = [statistics.median(run[stage][i] for run in runs) for i in (0, 1)]
+        print(f"  {stage:38} {each[0]:8.2f} {each[1]:8.2f}")
+    return cpu
 
 
 def main() -> None:
     """Run the processes one after another and print medians."""
-    runs = [
-        json.loads(
-            subprocess.run(
-                [sys.executable, __file__, "measure"], capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for _ in range(N_PROCESSES)
-    ]
+    _in_a_process("measure")  # writes the byte code
+    runs = [_in_a_process("measure") for _ in range(N_PROCESSES)]
     print(f"{'median of ' + str(N_PROCESSES) + ' processes':32} {'CPU s':>8} {'wall s':>8}")
     for i, step in enumerate(STEPS):
         cpu, wall = (statistics.median(run[i][j] for run in runs) for j in (0, 1))

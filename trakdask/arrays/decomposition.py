@@ -102,25 +102,31 @@ def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
     if n_component >= len(matrix):
         values, vectors = np.linalg.eigh(matrix)
         return np.maximum(values, 0), vectors
-    lower = _factor(matrix, n_component)
-    values, vectors = np.linalg.eigh(lower.T @ lower)
+    lower, pivots = _factor(matrix, n_component)
+    values, factors = np.linalg.eigh(lower.T @ lower)
     is_kept = values > _LEAST * values.max(initial=0)
     values = np.where(is_kept, values, 0)
     scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
-    return values, lower @ (vectors * scale)
+    vectors = np.empty(lower.shape)
+    vectors[pivots] = lower @ (factors * scale)
+    return values, vectors
 
 
-def _factor(matrix: Matrix, rank: int) -> Matrix:
-    """Return L (p, rank) with K = L Lᵀ; columns beyond K's own rank are 0."""
-    factor, pivots, found, _ = lapack.dpstrf(matrix.T, lower=1)
-    found = min(found, rank)
-    lower = np.zeros((len(matrix), rank))
-    lower[pivots - 1, :found] = np.tril(factor[:, :found])
-    left = np.trace(matrix) - float(np.vdot(lower, lower))
+def _factor(matrix: Matrix, rank: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
+    """Return L (p, rank) and pivots with K[pivots][:, pivots] = L Lᵀ.
+
+    Columns beyond K's own rank are 0.
+    """
+    whole, pivots, found, _ = lapack.dpstrf(matrix.T, lower=1)
+    lower = whole[:, :rank]
+    lower[:, found:] = 0
+    for column in range(1, rank):  # above the diagonal are numbers of K
+        lower[:column, column] = 0
+    left = np.trace(matrix) - float(np.vdot(lower.T, lower.T))
     if left > 1e-3 * np.trace(matrix):
         raise ValueError(
             f"expected a gram matrix of {rank} samples, whose rank is at most {rank}, got one with "
             f"{left / np.trace(matrix):.2g} of its trace beyond that; try reducing it anew, with "
             "features.drop_vars(['gram', 'loss_gradient'], errors='ignore')"
         )
-    return lower
+    return lower, pivots - 1

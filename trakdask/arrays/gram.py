@@ -76,7 +76,7 @@ def gram(
     all rows if n < 8 p), with one partial matrix each. Stored blocks are read inside the task of
     their group, so that only partial matrices move between workers, and scores read them again.
     Peak memory per task: about 2 R p itemsize of ``feature`` while a group is merged (R p and one
-    block if they are stored), then R p itemsize + 12 p² bytes (20 p² with weights); in the tree
+    block if they are stored), then R p itemsize + 12 p² bytes (16 p² with weights); in the tree
     (split_every + 1) p² itemsize.
 
     Exactness: products in the dtype above, sums in ``dtype``. The bits are the same on any
@@ -318,11 +318,12 @@ def _products(
             b = a * xp.asarray(np.where(failed, 0, h[chosen]).astype(dtype, copy=False))
         # On some processors products warn of infinity. The solve reports it, with the checkpoint.
         with np.errstate(invalid="ignore", over="ignore"):
-            total[:, :p] += xp.matmul(a.T, b, out=product)
+            xp.matmul(a.T, b, out=product)
+            if h is not None:  # rounding makes φᵀ(h∘φ) asymmetric
+                product += product.T
+                product *= 0.5
+            total[:, :p] += product
             if g is not None:
                 weights = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
                 total[:, p] += xp.asarray(weights) @ a
-    if h is not None:  # rounding makes φᵀ(h∘φ) asymmetric
-        total[:, :p] += total[:, :p].T
-        total[:, :p] *= 0.5
     return asnumpy(total).reshape(1, *total.shape, 1)
