@@ -213,6 +213,8 @@ def test_score__options_that_do_not_meet() -> None:
         ({"task": "ImageClassification(image='x')", "batch_norm": False}, "soft"),
         ({"task": "TextClassification()", "batch_norm": False}, "soft"),
         ({"task": "Classification()", "batch_norm": False}, "soft"),
+        ({"task": "MultiLabel()", "batch_norm": False}, "soft"),
+        ({"task": "MultiLabel()", "batch_norm": True}, "trak"),
         ({"task": "ImageClassification()", "batch_norm": True}, "trak"),
         ({"task": "ImageClassification()"}, "trak"),
         ({"task": "CausalLM()", "batch_norm": False}, "trak"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from _quality_scores import features, ground
 from _quality_subjects import SUBJECTS
+from _quality_tasks import Subject
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
@@ -38,13 +39,12 @@ class Task:
         return np.asarray(SUBJECTS[self.name].data()[0][1], dtype=np.float64)
 
 
-def load(name: str, cache: Path, n_checkpoints: int) -> Task:
-    """Read features of a task, made where the cache has them not."""
-    subject = SUBJECTS[name]
-    train, targets = features(subject, Rademacher(proj_dim=2048, seed=0), cache, n_checkpoints)
+def load(subject: Subject, cache: Path, paths: list[Path]) -> Task:
+    """Read features of a task at some checkpoints, made where the cache has them not."""
+    train, targets = features(subject, Rademacher(proj_dim=2048, seed=0), cache, paths)
     drawn, outputs = ground(subject)
     return Task(
-        name,
+        subject.name,
         np.moveaxis(train.feature.values, 2, 0).astype(np.float32),
         np.moveaxis(targets.feature.values, 2, 0).astype(np.float32),
         train.output.values.astype(np.float64),

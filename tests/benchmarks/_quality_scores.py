@@ -125,10 +125,9 @@ def write(path: Path, row: dict[str, Any]) -> None:
 
 
 def features(
-    subject: Subject, projector: Projector, cache: Path, n_checkpoints: int
+    subject: Subject, projector: Projector, cache: Path, paths: list[Path]
 ) -> tuple[xr.Dataset, xr.Dataset]:
     """Return features of training samples and targets; those of the cache are not made again."""
-    paths = checkpoints(subject, cache, n_checkpoints)
     model = td.Model(subject.build, checkpoints=paths, task=subject.task)
     name = f"{subject.name}-{_digest(projector.spec(), [path.name for path in paths])}"
     parts = []
@@ -159,7 +158,8 @@ def _compacted(
     # A smaller Rademacher projection is a prefix of a larger one; that of an SJLT is not.
     p = max(2048, proj_dim) if projector == "Rademacher" else proj_dim
     made_by = PROJECTORS[projector](proj_dim=p, seed=0)
-    parts = features(SUBJECTS[task], made_by, cache, n_checkpoints)
+    paths = checkpoints(SUBJECTS[task], cache, n_checkpoints)
+    parts = features(SUBJECTS[task], made_by, cache, paths)
     parts = compact(*(part.isel(proj_dim=slice(proj_dim)) for part in parts))
     return tuple(part.chunk(checkpoint=1) for part in parts)  # named once, not for every λ
 

@@ -5,7 +5,8 @@
 For every pair of gradients g and h, the error of φ(g)·φ(h) as an estimate of g·h, divided by
 ‖g‖‖h‖ √((1 + cos²(g, h)) / proj_dim): no projector here has a larger standard deviation. So the
 root mean square (rms) is at most 1, up to chance; the 99.9 % quantile and the worst say how far the
-tails reach. Pairs include g = h, whose product is the squared length. Random matrices are drawn
+tails reach; `--seeds 0` leaves them out. Effective columns tell whether few elements dominate.
+Pairs include g = h, whose product is the squared length. Random matrices are drawn
 anew for every seed; the gradients are the same for all of them.
 """
 
@@ -142,6 +143,22 @@ def cell(sizes: Errors) -> str:
     return f"{rms:>9.2f}{np.quantile(sizes, 0.999):>7.1f}{sizes.max():>6.0f}"
 
 
+def effective_columns(features: Tensor) -> float:
+    """Return how many columns share the squared length of all features, (Σ d)² / Σ d².
+
+    d is the diagonal of their gram matrix. A few, if a few elements dominate every gradient and
+    each has signs in a few columns only.
+    """
+    diagonal = features.double().square().sum(0)
+    return float(diagonal.sum() ** 2 / diagonal.square().sum())
+
+
+def columns(gradients: Tensor, p: int = 2048) -> str:
+    made = {"Rademacher": Rademacher(p)} | {f"SJLT, s = {s}": SJLT(p, s) for s in SPARSITIES}
+    found = {name: effective_columns(features_of(gradients, each)) for name, each in made.items()}
+    return ", ".join(f"{name} {number:.0f}" for name, number in found.items())
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=10)
@@ -158,8 +175,10 @@ def main(argv: list[str] | None = None) -> None:
             pairs = n * (n + 1) // 2
             n_seeds = options.seeds * SEEDS_PER_SEED.get(name, 1)
             print(f"\n{name}: {about}")
-            print(f"{n} gradients of {rows} elements, {pairs} pairs, {n_seeds} random matrices")
-            print(table(gradients, n_seeds), flush=True)
+            print(f"effective columns of 2048: {columns(gradients)}", flush=True)
+            if n_seeds:
+                print(f"{n} gradients of {rows} elements, {pairs} pairs, {n_seeds} random matrices")
+                print(table(gradients, n_seeds), flush=True)
 
 
 if __name__ == "__main__":

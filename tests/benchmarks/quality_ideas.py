@@ -18,6 +18,7 @@ import numpy as np
 from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
 from _quality_scores import Setting, ground, selected
 from _quality_subjects import SUBJECTS
+from _quality_truth import checkpoints
 
 import trakdask as td
 
@@ -158,12 +159,18 @@ def of_halves(task: Task, checkpoint: int, kernel: Kernel, damped: Damped) -> Fl
 def sharpened(products: list[Floats], g: Floats) -> Iterator[tuple[str, Floats]]:
     mean = np.mean(products, axis=0)
     if len(products) > 1:
-        noise = np.var(products, axis=0, ddof=1) / len(products)
-        yield "shrunk by the spread of checkpoints", weighted(mean**3 / (mean**2 + noise), g)
+        yield "shrunk by the spread of checkpoints", weighted(shrunk(products), g)
     for power in SHARPNESS:
         yield f"products to the power {power}", weighted(powered(mean, power), g)
     for power in SHARPNESS[:2]:
         yield f"scores to the power {power}", powered(weighted(mean, g), power)
+
+
+def shrunk(products: list[Floats]) -> Floats:
+    """Return m³/(m² + v): the mean over checkpoints, less where its squared error v is large."""
+    mean = np.mean(products, axis=0)
+    noise = np.var(products, axis=0, ddof=1) / len(products)
+    return np.asarray(mean**3 / (mean**2 + noise))
 
 
 def powered(x: Floats, power: float) -> Floats:
@@ -346,7 +353,9 @@ def main(argv: list[str] | None = None) -> None:
     if "defaults" in options.parts:
         print_defaults(options.tasks, options.cache)
     if parts := [PARTS[name] for name in options.parts if name != "defaults"]:
-        tasks = {name: load(name, options.cache, max(CHECKPOINTS)) for name in options.tasks}
+        most, cache = max(CHECKPOINTS), options.cache
+        subjects = [SUBJECTS[name] for name in options.tasks]
+        tasks = {s.name: load(s, cache, checkpoints(s, cache, most)) for s in subjects}
         for part in parts:
             part(tasks)
 

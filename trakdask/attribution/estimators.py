@@ -32,8 +32,8 @@ DEFAULT_POWER = 0.5
 _WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
 """Estimators whose scores are products of features alone."""
 
-_MEASURED_TASKS = ("Classification", "ImageClassification", "TextClassification")
-"""Tasks for which tests/benchmarks/quality.py found what is best."""
+_MEASURED_TASKS = ("Classification", "ImageClassification", "TextClassification", "MultiLabel")
+"""Tasks for which tests/benchmarks/quality.py and quality_wider.py found what is best."""
 
 _TRACE_TASKS = ("Regression", "CausalLM")
 """Tasks for which λ = tr(K)/n was measured to be the best by quality_ideas.py beside it."""

@@ -88,9 +88,9 @@ def damping(
     features
         Training features.
     damping
-        ``"auto"``: ``"completeness"`` for classification into one of several classes and for
-        ``estimator="soft"``, ``"trace"`` for regression and causal language models, as was measured
-        to be best, else ``"closed_form"``.
+        ``"auto"``: ``"completeness"`` for classification into one of several classes, or by
+        several labels, and for ``estimator="soft"``, ``"trace"`` for regression and causal language
+        models, as was measured to be best, else ``"closed_form"``.
         ``"completeness"``: one ρ for all checkpoints, λ_c = ρ tr(K_c)/n, chosen by the outputs;
         see Notes. ``"trace"``: tr(K_c)/n, so ρ = 1; n counts samples that failed, too.
         ``"closed_form"``: 0.03 tr(K_c²)/tr(K_c); a number replaces 0.03.

@@ -69,10 +69,11 @@ def score(
         scores are those of the parts, and add up to those of their samples. ``features`` remain all
         training samples, whose gram matrix is used. :func:`score_parts` needs no such features.
     estimator
-        ``"auto"``: ``"soft"`` for classification into one of several classes by models without
-        BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q
-        in [0, 1] and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one
-        loss, flatter than the real one; a = 1 is the Gauss-Newton influence function.
+        ``"auto"``: ``"soft"`` for classification into one of several classes, or by several labels,
+        by models without BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published.
+        ``"soft"``: with q = Q in [0, 1] and a = ``power``, h = q^a (1 - q), g = q^a: the curvature
+        and the gradient of one loss, flatter than the real one; a = 1 is the Gauss-Newton influence
+        function.
         ``"relatif"``: TRAK's score by the square root of the sample's self-influence. Without a
         gram matrix: ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
         mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).

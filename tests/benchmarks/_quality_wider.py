@@ -1,0 +1,200 @@
+"""Tasks of quality_wider.py: how the training, the network or the labels change what is best."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import xarray as xr
+from _quality_subjects import applied
+from _quality_tasks import N_CLASSES, Data, Subject, cnn, digits, perceptron
+from _quality_truth import N_CHECKPOINTS
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import trakdask as td
+from trakdask import examples
+
+#: The seven strokes of a digit on a pocket calculator: clockwise from the top, then the middle.
+STROKES = ("1111110", "0110000", "1101101", "1111001", "0110011",
+           "1011011", "1011111", "1110000", "1111111", "1111011")  # fmt: skip
+KEPT = 0.7  # of each class, relative to the one before it
+
+State = dict[str, Tensor]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def batch_normalised() -> nn.Module:
+    """Return the digits' perceptron with BatchNorm before each ReLU."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for n_in, n_out in ((64, 128), (128, 64)):
+        layers += [nn.Linear(n_in, n_out), nn.BatchNorm1d(n_out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(64, N_CLASSES))
+
+
+def batch_normalised_cnn() -> nn.Module:
+    """Return the CNN of quality.py with BatchNorm in place of GroupNorm."""
+    model = cnn()
+    for name, child in model.named_children():
+        if isinstance(child, nn.GroupNorm):
+            setattr(model, name, nn.BatchNorm2d(child.num_channels))
+    return model
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def imbalanced() -> Data:
+    """Keep 0.7 times as many digits of each class as of the one before; targets as they are."""
+    (images, labels), targets = examples.digits_arrays(n_target=150)
+    first = np.bincount(labels).min()
+    rows = [np.flatnonzero(labels == k)[: round(first * KEPT**k)] for k in range(N_CLASSES)]
+    kept = np.sort(np.concatenate(rows))
+    return (images[kept], labels[kept]), targets
+
+
+def strokes() -> Data:
+    """Label the digits by the strokes of a pocket calculator: seven answers of yes or no."""
+    table = np.array([[int(c) for c in one] for one in STROKES])
+    (images, labels), (target_images, target_labels) = digits()
+    return (images, table[labels]), (target_images, table[target_labels])
+
+
+def overlapping() -> Data:
+    """Draw five classes that overlap in 20 dimensions, and label one in twenty at random."""
+    from sklearn.datasets import make_classification  # optional, as in trakdask.examples
+
+    x, y = make_classification(
+        1150, 20, n_informative=8, n_classes=5, n_clusters_per_class=2, flip_y=0.05, random_state=0
+    )
+    x, y = x.astype(np.float32), y.astype(np.int64)
+    return (x[150:], y[150:]), (x[:150], y[:150])
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wider(Subject):
+    """A classifier trained with Adam, or SGD if it has momentum, and a one-cycle learning rate."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    smoothing: float = 0.0
+
+    def train(self, mask: NDArray[np.bool_] | None, seed: int) -> State:
+        *_, last = self.steps(mask, seed)
+        return _copied(last)
+
+    def trajectory(self, seed: int, n: int) -> list[State]:
+        """Return states at even distances in the second half of one training, the last is last."""
+        batches = -(-len(self.data()[0][0]) // self.batch_size)
+        at = np.linspace(0.5, 1, n + 1)[1:] * self.epochs * batches
+        kept = set(at.round().astype(int) - 1)
+        steps = enumerate(self.steps(None, seed))
+        return [_copied(model) for step, model in steps if step in kept]
+
+    def steps(self, mask: NDArray[np.bool_] | None, seed: int) -> Iterator[nn.Module]:
+        """Yield the model after every step."""
+        rows = slice(None) if mask is None else mask
+        inputs, labels = (torch.from_numpy(array[rows]) for array in self.data()[0])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.build().train()
+            optimizer, schedule = self._optimizer(model, len(inputs))
+            for _ in range(self.epochs):
+                for batch in torch.randperm(len(inputs)).split(self.batch_size):
+                    optimizer.zero_grad()
+                    torch.autograd.backward(self.loss(model(inputs[batch]), labels[batch]))
+                    optimizer.step()
+                    schedule.step()
+                    yield model
+
+    def _optimizer(self, model: nn.Module, n: int) -> tuple[Any, Any]:
+        made = model.parameters(), self.lr
+        optimizer = (
+            torch.optim.SGD(*made, momentum=self.momentum, weight_decay=self.weight_decay)
+            if self.momentum
+            else torch.optim.AdamW(*made, weight_decay=self.weight_decay)
+        )
+        n_steps = self.epochs * -(-n // self.batch_size)
+        cycles = {"cycle_momentum": False, "max_lr": self.lr, "total_steps": n_steps}
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, **cycles)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, labels, label_smoothing=self.smoothing)
+
+
+@dataclass(frozen=True)
+class Strokes(Wider):
+    """Several answers of yes or no; the output is the sum of their margins."""
+
+    task: ClassVar[str | td.Task] = "multi_label"
+
+    def samples(self, part: int) -> xr.Dataset:
+        inputs, labels = self.data()[part]
+        return td.from_arrays({"x": inputs, "label": labels}, chunks=512)
+
+    def outputs(self, state: State) -> NDArray[np.float64]:
+        return self._margins(state, 1).sum(1).numpy()
+
+    def skill_of(self, state: State, part: int) -> float:
+        return float((self._margins(state, part) > 0).double().mean())
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each = nn.functional.binary_cross_entropy_with_logits(
+            logits, labels.to(logits.dtype), reduction="none"
+        )
+        return each.sum(1).mean()
+
+    def _margins(self, state: State, part: int) -> Tensor:
+        return applied(self, state, part) * torch.from_numpy(2 * self.data()[part][1] - 1)
+
+
+def _copied(model: nn.Module) -> State:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def trajectory(subject: Wider, cache: Path) -> list[Path]:
+    """Train the first full-data model once more if its states on the way are not in the cache."""
+    folder = cache / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{subject.name}-{subject.digest()}"
+    paths = [folder / f"{stem}-t{index}.pt" for index in range(N_CHECKPOINTS)]
+    if not all(path.exists() for path in paths):
+        for path, state in zip(paths, subject.trajectory(0, N_CHECKPOINTS), strict=True):
+            partial = path.with_suffix(".partial")
+            torch.save(state, partial)
+            partial.replace(path)
+    return paths
+
+
+_DIGITS = functools.cache(digits)
+_MLP = examples.digits_mlp
+#: Tasks of which states of one run are compared with several seeds.
+ON_ONE_RUN = ("plain", "sgd", "decay", "overlapping")
+N_SUBSETS = 100
+
+WIDER = {
+    subject.name: subject
+    for subject in (
+        Wider("plain", _MLP, _DIGITS, 30, N_SUBSETS),
+        Wider("sgd", _MLP, _DIGITS, 30, N_SUBSETS, lr=0.05, momentum=0.9),
+        Wider("decay", _MLP, _DIGITS, 30, N_SUBSETS, weight_decay=1.0),
+        Wider("smoothed", _MLP, _DIGITS, 30, N_SUBSETS, smoothing=0.1),
+        Wider("short", _MLP, _DIGITS, 5, N_SUBSETS),
+        Wider("imbalanced", _MLP, functools.cache(imbalanced), 30, N_SUBSETS),
+        Wider("overlapping", perceptron((20, 128, 64, 5)), functools.cache(overlapping), 20,
+              N_SUBSETS),
+        Strokes("strokes", perceptron((64, 128, 64, 7)), functools.cache(strokes), 30, N_SUBSETS),
+        Wider("mlp-bn", batch_normalised, _DIGITS, 30, N_SUBSETS),
+        Wider("cnn-bn", batch_normalised_cnn, _DIGITS, 20, 60),
+    )
+}  # fmt: skip

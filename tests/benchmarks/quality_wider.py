@@ -1,0 +1,224 @@
+"""Do the defaults hold on other tasks, and what buys LDS for a CPU second?
+
+    python tests/benchmarks/quality_wider.py --stage train    # a quarter of a CPU hour
+    python tests/benchmarks/quality_wider.py                  # as much again, if nothing is cached
+
+Small tasks on which no default was chosen: other optimizers, regularisation, lengths of training,
+networks and labels; beside the classification tasks of quality.py. The outputs of retrained models
+are committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import dask
+import pandas as pd
+import torch
+from _quality_measured import Measured, by_package, by_trace, ensembles, estimators, of_data
+from _quality_report import table
+from _quality_subjects import SUBJECTS
+from _quality_truth import checkpoints, keep, retrain
+from _quality_wider import ON_ONE_RUN, WIDER, trajectory
+
+import trakdask as td
+
+EARLIER = ("resnet", "mlp", "cnn", "transformer", "cancer", "noisy", "early")
+HAS_BATCH_NORM = ("resnet", "mlp-bn", "cnn-bn")
+#: Estimators with Q itself, where soft has its root.
+SHARP = ("trak", "Gauss-Newton")
+NARROW = 1.0  # spread of Q or log Q
+CLOSE = 1.2  # spread of f, which is a logit
+LITTLE = 0.05  # what totals lose in correlation with Q in place of its root
+ALL = SUBJECTS | WIDER
+
+
+def train(tasks: Iterable[str], cache: Path) -> None:
+    """Train the models to attribute, and the truth that is committed."""
+    for subject in (WIDER[name] for name in tasks if name in WIDER):
+        checkpoints(subject, cache)
+        keep(subject, retrain(subject, cache))
+        if subject.name in ON_ONE_RUN:
+            trajectory(subject, cache)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def print_facts(measured: list[Measured]) -> None:
+    rows = [row for each in measured for row in each.once(of_data)]
+    print(
+        "\nTasks; Q of training samples, mean of 3 checkpoints: mean, deviation over mean; then the"
+    )
+    print("deviations of log Q, and of f, the output\n" + table(rows))
+
+
+def print_defaults(measured: list[Measured]) -> None:
+    rows = []
+    for each in measured:
+        (row,), (trace,) = each.once(by_package), each.once(by_trace)
+        low, high, gain = row["low"], row["high"], row["default"] - row["trak, best λ"]
+        names = ("task", "is", "default", "trak", "soft", "Gauss-Newton", "trak, best λ", "ceiling")
+        compared = {"default - trak, best λ": {"value": gain, "interval": [low, high]}}
+        rows.append({name: row[name] for name in names} | compared | trace)
+    print("\nLDS by td.score, 3 checkpoints, proj_dim 2048: the default, then estimators with λ by")
+    print(
+        "completeness; the default less trak at its best λ with a paired interval of 95 %; and two"
+    )
+    print("estimators with λ = tr(K)/n")
+    print(table(rows))
+
+
+def print_estimators(frame: pd.DataFrame) -> None:
+    """At the best λ of each, so that no rule for λ decides."""
+    here = frame[(frame.checkpoints == 3) & (frame.change == "none")]
+    wide = here.pivot(index="task", columns="estimator", values="lds").loc[here.task.unique()]
+    print("\nLDS of weights at the best λ in hindsight, 3 checkpoints, proj_dim 2048")
+    print(wide.round(3).to_string())
+
+
+def print_changes(frame: pd.DataFrame) -> None:
+    here = frame[frame.estimator.isin(["trak", "soft"])]
+    wide = here.pivot(
+        index=["estimator", "task"], columns=["checkpoints", "change"], values="lds"
+    ).loc[(["soft", "trak"], here.task.unique()), :]
+    gains = wide.drop(columns="none", level="change")
+    gains = gains.sub(wide.xs("none", axis=1, level="change"), level="checkpoints")
+    for estimator, part in gains.groupby("estimator", sort=False):
+        part = part.droplevel("estimator")
+        worst, mean = part.min().rename("least"), part.mean().rename("mean")
+        whole = pd.concat([part, worst.to_frame().T, mean.to_frame().T])
+        print(f"\nWhat changes of {estimator} gain in LDS, each at its best λ, by checkpoints")
+        print(whole.map("{:+.3f}".format).to_string())
+
+
+def print_switch(measured: list[Measured], frame: pd.DataFrame) -> None:
+    """Show what could choose between estimators, and what every rule loses."""
+    found, about = (
+        pd.DataFrame([row for each in measured for row in each.once(of)]).set_index("task")
+        for of in (by_package, of_data)
+    )
+    here = frame[(frame.checkpoints == 3) & (frame.change == "none")]
+    best = here.pivot(index="task", columns="estimator", values="lds").loc[found.index]
+    print("\nWhat could tell when Q itself (Gauss-Newton) is better than its root (soft). Totals:")
+    print("the correlation, over targets, of their outputs with the sums of their scores")
+    print(evidence(found, about, best).round(3).to_string())
+    print("\nLDS that rules lose, λ by completeness, against the best estimator at its best λ; and")
+    print("how far they are below trak at its best λ, at most")
+    print(losses(rules(found, about), best).round(3).to_string())
+
+
+def evidence(found: pd.DataFrame, about: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "best": best.idxmax(axis=1),
+            "soft - Gauss-Newton": best["soft"] - best["Gauss-Newton"],
+            "spread of Q": about["spread of Q"],
+            "spread of log Q": about["spread of log Q"],
+            "spread of f": about["spread of f"],
+            "totals of soft": found["totals of soft"],
+            "- Gauss-Newton": found["totals of soft"] - found["totals of Gauss-Newton"],
+        }
+    )
+
+
+def rules(found: pd.DataFrame, about: pd.DataFrame) -> dict[str, pd.Series]:
+    """Return the LDS of what each rule chooses, with λ by completeness."""
+    fall = found["totals of soft"] - found["totals of Gauss-Newton"]
+    conditions = {
+        "BatchNorm": pd.Series(found.index.isin(HAS_BATCH_NORM), found.index),
+        f"spread of Q < {NARROW}": about["spread of Q"] < NARROW,
+        f"spread of log Q < {NARROW}": about["spread of log Q"] < NARROW,
+        f"spread of f < {CLOSE}": about["spread of f"] < CLOSE,
+        f"totals fall by < {LITTLE}": fall < LITTLE,
+    }
+    chosen = {f"{name}, always": found[name] for name in ("soft", *SHARP)}
+    for name, condition in conditions.items():
+        chosen |= {f"{one} if {name}": found[one].where(condition, found.soft) for one in SHARP}
+    return chosen
+
+
+def losses(chosen: dict[str, pd.Series], best: pd.DataFrame) -> pd.DataFrame:
+    most = best.max(axis=1)
+    rows = {
+        name: {
+            "mean": (most - lds).mean(),
+            "most": (most - lds).max(),
+            "in": (most - lds).idxmax(),
+            "below trak": (best["trak"] - lds).max(),
+        }
+        for name, lds in chosen.items()
+    }
+    return pd.DataFrame(rows).T.infer_objects()
+
+
+def print_ensembles(measured: list[Measured]) -> None:
+    chosen = [each for each in measured if each.subject.name in ON_ONE_RUN]
+    frame = pd.DataFrame([row for each in chosen for row in each.once(ensembles)])
+    wide = frame.pivot(index=["source", "p", "checkpoints"], columns="task", values="lds")
+    wide = wide[[each.subject.name for each in chosen]]
+    wide.insert(0, "mean", wide.mean(axis=1))
+    print("\nLDS of soft at the best λ: checkpoints of seeds, or of the second half of one run")
+    print(wide.round(3).to_string())
+
+
+def print_seconds(measured: list[Measured]) -> None:
+    """Of this machine, and never kept: they are for the proportions."""
+    rows = []
+    for each in (each for each in measured if each.subject.name in ON_ONE_RUN):
+        subject, row = each.subject, {"task": each.subject.name}
+        state, row["one training"] = timed(lambda subject=subject: subject.train(None, 100))
+        model = td.Model(subject.build, [state], task=subject.task)
+        for p in (512, 2048):
+            lazy = [td.featurize(subject.samples(i), model, projector=td.SJLT(p)) for i in (0, 1)]
+            parts, row[f"features, {p}"] = timed(lambda lazy=lazy: dask.compute(*lazy))
+            scores = td.score(*parts, damping="completeness")
+            _, row[f"scores, {p}"] = timed(scores.compute)
+        rows.append(row)
+    print("\nCPU seconds per checkpoint: training, features of samples and targets, λ and scores")
+    print(table(rows))
+
+
+def timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.process_time()
+    return run(), time.process_time() - start
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    every = [*EARLIER, *WIDER]
+    parser.add_argument("--stage", choices=("train", "measure"), default="measure")
+    parser.add_argument("--tasks", nargs="+", choices=every, default=every)
+    parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = arguments(argv)
+    torch.set_num_threads(1)
+    if options.stage == "train":
+        train(options.tasks, options.cache)
+        return
+    measured = [Measured(ALL[name], options.cache) for name in options.tasks]
+    with dask.config.set(scheduler="synchronous"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of few checkpoints
+        frame = pd.DataFrame([row for each in measured for row in each.once(estimators)])
+        print_facts(measured)
+        print_defaults(measured)
+        print_estimators(frame)
+        print_switch([each for each in measured if each.subject.name != "strokes"], frame)
+        print_changes(frame)
+        print_ensembles(measured)
+        print_seconds(measured)
+
+
+if __name__ == "__main__":
+    main()
