@@ -547,7 +547,7 @@ def test_featurize__model_that_hooks_cannot_follow(module, words: str, engine: s
 class _Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(6, 3)
+        self.head = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)
