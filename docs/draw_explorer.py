@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageDraw
 from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).parent
@@ -27,6 +27,7 @@ SHOTS = {
     "explorer_targets": ("sort=output", 560),
     "explorer_corpus": ("page=corpus&group_by=label", 1000),
     "explorer_sample": ("page=sample&sample=467&k=4", 700),
+    "explorer_new": ("page=new", 800),
 }
 """Name of the picture: the view, and its height in pixels."""
 
@@ -39,6 +40,7 @@ def main() -> None:
     stores = [str(folder / f"{name}.zarr") for name in ("train", "targets")]
     with tempfile.TemporaryDirectory() as marks:
         options = ["--samples", "trakdask.examples:digits", "--marks", f"{marks}/m.parquet"]
+        options += ["--model", "trakdask.demo:model", "--preprocess", "trakdask.demo:preprocess"]
         command = [sys.executable, "-m", "trakdask", "explore", *stores, *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
@@ -58,9 +60,28 @@ def take(url: str) -> None:
             page.set_viewport_size({"width": WIDTH, "height": height})
             page.goto(f"{url}?{query}")
             page.wait_for_selector("section")
-            page.wait_for_selector("[aria-busy=true]", state="detached", timeout=120_000)
+            wait(page)
+            if name == "explorer_new":
+                upload(page)
             write(page, name)
         browser.close()
+
+
+def wait(page: Any) -> None:
+    """Wait until the page is complete."""
+    page.wait_for_selector("[aria-busy=true]", state="detached", timeout=120_000)
+
+
+def upload(page: Any) -> None:
+    """Explain a digit that is drawn here: a 7."""
+    image, buffer = Image.new("L", (64, 64), 255), io.BytesIO()
+    ImageDraw.Draw(image).line([(14, 10), (48, 10), (26, 56)], fill=0, width=9)
+    image.save(buffer, format="PNG")
+    file = {"name": "seven.png", "mimeType": "image/png", "buffer": buffer.getvalue()}
+    page.set_input_files("input[name=image]", file)
+    page.click("text=Explain it")
+    page.wait_for_selector("h1:has-text('Target 200')")
+    wait(page)
 
 
 def write(page: Any, name: str) -> None:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dask
 import numpy as np
@@ -24,7 +25,7 @@ from rich.text import Text
 import trakdask as td
 from trakdask import examples
 
-__all__ = ["main"]
+__all__ = ["main", "model", "preprocess"]
 
 OUTPUT = Path("demo-output")
 N_TARGETS = 200
@@ -47,7 +48,7 @@ def main() -> None:
     _print_accuracy(paths)
     with _client() as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
-        features, target_features = _featurize(paths, train, targets, seconds)
+        features, target_features = _featurize(train, targets, seconds)
         scores = td.score(features, target_features)
         console.print("\n[bold]scores[/] are lazy; none of them has been computed yet:")
         console.print(_summary(scores), "\n", markup=False)
@@ -99,20 +100,32 @@ def _print_accuracy(paths: list[Path]) -> None:
     )
 
 
-def _featurize(
-    paths: list[Path], train: xr.Dataset, targets: xr.Dataset, seconds: dict[str, float]
-) -> tuple[xr.Dataset, xr.Dataset]:
-    model = td.Model(
+def model() -> td.Model:
+    """Return the model of the demo; its checkpoints are trained unless they are there."""
+    paths = examples.digits_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
+    return td.Model(
         examples.digits_cnn, checkpoints={f"seed {i}": path for i, path in enumerate(paths)}
     )
+
+
+def preprocess(image: Any) -> np.ndarray:
+    """Return an image of dark ink on light paper as a digit, (1, 8, 8) in [0, 1]."""
+    grey = np.asarray(image.convert("L").resize((8, 8)), np.float32)
+    return 1 - grey[None] / 255
+
+
+def _featurize(
+    train: xr.Dataset, targets: xr.Dataset, seconds: dict[str, float]
+) -> tuple[xr.Dataset, xr.Dataset]:
+    network = model()
     projector = td.SJLT(proj_dim=PROJ_DIM, seed=0)
-    console.print(f"{model}\n{projector}")
+    console.print(f"{network}\n{projector}")
     saved = []
     for name, samples in (("train", train), ("targets", targets)):
         store = OUTPUT / f"{name}.zarr"
         # Without an earlier store, so that the full time is measured: save would resume it.
         shutil.rmtree(store, ignore_errors=True)
-        features = td.featurize(samples, model, projector=projector)
+        features = td.featurize(samples, network, projector=projector)
         with _timed(seconds, f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
             saved.append(td.save(features, store, gram=name == "train"))
     return saved[0], saved[1]
@@ -227,7 +240,9 @@ def _print_measured(seconds: dict[str, float], written: list[Path], total: float
 def _print_explore() -> None:
     """Print the line that opens the explorer on what the demo has written."""
     stores = f"{OUTPUT / 'train.zarr'} {OUTPUT / 'targets.zarr'}"
-    line = f"{_program()} explore {stores} --samples trakdask.examples:digits"
+    options = "--samples trakdask.examples:digits"
+    options += " --model trakdask.demo:model --preprocess trakdask.demo:preprocess"
+    line = f"{_program()} explore {stores} {options}"
     console.print("Look at them in a browser:")
     console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 

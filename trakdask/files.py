@@ -25,15 +25,7 @@ from uuid import uuid4
 
 import fsspec
 
-__all__ = [
-    "UNCACHED",
-    "Folder",
-    "explained",
-    "is_partial",
-    "location",
-    "retried",
-    "retried_async",
-]
+__all__ = ["UNCACHED", "Folder", "explained", "is_partial", "location", "retried", "retried_async"]
 
 T = TypeVar("T")
 
@@ -137,9 +129,9 @@ class Folder:
             Of the relative paths to look at; all by default.
         """
         if self.is_local:  # only there is a file written under another name first
-            for path in [path for path, _ in _walk(self.url) if _PARTIAL.search(path)]:
-                if path.startswith(prefix):
-                    self.remove(path)
+            paths = [path for path, _ in _walk(self.url) if path.startswith(prefix)]
+            for path in filter(_PARTIAL.search, paths):
+                self.remove(path)
 
     def require_no_links(self) -> None:
         """Reject symbolic links below it, so that what is written there stays there.
@@ -162,7 +154,7 @@ class Folder:
         if self.is_local:
             return retried(Path(self.url, name).read_bytes)
         fs, path = self._fs()
-        return bytes(retried(lambda: fs.cat_file(f"{path}/{name}")))
+        return retried(lambda: _content(fs, f"{path}/{name}"))
 
     def read_json(self, name: str) -> Any:
         """Return the content of a JSON file."""
@@ -344,6 +336,13 @@ def _finish(file: IO[bytes], *, durable: bool) -> None:
     file.flush()
     if durable:
         os.fsync(file.fileno())
+
+
+def _content(fs: Any, path: str) -> bytes:
+    try:  # of a whole file s3fs would first ask how long it is, in a request of its own
+        return bytes(fs.cat_file(path, start=0))
+    except OSError:  # an empty file has no range of bytes; and what is wrong is wrong again
+        return bytes(fs.cat_file(path))
 
 
 def _sizes(folder: str) -> Iterator[tuple[str, int]]:

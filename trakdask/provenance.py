@@ -60,7 +60,8 @@ _TASKS = (
 
 _REMEDY = {
     "projector": "featurizing both with one projector (kind, proj_dim, seed and arithmetic)",
-    "checkpoints": "featurizing both with the same checkpoints, in one td.Model",
+    "checkpoints": "featurizing both with the same checkpoints, in one td.Model, or selecting "
+    "those that both have, in the same order: ds.sel(checkpoint=[...])",
     "checkpoint_ids": "giving both models the same checkpoint_ids, or none",
     "parameters": "selecting the same parameters= in both models",
     "task": "giving both models the same task",

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dask.array as da
 import numpy as np
 import pytest
 
+from trakdask.arrays import blocks
 from trakdask.arrays.blocks import add, blocks_with, flat, mean_weight
 
 
@@ -29,3 +31,15 @@ def test_blocks_with__any_selected_sample(selected: list[int], kept: list[int]) 
     mask = np.zeros(6, bool)
     mask[selected] = True
     assert blocks_with(mask, (2, 3, 0, 1)) == kept
+
+
+@pytest.mark.parametrize(("budget", "most"), [(2**26, 4), (10 * 8 * 3, 3), (1, 1)])
+def test_whole_columns__stay_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, budget: int, most: int
+) -> None:
+    monkeypatch.setattr(blocks, "_COLUMN_BYTES", budget)
+    score = da.random.default_rng(0).random((10, 9), chunks=(3, 4))
+    whole = blocks.whole_columns(score)
+    assert whole.chunks[0] == (10,)
+    assert max(whole.chunks[1]) == most
+    np.testing.assert_array_equal(whole.compute(), score.compute())

@@ -43,3 +43,10 @@ def test_group_codes__are_those_of_pandas(
 def test_group_codes__take_few_bytes() -> None:
     codes, _ = groups.group_codes(np.arange(10**5) % 100)
     assert codes.dtype == np.int8
+
+
+@pytest.mark.parametrize("by", [np.zeros(3), ["label", "source"], None])
+def test_require_group_coord__values_in_place_of_a_name(by: object) -> None:
+    with pytest.raises(ValueError, match=r"assign_coords.*and by='group'"):
+        groups.require_group_coord(by, ["label", "source"], [])
+    assert groups.require_group_coord("label", ["label", "source"], []) == "label"

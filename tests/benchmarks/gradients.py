@@ -4,7 +4,8 @@
 
 Every engine runs at each micro-batch in turns; the table has its best. Gradients are handed to a
 sink that drops them: forming them is what is timed, with f and Q. With ``--end-to-end`` also
-featurize of the ResNet, gradients and projection, beside traker: each in a process of its own.
+featurize of the ResNet, gradients and projection, beside traker: each in a process of its own, with
+its peak memory, and what of this are imports.
 """
 
 from __future__ import annotations
@@ -98,11 +99,13 @@ def featurize_by_trakdask(kind: str, n: int) -> float:
     subject, batch = SUBJECTS["resnet"], SUBJECTS["resnet"].inputs(n)
     torch.manual_seed(0)
     model = td.Model(subject.build(), task=subject.task)
-    projector = td.SJLT(PROJ_DIM) if kind == "sjlt" else td.Rademacher(PROJ_DIM)
+    projector = td.Rademacher(PROJ_DIM) if kind == "rademacher" else td.SJLT(PROJ_DIM)
+    size = n if kind == "sjlt-whole" else "auto"
 
     def run(batch: dict[str, torch.Tensor]) -> None:
         samples = td.from_arrays({k: v.numpy() for k, v in batch.items()}, chunks=n)
-        td.featurize(samples, model, projector=projector).compute(scheduler="sync")
+        features = td.featurize(samples, model, projector=projector, batch_size=size)
+        features.compute(scheduler="sync")
 
     run(subject.inputs(4))
     start = time.perf_counter()
@@ -135,18 +138,32 @@ def featurize_by_traker(kind: str, n: int) -> float:
         return time.perf_counter() - start
 
 
+def import_trakdask(kind: str, n: int) -> float:
+    """Import what features need, compiled kernels included."""
+    start = time.perf_counter()
+    import numba  # noqa: F401
+
+    import trakdask as td
+
+    getattr(td, "featurize")  # noqa: B009
+    return time.perf_counter() - start
+
+
 WAYS = {
     "traker": featurize_by_traker,
     "rademacher": featurize_by_trakdask,
     "sjlt": featurize_by_trakdask,
+    "sjlt-whole": featurize_by_trakdask,
+    "imports": import_trakdask,
 }
+"""``sjlt-whole`` asks for all samples in one micro-batch."""
 
 
-def end_to_end(n: int) -> dict[str, dict[str, float]]:
+def end_to_end(n: int, ways: list[str]) -> dict[str, dict[str, float]]:
     """Samples per second and peak memory of each way, in a fresh process."""
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     print(f"\nend to end: ResNet, {n} samples in one block, proj_dim {PROJ_DIM}, 1 checkpoint")
-    for way in WAYS:
+    for way in ways:
         done = subprocess.run(
             [sys.executable, __file__, "--way", way, "--samples", str(n)],
             capture_output=True,
@@ -154,11 +171,13 @@ def end_to_end(n: int) -> dict[str, dict[str, float]]:
             check=True,
         )
         found[way] = json.loads(done.stdout.splitlines()[-1])
-        rate, peak = found[way]["samples_per_s"], found[way]["peak_mb"]
-        ratio = rate / found["traker"]["samples_per_s"]
-        share = peak / found["traker"]["peak_mb"]
-        print(f"  {way:10} {rate:7.2f} samples per s ({ratio:5.2f} x traker)", end="")
-        print(f"   peak {peak:7.0f} MB ({share:4.2f} of traker)", flush=True)
+        rate, peak = (found[way][key] for key in ("samples_per_s", "peak_mb"))
+        text = "" if way == "imports" else f"{rate:7.2f} samples per s"
+        if "traker" in found and text:
+            first = found["traker"]
+            text += f" ({rate / first['samples_per_s']:5.2f} x traker)"
+            text += f", {peak / first['peak_mb']:4.2f} of its memory"
+        print(f"  {way:10} peak {peak:7.0f} MB  {text}", flush=True)
     return found
 
 
@@ -179,10 +198,11 @@ def peak_mb() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument("--models", nargs="*", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--engines", nargs="+", default=[PLAIN, *ENGINES])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--end-to-end", action="store_true", help="needs the extra peers")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--samples", type=int, default=128, help="of the end-to-end run")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
@@ -199,7 +219,7 @@ def main() -> None:
         results[name] = measure(SUBJECTS[name], options.engines, options.repeats)
         show(name, results[name])
     if options.end_to_end:
-        results["end to end"] = end_to_end(options.samples)
+        results["end to end"] = end_to_end(options.samples, options.ways)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
 

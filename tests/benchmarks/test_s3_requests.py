@@ -23,3 +23,5 @@ def test_counted__per_block() -> None:
     assert per_block["save, with gram"] <= 7
     assert per_block["read"] <= 3
     assert per_block["resume"] == per_block["open"] == 0
+    assert few["open"].total() <= 20
+    assert few["resume"].total() <= 60

@@ -240,8 +240,13 @@ def test_session__a_new_target_is_its_own_and_errors_keep_the_form() -> None:
     assert "<form data-new" in session.page.html
     image = new_targets.images(1, 7)[0]
     session.page._handle_msg({"new": {"image": new_targets.upload(image), "label": "2"}})
-    wait_until(lambda: session.view.page == "target", "the page of the new target")
-    session.wait(PATIENCE_S)
+    wait_until(
+        lambda: (
+            f"Target {new_targets.M}" in session.page.html
+            and 'aria-busy="true"' not in session.page.html
+        ),
+        "the page of the new target",
+    )
     ranked = [view.sample for view in links(session) if view.page == "sample"]
     assert ranked[:10] == new_targets.expected_top(image, label=2)
     assert "kept in this tab only" in session.page.html
@@ -269,6 +274,19 @@ def test_session__that_is_left_adds_no_target() -> None:
     session.wait(PATIENCE_S)
     assert session.explorer is explorer
     assert session.view == View()
+
+
+def test_session__in_a_notebook_computes_when_the_browser_shows_it(explorer: Explorer) -> None:
+    session = Session(explorer, View(), in_notebook=True)
+    assert session._thread is None  # what it changed now would be lost
+    assert 'aria-busy="true"' in session.page.html
+    session.page._handle_msg({"shown": True})
+    session.wait(PATIENCE_S)
+    assert "<tbody>" in session.page.html
+    in_browser = opened(explorer, View(page="target"))
+    before = in_browser._thread
+    in_browser.page._handle_msg({"shown": True})
+    assert in_browser._thread is before
 
 
 def test_explorer__in_a_notebook_without_the_extension(

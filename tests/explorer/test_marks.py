@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
@@ -13,10 +16,12 @@ import pytest
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
+from moto.server import ThreadedMotoServer
 
 import trakdask as td
 from trakdask.explorer import marks as module
 from trakdask.explorer.marks import KINDS, Marks
+from trakdask.files import Folder
 
 
 @pytest.fixture
@@ -60,7 +65,7 @@ def test_mark__samples_known_by_text(tmp_path: Path) -> None:
 
 
 def test_table__before_any_mark_and_after_none_is_left(tmp_path: Path) -> None:
-    marks = Marks(tmp_path / "later" / "m.parquet")
+    marks = Marks(tmp_path / "m.parquet")
     assert pairs(marks) == []
     assert marks.mark([], "remove") == 0
     assert not marks.path.exists()
@@ -244,3 +249,59 @@ def test_table__of_a_parquet_file_of_others(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="price"):
         Marks(path).mark(1, "remove")
     assert path.read_bytes() == before
+
+
+def test_mark__after_its_folder_has_vanished(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    marks = Marks(tmp_path / "folder" / "m.parquet")
+    (tmp_path / "folder").rmdir()
+    with pytest.raises(FileNotFoundError, match=r"folder/m\.parquet"):
+        marks.mark(1, "remove")
+    assert not (tmp_path / "folder").exists()
+
+
+def marked_together(path: str, count: int, **options: Any) -> pd.DataFrame:
+    """Mark samples by as many threads at once."""
+    makers = [Marks(path, who=f"user {i}", **options) for i in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        done = list(pool.map(lambda i: makers[i].mark([i, 100 + i], "remove"), range(count)))
+    assert done == [2] * count
+    return Marks(path, **options).table()
+
+
+def test_marks__of_a_store_at_a_url() -> None:
+    store = f"memory://{uuid4().hex}/train.zarr"
+    made = td.testing.simulate_features(n_samples=10, proj_dim=4)
+    opened = td.save(made, store, progress=False)
+    marks = Marks.beside(store, who="Ada")
+    assert marks.path == store.replace("train.zarr", "train.marks.parquet")
+    assert marks.table().empty
+    assert marks.mark(marks.ids(opened)[[7, 2]], "remove") == 2
+    assert marks.by("Bob").mark([2], "remove") == 0
+    left = td.drop(store, where=marks.where("remove"))
+    assert left.sizes["sample"] == 8
+    assert marks.undo() == 2
+    assert marks.table().empty
+
+
+def test_marks__at_a_url_are_made_by_several_at_once() -> None:
+    table = marked_together(f"memory://{uuid4().hex}/m.parquet", 4)
+    assert sorted(table["sample"]) == [0, 1, 2, 3, 100, 101, 102, 103]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:moto")
+def test_marks__on_s3() -> None:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    options = {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
+    try:
+        fs, path = Folder("s3://marks", options)._fs()
+        fs.mkdir(path)
+        table = marked_together("s3://marks/m.parquet", 3, storage_options=options)
+        assert sorted(table["sample"]) == [0, 1, 2, 100, 101, 102]
+        assert list(Folder("s3://marks", options).sizes()) == ["m.parquet"]
+    finally:
+        server.stop()

@@ -489,6 +489,78 @@ def test_featurize__engine_that_is_wrong_for_the_model_is_found() -> None:
         td.featurize(samples(), td.Model(Mixing())).compute(scheduler="sync")
 
 
+class _OneByOne(nn.Module):
+    """Calls its layer once for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.head(each) for each in x.flatten(1)])
+
+
+class _Experts(nn.Module):
+    """Calls each layer with some of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        chosen, logits = (x[:, 0] > 0).long(), x.new_zeros(len(x), 3)
+        for i, head in enumerate(self.heads):
+            logits[chosen == i] = head(x[chosen == i])
+        return logits
+
+
+class _UsesWeightTwice(nn.Module):
+    """Uses the weight of a layer outside of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x.flatten(1)) @ self.inner.weight)
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "engine"),
+    [
+        (_OneByOne, "calls of layer 'head'.*try gradients='loop'", "loop"),
+        (_Experts, "try gradients='loop'", "loop"),
+        (_UsesWeightTwice, "'inner.weight'.*try gradients='vmap'", "vmap"),
+    ],
+)
+def test_featurize__model_that_hooks_cannot_follow(module, words: str, engine: str) -> None:
+    model = td.Model(module())
+    with pytest.raises(td.BlockError, match=f"(?s){words}"):
+        td.featurize(samples(), model, projector=td.Identity()).compute(scheduler="sync")
+    for name in {engine, "loop"}:
+        features = td.featurize(samples(), model, projector=td.Identity(), gradients=name)
+        assert np.isfinite(features.compute(scheduler="sync").feature).all()
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        return torch.utils.checkpoint.checkpoint(self.head, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
+def test_featurize__model_that_checkpoints_activations(gradients: str) -> None:
+    features = td.featurize(samples(), td.Model(_Checkpointed()), gradients=gradients)
+    with pytest.raises(td.BlockError, match=r"checkpoints its activations.*gradient_checkpointing"):
+        features.compute(scheduler="sync")
+
+
 @pytest.mark.parametrize("proj_dim", [0, -5])
 def test_rademacher__proj_dim_not_positive(proj_dim: int) -> None:
     with pytest.raises(ValueError, match=f"proj_dim .*got {proj_dim}; try proj_dim=2048"):

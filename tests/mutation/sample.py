@@ -34,6 +34,7 @@ ALSO = {
     "trakdask/attribution/dampings.py": ["tests/bad_inputs/test_scores.py"],
     "trakdask/attribution/scores.py": ["tests/attribution/test_products.py"],
     "trakdask/storage/blocks.py": ["tests/storage/test_saving.py"],
+    "trakdask/storage/zarr_stores.py": ["tests/storage/test_s3.py"],
 }
 """Tests of a module, or of all modules of a folder, besides those that mirror a module."""
 

@@ -7,7 +7,7 @@ import numpy as np
 from dask.base import tokenize
 from numpy.typing import NDArray
 
-from trakdask.arrays.columns import whole_columns
+from trakdask.arrays.blocks import whole_columns
 
 __all__ = ["mean_of_pairs", "rank_correlations"]
 

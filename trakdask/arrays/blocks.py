@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -33,6 +34,9 @@ class Unread:
 Blocks: TypeAlias = "Block | list[Any] | Unread"
 
 _FEATURE_DIMS = ("sample", "proj_dim", "checkpoint")
+
+_COLUMN_BYTES = 2**26
+"""Of a chunk that holds all scores of some targets."""
 
 
 def require_features(
@@ -219,3 +223,30 @@ def blocks_with(selected: npt.NDArray[np.bool_], sizes: tuple[int, ...]) -> list
         return []
     some: npt.NDArray[np.bool_] = np.logical_or.reduceat(selected, block_starts(sizes)[filled])
     return [int(i) for i in filled[some]]
+
+
+def whole_columns(score: da.Array) -> da.Array:
+    """Return scores (sample, target, ...) in chunks of all samples and few targets, lazy.
+
+    A chunk has no more targets than it had before, and at most 64 MB unless one target has more.
+
+    Examples
+    --------
+    >>> whole_columns(da.zeros((6, 4), chunks=(2, 3))).chunks
+    ((6,), (3, 1))
+    """
+    column = score.shape[0] * score.itemsize * math.prod(score.chunksize[2:])
+    most = max(1, _COLUMN_BYTES // max(column, 1))
+    columns: da.Array = score.rechunk({0: -1, 1: divided(score.chunks[1], most)})
+    return columns
+
+
+def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return the sizes of chunks after those of more than ``most`` entries were divided.
+
+    >>> divided((3, 5, 0), 4)
+    (3, 4, 1, 0)
+    """
+    return tuple(
+        min(most, size - start) for size in sizes for start in range(0, max(size, 1), most)
+    )

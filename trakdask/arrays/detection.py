@@ -11,7 +11,7 @@ import numpy as np
 from dask.base import tokenize
 from numpy.typing import NDArray
 
-from trakdask.arrays.columns import whole_columns
+from trakdask.arrays.blocks import whole_columns
 
 __all__ = ["average_precision", "class_ranks"]
 

@@ -230,8 +230,9 @@ def _not_definite(gram: Block, damping: float, label: str) -> str:
         f"expected K + λI to be positive definite, got one of checkpoint {label!r} that is "
         f"not in float64 (λ = {damping:.3g}, smallest diagonal of K = "
         f"{float(np.diagonal(gram).min()):.3g}, condition up to {condition:.3g}; for K from "
-        "float32 products it should be at most about 1e+07); try a larger damping, such as the "
-        f"closed form {CLOSED_FORM} * tr(K²) / tr(K) = {_closed_form_value(gram, CLOSED_FORM):.3g}"
+        "float32 products it should be at most about 1e+07); try a larger damping, such as "
+        f"damping={CLOSED_FORM}, the closed form λ = {CLOSED_FORM} * tr(K²) / tr(K) = "
+        f"{_closed_form_value(gram, CLOSED_FORM):.3g}"
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from trakdask.checks import shown
+
 __all__ = ["group_codes", "require_group_coord"]
 
 _ROWS_AT_ONCE = 2**20
@@ -31,8 +33,12 @@ def require_group_coord(by: object, known: list[str], taken: list[str]) -> str:
         return by
     raise ValueError(
         f"expected by as the name of one coord of the training samples, which are {sorted(known)}, "
-        f"and none of {taken}, which the result has for the targets, got {by!r}; try "
-        f"features.assign_coords({by if isinstance(by, str) else 'group'}=('sample', values))"
+        f"and none of {taken}, which the result has for the targets, got {shown(by)}; try "
+        + (
+            f"features.assign_coords({by}=('sample', values))"
+            if isinstance(by, str)
+            else "features.assign_coords(group=('sample', values)), and by='group'"
+        )
     )
 
 

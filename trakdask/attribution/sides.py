@@ -10,6 +10,7 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
+from trakdask.arrays.blocks import divided
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     MODULE,
@@ -165,8 +166,7 @@ def _in_blocks(targets: xr.Dataset, part: str | None) -> xr.Dataset:
     sizes = feature.chunksizes[SAMPLE]
     if max(sizes, default=0) <= most:
         return targets
-    few = tuple(min(most, size - start) for size in sizes for start in range(0, size, most))
-    return targets.assign(feature=feature.chunk({SAMPLE: few}))
+    return targets.assign(feature=feature.chunk({SAMPLE: divided(sizes, most)}))
 
 
 def per_part(data: da.Array, *sides: Side) -> da.Array:

@@ -148,7 +148,23 @@ def explore(
         ),
     ] = None,
     marks: Annotated[
-        Path | None, typer.Option(help="The file of marks; by default beside the store.")
+        str | None,
+        typer.Option(help="The file of marks, or its URL; by default beside the store."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="package.module:function, which returns the td.Model of the features: then a "
+            "text or an uploaded image becomes a target."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="package.module:callable, from a text to inputs of the model."),
+    ] = None,
+    preprocess: Annotated[
+        str | None,
+        typer.Option(help="package.module:callable, from an image of PIL to the input."),
     ] = None,
     view: Annotated[
         str, typer.Option(help="Where to start: what follows ? in an address of the explorer.")
@@ -169,7 +185,9 @@ def explore(
     with _reported(debug):
         shown = cli.exploring.view(view)
         with cli.exploring.client(cluster):
-            explorer = cli.exploring.explorer(store, targets, samples, marks)
+            explorer = cli.exploring.explorer(
+                store, targets, samples, marks, model, tokenizer, preprocess
+            )
             if save is not None:
                 explorer.save_html(save, shown)
                 return _say(f"{save} is written")

@@ -40,7 +40,9 @@ class Session:
     Sections are computed in a thread, one after the other. A new view abandons what still runs.
     """
 
-    def __init__(self, explorer: Explorer, view: View | None = None) -> None:
+    def __init__(
+        self, explorer: Explorer, view: View | None = None, *, in_notebook: bool = False
+    ) -> None:
         self.explorer = explorer
         self._document = pn.state.curdoc
         location = pn.state.location
@@ -56,7 +58,12 @@ class Session:
         self._work = Work()
         self._thread: threading.Thread | None = None
         self.view = view
-        if self._document is None or self._document.session_context is None:
+        self._in_notebook = in_notebook
+        if in_notebook:
+            # What is changed before the browser shows the page is lost: it says when it does.
+            asked = enumerate(sections(explorer, view))
+            self._draw(self._work, [_framed(i, each, "", busy=True) for i, each in asked])
+        elif self._document is None or self._document.session_context is None:
             self.go(view)
         else:
             pn.state.on_session_destroyed(lambda context: self._work.abandon())
@@ -127,7 +134,10 @@ class Session:
     # ------------------------------------------------------------------------- what a browser says
 
     def _told(self, message: dict[str, Any]) -> None:
-        if "query" in message:
+        if "shown" in message:
+            if self._in_notebook:
+                self.go(self.view)
+        elif "query" in message:
             self.follow(str(message["query"]))
         elif "new" in message:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
@@ -178,9 +188,10 @@ def in_notebook(explorer: Explorer, include: Any, exclude: Any) -> Any:
     if not pn.extension._loaded:
         return {
             "text/plain": "trakdask explorer. To see it here, run `import panel; "
-            "panel.extension()` in a cell, and then this cell again."
+            "panel.extension()` in a cell, and then this cell again. Without a network: "
+            "`panel.extension(inline=True)`."
         }
-    return Session(explorer, View()).panel()._repr_mimebundle_(include, exclude)
+    return Session(explorer, View(), in_notebook=True).panel()._repr_mimebundle_(include, exclude)
 
 
 def _framed(i: int, section: Section, html: str, *, busy: bool = False) -> str:

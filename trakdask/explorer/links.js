@@ -102,12 +102,13 @@ export function render({ model }) {
     document.body.style.margin = "0"
     document.documentElement.style.colorScheme = "light dark"
     document.body.style.background = "light-dark(#ffffff, #16181c)"
-  }
+  } else root.style.minHeight = "0" // a part of a notebook
   model.on("remove", () => window.removeEventListener("popstate", back))
   model.on("html", draw)
   model.on("marked", mark)
   model.on("saved", save)
   model.on("query", navigate)
   draw()
+  model.send_msg({ shown: true })
   return root
 }

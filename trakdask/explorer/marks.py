@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
-from filelock import FileLock, Timeout
 
 from trakdask.checks import require_choice, shown
-from trakdask.errors import StoreBusyError
+from trakdask.explorer.locks import locked
 from trakdask.files import Folder, explained, location
 from trakdask.storage import open
 from trakdask.variables import SAMPLE
@@ -42,18 +42,27 @@ class Marks:
     Parameters
     ----------
     path
-        The file, on a disk of this machine. It is written at the first mark.
+        The file, by its path or URL. It is written at the first mark.
     store
         Folder or URL of the store that the samples are in. A sample is known by its label in the
         coord ``sample``; without such labels by its row in the store, which counts dropped samples,
         too, so that it stays the same when samples are dropped or appended.
     who
         The name that is written beside each mark; by default none.
+    storage_options
+        What fsspec opens URLs with, those of the file and of the store.
 
     Raises
     ------
     TypeError, ValueError
-        If the path is none, or is that of a folder or a URL.
+        If the path is none, or is that of a folder.
+    FileNotFoundError
+        If it is in a folder of this machine that does not exist.
+
+    Notes
+    -----
+    Beside a file at a URL there is a lease while it is changed, as in stores: a request or two
+    more. Leases of processes that ended without giving theirs back are taken over.
 
     Examples
     --------
@@ -78,37 +87,44 @@ class Marks:
         *,
         store: str | os.PathLike[str] | None = None,
         who: str = "",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(who, str):
             raise TypeError(f"expected who as text, got {shown(who)}; try who='Ada'")
         url = location(path)
-        if "://" in url or Path(url).is_dir():
-            raise ValueError(
-                f"expected marks in a file on a disk of this machine, got {url!r}; try "
-                f"'train{_SUFFIX}'"
-            )
-        self.path = Path(url)
+        parent, _, self._name = url.rpartition("/")
+        self._folder = Folder.at(parent or "/", storage_options)
+        self.path: Path | str = Path(url) if self._folder.is_local else url
+        if not self._name or (isinstance(self.path, Path) and self.path.is_dir()):
+            raise ValueError(f"expected marks in a file, got {url!r}; try 'train{_SUFFIX}'")
+        self._require_folder()
+        self.storage_options = storage_options
         self.store = None if store is None else location(store)
         self.who = who
         self._done: list[tuple[pd.DataFrame, pd.DataFrame]] = []
 
     @classmethod
-    def beside(cls, store: str | os.PathLike[str], *, who: str = "") -> Marks:
-        """Return the marks of a local store: ``train.marks.parquet`` beside ``train.zarr``.
+    def beside(
+        cls,
+        store: str | os.PathLike[str],
+        *,
+        who: str = "",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Marks:
+        """Return the marks of a store: ``train.marks.parquet`` beside ``train.zarr``.
 
-        Raises
-        ------
-        TypeError, ValueError
-            If it is no path, or a URL: then ``Marks(path, store=...)`` says where they lie.
+        The errors are those of :class:`Marks`.
         """
-        return cls(location(store).removesuffix(".zarr") + _SUFFIX, store=store, who=who)
+        path = location(store).rstrip("/").removesuffix(".zarr") + _SUFFIX
+        return cls(path, store=store, who=who, storage_options=storage_options)
 
     def __repr__(self) -> str:
         return f"Marks({str(self.path)!r}, store={self.store!r}, who={self.who!r})"
 
     def by(self, who: str) -> Marks:
         """Return the marks in the same file for another person, whose ``undo`` is their own."""
-        return Marks(self.path, store=self.store, who=who)
+        options = self.storage_options
+        return Marks(self.path, store=self.store, who=who, storage_options=options)
 
     # ------------------------------------------------------------------------------------ changes
 
@@ -179,7 +195,7 @@ class Marks:
             If the file is not one of marks.
         """
         try:
-            data = self.path.read_bytes()
+            data = self._folder.read(self._name)
         except FileNotFoundError:
             return _frame(np.empty(0, np.int64), "", "")
         try:
@@ -220,11 +236,12 @@ class Marks:
         if SAMPLE in features.coords:
             return np.asarray(features[SAMPLE].values)
         if self.store is not None:
-            every = open(self.store, dropped=True, load_coords=False)
+            opener = partial(
+                open, self.store, load_coords=False, storage_options=self.storage_options
+            )
+            every = opener(dropped=True)
             rows = np.arange(every.sizes[SAMPLE]), np.flatnonzero(~every["dropped"].values)
-            for opened, each in zip(
-                (every, open(self.store, load_coords=False)), rows, strict=True
-            ):
+            for opened, each in zip((every, opener()), rows, strict=True):
                 if opened["feature"].data.name == features["feature"].data.name:
                     return each
         raise ValueError(
@@ -283,20 +300,10 @@ class Marks:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        lock = Path(f"{self.path}.lock")
+        self._require_folder()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(lock, timeout=_PATIENCE_S):
-                try:
-                    yield
-                finally:
-                    with suppress(OSError):  # while it is held: waiting processes notice
-                        lock.unlink()
-        except Timeout as err:
-            raise StoreBusyError(
-                f"expected to be the only writer of {str(self.path)!r}, but another process has "
-                f"kept it locked for {_PATIENCE_S:g} s; try again"
-            ) from err
+            with locked(self._folder, self._name, _PATIENCE_S):
+                yield
         except OSError as err:
             raise explained(
                 err,
@@ -304,13 +311,20 @@ class Marks:
                 f"({type(err).__name__}: {err}); try another file",
             ) from err
 
+    def _require_folder(self) -> None:
+        if self._folder.is_local and not Path(self._folder.url).is_dir():
+            raise FileNotFoundError(
+                f"expected marks in a folder that exists, got {str(self.path)!r}; try the path of "
+                "the store, as in td.Marks.beside('train.zarr')",
+            )
+
     def _write(self, rows: pd.DataFrame) -> None:
         kind = pa.string() if rows[SAMPLE].dtype.kind == "O" else pa.int64()
         texts = [(name, pa.string()) for name in ("mark", "who")]
         schema = pa.schema([(SAMPLE, kind), *texts, ("time", pa.timestamp("us", "UTC"))])
         file = io.BytesIO()
         pq.write_table(pa.Table.from_pandas(rows, schema, preserve_index=False), file)
-        Folder(str(self.path.parent)).write(self.path.name, file.getvalue())
+        self._folder.write(self._name, file.getvalue())
 
     def _foreign(self, found: str) -> ValueError:
         return ValueError(

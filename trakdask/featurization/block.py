@@ -101,9 +101,7 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
         return ""
     inputs = zip(job.inputs, arrays, strict=True)
     given = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in inputs)
-    advice = (
-        "; try gradients='loop' if the model cannot run under vmap" if "vmap" in str(err) else ""
-    )
+    advice = "" if job.engine == "loop" else "; if the model itself runs, try gradients='loop'"
     return f"\nThe inputs of the block were {given}{advice}"
 
 

@@ -38,6 +38,13 @@ def explain(err: Exception, forward: Forward, task: Task, batch: Batch) -> Excep
             f"does so in place ({_first_line(err)}); try nn.ReLU(inplace=False), and y = y + x "
             "instead of y += x"
         )
+    if "saved tensor hooks" in str(err) or "Tensor on device meta" in str(err):
+        return ValueError(
+            "expected a model whose layers do not run again in the backward pass, got one that "
+            f"checkpoints its activations ({_first_line(err)}); try the model without it, such as "
+            "after model.gradient_checkpointing_disable(): activations of one micro-batch are all "
+            "that is kept"
+        )
     calls, failure = _calls_at_failure(forward, task, batch)
     if failure is None or not calls:
         return None

@@ -266,8 +266,12 @@ def require_same_as_loop(
                 f"expected gradients={engine!r} to agree with one backward pass per sample, got a "
                 f"gradient of {name!r} that differs by {float((error / norms).max()):.2g} of its "
                 "norm (the model may mix samples of a batch, or use the parameter outside its "
-                "layer); try gradients='loop'"
+                f"layer); try gradients={_SAFER[engine]}"
             )
+
+
+_SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}
+"""Engines to try where another one is wrong."""
 
 
 def _summed(gradient: Tensor, size: int) -> Tensor:
@@ -310,12 +314,24 @@ def _hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...
         coverage = cover(forward.module, names)
         runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
         two, three = (recorded_shapes(run, forward.module, coverage.units) for run in runs)
+        _require_equal_calls(two, three)
         axes = {
             path: [_axes_of(*calls) for calls in zip(two[path], three[path], strict=True)]
             for path in two
         }
         of_module[key] = _HookPlan(coverage, axes)
     return of_module[key]
+
+
+def _require_equal_calls(two: Mapping[str, list[Any]], three: Mapping[str, list[Any]]) -> None:
+    for path, calls in two.items():
+        if len(calls) != len(three[path]):
+            raise ValueError(
+                f"expected as many calls of layer {path!r} for a batch of any size, as "
+                f"gradients='hooks' needs, got {len(calls)} for two samples and "
+                f"{len(three[path])} for three (does the model loop over samples?); try "
+                "gradients='loop'"
+            )
 
 
 def _axes_of(two: CallShapes, three: CallShapes) -> CallAxes:

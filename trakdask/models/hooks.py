@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit
 from trakdask.models.layers import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
-from trakdask.models.local import Call, is_floating, local_gradients, unfolded
+from trakdask.models.local import Call, first_leaf, is_floating, local_gradients, unfolded
 from trakdask.models.tasks import Forward
 
 __all__ = [
@@ -202,7 +202,7 @@ class Recorder:
         self._sums: dict[str, Tensor] = {}
         self._room: Room | None = getattr(sink, "room", None)
         whole = whole_parameters(forward.module, units)
-        self._copied = whole_parameters(forward.module, units, WRITES_TO)
+        self._copied = whole_parameters(forward.module, units, WRITES_TO) if self._room else whole
         self._parts: dict[str, list[Part]] = {
             name: []
             for name in self._due
@@ -246,7 +246,7 @@ class Recorder:
                     f"expected the same number of calls of layer {unit.path!r} for every sample, "
                     "got more for some samples than for others; try gradients='loop'"
                 )
-            first = next(iter(pytree.tree_leaves((args, kwargs))), None)
+            first = first_leaf(args, kwargs)
             version = first._version if isinstance(first, Tensor) else 0
             buffers = dict(module._buffers)
             call = Call(unit, module, (args, kwargs), version, buffers, *self._axes[unit.path][i])
@@ -256,7 +256,10 @@ class Recorder:
 
     def _tap(self, call: Call, output: Any) -> Any:
         """Give every tensor of the output a batch axis, and make autograd call back for it."""
-        leaves, spec = pytree.tree_flatten(output)
+        if isinstance(output, Tensor):
+            leaves, spec = [output], None
+        else:
+            leaves, spec = pytree.tree_flatten(output)
         taps = []
         for i, (leaf, axis) in enumerate(zip(leaves, call.out_axes, strict=True)):
             if is_floating(leaf):
@@ -270,7 +273,7 @@ class Recorder:
             self._due[name] += 1
         if taps:
             self._handles.append(self._call_back(call, *zip(*taps, strict=True)))
-        return pytree.tree_unflatten(leaves, spec)
+        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
     def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
         """Register a function to call once the gradients of a call's outputs are known."""

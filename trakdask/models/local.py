@@ -13,7 +13,14 @@ from torch.utils import _pytree as pytree
 
 from trakdask.models.coverage import Unit
 
-__all__ = ["Call", "is_floating", "local_gradients", "unfolded"]
+__all__ = ["Call", "first_leaf", "is_floating", "local_gradients", "unfolded"]
+
+
+def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first of the inputs of a module, or None; mostly without torch's slow search."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]
+    return next(iter(pytree.tree_leaves((args, kwargs))), None)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Call:
 
     def input(self, n_samples: int) -> Tensor:
         """Return the first input, with the batch axis first, or as it is if it has none."""
-        leaf: Tensor = pytree.tree_leaves(self.inputs)[0]
+        leaf: Tensor = first_leaf(*self.inputs)
         axis = self.in_axes[0]
         if leaf._version != self.version:
             raise RuntimeError(

@@ -26,6 +26,13 @@ from trakdask.models.checkpoints import (
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.parameters import Selection, select_parameters
+from trakdask.models.skeletons import (
+    aliases,
+    overwritten,
+    require_plain,
+    uncompiled,
+    without_weights,
+)
 from trakdask.models.states import State
 from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
 
@@ -62,7 +69,8 @@ class Model:
     parameters
         The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
-        gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters.
+        gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters, and
+        ``lambda name, parameter: parameter.requires_grad`` what ``build`` has not frozen.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
@@ -123,7 +131,7 @@ class Model:
         second_moments: MomentsLike | None = None,
     ) -> None:
         if isinstance(build, torch.nn.Module):
-            _require_plain(build)
+            require_plain(build)
         elif not callable(build) and not isinstance(build, str):
             raise TypeError(
                 "expected an nn.Module, a callable without arguments that returns one, or "
@@ -155,11 +163,13 @@ class Model:
         """Return the model at one checkpoint, on this thread's own skeleton."""
         module = self.skeleton()
         state = _completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
-        aliases = _aliases(module)
+        names_of = aliases(module)
         parameters = {
-            name: next(state[alias] for alias in aliases[name] if alias in state)
+            name: next(state[alias] for alias in names_of[name] if alias in state)
             for name, _ in module.named_parameters()
         }
+        for name in overwritten(module):  # the state is cached, and others read it, too
+            parameters[name] = parameters[name].clone()
         buffers = {n: state[n] for n, _ in module.named_buffers() if n in state}
         return Forward(module, parameters, buffers, checkpoint.name)
 
@@ -269,7 +279,7 @@ def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
 
 
 def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
-    return _without_weights(_built(build).eval())
+    return without_weights(uncompiled(_built(build).eval()))
 
 
 def _built(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
@@ -279,7 +289,7 @@ def _built(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Mod
             f"expected an nn.Module from build = {_named(build)}, got {type(module).__name__}; try "
             "returning the module from the function"
         )
-    _require_plain(module)
+    require_plain(module)
     return module
 
 
@@ -310,60 +320,9 @@ def _named(build: object) -> str:
     return getattr(build, "__name__", None) or repr(build)
 
 
-def _require_plain(module: torch.nn.Module) -> None:
-    """Reject modules whose parameters have no shapes yet or cannot be replaced in a call."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"expected an nn.Module from Python code, got {type(module).__name__}; try the module "
-            "that was compiled"
-        )
-    for path, part in module.named_modules():
-        if type(part).__module__.split(".")[0] == "bitsandbytes":
-            raise TypeError(
-                f"expected layers with plain tensors as weights, got layer {path!r} of class "
-                f"{type(part).__module__}.{type(part).__name__}, whose quantised weights only "
-                "bitsandbytes itself can load and multiply; try building the base model without "
-                "quantization_config, in bfloat16 (the adapter's file is the same)"
-            )
-    for name, tensor in module.named_parameters():
-        if torch.nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"expected parameters with shapes, got {name!r} of a lazy module that was never "
-                "run; try running the module once in build: module(example_input)"
-            )
-
-
-def _without_weights(module: torch.nn.Module) -> torch.nn.Module:
-    """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied."""
-    saved = set(module.state_dict())
-    empty: dict[int, Tensor] = {}
-    for prefix, part in module.named_modules():
-        own = {**dict(part.named_parameters("", recurse=False, remove_duplicate=False))}
-        own |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
-        for name, tensor in own.items():
-            if (f"{prefix}.{name}" if prefix else name) not in saved:
-                continue  # a non-persistent buffer, which no checkpoint contains
-            if id(tensor) not in empty:
-                meta = tensor.detach().to("meta")
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                empty[id(tensor)] = (
-                    torch.nn.Parameter(meta, requires_grad=False) if is_parameter else meta
-                )
-            setattr(part, name, empty[id(tensor)])
-    return module
-
-
-def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter; a file may contain tied weights under any one of them."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-    return {group[0]: group for group in names.values()}
-
-
 def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
     needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    optional = {n for group in _aliases(module).values() if set(group) & set(state) for n in group}
+    optional = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
     for name, shape in needed.items():
         if name not in state:
             if name in optional:

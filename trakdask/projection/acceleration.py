@@ -1,8 +1,9 @@
 """Choose faster implementations with the same results: numba if it is installed, and GPUs.
 
-Importing numba and reading its machine code takes a second, and compiling it after an installation
-takes several. A process therefore projects with numpy until its threads have spent ``PATIENCE_S``
-of processor time on projections, which other programs on the machine do not prolong.
+Importing numba and reading its machine code takes most of a second, and compiling it after an
+installation takes several. A process therefore projects with numpy until its threads have spent
+``PATIENCE_S`` of processor time on projections, as much as that costs, so that it never takes more
+than twice the time of the better choice. Other programs on the machine do not prolong it.
 ``TRAKDASK_NUMBA=1`` in the environment uses numba from the start, ``0`` never.
 """
 

@@ -287,8 +287,9 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     if all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
         return np.array(array.tolist())
     raise TypeError(
-        f"expected only numbers, booleans, strings or times for coord {name!r}, got a mixture of "
-        f"{sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str), or leave it out"
+        f"expected only numbers, booleans, strings or times for coord {name!r}, got values "
+        f"of the types {sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str), or leave "
+        "it out"
     )
 
 

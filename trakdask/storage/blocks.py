@@ -36,7 +36,7 @@ from trakdask.storage.parts import (
     SCALE,
     Part,
 )
-from trakdask.storage.zarr_stores import Recorded, Writable, zarr_store
+from trakdask.storage.zarr_stores import Writable
 from trakdask.variables import VARIABLES
 
 __all__ = [
@@ -239,13 +239,12 @@ def _write_block(
     *arrays, made = values[0] if len(values) < len(names) else (*values, {})
     number = block.item()
     with storing(part, f"block {number} of checkpoint {index}"):
-        store = Recorded(zarr_store(part.folder))
         start = number * part.layout["block"]
         rows = slice(start, start + len(arrays[0]))
         stored = _as_stored(part, dict(zip(names, arrays, strict=True)))
         # No chunk of errors means none; one that an earlier attempt wrote is removed.
-        arrays_of.write(store, stored, (rows, ..., slice(index, index + 1)), sparse=(ERROR,))
-        part.write_record(index, str(number), store.written, {**about(started), **made})
+        files = arrays_of.write(stored, (rows, ..., slice(index, index + 1)), sparse=(ERROR,))
+        part.write_record(index, str(number), files, {**about(started), **made})
     return answer(made, topic)
 
 
@@ -268,7 +267,7 @@ def stored(part: Part, *, complete: bool = True) -> dict[str, xr.Variable]:
     token = tokenize(part.folder.url, part.token, complete)
     # Every task gets a copy of what its store knows, so that is of these arrays alone.
     store, lazy = part.store(complete=complete, only=names), {}
-    for name in names:
+    for name in filter(part.arrays.__contains__, names) if complete else names:
         with suppress(KeyError):  # it has none of this name
             source = store.array(name)
             label = name.replace("_", "-")  # as task names, of which a dashboard shows the words

@@ -176,7 +176,8 @@ def update_factors(
         submission = functools.partial(_written, written, values, vectors)
         for files in scheduling.run(submission, retries=retries, compute=_computed) or ():
             store.written.update(files)
-        opened = _opened(Complete(zarr_store(at), at, store.written), at)
+        whole = Complete(zarr_store(at), at, store.written, token=str(store.written))
+        opened = _opened(whole, at)
         damping = _damping(
             ds.assign({n: (VARIABLES[n].dims, d) for n, d in opened.items()}), options
         )
@@ -259,12 +260,12 @@ def _written(at: Writable, values: da.Array, vectors: da.Array) -> da.Array:
 
 def _write(at: Writable, values: Blocks, vectors: Blocks, number: np.ndarray) -> np.ndarray:
     """Write the factors of one checkpoint; return the files with their sizes and checksums."""
-    store, index = Recorded(zarr_store(at.folder)), int(number[0])
+    index = int(number[0])
     (own_values,), (own_vectors,) = flat(values), flat(vectors)
     own = dict(zip(_NAMES, (own_values, own_vectors), strict=True))
-    at.write(store, own, (..., slice(index, index + 1)))
+    files = at.write(own, (..., slice(index, index + 1)))
     answer = np.empty(1, object)
-    answer[0] = dict(store.written)
+    answer[0] = files
     return answer
 
 

@@ -18,7 +18,7 @@ from trakdask.attribution.estimators import Weights
 from trakdask.execution import scheduling
 from trakdask.storage.blocks import Done, Tasks, about, answer, run, storing
 from trakdask.storage.parts import GRAM, LOSS_GRADIENT, Part
-from trakdask.storage.zarr_stores import Recorded, Writable, zarr_store
+from trakdask.storage.zarr_stores import Writable
 
 __all__ = ["reduced", "save_reductions"]
 
@@ -60,8 +60,7 @@ def _write(
 ) -> np.ndarray[Any, Any]:
     started = time.time()
     with storing(part, f"the gram matrix of checkpoint {index}"):
-        store = Recorded(zarr_store(part.folder))
         values = {n: m for n, each in zip(sums.known, matrices, strict=True) for m in flat(each)}
-        sums.write(store, values, (..., slice(index, index + 1)))
-        part.write_record(index, GRAM, store.written, about(started))
+        files = sums.write(values, (..., slice(index, index + 1)))
+        part.write_record(index, GRAM, files, about(started))
     return answer({}, topic)

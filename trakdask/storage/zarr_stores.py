@@ -241,7 +241,7 @@ class Complete(Arrays):
         folder: Folder,
         known: Mapping[str, Sequence[int]],
         *,
-        token: str = "",
+        token: str,
         may_lack: tuple[str, ...] = (),
         may_be_replaced: bool = False,
         hidden: frozenset[str] = frozenset(),
@@ -347,24 +347,26 @@ class Writable:
 
     def write(
         self,
-        store: Store,
         values: Mapping[str, np.ndarray],
         at: tuple[Any, ...],
         sparse: Collection[str] = (),
-    ) -> None:
+    ) -> dict[str, list[int]]:
         """Write the same selection of some arrays, all at the same time.
 
         Parameters
         ----------
-        store
-            What is written to.
         values
             By the names of the arrays.
         at
             The selection.
         sparse
             Names of arrays that have no chunk where all values are fill values.
+
+        Returns
+        -------
+        Size and checksum of the files that were written, in the order of the arrays.
         """
+        store = Recorded(zarr_store(self.folder))
         arrays = {
             name: _opened(self._metadata(name), store, name, write_empty_chunks=name not in sparse)
             for name in values
@@ -377,6 +379,10 @@ class Writable:
         for error in sync(written()):  # none is under way any more when the first is raised
             if error is not None:
                 raise error
+        names = list(values)
+        return dict(
+            sorted(store.written.items(), key=lambda item: names.index(item[0].partition("/")[0]))
+        )
 
     def _metadata(self, name: str) -> bytes:
         """Return the metadata of an array, those that have the known checksum."""
@@ -385,7 +391,9 @@ class Writable:
         with _lock:
             if key not in _read:
                 path = f"{name}/{METADATA}"
-                source = Complete(zarr_store(self.folder), self.folder, {path: (size, known)})
+                source = Complete(
+                    zarr_store(self.folder), self.folder, {path: (size, known)}, token=""
+                )
                 try:
                     _read[key] = source.metadata(name)
                 except IncompleteFeaturesError as err:

@@ -231,5 +231,5 @@ def heat_table(table: pd.DataFrame, unit: int, corner: str) -> str:
 
 def _heat(x: float, largest: float, unit: int) -> str:
     kind = "helpful" if x > 0 else "harmful"
-    strength = f"{_share(x, largest)}"
-    return f'<td class="{kind}" style="--strength:{strength}">{x / 10.0**unit:+.2f}</td>'
+    strength, shown = _share(x, largest), f"{x / 10.0**unit:+.2f}".replace("-", "−")
+    return f'<td class="{kind}" style="--strength:{strength}">{shown}</td>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from multiprocessing import parent_process
 from typing import Any
 from weakref import WeakSet
 
@@ -32,7 +33,11 @@ def inlined(function: Any) -> Any:
 
 
 class _Compilations(event.Listener):
-    """Says that kernels are being compiled: for seconds nothing else seems to happen."""
+    """Says that kernels are being compiled: for seconds nothing else seems to happen.
+
+    In processes that others started, such as the workers of a cluster, it is said in the log only:
+    all of them compile at once, and their output may end in one notebook.
+    """
 
     def on_start(self, event: Any) -> None:
         if event.data.get("dispatcher") in _kernels:
@@ -40,7 +45,7 @@ class _Compilations(event.Listener):
                 "trakdask compiles its kernels, which takes a few seconds; the machine code is "
                 "kept on disk, so that this machine does it once"
             )
-            warn_once("compilation", text, _log.warning)
+            warn_once("compilation", text, _log.info if parent_process() else _log.warning)
 
     def on_end(self, event: Any) -> None: ...
 
