@@ -202,14 +202,23 @@ def test_defaults_of_regression_and_language__are_those_of_the_results() -> None
 
 def test_tables_of_ideas__are_those_of_the_results() -> None:
     known = ideas("Variants, 3 checkpoints")
-    for page, most in (("choose/estimator.md", 2), ("evidence/quality.md", len(known) - 1)):
-        rows = [
-            row for row in cells(page) if row[0].removesuffix(", LDS") in known and len(row) == 11
-        ]
-        assert len(rows) == most
-        for name, *shown in rows:
-            expected = [value.strip("-") and value for value in known[name.removesuffix(", LDS")]]
-            assert [value.replace("−", "-") for value in shown] == expected
+    rows = [
+        row
+        for row in cells("evidence/quality.md")
+        if row[0].removesuffix(", LDS") in known and len(row) == 11
+    ]
+    assert len(rows) == len(known) - 1
+    for name, *shown in rows:
+        expected = [value.strip("-") and value for value in known[name.removesuffix(", LDS")]]
+        assert [value.replace("−", "-") for value in shown] == expected
+
+
+def test_table_of_rules__is_that_of_the_results() -> None:
+    text = (RESULTS / "2026-11-22-quality-wider.txt").read_text("utf-8")
+    lines = text[text.index("LDS that rules lose") :].split("\n\n")[0].splitlines()[3:]
+    known = [re.split(r" {2,}", line) for line in lines]
+    names = {name for name, *_ in known}
+    assert [row for row in cells("evidence/quality.md") if row[0] in names] == known
 
 
 def test_table_of_projections__is_that_of_the_results() -> None:

@@ -1,7 +1,7 @@
 """Do the defaults hold on other tasks, and what buys LDS for a CPU second?
 
-    python tests/benchmarks/quality_wider.py --stage train    # a quarter of a CPU hour
-    python tests/benchmarks/quality_wider.py                  # as much again, if nothing is cached
+    python tests/benchmarks/quality_wider.py --stage train    # seven CPU minutes
+    python tests/benchmarks/quality_wider.py                  # as much again if nothing is cached
 
 Small tasks on which no default was chosen: other optimizers, regularisation, lengths of training,
 networks and labels; beside the classification tasks of quality.py. The outputs of retrained models
