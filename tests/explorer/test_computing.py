@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +18,6 @@ import numpy as np
 import pytest
 import xarray as xr
 from distributed import Client, Event, KilledWorker, Queue
-from threadpoolctl import threadpool_info
 
 from tests.clusters import local_cluster
 from tests.waiting import PATIENCE_S, wait_until
@@ -172,21 +174,47 @@ def test_persist__can_be_repeated_when_what_killed_a_worker_is_gone(tmp_path: Pa
         np.testing.assert_array_equal(persist(lazy)[0].compute(), np.ones((4, 3)))
 
 
+_OVERLAPPING = """
+import threading
+import numpy
+from threadpoolctl import threadpool_info
+from trakdask.explorer.computing import _ONE_THREAD
+
+def threads():
+    return [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"]
+
+def first_in_and_first_out():
+    with _ONE_THREAD:
+        is_in.set()
+        assert both_in.wait(60)
+    is_out.set()
+
+before = threads()
+is_in, both_in, is_out = (threading.Event() for _ in range(3))
+first = threading.Thread(target=first_in_and_first_out)
+first.start()
+assert is_in.wait(60)
+with _ONE_THREAD:
+    both_in.set()
+    assert is_out.wait(60)
+    inside = threads()
+first.join()
+with _ONE_THREAD:
+    again = threads()
+print(before, inside, threads(), again)
+"""
+
+
 def test_compute__keeps_blas_on_one_thread_and_gives_it_back() -> None:
-    before = [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"]
-    inside: list[int] = []
-
-    def block(x: np.ndarray) -> np.ndarray:
-        inside.extend(i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas")
-        return x
-
-    lazy = da.map_blocks(block, da.ones(4, chunks=1), dtype=float, meta=np.empty(0))
-    with ThreadPoolExecutor(2) as pool:
-        for answer in [pool.submit(in_work(Work(), lazy)) for _ in range(2)]:
-            answer.result(PATIENCE_S)
-    assert set(inside) <= {1}
-    after = [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"]
+    # In a process of its own: BLAS has a single thread where tests run.
+    made = subprocess.run(
+        [sys.executable, "-c", _OVERLAPPING], env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
+        capture_output=True, text=True, check=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    before, inside, after, again = ast.literal_eval(f"[{made.stdout.replace('] [', '], [')}]")
+    assert set(inside) == set(again) == {1}
     assert after == before
+    assert set(before) == {2 if (os.cpu_count() or 1) > 1 else 1}
 
 
 def test_computed__keeps_dims_coords_and_attrs() -> None:

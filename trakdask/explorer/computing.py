@@ -7,6 +7,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -123,25 +124,33 @@ class Work:
 
 
 class _OneThread:
-    """While any thread is inside, BLAS computes on one thread; after the last one as before."""
+    """While any thread is inside, BLAS computes on one thread; after the last one as before.
+
+    A thread of its own sets and lifts the limit, because threadpoolctl heeds only the thread that
+    set one, and the last to leave need not be the first that came.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trakdask-blas")
         self._inside = 0
         self._limit: Any = None
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._inside:
-                self._limit = _blas().limit(limits=1, user_api="blas")
-                self._limit.__enter__()
+                self._limit = self._thread.submit(_limit_to_one_thread).result()
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                self._limit.__exit__(None, None, None)
+                self._thread.submit(self._limit.__exit__, None, None, None).result()
+
+
+def _limit_to_one_thread() -> Any:
+    return _blas().limit(limits=1, user_api="blas").__enter__()
 
 
 @functools.cache
