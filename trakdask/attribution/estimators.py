@@ -166,7 +166,6 @@ def _require_power(power: object, quadratic_task: object) -> None:
         raise ValueError(f"expected power as a number in [0, 1], got {power!r}; try power=0.5")
     if quadratic_task is not None and power != 1:
         raise ValueError(
-            f"expected power=1 for the squared error of the task {quadratic_task}, since "
-            f"the slope of |r|^a has no bound at r = 0, got power={power}; try power=1, or "
-            "estimator='trak', which is the same there"
+            f"expected power=1 for the task {quadratic_task}, whose loss is a squared error, got "
+            f"power={power}; try power=1, or estimator='trak', which gives the same scores"
         )

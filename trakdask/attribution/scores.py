@@ -123,15 +123,15 @@ def score(
     ``features = td.open(store).persist()`` first, on a cluster or on threads: then λ, eigenvectors
     and features are in memory, and only the targets are read. Chunks of a local store are mapped
     there: other processes of the machine share them, and they take no memory of their own.
-    Samples and targets that failed (``featurize(..., on_error="record")``) have NaN scores; all
-    others are as if these samples were not there, but that they count in the n of tr(K)/n.
+    Samples and targets that failed (``featurize(..., on_error="record")``) have NaN scores. They do
+    not affect the scores of others, except that n in tr(K)/n still counts failed samples.
     ``"relatif"`` also solves for each training sample, 2 p² flops. Its self-influence is that of
     :func:`self_influence`, so the size of Q cancels. Cosines with a zero feature are NaN.
 
     Measured by ``tests/benchmarks/quality.py`` on seven small classification tasks, half of the
     samples removed: ``"soft"`` at the automatic λ had a linear datamodeling score above that of
     ``"trak"`` at the best λ in hindsight, or the same, on six, and a lower one on a ResNet with
-    BatchNorm. Not measured: regression, language models (q is a mean over tokens).
+    BatchNorm. Ten further tasks, regression and language models are on the page "Quality".
 
     References
     ----------
