@@ -391,10 +391,13 @@ def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Arr
 
 def _leverage(feature: Blocks, spectrum: Spectrum, damping: Block) -> Block:
     inverse, own = _inverse(spectrum, damping), []
-    for block in flat(feature):
-        phi = block[:, :, 0]
+    blocks = [block[:, :, 0] for block in flat(feature)]
+    vectors = spectrum.vectors
+    if not inverse.rest.any():  # a sum of squares: products as exact as the features are enough
+        vectors = vectors.astype(blocks[0].dtype, copy=False)
+    for phi in blocks:
         with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
-            along = phi @ spectrum.vectors
-            forms = np.square(along, out=along) @ inverse.along[:, 0]
+            along = phi @ vectors
+            forms = np.square(along, dtype=np.float64) @ inverse.along[:, 0]
             own.append(forms + inverse.rest * np.einsum("sp,sp->s", phi, phi, dtype=np.float64))
     return np.concatenate(own)[:, None]
