@@ -54,8 +54,8 @@ class OnDevice:
         self.host += hosted(other)
         return self
 
-    def __imul__(self, other: OnDevice) -> OnDevice:
-        self.host *= hosted(other)
+    def __imul__(self, other: OnDevice | float) -> OnDevice:
+        self.host *= other if isinstance(other, float) else hosted(other)
         return self
 
     def __itruediv__(self, other: np.generic) -> OnDevice:

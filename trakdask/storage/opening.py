@@ -190,8 +190,8 @@ def _members(part: Part, complete: bool) -> Iterator[tuple[str, zarr.Array[Any]]
 def _member(store: Arrays, name: str, part: Part) -> zarr.Array[Any]:
     try:
         return store.array(name)
-    except (IncompleteFeaturesError, KeyError):
-        raise
+    except (IncompleteFeaturesError, KeyError, OSError):
+        raise  # an OSError is of the disk or the network, and says nothing about the metadata
     except Exception as err:
         raise ValueError(
             f"expected the metadata of {name!r} in the store {part.folder.url!r} as they were "
