@@ -33,6 +33,7 @@ ALSO = {
     "trakdask/arrays": ["tests/arrays/test_graphs.py"],
     "trakdask/attribution/dampings.py": ["tests/bad_inputs/test_scores.py"],
     "trakdask/attribution/scores.py": ["tests/attribution/test_products.py"],
+    "trakdask/storage/appending.py": ["tests/storage/test_assigning.py"],
     "trakdask/storage/blocks.py": ["tests/storage/test_saving.py"],
     "trakdask/storage/zarr_stores.py": ["tests/storage/test_s3.py"],
 }
