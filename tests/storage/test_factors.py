@@ -131,7 +131,7 @@ def test_score__by_stored_factors_equals_the_float64_solve(store: Path, damping)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6 * np.abs(expected).max())
     own = td.self_influence(opened, damping=damping).values
     without = td.self_influence(opened.drop_vars(FACTORS), damping=damping)
-    np.testing.assert_allclose(own, without, rtol=1e-9)
+    np.testing.assert_allclose(own, without, rtol=2e-6)  # products in float32, as the features
 
 
 def test_score__with_stored_factors_reads_no_gram_matrix(store: Path) -> None:
