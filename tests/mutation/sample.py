@@ -34,7 +34,14 @@ ALSO = {
     "trakdask/attribution/dampings.py": ["tests/bad_inputs/test_scores.py"],
     "trakdask/attribution/scores.py": ["tests/attribution/test_products.py"],
     "trakdask/storage/appending.py": ["tests/storage/test_assigning.py"],
-    "trakdask/storage/blocks.py": ["tests/storage/test_saving.py"],
+    "trakdask/storage/blocks.py": [
+        "tests/storage/test_saving.py",
+        "tests/storage/test_store_format.py",
+    ],
+    "trakdask/storage/coords.py": [
+        "tests/storage/test_assigning.py",
+        "tests/storage/test_lazy_coords.py",
+    ],
     "trakdask/storage/zarr_stores.py": ["tests/storage/test_s3.py"],
 }
 """Tests of a module, or of all modules of a folder, besides those that mirror a module."""
