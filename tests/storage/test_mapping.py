@@ -68,6 +68,11 @@ def test_lazy_array__is_not_copied_nor_asked_of_zarr(source: zarr.Array, tmp_pat
     assert is_mapped == (source.shape[1] == COLUMNS)
 
 
+def test_chunks__a_row_by_its_number(source: zarr.Array, tmp_path: Path) -> None:
+    chunks = MappedChunks(Folder.at(tmp_path / "f.zarr", None), "feature", source)
+    np.testing.assert_array_equal(chunks[5, 0:3], source[5, 0:3])
+
+
 def _root(block: np.ndarray):
     base = block
     while isinstance(base.base, np.ndarray):
