@@ -16,7 +16,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constrain
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(filter-out tests/benchmarks/test_%,$(wildcard tests/benchmarks/[a-z]*.py))
 
-# Where benchmarks write what they print.
+# Where benchmarks write what they print, and how the names of the files begin.
 RESULTS ?= tests/benchmarks/results/$(shell date +%F)
 
 # One thread per BLAS or OpenMP pool: tests and workers are already as many as the cores.
@@ -43,7 +43,7 @@ help:
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
 	@echo 'make mutate      change the code in small ways and see which changes no test notices: an hour'
 	@echo 'make format      let ruff fix what it can'
-	@echo 'make benchmarks  measure everything, also traker and dattri, into $(RESULTS): hours'
+	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
 	@echo 'make clean       remove what the other targets made, except .venv'
 
@@ -95,10 +95,10 @@ test-faults: $(INSTALLED)
 mutate: $(MUTATION)
 	@$(PY) tests/mutation/sample.py $(MUTATE)
 
-# What has its file in $(RESULTS) is not measured again, so that the hours need not be in one piece.
-benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)/%.txt,$(BENCHMARKS))
+# What has its file is not measured again, so that the hours need not be in one piece.
+benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)-%.txt,$(BENCHMARKS))
 
-$(RESULTS)/%.txt: | $(PEERS)
+$(RESULTS)-%.txt: | $(PEERS)
 	@mkdir -p $(@D)
 	$(call heading,$@)
 	@$(PY) tests/benchmarks/_machine.py tests/benchmarks/$*.py > $@.part
