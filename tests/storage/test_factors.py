@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -132,6 +133,17 @@ def test_score__by_stored_factors_equals_the_float64_solve(store: Path, damping)
     own = td.self_influence(opened, damping=damping).values
     without = td.self_influence(opened.drop_vars(FACTORS), damping=damping)
     np.testing.assert_allclose(own, without, rtol=2e-6)  # products in float32, as the features
+
+
+def test_open__factors_of_several_stores_are_computed_together(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        td.save(images(seed=seed), tmp_path / f"{seed}.zarr", **SOFT, progress=False)
+    stores = [td.open(tmp_path / f"{seed}.zarr") for seed in (0, 1)]
+    for name in FACTORS:
+        together = dask.compute(*(ds[name].data for ds in stores))
+        for found, ds in zip(together, stores, strict=True):
+            np.testing.assert_array_equal(found, ds[name].values)
+        assert not np.array_equal(*together)
 
 
 def test_score__with_stored_factors_reads_no_gram_matrix(store: Path) -> None:
