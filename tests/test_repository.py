@@ -153,7 +153,7 @@ def test_import__modules_of_the_public_api_are_there_at_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_import__arithmetic_rooms_need_torch_and_numpy_only() -> None:
+def test_import__arithmetic_packages_need_torch_and_numpy_only() -> None:
     """A GPU machine may have neither Dask nor xarray."""
     code = (
         "import sys, trakdask, trakdask.projection, trakdask.models.model\n"

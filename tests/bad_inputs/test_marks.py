@@ -41,7 +41,7 @@ ROWS = [
     BadInput("Marks", "a folder", lambda folder: td.Marks(folder), ValueError, ["a file", "try"]),
     BadInput("Marks", "a URL of nothing known", lambda folder: td.Marks("nowhere://m.parquet"), ValueError, ["nowhere", "try"]),
     BadInput("Marks", "no such folder", lambda folder: td.Marks(folder / "no" / "m.parquet"), FileNotFoundError, ["no/m.parquet", "try"]),
-    BadInput("Marks", "beside a store in no folder", beside("/nowhere/train.zarr"), FileNotFoundError, ["/nowhere/train.marks.parquet", "try"]),
+    BadInput("Marks", "beside a store in no folder", lambda folder: td.Marks.beside(folder / "no" / "train.zarr"), FileNotFoundError, ["no/train.marks.parquet", "try"]),
     BadInput("Marks", "options are no mapping", lambda folder: td.Marks("memory://m.parquet", storage_options=3), TypeError, ["storage_options", "3"]),
     BadInput("Marks", "beside no store", beside(3), TypeError, ["got 3", "try"]),
     BadInput("Marks", "who is no text", mark([1], who=3), TypeError, ["who", "got 3", "try who='Ada'"]),

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from trakdask.errors import CheckpointError
 from trakdask.execution import handles, spool
-from trakdask.models import checkpoints as room
+from trakdask.models import checkpoints as module
 from trakdask.models.checkpoints import cached_state, digest_state, make_checkpoints
 
 
@@ -145,9 +145,9 @@ def test_cached_state__reads_once_per_process_and_thread(
 ) -> None:
     (checkpoint,) = make_checkpoints([folder / "c2.pt"])
     reads = []
-    read = room.read_state
-    monkeypatch.setattr(room, "read_state", lambda path: reads.append(path) or read(path))
-    room._states.clear()
+    read = module.read_state
+    monkeypatch.setattr(module, "read_state", lambda path: reads.append(path) or read(path))
+    module._states.clear()
     threads = [threading.Thread(target=cached_state, args=(checkpoint,)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -158,7 +158,7 @@ def test_cached_state__reads_once_per_process_and_thread(
 
 def test_cached_state__file_changed_since(folder: Path) -> None:
     (checkpoint,) = make_checkpoints([folder / "c0.pt"])
-    room._states.clear()
+    module._states.clear()
     torch.save(state(9), folder / "c0.pt")
     with pytest.raises(CheckpointError, match=r"'c0' .* try creating the td.Model"):
         cached_state(checkpoint)
@@ -211,7 +211,7 @@ def test_make_checkpoints__at_a_url(folder: Path, bucket: str, name: str) -> Non
     fsspec.filesystem("memory").put_file(str(folder / name), f"/checkpoints/{name}")
     (local,), (remote,) = make_checkpoints([folder / name]), make_checkpoints([f"{bucket}/{name}"])
     assert (remote.name, remote.digest, remote.id) == (local.name, local.digest, local.id)
-    room._states.clear()
+    module._states.clear()
     assert digest_state(cached_state(pickle.loads(pickle.dumps(remote)))) == local.digest
 
 
@@ -225,7 +225,7 @@ def test_cached_state__url_is_fetched_once(
     download = spool.download
     monkeypatch.setattr(spool, "download", lambda *given: (calls.append(1), download(*given))[1])
     for _ in range(2):
-        room._states.clear()
+        module._states.clear()
         cached_state(checkpoint)
     assert calls == [1]
 
@@ -236,7 +236,7 @@ def test_cached_state__url_that_changed(folder: Path, bucket: str) -> None:
     fs.put_file(str(folder / "new.pt"), "/checkpoints/c.pt")
     (checkpoint,) = make_checkpoints([f"{bucket}/c.pt"])
     fs.put_file(str(folder / "c1.pt"), "/checkpoints/c.pt")
-    room._states.clear()
+    module._states.clear()
     with pytest.raises(CheckpointError, match=socket.gethostname()):
         cached_state(checkpoint)
     fs.put_file(str(folder / "new.pt"), "/checkpoints/c.pt")
@@ -260,5 +260,5 @@ def test_cached_state__another_file_at_the_path(
     monkeypatch.setattr(handles, "fetched", lambda file: str(right))
     for other in (state(5), None):
         torch.save(other, path)
-        room._states.clear()
+        module._states.clear()
         assert digest_state(cached_state(checkpoint)) == checkpoint.digest

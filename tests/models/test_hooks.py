@@ -51,7 +51,7 @@ class Collected(dict[str, Tensor]):
         self[name] = torch.cat([self[name], gradient], 1) if first else gradient.clone()
 
 
-class WithRoom(Collected):
+class WithBuffer(Collected):
     """A sink that says where gradients are to be written, in blocks of 7 elements."""
 
     def __init__(self, n_rows: int, sizes: dict[str, int]) -> None:
@@ -61,7 +61,7 @@ class WithRoom(Collected):
         }
         self.n_written = 0
 
-    def room(self, name: str, first: int) -> Tensor:
+    def buffer_for(self, name: str, first: int) -> Tensor:
         size = self._whole[name].shape[1] // 2
         return self._whole[name][:, first : min((first // 7 + 1) * 7, size)]
 
@@ -401,7 +401,7 @@ def test_hooks__large_gradients_in_parts(
 def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
     build, x = LAYERS[layer]
     module = made(build)
-    sink = WithRoom(len(x), {name: p.numel() for name, p in module.named_parameters()})
+    sink = WithBuffer(len(x), {name: p.numel() for name, p in module.named_parameters()})
     found = by_hooks(build, module, x, sink)
     for name, gradient in oracle(module, x).items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)

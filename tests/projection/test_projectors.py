@@ -283,7 +283,7 @@ def test_add__parts(projector: Projector, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("projector", ALL_KINDS, ids=lambda p: p.kind)
-def test_room__what_is_written_there_is_as_if_it_were_added(projector: Projector) -> None:
+def test_buffer_for__what_is_written_there_is_as_if_it_were_added(projector: Projector) -> None:
     gradients = {"a": gaussian(2, 300), "b": gaussian(2, 60000), "c": gaussian(2, 16384)}
     shapes = {name: (10, g.shape[1] // 10) for name, g in gradients.items()} | {"c": (16384,)}
     rows = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
@@ -291,10 +291,10 @@ def test_room__what_is_written_there_is_as_if_it_were_added(projector: Projector
     for name, gradient in gradients.items():
         first = 0
         while first < gradient.shape[1]:
-            room = stream.room(name, first)
-            n = 1000 if room is None else -(-room.shape[1] // (1 + first % 2))  # not always all
+            buffer = stream.buffer_for(name, first)
+            n = 1000 if buffer is None else -(-buffer.shape[1] // (1 + first % 2))  # not always all
             part = gradient[:, first : first + n]
-            stream(name, part if room is None else room[:, :n].copy_(part), first)
+            stream(name, part if buffer is None else buffer[:, :n].copy_(part), first)
             first += n
     assert torch.equal(stream.result(), project(projector, gradients, rows, 4))
 

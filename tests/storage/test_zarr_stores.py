@@ -20,7 +20,7 @@ from trakdask.files import Folder
 from trakdask.storage import zarr_stores as module
 from trakdask.storage.parts import Part
 from trakdask.storage.snapshot import find_part
-from trakdask.storage.zarr_stores import Recorded, read_attributes, zarr_store
+from trakdask.storage.zarr_stores import Recorded, array_of, read_attributes, zarr_store
 from trakdask.testing import simulate_features
 
 
@@ -36,7 +36,7 @@ def test_array__writes_what_zarr_writes_itself(tmp_path: Path) -> None:
     values[0, 1, 0] = 5
     key = (slice(4, 6), slice(None), slice(0, 1))
     store = Recorded(zarr_store(ours.folder))
-    ours.writable(["feature"]).array("feature", store)[key] = values
+    array_of(ours.writable(["feature"]).metadata("feature"), store, "feature")[key] = values
     zarr.open_group(tmp_path / "theirs", mode="r+")["feature"][key] = values
     for file in (tmp_path / "theirs/feature").iterdir():
         assert (tmp_path / "ours/feature" / file.name).read_bytes() == file.read_bytes()
@@ -47,7 +47,8 @@ def test_array__of_nothing_but_nan_is_written(tmp_path: Path) -> None:
     part = saved(tmp_path / "f.zarr")
     file = tmp_path / "f.zarr/output/c.0.0"
     file.unlink()
-    part.writable(["output"]).array("output", zarr_store(part.folder))[:4, :1] = np.nan
+    metadata = part.writable(["output"]).metadata("output")
+    array_of(metadata, zarr_store(part.folder), "output")[:4, :1] = np.nan
     assert file.exists()
 
 
@@ -55,19 +56,19 @@ def test_array__metadata_are_read_once_by_a_process(tmp_path: Path) -> None:
     part = saved(tmp_path / "f.zarr")
     arrays = pickle.loads(pickle.dumps(part.writable(["feature"])))
     store = zarr_store(part.folder)
-    arrays.array("feature", store)
+    array_of(arrays.metadata("feature"), store, "feature")
     (tmp_path / "f.zarr/feature/zarr.json").unlink()
-    assert arrays.array("feature", store).shape == (6, 3, 2)
+    assert array_of(arrays.metadata("feature"), store, "feature").shape == (6, 3, 2)
     assert len(pickle.dumps(arrays)) < 500
 
 
 def test_array__a_store_made_anew_is_not_written_by_old_metadata(tmp_path: Path) -> None:
     path = tmp_path / "f.zarr"
     old = saved(path).writable(["feature"])
-    old.array("feature", zarr_store(old.folder))
+    array_of(old.metadata("feature"), zarr_store(old.folder), "feature")
     Folder.at(path).remove()
     new = saved(path, proj_dim=5).writable(["feature"])
-    assert new.array("feature", zarr_store(new.folder)).shape == (6, 5, 2)
+    assert array_of(new.metadata("feature"), zarr_store(new.folder), "feature").shape == (6, 5, 2)
 
 
 def test_array__changed_metadata_are_an_error(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_array__changed_metadata_are_an_error(tmp_path: Path) -> None:
     file = tmp_path / "f.zarr/feature/zarr.json"
     file.write_text(file.read_text().replace('"float32"', '"float64"'))
     with pytest.raises(ValueError, match=r"feature/zarr\.json"):
-        arrays.array("feature", zarr_store(part.folder))
+        array_of(arrays.metadata("feature"), zarr_store(part.folder), "feature")
 
 
 def test_array__the_last_thousand_are_remembered(
@@ -87,7 +88,7 @@ def test_array__the_last_thousand_are_remembered(
     arrays = saved(tmp_path / "f.zarr").writable(["feature", "output", "out_to_loss", "gram"])
     assert list(arrays.known) == ["feature", "output", "out_to_loss"]
     for name in arrays.known:
-        arrays.array(name, zarr_store(arrays.folder))
+        array_of(arrays.metadata(name), zarr_store(arrays.folder), name)
     assert [name for _, name, *_ in module._read] == ["output", "out_to_loss"]
 
 

@@ -13,13 +13,7 @@ import numpy.typing as npt
 from dask.base import tokenize
 
 from trakdask.arrays.block_arguments import coarse_groups, read_in_task
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    flat,
-    product_dtype,
-    require_features,
-)
+from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
 from trakdask.arrays.decomposition import Inverse, Spectrum, decompose
 from trakdask.arrays.solve import require_finite, without_trace
 

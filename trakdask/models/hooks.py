@@ -37,7 +37,7 @@ __all__ = [
 Sink = Callable[..., None]
 Part = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
-Room = Callable[[str, int], Tensor | None]
+FindsBuffer = Callable[[str, int], Tensor | None]
 """Returns where the sink wants a gradient from some element on, (rows, n), if it says so."""
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
@@ -180,7 +180,7 @@ class Recorder:
         Receives the gradients of a parameter, (rows, numel), one row per sample, when all uses of
         the parameter have been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed
         in slices, each with the index of its first element, if the rules of the layer allow it. If
-        the sink has a method ``room``, those of linear layers are written where it says.
+        the sink has a method ``buffer_for``, those of linear layers are written where it says.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class Recorder:
         self._n_calls: dict[str, int] = defaultdict(int)
         self._due = {name: 0 for unit in units for name in unit.selected.values()}
         self._sums: dict[str, Tensor] = {}
-        self._room: Room | None = getattr(sink, "room", None)
+        self._buffer_for: FindsBuffer | None = getattr(sink, "buffer_for", None)
         whole = whole_parameters(forward.module, units)
-        self._copied = whole_parameters(forward.module, units, WRITES_TO) if self._room else whole
+        self._copied = whole_parameters(forward.module, units, WRITES_TO)
         self._parts: dict[str, list[Part]] = {
             name: []
             for name in self._due
-            if name not in whole and (self._has_room(name) or self._is_large(name))
+            if name not in whole and (self._has_buffer(name) or self._is_large(name))
         }
         self._calls: dict[int, Call] = {}  # those whose gradients are not known yet
         self._handles: list[Any] = []
@@ -348,9 +348,9 @@ class Recorder:
         width, start = self._forward.parameters[name][0].numel(), 0
         del self._due[name]
         while start < n_rows:
-            n, room = self._next_rows(name, start)
+            n, buffer = self._next_rows(name, start)
             rows = slice(start, min(start + n, n_rows))
-            gradient = parts[0](rows) if room is None else parts[0](rows, room)
+            gradient = parts[0](rows) if buffer is None else parts[0](rows, buffer)
             if len(parts) > 1:
                 gradient = gradient.clone()  # rules reuse the buffer of a gradient
             for part in parts[1:]:
@@ -358,19 +358,21 @@ class Recorder:
             self._sink(name, gradient, start * width)
             start = rows.stop
 
-    def _has_room(self, name: str) -> bool:
-        return self._room is not None and name not in self._copied
+    def _has_buffer(self, name: str) -> bool:
+        return self._buffer_for is not None and name not in self._copied
 
     def _next_rows(self, name: str, start: int) -> tuple[int, Tensor | None]:
         """Return how many rows of a weight to compute next, and where to write their gradient."""
         parameter = self._forward.parameters[name]
         width = parameter[0].numel()
-        room = self._room(name, start * width) if self._room and self._has_room(name) else None
-        if room is None:
+        buffer = None
+        if self._buffer_for and self._has_buffer(name):
+            buffer = self._buffer_for(name, start * width)
+        if buffer is None:
             bytes_of_row = self._n_rows * width * parameter.element_size()
             return max(1, _part_bytes(parameter) // bytes_of_row), None
-        n = room.shape[1] // width
-        return (n, room[:, : n * width]) if n else (1, None)
+        n = buffer.shape[1] // width
+        return (n, buffer[:, : n * width]) if n else (1, None)
 
     def _add(self, name: str, gradient: Tensor) -> None:
         self._due[name] -= 1

@@ -125,7 +125,7 @@ class ProjectionStream:
         """Do the same as :meth:`add`, as a sink of gradients does."""
         self.add(name, gradient, first)
 
-    def room(self, name: str, first: int) -> Tensor | None:
+    def buffer_for(self, name: str, first: int) -> Tensor | None:
         """Return where the next elements of a gradient can be written, which spares a copy.
 
         Parameters
@@ -239,9 +239,9 @@ class ProjectionStream:
             self._project(part, first)
             return
         whole = self._buffer(block)
-        room = whole[:, position : position + part.shape[1]]
-        if part.data_ptr() != room.data_ptr():
-            room.copy_(part)
+        own = whole[:, position : position + part.shape[1]]
+        if part.data_ptr() != own.data_ptr():
+            own.copy_(part)
         self._missing[block] = self._missing.get(block, length) - part.shape[1]
         if not self._missing[block]:
             self._project(whole, block * self._block)

@@ -335,16 +335,6 @@ class Writable:
         paths = {name: f"{name}/{METADATA}" for name in names}
         return cls(folder, {n: (files[p][0], files[p][1]) for n, p in paths.items() if p in files})
 
-    def array(self, name: str, store: Store) -> zarr.Array[Any]:
-        """Return an array that writes to the given store, chunks that are all NaN as well.
-
-        Raises
-        ------
-        ValueError
-            If its metadata are not those that were written.
-        """
-        return array_of(self._metadata(name), store, name)
-
     def write(
         self,
         values: Mapping[str, np.ndarray],
@@ -368,7 +358,7 @@ class Writable:
         """
         store = Recorded(zarr_store(self.folder))
         arrays = {
-            name: _opened(self._metadata(name), store, name, write_empty_chunks=name not in sparse)
+            name: _opened(self.metadata(name), store, name, write_empty_chunks=name not in sparse)
             for name in values
         }
 
@@ -384,8 +374,8 @@ class Writable:
             sorted(store.written.items(), key=lambda item: names.index(item[0].partition("/")[0]))
         )
 
-    def _metadata(self, name: str) -> bytes:
-        """Return the metadata of an array, those that have the known checksum."""
+    def metadata(self, name: str) -> bytes:
+        """Return the metadata of an array, or raise a ValueError if others were written since."""
         size, known = self.known[name]
         key = (self.folder.url, name, size, known)
         with _lock:
