@@ -16,7 +16,7 @@ import trakdask as td
 if TYPE_CHECKING:
     from trakdask.attribution.combinations import Weights
     from trakdask.attribution.dampings import Damping
-    from trakdask.attribution.estimators import Estimator
+    from trakdask.attribution.estimators import Estimator, Power
     from trakdask.attribution.ranking import Where
     from trakdask.storage.appending import AppendDim
 
@@ -74,7 +74,7 @@ class FeaturesAccessor:
         *,
         gram: bool = True,
         estimator: Estimator = "auto",
-        power: float = 0.5,
+        power: Power = "auto",
         calibrate: xr.Dataset | None = None,
         append_dim: AppendDim | None = None,
         dtype: Literal["float16"] | None = None,
@@ -116,7 +116,7 @@ class FeaturesAccessor:
         damping: Damping = "auto",
         *,
         estimator: Estimator = "auto",
-        power: float = 0.5,
+        power: Power = "auto",
         calibrate: xr.Dataset | None = None,
         weights: xr.DataArray | None = None,
     ) -> xr.Dataset:
@@ -136,7 +136,7 @@ class FeaturesAccessor:
         *,
         of: xr.Dataset | None = None,
         estimator: Estimator = "auto",
-        power: float = 0.5,
+        power: Power = "auto",
         damping: Damping = "auto",
         calibrate: xr.Dataset | None = None,
         weights: xr.DataArray | None = None,
@@ -163,7 +163,7 @@ class FeaturesAccessor:
         *,
         by: str,
         estimator: Estimator = "auto",
-        power: float = 0.5,
+        power: Power = "auto",
         damping: Damping = "auto",
         calibrate: xr.Dataset | None = None,
         weights: xr.DataArray | None = None,
@@ -186,7 +186,7 @@ class FeaturesAccessor:
         self,
         *,
         estimator: Estimator = "auto",
-        power: float = 0.5,
+        power: Power = "auto",
         damping: Damping = "auto",
         calibrate: xr.Dataset | None = None,
         weights: xr.DataArray | None = None,

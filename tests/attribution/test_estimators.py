@@ -21,11 +21,10 @@ def features(**attrs: object) -> xr.Dataset:
     return xr.Dataset(attrs=attrs)
 
 
-IMAGES = features(task="ImageClassification(10)", batch_norm=False)
-WITH_BATCH_NORM = features(task="TextClassification", batch_norm=True)
-UNRECORDED = features(task="ImageClassification")
+IMAGES = features(task="ImageClassification(10)")
+TEXTS = features(task="TextClassification")
 LANGUAGE = features(task="CausalLM(inputs=('input_ids',))")
-REGRESSION = features(task="Regression()", batch_norm=False)
+REGRESSION = features(task="Regression()")
 
 
 @pytest.mark.parametrize(
@@ -35,15 +34,17 @@ REGRESSION = features(task="Regression()", batch_norm=False)
         (IMAGES, "auto", 0.5, "soft", HALF, HALF, "completeness"),
         (IMAGES, "trak", 0.25, "trak", PLAIN, HALF, "completeness"),
         (IMAGES, "grad_dot", 0.25, "grad_dot", PLAIN, HALF, "completeness"),
-        (WITH_BATCH_NORM, "auto", 0.25, "trak", PLAIN, HALF, "completeness"),
-        (WITH_BATCH_NORM, "soft", 0.25, "soft", QUARTER, HALF, "completeness"),
-        (UNRECORDED, "auto", 0.25, "trak", PLAIN, HALF, "completeness"),
+        (IMAGES, "auto", "auto", "soft", HALF, HALF, "completeness"),
+        (IMAGES, "trak", "auto", "trak", PLAIN, HALF, "completeness"),
+        (TEXTS, "soft", 0.25, "soft", QUARTER, HALF, "completeness"),
+        (features(), "soft", "auto", "soft", HALF, HALF, "completeness"),
         (features(), "auto", 0.25, "trak", PLAIN, HALF, "closed_form"),
         (features(), "soft", 0.25, "soft", QUARTER, HALF, "completeness"),
         (features(), "relatif", 0.25, "relatif", PLAIN, HALF, "closed_form"),
         (REGRESSION, "auto", 0.25, "trak", PLAIN, PLAIN, "trace"),
         (LANGUAGE, "auto", 0.25, "trak", PLAIN, HALF, "trace"),
         (REGRESSION, "soft", 1, "soft", PLAIN, PLAIN, "completeness"),
+        (REGRESSION, "soft", "auto", "soft", PLAIN, PLAIN, "completeness"),
     ],
 )
 def test_resolve_estimator__table(ds, estimator, power, name, weights, choosing, damping) -> None:
@@ -53,6 +54,7 @@ def test_resolve_estimator__table(ds, estimator, power, name, weights, choosing,
         dataclasses.astuple(weights),
         dataclasses.astuple(choosing),
         damping,
+        power == "auto" and weights == HALF,
         name != "grad_dot",
     )
 

@@ -11,7 +11,7 @@ from trakdask.attribution.options import gather_options
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(10, 4, 2, chunks=4)
-IMAGES = FEATURES.assign_attrs(task="ImageClassification()", batch_norm=True)
+IMAGES = FEATURES.assign_attrs(task="ImageClassification()")
 REGRESSION = FEATURES.assign_attrs(task="Regression()")
 H = xr.DataArray(np.arange(10.0), dims="sample")
 

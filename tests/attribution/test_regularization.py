@@ -389,7 +389,7 @@ def test_damping__quadratic_loss_has_weights_one() -> None:
     soft = td.damping(signed, estimator="soft", power=1, calibrate=targets).compute()
     np.testing.assert_array_equal(soft.damping, found.damping)
     with pytest.raises(ValueError, match=r"task Regression.*got power=0.5; try power=1"):
-        td.damping(signed, calibrate=targets, estimator="soft")
+        td.damping(signed, calibrate=targets, estimator="soft", power=0.5)
 
 
 @pytest.mark.slow

@@ -31,9 +31,13 @@ PROJ_DIMS = (512, 2048)
 #: Powers of soft weights, and None for trak.
 POWERS = {"trak": None, "soft, a = 0.25": 0.25, "soft": 0.5, "soft, a = 0.75": 0.75,
           "Gauss-Newton": 1.0}  # fmt: skip
+#: Powers of Q in scores under the gram matrix of soft, with a = ½.
+LOSS_POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SHARPNESS = (1.125, 1.25)
 #: Estimators whose totals are compared with the outputs of the targets.
 TOTALLED = ("trak", "soft", "Gauss-Newton")
+#: soft with Q in scores, where it has its root.
+WITH_Q = "soft, with Q"
 #: Which of ten states of the second half of a training: always with the last.
 ON_THE_WAY = {1: [9], 3: [3, 6, 9], 10: list(range(10))}
 RESAMPLES = 100
@@ -122,6 +126,18 @@ def ensembles(measured: Measured) -> list[Row]:
     return rows
 
 
+def by_loss_power(measured: Measured) -> list[Row]:
+    """Keep the gram matrix of soft, and weight samples by other powers of Q; 3 checkpoints."""
+    task, chosen = measured.seeds, [0, 1, 2]
+    mean = np.mean(products(task, 0.5, chosen, 2048), axis=0)
+    powers = {
+        f"Q^{b:g}": best(task, weighted(mean, (task.q[:, chosen] ** b).mean(axis=1)))
+        for b in LOSS_POWERS
+    }
+    trak = np.mean(products(task, None, chosen, 2048), axis=0)
+    return [powers | {"trak": best(task, weighted(trak, loss_weights(task, None, chosen)))}]
+
+
 def by_trace(measured: Measured) -> list[Row]:
     """Score 3 checkpoints with λ = tr(K)/n."""
     task, chosen = measured.seeds, [0, 1, 2]
@@ -152,8 +168,15 @@ def of_data(measured: Measured) -> list[Row]:
             "spread of Q": float(q.std() / q.mean()),
             "spread of log Q": float(np.log(q.clip(1e-12)).std()),
             "spread of f": float(measured.seeds.output[:, :3].mean(axis=1).std()),
+            "deviation": _deviation(measured.seeds.q[:, :3]),
         }
     ]
+
+
+def _deviation(q: Floats) -> float:
+    """Return the root mean square, over checkpoints, of the deviation of log((1 - q)/q)."""
+    q = q.clip(1e-12, 1 - 1e-6)
+    return float(np.sqrt(np.log((1 - q) / q).var(axis=0).mean()))
 
 
 # --- by the package -------------------------------------------------------------------------------
@@ -179,6 +202,9 @@ def by_package(measured: Measured) -> list[Row]:
         }  # fmt: skip
         (found,) = dask.compute(lazy)
     task = measured.seeds
+    q = task.q[:, :3]
+    # The same products, and the same λ: it is chosen under the root, whatever weights scores.
+    found[WITH_Q] = found["soft"] * ((q.mean(axis=1) / (q**0.5).mean(axis=1))[:, None])
     mean = np.mean(products(task, None, [0, 1, 2], 2048), axis=0)
     trak = weighted(mean, loss_weights(task, None, [0, 1, 2]))
     values = [each.values for each in found.values()] + [trak[lds(task, trak).argmax()]]

@@ -25,6 +25,7 @@ PROJECTORS: dict[str, type[Rademacher] | type[SJLT]] = {"Rademacher": Rademacher
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "trak": {"estimator": "trak"},
     "soft": {"estimator": "soft"},
+    "soft a=0.5": {"estimator": "soft", "power": 0.5},
     "soft a=0.75": {"estimator": "soft", "power": 0.75},
     "Gauss-Newton": {"estimator": "soft", "power": 1.0},
 }

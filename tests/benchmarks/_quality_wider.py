@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xarray as xr
 from _quality_subjects import applied
-from _quality_tasks import N_CLASSES, Data, Subject, cnn, digits, perceptron
+from _quality_tasks import N_CLASSES, Data, Subject, Transformer, cnn, digits, perceptron, text
 from _quality_truth import N_CHECKPOINTS
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -48,7 +48,56 @@ def batch_normalised_cnn() -> nn.Module:
     return model
 
 
+def deep(width: int = 64, n_blocks: int = 6) -> nn.Module:
+    """Return a perceptron of six hidden layers, 25k parameters."""
+    return perceptron((64, *[width] * n_blocks, N_CLASSES))()
+
+
+def deep_batch_normalised(width: int = 64, n_blocks: int = 6) -> nn.Module:
+    """Return the deep perceptron with BatchNorm before each ReLU."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for _ in range(n_blocks):
+        layers += [nn.Linear(64 if len(layers) == 1 else width, width)]
+        layers += [nn.BatchNorm1d(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, N_CLASSES))
+
+
+def deep_cnn(width: int = 16) -> nn.Module:
+    """Return six convolutions with GroupNorm, 14k parameters."""
+    layers: list[nn.Module] = []
+    for k in range(6):
+        layers += [nn.Conv2d(width if k else 1, width, kernel_size=3, padding=1)]
+        layers += [nn.GroupNorm(4, width), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if k in (1, 3) else []
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * width, N_CLASSES))
+
+
+class Normalised(nn.Module):
+    """A perceptron whose last hidden layer has the same length for every image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron((64, 128, 64))()
+        self.classes = nn.Linear(64, N_CLASSES)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.classes(8 * nn.functional.normalize(self.body(image), dim=1))
+
+
 # --- data -----------------------------------------------------------------------------------------
+
+
+def wine() -> Data:
+    """Split scikit-learn's 178 wines into 128 to train on, standardised, and 50 targets."""
+    from sklearn.datasets import load_wine  # optional, as in trakdask.examples
+
+    table = load_wine()
+    order = np.random.default_rng(0).permutation(len(table.target))
+    train, target = order[50:], order[:50]
+    mean, deviation = table.data[train].mean(axis=0), table.data[train].std(axis=0)
+    rows = ((table.data - mean) / deviation).astype(np.float32)
+    labels = table.target.astype(np.int64)
+    return (rows[train], labels[train]), (rows[target], labels[target])
 
 
 def imbalanced() -> Data:
@@ -198,3 +247,19 @@ WIDER = {
         Wider("cnn-bn", batch_normalised_cnn, _DIGITS, 20, 60),
     )
 }  # fmt: skip
+
+#: Made after the rule that looks at the spread of outputs, to test it.
+HELD_OUT = {
+    subject.name: subject
+    for subject in (
+        Wider("wide", perceptron((64, 512, 256, 10)), _DIGITS, 20, N_SUBSETS, lr=1e-3),
+        Wider("deep", deep, _DIGITS, 30, N_SUBSETS),
+        Wider("deep-bn", deep_batch_normalised, _DIGITS, 30, N_SUBSETS),
+        Wider("deep-cnn", deep_cnn, _DIGITS, 20, 60),
+        Wider("cnn-smoothed", cnn, _DIGITS, 20, 60, smoothing=0.1),
+        Wider("sgd-smoothed", _MLP, _DIGITS, 30, N_SUBSETS, lr=0.05, momentum=0.9, smoothing=0.05),
+        Wider("text-smoothed", Transformer, functools.cache(text), 12, 60, smoothing=0.1),
+        Wider("normalised", Normalised, _DIGITS, 30, N_SUBSETS),
+        Wider("wine", perceptron((13, 32, 32, 3)), functools.cache(wine), 30, N_SUBSETS),
+    )
+}

@@ -3,9 +3,8 @@
     python tests/benchmarks/quality_wider.py --stage train    # seven CPU minutes
     python tests/benchmarks/quality_wider.py                  # as much again if nothing is cached
 
-Small tasks on which no default was chosen: other optimizers, regularisation, lengths of training,
-networks and labels; beside the classification tasks of quality.py. The outputs of retrained models
-are committed.
+Other optimizers, regularisation, lengths of training, networks and labels, beside the
+classification tasks of quality.py. The outputs of retrained models are committed.
 """
 
 from __future__ import annotations
@@ -18,29 +17,40 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import numpy as np
 import pandas as pd
 import torch
-from _quality_measured import Measured, by_package, by_trace, ensembles, estimators, of_data
+from _quality_measured import (
+    WITH_Q,
+    Measured,
+    by_loss_power,
+    by_package,
+    by_trace,
+    ensembles,
+    estimators,
+    of_data,
+)
 from _quality_report import table
 from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints, keep, retrain
-from _quality_wider import ON_ONE_RUN, WIDER, trajectory
+from _quality_wider import HELD_OUT, ON_ONE_RUN, WIDER, trajectory
 
 import trakdask as td
+from trakdask.arrays.weights import power_of
 
 EARLIER = ("resnet", "mlp", "cnn", "transformer", "cancer", "noisy", "early")
-HAS_BATCH_NORM = ("resnet", "mlp-bn", "cnn-bn")
+HAS_BATCH_NORM = ("resnet", "mlp-bn", "cnn-bn", "deep-bn")
 #: Estimators with Q itself, where soft has its root.
-SHARP = ("trak", "Gauss-Newton")
+SHARP = ("trak", WITH_Q, "Gauss-Newton")
 NARROW = 1.0  # spread of Q or log Q
 CLOSE = 1.2  # spread of f, which is a logit
 LITTLE = 0.05  # what totals lose in correlation with Q in place of its root
-ALL = SUBJECTS | WIDER
+ALL = SUBJECTS | WIDER | HELD_OUT
 
 
 def train(tasks: Iterable[str], cache: Path) -> None:
     """Train the models to attribute, and the truth that is committed."""
-    for subject in (WIDER[name] for name in tasks if name in WIDER):
+    for subject in (ALL[name] for name in tasks if name not in SUBJECTS):
         checkpoints(subject, cache)
         keep(subject, retrain(subject, cache))
         if subject.name in ON_ONE_RUN:
@@ -55,7 +65,8 @@ def print_facts(measured: list[Measured]) -> None:
     print(
         "\nTasks; Q of training samples, mean of 3 checkpoints: mean, deviation over mean; then the"
     )
-    print("deviations of log Q, and of f, the output\n" + table(rows))
+    print("deviations of log Q and f, the output, and that of log((1 - Q)/Q) at one checkpoint")
+    print(table(rows))
 
 
 def print_defaults(measured: list[Measured]) -> None:
@@ -63,7 +74,8 @@ def print_defaults(measured: list[Measured]) -> None:
     for each in measured:
         (row,), (trace,) = each.once(by_package), each.once(by_trace)
         low, high, gain = row["low"], row["high"], row["default"] - row["trak, best λ"]
-        names = ("task", "is", "default", "trak", "soft", "Gauss-Newton", "trak, best λ", "ceiling")
+        names = ("task", "is", "default", "trak", "soft", WITH_Q, "Gauss-Newton", "trak, best λ",
+                 "ceiling")  # fmt: skip
         compared = {"default - trak, best λ": {"value": gain, "interval": [low, high]}}
         rows.append({name: row[name] for name in names} | compared | trace)
     print("\nLDS by td.score, 3 checkpoints, proj_dim 2048: the default, then estimators with λ by")
@@ -72,6 +84,23 @@ def print_defaults(measured: list[Measured]) -> None:
     )
     print("estimators with λ = tr(K)/n")
     print(table(rows))
+
+
+def print_powers(measured: list[Measured]) -> None:
+    """By how unequally sure the model is of training samples."""
+    rows = [
+        {"deviation": about["deviation"], "power of the default": power(about["deviation"])} | row
+        for each in measured
+        for row, about in zip(each.once(by_loss_power), each.once(of_data), strict=True)
+    ]
+    frame = pd.DataFrame(rows).set_index("task").sort_values("deviation")
+    print("\nLDS at the best λ in hindsight of the gram matrix of soft with powers of Q in scores,")
+    print("and of trak; 3 checkpoints, proj_dim 2048. Deviation: of log((1 - Q)/Q)")
+    print(frame.round(3).to_string())
+
+
+def power(deviation: float) -> float:
+    return power_of(np.array([deviation**2]))
 
 
 def print_estimators(frame: pd.DataFrame) -> None:
@@ -105,6 +134,7 @@ def print_switch(measured: list[Measured], frame: pd.DataFrame) -> None:
     )
     here = frame[(frame.checkpoints == 3) & (frame.change == "none")]
     best = here.pivot(index="task", columns="estimator", values="lds").loc[found.index]
+    best[WITH_Q] = [each.once(by_loss_power)[0]["Q^1"] for each in measured]
     print("\nWhat could tell when Q itself (Gauss-Newton) is better than its root (soft). Totals:")
     print("the correlation, over targets, of their outputs with the sums of their scores")
     print(evidence(found, about, best).round(3).to_string())
@@ -136,8 +166,10 @@ def rules(found: pd.DataFrame, about: pd.DataFrame) -> dict[str, pd.Series]:
         f"spread of log Q < {NARROW}": about["spread of log Q"] < NARROW,
         f"spread of f < {CLOSE}": about["spread of f"] < CLOSE,
         f"totals fall by < {LITTLE}": fall < LITTLE,
+        f"deviation < {CLOSE}": about["deviation"] < CLOSE,
     }
-    chosen = {f"{name}, always": found[name] for name in ("soft", *SHARP)}
+    chosen = {"default": found["default"]}
+    chosen |= {f"{name}, always": found[name] for name in ("soft", *SHARP)}
     for name, condition in conditions.items():
         chosen |= {f"{one} if {name}": found[one].where(condition, found.soft) for one in SHARP}
     return chosen
@@ -194,7 +226,7 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    every = [*EARLIER, *WIDER]
+    every = [*EARLIER, *WIDER, *HELD_OUT]
     parser.add_argument("--stage", choices=("train", "measure"), default="measure")
     parser.add_argument("--tasks", nargs="+", choices=every, default=every)
     parser.add_argument("--cache", type=Path, default=Path("demo-output/quality"))
@@ -213,6 +245,7 @@ def main(argv: list[str] | None = None) -> None:
         frame = pd.DataFrame([row for each in measured for row in each.once(estimators)])
         print_facts(measured)
         print_defaults(measured)
+        print_powers(measured)
         print_estimators(frame)
         print_switch([each for each in measured if each.subject.name != "strokes"], frame)
         print_changes(frame)

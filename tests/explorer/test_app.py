@@ -125,7 +125,7 @@ def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
     shifted = features.feature + np.float32(1)
     output = shifted.sum("proj_dim") + features.output
     features = features.assign(feature=shifted, output=output).assign_attrs(
-        task="ImageClassification()", batch_norm=False
+        task="ImageClassification()"
     )
     explorer = td.explore(features, features.isel(sample=slice(M)), estimator="soft")
     view = View(page="target")

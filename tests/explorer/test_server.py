@@ -23,7 +23,7 @@ from tests.explorer.browser import served
 from trakdask.explorer import Explorer
 from trakdask.explorer.server import server
 
-ABOUT = {"task": "ImageClassification()", "batch_norm": False}
+ABOUT = {"task": "ImageClassification()"}
 
 
 def simulated(seed: int, n_samples: int = 12) -> xr.Dataset:

@@ -446,15 +446,6 @@ def test_states_bytes__are_a_fifth_of_the_worker(process_client: Client) -> None
     assert process_client.submit(states_bytes).result() in {x // 5 for x in limits.values()}
 
 
-def test_featurize__says_whether_the_model_has_batch_norm() -> None:
-    plain, normed = nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), nn.BatchNorm1d(3)
-    for module, expected in ((plain, "soft"), (nn.Sequential(plain, normed), "trak")):
-        features = td.featurize(samples(), td.Model(module.eval()), projector=td.Identity())
-        assert features.attrs["batch_norm"] is (expected == "trak")
-        scores = td.score(features, features, damping=0.1)
-        assert scores.attrs["estimator"] == expected
-
-
 class _OutOfMemory(td.tasks.ImageClassification):
     """Torch's own words, for more than three samples at once."""
 

@@ -67,7 +67,6 @@ def images(n: int = N, seed: int = 0, checkpoints: tuple[int, ...] = (0, 1, 2)) 
     names = [f"c{index}" for index in checkpoints]
     return made.assign(arrays).assign_attrs(
         task="ImageClassification()",
-        batch_norm=False,
         source=f"images {n} {seed}",
         checkpoints={name: name for name in names},
         checkpoint_ids={f"c{index}": index for index in checkpoints},
@@ -339,13 +338,13 @@ def test_save__closed_form_of_other_tasks(tmp_path: Path) -> None:
     )
 
 
-def test_save__of_a_model_with_batchnorm_chooses_under_soft_weights(tmp_path: Path) -> None:
-    saved = save(images().assign_attrs(batch_norm=True), tmp_path / "f.zarr")
+def test_save__of_a_gram_matrix_of_trak_chooses_under_soft_weights(tmp_path: Path) -> None:
+    saved = save(images(), tmp_path / "f.zarr", estimator="trak")
     assert saved.gram.attrs["gram_weights"] == "1"
-    expected = td.damping(saved.drop_vars(FACTORS)).compute()
+    expected = td.damping(saved.drop_vars(FACTORS), estimator="trak").compute()
     assert str(expected.rule.values) == saved.damping.attrs["rule"]
     np.testing.assert_allclose(saved.damping, expected.damping, rtol=1e-12)
-    found = td.score(saved, TARGETS.assign_attrs(batch_norm=True))
+    found = td.score(saved, TARGETS, estimator="trak")
     assert "gram-products" not in str(list(found.data.dask.layers))
 
 

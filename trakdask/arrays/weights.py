@@ -21,8 +21,11 @@ from trakdask.arrays.blocks import (
 )
 
 __all__ = [
+    "adaptive_power",
     "inverse_norm",
+    "logit_variance",
     "own_influence",
+    "power_of",
     "soft_gram_weights",
     "soft_loss_weights",
     "squared_norm",
@@ -31,8 +34,86 @@ __all__ = [
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6
 
+#: Standard deviations of log((1 - q)/q) up to which Q is the best weight of samples, and from which
+#: its root is. Chosen by tests/benchmarks/quality_wider.py.
+_EQUALLY_SURE, _UNEQUALLY_SURE = 0.8, 1.4
 
-def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
+#: q is cut off here for its logarithm: q of float32 may be exactly 0 or 1.
+_SMALLEST, _LARGEST = 1e-12, 1 - 1e-6
+
+
+def logit_variance(out_to_loss: da.Array) -> da.Array:
+    """Return how much log((1 - q)/q), the margin of the model, varies between samples.
+
+    Parameters
+    ----------
+    out_to_loss
+        q, (sample, checkpoint), float, any chunks; NaN is left out.
+
+    Returns
+    -------
+    The variance, (checkpoint) float64, lazy.
+
+    Examples
+    --------
+    >>> logit_variance(da.from_array(np.array([[0.5], [1 / (1 + np.e**2)]]))).compute().tolist()
+    [1.0]
+    """
+    logit = da.map_blocks(
+        _logit,
+        out_to_loss,
+        name="logit-" + tokenize(out_to_loss.name),
+        dtype=np.float64,
+        meta=np.empty((0, 0), np.float64),
+    )
+    variance: da.Array = da.nanvar(logit, axis=0)
+    return variance
+
+
+def _logit(q: Block) -> Block:
+    q = np.clip(q.astype(np.float64), _SMALLEST, _LARGEST)
+    return np.log1p(-q) - np.log(q)
+
+
+def adaptive_power(out_to_loss: da.Array) -> da.Array:
+    """Return the power of q that suits a model, by how much its margins vary, (), lazy.
+
+    Examples
+    --------
+    >>> adaptive_power(da.from_array(np.array([[0.1], [0.2], [0.3]]))).compute().item()
+    1.0
+    """
+    power: da.Array = da.map_blocks(
+        _power_of_block,
+        logit_variance(out_to_loss).rechunk(-1),
+        drop_axis=0,
+        dtype=np.float64,
+        meta=np.empty((), np.float64),
+    )
+    return power
+
+
+def _power_of_block(variance: Block) -> Block:
+    return np.array(power_of(variance))
+
+
+def power_of(variance: Block) -> float:
+    """Return the power for margins that vary so much at each checkpoint: from 1 down to ½.
+
+    Where a model is about equally sure of all samples, Q is what they weigh in its loss. Where it
+    is not, retraining without some samples raises the weights of others that had almost none, and
+    the root of Q is nearer to what they have in the end.
+
+    Examples
+    --------
+    >>> [round(power_of(np.array([deviation**2])), 3) for deviation in (0.5, 1.1, 3.0)]
+    [1.0, 0.75, 0.5]
+    """
+    deviation = float(np.sqrt(variance.mean()))
+    return float(np.interp(deviation, (_EQUALLY_SURE, _UNEQUALLY_SURE), (1.0, 0.5)))
+
+
+def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Array:
     """Return the weights g = q^a, where q is ``out_to_loss`` and a is ``power``.
 
     Parameters
@@ -41,7 +122,7 @@ def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
         q, (sample, checkpoint), float, any chunks. Values that rounding puts just outside [0, 1]
         are clipped. NaN, which marks a sample recorded as failed, stays NaN.
     power
-        a, in [0, 1].
+        a, in [0, 1]; may be lazy, ().
 
     Returns
     -------
@@ -57,6 +138,16 @@ def soft_loss_weights(out_to_loss: da.Array, power: float) -> da.Array:
     >>> soft_loss_weights(da.from_array(np.array([[0.25, 1.0]])), 0.5).compute().tolist()
     [[0.5, 1.0]]
     """
+    if isinstance(power, da.Array):
+        weights: da.Array = da.map_blocks(
+            _loss_weights,
+            out_to_loss,
+            power,
+            name="soft-loss-weights-" + tokenize(out_to_loss.name, power.name),
+            dtype=np.float64,
+            meta=np.empty((0, 0), np.float64),
+        )
+        return weights
     return _elementwise(_loss_weights, out_to_loss, power)
 
 

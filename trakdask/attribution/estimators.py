@@ -17,6 +17,7 @@ __all__ = [
     "DEFAULT_ESTIMATOR",
     "DEFAULT_POWER",
     "Estimator",
+    "Power",
     "ResolvedEstimator",
     "Weights",
     "resolve_estimator",
@@ -26,8 +27,12 @@ Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "
 AutomaticDamping = Literal["completeness", "trace", "closed_form"]
 DEFAULT_ESTIMATOR: Estimator = "auto"
 
-#: a of soft weights, unless given; and of those under which outputs choose λ for any estimator.
-DEFAULT_POWER = 0.5
+Power = float | Literal["auto"]
+DEFAULT_POWER: Power = "auto"
+
+#: a of soft weights under which outputs choose λ for any estimator, and of their gram matrix where
+#: a is automatic.
+GRAM_POWER = 0.5
 
 _WITHOUT_GRAM = ("grad_dot", "grad_cos", "tracin")
 """Estimators whose scores are products of features alone."""
@@ -102,6 +107,8 @@ class ResolvedEstimator(HtmlTable):
         The weights under which outputs choose λ: its own, or soft ones of power ½.
     damping
         The rule that ``damping="auto"`` stands for.
+    is_adaptive
+        Whether the outputs of training samples choose the power of its weights in scores.
     has_gram
         Whether its scores are products with the inverse of a gram matrix.
     """
@@ -110,20 +117,20 @@ class ResolvedEstimator(HtmlTable):
     weights: Weights
     choosing: Weights
     damping: AutomaticDamping
+    is_adaptive: bool
     has_gram: bool
 
 
 def resolve_estimator(
     estimator: Estimator,
-    power: float,
+    power: Power,
     features: xr.Dataset,
     *,
     allowed: tuple[str, ...] = get_args(Estimator),
 ) -> ResolvedEstimator:
-    """Resolve an estimator for the task and the model that the features were made with.
+    """Resolve an estimator for the task that the features were made with.
 
-    ``"auto"`` is ``"soft"`` where that was measured to be the best, and ``"trak"`` for other tasks
-    and for models with BatchNorm.
+    ``"auto"`` is ``"soft"`` where that was measured to be the best, and ``"trak"`` for other tasks.
 
     Raises
     ------
@@ -139,16 +146,16 @@ def resolve_estimator(
     task = str(features.attrs.get("task", "")).partition("(")[0]
     was_measured = task in _MEASURED_TASKS
     if estimator == "auto":
-        # Features of old stores, or not made by featurize, do not record whether the model has
-        # BatchNorm.
-        suits = was_measured and features.attrs.get("batch_norm") is False
-        estimator = "soft" if suits else "trak"
+        estimator = "soft" if was_measured else "trak"
     is_quadratic = task in _QUADRATIC_TASKS
+    is_automatic = isinstance(power, str) and power == "auto"
     weights = Weights()
     if estimator == "soft":
-        _require_power(power, features.attrs["task"] if is_quadratic else None)
-        weights = weights if is_quadratic else Weights.soft(power)
-    choosing = weights if is_quadratic else Weights.soft(DEFAULT_POWER)
+        if not is_automatic:
+            _require_power(power, features.attrs["task"] if is_quadratic else None)
+        if not is_quadratic:
+            weights = Weights.soft(GRAM_POWER if is_automatic else float(power))
+    choosing = weights if is_quadratic else Weights.soft(GRAM_POWER)
     by_outputs = estimator == "soft" or was_measured
     without_outputs: AutomaticDamping = "trace" if task in _TRACE_TASKS else "closed_form"
     return ResolvedEstimator(
@@ -156,6 +163,7 @@ def resolve_estimator(
         weights=weights,
         choosing=choosing,
         damping="completeness" if by_outputs else without_outputs,
+        is_adaptive=is_automatic and weights.power is not None,
         has_gram=estimator not in _WITHOUT_GRAM,
     )
 
@@ -163,7 +171,9 @@ def resolve_estimator(
 def _require_power(power: object, quadratic_task: object) -> None:
     is_number = isinstance(power, (int, float, np.number)) and not isinstance(power, bool)
     if not is_number or not 0 <= power <= 1:  # type: ignore[operator]
-        raise ValueError(f"expected power as a number in [0, 1], got {power!r}; try power=0.5")
+        raise ValueError(
+            f"expected power='auto' or a number in [0, 1], got {power!r}; try power='auto'"
+        )
     if quadratic_task is not None and power != 1:
         raise ValueError(
             f"expected power=1 for the task {quadratic_task}, whose loss is a squared error, got "

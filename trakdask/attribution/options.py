@@ -11,6 +11,7 @@ import xarray as xr
 from trakdask.attribution.dampings import Damping, brief
 from trakdask.attribution.estimators import (
     Estimator,
+    Power,
     ResolvedEstimator,
     resolve_estimator,
 )
@@ -44,7 +45,7 @@ class Options:
 def gather_options(
     features: xr.Dataset,
     estimator: Estimator,
-    power: float,
+    power: Power,
     damping: Damping,
     calibrate: xr.Dataset | None,
     weights: xr.DataArray | None,

@@ -14,7 +14,7 @@ from dask.base import tokenize
 from trakdask import arrays
 from trakdask.arrays import lineage
 from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator
+from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator, Power
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.labels import (
     labelled,
@@ -62,7 +62,7 @@ def score_parts(
     parts: Parts = "token",
     text: Text | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = DEFAULT_POWER,
+    power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,

@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.attribution.dampings import Absolute
-from trakdask.attribution.estimators import Weights
+from trakdask.attribution.loss_weights import LossWeights, loss_weights
 from trakdask.attribution.options import LearningRates, Options
 from trakdask.attribution.regularization import Regularized, regularize
 from trakdask.attribution.sides import Side
@@ -34,13 +34,14 @@ _FORMULAS = {
 class Solver:
     """The two sides of an estimator's product, each of which can be asked for alone.
 
-    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made. Where
-    ``pooled``, the weights of checkpoints are replaced by their mean.
+    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made; ``loss``
+    are the weights of samples. Where ``pooled``, those of checkpoints are replaced by their mean.
     """
 
     options: Options
     matrix: Regularized | None
     attrs: dict[str, str]
+    loss: LossWeights
     pooled: bool = True
 
     def solve(self, vectors: da.Array) -> da.Array:
@@ -66,7 +67,7 @@ class Solver:
             rates = _learning_rates(of.ds, self.options.learning_rates)
             weight = _with_nan_spread(q * (len(rates) * rates)[None, :])
         else:
-            weight = self.options.estimator.weights.loss_data(of.ds)
+            weight = self.loss.of(of.ds)
         if name == "relatif" and self.matrix is not None:
             own = self.matrix.leverage(of.whole()).mean(axis=1, keepdims=True)
             norm = arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
@@ -76,31 +77,29 @@ class Solver:
 
 def solver(features: xr.Dataset, options: Options) -> Solver:
     """Return the solver of an estimator; features are those of all training samples, chunked."""
-    estimator = options.estimator
+    estimator, loss = options.estimator, loss_weights(options.estimator, features)
     attrs: dict[str, str] = {"estimator": estimator.name}
     if not estimator.has_gram:
         attrs["formula"] = _FORMULAS[estimator.name]
         if estimator.name == "tracin":
             rates = _learning_rates(features, options.learning_rates)
             attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
-        return Solver(options, None, attrs, pooled=estimator.name == "grad_dot")
+        return Solver(options, None, attrs, loss, pooled=estimator.name == "grad_dot")
     matrix, damping = regularize(features, options), options.damping
     attrs |= {
-        "formula": _FORMULAS.get(estimator.name, _soft_formula(estimator.weights)),
+        "formula": _FORMULAS.get(
+            estimator.name, f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{loss.name}]"
+        ),
         "damping": f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1],
         "gram_weights": estimator.weights.gram if options.weights is None else "given",
     }
     if matrix.choice is not None:
         attrs["damping"] = f"completeness, {arrays.damping_choice.STANDARD_ERRORS} SE"
-    return Solver(options, matrix, attrs)
+    return Solver(options, matrix, attrs, loss)
 
 
 def _norm(side: Side) -> da.Array:
     return arrays.weights.squared_norm(side.whole())
-
-
-def _soft_formula(weights: Weights) -> str:
-    return f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{weights.loss}]"
 
 
 def _sign(q: da.Array) -> da.Array:

@@ -17,6 +17,7 @@ from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
     Estimator,
+    Power,
 )
 from trakdask.attribution.matrices import ChoosingMatrices, Matrices, matrices
 from trakdask.attribution.options import Options, gather_options
@@ -77,7 +78,7 @@ def damping(
     damping: Damping = "auto",
     *,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = DEFAULT_POWER,
+    power: Power = DEFAULT_POWER,
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
 ) -> xr.Dataset:
@@ -144,8 +145,8 @@ def damping(
     ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.008 of
     the linear datamodeling score on average against the best λ, 0.039 in the worst of 56 settings
     (chosen by the targets 0.007, and 0.064 in the worst); the closed form 0.037 with TRAK's
-    weights, 0.047 with soft ones. Ten further tasks, regression and language models are on the page
-    "Quality".
+    weights, 0.047 with soft ones. Nineteen further tasks, regression and language models are on the
+    page "Quality".
 
     Examples
     --------

@@ -12,6 +12,7 @@ from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
     Estimator,
+    Power,
 )
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.attribution.labels import (
@@ -22,6 +23,7 @@ from trakdask.attribution.labels import (
     require_flag,
     score_attrs,
 )
+from trakdask.attribution.loss_weights import loss_weights
 from trakdask.attribution.options import gather_options
 from trakdask.attribution.products import solver
 from trakdask.attribution.regularization import regularize
@@ -37,7 +39,7 @@ def score(
     *,
     of: xr.Dataset | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = DEFAULT_POWER,
+    power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
@@ -70,16 +72,18 @@ def score(
         training samples, whose gram matrix is used. :func:`score_parts` needs no such features.
     estimator
         ``"auto"``: ``"soft"`` for classification into one of several classes, or by several labels,
-        by models without BatchNorm, else ``"trak"``. ``"trak"``: h = 1, g = Q, as published.
-        ``"soft"``: with q = Q in [0, 1] and a = ``power``, h = q^a (1 - q), g = q^a: the curvature
-        and the gradient of one loss, flatter than the real one; a = 1 is the Gauss-Newton influence
-        function.
+        else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
+        and a = ``power``, h = q^a (1 - q), g = q^a: the curvature and the gradient of one loss,
+        flatter than the real one; a = 1 is the Gauss-Newton influence function.
         ``"relatif"``: TRAK's score by the square root of the sample's self-influence. Without a
         gram matrix: ``"grad_dot"``, mean_c[φ_c(z)·φ_c(t)] · mean_c[Q_c(z)]; ``"grad_cos"``,
         mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
     power
         a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early, nearer 1
-        where few samples are removed. A squared error needs 1, which there is ``"trak"``.
+        where few samples are removed. ``"auto"``: ½ in h; in g from ½ up to 1 the more equally sure
+        the model is of all training samples, which is to say the less log((1 - q)/q) varies between
+        them (1 up to a standard deviation of 0.8, ½ from 1.4 on). A squared error needs 1, which
+        there is ``"trak"``.
     damping
         λ, see :func:`damping`.
     calibrate
@@ -129,9 +133,9 @@ def score(
     :func:`self_influence`, so the size of Q cancels. Cosines with a zero feature are NaN.
 
     Measured by ``tests/benchmarks/quality.py`` on seven small classification tasks, half of the
-    samples removed: ``"soft"`` at the automatic λ had a linear datamodeling score above that of
-    ``"trak"`` at the best λ in hindsight, or the same, on six, and a lower one on a ResNet with
-    BatchNorm. Ten further tasks, regression and language models are on the page "Quality".
+    samples removed: ``"soft"`` at the automatic λ and power had a linear datamodeling score above
+    that of ``"trak"`` at the best λ in hindsight, or the same. Nineteen further tasks, regression
+    and language models are on the page "Quality".
 
     References
     ----------
@@ -176,7 +180,7 @@ def group_score(
     *,
     by: str,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = DEFAULT_POWER,
+    power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
@@ -224,7 +228,7 @@ def self_influence(
     features: xr.Dataset,
     *,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = DEFAULT_POWER,
+    power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     weights: xr.DataArray | None = None,
@@ -275,7 +279,7 @@ def self_influence(
         own = regularize(side.ds, options).leverage(x)
     else:
         own = arrays.weights.squared_norm(x)
-    g = options.estimator.weights.loss_data(side.ds)
+    g = loss_weights(options.estimator, side.ds).of(side.ds)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
     dims, coords = labels_of_samples(side)

@@ -13,7 +13,7 @@ import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.decomposition import component_count
 from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import Estimator, ResolvedEstimator, resolve_estimator
+from trakdask.attribution.estimators import Estimator, Power, ResolvedEstimator, resolve_estimator
 from trakdask.attribution.matrices import (
     DERIVED,
     EIGENVALUES,
@@ -53,7 +53,7 @@ class Attributions:
         features: xr.Dataset,
         *,
         estimator: Estimator,
-        power: float,
+        power: Power,
         damping: Damping,
         calibrate: xr.Dataset | None,
         learning_rates: Any,

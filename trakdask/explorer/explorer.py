@@ -16,7 +16,7 @@ import xarray as xr
 from distributed import Client
 
 from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator
+from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator, Power
 from trakdask.attribution.options import LearningRates, gather_options
 from trakdask.checks import shown
 from trakdask.execution.scheduling import active_client
@@ -144,7 +144,7 @@ def explore(
     parts: xr.Dataset | None = None,
     marks: Marks | str | os.PathLike[str] | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = DEFAULT_POWER,
+    power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     learning_rates: LearningRates | None = None,

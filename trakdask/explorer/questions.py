@@ -19,8 +19,9 @@ import xarray as xr
 import trakdask as td
 from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import Estimator
+from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Power
 from trakdask.attribution.groups import group_codes
+from trakdask.attribution.loss_weights import loss_weights
 from trakdask.explorer import corpus, duplicates
 from trakdask.explorer.attributions import Attributions, Ready
 from trakdask.explorer.computing import compute, computed
@@ -63,7 +64,7 @@ class Questions:
         targets: xr.Dataset,
         *,
         estimator: Estimator = "auto",
-        power: float = 0.5,
+        power: Power = DEFAULT_POWER,
         damping: Damping = "auto",
         calibrate: xr.Dataset | None = None,
         learning_rates: Any = None,
@@ -311,7 +312,7 @@ def _scores_of_sample(ready: Ready, targets: xr.Dataset, position: int) -> da.Ar
     name = "trak" if ready.estimator.name == "relatif" else ready.estimator.name
     options = {**ready.options, "estimator": name}
     products: da.Array = td.score(ready.features, sample, of=rows, **options).data[:, 0]
-    weight = ready.estimator.weights.loss_data(sample).mean(axis=1)[0]
+    weight = loss_weights(ready.estimator, ready.features).of(sample).mean(axis=1)[0]
     if ready.estimator.name == "relatif":
         sample_rows = sample.assign(out_to_loss=xr.ones_like(sample["out_to_loss"]))
         leverage = td.score(ready.features, sample, of=sample_rows, **options).data[0, 0]

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import xarray as xr
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
 from trakdask.featurization.devices import check_device
@@ -333,7 +332,6 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
     return {
         **job.model.spec(),
         "projector": job.projector.spec(),
-        "batch_norm": any(isinstance(m, _BatchNorm) for m in job.model.skeleton().modules()),
         **_sources(job, samples),
         "gradients": job.engine,
         "batch_size": job.batch_size,

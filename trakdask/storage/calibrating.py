@@ -59,8 +59,8 @@ def calibrate(
     -----
     Cost: one eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes in a task, unless
     the store has it already; the features of up to 1000 training samples are read to choose λ. For
-    a store of ``estimator="trak"`` whose λ is chosen by outputs (classification by a model with
-    BatchNorm), one pass over the features as well. Features are not computed again.
+    a store of ``estimator="trak"`` whose λ is chosen by outputs (classification), one pass over the
+    features as well. Features are not computed again.
 
     Examples
     --------

@@ -22,7 +22,8 @@ from zarr.codecs import Crc32cCodec
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.arrays.decomposition import component_count
-from trakdask.attribution.estimators import Estimator
+from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Power
+from trakdask.attribution.loss_weights import LOGIT_VARIANCE
 from trakdask.attribution.matrices import (
     DAMPING,
     EIGENVALUES,
@@ -196,12 +197,12 @@ def _options(ds: xr.Dataset, calibrate: xr.Dataset | None) -> Options:
     """Return the options of scores under the gram matrix that is stored."""
     power = ds[GRAM].attrs.get("power")
     if power is None:
-        return calibrated_options(ds, "trak", 0.5, calibrate)
+        return calibrated_options(ds, "trak", DEFAULT_POWER, calibrate)
     return calibrated_options(ds, "soft", power, calibrate)
 
 
 def calibrated_options(
-    features: xr.Dataset, estimator: Estimator, power: float, calibrate: xr.Dataset | None
+    features: xr.Dataset, estimator: Estimator, power: Power, calibrate: xr.Dataset | None
 ) -> Options:
     """Return the options by which a store chooses λ.
 
@@ -279,13 +280,20 @@ def _damping(ds: xr.Dataset, options: Options) -> dict[str, Any]:
     features = lazy_features(with_origin(ds))
     regularized = regularize(features, options, quiet=True)
     lazy = describe_damping(features, regularized)
-    chosen, total = dask.compute(lazy, output_total(features.output.data))
+    is_soft = options.estimator.weights.power is not None
+    chosen, total, variance = dask.compute(
+        lazy,
+        output_total(features.output.data),
+        arrays.weights.logit_variance(features.out_to_loss.data) if is_soft else None,
+    )
     by_outputs = options.is_damped_by_outputs
     attrs: dict[str, Any] = {
         "asked": options.rule,
         "rule": str(chosen.rule.values),
         "pooled_checkpoints": [str(name) for name in ds[CHECKPOINT].values],
     }
+    if variance is not None:
+        attrs[LOGIT_VARIANCE] = variance.tolist()
     if by_outputs:
         attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
         attrs |= {"curve": chosen.curve.values.tolist(), "output_total": float(total)}

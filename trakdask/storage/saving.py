@@ -12,7 +12,9 @@ import xarray as xr
 
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
+    DEFAULT_POWER,
     Estimator,
+    Power,
     Weights,
     resolve_estimator,
 )
@@ -51,7 +53,7 @@ def save(
     *,
     gram: bool = True,
     estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: float = 0.5,
+    power: Power = DEFAULT_POWER,
     calibrate: xr.Dataset | None = None,
     append_dim: AppendDim | None = None,
     dtype: Literal["float16"] | None = None,
@@ -173,7 +175,7 @@ def save(
 
 
 def _require_calibration(
-    features: xr.Dataset, estimator: Estimator, power: float, calibrate: xr.Dataset, *, gram: bool
+    features: xr.Dataset, estimator: Estimator, power: Power, calibrate: xr.Dataset, *, gram: bool
 ) -> None:
     """Reject held-out samples that could not choose λ, before anything is computed."""
     if not gram:

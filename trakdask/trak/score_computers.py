@@ -206,10 +206,11 @@ class DampedScoreComputer(BasicScoreComputer):
             self._gram_weights = h.compute(scheduler="synchronous")
 
     def loss_weights(self, out_to_loss: np.ndarray) -> np.ndarray:
-        """Return the factors of the samples in the scores, (n, 1), from Q."""
+        """Return the factors of the samples in the scores from Q, both (n, checkpoint)."""
         if self.weights.power is None:
             return out_to_loss
-        g = arrays.weights.soft_loss_weights(_one_block(out_to_loss), self.weights.power)
+        q = _one_block(out_to_loss)
+        g = arrays.weights.soft_loss_weights(q, arrays.weights.adaptive_power(q))
         return np.asarray(g.compute(scheduler="synchronous"))
 
     def get_xtx(self, grads: Tensor) -> Tensor:

@@ -150,13 +150,13 @@ class Scoring(Steps):
         num_targets = self.saver.experiments[exp_name]["num_targets"]
         ids = list(self.saver.model_ids if model_ids is None else model_ids)
         total = torch.zeros(self.train_set_size, num_targets)
-        q_sum = np.zeros((self.train_set_size, 1), np.float32)
+        q: list[np.ndarray] = []
         used: list[int] = []
         done: list[int] = []
         with self._progress("Finalizing scores", ids, done):
             for model_id in ids:
                 if self._open_for_scores(exp_name, num_targets, model_id, allow_skip):
-                    q_sum += self._add_scores(exp_name, total)
+                    q.append(self._add_scores(exp_name, total))
                     used.append(model_id)
                 done.append(model_id)
         if not used:
@@ -165,7 +165,9 @@ class Scoring(Steps):
                 "try finalize_features and score first"
             )
         scores = self.saver.current_store[f"{exp_name}_scores"]
-        scores[:] = (total.numpy() / len(used)) * (q_sum / len(used))
+        weigh = getattr(self.score_computer, "loss_weights", np.asarray)
+        mean = weigh(np.hstack(q)).mean(axis=1, keepdims=True, dtype=np.float32)
+        scores[:] = (total.numpy() / len(used)) * mean
         self.saver.save_scores(exp_name)
         self.scores = scores
         return scores  # type: ignore[no-any-return]

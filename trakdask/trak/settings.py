@@ -81,12 +81,11 @@ def parameter_shapes(model: torch.nn.Module, grad_wrt: Sequence[str] | None) -> 
     return {name: shape for name, shape in shapes.items() if name in grad_wrt}
 
 
-def weights_of(task: Any, model: torch.nn.Module) -> Weights:
-    """Return the weights of the estimator that trakdask chooses for a task and a model."""
+def weights_of(task: Any) -> Weights:
+    """Return the weights of the estimator that trakdask chooses for a task."""
     is_own = type(task) in TASK_TO_MODELOUT.values()
     name = type(task).__name__.removeprefix("Iterative") if is_own else "unknown"
-    has_norm = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    attrs = {"task": name.removesuffix("ModelOutput"), "batch_norm": has_norm}
+    attrs = {"task": name.removesuffix("ModelOutput")}
     return resolve_estimator("auto", DEFAULT_POWER, xr.Dataset(attrs=attrs)).weights
 
 

@@ -83,7 +83,7 @@ class Steps:
         return True
 
     def _add_scores(self, exp_name: str, total: Tensor) -> np.ndarray:
-        """Add the products of the current checkpoint; return its factors, (n, 1)."""
+        """Add the products of the current checkpoint; return its Q, (n, 1)."""
         store = self.saver.current_store
         features = torch.as_tensor(store["features"], device=self.device)
         targets = torch.as_tensor(store[f"{exp_name}_grads"], device=self.device)
@@ -94,9 +94,7 @@ class Steps:
                 *(n_missing, len(targets), exp_name, self.saver.current_model_id),
             )
         self.score_computer.get_scores(features, targets, accumulator=total)
-        q = np.asarray(store["out_to_loss"])
-        weigh = getattr(self.score_computer, "loss_weights", None)
-        return np.asarray(weigh(q) if weigh else q)
+        return np.asarray(store["out_to_loss"]).copy()
 
     def _load_weights(self, checkpoint: Mapping[str, Any], model_id: int) -> None:
         self._weights_of = None

@@ -369,7 +369,7 @@ class TRAKer(Scoring):
             "lambda_reg": self.lambda_reg,
         }
         if given is None and self.mode == "trakdask":
-            return DampedScoreComputer(**arguments, weights=weights_of(self.task, self.model))
+            return DampedScoreComputer(**arguments, weights=weights_of(self.task))
         droppable = {"logging_level", *([] if self.lambda_reg else ["lambda_reg"])}
         return instance(given or BasicScoreComputer, droppable, **arguments)  # type: ignore[no-any-return]
 

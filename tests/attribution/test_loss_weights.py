@@ -1,0 +1,111 @@
+"""The power of the weights of samples: from what a store keeps, or from the outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+import trakdask as td
+from trakdask.attribution.estimators import resolve_estimator
+from trakdask.attribution.loss_weights import LossWeights, loss_weights
+from trakdask.testing import simulate_features
+
+N, P = 120, 4
+DEVIATIONS = {"c0": 0.7, "c1": 1.0, "c2": 1.3}
+
+
+def features(seed: int = 0) -> xr.Dataset:
+    """Margins that vary by known amounts, at each checkpoint."""
+    made = simulate_features(N, P, 3, chunks=32, seed=seed)
+    logit = np.random.default_rng(seed).standard_normal((N, 3))
+    logit = (logit - logit.mean(0)) / logit.std(0) * list(DEVIATIONS.values()) + 3
+    q = da.from_array((1 / (1 + np.exp(logit))).astype("f4"), chunks=(32, 1), name=f"q-{seed}")
+    output = da.from_array(logit.astype("f4"), chunks=(32, 1), name=f"f-{seed}")
+    dims = ("sample", "checkpoint")
+    made = made.assign(out_to_loss=(dims, q), output=(dims, output))
+    return made.assign_attrs(task="ImageClassification()")
+
+
+def power(ds: xr.Dataset, estimator: str = "auto", given: object = "auto") -> float | None:
+    found = loss_weights(resolve_estimator(estimator, given, ds), ds).power
+    return float(found.compute()) if isinstance(found, da.Array) else found
+
+
+def expected(*deviations: float) -> float:
+    return np.interp(np.sqrt(np.mean(np.square(deviations))), (0.8, 1.4), (1, 0.5))
+
+
+def test_power__is_that_of_the_mean_variance() -> None:
+    assert power(features()) == pytest.approx(expected(0.7, 1.0, 1.3), rel=1e-6)
+    assert power(features().isel(checkpoint=[0])) == 1
+    assert power(features().isel(checkpoint=[2])) == pytest.approx(expected(1.3), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "given", "found"),
+    [("auto", 0.25, 0.25), ("soft", 1, 1.0), ("trak", "auto", None), ("grad_dot", "auto", None)],
+)
+def test_power__given_or_of_other_estimators(estimator: str, given: object, found: object) -> None:
+    assert power(features(), estimator, given) == found
+
+
+def test_power__of_a_store_needs_no_outputs(tmp_path: Path) -> None:
+    saved = td.save(features(), tmp_path / "f.zarr", progress=False)
+    stored = loss_weights(resolve_estimator("auto", "auto", saved), saved)
+    assert stored == LossWeights("q^0.809", pytest.approx(expected(0.7, 1.0, 1.3), rel=1e-6))
+    scores = td.score(saved, features(1).isel(sample=[0]), damping=td.Absolute(1.0))
+    assert "q^0.809" in scores.attrs["formula"]
+    lazily = td.score(features(), features(1).isel(sample=[0]), damping=td.Absolute(1.0))
+    assert "q^b" in lazily.attrs["formula"]
+    np.testing.assert_allclose(scores, lazily, rtol=1e-4, atol=1e-6)
+
+
+def test_power__of_selected_rows_is_that_of_all(tmp_path: Path) -> None:
+    saved = td.save(features(), tmp_path / "f.zarr", progress=False)
+    sure = np.flatnonzero(saved.output.mean("checkpoint") > 3)
+    assert power(saved.isel(sample=sure)) == power(saved)
+    targets = features(1).isel(sample=slice(5))
+    found = td.score(saved.isel(sample=sure), targets, damping=td.Absolute(1.0))
+    expected = td.score(saved, targets, damping=td.Absolute(1.0))[sure]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_power__of_selected_checkpoints_of_a_store(tmp_path: Path) -> None:
+    saved = td.save(features(), tmp_path / "f.zarr", progress=False)
+    one = saved.isel(checkpoint=[2])
+    assert isinstance(loss_weights(resolve_estimator("auto", "auto", one), one).power, float)
+    assert power(one) == pytest.approx(expected(1.3), rel=1e-6)
+
+
+def test_power__follows_outputs_that_were_changed(tmp_path: Path) -> None:
+    saved = td.save(features(), tmp_path / "f.zarr", progress=False)
+    assert power(saved.assign(out_to_loss=saved.out_to_loss**4)) == 0.5
+
+
+def test_power__follows_an_append_and_a_drop(tmp_path: Path) -> None:
+    td.save(features(), tmp_path / "f.zarr", progress=False)
+    other = features(5)
+    wide = other.assign(out_to_loss=other.out_to_loss**3).assign_attrs(source="other")
+    both = td.save(wide, tmp_path / "f.zarr", append_dim="sample", progress=False)
+    assert power(both) == pytest.approx(power(both.drop_vars("damping")), rel=1e-6)
+    assert power(both) == 0.5
+    left = td.drop(tmp_path / "f.zarr", where=xr.DataArray(np.arange(2 * N) >= N, dims="sample"))
+    assert power(left) == pytest.approx(expected(0.7, 1.0, 1.3), rel=1e-6)
+
+
+def test_power__of_failed_samples_is_that_of_the_others() -> None:
+    q = features().out_to_loss.values.copy()
+    q[3] = np.nan
+    data = da.from_array(q, chunks=(32, 1))
+    ds = features().assign(out_to_loss=(("sample", "checkpoint"), data))
+    assert power(ds) == pytest.approx(power(features().isel(sample=np.arange(N) != 3)), rel=1e-6)
+
+
+def test_power__where_q_is_exactly_zero_or_one() -> None:
+    q = np.array([[0.0], [1.0], [0.5]], np.float32)
+    ds = features().isel(sample=slice(3), checkpoint=[0])
+    assert power(ds.assign(out_to_loss=(("sample", "checkpoint"), da.from_array(q)))) == 0.5
