@@ -51,8 +51,11 @@ def oracle_left_out(x: np.ndarray, h: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 
 def oracle_choice(values: list[float], m: int) -> float:
-    """The largest ρ whose correlation is at most (1 - max²)/√m below the best, by a loop."""
+    """ρ = 1, or the largest whose correlation is at most ½(1 - max²)/√m below the best."""
     best, chosen = max(values), 0.0
+    z = [np.log((1 + r) / (1 - r)) / 2 if abs(r) < 1 else np.sign(r) * np.inf for r in values]
+    if best == values[8] or max(z) - z[8] <= 0.25:
+        return 1
     for rho, value in zip(GRID, values, strict=True):
         if value >= best - (1 - best**2) / m**0.5 / 2:
             chosen = rho
@@ -207,10 +210,21 @@ def test_choose__none_is_followed() -> None:
 def test_choose__by_half_a_standard_error() -> None:
     """Half a one is (1 - 0.6²)/√100/2 = 0.032 here, so that 0.57 may be chosen and 0.56 not."""
     values = np.full(17, 0.1)
-    values[[4, 8, 12]] = 0.6, 0.57, 0.56
+    values[[4, 9, 12]] = 0.6, 0.57, 0.56
     found = choose(candidates("targets"), [made(values, 100)]).compute(scheduler="sync")
-    assert found["relative"] == GRID[8]
+    assert found["relative"] == GRID[9]
     np.testing.assert_allclose(found["threshold"], 0.568)
+
+
+@pytest.mark.parametrize(("at_one", "chosen"), [(0.865, 8), (0.862, 12)])
+def test_choose__one_unless_another_is_clearly_better(at_one: float, chosen: int) -> None:
+    """tanh(artanh(0.915) - 0.25) is 0.8636."""
+    values = np.full(17, 0.1)
+    values[[8, 12]] = at_one, 0.915
+    found = choose(candidates("targets"), [made(values, 1000)]).compute(scheduler="sync")
+    assert found["relative"] == GRID[chosen]
+    threshold = 0.86362 if chosen == 8 else 0.915 - (1 - 0.915**2) / 1000**0.5 / 2
+    np.testing.assert_allclose(found["threshold"], threshold, rtol=1e-4)
 
 
 @pytest.mark.parametrize("at", [0, 16])

@@ -16,10 +16,15 @@ from trakdask.arrays.completeness import GRID, LEAST_PEAK, is_followed, peak
 from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.errors import warn_once
 
-__all__ = ["CHOICE", "STANDARD_ERRORS", "Candidate", "choose", "warn_of_choice"]
+__all__ = ["CHOICE", "Candidate", "choose", "warn_of_choice"]
 
-#: By how many standard errors the correlation at the chosen ρ may be below the largest one.
+#: How much larger a correlation must be than that at ρ = 1, in Fisher's z, to choose another ρ.
+CLEARLY_LARGER = 0.25
+
+#: By how many standard errors the correlation at another ρ may then be below the largest one.
 STANDARD_ERRORS = 0.5
+
+_ONE = int(np.flatnonzero(GRID == 1)[0])
 
 #: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the least
 #: one that may be chosen; and all correlations.
@@ -73,8 +78,9 @@ def choose(
 
     Notes
     -----
-    ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
-    the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
+    ρ is 1 unless another one is clearly better: artanh(peak) - artanh(curve at 1) > 0.25. Then it
+    is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below the
+    peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
     """
     names = tuple(candidate.name for candidate in candidates)
     arrays = [item for each in curves for item in (each, "k")]
@@ -97,14 +103,23 @@ def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
     for index, (each, name) in enumerate(zip(curves, names, strict=True)):
         largest, values = peak(each), each["correlation"][0]
         if is_followed(each):
-            threshold = largest - STANDARD_ERRORS * (1 - largest**2) / np.sqrt(each["n_rows"][0])
-            chosen = int(np.flatnonzero(values >= threshold)[-1])
+            chosen, threshold = _chosen(values, largest, each["n_rows"][0])
             if not quiet:
                 _warn_at_the_end(GRID[chosen], name)
             return np.array([(GRID[chosen], index, largest, threshold, values)], CHOICE)
         if not quiet:
             _warn(_too_weak(largest, name, names[index + 1 :]))
     return np.array([(np.nan, len(names), largest, np.nan, values)], CHOICE)
+
+
+def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
+    """Return the position of ρ in the grid, and the least correlation that might be chosen."""
+    with np.errstate(divide="ignore"):  # of a correlation of exactly 1
+        threshold = float(np.tanh(np.arctanh(largest) - CLEARLY_LARGER))
+    if correlation[_ONE] >= threshold:
+        return _ONE, threshold
+    threshold = largest - STANDARD_ERRORS * (1 - largest**2) / np.sqrt(n_rows)
+    return int(np.flatnonzero(correlation >= threshold)[-1]), threshold
 
 
 def warn_of_choice(rho: float, peak: float, name: str) -> None:

@@ -94,7 +94,7 @@ def solver(features: xr.Dataset, options: Options) -> Solver:
         "gram_weights": estimator.weights.gram if options.weights is None else "given",
     }
     if matrix.choice is not None:
-        attrs["damping"] = f"completeness, {arrays.damping_choice.STANDARD_ERRORS} SE"
+        attrs["damping"] = "completeness"
     return Solver(options, matrix, attrs, loss)
 
 

@@ -109,8 +109,8 @@ def damping(
     -------
     Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
     (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
-    how well the linearised model follows the real one; ``threshold`` (), half a standard error
-    less; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where
+    how well the linearised model follows the real one; ``threshold`` (), the least that might be
+    chosen; ``rule`` (), what chose λ in the end. All but ``damping`` and ``rule`` are NaN where
     outputs were not asked; :func:`trakdask.plots.damping` draws them.
 
     Raises
@@ -130,8 +130,9 @@ def damping(
     -----
     Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
     score(z, t) = f(t), if λ is right. So for 17 ρ from 0.01 to 100 these sums are correlated over
-    samples with the outputs f (both as means over checkpoints), under soft weights of power ½, and
-    ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. No model is
+    samples with the outputs f (both as means over checkpoints), under soft weights of power ½. ρ
+    stays 1 unless another correlation is clearly larger, by 0.25 in Fisher's z = artanh(r); then ρ
+    is the largest at most half a standard error below the best, ½(1 - max²)/√m. No model is
     retrained and no n × m array made: one more column of the gram matrix and one eigendecomposition
     per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample and checkpoint. For
     other estimators it needs a gram matrix of these weights too, one more pass over the features.
@@ -189,7 +190,7 @@ def describe_damping(features: xr.Dataset, regularized: Regularized) -> xr.Datas
             "threshold": (
                 (),
                 choice["threshold"][0],
-                {"description": "half a standard error below the peak"},
+                {"description": "least correlation that might be chosen"},
             ),
             "rule": ((), rule, {"description": "what chose λ"}),
         },

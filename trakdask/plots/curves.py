@@ -18,7 +18,7 @@ __all__ = ["damping", "lds", "removal_curve"]
 
 
 def damping(chosen: xr.Dataset) -> Figure:
-    """Draw how the damping was chosen: the curve, half a standard error below its peak, the choice.
+    """Draw how the damping was chosen: the curve, what of it might be chosen, and the choice.
 
     Parameters
     ----------
