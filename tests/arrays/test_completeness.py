@@ -51,15 +51,14 @@ def oracle_left_out(x: np.ndarray, h: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 
 def oracle_choice(values: list[float], m: int) -> float:
-    """ρ = 1, or the largest whose correlation is at most ½(1 - max²)/√m below the best."""
+    """The largest at most ½(1 - max²)/√m below the best; or 1, if that is as good."""
     best, chosen = max(values), 0.0
-    z = [np.log((1 + r) / (1 - r)) / 2 if abs(r) < 1 else np.sign(r) * np.inf for r in values]
-    if best == values[8] or max(z) - z[8] <= 0.25:
-        return 1
     for rho, value in zip(GRID, values, strict=True):
         if value >= best - (1 - best**2) / m**0.5 / 2:
             chosen = rho
-    return chosen
+    z = [np.log((1 + r) / (1 - r)) / 2 if abs(r) < 1 else np.sign(r) * np.inf for r in values]
+    is_as_good = best == values[8] or max(z) - z[8] <= 0.25
+    return min(chosen, 1) if is_as_good else chosen
 
 
 def made(values: list[float] | np.ndarray, m: int = 100) -> da.Array:

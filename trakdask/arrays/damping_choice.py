@@ -18,11 +18,11 @@ from trakdask.errors import warn_once
 
 __all__ = ["CHOICE", "Candidate", "choose", "warn_of_choice"]
 
-#: How much larger a correlation must be than that at ρ = 1, in Fisher's z, to choose another ρ.
-CLEARLY_LARGER = 0.25
-
-#: By how many standard errors the correlation at another ρ may then be below the largest one.
+#: By how many standard errors the correlation at the chosen ρ may be below the largest one.
 STANDARD_ERRORS = 0.5
+
+#: How much larger than that at ρ = 1 a correlation must be, in Fisher's z, to choose a larger ρ.
+CLEARLY_LARGER = 0.25
 
 _ONE = int(np.flatnonzero(GRID == 1)[0])
 
@@ -78,9 +78,10 @@ def choose(
 
     Notes
     -----
-    ρ is 1 unless another one is clearly better: artanh(peak) - artanh(curve at 1) > 0.25. Then it
-    is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below the
-    peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
+    ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
+    the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
+    If that is above 1, it has to be clearly better, artanh(peak) - artanh(curve at 1) > 0.25;
+    otherwise ρ is 1.
     """
     names = tuple(candidate.name for candidate in candidates)
     arrays = [item for each in curves for item in (each, "k")]
@@ -114,12 +115,12 @@ def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
 
 def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
     """Return the position of ρ in the grid, and the least correlation that might be chosen."""
-    with np.errstate(divide="ignore"):  # of a correlation of exactly 1
-        threshold = float(np.tanh(np.arctanh(largest) - CLEARLY_LARGER))
-    if correlation[_ONE] >= threshold:
-        return _ONE, threshold
     threshold = largest - STANDARD_ERRORS * (1 - largest**2) / np.sqrt(n_rows)
-    return int(np.flatnonzero(correlation >= threshold)[-1]), threshold
+    chosen = int(np.flatnonzero(correlation >= threshold)[-1])
+    with np.errstate(divide="ignore"):  # of a correlation of exactly 1
+        least = float(np.tanh(np.arctanh(largest) - CLEARLY_LARGER))
+    is_one = chosen > _ONE and correlation[_ONE] >= least
+    return (_ONE, least) if is_one else (chosen, threshold)
 
 
 def warn_of_choice(rho: float, peak: float, name: str) -> None:

@@ -130,9 +130,9 @@ def damping(
     -----
     Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
     score(z, t) = f(t), if λ is right. So for 17 ρ from 0.01 to 100 these sums are correlated over
-    samples with the outputs f (both as means over checkpoints), under soft weights of power ½. ρ
-    stays 1 unless another correlation is clearly larger, by 0.25 in Fisher's z = artanh(r); then ρ
-    is the largest at most half a standard error below the best, ½(1 - max²)/√m. No model is
+    samples with the outputs f (both as means over checkpoints), under soft weights of power ½, and
+    ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. Above 1 it also
+    has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. No model is
     retrained and no n × m array made: one more column of the gram matrix and one eigendecomposition
     per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample and checkpoint. For
     other estimators it needs a gram matrix of these weights too, one more pass over the features.
