@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 from _quality_measured import (
+    LOSS_POWERS,
     WITH_Q,
     Measured,
     by_loss_power,
@@ -41,9 +42,11 @@ from trakdask.arrays.weights import power_of
 EARLIER = ("resnet", "mlp", "cnn", "transformer", "cancer", "noisy", "early")
 HAS_BATCH_NORM = ("resnet", "mlp-bn", "cnn-bn", "deep-bn")
 #: Estimators with Q itself, where soft has its root.
-SHARP = ("trak", WITH_Q, "Gauss-Newton")
-NARROW = 1.0  # spread of Q or log Q
+SHARP = ("trak", WITH_Q)
+NARROW = 1.0  # spread of Q
 CLOSE = 1.2  # spread of f, which is a logit
+#: Deviations from which and to which the power falls; the last two are Q always, and its root.
+RAMPS = ((0.8, 1.4), (0.6, 1.4), (0.7, 1.3), (0.5, 1.5), (1.2, 1.2), (0.8, 2.0), (9, 10), (0, 0))
 LITTLE = 0.05  # what totals lose in correlation with Q in place of its root
 ALL = SUBJECTS | WIDER | HELD_OUT
 
@@ -97,6 +100,22 @@ def print_powers(measured: list[Measured]) -> None:
     print("\nLDS at the best λ in hindsight of the gram matrix of soft with powers of Q in scores,")
     print("and of trak; 3 checkpoints, proj_dim 2048. Deviation: of log((1 - Q)/Q)")
     print(frame.round(3).to_string())
+    print("\nWhat powers that fall from 1 to 1/2 between two deviations lose, against the best of")
+    print("trak, Q and its root; and how far they are below trak, at most")
+    print(pd.DataFrame([ramp(frame, *ends) for ends in RAMPS]).round(4).to_string(index=False))
+
+
+def ramp(frame: pd.DataFrame, low: float, high: float) -> dict[str, Any]:
+    """Return what a rule for the power loses; LDS between powers is interpolated."""
+    columns = [f"Q^{b:g}" for b in LOSS_POWERS]
+    chosen = np.interp(frame["deviation"], (low, high), (1.0, 0.5))
+    pairs = zip(chosen, frame[columns].to_numpy(), strict=True)
+    lds = np.array([np.interp(b, LOSS_POWERS, row) for b, row in pairs])
+    lost = frame[["trak", "Q^0.5", "Q^1"]].max(axis=1) - lds
+    return {
+        "from": low, "to": high, "mean": lost.mean(), "most": lost.max(), "in": lost.idxmax(),
+        "below trak": (frame["trak"] - lds).max(),
+    }  # fmt: skip
 
 
 def power(deviation: float) -> float:
@@ -163,13 +182,12 @@ def rules(found: pd.DataFrame, about: pd.DataFrame) -> dict[str, pd.Series]:
     conditions = {
         "BatchNorm": pd.Series(found.index.isin(HAS_BATCH_NORM), found.index),
         f"spread of Q < {NARROW}": about["spread of Q"] < NARROW,
-        f"spread of log Q < {NARROW}": about["spread of log Q"] < NARROW,
         f"spread of f < {CLOSE}": about["spread of f"] < CLOSE,
         f"totals fall by < {LITTLE}": fall < LITTLE,
         f"deviation < {CLOSE}": about["deviation"] < CLOSE,
     }
     chosen = {"default": found["default"]}
-    chosen |= {f"{name}, always": found[name] for name in ("soft", *SHARP)}
+    chosen |= {f"{name}, always": found[name] for name in ("soft", *SHARP, "Gauss-Newton")}
     for name, condition in conditions.items():
         chosen |= {f"{one} if {name}": found[one].where(condition, found.soft) for one in SHARP}
     return chosen

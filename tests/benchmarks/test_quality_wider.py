@@ -118,9 +118,8 @@ def test_losses__of_rules_by_hand(wider: ModuleType) -> None:
          "soft, with Q": [0.42, 0.22], "default": [0.41, 0.29],
          "totals of soft": [0.9, 0.9], "totals of Gauss-Newton": [0.88, 0.5]}, index=names,
     )  # fmt: skip
-    about = pd.DataFrame({"spread of Q": [2.0, 0.5], "spread of log Q": [0.5, 2.0],
-                          "spread of f": [0.5, 2.0], "deviation": [0.5, 2.0]},
-                         index=names)  # fmt: skip
+    spreads = {"spread of Q": [2.0, 0.5], "spread of f": [0.5, 2.0], "deviation": [0.5, 2.0]}
+    about = pd.DataFrame(spreads, index=names)
     best = pd.DataFrame({"trak": [0.6, 0.2], "soft": [0.45, 0.35]}, index=names)
     lost = wider.losses(wider.rules(found, about), best)
     by_hand = {
@@ -129,13 +128,23 @@ def test_losses__of_rules_by_hand(wider: ModuleType) -> None:
         "soft, with Q if deviation < 1.2": [0.18, 0.05],
         "trak if BatchNorm": [0.1, 0.05],
         "trak if spread of Q < 1.0": [0.2, 0.25],
-        "Gauss-Newton if totals fall by < 0.05": [0.15, 0.05],
+        "Gauss-Newton, always": [0.15, 0.15],
+        "trak if totals fall by < 0.05": [0.1, 0.05],
     }
     for name, each in by_hand.items():
         assert lost.loc[name, "mean"] == pytest.approx(np.mean(each))
         assert lost.loc[name, "most"] == pytest.approx(max(each))
     assert lost.loc["trak if spread of Q < 1.0", "in"] == "a"
     assert lost.loc["soft, always", "below trak"] == pytest.approx(0.2)
+
+
+def test_ramp__of_two_tasks_by_hand(wider: ModuleType) -> None:
+    powers = {"Q^0": 0.1, "Q^0.25": 0.2, "Q^0.5": [0.3, 0.4], "Q^0.75": 0.35, "Q^1": [0.5, 0.2]}
+    frame = pd.DataFrame({"deviation": [1.1, 3.0], **powers, "trak": [0.45, 0.5]}, index=["a", "b"])
+    found = wider.ramp(frame, 0.8, 1.4)  # a: 0.75, so 0.35; b: 0.5, so 0.4
+    assert (found["mean"], found["most"]) == (pytest.approx(0.125), pytest.approx(0.15))
+    assert found["in"] == "a"
+    assert found["below trak"] == pytest.approx(0.1)
 
 
 @pytest.mark.slow
@@ -154,7 +163,7 @@ def test_main__every_table(
     wider.main(options)
     first = capsys.readouterr()
     assert "tiny-" in first.err
-    assert "Gauss-Newton if totals fall" in first.out
+    assert "trak if totals fall" in first.out
     wider.main(options)
     again = capsys.readouterr()
     assert "CPU seconds\n" not in again.err  # nothing is measured twice
