@@ -132,7 +132,9 @@ def report(result: dict[str, Any]) -> str:
         )
     for name, rows in result["verdicts"].items():
         parts.append(_titled(f"Settings by the interval of: {name}", rows))
-    parts.append(_titled("LDS lost against the best λ", result["summary"]))
+    for kind, rows in result["summary"].items():
+        if rows:
+            parts.append(_titled(f"LDS lost against the best λ: {kind}", rows))
     return "\n\n".join(parts)
 
 

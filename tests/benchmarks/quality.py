@@ -105,7 +105,7 @@ def score_peers(options: argparse.Namespace) -> None:
 
 def peer_jobs(options: argparse.Namespace) -> Iterator[tuple[str, Path, PeerJob]]:
     """Yield package, file of its scores, and what it is to score: classifiers."""
-    tasks = [name for name in options.tasks if SUBJECTS[name].task == "image_classification"]
+    tasks = [name for name in options.tasks if is_classification(name)]
     for task, p, n in itertools.product(tasks, options.proj_dims, options.peer_checkpoints):
         subject = SUBJECTS[task]
         job = PeerJob(subject, checkpoints(subject, options.cache, n), p)
@@ -153,8 +153,15 @@ def assemble(
         "comparisons": compared,
         "peers": [without_draws(row) for row in peers],
         "verdicts": {name: verdicts(compared, name) for name in names},
-        "summary": summary(rows),
+        "summary": {
+            kind: summary([row for row in rows if is_classification(row["task"]) == wanted])
+            for kind, wanted in (("classification", True), ("regression and language", False))
+        },
     }
+
+
+def is_classification(task: str) -> bool:
+    return SUBJECTS[task].task == "image_classification"
 
 
 def rounded(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from distributed import Client, get_worker
 from distributed.utils import sync
 
 import trakdask as td
+from tests.waiting import wait_until
 from trakdask.execution import delivery
 from trakdask.execution.spool import OFFERS, SpoolFile, fetched, local_path, offer, spool_folder
 
@@ -105,8 +107,9 @@ def test_fetch__impossible(
         assert word in said
 
 
-def test_read__driver_has_left(name: str) -> None:
-    """Nobody waits for a process that has gone, whether or not it had begun to send."""
+def test_read__driver_has_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits long for a process that has gone, whether or not it had begun to send."""
+    monkeypatch.setattr(delivery, "_ARRIVAL_S", 0.05)
 
     async def leave() -> None:
         asked: list[tuple[str, str]] = []
@@ -126,6 +129,55 @@ def test_read__driver_has_left(name: str) -> None:
         assert not server._uploads
 
     asyncio.run(leave())
+
+
+def test_read__before_the_driver_is_known(name: str) -> None:
+    """Its graph may arrive before its registration, also where another process is known."""
+
+    async def arrive() -> None:
+        asked: list[tuple[str, str]] = []
+        scheduler = SimpleNamespace(handlers={}, log_event=lambda *event: asked.append(event))
+        server = delivery.SpoolServer()
+        await server.start(scheduler)
+        reading = asyncio.ensure_future(server.read(name, 0))
+        await asyncio.sleep(0.01)
+        assert not asked
+        await server.serve("another")
+        while not asked:
+            await asyncio.sleep(0)
+        await server.serve("driver")
+        assert len(asked) == 2  # the driver is asked, too
+        await server.write(name, sender="driver", offset=0, data=b"12", size=2)
+        assert await reading == {"data": b"12", "size": 2}
+
+    asyncio.run(arrive())
+
+
+def test_fetch__from_a_scheduler_that_takes_no_plugins(
+    process_client: Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = process_client.cluster.scheduler.handlers
+    offer("registers-the-client.npy", str)
+    wait_until(lambda: "trakdask_spool_read" in handlers, "the registration")
+    monkeypatch.delitem(handlers, "trakdask_spool_read")
+    said = process_client.submit(message, SpoolFile(name, "/not/here"), pure=False).result()
+    assert "takes no plugins" in said
+
+
+def test_offer__waits_for_no_event_loop(process_client: Client) -> None:
+    """Graphs are pickled under a lock of the client that its event loop may be waiting for."""
+    address = process_client.scheduler.address
+    with Client(address, set_as_default=False) as client:
+        blocked, free = threading.Event(), threading.Event()
+        client.loop.add_callback(lambda: (blocked.set(), free.wait(60)))
+        assert blocked.wait(60)
+        offering = threading.Thread(target=offer, args=("registers-the-client.npy", str))
+        offering.start()
+        offering.join(30)
+        is_stuck = offering.is_alive()
+        free.set()
+        offering.join()
+    assert not is_stuck
 
 
 def ask(name: str) -> str:

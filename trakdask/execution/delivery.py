@@ -3,16 +3,19 @@
 A worker asks the scheduler for a file by name. If the scheduler does not have it, it asks all
 clients; the one that wrote the file sends it, once. The scheduler keeps it on its disk, for workers
 that ask later, so that no death of a worker loses it. Nothing is sent until somebody asks.
+
+Clients register while they pickle a graph, under a lock that their event loop may be waiting for.
+So nobody waits for the registration, and a worker may ask a little before the scheduler knows.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 import os
 import re
+import time
 import weakref
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -34,6 +37,8 @@ _TOPIC = "trakdask-spool"
 _CHUNK_BYTES = 16 * 1024**2
 _PATIENCE_S = 60.0
 """How long a worker waits for the next bytes of a file before it gives up."""
+_ARRIVAL_S = 5.0
+"""How long it waits for the scheduler to know a client that sends files."""
 _NAME = re.compile(r"[0-9a-z-]+\.[a-z]+")
 
 _log = logging.getLogger(__name__)
@@ -66,12 +71,14 @@ class Delivery:
             worker = get_worker()
         except ValueError:
             raise ValueError("this process is not a worker of a distributed cluster") from None
+        read = functools.partial(sync, worker.loop, worker.scheduler.trakdask_spool_read, name=name)
         target.seek(0)
-        size = None
+        size, deadline = None, time.monotonic() + _ARRIVAL_S
         while size is None or target.tell() < size:
-            answer = sync(
-                worker.loop, worker.scheduler.trakdask_spool_read, name=name, offset=target.tell()
-            )
+            answer = read(offset=target.tell())
+            if answer is None:
+                _wait_for_the_scheduler(deadline)
+                continue
             size = answer["size"]
             target.write(answer["data"])
         target.truncate()
@@ -85,6 +92,13 @@ class Delivery:
         folder = Path(worker.local_directory) / "trakdask-spool"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
+
+
+def _wait_for_the_scheduler(deadline: float) -> None:
+    """Wait a moment: as long as nobody has registered, the scheduler does not know the request."""
+    if time.monotonic() > deadline:
+        raise OSError("the scheduler takes no plugins, and so cannot hand out files")
+    time.sleep(0.2)
 
 
 # ----------------------------------------------------------------------------------- the scheduler
@@ -113,17 +127,23 @@ class SpoolServer(SchedulerPlugin):
         self._scheduler = scheduler
         self._uploads: dict[str, _Upload] = {}
         self._senders: set[str] = set()
+        self._arrived = asyncio.Event()
         scheduler.handlers["trakdask_spool_serve"] = self.serve
         scheduler.handlers["trakdask_spool_read"] = self.read
         scheduler.handlers["trakdask_spool_write"] = self.write
 
     async def serve(self, client: str) -> None:
-        """Take note of a client that sends files when it is asked."""
+        """Take note of a client that sends files when it is asked, and ask for what is missing."""
         self._senders.add(client)
+        self._arrived.set()
+        for name in self._uploads:
+            self._scheduler.log_event(_TOPIC, name)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Let workers ask others for what this client was sending."""
         self._senders.discard(client)
+        if not self._senders:
+            self._arrived.clear()
         for upload in self._uploads.values():
             upload.report()
         self._uploads.clear()
@@ -132,8 +152,7 @@ class SpoolServer(SchedulerPlugin):
         """Return a part of a file, once a client has sent the whole file."""
         path = _path(name)
         while not path.exists():
-            if not self._senders:
-                raise OSError("the process that built the graph has left the cluster")
+            await self._arrival()
             if name not in self._uploads:
                 self._uploads[name] = _Upload()
                 self._scheduler.log_event(_TOPIC, name)
@@ -152,6 +171,13 @@ class SpoolServer(SchedulerPlugin):
             if failure or offset + len(data) == size:
                 del self._uploads[name]
             upload.report()
+
+    async def _arrival(self) -> None:
+        """Wait for a client that sends files; one that computes something may be registering."""
+        try:
+            await asyncio.wait_for(self._arrived.wait(), _ARRIVAL_S)
+        except TimeoutError:
+            raise OSError("the process that built the graph has left the cluster") from None
 
     async def _progress(self, name: str, upload: _Upload) -> None:
         try:
@@ -192,18 +218,15 @@ def _append(path: Path, sender: str, offset: int, data: bytes, size: int) -> Non
 
 def _serve(client: Client) -> None:
     client.subscribe_topic(_TOPIC, functools.partial(_answer, weakref.ref(client)))
-    try:
-        registered = client.sync(_register, client)
-    except Exception as err:  # a scheduler that takes no plugins: workers may see the disk
-        _log.info("%s cannot send files to workers: %r", client, err)
-        return
-    if inspect.isawaitable(registered):  # in the thread of the event loop
-        _in_background(registered)
+    cast(Any, client.loop).add_callback(lambda: _in_background(_register(client)))
 
 
 async def _register(client: Client) -> None:
-    await client.register_plugin(SpoolServer())
-    await cast(Any, client.scheduler).trakdask_spool_serve(client=client.id)
+    try:
+        await client.register_plugin(SpoolServer())
+        await cast(Any, client.scheduler).trakdask_spool_serve(client=client.id)
+    except Exception as err:  # a scheduler that takes no plugins: workers may see the disk
+        _log.info("%s cannot send files to workers: %r", client, err)
 
 
 def _answer(client: weakref.ref[Client], event: tuple[float, str]) -> None:
