@@ -211,12 +211,42 @@ def test_tables_of_ideas__are_those_of_the_results() -> None:
         assert [value.replace("−", "-") for value in shown] == expected
 
 
-def test_table_of_rules__is_that_of_the_results() -> None:
+def wider(title: str, skipped: int, separator: str = r" {2,}") -> list[list[str]]:
+    """Return the rows of a table of quality_wider.py."""
     text = (RESULTS / "2026-11-23-quality_wider.txt").read_text("utf-8")
-    lines = text[text.index("LDS that rules lose") :].split("\n\n")[0].splitlines()[3:]
-    known = [re.split(r" {2,}", line) for line in lines]
+    lines = text[text.index(title) :].split("\n\n")[0].splitlines()[skipped:]
+    return [re.split(separator, line.strip()) for line in lines]
+
+
+def test_table_of_rules__is_that_of_the_results() -> None:
+    known = wider("LDS that rules lose", 3)
     names = {name for name, *_ in known}
     assert [row for row in cells("evidence/quality.md") if row[0] in names] == known
+
+
+def test_tables_of_powers__are_those_of_the_results() -> None:
+    known = wider("LDS at the best λ in hindsight of the gram", 4)
+    shown = [[row[0].strip("`"), *row[1:]] for row in cells("evidence/quality.md")]
+    assert [row for row in shown if len(row) == 9 and row[0] != "task"][1:] == known
+    ramps = wider("What powers that fall", 3, r" +")
+    assert [row for row in shown if len(row) == 6 and row[0].replace(".", "").isdigit()] == ramps
+
+
+def test_table_of_further_tasks__is_that_of_the_results() -> None:
+    known = {row[0]: row for row in wider("LDS by td.score", 4)}
+    deviations = {row[0]: row[1] for row in wider("LDS at the best λ in hindsight of the gram", 4)}
+    rows = [row for row in cells("evidence/quality.md") if len(row) == 8 and "(`" in row[0]]
+    names = [row[0].partition("(`")[2].removesuffix("`)") for row in rows]
+    assert set(names) == set(known) - set(TASKS.values())
+    for name, (_, *shown) in zip(names, rows, strict=True):
+        about = known[name]
+        assert shown[:5] == [deviations[name], about[2], about[3], about[4], about[7]]
+        signed, *ends = re.findall(r"[-+]?\d\.\d+", about[9])
+        assert re.findall(r"[-+]?\d\.\d+", shown[5]) == [
+            signed,
+            *(end.lstrip("+") for end in ends),
+        ]
+        assert shown[6] == about[8]
 
 
 def test_table_of_projections__is_that_of_the_results() -> None:
@@ -236,7 +266,7 @@ def test_table_of_projections__is_that_of_the_results() -> None:
 
 
 def test_table_of_tokens__is_that_of_the_results() -> None:
-    lines = (RESULTS / "2026-11-22-tokens.txt").read_text("utf-8").splitlines()
+    lines = (RESULTS / "2026-11-23-tokens.txt").read_text("utf-8").splitlines()
     known = [re.fullmatch(r"(\w+) +(.*?) +([\d.]+) +([\d.]+)", line) for line in lines]
     ratios = {(row[1], row[2]): row[4] for row in known if row}
     shown = cells("how_to/tokens.md")

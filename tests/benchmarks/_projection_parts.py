@@ -29,11 +29,11 @@ from trakdask.projection import (
     Projector,
     Rademacher,
     RowMap,
-    dense,
+    dense_products,
     philox,
     project,
     quantize,
-    words,
+    random_words,
 )
 
 PEER = "traker"
@@ -57,7 +57,7 @@ WAYS = {
 def taking(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in WAYS[way].items():
-            stack.enter_context(mock.patch.object(dense, name, return_value=answer))
+            stack.enter_context(mock.patch.object(dense_products, name, return_value=answer))
         yield
 
 
@@ -258,7 +258,7 @@ def bit_rate(*, numba: bool) -> float:
     os.environ["TRAKDASK_NUMBA"] = str(int(numba))
     out = np.empty((2048, ROW_BLOCK // 128, 2), np.uint64)
     address = {"seed": 0, "checkpoint": 0, "stream": 0}
-    return 64 * out.size / best(lambda: words.fill_words(out, 0, 0, **address))
+    return 64 * out.size / best(lambda: random_words.fill_words(out, 0, 0, **address))
 
 
 def roofs(batches: list[int]) -> dict[str, float]:
