@@ -143,10 +143,10 @@ def damping(
     decides: training samples after ``calibrate``, and the closed form last.
 
     ρ is free of the scale of the gradients of any checkpoint. Measured by
-    ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.008 of
-    the linear datamodeling score on average against the best λ, 0.039 in the worst of 56 settings
-    (chosen by the targets 0.007, and 0.064 in the worst); the closed form 0.037 with TRAK's
-    weights, 0.047 with soft ones. Nineteen further tasks, regression and language models are on the
+    ``tests/benchmarks/quality.py`` on seven small classification tasks: completeness lost 0.007 of
+    the linear datamodeling score on average against the best λ, 0.035 in the worst of 56 settings
+    (chosen by the targets 0.007, and 0.038 in the worst); the closed form 0.037 with TRAK's
+    weights, 0.051 with soft ones. Nineteen further tasks, regression and language models are on the
     page "Quality".
 
     Examples
