@@ -59,20 +59,37 @@ def logit_variance(out_to_loss: da.Array) -> da.Array:
     >>> logit_variance(da.from_array(np.array([[0.5], [1 / (1 + np.e**2)]]))).compute().tolist()
     [1.0]
     """
-    logit = da.map_blocks(
-        _logit,
+    rows, checkpoints = out_to_loss.chunks
+    moments = da.map_blocks(
+        _moments,
         out_to_loss,
-        name="logit-" + tokenize(out_to_loss.name),
+        chunks=((1,) * len(rows), checkpoints, (3,)),
+        new_axis=2,
+        name="logit-moments-" + tokenize(out_to_loss.name),
         dtype=np.float64,
-        meta=np.empty((0, 0), np.float64),
+        meta=np.empty((0, 0, 0), np.float64),
     )
-    variance: da.Array = da.nanvar(logit, axis=0)
+    variance: da.Array = da.map_blocks(
+        _variance,
+        moments.sum(axis=0),
+        drop_axis=1,
+        dtype=np.float64,
+        meta=np.empty(0, np.float64),
+    )
     return variance
 
 
-def _logit(q: Block) -> Block:
+def _moments(q: Block) -> Block:
+    """Return the number, sum and sum of squares of margins of a block, (1, checkpoint, 3)."""
     q = np.clip(q.astype(np.float64), _SMALLEST, _LARGEST)
-    return np.log1p(-q) - np.log(q)
+    logit = np.log1p(-q) - np.log(q)
+    sums = [(~np.isnan(logit)).sum(axis=0), np.nansum(logit, axis=0), np.nansum(logit**2, axis=0)]
+    return np.stack(sums, axis=-1)[None]
+
+
+def _variance(moments: Block) -> Block:
+    n = np.maximum(moments[:, 0], 1)
+    return np.maximum(moments[:, 2] / n - (moments[:, 1] / n) ** 2, 0)
 
 
 def adaptive_power(out_to_loss: da.Array) -> da.Array:
