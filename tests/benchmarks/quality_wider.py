@@ -1,6 +1,6 @@
 """Do the defaults hold on other tasks, and what buys LDS for a CPU second?
 
-    python tests/benchmarks/quality_wider.py --stage train    # a quarter of a CPU hour
+    python tests/benchmarks/quality_wider.py --stage train    # half an hour
     python tests/benchmarks/quality_wider.py                  # as much again if nothing is cached
 
 Other optimizers, regularisation, lengths of training, networks and labels, beside the
