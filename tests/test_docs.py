@@ -277,7 +277,7 @@ def test_table_of_tokens__is_that_of_the_results() -> None:
 
 
 def test_tables_of_peers__are_those_of_the_results() -> None:
-    lines = (RESULTS / "2026-11-22-compare_peers.txt").read_text("utf-8").splitlines()
+    lines = (RESULTS / "2026-11-23-compare_peers.txt").read_text("utf-8").splitlines()
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
     # Of a batch size and an engine: samples per second, and times traker.
     known = {(row[0], row[2]): row[3:5] for row in table if len(row) == 11}
