@@ -299,7 +299,7 @@ def test_readme__quotes_the_pages_of_evidence() -> None:
     for value in (mlp[3], mlp[4]):
         assert f"{float(value):.2f}" in features
     scale = (DOCS / "evidence" / "scale.md").read_text("utf-8")
-    assert "614 MB" in scale
-    assert "614 MB" in features
+    assert "599 MB" in scale
+    assert "599 MB" in features
     resumed, *_ = (row for row in cells("evidence/scale.md") if row[0].startswith("to resume"))
     assert f"{float(resumed[1].split()[0]):.1f} seconds" in features
