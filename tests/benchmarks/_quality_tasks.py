@@ -123,9 +123,13 @@ def cancer() -> Data:
     """Split the 569 tumours into 429 to train on, standardised, and 140 targets."""
     from sklearn.datasets import load_breast_cancer  # optional, as in trakdask.examples
 
-    table = load_breast_cancer()
+    return standardised(load_breast_cancer(), n_target=140)
+
+
+def standardised(table: Any, n_target: int) -> Data:
+    """Split a table of scikit-learn at random; the training rows' mean and deviation scale all."""
     order = np.random.default_rng(0).permutation(len(table.target))
-    train, target = order[140:], order[:140]
+    train, target = order[n_target:], order[:n_target]
     mean, deviation = table.data[train].mean(axis=0), table.data[train].std(axis=0)
     rows = ((table.data - mean) / deviation).astype(np.float32)
     labels = table.target.astype(np.int64)

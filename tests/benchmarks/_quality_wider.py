@@ -12,7 +12,17 @@ import numpy as np
 import torch
 import xarray as xr
 from _quality_subjects import applied
-from _quality_tasks import N_CLASSES, Data, Subject, Transformer, cnn, digits, perceptron, text
+from _quality_tasks import (
+    N_CLASSES,
+    Data,
+    Subject,
+    Transformer,
+    cnn,
+    digits,
+    perceptron,
+    standardised,
+    text,
+)
 from _quality_truth import N_CHECKPOINTS
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -91,13 +101,7 @@ def wine() -> Data:
     """Split scikit-learn's 178 wines into 128 to train on, standardised, and 50 targets."""
     from sklearn.datasets import load_wine  # optional, as in trakdask.examples
 
-    table = load_wine()
-    order = np.random.default_rng(0).permutation(len(table.target))
-    train, target = order[50:], order[:50]
-    mean, deviation = table.data[train].mean(axis=0), table.data[train].std(axis=0)
-    rows = ((table.data - mean) / deviation).astype(np.float32)
-    labels = table.target.astype(np.int64)
-    return (rows[train], labels[train]), (rows[target], labels[target])
+    return standardised(load_wine(), n_target=50)
 
 
 def imbalanced() -> Data:

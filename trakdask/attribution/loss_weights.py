@@ -1,4 +1,4 @@
-"""The weights g of training samples in scores, whose power may depend on what the model knows."""
+"""The weights g of training samples in scores, whose power may depend on the model's outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOGIT_VARIANCE = "logit_variance"
 class LossWeights:
     """How scores weight training samples: Q if ``power`` is None, else q^power.
 
-    ``power`` is lazy, (), where it depends on data that nobody has looked at yet. ``name`` is the
+    ``power`` is lazy, (), where it depends on outputs that are not computed yet. ``name`` is the
     formula.
     """
 
@@ -59,9 +59,9 @@ def _stored_variance(features: xr.Dataset) -> np.ndarray[Any, Any] | None:
     if DAMPING not in features or "gram" not in features:
         return None
     attrs = features[DAMPING].attrs
-    known = dict(
-        zip(attrs.get("pooled_checkpoints", ()), attrs.get(LOGIT_VARIANCE, ()), strict=False)
-    )
+    # Stores of trak, and of earlier versions, have λ without these variances.
+    variances = attrs.get(LOGIT_VARIANCE, ())
+    known = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
     names = [str(name) for name in features[CHECKPOINT].values]
     root = features["gram"].attrs.get(ORIGIN, {}).get("out_to_loss")
     if not set(names) <= set(known) or lineage.sources(features.out_to_loss.data, root) != {root}:
