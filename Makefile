@@ -10,7 +10,6 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.installed-peers
 DOCUMENTERS := $(VENV)/.installed-docs
-MUTATION := $(VENV)/.installed-mutation
 # Twice quiet: pip's notes about its own settings drown its errors.
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
@@ -34,14 +33,14 @@ export COVERAGE_CORE ?= sysmon
 heading = @printf '\n== %s\n' '$(1)'
 
 .NOTPARALLEL:
-.PHONY: help install demo test test-faults mutate benchmarks docs lint format types imports wheel notebooks unit clean
+.PHONY: help install demo test test-faults benchmarks docs lint format types imports wheel notebooks unit clean
 
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
-	@echo 'make mutate      change the code in small ways and see which changes no test notices: an hour'
+	@echo 'make      change the code in small ways and see which changes no test notices: an hour'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
@@ -91,10 +90,6 @@ test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest --quiet -n $(JOBS) tests/faults
 
-# For other samples: make mutate MUTATE='trakdask/arrays/gram.py --ending 3'.
-mutate: $(MUTATION)
-	@$(PY) tests/mutation/sample.py $(MUTATE)
-
 # What has its file is not measured again, so that the hours need not be in one piece.
 benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)-%.txt,$(BENCHMARKS))
 
@@ -138,8 +133,4 @@ $(DOCUMENTERS): $(INSTALLED)
 
 $(PEERS): $(INSTALLED)
 	@$(PIP_INSTALL) --editable '.[dev,demo,peers]'
-	@touch $@
-
-$(MUTATION): $(INSTALLED)
-	@$(PIP_INSTALL) --editable '.[dev,demo,mutation]'
 	@touch $@

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -86,21 +85,6 @@ def test_tests__wait_for_conditions() -> None:
         and "benchmarks" not in path.parts
     }
     assert sleeping <= SLEEPS
-
-
-def test_modules__have_tests_at_their_path_or_are_listed() -> None:
-    """tests/tested_by.json names the tests of every module that has none at its own path."""
-    modules = {
-        path.relative_to(ROOT / "trakdask") for path in (ROOT / "trakdask").rglob("[a-z]*.py")
-    }
-    mirrored = {
-        module
-        for module in modules
-        if (ROOT / "tests" / module.parent / f"test_{module.name}").exists()
-    }
-    listed = json.loads(read("tests/tested_by.json"))
-    assert set(listed) == {module.as_posix() for module in modules - mirrored}
-    assert [test for test in listed.values() if not (ROOT / test).exists()] == []
 
 
 def test_ci_run__is_the_test_command() -> None:
