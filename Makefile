@@ -40,7 +40,6 @@ help:
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
-	@echo 'make      change the code in small ways and see which changes no test notices: an hour'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
