@@ -1,7 +1,6 @@
 """Turn samples and a model into a lazy Dataset of projected per-sample gradients."""
 
-from trakdask.featurization.graphs import model_operations
 from trakdask.featurization.lazy import featurize
 from trakdask.featurization.parts import featurize_parts
 
-__all__ = ["featurize", "featurize_parts", "model_operations"]
+__all__ = ["featurize", "featurize_parts"]

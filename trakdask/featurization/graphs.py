@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakValueDictionary
 
 import dask.array as da
 import numpy as np
 import torch
-import xarray as xr
 from dask.base import tokenize
 
 from trakdask.arrays.block_arguments import Bounds
@@ -19,38 +17,18 @@ from trakdask.featurization.block import featurize_block, multiply_block
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import Job
 from trakdask.models.moments import scales
-from trakdask.models.operations import count_operations
 from trakdask.projection.back_projection import back_project
 
-__all__ = ["Inputs", "lazy_arrays", "lazy_products", "model_operations"]
+__all__ = ["Inputs", "lazy_arrays", "lazy_products"]
 
 Inputs = dict[str, da.Array]
 Arrays = dict[str, da.Array]
 
 _VECTOR_BYTES = 2**28
 
-_jobs: WeakValueDictionary[str, Job] = WeakValueDictionary()
-"""The job of each featurize graph of this process, by layer name, while the graph exists."""
-
-
-def model_operations(features: xr.Dataset) -> int | None:
-    """Return the operations of the passes through the model, per sample and checkpoint.
-
-    None if the features were not created lazily in this process, or if their operations cannot be
-    counted.
-    """
-    data = features.feature.variable.data
-    layers = data.dask.layers if isinstance(data, da.Array) else ()
-    job = next((_jobs[name] for name in layers if name in _jobs), None)
-    if job is None:
-        return None
-    model = job.model
-    return count_operations(model.skeleton(), model.task, job.row_map.names, job.inputs)
-
 
 def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    _jobs[featurize_layer(token)] = job
     bundle = _bundle(functools.partial(featurize_block, job), "sc", job, inputs, token)
     width = job.projector.width(job.row_map.n_rows)
     parts = {"t": job.partition.size} if job.partition else {}

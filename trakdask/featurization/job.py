@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from trakdask.featurization.partition import Partition
 from trakdask.featurization.precision import Precision
 from trakdask.models.diagnosis import explain
 from trakdask.models.model import Model
-from trakdask.models.operations import Input
 from trakdask.models.padding import order_by_length, trimmed
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
@@ -36,7 +36,7 @@ class Job:
     fits_memory: bool
     """Whether micro-batches may be smaller than ``batch_size`` if memory is short."""
     elements_at_once: int
-    inputs: Mapping[str, Input]
+    inputs: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
     precision: Precision
     device: str
     on_error: OnError

@@ -1,26 +1,27 @@
-"""The cost of computing features, before anything runs."""
+"""The cost of computing features, before all of it is paid."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
-from dask.array.optimization import optimize
-from dask.highlevelgraph import HighLevelGraph
+from dask.base import tokenize
 from dask.utils import format_bytes, format_time
-from rich.table import Table
 
 from trakdask import arrays
 from trakdask.checks import shown
-from trakdask.featurization import model_operations
-from trakdask.planning.pilot import Pilot, run_pilot
+from trakdask.execution.scheduling import gpu_options, n_slots
 from trakdask.projection import Projector, RowMap
+from trakdask.projection.acceleration import stop_waiting
 from trakdask.projection.specs import from_spec
 from trakdask.variables import CHECKPOINT, SAMPLE, validate
 
@@ -28,8 +29,6 @@ __all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
 _NEEDED = ("projector", "parameters")
 _BYTES_OF_FLOAT32 = 4
-_COUNTED_BLOCKS = 3
-"""Dask fuses what only one block needs with it, so that one block alone is no measure."""
 
 
 def plan(
@@ -54,7 +53,7 @@ def plan(
     Returns
     -------
     The plan. It is displayed as a table, whose numbers
-    :class:`~trakdask.planning.plans.PlannedProjection` explains; ``plan.projections`` has them as
+    :class:`~trakdask.planning.PlannedProjection` explains; ``plan.projections`` has them as
     attributes, ``plan.to_dataframe()`` as columns.
 
     Raises
@@ -65,15 +64,14 @@ def plan(
     ValueError
         If the features' ``attrs`` do not say how they were made, or name a projector that this
         version does not know; if a projector cannot be used with the model; or if a pilot is
-        requested for features that are already computed.
+        requested for features that are in memory.
 
     Notes
     -----
-    Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``. The
-    operations of the model are counted by torch on tensors without data, if features are lazy and
-    the model does not branch on values. Errors are those expected from theory and arithmetic, not
-    measurements of these features. A pilot's estimate assumes that all threads are as fast as the
-    one that ran it, and leaves out the time for storing.
+    Without a pilot nothing is computed or read: all numbers follow from shapes and ``attrs``.
+    Errors are those expected from theory and arithmetic, not measurements of these features. A
+    pilot's estimate assumes that all threads are as fast as the one that ran it, and leaves out
+    the time for storing.
 
     Examples
     --------
@@ -105,9 +103,7 @@ def plan(
         projections=tuple(
             _planned(projector, shapes, n_samples, n_checkpoints) for projector in all_projectors
         ),
-        model_operations=model_operations(features),
-        n_scheduled_tasks=_count_scheduled_tasks(features),
-        pilot=run_pilot(features) if pilot else None,
+        pilot=_run_pilot(features) if pilot else None,
     )
 
 
@@ -167,6 +163,38 @@ class PlannedProjection:
     worst_product_error: float
 
 
+@dataclass(frozen=True)
+class Pilot:
+    """Measurements of one block of samples at one checkpoint.
+
+    Parameters
+    ----------
+    n_samples
+        Samples of the block.
+    first_s
+        Seconds of the first run, which includes what a process does once: loading the model and
+        checking the gradients.
+    block_s
+        Seconds of the second run, which estimates those of every other block.
+    gram_s
+        Seconds of the product φᵀφ alone.
+    n_slots
+        Number of tasks that the scheduler runs at once.
+    """
+
+    n_samples: int
+    first_s: float
+    block_s: float
+    gram_s: float
+    n_slots: int
+
+    def estimate(self, n_blocks: int, n_checkpoints: int) -> float:
+        """Return the seconds that all blocks will take, checkpoint after checkpoint."""
+        once = max(self.first_s - self.block_s, 0)
+        waves = n_checkpoints * math.ceil(n_blocks / self.n_slots)
+        return once + waves * (self.block_s + self.gram_s)
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The cost of computing features, as returned by :func:`~trakdask.plan`.
@@ -179,16 +207,8 @@ class Plan:
         Number of parameters with respect to which gradients are computed.
     batch_size
         Samples per micro-batch, if the features' ``attrs`` name it.
-    model_operations
-        Operations of one forward and one backward pass of a single sample; None if unknown.
     projections
         The features' own projector, then those to compare with.
-    n_scheduled_tasks
-        All tasks that a scheduler gets if features are computed at once: those that read samples
-        and take the variables of a block apart, too. :func:`~trakdask.save` submits one checkpoint
-        at a time.
-        Schedulers cope with some 50,000 at a time; larger blocks make fewer. None if the features
-        are not lazy.
     pilot
         The measured block, if one was requested.
     """
@@ -199,8 +219,6 @@ class Plan:
     n_parameters: int
     batch_size: int | None
     projections: tuple[PlannedProjection, ...]
-    model_operations: int | None = None
-    n_scheduled_tasks: int | None = None
     pilot: Pilot | None = None
 
     @property
@@ -222,42 +240,18 @@ class Plan:
 
     def __repr__(self) -> str:
         numbers = [str(number) for number in range(1, len(self.projections) + 1)]
-        rows = [("projector", numbers), *self._cells()]
-        label_width = max(len(label) for label, _ in rows)
-        width = 2 + max(len(cell) for _, cells in rows for cell in cells)
-        lines = [
-            f"{number}  {projection.projector}"
-            for number, projection in zip(numbers, self.projections, strict=True)
-        ]
-        table = [
-            label.ljust(label_width) + "".join(cell.rjust(width) for cell in cells)
-            for label, cells in rows
-        ]
-        return "\n".join([*self._titles(), "", *lines, "", *table])
-
-    def __rich__(self) -> Table:
-        table = Table(title="\n".join(self._titles()), title_justify="left", title_style="")
-        table.add_column("projector")
-        for projection in self.projections:
-            table.add_column(projection.projector, justify="right")
-        for label, cells in self._cells():
-            table.add_row(label, *cells)
-        return table
+        named = zip(numbers, self.projections, strict=True)
+        table = self._table(numbers).T.to_string()
+        return "\n".join([*self._titles(), *(f"{n}: {p.projector}" for n, p in named), "", table])
 
     def _repr_html_(self) -> str:
-        cells = self._cells()
-        codes = [f"<code>{escape(p.projector)}</code>" for p in self.projections]
-        columns = [("projector", codes), *cells]
-        head = "".join(f"<th>{escape(label)}</th>" for label, _ in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
-            for row in zip(*(column for _, column in columns), strict=True)
-        )
         titles = "".join(f"<p>{escape(title)}</p>" for title in self._titles())
-        return f"{titles}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return titles + self._table([p.projector for p in self.projections]).to_html(border=0)
 
-    def _cells(self) -> list[tuple[str, list[str]]]:
-        return [(label, [cell(p) for p in self.projections]) for label, cell in _QUANTITIES.items()]
+    def _table(self, names: list[str]) -> pd.DataFrame:
+        """Return one row per projector, in units that people read."""
+        cells = {label: [cell(p) for p in self.projections] for label, cell in _QUANTITIES.items()}
+        return pd.DataFrame(cells, index=pd.Index(names, name="projector"))
 
     def _titles(self) -> list[str]:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
@@ -266,16 +260,7 @@ class Plan:
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
             f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
         )
-        if self.n_scheduled_tasks is not None:
-            title += f" of gradients, {self.n_scheduled_tasks:,} in the graph"
-        titles = [title]
-        if self.model_operations is not None:
-            total = self.model_operations * self.n_samples * self.n_checkpoints
-            titles.append(
-                f"Model: {_power(self.model_operations)} operations per sample and checkpoint, "
-                f"{_power(total)} in total"
-            )
-        return titles if self.pilot is None else [*titles, self._pilot_title(self.pilot)]
+        return [title] if self.pilot is None else [title, self._pilot_title(self.pilot)]
 
     def _pilot_title(self, pilot: Pilot) -> str:
         estimated = format_time(pilot.estimate(self.n_blocks, self.n_checkpoints))
@@ -318,29 +303,6 @@ def _checked(projectors: Any) -> list[Projector]:
     return listed
 
 
-def _count_scheduled_tasks(features: xr.Dataset) -> int | None:
-    """Return the number of tasks after all optimizations, extrapolated from the first blocks."""
-    arrays = [each.data for each in features.variables.values() if each.dims[:1] == (SAMPLE,)]
-    lazy = [array for array in arrays if isinstance(array, da.Array)]
-    n_blocks = max((array.numblocks[0] for array in lazy), default=0)
-    if not n_blocks or any(array.numblocks[0] != n_blocks for array in lazy):
-        return None
-    graph = HighLevelGraph.merge(*(array.dask for array in lazy))
-
-    def count(blocks: int) -> int:
-        keys = [
-            (array.name, *index)
-            for array in lazy
-            for index in np.ndindex(blocks, *array.numblocks[1:])
-        ]
-        return len(optimize(graph, keys))
-
-    if n_blocks <= _COUNTED_BLOCKS:
-        return count(n_blocks)
-    counted = count(_COUNTED_BLOCKS)
-    return counted + (n_blocks - _COUNTED_BLOCKS) * (counted - count(_COUNTED_BLOCKS - 1))
-
-
 def _planned(
     projector: Projector, shapes: Mapping[str, Any], n_samples: int, n_checkpoints: int
 ) -> PlannedProjection:
@@ -380,3 +342,41 @@ def _power(number: int) -> str:
 
 def _percent(share: float) -> str:
     return f"{np.format_float_positional(100 * share, 2, fractional=False, trim='-')} %"
+
+
+def _run_pilot(features: xr.Dataset) -> Pilot:
+    """Run the first block of the first checkpoint twice, on the active scheduler."""
+    data = features.feature.variable.data
+    if not isinstance(data, da.Array):
+        raise ValueError(
+            "expected lazy features for pilot=True, got features that are already computed; try "
+            "td.plan(features), or td.plan(td.featurize(samples, model), pilot=True)"
+        )
+    if 0 in data.shape:
+        raise ValueError(
+            f"expected features to measure for pilot=True, got an array of shape {data.shape}; try "
+            "td.plan(features)"
+        )
+    n = data.chunks[0][0]
+    first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]
+    options = gpu_options(features)
+    seconds, gram_s = [], 0.0
+    for attempt in range(2):
+        task = da.blockwise(
+            _gram_seconds, "s", first[0], "spc", first[1], "sc", first[2], "sc",
+            name=f"pilot-{attempt}-{tokenize(data.name)}", concatenate=True, align_arrays=False,
+            adjust_chunks={"s": 1}, dtype=np.float64, meta=np.empty(0),
+        )  # fmt: skip
+        start = time.perf_counter()
+        ((gram_s,),) = dask.compute(task, **options)
+        seconds.append(time.perf_counter() - start - gram_s)
+    first_s, block_s = map(float, seconds)
+    return Pilot(n, first_s, block_s, float(gram_s), n_slots(options.get("resources")))
+
+
+def _gram_seconds(feature: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    stop_waiting()  # the second run is as fast as the others will be
+    start = time.perf_counter()
+    phi = feature[:, :, 0]
+    np.matmul(phi.T, phi)
+    return np.array([time.perf_counter() - start])
