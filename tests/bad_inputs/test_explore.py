@@ -45,7 +45,6 @@ ROWS = [
     explore("power of more than one", ValueError, ["power", "2"], estimator="soft", power=2),
     explore("calibration without outputs", ValueError, ["calibrate", "completeness"], damping="closed_form", calibrate=TARGETS),
     explore("text is no function", TypeError, ["text", "'gpt2'", "tokenizer.decode"], text="gpt2"),
-    explore("normalize is one number", ValueError, ["normalize", "0.5"], normalize=0.5),
     explore("model is a module", TypeError, ["model", "Linear", "td.Model"], model=torch.nn.Linear(2, 2), tokenizer=str),
     explore("model without a way to its inputs", ValueError, ["tokenizer", "preprocess"], model=MODEL),
     explore("preprocess without a model", ValueError, ["preprocess", "model=td.Model"], preprocess=np.asarray),

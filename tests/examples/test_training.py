@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trakdask.examples import digits_arrays, digits_cnn, digits_mlp
-from trakdask.examples.training import build_model, classifier_accuracy, train_classifier
+from trakdask.examples.training import classifier_accuracy, train_classifier
 
 
 @pytest.mark.parametrize("build", [digits_mlp, digits_cnn])
@@ -74,7 +74,3 @@ def test_classifier_accuracy__counts_correct_labels() -> None:
     ]
     assert sum(correct) > 0
     assert classifier_accuracy(digits_mlp, state, images, labels) == pytest.approx(np.mean(correct))
-
-
-def test_build_model__of_a_function() -> None:
-    assert isinstance(build_model(digits_mlp), torch.nn.Module)

@@ -31,11 +31,6 @@ def test_lds__draws_every_target_in_order() -> None:
     assert mean[0] == float(result.lds_mean)
 
 
-def test_lds__of_several_scores_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'lds' .*got \('target', 'estimator'\)"):
-        td.plots.lds(lds_result(2))
-
-
 def test_removal_curve__starts_with_all_samples() -> None:
     effect = np.arange(10.0)
     scores = xr.DataArray(effect[:, None] * [1, 2], dims=("sample", "target"))

@@ -50,18 +50,6 @@ def test_gallery__computes_drawn_targets_only() -> None:
     assert len(drawn(td.plots.gallery(*[td.top_k(SCORES, 2)] * 2, IMAGES, IMAGES))) == 6 * 5
 
 
-def test_gallery__refused() -> None:
-    top = td.top_k(SCORES, 4)
-    with pytest.raises(ValueError, match=r"'label'.*got 'digit'"):
-        td.plots.gallery(top, top, IMAGES, IMAGES, label="digit")
-    with pytest.raises(ValueError, match=r"target in \[0, 8\), got 99"):
-        td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0, 99, -1])
-    with pytest.raises(ValueError, match=r"target in \[0, 3\), got 3"):
-        td.plots.gallery(top, top, IMAGES, IMAGES[:3], targets=[3])
-    with pytest.raises(ValueError, match=r"got 1 images and the ranked sample \d+"):
-        td.plots.gallery(top, top, IMAGES[:1], IMAGES)
-
-
 @pytest.mark.parametrize("n_shown", [1, 2, 3, 6])
 def test_gallery__texts_do_not_overlap(n_shown: int) -> None:
     names = np.array(["a rather long label of a class", "$5 bill", "unpronounceable" * 3] * 10)

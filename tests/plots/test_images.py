@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trakdask.plots.images import as_colours, require_images, require_normalize
+from trakdask.plots.images import as_colours
 
 RNG = np.random.default_rng(0)
 LAST = RNG.random((2, 6, 5, 3))
@@ -33,11 +33,11 @@ def test_as_colours__of_any_range(images: np.ndarray, tolerance: float) -> None:
 
 
 def test_as_colours__undoes_normalization() -> None:
-    scale = require_normalize((MEAN, list(STD)))
+    scale = (MEAN, list(STD))
     for drawn, expected in zip(as_colours(list((LAST - MEAN) / STD), scale), LAST, strict=True):
         np.testing.assert_allclose(drawn, expected, atol=1e-12)
     grey = LAST[..., 0]
-    (drawn,) = as_colours([(grey[:1] - 0.3) / 2], require_normalize((0.3, 2)))
+    (drawn,) = as_colours([(grey[:1] - 0.3) / 2], (0.3, 2))
     np.testing.assert_allclose(drawn, grey[0])
 
 
@@ -53,22 +53,3 @@ def test_as_colours__grey_keeps_its_units() -> None:
     for image in (grey, grey[None], grey[..., None]):
         (drawn,) = as_colours([image], None)
         np.testing.assert_array_equal(drawn, grey)
-
-
-@pytest.mark.parametrize(
-    "normalize",
-    [3, (0.5,), (0.5, 0), (0.5, -1), (np.nan, 1), ((1, 2), 1), "ab", ((0.5,) * 3, ("a",) * 3)],
-)
-def test_normalize__refused(normalize: object) -> None:
-    with pytest.raises(ValueError, match=r"expected normalize as .*got .*; try normalize="):
-        require_normalize(normalize)
-
-
-def test_normalize__of_three_channels_for_grey_images() -> None:
-    with pytest.raises(ValueError, match=r"one number each for grey images, got 3 and 3"):
-        as_colours([np.zeros((4, 4))], require_normalize((MEAN, STD)))
-
-
-def test_images__refused() -> None:
-    with pytest.raises(ValueError, match=r"got \(2, 4, 5, 6\)"):
-        require_images(np.zeros((2, 4, 5, 6)), "images")

@@ -13,14 +13,8 @@ import xarray as xr
 from numpy.typing import NDArray
 from torch import nn
 
-from trakdask.checks import require_integer, shown
-from trakdask.examples.training import (
-    Images,
-    Labels,
-    build_model,
-    require_training,
-    train_classifier,
-)
+from trakdask.checks import require_integer
+from trakdask.examples.training import Images, Labels, train_classifier
 from trakdask.files import Folder
 from trakdask.samples import from_arrays
 
@@ -165,10 +159,8 @@ def digits_checkpoints(
     ------
     ImportError
         If scikit-learn is not installed.
-    NotADirectoryError
-        If ``folder`` is a file, or inside one.
-    TypeError, ValueError
-        If an argument is of another type or out of range.
+    ValueError
+        If a number is out of range.
 
     Notes
     -----
@@ -176,10 +168,10 @@ def digits_checkpoints(
     when it is complete, so a second call with the same settings trains nothing.
     """
     n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=3")
-    require_training(seed, epochs, batch_size, lr)
     (images, labels), _ = digits_arrays(n_target, seed)
     architecture = _architecture(build)
-    folder = _made_folder(folder)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     name = getattr(build, "__name__", type(build).__name__).strip("<>")
     settings = f"{name}-{architecture}-e{epochs}-b{batch_size}-lr{lr:g}-t{n_target}-s{seed}"
     paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
@@ -195,13 +187,9 @@ def digits_checkpoints(
 
 def _load() -> tuple[Images, Labels]:
     try:
-        # Optional dependency: only the examples need it.
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # optional dependency: only the examples need it
     except ImportError as err:
-        raise ImportError(
-            f"expected scikit-learn for the digits of the examples, got an import error ({err}); "
-            "try pip install 'trakdask[demo]'"
-        ) from err
+        raise ImportError("the digits need scikit-learn: pip install 'trakdask[demo]'") from err
     bunch = load_digits()
     images = (bunch.images / 16).astype(np.float32)[:, None]
     return images, bunch.target.astype(np.int64)
@@ -223,22 +211,8 @@ def _split(labels: Labels, n_target: int, seed: int) -> tuple[NDArray[np.int64],
     return order[~is_target], order[is_target]
 
 
-def _made_folder(folder: object) -> Path:
-    remedy = "try folder='checkpoints'"
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"expected folder to be a path, got {shown(folder)}; {remedy}")
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as err:
-        raise NotADirectoryError(
-            f"expected a path to a folder, got {str(path)!r}, where there is a file; {remedy}"
-        ) from err
-    return path
-
-
 def _architecture(build: Callable[[], nn.Module]) -> str:
     with torch.random.fork_rng(devices=[]):
-        model = build_model(build)
+        model = build()
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
     return hashlib.sha256(f"{model}{shapes}".encode()).hexdigest()[:8]

@@ -26,7 +26,7 @@ from trakdask.explorer.questions import Questions
 from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
 from trakdask.models.model import Model
-from trakdask.plots.images import Normalize, require_normalize
+from trakdask.plots.images import Normalize
 from trakdask.provenance import require_comparable
 from trakdask.variables import SAMPLE, TOKEN, validate
 
@@ -246,7 +246,6 @@ def explore(
             f"expected text as a function of a token id, got {shown(text)}; try "
             "text=tokenizer.decode"
         )
-    require_normalize(normalize)
     known = samples if samples is not None else target_samples
     maker = target_maker(features, model, tokenizer, preprocess, known)
     kept = marks if marks is None or isinstance(marks, Marks) else Marks(marks)

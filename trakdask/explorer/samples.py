@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.explorer.computing import compute
-from trakdask.plots.images import Normalize, as_colours, require_normalize
+from trakdask.plots.images import Normalize, as_colours
 from trakdask.variables import SAMPLE
 
 __all__ = ["Samples", "data_url"]
@@ -100,7 +100,7 @@ class Samples:
         ]
 
     def _pictures(self, values: np.ndarray) -> list[str]:
-        colours = as_colours(list(values), require_normalize(self.normalize))
+        colours = as_colours(list(values), self.normalize)
         grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
         limits = np.concatenate(grey) if grey else np.zeros(0)
         low, high = (limits.min(), limits.max()) if len(limits) else (0.0, 1.0)

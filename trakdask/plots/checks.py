@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from trakdask.evaluate.labels import require_dataset
 from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_figure
 from trakdask.variables import TARGET
 
@@ -41,20 +40,7 @@ def class_detection(result: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset, or it has more than one kind of scores.
     """
-    require_dataset(
-        result,
-        {
-            "precision_mean": ("k",),
-            "precision_interval": ("bound", "k"),
-            **{"auc_mean": (), "auc_interval": ("bound",), "chance": (TARGET,)},
-        },
-        "result",
-        "try td.evaluate.class_detection(scores), of one kind of scores: "
-        "result.sel(estimator='soft')",
-    )
     result = result.transpose("bound", ...).sortby("k").compute()
     figure = new_figure(5.2, 3.4)
     ax = figure.subplots()
@@ -95,23 +81,9 @@ def shortcut_detection(result: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset, or it has more than one kind of scores.
     """
-    remedy = "try td.evaluate.shortcut_detection(scores, 'marked'), of one kind of scores"
-    require_dataset(
-        result,
-        {"auprc": (TARGET,), "auprc_mean": (), "interval": ("bound",), "chance": ()},
-        "result",
-        remedy,
-    )
-    mark = f"target_{result.attrs.get('by', '')}"
-    if mark not in result.coords:
-        raise ValueError(
-            f"expected the coord {mark!r} in result, got {list(map(str, result.coords))}; {remedy}"
-        )
     result = result.sortby("auprc").compute()
-    is_marked = result[mark].values.astype(bool)
+    is_marked = result[f"target_{result.attrs['by']}"].values.astype(bool)
     figure = new_figure(6.4, 3.6)
     ax = figure.subplots()
     for chosen, color, label in (
@@ -144,21 +116,8 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset, or it has more than one further dimension.
     """
-    found = curve.get("found") if isinstance(curve, xr.Dataset) else None
-    more = () if found is None else tuple(str(d) for d in found.dims if d != "fraction")[:1]
-    require_dataset(
-        curve,
-        {
-            "found": ("fraction", *more),
-            "interval": ("bound", "fraction", *more),
-            **{"area": more, "random_interval": ("bound", "fraction"), "best": ("fraction",)},
-        },
-        "curve",
-        "try td.evaluate.mislabelled_curve(values, is_mislabelled), of one or several methods",
-    )
+    more = [str(dim) for dim in curve.found.dims if dim != "fraction"]
     curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
     methods = [curve.isel({more[0]: i}) for i in range(curve.sizes[more[0]])] if more else [curve]
     figure = new_figure(5.2, 3.8)
@@ -193,15 +152,7 @@ def randomization_check(result: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset, or it is of several random models.
     """
-    require_dataset(
-        result,
-        {"correlation": (TARGET,), "correlation_mean": (), "interval": ("bound",)},
-        "result",
-        "try td.evaluate.randomization_check(scores, randomized), of one random model",
-    )
     result = result.sortby("correlation").compute()
     figure = new_figure(6.4, 3.6)
     ax = figure.subplots()
@@ -231,19 +182,7 @@ def seed_agreement(result: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset.
     """
-    require_dataset(
-        result,
-        {
-            "reliability": ("n_models",),
-            "reliability_interval": ("bound", "n_models"),
-            **{"agreement": (TARGET,), "agreement_mean": (), "interval": ("bound",)},
-        },
-        "result",
-        "try td.evaluate.seed_agreement(td.score(features, targets, average=False))",
-    )
     result = result.transpose("bound", ...).sortby("n_models").compute()
     figure = new_figure(5.2, 3.4)
     ax = figure.subplots()

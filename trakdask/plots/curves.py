@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from trakdask.evaluate.labels import require_dataset
 from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_figure
 from trakdask.variables import TARGET
 
@@ -33,19 +32,9 @@ def damping(chosen: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset, or the damping was not chosen by outputs, in which case there
-        is no curve.
+    ValueError
+        If the damping was not chosen by outputs, in which case there is no curve.
     """
-    require_dataset(
-        chosen,
-        {
-            "curve": ("relative_damping",),
-            **dict.fromkeys(("rule", "relative", "threshold", "peak"), ()),
-        },
-        "chosen",
-        "try td.damping(features, 'completeness')",
-    )
     chosen = chosen.compute()
     if not np.isfinite(chosen.curve.values).any():
         raise ValueError(
@@ -87,16 +76,7 @@ def lds(result: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset, or it has more than one kind of scores.
     """
-    require_dataset(
-        result,
-        {"lds": (TARGET,), "ceiling": (TARGET,), "lds_mean": (), "interval": ("bound",)},
-        "result",
-        "try td.evaluate.lds(scores, masks, outputs), of one kind of scores: "
-        "result.sel(estimator='soft')",
-    )
     result = result.sortby("lds").compute()
     figure = new_figure(6.4, 3.6)
     ax = figure.subplots()
@@ -126,20 +106,7 @@ def removal_curve(curve: xr.Dataset) -> Figure:
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError, ValueError
-        If this is not such a Dataset.
     """
-    along, bounds = ("fraction",), ("bound", "fraction")
-    require_dataset(
-        curve,
-        {
-            "mean_full_output": (),
-            **{"mean_output": along, "interval": bounds},
-            **{"mean_random_output": along, "random_interval": bounds},
-        },
-        "curve",
-        "try td.evaluate.removal_curve(train_fn, scores, [0.1, 0.2])",
-    )
     curve = curve.transpose("bound", ...).sortby("fraction").compute()
     figure = new_figure(5.2, 3.6)
     ax = figure.subplots()

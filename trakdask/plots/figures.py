@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from trakdask.checks import shown
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -24,22 +22,11 @@ def power_of_ten(*scores: xr.DataArray) -> int:
 
     NaN and infinite scores are ignored.
 
-    Raises
-    ------
-    TypeError
-        If there are no scores, or they are not DataArrays of numbers.
-
     Examples
     --------
     >>> power_of_ten(xr.DataArray([-0.00034, 0.00011]))
     -4
     """
-    for array in scores or (None,):
-        if not isinstance(array, xr.DataArray) or array.dtype.kind not in "fiub":
-            kind = f"dtype {array.dtype}" if isinstance(array, xr.DataArray) else shown(array)
-            raise TypeError(
-                f"expected DataArrays of numbers, got {kind}; try td.top_k(scores, 5).score"
-            )
     values = (np.abs(array.values.astype(np.float64)) for array in scores)
     largest = max(float(np.max(x, where=np.isfinite(x), initial=0.0)) for x in values)
     return math.floor(math.log10(largest)) if largest > 0 else 0

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from trakdask.checks import require_integer, shown
-from trakdask.evaluate.labels import require_dataset
+from trakdask.checks import require_integer
 from trakdask.plots.figures import BLUE, GREEN, RED, new_figure, power_of_ten
-from trakdask.plots.images import Normalize, as_colours, require_images, require_normalize
+from trakdask.plots.images import Normalize, as_colours
 from trakdask.variables import RANK, TARGET
 
 if TYPE_CHECKING:
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["gallery"]
 
-_RANKED = (TARGET, RANK)
-_AXES = set(_RANKED)
 
 _IMAGE_IN = 0.92
 _LINE_IN = 0.135
@@ -75,22 +72,12 @@ def gallery(
     ------
     ImportError
         If matplotlib is missing: install ``trakdask[plots]``.
-    TypeError
-        If rankings are not Datasets, or images are not arrays.
-    ValueError
-        If there is no such coord, target or colour map, images have another shape, a ranked sample
-        has no image, or ``normalize`` is not a mean and a standard deviation.
+    IndexError
+        If there is no image of a ranked sample: give those of all training samples, in their order.
     """
-    remedy = "try td.top_k(scores, 5) and td.top_k(scores, 5, largest=False)"
-    for name, ranking in (("helpful", helpful), ("harmful", harmful)):
-        require_dataset(ranking, {"score": _RANKED, "position": _RANKED}, name, remedy)
     n_shown = require_integer("n_shown", n_shown, 1, remedy="try n_shown=5")
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
-    require_images(images, "images")
-    require_images(target_images, "target_images")
-    scale = require_normalize(normalize)
-    chosen = _chosen_targets((helpful, harmful), target_images, targets)
-    _require_label((helpful, harmful), label)
+    chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else list(targets)
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
     unit = power_of_ten(*(side.score for side in sides))
     pictures = [
@@ -98,10 +85,9 @@ def gallery(
         *_ranked_pictures(sides[0], 2, GREEN, images, label, unit),
         *_ranked_pictures(sides[1], n_shown + 3, RED, images, label, unit),
     ]
-    colours = as_colours([picture.image for picture in pictures], scale)
+    colours = as_colours([picture.image for picture in pictures], normalize)
     n_lines = max(picture.title.count("\n") + 1 for picture in pictures)
     figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides[0].attrs, unit))
-    _require_colour_map(cmap)
     limits = _limits(colours)
     for picture, image in zip(pictures, colours, strict=True):
         _draw(axes[picture.row, picture.column], picture, image, cmap, limits)
@@ -140,11 +126,6 @@ def _ranked_pictures(
         one = side.isel({TARGET: row, RANK: rank})
         if (position := int(one.position)) < 0:
             continue  # there are fewer samples than ranks
-        if position >= len(images):
-            raise ValueError(
-                f"expected one image per training sample, in their order, got {len(images)} images "
-                f"and the ranked sample {position}; try the images of all training samples"
-            )
         title = _with_score(_text(one[label]), f"{float(one.score) / 10.0**unit:+.2f}")
         yield _Picture(row, first + rank, images[position], title, color)
 
@@ -165,51 +146,6 @@ def _wrapped(text: str) -> str:
 def _with_score(label: str, score: str) -> str:
     fits = len(label) + len(score) + 3 <= _IMAGE_IN * _CHARACTERS_PER_IN
     return f"{label}   {score}" if fits else f"{_wrapped(label)}\n{score}"
-
-
-def _chosen_targets(
-    rankings: tuple[xr.Dataset, xr.Dataset],
-    target_images: np.ndarray | xr.DataArray,
-    targets: Sequence[int] | None,
-) -> list[int]:
-    sizes = [ranking.sizes[TARGET] for ranking in rankings]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"expected the same targets in helpful and harmful, got {sizes[0]} and {sizes[1]} "
-            "targets; try rankings of the same scores"
-        )
-    n = min(sizes[0], len(target_images))
-    remedy = f"try targets=[{n - 1}], of {sizes[0]} ranked targets and {len(target_images)} images"
-    if targets is None:
-        return list(range(min(6, n)))
-    if isinstance(targets, (str, bytes)) or not isinstance(targets, Iterable):
-        raise TypeError(
-            f"expected targets to be a list of positions, got {shown(targets)}; {remedy}"
-        )
-    chosen = [require_integer("every target", target, 0, n, remedy=remedy) for target in targets]
-    if not chosen:
-        raise ValueError(f"expected at least one position in targets, got []; {remedy}")
-    return chosen
-
-
-def _require_label(rankings: tuple[xr.Dataset, xr.Dataset], label: str) -> None:
-    for ranking in rankings:
-        names = [str(name) for name, coord in ranking.coords.items() if set(coord.dims) <= _AXES]
-        if not isinstance(label, str) or label not in names:
-            raise ValueError(
-                f"expected label to be one of the rankings' coords {names}, got {shown(label)}; "
-                f"try label={names[0]!r}"
-            )
-
-
-def _require_colour_map(cmap: object) -> None:
-    from matplotlib import colormaps  # optional dependency, found by now
-
-    if not isinstance(cmap, str) or cmap not in colormaps:
-        raise ValueError(
-            f"expected the name of a colour map of matplotlib as cmap, got {shown(cmap)}; try "
-            "cmap='gray'"
-        )
 
 
 def _limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:

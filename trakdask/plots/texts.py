@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from trakdask.checks import shown
 from trakdask.plots.figures import GREEN, RED, new_figure, power_of_ten
-from trakdask.variables import TARGET_PREFIX, TOKEN
+from trakdask.variables import TARGET_PREFIX
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +31,6 @@ _CELL = (0.602 * _POINTS / 72, 1.75 * _POINTS / 72)
 """Width and height of a character of this font, in inches."""
 
 _MARGIN = 0.15
-
-_REMEDY = "try td.score(features, targets, of=parts).isel(target=0)"
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,8 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
 
     Raises
     ------
-    TypeError
-        If scores are not a DataArray.
-    ValueError
-        If they have other dimensions or no texts, or there is no such label.
+    KeyError
+        If the scores have no texts, or there is no such label.
 
     Examples
     --------
@@ -120,16 +115,7 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     >>> "&lt;b&gt;" in text(words)._repr_html_()
     True
     """
-    if not isinstance(scores, xr.DataArray):
-        raise TypeError(
-            f"expected a DataArray of scores of tokens, got a {type(scores).__name__}; {_REMEDY}"
-        )
-    if scores.ndim != 2 or scores.dims[1] != TOKEN or 0 in scores.shape:
-        raise ValueError(
-            f"expected scores (sample, token) or (target, token), not empty, got "
-            f"{dict(scores.sizes)}; {_REMEDY}"
-        )
-    texts = _texts(scores)
+    texts = scores["text" if "text" in scores.coords else f"{TARGET_PREFIX}text"].values
     titles = _titles(scores, label)
     scores = scores.astype(np.float64).compute()
     values = scores.values
@@ -149,27 +135,8 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     return TextPlot(tuple(zip(heads, rows, strict=True)), unit)
 
 
-def _texts(scores: xr.DataArray) -> np.ndarray:
-    for name in ("text", f"{TARGET_PREFIX}text"):
-        if name in scores.coords and scores[name].dims == scores.dims:
-            return scores[name].values
-    raise ValueError(
-        f"expected the coord 'text' over {scores.dims}, got the coords "
-        f"{list(map(str, scores.coords))}; try td.featurize_parts(..., parts='token', text=...)"
-    )
-
-
 def _titles(scores: xr.DataArray, label: str | None) -> list[str]:
-    row = scores.dims[0]
-    if label is None:
-        return [""] * len(scores)
-    known = [str(name) for name, coord in scores.coords.items() if coord.dims == (row,)]
-    if label not in known:
-        raise ValueError(
-            f"expected label as one of the coords {known} along {str(row)!r}, got {shown(label)}; "
-            f"try {'label=' + repr(known[0]) if known else 'assign_coords'}"
-        )
-    return [str(value) for value in scores[label].values]
+    return [""] * len(scores) if label is None else list(map(str, scores[label].values))
 
 
 def _strength(value: float, largest: float) -> float:
