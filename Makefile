@@ -33,12 +33,13 @@ export COVERAGE_CORE ?= sysmon
 heading = @printf '\n== %s\n' '$(1)'
 
 .NOTPARALLEL:
-.PHONY: help install demo test test-faults benchmarks docs lint format types imports wheel notebooks unit clean
+.PHONY: help install demo test test-faults benchmarks docs lint format types imports wheel notebooks unit unit-portable clean
 
 help:
 	@echo 'make demo        attribute a digits classifier on a local Dask cluster'
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
+	@echo 'make unit-portable  some tests as on a processor without AVX-512'
 	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
@@ -80,6 +81,14 @@ ifneq ($(NOTEBOOKS),)
 	$(call heading,notebooks: nbmake)
 	@CI=1 $(PY) -m pytest --quiet -n $(JOBS) --nbmake --nbmake-timeout=280 $(NOTEBOOKS)
 endif
+
+# What computes gradients and projections, as on an older processor: the kernels of torch, oneDNN, MKL
+# and numba differ there, and with them the last bits of a gradient.
+unit-portable: $(INSTALLED)
+	$(call heading,gradients and projections without AVX-512: pytest)
+	@ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 NUMBA_CPU_NAME=generic \
+		$(PY) -m pytest --quiet -n $(JOBS) tests/models/test_gradients.py tests/models/test_hooks.py \
+		tests/featurization tests/projection/test_known_answers.py
 
 unit: $(INSTALLED)
 	$(call heading,unit$(comma) property$(comma) doctest and process-cluster tests: pytest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ import xarray as xr
 from torch import Tensor, nn
 
 import trakdask as td
-from trakdask.featurization import checks
 
 N = 16
 ENGINES = ("auto", "hooks", "vmap", "loop")
@@ -34,13 +33,6 @@ class MixingQ(td.tasks.ImageClassification):
     def out_to_loss(self, forward, batch):
         q = super().out_to_loss(forward, batch)
         return q - q.mean()
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    checks._checked.clear()
-    yield
-    checks._checked.clear()
 
 
 def samples(n: int = N) -> xr.Dataset:
@@ -70,7 +62,7 @@ MIXING = {
 def test_check_once__models_that_mix_samples(
     model: td.Model, gradients: str, batch_size: int, on_error: str
 ) -> None:
-    with pytest.raises(td.BlockError, match=r"expected the \w+ of sample \d+ .*alone and in a"):
+    with pytest.raises(td.BlockError, match=r"the \w+ of sample \d+ .*alone"):
         featurize(model, gradients=gradients, batch_size=batch_size, on_error=on_error)
 
 
@@ -79,9 +71,8 @@ def test_check_micro_batch__mixing_from_five_samples_on(gradients: str) -> None:
     """Of f, which ``vmap`` and ``loop`` take of each sample alone, and of Q."""
     made = td.Model(Net(lambda y: y - y.mean(0).detach() if len(y) > 4 else y))
     expected = featurize(made, gradients=gradients, batch_size=4)
-    np.testing.assert_array_equal(
-        featurize(made, gradients=gradients, batch_size=3).out_to_loss, expected.out_to_loss
-    )
+    found = featurize(made, gradients=gradients, batch_size=3)
+    np.testing.assert_allclose(found.out_to_loss, expected.out_to_loss, rtol=1e-5)
     with pytest.raises(td.BlockError, match=r"sample \d+ .*batch of 8\b"):
         featurize(made, gradients=gradients, batch_size=8)
 
@@ -164,5 +155,157 @@ def test_featurize__in_place_after_what_backward_needs(gradients: str) -> None:
         y += 1
         return y
 
-    with pytest.raises(td.BlockError, match=r"in place.*ReLU\(inplace=False\)"):
+    with pytest.raises(td.BlockError, match="inplace operation"):
         featurize(td.Model(Net(after)), gradients=gradients)
+
+
+class Reorders(nn.Module):
+    """Sorts the batch, and restores the order afterwards: f and Q are right for every sample."""
+
+    def __init__(self, seed: int = 0, least: float = -9) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.least = least
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.argsort(
+            torch.where(x[:, 0].max() > self.least, x[:, 0], torch.arange(len(x)).float())
+        )
+        return self.second(torch.tanh(self.first(x[order])))[torch.argsort(order)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_featurize__model_that_reorders_its_batch(seed: int) -> None:
+    """Two samples are in order by chance for every other seed; eight are not."""
+    image = np.random.default_rng(seed).standard_normal((N, 4)).astype("f4")
+    data = td.from_arrays({"image": image}, coords={"label": np.arange(N) % 3}, chunks=8)
+    with pytest.raises(td.BlockError, match=r"reorder or mix .*try gradients='vmap'"):
+        featurize(td.Model(Reorders(seed)), data)
+    found = featurize(td.Model(Reorders(seed)), data, gradients="vmap")
+    expected = featurize(td.Model(Reorders(seed)), data, gradients="loop")
+    np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-4, atol=1e-6)
+
+
+class UsesTwice(nn.Module):
+    """Uses a weight outside of its layer, for samples that are marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        marked = (x[:, :1] > 5).float()
+        return self.second(self.first(x) + marked * nn.functional.linear(x, self.first.weight))
+
+
+class MixesIfMarked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(x)
+        return y - torch.where(x[:, 0].max() > 5, y.flip(0), torch.zeros_like(y))
+
+
+def marked(which: list[int]) -> xr.Dataset:
+    image = samples().image.values.copy()
+    image[which, 0] = 9
+    return samples().assign(image=(("sample", "image_1"), image)).chunk(sample=8)
+
+
+@pytest.mark.parametrize("sample", range(8))
+def test_featurize__weight_that_is_used_outside_its_layer_for_one_sample(sample: int) -> None:
+    with pytest.raises(td.BlockError, match=r"'first.weight'.* outside its layer"):
+        featurize(td.Model(UsesTwice()), marked([sample]).isel(sample=slice(8)))
+
+
+@pytest.mark.parametrize(
+    ("model", "which"),
+    [(UsesTwice(), range(8, 16)), (MixesIfMarked(), [9]), (Reorders(least=5), [15])],
+    ids=lambda each: type(each).__name__,
+)
+def test_featurize__what_is_wrong_from_the_second_block_on(model: nn.Module, which) -> None:
+    lazy = td.featurize(marked(list(which)), td.Model(model), projector=td.Identity())
+    lazy.isel(sample=slice(8)).compute(scheduler="sync")
+    with pytest.raises(td.BlockError, match="samples 8:16 "):
+        lazy.isel(sample=slice(8, 16)).compute(scheduler="sync")
+
+
+class Detached:
+    variables = ("image",)
+
+    def output(self, forward, batch):
+        return forward(batch["image"]).detach().sum(1)
+
+    def out_to_loss(self, forward, batch):
+        return torch.ones(len(batch["image"]))
+
+
+def test_featurize__second_task_of_the_same_name() -> None:
+    """As in a notebook, where a class is corrected and defined again."""
+    right = type("Detached", (Detached,), {"output": lambda s, f, b: f(b["image"]).sum(1)})
+    right.__qualname__ = Detached.__qualname__
+    net = Net()
+    assert featurize(td.Model(net, task=right())).feature.values.any()
+    with pytest.raises(td.BlockError, match="grad"):
+        featurize(td.Model(net, task=Detached()))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, m: Tensor | None = None) -> Tensor:
+        return self.head(x) if m is None else self.head(x) + self.head(m)
+
+
+def test_featurize__models_of_one_build_whose_tasks_differ_in_settings() -> None:
+    x = samples().image.values
+    data = td.from_arrays({"x": x, "m": 2 * x}, coords={"label": np.arange(N) % 3}, chunks=8)
+    state = TwoInputs().state_dict()
+    for inputs in (("x",), ("x", "m"), ("m",)):
+        model = td.Model(
+            TwoInputs, [state], task=td.tasks.Classification(inputs=inputs, positional=True)
+        )
+        found = featurize(model, data, gradients="hooks")
+        expected = featurize(model, data, gradients="loop")
+        np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-4, atol=1e-6)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.embed = nn.Embedding(11, 8)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        h = self.encoder(self.embed(input_ids), src_key_padding_mask=attention_mask == 0)
+        return self.head((h * attention_mask[..., None]).sum(1))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, said once
+@pytest.mark.parametrize("gradients", ["hooks", "vmap"])
+def test_featurize__transformer_encoder_with_a_padding_mask(gradients: str) -> None:
+    draw = np.random.default_rng(0)
+    mask = (np.arange(6) < draw.integers(2, 7, (N, 1))).astype("i8")
+    data = td.from_arrays(
+        {"input_ids": draw.integers(0, 11, (N, 6)), "attention_mask": mask},
+        coords={"label": np.arange(N) % 3},
+        chunks=8,
+    )
+    model = td.Model(Padded().eval(), task="text_classification")
+    assert torch.backends.mha.get_fastpath_enabled()
+    lazy = td.featurize(data, model, projector=td.Identity(), gradients=gradients)
+    found = lazy.compute(scheduler="threads", num_workers=2)
+    assert torch.backends.mha.get_fastpath_enabled()
+    expected = featurize(model, data, gradients="loop")
+    np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-3, atol=1e-5)

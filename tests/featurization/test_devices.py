@@ -311,7 +311,9 @@ def test_featurize__micro_batch_is_halved_where_a_gpu_runs_out_of_memory(
 
     monkeypatch.setattr(stream.ProjectionStream, "add", fail)
     found = td.featurize(samples(), model(), **options).compute(scheduler="sync")
-    xr.testing.assert_identical(found, expected)
+    # The loop takes each gradient alone, so the bits are ours; torch computes Q in batches.
+    np.testing.assert_array_equal(found.feature, expected.feature)
+    np.testing.assert_allclose(found.out_to_loss, expected.out_to_loss, rtol=1e-5)
     assert "out of memory: continuing with micro-batches of 1 samples" in caplog.text
 
 

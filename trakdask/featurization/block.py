@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from threading import Lock, current_thread, main_thread
+from threading import current_thread, main_thread
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
-from trakdask.featurization.checks import check_micro_batch, check_once
+from trakdask.featurization.checks import BlockCheck, checked_of
 from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
 from trakdask.featurization.job import Job, Samples
@@ -32,6 +32,7 @@ from trakdask.models.gradients import engine_of
 from trakdask.models.moments import scaled, scales
 from trakdask.models.products import Products
 from trakdask.models.tasks import Forward
+from trakdask.models.torch_settings import few_threads, no_fast_path
 
 __all__ = ["Block", "featurize_block", "multiply_block"]
 
@@ -87,7 +88,7 @@ def _task(
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
-        with _few_torch_threads(), job.precision.applied(device.type):
+        with _threads(), no_fast_path(), job.precision.applied(device.type):
             yield Samples(job, np.arange(*bounds), arrays, device)
     except Exception as err:
         raise BlockError(
@@ -112,8 +113,10 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
         forward = forward.to(getattr(torch, job.precision.dtype))
     forward = on_device(forward, device)
     samples, places = samples.by_length()
-    checked = check_once(samples, forward)
-    samples = replace(samples, trims=checked.ignores_padding)
+    checked = checked_of(job.call)
+    checked.measure(samples, forward)
+    samples = replace(samples, trims=bool(checked.ignores_padding))
+    check = BlockCheck(checked, samples, forward)
     size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters))
     moments = job.model.second_moments.get(checkpoint.name) if samples.vectors is None else None
     factors = scales(moments, job.row_map.names, device) if moments else None
@@ -123,22 +126,20 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _featurize_micro_batch(samples, forward, checkpoint, part, factors)
+            block = _featurize_micro_batch(samples, forward, checkpoint, part, factors, check)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
                 todo = _slices(part.start, len(samples), n // 2)
             elif job.on_error == "raise" or not is_of_samples(err):
-                if (better := samples.explained(err, forward, part)) is err:
-                    raise
-                raise better from err
+                raise samples.named(err, part) from err.__cause__
             elif n > 1:
                 todo += _slices(part.start, part.stop, -(-n // 2))
             else:
-                rows.fail(part.start, samples.explained(err, forward, part))
+                rows.fail(part.start, samples.named(err, part))
             continue
-        check_micro_batch(checked, samples, forward, part, block)
         rows.put(part, block)
+    check.require_independent(np.flatnonzero(np.isfinite(rows.output)))
     return tuple(array[places] for array in rows.result())
 
 
@@ -221,6 +222,7 @@ def _featurize_micro_batch(
     checkpoint: Checkpoint,
     part: slice,
     factors: Mapping[str, Tensor] | None,
+    check: BlockCheck,
 ) -> Block:
     job, n = samples.job, part.stop - part.start
     run, batch = engine_of(job.engine), samples.batch(part)
@@ -233,6 +235,7 @@ def _featurize_micro_batch(
         place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
         stream = stream_of(partition, *place)
         sink = scaled(stream, factors) if factors else stream
+    sink = check.watched(part, sink)
     f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
     feature = stream.result().numpy(force=True)
     if partition is not None:
@@ -241,7 +244,9 @@ def _featurize_micro_batch(
         whole = np.zeros(samples.feature_shape(n), np.float32)
         whole[:, : feature.shape[1]] = feature
         feature = whole
-    return feature, f.numpy(force=True), q.numpy(force=True)
+    block = feature, f.numpy(force=True), q.numpy(force=True)
+    check.require_right(part, sink, block)
+    return block
 
 
 def _micro_batch(samples: Samples, activations: int | None, budget: int) -> int:
@@ -260,31 +265,11 @@ def _micro_batch(samples: Samples, activations: int | None, budget: int) -> int:
     return fits
 
 
-_threads_lock = Lock()
-_threads_inside = 0
-_threads_before = 0
-
-
-@contextmanager
-def _few_torch_threads() -> Iterator[None]:
+def _threads() -> AbstractContextManager[None]:
     """Limit torch to one thread while the threaded scheduler runs a task on every core.
 
     A distributed worker takes its number of threads from the environment (1 by default), and a task
     on the main thread can use all cores.
     """
-    global _threads_inside, _threads_before
-    if current_thread() is main_thread() or on_worker():
-        yield
-        return
-    with _threads_lock:
-        if _threads_inside == 0:
-            _threads_before = torch.get_num_threads()
-        _threads_inside += 1
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        with _threads_lock:
-            _threads_inside -= 1
-            if _threads_inside == 0:
-                torch.set_num_threads(_threads_before)
+    is_alone = current_thread() is main_thread() or on_worker()
+    return nullcontext() if is_alone else few_threads()

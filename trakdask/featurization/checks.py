@@ -1,119 +1,191 @@
-"""Check that a model works with an engine, on the first samples that a process computes."""
+"""Compare what an engine computes for samples in a batch with what samples alone give."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.featurization.failures import ModelError
 from trakdask.featurization.job import Samples
 from trakdask.featurization.memory import activation_bytes
 from trakdask.models.gradients import (
-    ENGINES,
-    require_batch_independence,
+    WeightedSum,
     require_same_as_loop,
+    require_same_sum,
+    sample_weights,
+    summed_gradient,
 )
-from trakdask.models.independence import require_same_alone
+from trakdask.models.independence import reads_values, require_close, require_same_alone
 from trakdask.models.padding import ignores_padding
+from trakdask.models.products import Products
 from trakdask.models.tasks import Batch, Forward
-from trakdask.provenance import digest
+from trakdask.models.tasks.protocol import SampleError
 
-__all__ = ["Checked", "check_micro_batch", "check_once"]
+__all__ = ["BlockCheck", "Checked", "checked_of"]
+
+_ROUGHLY = 0.05
+"""Relative error that one sample of a later block may have.
+
+A mistake of an engine is of the size of the gradient itself. Rounding is not always small: of the
+millions of units of a large model, one in a few blocks has an input so close to zero that its ReLU
+is on in a batch and off for the sample alone.
+"""
 
 
 @dataclass
 class Checked:
-    """What a process has learned about a model from the samples that it was checked on.
+    """What a process has found out about the model of one call of featurize.
 
     Parameters
     ----------
-    activation_bytes
-        Memory of the activations of one sample; None until two samples have passed the checks.
     n_samples
-        Size of the largest batch whose f and Q were compared with those of single samples.
+        Size of the largest micro-batch that passed.
+    activation_bytes
+        Memory of the activations of one sample; None until a sample has passed the model.
     ignores_padding
-        Whether padding of sequences can be cut.
+        Whether padding of sequences can be cut; None until it is known.
     """
 
+    n_samples: int = 0
     activation_bytes: int | None = None
-    n_samples: int = 1
-    ignores_padding: bool = False
+    ignores_padding: bool | None = None
+
+    def measure(self, samples: Samples, forward: Forward) -> None:
+        """Run the first two samples that the model can process, if that has not been done."""
+        task = samples.job.model.task
+        for start in range(0, len(samples), 2) if self.activation_bytes is None else ():
+            two = samples.batch(slice(start, start + 2))
+            try:
+                self.ignores_padding = ignores_padding(forward, task, two)
+                self.activation_bytes = activation_bytes(forward, task, two)
+                return
+            except Exception:  # their micro-batch raises it again, and is halved or reported then
+                if samples.job.on_error == "raise":
+                    return
 
 
-_checked: dict[str, Checked] = {}
+@lru_cache(maxsize=64)
+def checked_of(call: str) -> Checked:
+    """Return what this process has found out for one call of featurize.
 
-
-def check_once(samples: Samples, forward: Forward) -> Checked:
-    """Check a model on two samples, once per process, architecture, engine and device.
-
-    Their f and Q must equal those of each sample alone, and their gradients those of the loop.
+    It is forgotten with the call, because a second task or model may have the name of the first.
     """
-    job = samples.job
-    how = {"engine": job.engine, "device": str(samples.device), **job.precision.attrs()}
-    key = digest({**job.model.spec(), "checkpoints": job.model.token, "how": how})
-    checked = _checked.setdefault(key, Checked())
-    if checked.activation_bytes is None or (checked.n_samples == 1 and len(samples) > 1):
-        pair = _pair(samples, forward)
-        if pair is not None:
-            two, task = samples.batch(pair), job.model.task
-            with _explained(samples, forward, pair):
-                require_batch_independence(job.engine, forward, task, two)
-                if job.engine != "loop":
-                    require_same_as_loop(job.engine, forward, task, two, job.row_map.names)
-                checked.activation_bytes = activation_bytes(forward, task, two)
-                checked.ignores_padding = ignores_padding(forward, task, two)
-            checked.n_samples = max(checked.n_samples, len(samples.positions[pair]))
-    return checked
+    return Checked()
 
 
-def check_micro_batch(
-    checked: Checked, samples: Samples, forward: Forward, part: slice, block: tuple[np.ndarray, ...]
-) -> None:
-    """Compare f and Q with those of single samples if a micro-batch is larger than any before.
+class BlockCheck:
+    """Checks the micro-batches of a block: wholly if larger than any before, else one sample.
 
-    A larger batch may reveal that samples are mixed where two samples do not.
+    Parameters
+    ----------
+    checked
+        What is known already; it is updated.
+    samples
+        The samples of the block.
+    forward
+        The model.
     """
-    n = part.stop - part.start
-    if n > checked.n_samples:
-        _, output, out_to_loss = (torch.from_numpy(array) for array in block)
-        batch, task = samples.batch(part), samples.job.model.task
-        with _explained(samples, forward, part):
-            require_same_alone(forward, task, batch, output, out_to_loss)
-        checked.n_samples = n
+
+    def __init__(self, checked: Checked, samples: Samples, forward: Forward) -> None:
+        self._checked, self._samples, self._forward = checked, samples, forward
+        self._task, self._engine = samples.job.model.task, samples.job.engine
+        self._names = samples.job.row_map.names
+        # Drawn from the place of the block, so that a task that runs again checks the same sample.
+        draw = np.random.default_rng(int(samples.positions[0]))
+        self._spot = int(draw.integers(len(samples)))
+        self._is_whole = False
+
+    def watched(self, part: slice, sink: Any) -> Any:
+        """Return a sink that also adds up the gradients that this micro-batch is checked by."""
+        n = part.stop - part.start
+        # Decided here and not after the pass: meanwhile, other threads check micro-batches, too.
+        self._is_whole = n > self._checked.n_samples
+        if self._engine == "loop" or (isinstance(sink, Products) and self._engine == "tokens"):
+            return sink
+        if self._is_whole:
+            return WeightedSum(sample_weights(self._forward, n), n, sink=sink)
+        if part.start <= self._spot < part.stop:
+            return WeightedSum(torch.ones(1), n, self._spot - part.start, sink)
+        return sink
+
+    def require_right(self, part: slice, sink: Any, block: Sequence[np.ndarray]) -> None:
+        """Compare the results of a micro-batch, if it is one to be checked.
+
+        Raises
+        ------
+        ModelError
+            If f, Q or the gradient of a sample is another one in the batch than alone.
+        """
+        with _of_model(self._samples.positions[part]):
+            if self._is_whole:
+                self._require_whole(part, sink, block)
+                self._checked.n_samples = max(self._checked.n_samples, part.stop - part.start)
+            elif part.start <= self._spot < part.stop:
+                self._require_spot(part, sink, block)
+
+    def require_independent(self, rows: np.ndarray) -> None:
+        """Compare two samples that ran alone so far with both in a batch.
+
+        Micro-batches of one sample tell nothing about mixing, but those of other workers may be
+        larger.
+        """
+        if self._checked.n_samples == 1 and len(rows) > 1:
+            with _of_model(self._samples.positions[rows[:2]]):
+                self._require_same_alone(self._samples.batch(rows[:2]))
+
+    def _require_same_alone(self, batch: Batch, *values: Tensor) -> None:
+        if self._engine == "loop" and reads_values(self._forward, self._task, batch):
+            return  # the loop runs every sample alone then, for f and for Q
+        if not values:
+            with torch.no_grad():
+                values = (
+                    self._task.output(self._forward, batch),
+                    self._task.out_to_loss(self._forward, batch),
+                )
+        require_same_alone(self._forward, self._task, batch, values[0], values[1])
+
+    def _require_whole(self, part: slice, sink: Any, block: Sequence[np.ndarray]) -> None:
+        batch = self._samples.batch(part)
+        # Other engines take f of each sample alone.
+        is_of_batch = self._engine in ("hooks", "tokens")
+        self._require_same_alone(batch, *(map(torch.from_numpy, block[1:]) if is_of_batch else ()))
+        if isinstance(sink, WeightedSum) and all(np.isfinite(array).all() for array in block):
+            weights = sample_weights(self._forward, part.stop - part.start)
+            expected, *_ = summed_gradient(self._forward, self._task, batch, self._names, weights)
+            require_same_sum(self._engine, sink.sums, expected)
+        elif isinstance(sink, Products) and self._checked.n_samples == 0:
+            few = self._samples.batch(slice(part.start, min(part.start + 2, part.stop)))
+            require_same_as_loop(self._engine, self._forward, self._task, few, self._names)
+
+    def _require_spot(self, part: slice, sink: Any, block: Sequence[np.ndarray]) -> None:
+        row = self._spot - part.start
+        if not all(np.isfinite(array[row]).all() for array in block):
+            return
+        one = self._samples.batch(slice(self._spot, self._spot + 1))
+        expected, *alone = summed_gradient(
+            self._forward, self._task, one, self._names, torch.ones(1)
+        )
+        if isinstance(sink, WeightedSum):
+            require_same_sum(self._engine, sink.sums, expected, _ROUGHLY)
+        output, out_to_loss = map(torch.from_numpy, block[1:])
+        f, q = map(float, alone)
+        in_batch = output, out_to_loss
+        require_close(self._forward, self._task, one, row, in_batch, (f, q), _ROUGHLY)
 
 
 @contextmanager
-def _explained(samples: Samples, forward: Forward, part: slice) -> Iterator[None]:
+def _of_model(positions: np.ndarray) -> Iterator[None]:
+    """Make errors of a check errors of the model, which name the sample by its position."""
     try:
         yield
-    except Exception as err:
-        better = samples.explained(err, forward, part)
-        if better is err:
-            raise
-        raise better from err
-
-
-def _pair(samples: Samples, forward: Forward) -> slice | None:
-    """Return the first two samples, or the first pair without failures if these are recorded."""
-    if samples.job.on_error == "raise":
-        return slice(0, 2)
-    pairs = (slice(start, start + 2) for start in range(0, len(samples), 2))
-    return next((pair for pair in pairs if _passes(samples, forward, samples.batch(pair))), None)
-
-
-def _passes(samples: Samples, forward: Forward, batch: Batch) -> bool:
-    finite: list[bool] = []
-
-    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
-        finite.append(bool(gradient.isfinite().all()))
-
-    job = samples.job
-    try:
-        results = ENGINES["loop"](forward, job.model.task, batch, job.row_map.names, sink)
-    except Exception:  # reported with the sample when its micro-batch raises it again
-        return False
-    return all(finite) and all(bool(tensor.isfinite().all()) for tensor in results)
+    except SampleError as err:
+        raise ModelError(str(err.at(int(positions[err.row])))) from err
+    except ValueError as err:
+        raise ModelError(str(err)) from err

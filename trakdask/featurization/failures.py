@@ -9,7 +9,7 @@ import torch
 
 from trakdask.errors import KernelError
 
-__all__ = ["ERROR_DTYPE", "OnError", "is_of_samples", "not_finite", "reason"]
+__all__ = ["ERROR_DTYPE", "ModelError", "OnError", "is_of_samples", "not_finite", "reason"]
 
 OnError = Literal["raise", "record"]
 
@@ -17,7 +17,14 @@ ERROR_DTYPE = np.dtypes.StringDType()
 _LONGEST_REASON = 200
 _NAMES = ("gradient", "output", "out_to_loss")
 _OF_DEVICES = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # since torch 2.8
+
+
+class ModelError(ValueError):
+    """A model that an engine does not run correctly, whatever the samples."""
+
+
 _NOT_OF_SAMPLES = (
+    ModelError,
     OSError,
     MemoryError,
     ImportError,
@@ -25,7 +32,7 @@ _NOT_OF_SAMPLES = (
     torch.OutOfMemoryError,
     _OF_DEVICES,
 )
-"""Errors of the machine: a retry may succeed, and other samples would fail as well."""
+"""Errors of the machine or of the model: other samples would fail as well."""
 
 
 def is_of_samples(err: Exception) -> bool:

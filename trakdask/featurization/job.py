@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.featurization.failures import OnError, is_of_samples
-from trakdask.featurization.memory import is_out_of_memory
+from trakdask.featurization.failures import OnError
 from trakdask.featurization.partition import Partition
 from trakdask.featurization.precision import Precision
-from trakdask.models.diagnosis import explain
 from trakdask.models.model import Model
 from trakdask.models.padding import order_by_length, trimmed
-from trakdask.models.tasks import Batch, Forward
+from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import Projector, RowMap
 
@@ -40,6 +38,9 @@ class Job:
     precision: Precision
     device: str
     on_error: OnError
+    call: str
+    """Another one for each call of featurize, so that what a process finds out about its model is
+    not taken for that of another model or task of the same name."""
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
 
@@ -77,7 +78,7 @@ class Samples:
         partition = self.job.partition
         return n_samples, *(() if partition is None else (partition.size,)), self.width
 
-    def batch(self, part: slice) -> Batch:
+    def batch(self, part: slice | np.ndarray) -> Batch:
         """Return some of the samples as tensors."""
         # A copy, because torch cannot share read-only memory, such as that of a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
@@ -95,14 +96,8 @@ class Samples:
         arrays = tuple(array[order] for array in self.arrays)
         return replace(self, positions=self.positions[order], arrays=arrays), np.argsort(order)
 
-    def explained(self, err: Exception, forward: Forward, part: slice) -> Exception:
-        """Return an error that names the sample and layer at which the model failed, if possible.
-
-        This costs a pass through the model. Errors of the machine are returned unchanged.
-        """
-        better: Exception | None = err
-        if is_of_samples(err) and not is_out_of_memory(err) and not isinstance(err, SampleError):
-            better = explain(err, forward, self.job.model.task, self.batch(part))
-        if isinstance(better, SampleError):
-            return better.at(int(self.positions[part][better.row]))
-        return err if better is None else better
+    def named(self, err: Exception, part: slice) -> Exception:
+        """Return an error of one of the samples with the sample's position."""
+        if not isinstance(err, SampleError):
+            return err
+        return err.at(int(self.positions[part][err.row]))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -272,6 +273,7 @@ def prepare(
         precision=Precision.here(dtype),
         device=check_device(device),
         on_error=on_error,
+        call=uuid4().hex,
         partition=partition,
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}

@@ -7,11 +7,11 @@ must copy it. Engines never compute gradients of other parameters, and store not
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,15 +19,15 @@ from torch import Tensor
 from trakdask.models.coverage import Coverage, cover
 from trakdask.models.hooks import (
     Axes,
-    CachingForward,
     CallAxes,
     CallShapes,
     Recorder,
+    caching,
     recorded_shapes,
-    require_equal_rows,
     whole_parameters,
 )
 from trakdask.models.independence import (
+    once_per_task,
     reads_values,
     repeated,
     require_same_alone,
@@ -37,18 +37,22 @@ from trakdask.models.independence import (
 from trakdask.models.products import Products, TokenProductRecorder
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tokens import TokenRecorder, number_of_tokens
+from trakdask.models.torch_settings import no_fast_path
 
 __all__ = [
     "ENGINES",
     "Engine",
     "Sink",
+    "WeightedSum",
     "choose_engine",
     "elements_at_once",
     "engine_of",
     "hooks_gradients",
     "loop_gradients",
-    "require_batch_independence",
     "require_same_as_loop",
+    "require_same_sum",
+    "sample_weights",
+    "summed_gradient",
     "token_gradients",
     "vmap_gradients",
 ]
@@ -70,6 +74,7 @@ class Engine(Protocol):
         """Pass gradients to the sink; return output and out_to_loss, both (batch,) float32."""
 
 
+@no_fast_path()
 def loop_gradients(
     forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
 ) -> tuple[Tensor, Tensor]:
@@ -97,6 +102,7 @@ def loop_gradients(
     return outputs, _out_to_loss(forward, task, batch)
 
 
+@no_fast_path()
 def vmap_gradients(
     forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
 ) -> tuple[Tensor, Tensor]:
@@ -152,6 +158,7 @@ def token_gradients(
     return _recorded_gradients(recorder, forward, task, batch, names, sink)
 
 
+@no_fast_path()
 def _recorded_gradients(
     make: Callable[..., Recorder],
     forward: Forward,
@@ -169,18 +176,18 @@ def _recorded_gradients(
     plan = _hook_plan(forward, task, batch, tuple(names))
     reached = plan.coverage
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
-    buffers = forward.buffers
-    once = CachingForward(forward.module, parameters, buffers, forward.checkpoint, forward.dtype)
+    once = caching(forward.with_parameters(parameters))
     recorder = make(once, reached.units, plan.axes, size, sink)
     try:
         with recorder.listening():
             output = _require_per_sample(task.output(once, batch), size, "output")
         out_to_loss = _out_to_loss(once, task, batch)
         if reads_values(forward, task, batch):
-            values = (output.detach(), out_to_loss, range(size))
-            run = partial(require_same_alone, forward, task, batch, *values)
-            alone = recorded_shapes(run, forward.module, reached.units)
-            require_equal_rows(alone, plan.axes, size)
+            # Each batch may take another branch, so the samples of every batch are compared.
+            for row in range(size):
+                with recorder.comparing(row):
+                    values = output.detach(), out_to_loss, [row]
+                    require_same_alone(forward, task, batch, *values)
         recorder.differentiate(output)
     finally:
         recorder.release()
@@ -221,23 +228,112 @@ def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, i
     return max([*held, sum(sizes[name] for name in reached.rest)])
 
 
-def require_batch_independence(engine: str, forward: Forward, task: Task, batch: Batch) -> None:
-    """Check that f and Q of a sample are the same in a batch as for the sample alone.
+class WeightedSum:
+    """A sink that adds up the gradients of samples, each times a weight, and passes them on.
 
-    If the model branches on values of its input, the engine ``"loop"`` runs every sample alone, and
-    there is nothing to check.
+    Parameters
+    ----------
+    weights
+        Of consecutive samples of a batch.
+    size
+        Number of samples of the batch.
+    first
+        The first sample that has a weight.
+    sink
+        Receives the gradients, too.
+    """
+
+    def __init__(
+        self, weights: Tensor, size: int, first: int = 0, sink: Sink | None = None
+    ) -> None:
+        self.sums: dict[str, list[Tensor]] = defaultdict(list)
+        self.buffer_for = getattr(sink, "buffer_for", None)
+        self._weights, self._size, self._first, self._sink = weights, size, first, sink
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Add the gradients of a parameter, (rows, n), or a slice of them."""
+        k = len(gradient) // self._size  # rows of a sample: its tokens, or 1
+        rows = gradient[self._first * k :][: len(self._weights) * k]
+        weights = self._weights.to(rows.device).repeat_interleave(k)
+        # A gradient of zero is one number expanded to all rows, which a product would copy.
+        is_expanded = rows.stride(0) == 0
+        total = rows[0] * weights.sum() if is_expanded else weights @ rows.to(weights.dtype)
+        self.sums[name].append(total)
+        if self._sink is not None:
+            self._sink(name, gradient, first)  # last, because a sink may overwrite the gradient
+
+
+def summed_gradient(
+    forward: Forward, task: Task, batch: Batch, names: Sequence[str], weights: Tensor
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Return autograd's gradient of the weighted sum of f over a batch, f and Q, by one pass."""
+    selected = {name: forward.parameters[name].detach().requires_grad_() for name in names}
+    once = caching(forward.with_parameters(selected))
+    output = _require_per_sample(task.output(once, batch), _size(batch), "output")
+    out_to_loss = _out_to_loss(once, task, batch)
+    once.forget()
+    total = (output * weights.to(output)).sum()
+    gradients = torch.autograd.grad(total, list(selected.values()), materialize_grads=True)
+    return dict(zip(names, gradients, strict=True)), output.detach(), out_to_loss
+
+
+def sample_weights(forward: Forward, size: int) -> Tensor:
+    """Return a different weight for each sample, so that a sum shows which gradient is whose.
+
+    A sum over many samples in half precision would lose the digits that are compared, so there the
+    weights of most of them are zero.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(size, generator=generator, dtype=torch.float64)
+    if any(t.is_floating_point() and t.dtype.itemsize < 4 for t in forward.parameters.values()):
+        weights[_MOST_IN_HALF_PRECISION:] = 0
+    is_double = all(t.dtype == torch.float64 for t in forward.parameters.values())
+    return weights if is_double else weights.float()
+
+
+def require_same_sum(
+    engine: str,
+    sums: Mapping[str, Sequence[Tensor]],
+    expected: Mapping[str, Tensor],
+    least: float = 0.0,
+) -> None:
+    """Compare weighted sums of an engine's gradients with those of autograd.
+
+    An engine that hands a sample the gradient of another one, or overlooks a use of a parameter,
+    gives another sum, because every sample has a weight of its own.
+
+    Parameters
+    ----------
+    engine
+        Name of the engine.
+    sums
+        Of :class:`WeightedSum`.
+    expected
+        Of :func:`summed_gradient`.
+    least
+        Relative error that is allowed at least, if the sums are of a batch and of samples alone,
+        between which rounding errors may grow. By default that of :func:`tolerance`.
 
     Raises
     ------
-    SampleError
-        If the model or the task mixes samples.
+    ValueError
+        If a sum differs by more, relative to the norm of all parameters together. (A parameter
+        alone may have almost no gradient, and then only rounding errors.)
     """
-    if engine == "loop" and reads_values(forward, task, batch):
-        return
-    size = _size(batch)
-    with torch.no_grad():
-        output = _require_per_sample(task.output(forward, batch), size, "output")
-    require_same_alone(forward, task, batch, output, _out_to_loss(forward, task, batch))
+    flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
+    errors = torch.cat([part for name in expected for part in sums[name]]) - flat
+    norm, error = flat.norm(), errors.norm()
+    allowed = max({tolerance(g.dtype, g.device.type) for g in expected.values()})
+    if error > (max(least, 4 * allowed) if least else allowed) * norm:
+        sizes = [gradient.numel() for gradient in expected.values()]
+        of_parameters = torch.stack([part.norm() for part in errors.split(sizes)])
+        name = list(expected)[int(of_parameters.argmax())]
+        raise ValueError(
+            f"gradients={engine!r} gives gradients that differ from those of one backward pass per "
+            f"sample by {float(error / norm):.2g} of their norm, most in {name!r}: the model may "
+            "reorder or mix the samples of a batch, or use a parameter outside its layer; try "
+            f"gradients={_SAFER[engine]}"
+        )
 
 
 def require_same_as_loop(
@@ -245,45 +341,27 @@ def require_same_as_loop(
 ) -> None:
     """Check an engine on a few samples against one backward pass for each.
 
-    Gradients of tokens are added up first.
-
     Raises
     ------
     ValueError
-        If a gradient differs by more than rounding error: the model mixes samples, or uses a
-        parameter in a way that the engine does not see.
+        If gradients differ by more than rounding error.
     """
-    computed: dict[str, Tensor] = {}
-    expected: dict[str, Tensor] = {}
-    for name, into in ((engine, computed), ("loop", expected)):
-        engine_of(name)(forward, task, batch, names, partial(_collect, into, _size(batch)))
-    norms = torch.stack([g.double().norm(dim=1) for g in expected.values()]).norm(dim=0)
-    allowed = max(tolerance(g.dtype, g.device.type) for g in expected.values())
-    for name in names:
-        error = (computed[name].double() - expected[name].double()).norm(dim=1)
-        if not bool((error <= allowed * norms).all() | error.isnan().any()):
-            raise ValueError(
-                f"expected gradients={engine!r} to agree with one backward pass per sample, got a "
-                f"gradient of {name!r} that differs by {float((error / norms).max()):.2g} of its "
-                "norm (the model may mix samples of a batch, or use the parameter outside its "
-                f"layer); try gradients={_SAFER[engine]}"
-            )
+    size = _size(batch)
+    weights = sample_weights(forward, size)
+    seen = WeightedSum(weights, size)
+    engine_of(engine)(forward, task, batch, names, seen)
+    alone = [
+        summed_gradient(forward, task, row_of(batch, i), names, weights[i])[0] for i in range(size)
+    ]
+    expected = {name: torch.stack([of_one[name] for of_one in alone]).sum(0) for name in names}
+    require_same_sum(engine, seen.sums, expected)
 
 
 _SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}
 """Engines to try where another one is wrong."""
 
 
-def _summed(gradient: Tensor, size: int) -> Tensor:
-    """Return the sums over the rows of each sample."""
-    return gradient if len(gradient) == size else gradient.unflatten(0, (size, -1)).sum(1)
-
-
-def _collect(
-    into: dict[str, Tensor], size: int, name: str, gradient: Tensor, first: int | None = None
-) -> None:
-    gradient = _summed(gradient, size)
-    into[name] = torch.cat([into[name], gradient], 1) if first else gradient.clone()
+_MOST_IN_HALF_PRECISION = 8
 
 
 @dataclass(frozen=True)
@@ -303,14 +381,10 @@ class _HookPlan:
     axes: Axes
 
 
-_hook_plans: WeakKeyDictionary[torch.nn.Module, dict[Any, _HookPlan]] = WeakKeyDictionary()
-
-
 def _hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...]) -> _HookPlan:
-    """Run the first sample repeated two and three times, once per module; the plan is cached."""
-    of_module = _hook_plans.setdefault(forward.module, {})
-    key = (type(task), names)
-    if key not in of_module:
+    """Run the first sample repeated two and three times; the plan is cached."""
+
+    def find() -> _HookPlan:
         coverage = cover(forward.module, names)
         runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
         two, three = (recorded_shapes(run, forward.module, coverage.units) for run in runs)
@@ -319,8 +393,9 @@ def _hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...
             path: [_axes_of(*calls) for calls in zip(two[path], three[path], strict=True)]
             for path in two
         }
-        of_module[key] = _HookPlan(coverage, axes)
-    return of_module[key]
+        return _HookPlan(coverage, axes)
+
+    return once_per_task("hook plan", forward, task, batch, names, find)
 
 
 def _require_equal_calls(two: Mapping[str, list[Any]], three: Mapping[str, list[Any]]) -> None:

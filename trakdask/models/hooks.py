@@ -29,8 +29,8 @@ __all__ = [
     "CallAxes",
     "CallShapes",
     "Recorder",
+    "caching",
     "recorded_shapes",
-    "require_equal_rows",
     "whole_parameters",
 ]
 
@@ -51,6 +51,10 @@ _PART_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch."""
 
 
+_ROUGHLY = 0.05
+"""Relative error that no reordering stays below. Rounding errors can grow from layer to layer."""
+
+
 class CachingForward(Forward):
     """A model that returns its last result again for the same inputs, so f and Q share one pass."""
 
@@ -66,6 +70,13 @@ class CachingForward(Forward):
     def forget(self) -> None:
         """Release the last result, and with it the autograd graph that produced it."""
         self._last = None
+
+
+def caching(forward: Forward) -> CachingForward:
+    """Return the same model, so that it remembers its last result."""
+    return CachingForward(
+        forward.module, forward.parameters, forward.buffers, forward.checkpoint, forward.dtype
+    )
 
 
 def _are_same(left: list[Any], right: list[Any]) -> bool:
@@ -94,41 +105,6 @@ def recorded_shapes(run: Callable[[], object], module: nn.Module, units: Sequenc
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def require_equal_rows(alone: Shapes, axes: Axes, n_samples: int) -> None:
-    """Check that each sample has the same number of rows at every unit.
-
-    Parameters
-    ----------
-    alone
-        Shapes recorded while each sample ran alone.
-    axes
-        Batch axes of each unit's calls.
-    n_samples
-        Number of samples.
-
-    Raises
-    ------
-    ValueError
-        If samples differ, as where a layer gets only some of the tokens. The rows of a batch could
-        then not be told apart.
-    """
-    for path, calls in alone.items():
-        of_one = len(calls) // n_samples
-        for i, batch_axes in enumerate(axes[path]):
-            of_samples = calls[i::of_one] if of_one else []
-            rows = {_lengths(call, batch_axes) for call in of_samples}
-            if len(rows) > 1:
-                raise ValueError(
-                    f"expected as many rows at layer {path!r} for every sample, got {sorted(rows)} "
-                    "for samples that ran alone; try gradients='loop'"
-                )
-
-
-def _lengths(shapes: CallShapes, axes: CallAxes) -> tuple[int, ...]:
-    pairs = zip(shapes[0] + shapes[1], axes[0] + axes[1], strict=True)
-    return tuple(shape[axis] for shape, axis in pairs if axis is not None)
 
 
 @contextmanager
@@ -216,6 +192,37 @@ class Recorder:
     def listening(self) -> Iterator[None]:
         """Record the calls of units, and register hooks with autograd."""
         with _hooked(self._forward.module, self._units, self._hook_of), torch.enable_grad():
+            yield
+
+    @contextmanager
+    def comparing(self, row: int) -> Iterator[None]:
+        """Compare what each layer sees of a sample alone, in one pass, with its rows in the batch.
+
+        Raises
+        ------
+        ValueError
+            If they differ, as where a layer gets some of the tokens of a batch, or sorts them: its
+            rows could then not be told apart.
+        """
+        calls: dict[str, list[Call]] = defaultdict(list)
+        for call in self._calls.values():
+            calls[call.unit.path].append(call)
+
+        def hook_of(unit: Unit) -> Callable[..., None]:
+            in_batch = iter(calls[unit.path])
+
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                call = next(in_batch, None)
+                if call is None or not _is_row(call, args, kwargs, row, self._n_samples):
+                    raise ValueError(
+                        f"layer {unit.path!r} does not see the same rows of a sample in a batch as "
+                        "of the sample alone, because the model branches on values of its input; "
+                        "try gradients='loop'"
+                    )
+
+            return hook
+
+        with _hooked(self._forward.module, self._units, hook_of):
             yield
 
     def differentiate(self, output: Tensor) -> None:
@@ -389,6 +396,19 @@ class Recorder:
             gradient = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
         del self._due[name]
         self._sink(name, gradient)
+
+
+def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> bool:
+    """Return whether a layer's first input for a sample alone is that of a row of the batch."""
+    axis, leaf = call.in_axes[0], first_leaf(args, kwargs)
+    if axis is None:
+        return True
+    in_batch = call.input(n_samples)[row]
+    alone = unfolded(leaf, axis, 1).movedim(axis, 0)[0]
+    if alone.shape != in_batch.shape:
+        return False
+    alone, in_batch = alone.double(), in_batch.detach().double()
+    return bool((alone - in_batch).norm() <= _ROUGHLY * alone.norm())
 
 
 def _part_bytes(parameter: Tensor) -> int:

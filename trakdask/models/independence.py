@@ -7,9 +7,10 @@ would depend on the batch size, so such a model is rejected.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,35 +18,71 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trakdask.models.hooks import CachingForward
+from trakdask.models.hooks import caching
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import SampleError
 
 __all__ = [
+    "once_per_task",
     "reads_values",
     "repeated",
+    "require_close",
     "require_same_alone",
     "row_of",
     "tolerance",
 ]
 
-_known: WeakKeyDictionary[torch.nn.Module, dict[type, bool]] = WeakKeyDictionary()
+T = TypeVar("T")
+
+_found: WeakKeyDictionary[torch.nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
+_MOST_FOUND = 8
+
+
+def once_per_task(
+    purpose: str, forward: Forward, task: Task, batch: Batch, also: Any, find: Callable[[], T]
+) -> T:
+    """Return what has been found out about a module as a task uses it, or find it out now.
+
+    Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
+    the key is all that decides how the module is called: the class of the task and its settings,
+    and the variables of the batch. The class is compared itself and not by name, because a
+    notebook may define it again.
+    """
+    variables = {name: value.ndim for name, value in batch.items()}
+    key = [purpose, type(task), getattr(task, "__dict__", task), variables, also]
+    found = _found.setdefault(forward.module, [])
+    for known, value in found:
+        if _are_equal(known, key):
+            return cast(T, value)
+    value = find()
+    key[2] = copy.copy(key[2])  # settings of a task may change later
+    found.append((key, value))
+    del found[:-_MOST_FOUND]
+    return value
+
+
+def _are_equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except Exception:  # tensors among the settings cannot be compared; find out again
+        return False
 
 
 def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
     """Return whether the model branches on values of its input.
 
     The samples of a batch would then share a branch. Such a model cannot run on tensors without
-    values; this is tried once for each module and type of task, unless a pass with values shows
-    that none is read. (Some models read values only to skip work, and not where there are none.)
+    values; this is tried once, unless a pass with values shows that none is read. (Some models
+    read values only to skip work, and not where there are none.)
     """
-    known = _known.setdefault(forward.module, {})
-    if type(task) not in known:
+
+    def find() -> bool:
         two = repeated(batch, 2)
-        known[type(task)] = not (
+        return not (
             _runs_without_reading(forward, task, two) or _runs_without_values(forward, task, two)
         )
-    return known[type(task)]
+
+    return once_per_task("reads values", forward, task, batch, None, find)
 
 
 class _ValueRead(Exception):
@@ -140,26 +177,55 @@ def require_same_alone(
     if size == 1:
         return
     for row in sorted({0, size - 1}) if rows is None else rows:
-        alone = _alone(forward, task, row_of(batch, row))
-        for name, values, expected in zip(
-            ("output", "out_to_loss"), (output, out_to_loss), alone, strict=True
-        ):
-            scale = float(values.detach().abs().nan_to_num(posinf=0).max())
-            in_batch = float(values[row])
-            if _differ(in_batch, expected, scale, _tolerance_of(forward)):
-                text = (
-                    f"expected the {name} of sample {{sample}} to be the same alone and in a "
-                    f"batch, got {expected:.4g} alone and {in_batch:.4g} in a batch of {size}: "
-                    + _advice(forward, task, row_of(batch, row))
-                )
-                raise SampleError(text, row)
+        one = row_of(batch, row)
+        alone = _alone(forward, task, one)
+        require_close(forward, task, one, row, (output, out_to_loss), alone)
+
+
+def require_close(
+    forward: Forward,
+    task: Task,
+    one: Batch,
+    row: int,
+    in_batch: tuple[Tensor, Tensor],
+    alone: tuple[float, float],
+    least: float = 0.0,
+) -> None:
+    """Check f and Q of one sample.
+
+    Parameters
+    ----------
+    forward, task, one
+        The model, its task, and the sample.
+    row
+        Place of the sample in the batch.
+    in_batch, alone
+        f and Q of the batch, and of the sample alone.
+    least
+        Relative error that is allowed at least; by default that of :func:`tolerance`.
+
+    Raises
+    ------
+    SampleError
+        If one of them differs by more.
+    """
+    allowed = _tolerance_of(forward)
+    allowed = max(least, 4 * allowed) if least else allowed
+    for name, values, expected in zip(("output", "out_to_loss"), in_batch, alone, strict=True):
+        scale = float(values.detach().abs().nan_to_num(posinf=0).max())
+        value = float(values[row])
+        if _differ(value, expected, scale, allowed):
+            text = (
+                f"expected the {name} of sample {{sample}} to be the same alone and in a batch, "
+                f"got {expected:.4g} alone and {value:.4g} in a batch of {len(values)}: "
+                + _advice(forward, task, one)
+            )
+            raise SampleError(text, row)
 
 
 def _alone(forward: Forward, task: Task, one: Batch) -> tuple[float, float]:
     """Return f and Q of a single sample, by one pass if both call the model in the same way."""
-    once = CachingForward(
-        forward.module, forward.parameters, forward.buffers, forward.checkpoint, forward.dtype
-    )
+    once = caching(forward)
     with torch.no_grad():
         return float(task.output(once, one)[0]), float(task.out_to_loss(once, one)[0])
 
