@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
-import dask.array as da
 import xarray as xr
 
-from trakdask.arrays import lineage
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
 __all__ = [
-    "EARLIER_SOURCE",
     "FEATURE_SPEC",
     "PRECISION",
     "STORE_SPEC",
@@ -32,11 +29,8 @@ __all__ = [
 REQUIRED_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that all features have."""
 
-FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments")
+FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments", "code")
 """Attrs that training and target features must share for their product to be meaningful."""
-
-EARLIER_SOURCE = "earlier_source"
-"""Name of the source attr in older stores, whose source included all numeric coords."""
 
 _LONGEST = 60
 
@@ -66,6 +60,8 @@ _REMEDY = {
     "parameters": "selecting the same parameters= in both models",
     "task": "giving both models the same task",
     "second_moments": "giving both models the same second_moments, or none",
+    "code": "featurizing both again with the code of today, or, if the change does not alter the "
+    "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
     "samples.attrs['source'] if the data are the same",
     "dtype": "featurizing with the dtype= of the store, or saving to another one",
@@ -141,15 +137,27 @@ def require_same(
     StoreMismatchError
         At the first difference. The message names the field and shows both values.
     """
-    ours, theirs = (_plain([side.get(name) for name in names]) for side in (actual, expected))
-    for name in names if ours != theirs else ():
-        if _plain(actual.get(name)) == _plain(expected.get(name)):
+    for name in names:
+        got, wanted = actual.get(name), expected.get(name)
+        if name == "code":
+            got, wanted = _comparable_code(got or {}, wanted or {})
+        if _plain(got) == _plain(wanted):
             continue
-        key, got_text, expected_text = _first_difference(name, actual.get(name), expected.get(name))
+        key, got_text, expected_text = _first_difference(name, got, wanted)
         raise StoreMismatchError(
             f"{what} differ in {name}{key}: expected {expected_text}, got {got_text}; "
             f"try {_remedy(name, expected.get(name))}"
         )
+
+
+def _comparable_code(
+    actual: Mapping[str, str], expected: Mapping[str, str]
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return the digests that both have: of what the same version of Python has compiled."""
+    if actual.get("python") != expected.get("python"):
+        return {}, {}
+    both = [name for name in expected if name in actual]
+    return {name: actual[name] for name in both}, {name: expected[name] for name in both}
 
 
 def _remedy(name: str, expected: Any) -> str:
@@ -242,14 +250,10 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
             "checkpoints, in the same order, from both"
         )
     p, expected = other.sizes[PROJ_DIM], features.sizes[PROJ_DIM]
-    if p != expected or _order_differs(features, other):
-        values = (
-            f"expected {expected}, got {p}"
-            if p != expected
-            else "expected the same entries in the same order, got other entries"
-        )
+    if p != expected:
         raise StoreMismatchError(
-            f"{what} differ in proj_dim: {values}; try the same proj_dim slice of both"
+            f"{what} differ in proj_dim: expected {expected}, got {p}; try the same proj_dim slice "
+            "of both"
         )
     _warn_of_precision(ours, theirs, what)
 
@@ -265,15 +269,6 @@ def _compared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, A
         {k: v for k, v in each.items() if k not in _NAMES_OF_VARIABLES} for each in fields if each
     ]
     return {"task": ours["task"]} if defining[0] == defining[1] else {}
-
-
-def _order_differs(features: xr.Dataset, other: xr.Dataset) -> bool:
-    """Return whether proj_dim is known to be selected differently; unknown for arrays in memory."""
-    data = [ds["feature"].data for ds in (features, other)]
-    if not all(isinstance(each, da.Array) and each.ndim == 3 for each in data):
-        return False
-    ours, theirs = map(lineage.columns, data)
-    return ours != theirs
 
 
 def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:

@@ -280,25 +280,6 @@ def test_score__weights_that_cannot_be_aligned_are_refused(weights, words: str) 
         td.score(FEATURES, TARGETS, weights=weights)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda ds: ds.isel(proj_dim=slice(None, None, -1)),
-        lambda ds: ds.isel(proj_dim=[1, 0, 2, 3, 4, 5]),
-        lambda ds: ds.isel(sample=[4, 2], proj_dim=[1, 0, 2, 3, 4, 5]),
-        lambda ds: ds.isel(proj_dim=slice(None, None, -1)).chunk(sample=3),
-    ],
-)
-def test_score__another_order_of_proj_dim_on_one_side_is_refused(change) -> None:
-    for sides in ((FEATURES, change(TARGETS)), (change(FEATURES), TARGETS)):
-        with pytest.raises(td.StoreMismatchError, match=r"differ in proj_dim: .*order"):
-            td.score(*sides)
-    both = td.score(change(FEATURES), change(TARGETS))
-    assert both.sizes["target"] == change(TARGETS).sizes["sample"]
-    fewer = [ds.isel(proj_dim=slice(4)) for ds in (FEATURES, TARGETS)]
-    assert np.isfinite(td.score(*fewer)).all()
-
-
 @pytest.mark.parametrize("field", ["dtype", "autocast", "float32_matmul_precision"])
 def test_score__precisions_that_differ_are_warned_of_once(field: str) -> None:
     sides = [ds.assign_attrs({field: v}) for ds, v in ((FEATURES, "bfloat16"), (TARGETS, "off"))]

@@ -23,6 +23,7 @@ from trakdask.models.checkpoints import (
     cached_state,
     make_checkpoints,
 )
+from trakdask.models.code import code_digests
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.parameters import Selection, select_parameters
@@ -34,7 +35,7 @@ from trakdask.models.skeletons import (
     without_weights,
 )
 from trakdask.models.states import State
-from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
+from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 
 __all__ = ["Model"]
 
@@ -191,8 +192,11 @@ class Model:
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         moments = {name: each.digest for name, each in self.second_moments.items()}
+        task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
+        build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
             "task": task_spec(self.task),
+            "code": code_digests(self.skeleton(), task, build),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
