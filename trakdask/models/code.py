@@ -80,11 +80,8 @@ def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Ite
     """Yield the instructions of functions, and of those that they call by name."""
     for function in functions:  # which grows meanwhile
         code = function.__code__
-        defaults = {
-            **dict(enumerate(function.__defaults__ or ())),
-            **(function.__kwdefaults__ or {}),
-        }
-        yield repr({name: value for name, value in defaults.items() if isinstance(value, _PLAIN)})
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        yield repr([value for value in defaults if isinstance(value, _PLAIN)])
         yield _instructions(code)
         # What a constructor calls mostly makes weights, which checkpoints replace.
         names = ["__init__"] if function.__name__ == "__init__" else _names(code)

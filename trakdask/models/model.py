@@ -72,6 +72,9 @@ class Model:
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
         gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters, and
         ``lambda name, parameter: parameter.requires_grad`` what ``build`` has not frozen.
+    key
+        Key of the state dict in checkpoints that hold more than that: ``"state_dict"`` in those of
+        Lightning.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
@@ -128,6 +131,7 @@ class Model:
         task: str | Task | object = "image_classification",
         parameters: Selection = None,
         *,
+        key: str | None = None,
         checkpoint_ids: Iterable[int] | None = None,
         second_moments: MomentsLike | None = None,
     ) -> None:
@@ -152,6 +156,7 @@ class Model:
         self.checkpoints = make_checkpoints(
             checkpoints,
             checkpoint_ids,
+            key=key,
             check=lambda name, state, base: _require_fit(
                 module, _completed(module, state, base, name), name
             ),
@@ -338,21 +343,22 @@ def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoin
             continue
         raise CheckpointError(
             f"expected {name!r} of shape {shape} in checkpoint {checkpoint!r}, as the model has, "
-            f"got {actual}; try {_advice(state)}"
+            f"got {actual}; try {_advice(state, needed)}"
         )
     if extra := [name for name in state if name not in needed]:
         raise CheckpointError(
             f"expected only tensors of the model in checkpoint {checkpoint!r}, got {len(extra)} "
-            f"more, the first of them {extra[0]!r}; try {_advice(state)}"
+            f"more, the first of them {extra[0]!r}; try {_advice(state, needed)}"
         )
 
 
-def _advice(state: Mapping[str, Tensor]) -> str:
-    prefix = next((p for p in ("module.", "_orig_mod.") if all(n.startswith(p) for n in state)), "")
-    if prefix:
+def _advice(state: Mapping[str, Tensor], needed: Iterable[str]) -> str:
+    first = next(iter(needed), "")
+    prefixes = [name.removesuffix(first) for name in state if name.endswith(f".{first}")]
+    if prefixes:
         return (
-            f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}, since all names "
-            f"begin with {prefix!r}, as those of a wrapped model do"
+            f"{{name.removeprefix({prefixes[0]!r}): tensor for name, tensor in state.items() if "
+            f"name.startswith({prefixes[0]!r})}} as the checkpoint, with state = torch.load(file)"
         )
     if all(name.startswith("base_model.") for name in state):
         return (

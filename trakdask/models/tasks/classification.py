@@ -19,6 +19,7 @@ from trakdask.models.tasks.logits import (
     per_sample,
     require_classes,
     require_labels_in_range,
+    without_absent_mask,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
@@ -158,7 +159,8 @@ class TextClassification(Classification):
     Parameters
     ----------
     inputs
-        Names of the variables that the model takes, each (batch, tokens).
+        Names of the variables that the model takes, each (batch, tokens). Samples without an
+        ``"attention_mask"`` are not padded.
     label
         Name of the integer classes (batch,). By default also ``labels``, as transformers names
         them, if there is no ``label``.
@@ -200,7 +202,8 @@ class TextClassification(Classification):
         Classes are read from ``labels``, as transformers names them, if there is no ``label``.
         """
         is_there = self.label in n_dims or self.label != "label" or n_dims.get("labels") != 1
-        return self if is_there else replace(self, label="labels")
+        inputs = self.inputs if self.positional else without_absent_mask(self.inputs, n_dims)
+        return replace(self, inputs=inputs, label=self.label if is_there else "labels")
 
 
 @dataclass(frozen=True)
