@@ -190,7 +190,7 @@ def test_score__seed_of_the_projector_is_named() -> None:
 
 def test_score__checkpoints_in_another_order_or_number() -> None:
     with pytest.raises(
-        td.StoreMismatchError, match=r"checkpoints: expected .*, got the order \['c1', 'c0'\]"
+        td.StoreMismatchError, match=r"checkpoints .*: expected .*, got \['c1', 'c0'\]"
     ):
         td.score(FEATURES.isel(checkpoint=[0, 1]), TARGETS.isel(checkpoint=[1, 0]))
     with pytest.raises(td.StoreMismatchError, match="differ in proj_dim: expected 6, got 3"):

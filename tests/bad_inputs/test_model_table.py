@@ -303,7 +303,7 @@ ROWS = [
         "moments of no file",
         model(second_moments=["no.pt"]),
         FileNotFoundError,
-        ["second moments of checkpoint", "no.pt", "keep_checkpoints"],
+        ["no.pt"],
     ),
     BadInput(
         M, "moments empty", model(second_moments=[{}]), td.CheckpointError, ["state dict", "empty"]

@@ -42,8 +42,8 @@ ROWS = [
         "tasks.ImageClassification",
         "image",
         lambda _: td.tasks.ImageClassification(image=("a", "b")),
-        TypeError,
-        ["image", "('a', 'b')"],
+        ValueError,
+        ["('a', 'b')"],
     ),
     BadInput(
         "tasks.ImageClassification",
