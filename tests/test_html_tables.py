@@ -54,7 +54,7 @@ def test_html_table__of_a_model() -> None:
 
 def test_html_table__escapes() -> None:
     evil = "</code><script>alert(1)</script>&"
-    assert cells(td.tasks.ImageClassification(image=evil))["image"] == repr(evil)
+    assert cells(td.tasks.ImageClassification(image=evil))["inputs"] == repr((evil,))
     assert "<script>" not in html_table(evil, {evil: evil})
 
 

@@ -26,7 +26,7 @@ def test_require_same__missing_field(name: str) -> None:
 def test_require_same__order_of_checkpoints_matters() -> None:
     """Checkpoints are paired by position."""
     turned = dict(reversed(SPEC["checkpoints"].items()))
-    with pytest.raises(StoreMismatchError, match="checkpoints: expected the order"):
+    with pytest.raises(StoreMismatchError, match=r"checkpoints \(their order\): expected"):
         require_same({**SPEC, "checkpoints": turned}, SPEC, what="both")
 
 
@@ -55,8 +55,12 @@ def of_tasks(one: str, two: str) -> None:
         (LM.format(None, False), LM.format("'token'", False)),
         (LM.format("'place'", False), LM.format("'token'", False)),
         (
-            "ImageClassification(temperature=1.0, image='image', label='label')",
-            "ImageClassification(temperature=1.0, image='x', label='y')",
+            "ImageClassification(inputs=('image',), label='label', positional=True)",
+            "ImageClassification(inputs=('x',), label='y', positional=True)",
+        ),
+        (
+            "TextClassification(inputs=('ids', 'attention_mask'), positional=False)",
+            "TextClassification(inputs=('ids',), positional=False)",
         ),
         (
             "Regression(inputs=('x',), target='y', positional=True)",
@@ -76,18 +80,17 @@ def test_require_comparable__where_the_data_are_makes_no_difference(one: str, tw
         (
             LM.format(None, False),
             LM.format("'token'", True),
-            r"task.positional: expected False, got",
+            r"task\['positional'\]: expected False, got",
         ),
         (
-            "ImageClassification(temperature=1.0, image='x')",
-            "ImageClassification(temperature=2.0, image='y')",
-            "task.temperature: expected 1.0, got 2.0",
+            "ImageClassification(inputs=('x',), temperature=1.0, positional=True)",
+            "ImageClassification(inputs=('y',), temperature=2.0, positional=True)",
+            r"task\['temperature'\]: expected 1.0, got 2.0",
         ),
-        ("CausalLM(inputs=('a',))", "CausalLM(inputs=('b',))", r"task.inputs: .*'a'.*'b'"),
-        (LM.format(None, False), "Regression()", "task: expected 'CausalLM', got 'Regression'"),
-        ("Own(position='a')", "Own(position='b')", "task.position: expected 'a', got 'b'"),
-        ("x" * 200 + "one" + "y" * 200, "x" * 200 + "two" + "y" * 200, r"xone.*xtwo"),
-        ("Own(a=1, b=f(2))", "Own(a=1, b=f(3))", r"task.b: expected 'f\(2\)', got 'f\(3\)'"),
+        ("CausalLM(inputs=('a',))", "CausalLM(inputs=('b',))", r"task\['inputs'\]: .*'a'.*'b'"),
+        (LM.format(None, False), "Regression()", "expected 'CausalLM', got 'Regression'"),
+        ("Own(position='a')", "Own(position='b')", r"task\['position'\]: expected 'a', got 'b'"),
+        ("Own(a=1, b=f(2))", "Own(a=1, b=f(3))", r"task\['b'\]: expected 'f\(2\)', got 'f\(3\)'"),
         ("simulated", "Own(", "task: expected 'simulated', got 'Own"),
     ],
 )

@@ -6,18 +6,15 @@ import ast
 import hashlib
 import json
 from collections.abc import Mapping
-from itertools import takewhile
 from typing import Any
 
-import dask.array as da
 import xarray as xr
 
-from trakdask.arrays import lineage
+from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
 __all__ = [
-    "EARLIER_SOURCE",
     "FEATURE_SPEC",
     "PRECISION",
     "STORE_SPEC",
@@ -32,19 +29,17 @@ __all__ = [
 REQUIRED_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that all features have."""
 
-FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments")
+FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments", "code")
 """Attrs that training and target features must share for their product to be meaningful."""
-
-EARLIER_SOURCE = "earlier_source"
-"""Name of the source attr in older stores, whose source included all numeric coords."""
-
-_LONGEST = 60
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")
 STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 """Attrs that all blocks of a store must share: the same samples and the same precision, too."""
 
-_NAMES_OF_VARIABLES = ("image", "text", "label", "labels", "target", "ignore_index", "position")
+_NAMES_OF_VARIABLES = (
+    *("image", "text", "inputs", "label", "labels", "target"),
+    *("ignore_index", "position"),
+)
 """Fields of trakdask's tasks that name the input variables and do not change the gradient."""
 
 _TASKS = (
@@ -66,6 +61,8 @@ _REMEDY = {
     "parameters": "selecting the same parameters= in both models",
     "task": "giving both models the same task",
     "second_moments": "giving both models the same second_moments, or none",
+    "code": "featurizing both again with the code of today, or, if the change does not alter the "
+    "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
     "samples.attrs['source'] if the data are the same",
     "dtype": "featurizing with the dtype= of the store, or saving to another one",
@@ -141,15 +138,29 @@ def require_same(
     StoreMismatchError
         At the first difference. The message names the field and shows both values.
     """
-    ours, theirs = (_plain([side.get(name) for name in names]) for side in (actual, expected))
-    for name in names if ours != theirs else ():
-        if _plain(actual.get(name)) == _plain(expected.get(name)):
+    for name in names:
+        got, wanted = actual.get(name), expected.get(name)
+        if name == "code":
+            got, wanted = _comparable_code(got or {}, wanted or {})
+        if _plain(got) == _plain(wanted):
             continue
-        key, got_text, expected_text = _first_difference(name, actual.get(name), expected.get(name))
+        if name == "task":
+            got, wanted = _task_fields(got), _task_fields(wanted)
+        key, got, wanted = _first_difference(got, wanted)
         raise StoreMismatchError(
-            f"{what} differ in {name}{key}: expected {expected_text}, got {got_text}; "
+            f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
             f"try {_remedy(name, expected.get(name))}"
         )
+
+
+def _comparable_code(
+    actual: Mapping[str, str], expected: Mapping[str, str]
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return the digests that both have: of what the same version of Python has compiled."""
+    if actual.get("python") != expected.get("python"):
+        return {}, {}
+    both = [name for name in expected if name in actual]
+    return {name: actual[name] for name in both}, {name: expected[name] for name in both}
 
 
 def _remedy(name: str, expected: Any) -> str:
@@ -164,33 +175,30 @@ def _remedy(name: str, expected: Any) -> str:
         return _REMEDY[name]
 
 
-def _first_difference(name: str, actual: Any, expected: Any) -> tuple[str, str, str]:
-    """Return where two values differ, and both values there as text, the actual one first."""
-    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
-        for key in (*expected, *actual):
-            if _plain(actual.get(key)) != _plain(expected.get(key)):
-                return f"[{key!r}]", *_shortened(actual.get(key), expected.get(key))
-        return "", f"the order {list(actual)}", f"the order {list(expected)}"
-    if name == "task" and (fields := _task_fields(actual)) and (others := _task_fields(expected)):
-        if fields["class"] != others["class"]:
-            return "", *_shortened(fields["class"], others["class"])
-        # Fields that name input variables come last, since they are never the only difference.
-        for key in sorted((*others, *fields), key=_NAMES_OF_VARIABLES.__contains__):
-            if (here := fields.get(key)) != (there := others.get(key)):
-                return f".{key}", *_shortened(here, there)
-    return "", *_shortened(actual, expected)
+def _first_difference(actual: Any, expected: Any) -> tuple[str, Any, Any]:
+    """Return the key at which two mappings differ first, and both values there."""
+    if not isinstance(actual, Mapping) or not isinstance(expected, Mapping):
+        return "", actual, expected
+    for key in dict.fromkeys((*expected, *actual)):
+        if _plain(actual.get(key)) != _plain(expected.get(key)):
+            return f"[{key!r}]", actual.get(key), expected.get(key)
+    return " (their order)", list(actual), list(expected)
 
 
-def _task_fields(task: Any) -> dict[str, Any] | None:
-    """Return the class and the fields of a task, parsed from its repr, or None."""
+def _task_fields(task: Any) -> Any:
+    """Return the class and the fields of a task, parsed from its repr, or the task as it is.
+
+    Fields that name input variables come last, since they are never the only difference.
+    """
     try:
         call = ast.parse(task, mode="eval").body
     except (SyntaxError, TypeError, ValueError):
-        return None
+        return task
     if not isinstance(call, ast.Call) or call.args or any(not each.arg for each in call.keywords):
-        return None
+        return task
     fields = {str(each.arg): _literal(each.value) for each in call.keywords}
-    return {"class": ast.unparse(call.func), **fields}
+    last = {name: fields.pop(name) for name in _NAMES_OF_VARIABLES if name in fields}
+    return {"class": ast.unparse(call.func), **fields, **last}
 
 
 def _literal(node: ast.expr) -> Any:
@@ -203,21 +211,6 @@ def _literal(node: ast.expr) -> Any:
 def _plain(value: Any) -> Any:
     """Return a value as JSON text, in which a tuple equals the list that a store returns for it."""
     return json.dumps(value)
-
-
-def _shortened(actual: Any, expected: Any) -> tuple[str, str]:
-    """Return both values as text; of long texts, the section where they begin to differ."""
-    texts = repr(actual), repr(expected)
-    if max(map(len, texts)) <= _LONGEST:
-        return texts
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
-    start = max(len(list(same)) - 20, 0)
-    return _excerpt(texts[0], start), _excerpt(texts[1], start)
-
-
-def _excerpt(text: str, start: int) -> str:
-    end = start + _LONGEST
-    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
 
 
 def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "target") -> None:
@@ -234,7 +227,9 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     """
     what = f"{name} and training features"
     ours, theirs = spec(features), spec(other)
-    require_same(theirs | _compared(theirs, ours), ours, what=what)
+    if _defining(theirs.get("task")) == _defining(ours.get("task")):
+        theirs["task"] = ours.get("task")
+    require_same(theirs, ours, what=what)
     names, others = (ds[CHECKPOINT].values.tolist() for ds in (features, other))
     if names != others:
         raise StoreMismatchError(
@@ -242,38 +237,25 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
             "checkpoints, in the same order, from both"
         )
     p, expected = other.sizes[PROJ_DIM], features.sizes[PROJ_DIM]
-    if p != expected or _order_differs(features, other):
-        values = (
-            f"expected {expected}, got {p}"
-            if p != expected
-            else "expected the same entries in the same order, got other entries"
-        )
+    if p != expected:
         raise StoreMismatchError(
-            f"{what} differ in proj_dim: {values}; try the same proj_dim slice of both"
+            f"{what} differ in proj_dim: expected {expected}, got {p}; try the same proj_dim slice "
+            "of both"
         )
     _warn_of_precision(ours, theirs, what)
 
 
-def _compared(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our task in place of theirs if they differ only in the names of input variables."""
-    if theirs.get("task") == ours.get("task"):
-        return {}
-    fields = [_task_fields(side.get("task")) for side in (theirs, ours)]
-    if any(each is None or each["class"] not in _TASKS for each in fields):
-        return {}
-    defining = [
-        {k: v for k, v in each.items() if k not in _NAMES_OF_VARIABLES} for each in fields if each
-    ]
-    return {"task": ours["task"]} if defining[0] == defining[1] else {}
-
-
-def _order_differs(features: xr.Dataset, other: xr.Dataset) -> bool:
-    """Return whether proj_dim is known to be selected differently; unknown for arrays in memory."""
-    data = [ds["feature"].data for ds in (features, other)]
-    if not all(isinstance(each, da.Array) and each.ndim == 3 for each in data):
-        return False
-    ours, theirs = map(lineage.columns, data)
-    return ours != theirs
+def _defining(task: Any) -> Any:
+    """Return what of a task determines gradients: all but the names of input variables."""
+    fields = _task_fields(task)
+    if not isinstance(fields, Mapping) or fields["class"] not in _TASKS:
+        return task
+    inputs = fields.get("inputs", ())
+    # Inputs that are passed in order may have any names; and without a mask nothing is padded,
+    # as with a mask of ones.
+    named = [name for name in inputs if name != "attention_mask"]
+    others = {key: value for key, value in fields.items() if key not in _NAMES_OF_VARIABLES}
+    return {**others, "inputs": len(inputs) if fields.get("positional") else named}
 
 
 def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:

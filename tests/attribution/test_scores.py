@@ -190,7 +190,7 @@ def test_score__seed_of_the_projector_is_named() -> None:
 
 def test_score__checkpoints_in_another_order_or_number() -> None:
     with pytest.raises(
-        td.StoreMismatchError, match=r"checkpoints: expected .*, got the order \['c1', 'c0'\]"
+        td.StoreMismatchError, match=r"checkpoints .*: expected .*, got \['c1', 'c0'\]"
     ):
         td.score(FEATURES.isel(checkpoint=[0, 1]), TARGETS.isel(checkpoint=[1, 0]))
     with pytest.raises(td.StoreMismatchError, match="differ in proj_dim: expected 6, got 3"):
@@ -278,25 +278,6 @@ def test_score__weights_in_another_order_are_aligned_by_label(with_checkpoint, c
 def test_score__weights_that_cannot_be_aligned_are_refused(weights, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         td.score(FEATURES, TARGETS, weights=weights)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda ds: ds.isel(proj_dim=slice(None, None, -1)),
-        lambda ds: ds.isel(proj_dim=[1, 0, 2, 3, 4, 5]),
-        lambda ds: ds.isel(sample=[4, 2], proj_dim=[1, 0, 2, 3, 4, 5]),
-        lambda ds: ds.isel(proj_dim=slice(None, None, -1)).chunk(sample=3),
-    ],
-)
-def test_score__another_order_of_proj_dim_on_one_side_is_refused(change) -> None:
-    for sides in ((FEATURES, change(TARGETS)), (change(FEATURES), TARGETS)):
-        with pytest.raises(td.StoreMismatchError, match=r"differ in proj_dim: .*order"):
-            td.score(*sides)
-    both = td.score(change(FEATURES), change(TARGETS))
-    assert both.sizes["target"] == change(TARGETS).sizes["sample"]
-    fewer = [ds.isel(proj_dim=slice(4)) for ds in (FEATURES, TARGETS)]
-    assert np.isfinite(td.score(*fewer)).all()
 
 
 @pytest.mark.parametrize("field", ["dtype", "autocast", "float32_matmul_precision"])

@@ -133,20 +133,20 @@ ROWS = [
         "nested in memory",
         model(NET, [{"state_dict": STATE, "epoch": 3}]),
         ValueError,
-        ["['state_dict', 'epoch']", "checkpoint['state_dict']"],
+        ["['state_dict', 'epoch']", "key='state_dict'"],
     ),
     BadInput(
         M,
         "nested in a file",
         saved({"model": STATE, "step": 3}),
         ValueError,
-        ["torch.load(", "['model']"],
+        ["c.pt", "key='model'"],
     ),
     BadInput(M, "empty state dict", model(NET, [{}]), ValueError, ["'0'", "empty"]),
     BadInput(M, "no such file", model(NET, ["no_such.pt"]), FileNotFoundError, ["no_such.pt"]),
     BadInput(M, "folder", checkpoint(folder_with_file), ValueError, ["folder", "epoch_3.pt'"]),
     BadInput(M, "empty folder", checkpoint(lambda folder: folder), ValueError, ["folder"]),
-    BadInput(M, "loop of links", checkpoint(loop_of_links), ValueError, ["a.pt"]),
+    BadInput(M, "loop of links", checkpoint(loop_of_links), OSError, ["a.pt"]),
     BadInput(
         M,
         "URL of nothing",
@@ -157,12 +157,12 @@ ROWS = [
     BadInput(M, "unknown scheme", model(NET, ["foo://c0.pt"]), ValueError, ["foo://c0.pt"]),
     BadInput(M, "NUL in a path", model(NET, ["a\0b.pt"]), ValueError, ["checkpoint"]),
     BadInput(M, "text file", written("c.pt", b"hello"), ValueError, ["c.pt"]),
-    BadInput(M, "empty file", written("c.pt", b""), ValueError, ["c.pt", "0 bytes"]),
-    BadInput(M, "cut file", written("c.pt", b"PK\x03\x04zip"), ValueError, ["c.pt", "damaged"]),
+    BadInput(M, "empty file", written("c.pt", b""), ValueError, ["c.pt"]),
+    BadInput(M, "cut file", written("c.pt", b"PK\x03\x04zip"), ValueError, ["c.pt"]),
     BadInput(
         M, "text as safetensors", written("c.safetensors", b"hello"), ValueError, ["c.safetensors"]
     ),
-    BadInput(M, "code in a file", saved(NET), ValueError, ["c.pt", "weights_only=True"]),
+    BadInput(M, "code in a file", saved(NET), ValueError, ["c.pt", "state_dict()"]),
     BadInput(
         M,
         "other shape",
@@ -190,6 +190,13 @@ ROWS = [
         model(NET, [renamed(STATE, "module.")]),
         ValueError,
         ["removeprefix('module.')"],
+    ),
+    BadInput(
+        M,
+        "wrapped, with other tensors",
+        model(NET, [{**renamed(STATE, "net.model."), "loss.weight": torch.ones(3)}]),
+        ValueError,
+        ["removeprefix('net.model.')", "startswith('net.model.')"],
     ),
     BadInput(M, "twice the same", model(NET, {"a": STATE, "b": STATE}), ValueError, ["['a', 'b']"]),
     BadInput(
@@ -243,6 +250,13 @@ ROWS = [
         ValueError,
         ["none of 2"],
     ),
+    BadInput(
+        M,
+        "predicate of one argument",
+        model(parameters=lambda name: True),
+        TypeError,
+        ["lambda name, parameter"],
+    ),
     *[
         BadInput(
             M, f"ids {ids}", model(checkpoint_ids=ids), ValueError, ["checkpoint_ids", "2**32"]
@@ -289,7 +303,7 @@ ROWS = [
         "moments of no file",
         model(second_moments=["no.pt"]),
         FileNotFoundError,
-        ["second moments of checkpoint", "no.pt", "keep_checkpoints"],
+        ["no.pt"],
     ),
     BadInput(
         M, "moments empty", model(second_moments=[{}]), td.CheckpointError, ["state dict", "empty"]

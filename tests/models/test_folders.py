@@ -221,7 +221,7 @@ def _no_weights(folder: Path) -> None:
     ("damage", "named"),
     [
         (_lose_a_shard, "missing"),
-        (_cut_a_shard, r"truncated or damaged"),
+        (_cut_a_shard, r"cannot be read"),
         (_empty_index, "weight_map"),
         (_cut_index, r"index\.json"),
         (_no_weights, r"config\.json"),

@@ -181,20 +181,6 @@ def test_featurize__metadata_are_no_part_of_the_source(tmp_path: Path) -> None:
     np.testing.assert_array_equal(opened.year, np.arange(6))
 
 
-def test_save__store_whose_source_counted_all_numbers(tmp_path: Path) -> None:
-    """As stores were made before: they go on, or say how to."""
-    features = featurized()
-    earlier = features.attrs["earlier_source"]
-    assert earlier == samples().attrs["source"] != features.attrs["source"]
-    whole = save(features.assign_attrs(source=earlier), tmp_path / "f.zarr")
-    with raise_if_dask_computes():
-        opened = save(features, tmp_path / "f.zarr")
-    np.testing.assert_array_equal(opened.feature, whole.feature)
-    other = featurized(year=np.arange(6))
-    with pytest.raises(td.StoreMismatchError, match=rf"attrs\['source'\] = '{earlier}'"):
-        save(other, tmp_path / "f.zarr")
-
-
 def test_assign_coords__killed_while_it_wrote(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt

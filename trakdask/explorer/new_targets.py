@@ -76,7 +76,7 @@ class TargetMaker:
     @property
     def finds_class(self) -> bool:
         """Whether the class may be left out: then it is the one that the model predicts."""
-        return isinstance(self.model.task, td.tasks.Classification | td.tasks.ImageClassification)
+        return isinstance(self.model.task, td.tasks.Classification)
 
     def made(self, given: Mapping[str, str]) -> NewTarget:
         """Return a target of what somebody has typed and uploaded.
@@ -136,13 +136,14 @@ class TargetMaker:
     def _predicted(self, variables: Mapping[str, np.ndarray]) -> int:
         """Return the class with the largest mean probability over checkpoints."""
         task: Any = self.model.task
-        is_image = isinstance(task, td.tasks.ImageClassification)
-        inputs, positional = ((task.image,), True) if is_image else (task.inputs, task.positional)
         batch = td.tasks.Batch({n: torch.as_tensor(x[None]) for n, x in variables.items()})
         known = {str(name) for name in self.features[CHECKPOINT].values}
         chosen = [each for each in self.model.checkpoints if each.name in known]
         with torch.no_grad():
-            logits = [call_model(self.model.forward(c), batch, inputs, positional) for c in chosen]
+            logits = [
+                call_model(self.model.forward(c), batch, task.inputs, task.positional)
+                for c in chosen
+            ]
         return int(torch.stack(logits).softmax(-1).mean(0)[0].argmax())
 
     def _featurized(self, samples: xr.Dataset) -> xr.Dataset:

@@ -27,9 +27,10 @@ from trakdask.featurization.partition import Partition
 from trakdask.featurization.precision import DType, Precision
 from trakdask.models.gradients import choose_engine, elements_at_once
 from trakdask.models.model import Model
+from trakdask.models.tasks import task_spec
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.memory import require_block_fits
-from trakdask.provenance import EARLIER_SOURCE, digest
+from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -62,8 +63,7 @@ class Prepared:
             name: [array.name, [list(sizes) for sizes in array.chunks]]
             for name, array in self.inputs.items()
         }
-        made = {name: value for name, value in self.attrs.items() if name != EARLIER_SOURCE}
-        return digest({"attrs": made, "arrays": arrays})[:32]
+        return digest({"attrs": self.attrs, "arrays": arrays})[:32]
 
 
 def featurize(
@@ -91,7 +91,8 @@ def featurize(
     model
         The model whose outputs are attributed.
     projector
-        ``SJLT(proj_dim=2048, seed=0)`` by default: four random signs per gradient element.
+        ``SJLT(proj_dim=2048, seed=0)`` by default: four random signs per gradient element. For
+        another size of the features, ``td.SJLT(proj_dim=4096)``.
     gradients
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
@@ -304,7 +305,7 @@ def _inputs(samples: xr.Dataset, model: Model) -> Inputs:
         raise ValueError(
             f"expected the variable {missing[0]!r}, which the task reads, got samples with the "
             f"variables {[str(name) for name in samples.variables]}; try samples.rename(...), or "
-            "passing its name to the task, as in td.tasks.ImageClassification(image='pixels')"
+            f"passing its name to the task, {task_spec(model.task)}"
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
     lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
@@ -334,7 +335,8 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
     return {
         **job.model.spec(),
         "projector": job.projector.spec(),
-        **_sources(job, samples),
+        # Identified by what the model reads of them, so that metadata may change.
+        "source": source_of(samples, job.inputs),
         "gradients": job.engine,
         "batch_size": job.batch_size,
         **job.precision.attrs(),
@@ -345,12 +347,3 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
     }
-
-
-def _sources(job: Job, samples: xr.Dataset) -> dict[str, str]:
-    """Identify the samples by what the model reads of them, so that metadata may change.
-
-    Older stores identify them by all numeric coords, so that name is included if it differs.
-    """
-    source, earlier = source_of(samples, job.inputs), samples.attrs["source"]
-    return {"source": source} | ({EARLIER_SOURCE: earlier} if earlier != source else {})

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import pickle
 import socket
-import stat
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -60,6 +58,8 @@ class Checkpoint:
         The number in [0, 2³²) that selects the projection matrix.
     base
         The base model, if the tensors are those of an adapter alone.
+    key
+        Key of the state dict in a file that holds more than that.
     """
 
     name: str
@@ -67,12 +67,14 @@ class Checkpoint:
     digest: str
     id: int
     base: Checkpoint | None = None
+    key: str | None = None
 
 
 def make_checkpoints(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
     ids: Iterable[int] | None = None,
     *,
+    key: str | None = None,
     check: Check | None = None,
     find_base: FindBase | None = None,
 ) -> tuple[Checkpoint, ...]:
@@ -86,6 +88,8 @@ def make_checkpoints(
         One path of a folder with ``checkpoint-<step>`` folders stands for these.
     ids
         Projection ids; by default the first 32 bits of each content hash.
+    key
+        Key of the state dict in files and mappings that hold more than that.
     check
         Called with the name, the tensors and the base of each checkpoint while it is in memory.
     find_base
@@ -105,7 +109,7 @@ def make_checkpoints(
             "expected at least one set of weights as checkpoints, got none; try "
             "td.Model(build, checkpoints=['model.pt'], ...)"
         )
-    opened = [_open(name, value, check, find_base) for name, value in named.items()]
+    opened = [_open(name, value, key, check, find_base) for name, value in named.items()]
     digests = [each.digest for each in opened]
     if twice := {digest for digest in digests if digests.count(digest) > 1}:
         names = [each.name for each in opened if each.digest in twice]
@@ -157,7 +161,9 @@ def _read_verified(checkpoint: Checkpoint) -> State:
     problem: CheckpointError | None = None
     for paths in zip(*(file.paths() for file in source), strict=False):
         try:
-            return _verified(_merged(read_state(Path(p)) for p in paths), checkpoint)
+            return _verified(
+                _merged(read_state(Path(p), checkpoint.key) for p in paths), checkpoint
+            )
         except CheckpointError as err:  # another file at this path, or a damaged one
             problem = problem or err
     assert problem is not None
@@ -174,7 +180,7 @@ def _verified(state: State, checkpoint: Checkpoint) -> State:
     return state
 
 
-def read_state(path: Path) -> State:
+def read_state(path: Path, key: str | None = None) -> State:
     """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
 
     The file is read into memory and not memory-mapped, because training may overwrite it later, and
@@ -182,101 +188,48 @@ def read_state(path: Path) -> State:
 
     Raises
     ------
-    FileNotFoundError
-        If there is no such file.
+    OSError
+        If the file cannot be opened.
     CheckpointError
         If the file is damaged, or contains pickled code or anything but tensors by name.
     """
-    _require_file(path)
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    return _require_state(content, path)
-
-
-def _require_file(path: Path) -> None:
-    needed = "a .pt or .safetensors file that every worker can read"
     try:
-        status = path.stat()
-    except FileNotFoundError as err:
-        raise FileNotFoundError(
-            f"expected {needed} as checkpoint, got {str(path)!r}, which does not exist; try "
-            "another path, or the state dict itself"
-        ) from err
-    except (OSError, ValueError) as err:  # a loop of symbolic links, no permission, a NUL character
-        raise CheckpointError(
-            f"expected {needed} as checkpoint, got {str(path)!r} ({err}); try another path, or the "
-            "state dict itself"
-        ) from err
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(
-            f"expected {needed} as checkpoint, got {str(path)!r}, which is not a regular file; try "
-            "another path"
-        )
-
-
-def _read_safetensors(path: Path) -> object:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        return load(path.read_bytes())
-    except SafetensorError as err:
-        raise CheckpointError(_damaged(path, err)) from err
-
-
-def _read_torch(path: Path) -> object:
-    with path.open("rb") as file:
-        starts_like_zip = file.read(2) == b"PK"
-    if starts_like_zip and not zipfile.is_zipfile(path):  # a zip file's directory is at its end
-        raise CheckpointError(_damaged(path, "its end is missing"))
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as err:
-        raise CheckpointError(
-            "expected a state dict that loads with weights_only=True, so that no code in the file "
-            f"can run, got something else in checkpoint {str(path)!r} "
-            f"({str(err).splitlines()[0]}); try torch.save(model.state_dict(), path)"
-        ) from err
+        if path.suffix == ".safetensors":
+            content = safetensors.torch.load(path.read_bytes())
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
     except Exception as err:  # on other bytes the unpickler fails in many ways
-        if "TorchScript" in str(err):
-            raise CheckpointError(
-                f"expected a state dict in checkpoint {str(path)!r}, got a TorchScript archive; "
-                "try torch.save(torch.jit.load(path).state_dict(), 'weights.pt')"
-            ) from err
-        raise CheckpointError(_damaged(path, err)) from err
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} cannot be read ({type(err).__name__}: "
+            f"{str(err).partition(chr(10))[0]}); try copying it again, or saving model.state_dict()"
+        ) from err
+    return _state(content, path, key)
 
 
-def _damaged(path: Path, why: object) -> str:
-    return (
-        f"expected a complete file as checkpoint, got {str(path)!r} ({path.stat().st_size} bytes), "
-        f"which is truncated or damaged ({str(why).splitlines()[0] if str(why) else why!r}); try "
-        "saving or copying it again."
-    )
-
-
-def _require_state(content: object, where: str | Path) -> State:
-    """Return a state dict as it is, or reject the content of the path or checkpoint ``where``."""
-    advice = "model.state_dict()"
+def _state(content: object, where: str | Path, key: str | None) -> State:
+    """Return the state dict in the content of a file or of a mapping in memory."""
+    if key is not None and isinstance(content, Mapping) and key in content:
+        content = content[key]
     if isinstance(content, Mapping) and content:
-        wrong = [key for key, value in content.items() if not isinstance(value, Tensor)]
-        if not wrong:
+        if _is_state(content):
             return {str(name): tensor for name, tensor in content.items()}
-        keys = [key for key in wrong if isinstance(content[key], Mapping)]
-        if keys and isinstance(where, Path):
-            advice = f"checkpoints=[torch.load({str(where)!r})[{keys[0]!r}]]"
-        elif keys:
-            advice = f"checkpoints=[checkpoint[{keys[0]!r}]]"
-        kind = type(content[wrong[0]]).__name__
-        actual = f"the keys {list(content)[:5]}, with a value of type {kind} at {wrong[0]!r}"
+        inside = [name for name, value in content.items() if _is_state(value)]
+        advice = f"td.Model(..., key={inside[0]!r})" if inside else "model.state_dict()"
+        actual = f"the keys {list(content)[:5]}"
     else:
         actual = "an empty mapping" if isinstance(content, Mapping) else type(content).__name__
-        if isinstance(content, torch.nn.Module):
-            advice = "its state_dict()"
+        advice = "model.state_dict()"
     raise CheckpointError(
         f"expected a state dict (tensors by parameter name) in checkpoint {str(where)!r}, got "
         f"{actual}; try {advice}"
     )
+
+
+def _is_state(value: object) -> bool:
+    is_mapping = isinstance(value, Mapping) and len(value) > 0
+    return is_mapping and all(isinstance(each, Tensor) for each in value.values())
 
 
 def _named(
@@ -307,7 +260,11 @@ def _named(
 
 
 def _open(
-    name: str, value: CheckpointLike, check: Check | None, find_base: FindBase | None
+    name: str,
+    value: CheckpointLike,
+    key: str | None,
+    check: Check | None,
+    find_base: FindBase | None,
 ) -> Checkpoint:
     place = _place(value) if isinstance(value, (str, Path)) else None
     folder = None if place is None else _folder(place)
@@ -316,9 +273,9 @@ def _open(
     else:
         files = [] if place is None else [place]
     if files:
-        state = _merged(map(_read, files))
+        state = _merged(_read(file, key) for file in files)
     else:  # copied, because the caller may continue to train the module
-        state = {n: t.detach().cpu().clone() for n, t in _require_state(value, name).items()}
+        state = {n: t.detach().cpu().clone() for n, t in _state(value, name, key).items()}
     base = None if find_base is None else find_base(state, folder)
     if check is not None:
         check(name, state, base)
@@ -326,7 +283,7 @@ def _open(
     _states.get(digest, lambda: state)
     token = f"state-{digest}"
     handles = tuple(SpooledFile(each, f"{token}-{i}") for i, each in enumerate(files))
-    return Checkpoint(name, handles or Spooled(state, token), digest, 0, base)
+    return Checkpoint(name, handles or Spooled(state, token), digest, 0, base, key)
 
 
 def _folder(place: str) -> Folder | None:
@@ -353,9 +310,9 @@ def _place(value: str | Path) -> str:
     return location(value) if is_url else str(Path(value).absolute())
 
 
-def _read(place: str) -> State:
+def _read(place: str, key: str | None) -> State:
     if "://" not in place:
-        return read_state(Path(place))
+        return read_state(Path(place), key)
     with tempfile.NamedTemporaryFile(suffix=Path(place).suffix) as file:
         try:
             download(place, file)
@@ -364,7 +321,7 @@ def _read(place: str) -> State:
         except Exception as err:  # each service has errors of its own
             raise CheckpointError(_unreadable(place, f"cannot be read ({err!r})")) from err
         try:
-            return read_state(Path(file.name))
+            return read_state(Path(file.name), key)
         except CheckpointError as err:
             raise CheckpointError(str(err).replace(file.name, place)) from err
 

@@ -23,6 +23,7 @@ from trakdask.models.checkpoints import (
     cached_state,
     make_checkpoints,
 )
+from trakdask.models.code import code_digests
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.parameters import Selection, select_parameters
@@ -34,7 +35,7 @@ from trakdask.models.skeletons import (
     without_weights,
 )
 from trakdask.models.states import State
-from trakdask.models.tasks import Forward, Task, resolve_task, task_spec
+from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 
 __all__ = ["Model"]
 
@@ -71,6 +72,9 @@ class Model:
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
         gradients of other parameters are computed. ``"*lora_*"`` selects a model's adapters, and
         ``lambda name, parameter: parameter.requires_grad`` what ``build`` has not frozen.
+    key
+        Key of the state dict in checkpoints that hold more than that: ``"state_dict"`` in those of
+        Lightning.
     checkpoint_ids
         Integers that select the projection matrices; by default the first 32 bits of each
         checkpoint's content hash, so that features computed separately can be joined.
@@ -127,6 +131,7 @@ class Model:
         task: str | Task | object = "image_classification",
         parameters: Selection = None,
         *,
+        key: str | None = None,
         checkpoint_ids: Iterable[int] | None = None,
         second_moments: MomentsLike | None = None,
     ) -> None:
@@ -151,6 +156,7 @@ class Model:
         self.checkpoints = make_checkpoints(
             checkpoints,
             checkpoint_ids,
+            key=key,
             check=lambda name, state, base: _require_fit(
                 module, _completed(module, state, base, name), name
             ),
@@ -191,8 +197,11 @@ class Model:
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         moments = {name: each.digest for name, each in self.second_moments.items()}
+        task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
+        build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
             "task": task_spec(self.task),
+            "code": code_digests(self.skeleton(), task, build),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
@@ -334,21 +343,22 @@ def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoin
             continue
         raise CheckpointError(
             f"expected {name!r} of shape {shape} in checkpoint {checkpoint!r}, as the model has, "
-            f"got {actual}; try {_advice(state)}"
+            f"got {actual}; try {_advice(state, needed)}"
         )
     if extra := [name for name in state if name not in needed]:
         raise CheckpointError(
             f"expected only tensors of the model in checkpoint {checkpoint!r}, got {len(extra)} "
-            f"more, the first of them {extra[0]!r}; try {_advice(state)}"
+            f"more, the first of them {extra[0]!r}; try {_advice(state, needed)}"
         )
 
 
-def _advice(state: Mapping[str, Tensor]) -> str:
-    prefix = next((p for p in ("module.", "_orig_mod.") if all(n.startswith(p) for n in state)), "")
-    if prefix:
+def _advice(state: Mapping[str, Tensor], needed: Iterable[str]) -> str:
+    first = next(iter(needed), "")
+    prefixes = [name.removesuffix(first) for name in state if name.endswith(f".{first}")]
+    if prefixes:
         return (
-            f"{{name.removeprefix({prefix!r}): t for name, t in state.items()}}, since all names "
-            f"begin with {prefix!r}, as those of a wrapped model do"
+            f"{{name.removeprefix({prefixes[0]!r}): tensor for name, tensor in state.items() if "
+            f"name.startswith({prefixes[0]!r})}} as the checkpoint, with state = torch.load(file)"
         )
     if all(name.startswith("base_model.") for name in state):
         return (

@@ -58,22 +58,10 @@ def open_moments(
         for parameter, shape in shapes.items():
             _require_moments(name, parameter, state.get(parameter), shape)
 
-    found = {}
-    for name, value in _by_name(given, names).items():
-        try:
-            found[name] = make_checkpoints({name: _file(value)}, check=check)[0]
-        except (FileNotFoundError, CheckpointError) as err:
-            raise _of_moments(err, name) from err
-    return found
-
-
-def _of_moments(err: Exception, name: str) -> Exception:
-    """Return an error about a file of weights as one about second moments."""
-    what, found, _ = str(err).partition(" as checkpoint")
-    if not found:
-        return err
-    given = str(err).removeprefix(what + found).rpartition("; try ")[0]
-    return type(err)(f"{what} as second moments of checkpoint {name!r}{given}; {_REMEDY}")
+    return {
+        name: make_checkpoints({name: _file(value)}, check=check)[0]
+        for name, value in _by_name(given, names).items()
+    }
 
 
 def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -66,6 +67,13 @@ def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[s
     if selection is None:
         return tuple(parameters)
     if callable(selection):
+        try:
+            inspect.signature(selection).bind("name", "parameter")
+        except TypeError as err:
+            raise TypeError(
+                f"expected a predicate of name and parameter as parameters, got one that cannot "
+                f"take both ({err}); try parameters=lambda name, parameter: ..."
+            ) from err
         names = tuple(name for name, value in parameters.items() if selection(name, value))
         if not names:
             raise ValueError(

@@ -84,7 +84,8 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
     if dtype.kind not in "biufc":
         raise TypeError(
             f"expected numbers or booleans in variable {name!r}, as models read tensors, got dtype "
-            f"{dtype}; try one numeric array, or pass it as metadata: coords={{{name!r}: ...}}"
+            f"{dtype}; try np.unique(values, return_inverse=True)[1] for classes, or, if the model "
+            f"does not read it, coords={{{name!r}: ...}}"
         )
 
 

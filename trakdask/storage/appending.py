@@ -8,7 +8,7 @@ from typing import Literal
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
-from trakdask.provenance import EARLIER_SOURCE, PRECISION, require_same
+from trakdask.provenance import PRECISION, require_same
 from trakdask.storage.coords import require_kinds
 from trakdask.storage.history import require_subgroup
 from trakdask.storage.parts import PARTS, Part
@@ -21,21 +21,11 @@ from trakdask.storage.snapshot import (
 )
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
-__all__ = ["AppendDim", "appended", "with_known_source"]
+__all__ = ["AppendDim", "appended"]
 
 AppendDim = Literal["sample", "checkpoint"]
 
-_SAME = ("projector", "parameters", "task", *PRECISION)
-
-
-def with_known_source(part: Part, features: xr.Dataset, store: Snapshot) -> Part:
-    """Return the part with the source by which the store has known its samples so far."""
-    known = {each.source for each in store.parts}
-    earlier = features.attrs.get(EARLIER_SOURCE)
-    is_whole = part.source == features.attrs.get("source")
-    if is_whole and part.source not in known and earlier in known:
-        return Part(part.folder, {**part.spec, "source": earlier}, part.layout)
-    return part
+_SAME = ("projector", "parameters", "task", "code", *PRECISION)
 
 
 def appended(

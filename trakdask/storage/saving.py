@@ -23,7 +23,7 @@ from trakdask.errors import StoreMismatchError
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder, is_partial
 from trakdask.provenance import STORE_SPEC, require_same
-from trakdask.storage.appending import AppendDim, appended, with_known_source
+from trakdask.storage.appending import AppendDim, appended
 from trakdask.storage.blocks import save_blocks, stored, storing
 from trakdask.storage.coords import (
     portable_coords,
@@ -157,7 +157,6 @@ def save(
     is_there = require_ours(folder)  # nothing is written into what is no store, not even a lease
     with lease(folder, "td.save"):
         before = snapshot(folder) if is_there or require_ours(folder) else Snapshot(folder)
-        part = with_known_source(part, features, before)
         if append_dim is not None and before.parts:
             part, features = appended(before, part, features, append_dim)
         if features.sizes[CHECKPOINT] > 0:
@@ -311,6 +310,5 @@ def _require_source(part: Part, known: object, what: str) -> None:
         raise StoreMismatchError(
             f"expected the samples of the store, but {what} differ in source: got {part.source!r}, "
             f"the store has {known!r}; try another store, append_dim='sample' if these are more "
-            "samples of it, or, if the model reads the same data (before, numeric coords that it "
-            f"does not read were part of the source), samples.attrs['source'] = {known!r}"
+            f"samples of it, or, if the data are the same, samples.attrs['source'] = {known!r}"
         )

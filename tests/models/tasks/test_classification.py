@@ -273,5 +273,5 @@ def test_text_classification__classes_named_as_in_transformers() -> None:
     task = TextClassification()
     assert task.for_variables({"input_ids": 2, "labels": 1}).label == "labels"
     for names in ({"label": 1, "labels": 1}, {"labels": 2}, {}):
-        assert task.for_variables(names) == task
+        assert task.for_variables({**names, "attention_mask": 2}) == task
     assert TextClassification(label="mine").for_variables({"labels": 1}).label == "mine"

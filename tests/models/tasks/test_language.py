@@ -149,8 +149,9 @@ def test_causal_lm__longer_than_the_model_was_made_for(run) -> None:
 def test_causal_lm__reads_labels_where_there_are_some() -> None:
     """As transformers names them; a class per sequence is something else."""
     task = CausalLM()
-    assert task.for_variables({"input_ids": 2, "labels": 2}) == CausalLM(labels="labels")
-    assert task.for_variables({"input_ids": 2, "labels": 1}) == task
+    names = dict.fromkeys(task.inputs, 2)
+    assert task.for_variables({**names, "labels": 2}) == CausalLM(labels="labels")
+    assert task.for_variables({**names, "labels": 1}) == task
     assert CausalLM(labels="mine").for_variables({"labels": 2}).labels == "mine"
     data = some_labels()
     listed = expand_tokens(data)
@@ -305,3 +306,33 @@ def test_score__of_tokens_adds_up_to_that_of_their_sequence(estimator: str) -> N
     np.testing.assert_allclose(summed, expected, rtol=1e-4, atol=1e-6 * float(abs(expected).max()))
     top = td.top_k(td.score(train, single, estimator=estimator, **options), 2)
     assert top.target_token.values.tolist() == position.tolist()
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "text_classification"])
+@pytest.mark.parametrize("dtype", ["uint16", "int64"])
+def test_attention_mask__is_optional(task: str, dtype: str) -> None:
+    """Samples without one are not padded; their features are those with a mask of ones."""
+    torch.manual_seed(0)
+    ids = np.random.default_rng(0).integers(0, 7, (4, 5)).astype(dtype)
+    model = td.Model(_Masked(task == "causal_lm"), task=task)
+    given = {"input_ids": ids, "labels": np.arange(4, dtype=dtype) % 7}
+    given = {"input_ids": ids} if task == "causal_lm" else given
+    alone, masked = (
+        td.featurize(td.from_arrays(given | more), model, projector=td.Identity()).compute()
+        for more in ({}, {"attention_mask": np.ones((4, 5), int)})
+    )
+    np.testing.assert_array_equal(alone.feature, masked.feature)
+    assert td.score(alone, masked, damping=1.0).shape == (4, 4)
+
+
+class _Masked(nn.Module):
+    def __init__(self, by_token: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+        self.by_token = by_token
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        if attention_mask is not None:
+            x = x * attention_mask[..., None]
+        return self.head(x if self.by_token else x.mean(1))

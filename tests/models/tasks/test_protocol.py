@@ -29,3 +29,12 @@ def test_forward__with_parameters_replaces_only_those() -> None:
     assert torch.equal(zero(torch.ones(3, 2)), module.bias.expand(3, 1))
     assert torch.equal(forward(torch.ones(3, 2)), module(torch.ones(3, 2)))
     assert zero.checkpoint == "c"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_batch__unsigned_integers_can_be_computed_with(dtype: torch.dtype) -> None:
+    """They can be stored, but torch neither compares them nor indexes with them."""
+    batch = Batch({"label": torch.tensor([0, 2]).to(dtype)}, x=torch.ones(2, 4))
+    assert batch["label"].dtype == torch.int64
+    assert batch["label"].tolist() == [0, 2]
+    assert batch["x"].dtype == torch.float32

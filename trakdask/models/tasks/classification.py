@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from trakdask.models.tasks.logits import (
     per_sample,
     require_classes,
     require_labels_in_range,
+    without_absent_mask,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
@@ -31,81 +31,12 @@ __all__ = [
 ]
 
 
-class _OneOfManyClasses(HtmlTable):
-    """The margin of the correct class, for models that return (batch, classes)."""
-
-    label: str
-    temperature: float
-
-    def output(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return the margin of the correct class, (batch,)."""
-        return margin(*self._logits(forward, batch))
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return 1 - p of the correct class, (batch,)."""
-        logits, label = self._logits(forward, batch)
-        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
-        return one_minus_p(margin(logits / self.temperature, label))
-
-    @abstractmethod
-    def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits (batch, classes) and the checked labels (batch,)."""
-
-
 @dataclass(frozen=True)
-class ImageClassification(_OneOfManyClasses):
-    """Classification of images, or of any other single tensor, into two or more classes.
+class Classification(HtmlTable):
+    """Classification of rows of a table, or of anything else, into two or more classes.
 
     The output is the margin log p/(1-p) of the correct class, f = logit_y - logsumexp(other
     logits); Q = 1 - p, with p the softmax at ``temperature`` (the margin has no temperature).
-
-    Parameters
-    ----------
-    temperature
-        Divides the logits in Q only.
-    image, label
-        Names of the variables: model input (batch, ...) and integer class (batch,).
-
-    Raises
-    ------
-    ValueError
-        If the temperature is not positive. When run, if logits are not (batch, classes), or labels
-        are not integers below the number of classes.
-
-    Notes
-    -----
-    The cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df at temperature 1.
-
-    References
-    ----------
-    Park et al. 2023, section 3.3; traker's ``ImageClassificationModelOutput``.
-    """
-
-    temperature: float = 1.0
-    image: str = "image"
-    label: str = "label"
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        check_variable(self.image, "image")
-        check_variable(self.label, "label")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (self.image, self.label)
-
-    def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = call_model(forward, batch, (self.image,), positional=True)
-        return logits, require_classes(logits, batch[self.label], self.label)
-
-
-@dataclass(frozen=True)
-class Classification(_OneOfManyClasses):
-    """Classification of rows of a table, or of anything else, into two or more classes.
-
-    Output and Q are those of :class:`ImageClassification`: the margin f = logit_y - logsumexp(other
-    logits), and Q = 1 - p.
 
     Parameters
     ----------
@@ -123,6 +54,10 @@ class Classification(_OneOfManyClasses):
     ValueError
         If an option is invalid. When run, if logits are not (batch, classes), or labels are not
         integers below the number of classes.
+
+    Notes
+    -----
+    The cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df at temperature 1.
 
     References
     ----------
@@ -144,9 +79,48 @@ class Classification(_OneOfManyClasses):
         """Names of the variables that the task reads."""
         return (*self.inputs, self.label)
 
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the margin of the correct class, (batch,)."""
+        return margin(*self._logits(forward, batch))
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return 1 - p of the correct class, (batch,)."""
+        logits, label = self._logits(forward, batch)
+        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
+        return one_minus_p(margin(logits / self.temperature, label))
+
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits (batch, classes) and the checked labels (batch,)."""
         logits = call_model(forward, batch, self.inputs, self.positional)
         return logits, require_classes(logits, batch[self.label], self.label)
+
+
+class ImageClassification(Classification):
+    """Classification of images, or of any other single tensor, into two or more classes.
+
+    Output and Q are those of :class:`Classification`.
+
+    Parameters
+    ----------
+    temperature
+        Divides the logits in Q only.
+    image, label
+        Names of the variables: model input (batch, ...) and integer class (batch,).
+
+    Raises
+    ------
+    ValueError
+        As :class:`Classification`.
+
+    References
+    ----------
+    Park et al. 2023, section 3.3; traker's ``ImageClassificationModelOutput``.
+    """
+
+    def __init__(
+        self, temperature: float = 1.0, image: str = "image", label: str = "label"
+    ) -> None:
+        super().__init__((image,), label, temperature)
 
 
 @dataclass(frozen=True)
@@ -158,7 +132,8 @@ class TextClassification(Classification):
     Parameters
     ----------
     inputs
-        Names of the variables that the model takes, each (batch, tokens).
+        Names of the variables that the model takes, each (batch, tokens). Samples without an
+        ``"attention_mask"`` are not padded.
     label
         Name of the integer classes (batch,). By default also ``labels``, as transformers names
         them, if there is no ``label``.
@@ -200,72 +175,12 @@ class TextClassification(Classification):
         Classes are read from ``labels``, as transformers names them, if there is no ``label``.
         """
         is_there = self.label in n_dims or self.label != "label" or n_dims.get("labels") != 1
-        return self if is_there else replace(self, label="labels")
+        inputs = self.inputs if self.positional else without_absent_mask(self.inputs, n_dims)
+        return replace(self, inputs=inputs, label=self.label if is_there else "labels")
 
 
 @dataclass(frozen=True)
-class _LabelsOf0And1(HtmlTable):
-    """The variables of tasks whose labels are 0 or 1."""
-
-    inputs: tuple[str, ...] = ("x",)
-    label: str = "label"
-    positional: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
-
-
-@dataclass(frozen=True)
-class BinaryClassification(_LabelsOf0And1):
-    """Classification into two classes by a single logit.
-
-    The output is the signed logit, f = z for label 1 and -z for label 0, which is log p/(1-p) of
-    the true class; Q = 1 - p.
-
-    Parameters
-    ----------
-    inputs
-        Names of the variables that the model takes.
-    label
-        Name of the labels (batch,), 0 or 1, of any dtype.
-    positional
-        Whether the inputs are passed in their order; otherwise by name.
-
-    Raises
-    ------
-    ValueError
-        When run, if there is not one logit and one label per sample, or a label is not 0 or 1.
-
-    Notes
-    -----
-    The binary cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df = 1/(1 + exp(f)).
-
-    References
-    ----------
-    Park et al. 2023, section 3 (logistic regression).
-    """
-
-    def output(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return the signed logit, (batch,)."""
-        logits = call_model(forward, batch, self.inputs, self.positional)
-        size = len(batch[self.label])
-        sign = _sign(per_sample(batch[self.label], size, repr(self.label)), logits)
-        return per_sample(logits, size, "the model's output") * sign
-
-    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
-        """Return 1 - p of the true class, (batch,)."""
-        _require_binary(batch[self.label], self.label)
-        return one_minus_p(self.output(forward, batch))
-
-
-@dataclass(frozen=True)
-class MultiLabel(_LabelsOf0And1):
+class MultiLabel(HtmlTable):
     """Several independent yes-or-no labels per sample, one logit each.
 
     With the signed logits m_k (z_k for label 1, -z_k for label 0), which are log p_k/(1-p_k) of the
@@ -298,6 +213,19 @@ class MultiLabel(_LabelsOf0And1):
     Park et al. 2023, section 3, for a single label.
     """
 
+    inputs: tuple[str, ...] = ("x",)
+    label: str = "label"
+    positional: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+        check_variable(self.label, "label")
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        return (*self.inputs, self.label)
+
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
         return self._signed_logits(forward, batch).sum(1)
@@ -308,19 +236,55 @@ class MultiLabel(_LabelsOf0And1):
         return one_minus_p(self._signed_logits(forward, batch)).mean(1)
 
     def _signed_logits(self, forward: Forward, batch: Batch) -> Tensor:
-        logits = call_model(forward, batch, self.inputs, self.positional)
-        label = batch[self.label]
+        """Return the logits of the true answers, (batch, labels)."""
+        logits, label = self._shaped(forward, batch)
         if logits.ndim != 2 or logits.shape != label.shape:
             raise ValueError(
                 f"expected logits and labels of the same shape (batch, labels), got "
                 f"{tuple(logits.shape)} from the model and {tuple(label.shape)} in "
                 f"{self.label!r}; try wrapping the model so that it returns one logit per label"
             )
-        return logits * _sign(label, logits)
+        return logits * (2 * label.to(logits.dtype) - 1)
+
+    def _shaped(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        return call_model(forward, batch, self.inputs, self.positional), batch[self.label]
 
 
-def _sign(label: Tensor, logits: Tensor) -> Tensor:
-    return 2 * label.to(logits.dtype) - 1
+class BinaryClassification(MultiLabel):
+    """Classification into two classes by a single logit.
+
+    The output is the signed logit, f = z for label 1 and -z for label 0, which is log p/(1-p) of
+    the true class; Q = 1 - p. These are those of :class:`MultiLabel` with one label.
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes.
+    label
+        Name of the labels (batch,), 0 or 1, of any dtype.
+    positional
+        Whether the inputs are passed in their order; otherwise by name.
+
+    Raises
+    ------
+    ValueError
+        When run, if there is not one logit and one label per sample, or a label is not 0 or 1.
+
+    Notes
+    -----
+    The binary cross-entropy is ℓ = log(1 + exp(-f)), hence Q = -dℓ/df = 1/(1 + exp(f)).
+
+    References
+    ----------
+    Park et al. 2023, section 3 (logistic regression).
+    """
+
+    def _shaped(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits, label = super()._shaped(forward, batch)
+        return (
+            per_sample(logits, len(label), "the model's output")[:, None],
+            per_sample(label, len(label), repr(self.label))[:, None],
+        )
 
 
 def _require_binary(label: Tensor, name: str) -> None:

@@ -21,6 +21,7 @@ from trakdask.models.tasks.logits import (
     margin,
     one_minus_p,
     shape_of,
+    without_absent_mask,
 )
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
@@ -38,7 +39,8 @@ class CausalLM(HtmlTable):
     ----------
     inputs
         Names of the variables that the model takes, each (batch, tokens); the first one holds the
-        token ids. An ``"attention_mask"`` among them marks the padding of a sequence.
+        token ids. An ``"attention_mask"`` among them marks the padding of a sequence; samples that
+        have none are not padded.
     labels
         Name of the variable with the token to predict at each position, or ``ignore_index`` (as in
         transformers, not shifted). By default ``labels``, if the samples have such a variable
@@ -116,7 +118,8 @@ class CausalLM(HtmlTable):
     def for_variables(self, n_dims: Mapping[str, int]) -> CausalLM:
         """Return the task for samples with some variables, given their numbers of dimensions."""
         has_labels = self.labels is None and n_dims.get("labels") == 2
-        return replace(self, labels="labels") if has_labels else self
+        inputs = self.inputs if self.positional else without_absent_mask(self.inputs, n_dims)
+        return replace(self, inputs=inputs, labels="labels" if has_labels else self.labels)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the margins of the predicted tokens, (batch,)."""

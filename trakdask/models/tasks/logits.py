@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ __all__ = [
     "require_classes",
     "require_labels_in_range",
     "shape_of",
+    "without_absent_mask",
 ]
 
 
@@ -69,6 +70,11 @@ def _as_tensor(name: str, value: Any) -> Tensor:
             f"expected numbers in {name!r}, got {type(value).__name__} ({err}); try "
             "numpy.asarray(...) with numbers or booleans, padded to one shape"
         ) from err
+
+
+def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tuple[str, ...]:
+    """Return the inputs without the attention mask, if it is not there: nothing is padded then."""
+    return inputs if MASK in present else tuple(name for name in inputs if name != MASK)
 
 
 def check_temperature(temperature: float) -> None:
@@ -163,10 +169,11 @@ def require_classes(logits: Tensor, label: Tensor, name: str) -> Tensor:
             "it returns one row of logits per sample, or "
             "td.tasks.BinaryClassification for a single logit"
         )
+    advice = "labels.argmax(1), if they are one-hot" if label.ndim == 2 else "labels.astype(int)"
     if label.ndim != 1 or label.is_floating_point() or label.is_complex():
         raise ValueError(
             f"expected integer classes in {name!r}, one per sample, got {label.dtype} of shape "
-            f"{tuple(label.shape)}; try labels.astype(int), without further axes"
+            f"{tuple(label.shape)}; try {advice}"
         )
     return label.long().clamp(0, logits.shape[1] - 1)
 

@@ -13,8 +13,18 @@ from torch.utils._pytree import tree_map
 __all__ = ["Batch", "Forward", "Task"]
 
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 class Batch(dict[str, Tensor]):
-    """The variables of some samples by name, each a tensor (batch, ...)."""
+    """The variables of some samples by name, each a tensor (batch, ...).
+
+    Unsigned integers of more than 8 bits become int64: torch can store but not use them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Tensor) -> None:
+        super().__init__(*args, **kwargs)
+        self.update({n: t.long() for n, t in self.items() if t.dtype in _UNSIGNED})
 
     def __missing__(self, name: str) -> Tensor:
         raise ValueError(

@@ -1,0 +1,155 @@
+"""Changed code under an unchanged name: other digests, and features that do not meet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import nn
+
+import trakdask as td
+from trakdask.models.code import code_digests
+
+SOURCE = """
+import functools
+from torch import nn
+
+def scaled(x, by=1.0):
+    return by * x
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.power = 1
+
+    def encode(self, x):
+        return x ** self.power
+
+def logged(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+    return call
+
+class Net(Base):
+    names = "one"
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+
+    @logged
+    def forward(self, x):
+        if self.names in {"one", "two", "three"}:
+            x = scaled(x)
+        return self.fc(self.encode(x)) + 1
+
+class MyTask:
+    variables = ("x", "label")
+
+    def output(self, forward, batch):
+        return forward(batch["x"])[:, 0]
+
+    def out_to_loss(self, forward, batch):
+        return 2 * batch["label"]
+
+build = lambda: Net()
+"""
+
+
+def namespace(source: str) -> dict:
+    """Run the source as the cells of a notebook are: there is no file that has it."""
+    names = {"__name__": "__main__"}
+    exec(compile(source, "<cell>", "exec"), names)
+    return names
+
+
+def digests(source: str) -> Mapping[str, str]:
+    names = namespace(source)
+    return code_digests(names["build"](), names["MyTask"](), names["build"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ("import functools", "import functools\n\n# a comment", ""),
+        ("def forward(self, x):", 'def forward(self, x):\n        """Docs."""', ""),
+        ("build = lambda: Net()", "def build():\n    return Net()", ""),
+        ("+ 1", "- 1", "Net"),
+        ("return function(*args)", "return 2 * function(*args)", "Net"),
+        ("by * x", "by + x", "Net"),
+        ("by=1.0", "by=2.0", "Net"),
+        ("self.power = 1", "self.power = 2", "Net"),
+        ("x ** self.power", "x * self.power", "Net"),
+        ('names = "one"', 'names = "two"', "Net"),
+        ('"two", "three"', '"two", "four"', "Net"),
+        ("2 * batch", "3 * batch", "task"),
+        ("lambda: Net()", "lambda: Net().double()", "build"),
+        ("nn.ReLU", "nn.GELU", "Net modules"),
+    ],
+)
+def test_code_digests__what_changes_them(before: str, after: str, changed: str) -> None:
+    assert SOURCE.count(before) == 1
+    one, two = digests(SOURCE), digests(SOURCE.replace(before, after))
+    different = {name for name in one if one[name] != two[name]}
+    assert different == set(changed.split())
+
+
+def test_code_digests__same_in_every_process(tmp_path: Path) -> None:
+    show = "print(sorted(code_digests(build(), MyTask(), build).items()))"
+    found = set()
+    for i in range(2):
+        path = tmp_path / str(i) / f"script{i}.py"
+        path.parent.mkdir()
+        text = f"{SOURCE}\nfrom trakdask.models.code import code_digests\n{show}\n"
+        path.write_text("\n" * i + text)
+        run = subprocess.run(
+            [sys.executable, str(path)],
+            env={"PYTHONHASHSEED": str(i), "PYTHONPATH": str(Path(td.__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.add(run.stdout)
+    assert found == {f"{sorted(digests(SOURCE).items())}\n"}
+
+
+def test_code_digests__layers_of_torch_have_none() -> None:
+    found = code_digests(nn.Linear(2, 2), td.tasks.Regression(), nn.Linear)
+    assert set(found) == {"python", "modules", "task"}
+
+
+def featurized(source: str, n: int = 6):
+    names = namespace(source)
+    state = {"fc.0.weight": np.ones((3, 4)), "fc.0.bias": np.zeros(3)}
+    state = {name: nn.Parameter(nn.Linear(1, 1).weight.new_tensor(v)) for name, v in state.items()}
+    model = td.Model(names["build"], [state], names["MyTask"]())
+    x = np.random.default_rng(0).random((n, 4), "f4")
+    samples = td.from_arrays({"x": x, "label": np.arange(n, dtype="f4")}, chunks=4)
+    return td.featurize(samples, model, projector=td.Identity())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key"), [("+ 1", "* 2", "'Net'"), ("[:, 0]", "[:, 1]", "'task'")]
+)
+def test_save__changed_code(before: str, after: str, key: str, tmp_path: Path) -> None:
+    stored = td.save(featurized(SOURCE), tmp_path / "f.zarr")
+    corrected = featurized(SOURCE.replace(before, after))
+    with pytest.raises(td.StoreMismatchError, match=rf"differ in code\[{key}\].*attrs\['code'\]"):
+        td.save(corrected, tmp_path / "f.zarr")
+    with pytest.raises(td.StoreMismatchError, match=rf"differ in code\[{key}\]"):
+        td.score(stored, corrected)
+    corrected.attrs["code"] = stored.attrs["code"]
+    td.save(corrected, tmp_path / "f.zarr")
+    assert td.score(stored, corrected, damping=1.0).shape == (6, 6)
+
+
+def test_score__code_of_another_version_of_python() -> None:
+    """Instructions of two versions cannot be compared, and need not agree."""
+    features, targets = featurized(SOURCE), featurized(SOURCE)
+    targets.attrs["code"] = {**features.attrs["code"], "python": "3.0", "Net": "other"}
+    assert td.score(features, targets, damping=1.0).shape == (6, 6)
