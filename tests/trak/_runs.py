@@ -109,7 +109,7 @@ class Run:
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """Return arrays and JSON of a folder by relative path."""
+    """Return arrays, JSON and other files of a folder, but not its lock, by relative path."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -117,7 +117,7 @@ def content(folder: Path) -> dict[str, Any]:
             found[name] = np.load(path)
         elif path.suffix == ".json":
             found[name] = json.loads(path.read_text())
-        elif path.is_file():
+        elif path.is_file() and name != ".lock":
             found[name] = path.read_bytes()
     return found
 

@@ -149,22 +149,6 @@ def test_run__with_classes_of_the_original(
     assert relative(found, expected) < (2e-2 if half else 1e-6)
 
 
-@pytest.mark.parametrize("first", ["old", "new"])
-@pytest.mark.parametrize("half", [False, True])
-def test_run__continued_by_the_other(tmp_path: Path, first: str, half: bool) -> None:
-    kinds = {"old": trak.TRAKer, "new": ours.TRAKer}
-    run = Run(n_checkpoints=2, options={"lambda_reg": 0.5, "use_half_precision": half})
-    expected = run.whole(trak.TRAKer, tmp_path / "whole")
-    begun = run.make(kinds.pop(first), tmp_path / "mixed")
-    run.featurize(begun, batches=[0])
-    (other,) = kinds.values()
-    found = run.whole(other, tmp_path / "mixed")
-    assert relative(found, expected) < (2e-2 if half else 1e-5)
-    reader = kinds.get("old", trak.TRAKer)
-    again = run.make(reader, tmp_path / "mixed").finalize_scores("test")
-    assert relative(again, found) < (1e-2 if half else 1e-6)
-
-
 GRADIENTS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 
 

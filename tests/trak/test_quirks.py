@@ -20,7 +20,7 @@ import torch
 import trakdask as td
 from tests.trak._runs import QUIET, M, N, Run, built, checkpoints, content, images, relative
 from trakdask.errors import StoreMismatchError
-from trakdask.trak import TRAKer, default_projectors, tensors, utils
+from trakdask.trak import TRAKer, projectors, utils
 from trakdask.trak.gradient_computers import IterativeGradientComputer
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
 from trakdask.trak.projectors import (
@@ -80,21 +80,13 @@ def test_3__scoring_after_finalizing_draws_the_matrix_again(projector_kind: Any)
     assert torch.equal(projector.project(torch.ones(1, 4), model_id=0), before)
 
 
-def test_4__blocks_beyond_100_share_no_seed_with_the_next_model_id(tmp_path: Path) -> None:
+def test_4__blocks_beyond_100_share_no_seed_with_the_next_model_id() -> None:
     seeds = [basic(10_400).seeds]
     other = basic(10_400)
     other.project(torch.zeros(1, 4), model_id=1)
     seeds.append(other.seeds)
     assert seeds[0][:100] == [1000 * block for block in range(100)]
     assert len({seed % 2**32 for each in seeds for seed in each}) == 208
-    # A run of the original with such a matrix is not continued.
-    options = {"projector": BasicProjector(103, 202, 0, "normal", "cpu", block_size=2)}
-    Run(options=options).make(TRAKer, tmp_path)
-    metadata = json.loads((tmp_path / "metadata.json").read_text())
-    del metadata["trakdask"]
-    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(AssertionError, match="seeds"):
-        Run(options=options).make(TRAKer, tmp_path)
 
 
 def test_5__seeds_of_fast_jl_must_stay() -> None:
@@ -106,7 +98,7 @@ def test_5__seeds_of_fast_jl_must_stay() -> None:
 def test_6__no_two_chunks_share_a_seed(n_chunks: int) -> None:
     for seed in range(200):
         old = np.random.default_rng(seed).integers(0, 500, size=n_chunks).tolist()
-        new = default_projectors.chunk_seeds(seed, n_chunks)
+        new = projectors.chunk_seeds(seed, n_chunks)
         assert len(set(new)) == n_chunks
         assert [a for i, a in enumerate(old) if a not in old[:i]] == [
             b for a, b, i in zip(old, new, range(n_chunks), strict=True) if a not in old[:i]
@@ -123,8 +115,8 @@ def test_7__seeds_of_model_ids_must_stay() -> None:
 
 def test_8__a_parameter_larger_than_a_chunk_is_cut() -> None:
     most = 2**32 // 32 - 1
-    assert tensors.chunk_sizes([most + 7, 5], 32) == (most, [most, 12])
-    assert tensors.chunk_sizes([3, most], 32) == (most, [3, most])
+    assert utils.chunk_sizes([most + 7, 5], 32) == (most, [most, 12])
+    assert utils.chunk_sizes([3, most], 32) == (most, [3, most])
 
 
 def chunked(sizes: list[int], feat_bs: int, dtype: torch.dtype) -> ChunkedCudaProjector:
@@ -144,23 +136,19 @@ def test_9__a_batch_larger_than_the_buffer_is_projected_in_float32() -> None:
 
 
 def test_10__batch_sizes_without_a_kernel(cuda_stand_in: list[str]) -> None:
-    for most, kernel in ((8, 8), (24, 16), (40, 32)):
-        CudaProjector(1000, 512, 0, "rademacher", "cuda", most).project(torch.ones(33, 10), 0)
+    for most, kernel in ((8, 8), (24, 16), (40, 32), (4, 8)):
+        CudaProjector(10, 512, 0, "rademacher", "cuda", most).project(torch.ones(33, 10), 0)
         assert max(int(name.split("_")[-1]) for name in cuda_stand_in) == kernel
         cuda_stand_in.clear()
-    with pytest.raises(ValueError, match="max_batch_size"):
-        CudaProjector(1000, 512, 0, "rademacher", "cuda", 4)
 
 
 def test_11__columns_that_fast_jl_cannot_make_fall_back(
-    tmp_path: Path, cuda_stand_in: list[str], monkeypatch: pytest.MonkeyPatch
+    cuda_stand_in: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(default_projectors.DefaultProjector, "_basic", lambda *a: made.append(a))
-    options = {"seed": 0, "dtype": torch.float32, "device": torch.device("cuda")}
-    wanted = default_projectors.DefaultProjector((10,), 100, max_batch_size=8, **options)
+    monkeypatch.setattr(projectors, "BasicProjector", lambda *args, **_: made.append(args))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    wanted.make()
+    projectors.default_projector([10], 100, 0, torch.float32, torch.device("cuda"), 8)
     assert len(made) == 1
 
 
@@ -198,21 +186,11 @@ def test_13__a_job_that_does_not_load_keeps_what_is_there(tmp_path: Path) -> Non
 def test_14__other_settings_are_refused(tmp_path: Path, option: str, value: object) -> None:
     started(tmp_path)
     before = content(tmp_path)
-    with pytest.raises(AssertionError, match=r"expected .*, got "):
-        Run(options={option: value}).make(TRAKer, tmp_path)
-    job = Run(options={option: value}).make(TRAKer, tmp_path, load_from_save_dir=False)
-    with pytest.raises(AssertionError):
-        job.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    for load_from_save_dir in (True, False):
+        run = Run(options={option: value, "load_from_save_dir": load_from_save_dir})
+        with pytest.raises(AssertionError, match=r"expected .*, got "):
+            run.make(TRAKer, tmp_path)
     assert content(tmp_path).keys() == before.keys()
-
-
-def test_14__another_dtype_than_the_originals_files_is_refused(tmp_path: Path) -> None:
-    started(tmp_path)
-    metadata = json.loads((tmp_path / "metadata.json").read_text())
-    del metadata["trakdask"]  # the original writes none
-    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(StoreMismatchError, match="float16"):
-        started(tmp_path, use_half_precision=False)
 
 
 def test_14__another_lambda_is_refused_once_features_are_made(tmp_path: Path) -> None:
@@ -389,12 +367,12 @@ def test_30__lists_nothing_to_do_targets_left_out_and_no_checkpoint(
 def test_31__more_targets_than_announced(tmp_path: Path) -> None:
     traker = finalized(tmp_path)
     traker.start_scoring_checkpoint("test", checkpoints("mlp", 1)[0], 0, 4)
-    with pytest.raises(IndexError, match="num_targets=4"):
+    with pytest.raises(IndexError, match="below 4, got 0 to 5"):
         traker.score(targets(), num_samples=M)
 
 
 def test_32__chunk_seeds_suit_torch_generators() -> None:
-    for seed in default_projectors.chunk_seeds(0, 5):
+    for seed in projectors.chunk_seeds(0, 5):
         assert type(seed) is int
         given = [BasicProjector(4, 3, each, "normal", "cpu") for each in (seed, np.int64(seed))]
         assert torch.equal(given[0].proj_matrix, given[1].proj_matrix)
@@ -439,14 +417,10 @@ def test_35__allowing_registered_ids_has_no_effect_and_must_not_empty_them(tmp_p
 def test_36__calls_of_the_readme_and_of_the_documentation(tmp_path: Path) -> None:
     traker, state = finalized(tmp_path), built("mlp").state_dict()
     readme = {"model_id": 0, "exp_name": "test", "num_targets": M}
-    with pytest.raises(TypeError, match=r"try start_scoring_checkpoint\(exp_name="):
+    with pytest.raises(TypeError, match="exp_name"):
         traker.start_scoring_checkpoint(state, **readme)
-    with pytest.raises(TypeError, match=r"try start_scoring_checkpoint\(exp_name="):
-        traker.start_scoring_checkpoint(state, model_id=0, num_targets=M)
-    with pytest.raises(TypeError, match="exp_name as a str, got OrderedDict"):
+    with pytest.raises(TypeError):
         traker.start_scoring_checkpoint(state, "test", 0, M)
-    with pytest.raises(TypeError, match=r"try finalize_scores\(exp_name="):
-        traker.finalize_scores()
     by_class = Run().whole(TRAKer, tmp_path / "class", task=ImageClassificationModelOutput)
     by_name = Run().whole(TRAKer, tmp_path / "name")
     np.testing.assert_array_equal(by_class, by_name)
@@ -466,7 +440,7 @@ def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return project
 
     monkeypatch.setitem(sys.modules, "fast_jl", FastJl("fast_jl"))
-    properties = types.SimpleNamespace(multi_processor_count=108)
+    properties = types.SimpleNamespace(multi_processor_count=108, total_memory=2**40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(td.FastJL, "_require_device", lambda self, block: None)
     zeros = torch.zeros

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trakdask.errors import StoreMismatchError
-from trakdask.trak.savers import MmapSaver, ModelIDException
+from trakdask.trak.savers import EXTRA, MmapSaver, ModelIDException
 
 METADATA = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 5}
 
@@ -59,11 +59,17 @@ def test_init__refuses_other_settings(tmp_path: Path, key: str) -> None:
     assert isinstance(caught.value, StoreMismatchError)
 
 
-def test_init__says_which_json_is_broken(tmp_path: Path) -> None:
-    made(tmp_path)
-    (tmp_path / "experiments.json").write_text('{"test')
-    with pytest.raises(ValueError, match=r"experiments\.json"):
-        made(tmp_path)
+def test_init__does_not_continue_a_run_of_the_original(tmp_path: Path) -> None:
+    made(tmp_path)  # the original writes these three keys and no more
+    with pytest.raises(AssertionError, match="open_traker"):
+        MmapSaver(tmp_path, {**METADATA, EXTRA: {}}, 5, 3, True, 100, True)
+
+
+def test_settle_lambda__is_the_same_for_all_features(tmp_path: Path) -> None:
+    registered(tmp_path).settle_lambda(0.5)
+    made(tmp_path).settle_lambda(0.5)
+    with pytest.raises(AssertionError, match=r"lambda_reg=0.5.*got 0.25"):
+        made(tmp_path).settle_lambda(0.25)
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [4, 2, 0, 1, 3]])
@@ -74,25 +80,6 @@ def test_serialize__is_complete_with_the_last_row(tmp_path: Path, rows: list[int
         saver.serialize_current_model_id_metadata()
         found = json.loads((tmp_path / "id_0.json").read_text())["0"]["is_featurized"]
         assert found == saver.model_ids[0]["is_featurized"] == int(i == 4)
-
-
-def test_load_current_store__compares_shape_and_dtype(tmp_path: Path) -> None:
-    registered(tmp_path)
-    saver = made(tmp_path, use_half_precision=False)
-    with pytest.raises(StoreMismatchError, match=r"float32 \(5, 3\).*got float16 \(5, 3\)"):
-        saver.load_current_store(0)
-    np.save(tmp_path / "grads.npy", np.zeros((4, 3), np.float16))
-    (tmp_path / "grads.npy").rename(tmp_path / "0/grads.mmap")
-    with pytest.raises(StoreMismatchError, match=r"got float16 \(4, 3\)"):
-        made(tmp_path).load_current_store(0)
-
-
-def test_load_current_store__says_which_file_is_truncated(tmp_path: Path) -> None:
-    registered(tmp_path)
-    path = tmp_path / "0/features.mmap"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ValueError, match=r"features\.mmap"):
-        made(tmp_path).load_current_store(0)
 
 
 def test_load_current_store__what_is_absent_is_none(tmp_path: Path) -> None:

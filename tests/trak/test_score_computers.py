@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trakdask.attribution.estimators import Weights
-from trakdask.trak.score_computers import (
-    BasicScoreComputer,
-    BasicSingleBlockScoreComputer,
-    DampedScoreComputer,
-)
+from trakdask.trak.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
 
 G = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
 T = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -59,30 +54,3 @@ def test_get_x_xtx_inv__float16_keeps_a_small_lambda() -> None:
 def test_get_xtx__a_singular_matrix_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     BasicScoreComputer(torch.float32, "cpu", logging_level=logging.WARNING).get_xtx(G[:3])
     assert "3 samples and 4 columns" in caplog.text
-
-
-@pytest.mark.parametrize("kind", [BasicScoreComputer, BasicSingleBlockScoreComputer])
-def test_get_x_xtx_inv__names_lambda_where_there_is_no_inverse(kind: type) -> None:
-    computer = kind(torch.float32, "cpu")
-    with pytest.raises(RuntimeError, match=r"lambda_reg=0\.0"):
-        computer.get_x_xtx_inv(G, torch.zeros(4, 4))
-
-
-@pytest.mark.parametrize("lambda_reg", [0.0, 2.0])
-@pytest.mark.parametrize("power", [None, 0.5])
-@pytest.mark.parametrize("block", [7, 100])
-def test_damped__is_the_formula_of_trakdask(
-    lambda_reg: float, power: float | None, block: int
-) -> None:
-    q = np.linspace(0.05, 0.95, 30, dtype=np.float32)[:, None]
-    computer = DampedScoreComputer(
-        torch.float32, "cpu", block, 100, lambda_reg, Weights(power=power)
-    )
-    computer.set_out_to_loss(q)
-    found = computer.get_x_xtx_inv(G, computer.get_xtx(G))
-    g = G.double().numpy()
-    h = np.ones_like(q) if power is None else q**power * (1 - q)
-    k = g.T @ (h * g)
-    damping = lambda_reg or 0.03 * np.trace(k @ k) / np.trace(k)
-    np.testing.assert_allclose(found, g @ np.linalg.inv(k + damping * np.eye(4)), rtol=1e-3)
-    np.testing.assert_allclose(computer.loss_weights(q), q if power is None else q**power, 1e-6)

@@ -192,7 +192,7 @@ def test_init__a_machine_without_cuda(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("task", "imaginary"), ("grad_wrt", ["4.bias"])])
 def test_init__unknown_names(tmp_path: Path, option: str, value: Any) -> None:
-    with pytest.raises(KeyError, match="expected"):
+    with pytest.raises((KeyError, ValueError), match=r"imaginary|4\.bias"):
         Run(options={option: value}).make(TRAKer, tmp_path)
 
 
@@ -338,7 +338,6 @@ def test_jobs__on_one_folder_lose_nothing(tmp_path: Path) -> None:
     assert [each.exitcode for each in jobs] == [0] * n_jobs
     found = content(tmp_path)
     assert len(found["experiments.json"]) == 1 + 8 * n_jobs
-    assert ".lock" not in found
     scores = Run().make(TRAKer, tmp_path, lambda_reg=0.1).finalize_scores("shared")
     expected = Run(n_checkpoints=n_jobs, options={"lambda_reg": 0.1}).whole(
         TRAKer, tmp_path.with_name("expected")

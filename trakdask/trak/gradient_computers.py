@@ -1,43 +1,40 @@
 """Per-sample gradients of the model output, with the classes of the TRAK package.
 
-:class:`FunctionalGradientComputer` computes all of them in one backward pass if the output is
-built-in and the model treats samples independently, and otherwise vectorises the gradient of one
-sample. :class:`IterativeGradientComputer` differentiates one sample after the other.
+:class:`FunctionalGradientComputer` uses the engines of trakdask: hooks, which take one backward
+pass for a batch, if the output is built-in and the model treats samples independently, and
+otherwise ``vmap``. :class:`IterativeGradientComputer` differentiates one sample after the other.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trakdask.models.gradients import Sink, hooks_gradients
-from trakdask.models.tasks import Batch, Forward
-from trakdask.trak.batched_tasks import BatchedTask, batched_task
-from trakdask.trak.engines import (
-    checked_outputs,
-    differentiable,
-    loss_gradient,
-    named,
-    require_evaluation,
-    require_output_of_batch,
-    require_output_of_sample,
-    selected_parameters,
-    vectorise,
-    why_hooks_differ,
-    widest,
+from trakdask.models.gradients import Sink, hooks_gradients, require_same_as_loop, vmap_gradients
+from trakdask.models.tasks import Batch, Forward, Task, TrakTask
+from trakdask.trak.modelout_functions import (
+    TASK_TO_MODELOUT,
+    AbstractModelOutput,
+    CLIPModelOutput,
+    IterativeImageClassificationModelOutput,
+    batched_task,
 )
-from trakdask.trak.modelout_functions import AbstractModelOutput, CLIPModelOutput
 
 __all__ = [
     "AbstractGradientComputer",
     "FunctionalGradientComputer",
     "IterativeGradientComputer",
+    "selected_parameters",
 ]
 
 
@@ -76,6 +73,7 @@ class AbstractGradientComputer(ABC):
         self.grad_dim = grad_dim
         self.dtype = dtype
         self.device = device
+        self.logger = logging.getLogger("GradientComputer")
 
     @abstractmethod
     def load_model_params(self, model: nn.Module) -> None:
@@ -110,6 +108,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
 
     Raises
     ------
+    TypeError
+        If ``task`` is a built-in output for :class:`IterativeGradientComputer`.
     ValueError
         If ``grad_wrt`` names a parameter that the model lacks, or none.
 
@@ -122,9 +122,6 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     package. The logger ``GradientComputer`` reports the choice.
     """
 
-    _hooks_agree: Mapping[int, bool] = {}
-    _weights_are_new = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -135,18 +132,18 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         grad_wrt: Iterable[str] | None = None,
     ) -> None:
         super().__init__(model, task, grad_dim, dtype, device)
+        _require_output_for(self)
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.logger = logging.getLogger("GradientComputer")
         self.load_model_params(model)
-        selected_parameters(self.func_weights, self.grad_wrt)
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use the parameters and buffers of a model."""
         self.func_weights: dict[str, Tensor] = dict(model.named_parameters())
         self.func_buffers: dict[str, Tensor] = dict(model.named_buffers())
-        self._hooks_agree = {}
-        self._weights_are_new = True
+        self._selected = selected_parameters(model, self.grad_wrt)
+        self._hooks_agree: dict[int, bool] = {}
+        self._is_new_checkpoint = True
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return the gradient of every sample's model output with respect to each parameter.
@@ -159,37 +156,43 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         Returns
         -------
         (batch, *shape) by name, in the order of the model and in the dtype of the parameter.
-
-        Raises
-        ------
-        RuntimeError
-            If a layer of batch normalisation is in training mode.
-        TypeError, ValueError
-            If the batch does not match the model output.
         """
-        selected = selected_parameters(self.func_weights, self.grad_wrt)
-        gradients: dict[str, Tensor] = {}
-
-        def store(name: str, gradient: Tensor, first: int | None = None, /) -> None:
-            n, size = len(gradient), selected[name].numel()
-            if name not in gradients:
-                gradients[name] = selected[name].new_empty((n, size), requires_grad=False)
-            first = first or 0
-            gradients[name][:, first : first + gradient.shape[1]] = gradient
-
-        self._run(batch, store, gradients.__setitem__)
-        return {n: gradients[n].reshape(-1, *tensor.shape) for n, tensor in selected.items()}
+        flat, _ = self.flat_per_sample_grad(batch)
+        parts = flat.split([tensor.numel() for tensor in self._selected.values()], dim=1)
+        return {
+            name: part.reshape(-1, *tensor.shape).to(tensor.dtype)
+            for (name, tensor), part in zip(self._selected.items(), parts, strict=True)
+        }
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
         """Return the derivative of the loss as the model output defines it, (batch, 1)."""
-        return loss_gradient(
-            self.modelout_fn, self.model, self.func_weights, self.func_buffers, batch
+        gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(
+            self.model, self.func_weights, self.func_buffers, batch
         )
+        return gradient.detach()
 
-    @property
-    def can_stream(self) -> bool:
-        """Whether the methods below may be used: not if a subclass overrides the method above."""
-        return not self._overrides("compute_per_sample_grad")
+    def flat_per_sample_grad(self, batch: Iterable[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return all gradients in one array, and the result of :meth:`stream_per_sample_grad`.
+
+        The array is (batch, parameters), in the order of ``model.named_parameters()`` and in the
+        widest dtype among the parameters, so that the copy does not overflow.
+        """
+        starts, width = {}, 0
+        for name, tensor in self._selected.items():
+            starts[name] = width
+            width += tensor.numel()
+        flat: list[Tensor] = []
+
+        def write(name: str, gradient: Tensor, first: int | None = None, /) -> None:
+            if not flat:
+                flat.append(
+                    gradient.new_empty(len(gradient), width, dtype=_widest(self._selected.values()))
+                )
+            start = starts[name] + (first or 0)
+            flat[0][:, start : start + gradient.shape[1]] = gradient
+
+        out_to_loss = self.stream_per_sample_grad(batch, write)
+        return flat[0], out_to_loss
 
     def stream_per_sample_grad(self, batch: Iterable[Tensor], sink: Sink) -> Tensor | None:
         """Pass gradients to a sink parameter by parameter, if possible without storing all of them.
@@ -199,10 +202,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         batch
             As for :meth:`compute_per_sample_grad`.
         sink
-            Called as ``sink(name, gradient)`` with (batch, numel), or, in order,
-            ``sink(name, part, first)`` with the elements from ``first`` on. Names come in any
-            order. The next gradient may overwrite the memory of this one, so the sink must use or
-            copy it before it returns. ``ProjectionStream.add`` is a sink.
+            A function as in :class:`trakdask.models.gradients.Sink`, such as
+            ``ProjectionStream.add``.
 
         Returns
         -------
@@ -214,76 +215,36 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         Cost: with hooks, about one forward and one backward pass, and memory for the activations
         and the largest layer. With ``vmap``, memory for all gradients.
         """
-        return self._run(batch, sink, sink)
-
-    def flat_per_sample_grad(
-        self, batch: Iterable[Tensor], out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return all gradients in one array, and the result of :meth:`stream_per_sample_grad`.
-
-        Parameters
-        ----------
-        batch
-            As for :meth:`compute_per_sample_grad`.
-        out
-            Array to write to, (batch, parameters) of any float dtype. By default a new array of the
-            widest dtype among the parameters, so that the copy does not overflow.
-
-        Returns
-        -------
-        Gradients (batch, parameters), flattened in the order of ``model.named_parameters()``; and
-        the derivative of the loss (batch, 1), or None.
-        """
-        selected = selected_parameters(self.func_weights, self.grad_wrt)
-        offsets, width = {}, 0
-        for name, tensor in selected.items():
-            offsets[name] = width
-            width += tensor.numel()
-        flat = out
-
-        def write(name: str, gradient: Tensor, first: int | None = None, /) -> None:
-            nonlocal flat
-            if flat is None:
-                dtype = widest(selected.values())
-                flat = gradient.new_empty((len(gradient), width), dtype=dtype)
-            start = offsets[name] + (first or 0)
-            flat[:, start : start + gradient.shape[1]] = gradient
-
-        q = self.stream_per_sample_grad(batch, write)
-        assert flat is not None  # there is at least one parameter
-        return flat, q
-
-    def _run(
-        self, batch: Iterable[Tensor], sink: Sink, own: Callable[[str, Tensor], None]
-    ) -> Tensor | None:
-        """Pass gradients to ``sink``, or to ``own`` if no copy is needed; return Q or None."""
-        batch = tuple(batch)
-        require_evaluation(self.model)
-        require_output_of_sample(self.modelout_fn)
         self._warn_of_other_embeddings()
-        names = tuple(selected_parameters(self.func_weights, self.grad_wrt))
+        weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
+        forward = Forward(self.model, weights, self.func_buffers)
+        names = tuple(self._selected)
         task = batched_task(self.modelout_fn)
-        inputs = None if task is None else named(task, batch)
-        try:
-            if task is not None and inputs is not None and self._can_hook(task, inputs, names):
-                with torch.enable_grad():
-                    _, q = hooks_gradients(self._forward(), task, inputs, names, sink)
-                return None if self._overrides("compute_loss_grad") else q[:, None]
-            vectorise(self.modelout_fn, self._forward(), batch, names, own)
-        except (IndexError, RuntimeError):
-            if task is not None and inputs is not None:
-                task.require_valid(self._forward(), inputs)
-            raise
-        return None
+        if task is None:
+            one_by_one = Batch({str(i): tensor for i, tensor in enumerate(batch)})
+            with sdpa_kernel(SDPBackend.MATH):  # vmap would run other backends sample by sample
+                vmap_gradients(forward, _OutputOnly(self.modelout_fn), one_by_one, names, sink)
+            return None
+        inputs = Batch(zip(task.variables, batch, strict=True))  # type: ignore[attr-defined]
+        if self._can_hook(forward, task, inputs, names):
+            with torch.enable_grad():
+                _, out_to_loss = hooks_gradients(forward, task, inputs, names, sink)
+        else:
+            with sdpa_kernel(SDPBackend.MATH):
+                _, out_to_loss = vmap_gradients(forward, task, inputs, names, sink)
+        return None if self._overrides("compute_loss_grad") else out_to_loss[:, None]
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether the two methods above may be used: not if a subclass has its own gradients."""
+        return not self._overrides("compute_per_sample_grad")
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(FunctionalGradientComputer, method)
 
-    def _forward(self) -> Forward:
-        weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
-        return Forward(self.model, weights, self.func_buffers)
-
-    def _can_hook(self, task: BatchedTask, inputs: Batch, names: tuple[str, ...]) -> bool:
+    def _can_hook(
+        self, forward: Forward, task: Task, inputs: Batch, names: tuple[str, ...]
+    ) -> bool:
         if any(part.training for part in self.model.modules()):
             return False  # dropout must be independent for each sample
         first = next(iter(inputs.values()))
@@ -292,17 +253,20 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         n = min(2, len(first))  # hooks that agree for one sample may disagree for two
         if n not in self._hooks_agree:
             few = Batch({name: tensor[:n] for name, tensor in inputs.items()})
-            why_not = why_hooks_differ(self._forward(), task, few, names)
+            why_not = ""
+            try:
+                with torch.enable_grad():
+                    require_same_as_loop("hooks", forward, task, few, names)
+            except Exception as err:  # vmap runs instead, and raises an error if it fails, too
+                why_not = f"{type(err).__name__}: {err}"
             self.logger.debug("Gradients by %s", f"vmap: {why_not}" if why_not else "hooks")
-            self._hooks_agree = {**self._hooks_agree, n: not why_not}
+            self._hooks_agree[n] = not why_not
         return self._hooks_agree[n]
 
     def _warn_of_other_embeddings(self) -> None:
         """Check once per checkpoint whether CLIP's embeddings were computed with it."""
-        if not self._weights_are_new or not isinstance(self.modelout_fn, CLIPModelOutput):
-            return
-        self._weights_are_new = False
-        if self.modelout_fn.is_of_other_weights(self.model):
+        is_pair = isinstance(self.modelout_fn, CLIPModelOutput)
+        if is_pair and self._is_new_checkpoint and self.modelout_fn.is_of_other_weights(self.model):
             warn(
                 "expected embeddings that were computed with the loaded checkpoint, got those of "
                 "other weights; try traker.task.get_embeddings(...) again after each "
@@ -310,6 +274,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 UserWarning,
                 stacklevel=4,
             )
+        self._is_new_checkpoint = False
 
 
 class IterativeGradientComputer(AbstractGradientComputer):
@@ -333,6 +298,8 @@ class IterativeGradientComputer(AbstractGradientComputer):
 
     Raises
     ------
+    TypeError
+        If ``task`` is a built-in output for :class:`FunctionalGradientComputer`.
     ValueError
         If ``grad_wrt`` names a parameter that the model lacks, or none.
     """
@@ -347,16 +314,14 @@ class IterativeGradientComputer(AbstractGradientComputer):
         grad_wrt: Iterable[str] | None = None,
     ) -> None:
         super().__init__(model, task, grad_dim, dtype, device)
+        _require_output_for(self)
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.logger = logging.getLogger("GradientComputer")
         self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use a model and its parameters."""
         self.model = model
-        self.model_params = list(
-            selected_parameters(dict(model.named_parameters()), self.grad_wrt).values()
-        )
+        self.model_params = list(selected_parameters(model, self.grad_wrt).values())
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Tensor:
         """Return the gradient of every sample's model output.
@@ -370,20 +335,11 @@ class IterativeGradientComputer(AbstractGradientComputer):
         -------
         (batch, parameters) in the order of ``model.named_parameters()``, float32, or float64 where
         a parameter is; zero where a parameter has no effect.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If the model output does not take whole batches, or does not return one number per
-            sample.
         """
-        batch = tuple(batch)
-        require_output_of_batch(self.modelout_fn)
         params = self.model_params
-        with torch.enable_grad(), differentiable(self.model, params):
-            returned = self.modelout_fn.get_output(self.model, None, None, *batch)
-            outputs = checked_outputs(returned, len(batch[0]), self.modelout_fn)
-            dtype = widest(params, at_least=torch.float32)
+        with torch.enable_grad(), _differentiable(self.model, params):
+            outputs = self.modelout_fn.get_output(self.model, None, None, *batch)
+            dtype = torch.promote_types(torch.float32, _widest(params))
             width = sum(parameter.numel() for parameter in params)
             gradients = outputs.new_empty((len(outputs), width), dtype=dtype, requires_grad=False)
             for i, output in enumerate(outputs):
@@ -396,4 +352,63 @@ class IterativeGradientComputer(AbstractGradientComputer):
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
         """Return the derivative of the loss as the model output defines it, (batch, 1)."""
-        return loss_gradient(self.modelout_fn, self.model, None, None, batch)
+        gradient: Tensor = self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)
+        return gradient.detach()
+
+
+class _OutputOnly(TrakTask):
+    """An output of your own without Q: its method may need autograd, and targets have no Q."""
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return torch.zeros(len(batch["0"]))
+
+
+def selected_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
+    """Return the parameters to differentiate with respect to, in the order of the model."""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    for name in weights if names is None else names:
+        if name not in weights:
+            near = difflib.get_close_matches(name, list(weights), n=3, cutoff=0.3)
+            raise ValueError(
+                f"expected names of the model's {len(weights)} parameters in grad_wrt, got "
+                f"{name!r}; try {near or list(weights)[:3]}"
+            )
+    if names is not None and not names:
+        raise ValueError(
+            "expected at least one name in grad_wrt, got []; try grad_wrt=None for all"
+        )
+    return {name: each for name, each in weights.items() if names is None or name in names}
+
+
+def _require_output_for(computer: AbstractGradientComputer) -> None:
+    """Reject a built-in output for the other gradient computer."""
+    kind = type(computer.modelout_fn)
+    is_iterative = isinstance(computer, IterativeGradientComputer)
+    takes_batches = kind is IterativeImageClassificationModelOutput
+    if kind in TASK_TO_MODELOUT.values() and takes_batches != is_iterative:
+        other = FunctionalGradientComputer if is_iterative else IterativeGradientComputer
+        name = "image_classification" if takes_batches else "iterative_image_classification"
+        takes = ("one sample at a time", "whole batches")
+        raise TypeError(
+            f"expected an output that takes {takes[is_iterative]}, got {kind.__name__}; try "
+            f"TRAKer(..., gradient_computer={other.__name__}), or task={name!r}"
+        )
+
+
+def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype to which the dtypes of all tensors are promoted."""
+    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+
+
+@contextmanager
+def _differentiable(model: nn.Module, selected: Sequence[Tensor]) -> Iterator[None]:
+    """Let autograd differentiate with respect to the selected parameters only, frozen or not."""
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    chosen = set(selected)
+    for parameter in before:
+        parameter.requires_grad_(parameter in chosen)
+    try:
+        yield
+    finally:
+        for parameter, required in before.items():
+            parameter.requires_grad_(required)

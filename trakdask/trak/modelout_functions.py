@@ -1,14 +1,15 @@
 """Model outputs: the number that is attributed, and how much the loss still depends on it.
 
 The classes have the names, signatures and attributes of the TRAK package, and subclasses that were
-written for it work unchanged. The built-in outputs also have a batched form, from which the
-gradient computers take all per-sample gradients in one backward pass.
+written for it work unchanged. :func:`batched_task` gives the built-in outputs as tasks of trakdask,
+whose gradients take one backward pass for a whole batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from trakdask.models.checkpoints import digest_state
-from trakdask.trak.margins import checked_labels, margins, text_inputs
-from trakdask.trak.pairs import checked_embeddings, matches, negatives
+from trakdask.models.tasks import Batch, Classification, Forward, Task
+from trakdask.models.tasks.clip import random_rows
+from trakdask.models.tasks.logits import at_least_float32, margin
 
 __all__ = [
     "TASK_TO_MODELOUT",
@@ -26,7 +28,11 @@ __all__ = [
     "ImageClassificationModelOutput",
     "IterativeImageClassificationModelOutput",
     "TextClassificationModelOutput",
+    "batched_task",
 ]
+
+_SEED = 0
+_INPUTS_OF_TEXTS = ("input_ids", "token_type_ids", "attention_mask")
 
 
 class AbstractModelOutput(ABC):
@@ -81,9 +87,8 @@ class _Classification(AbstractModelOutput):
 
     def one_minus_p(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return 1 - p of the labelled class, (batch, 1), in the dtype of the logits."""
-        labels = checked_labels(logits, labels)
-        p: Tensor = self.softmax(logits / self.loss_temperature).gather(-1, labels[:, None])
-        return (1 - p).detach()
+        p: Tensor = self.softmax(logits / self.loss_temperature).gather(-1, labels.long()[:, None])
+        return 1 - p
 
 
 class ImageClassificationModelOutput(_Classification):
@@ -109,8 +114,9 @@ class ImageClassificationModelOutput(_Classification):
     ) -> Tensor:
         """Return the margin of one image (without a batch axis), a scalar."""
         logits = torch.func.functional_call(model, (weights, buffers), image.unsqueeze(0))
-        return margins(logits, label.unsqueeze(0)).sum()
+        return _margins(logits, label.unsqueeze(0)).sum()
 
+    @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
         self,
         model: nn.Module,
@@ -147,10 +153,12 @@ class TextClassificationModelOutput(_Classification):
         label: Tensor,
     ) -> Tensor:
         """Return the margin of one text (without a batch axis), a scalar."""
-        inputs = text_inputs(input_id[None], token_type_id[None], attention_mask[None])
+        one = (input_id[None], token_type_id[None], attention_mask[None])
+        inputs = dict(zip(_INPUTS_OF_TEXTS, one, strict=True))
         logits = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return margins(logits, label.unsqueeze(0)).sum()
+        return _margins(logits, label.unsqueeze(0)).sum()
 
+    @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
         self,
         model: nn.Module,
@@ -159,8 +167,9 @@ class TextClassificationModelOutput(_Classification):
         batch: Iterable[Tensor],
     ) -> Tensor:
         """Return 1 - p of a batch of texts and labels, (batch, 1)."""
-        *inputs, labels = batch
-        logits = torch.func.functional_call(model, (weights, buffers), (), text_inputs(*inputs))
+        *texts, labels = batch
+        inputs = dict(zip(_INPUTS_OF_TEXTS, texts, strict=True))
+        logits = torch.func.functional_call(model, (weights, buffers), (), inputs)
         return self.one_minus_p(logits, labels)
 
 
@@ -185,8 +194,9 @@ class IterativeImageClassificationModelOutput(_Classification):
         labels: Tensor,
     ) -> Tensor:
         """Return the margins of a batch, (batch,)."""
-        return margins(model(images), labels)
+        return _margins(model(images), labels)
 
+    @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
         self,
         model: nn.Module,
@@ -283,17 +293,13 @@ class CLIPModelOutput(AbstractModelOutput):
         batch_size
             Not used; the sizes of the batches are those of the loader.
         embedding_dim
-            Expected length of an embedding.
+            Not used; the length of an embedding is that which the model returns.
         size
             Largest number of pairs to embed.
         preprocess_fn_img, preprocess_fn_txt
             Applied to images and to texts before the model is called; for example, they move them
             to the model's device.
 
-        Raises
-        ------
-        ValueError
-            If the loader is empty, or embeddings have another length.
         """
         images, texts = [], []
         left = size
@@ -301,14 +307,12 @@ class CLIPModelOutput(AbstractModelOutput):
             for image, text in loader:
                 image = image if preprocess_fn_img is None else preprocess_fn_img(image)
                 text = text if preprocess_fn_txt is None else preprocess_fn_txt(text)
-                pair = checked_embeddings(model(image, text)[:2], embedding_dim)
-                images.append(pair[0][:left].clone())
-                texts.append(pair[1][:left].clone())
+                embeddings = model(image, text)
+                images.append(embeddings[0][:left].clone())
+                texts.append(embeddings[1][:left].clone())
                 left -= len(images[-1])
                 if left <= 0:
                     break
-        if not images:
-            raise ValueError("expected at least one batch, got an empty loader; try another loader")
         self.image_embeddings, self.text_embeddings = torch.cat(images), torch.cat(texts)
         self.num_computed_embeddings = len(self.image_embeddings)
         self._digest = digest_state(dict(model.named_parameters()))
@@ -325,8 +329,9 @@ class CLIPModelOutput(AbstractModelOutput):
         """Return the output of one image and text (without a batch axis), a scalar."""
         inputs = {"image": image.unsqueeze(0), "text": label.unsqueeze(0)}
         embeddings = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return matches(embeddings[0], embeddings[1], *negatives(self)).sum()
+        return _matches(self, embeddings[0], embeddings[1]).sum()
 
+    @torch.no_grad()
     def get_out_to_loss_grad(  # type: ignore[override]
         self,
         model: nn.Module,
@@ -348,13 +353,11 @@ class CLIPModelOutput(AbstractModelOutput):
         scale = logit_scale if self.temperature is None else self.temperature
         products = scale * image @ text.T
         p: Tensor = (self.softmax(products) + self.softmax(products.T)).diag() / 2
-        return (1 - p).detach().unsqueeze(-1)
+        return (1 - p).unsqueeze(-1)
 
     def is_of_other_weights(self, model: nn.Module) -> bool:
         """Return whether the embeddings were computed with other weights than the model has."""
-        if self._digest is None:
-            return False
-        return self._digest != digest_state(dict(model.named_parameters()))
+        return self._digest not in (None, digest_state(dict(model.named_parameters())))
 
 
 TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
@@ -364,3 +367,59 @@ TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
     "iterative_image_classification": IterativeImageClassificationModelOutput,
 }
 """The outputs that ``TRAKer(task="...")`` knows by name."""
+
+
+def batched_task(modelout: object) -> Task | None:
+    """Return a built-in output as a task of trakdask, which takes whole batches by name.
+
+    None for all others, which include subclasses of these and instances with replaced methods.
+    """
+    if {"get_output", "get_out_to_loss_grad"} & set(vars(modelout)):
+        return None
+    if type(modelout) is ImageClassificationModelOutput:
+        return Classification(("image",), temperature=modelout.loss_temperature)
+    if type(modelout) is TextClassificationModelOutput:
+        temperature = modelout.loss_temperature
+        return Classification(_INPUTS_OF_TEXTS, temperature=temperature, positional=False)
+    return _Pairs(modelout) if type(modelout) is CLIPModelOutput else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """The output for pairs of images and texts, of whole batches."""
+
+    modelout: CLIPModelOutput
+    variables = ("image", "text")
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        image, text, _ = forward(**batch)
+        return _matches(self.modelout, image, text)
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        return self.modelout.one_minus_p(forward(**batch))[:, 0]
+
+
+def _margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return each sample's margin in the dtype of the logits, computed in at least float32."""
+    return margin(at_least_float32(logits), labels.long()).to(logits.dtype)
+
+
+def _matches(holder: Any, image: Tensor, text: Tensor) -> Tensor:
+    """Compare pairs, (batch, embedding), with other images and texts; return (batch,)."""
+    if holder.image_embeddings is None:
+        raise AssertionError(
+            "expected embeddings of other images and texts, got none; try "
+            "traker.task.get_embeddings(model, loader, ...) before traker.featurize"
+        )
+    n, size = len(holder.image_embeddings), holder.sim_batch_size
+    if not 0 < size <= n:
+        raise ValueError(
+            f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
+            f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
+        )
+    rows = random_rows(n, size, _SEED)
+    images, texts = holder.image_embeddings[rows], holder.text_embeddings[rows]
+    right = (image * text).sum(1)
+    by_text = right - (image @ texts.to(image).T).logsumexp(1)
+    matches: Tensor = by_text + right - (text @ images.to(text).T).logsumexp(1)
+    return matches

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -11,25 +13,21 @@ from typing import Any, overload
 import dask.array as da
 import numpy as np
 import xarray as xr
+from numpy.lib.format import open_memmap
 
+from trakdask._version import __version__
 from trakdask.provenance import digest
-from trakdask.trak.directory import (
-    FLAGS,
-    GRADS,
-    OUT_TO_LOSS,
-    Run,
-    checked,
-    find_run,
-    mapped,
-    require_experiment,
-    require_finalized,
-    state,
-)
+from trakdask.trak.savers import EXTRA
 from trakdask.variables import CHECKPOINT, VARIABLES
 
 __all__ = ["open_traker"]
 
 _BLOCK_BYTES = 2**25
+_TRAIN_SIZE = "train set size"
+_NOT_OF_THE_MATRIX = ("lambda_reg", "version")
+_GRADS = "grads.mmap"
+_OUT_TO_LOSS = "out_to_loss.mmap"
+_FLAGS = "_is_featurized.mmap"
 
 
 @overload
@@ -83,12 +81,10 @@ def open_traker(
     ------
     FileNotFoundError
         If there is no such folder, or it lacks ``metadata.json`` or an array.
-    TypeError
-        If ``model_ids`` is not a list.
     ValueError
-        If an array is truncated or contradicts the metadata, if there is no such experiment or
-        model id, or if the checkpoints of the experiment differ in the number of targets, or were
-        scored before their features were finalized (the package writes no scores then).
+        If an array is truncated, if there is no such experiment or model id, or if the checkpoints
+        of the experiment differ in the number of targets, or were scored before their features were
+        finalized (the package writes no scores then).
 
     Notes
     -----
@@ -128,114 +124,167 @@ def open_traker(
     ('label', 'target')
     >>> folder.cleanup()
     """
-    run = find_run(save_dir, model_ids)
-    features = _features(run)
+    folder = Path(save_dir).expanduser().resolve()
+    run = _Run(folder, _matrix(folder), _chosen(folder, model_ids))
+    features = run.dataset(_GRADS, with_flags=True)
     if exp_name is None:
         return features
-    return features, _targets(run, exp_name)
+    _require_experiment(run, exp_name)
+    return features, run.dataset(f"{exp_name}_{_GRADS}", of=exp_name)
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The files of one array, one per checkpoint, and of the flags of rows that were written.
+class _Run:
+    """A directory, the metadata of its projection, and the model ids to open."""
 
-    Without flags, all rows count as written.
-    """
+    folder: Path
+    matrix: dict[str, Any]
+    ids: tuple[int, ...]
 
-    arrays: tuple[Path, ...]
-    flags: tuple[Path, ...] | None
-    bounds: tuple[int, ...]
+    def paths(self, file: str) -> tuple[Path, ...]:
+        """Return the path of the file with this name for every checkpoint."""
+        return tuple(self.folder / str(id) / file for id in self.ids)
 
-    def read(self, block_id: tuple[int, ...]) -> np.ndarray:
-        """Return one block as float32, with a last dimension for the checkpoint."""
-        rows = slice(*self.bounds[block_id[0] : block_id[0] + 2])
-        checkpoint = block_id[-1]
-        values = np.array(mapped(self.arrays[checkpoint])[rows], dtype=np.float32)
-        if self.flags is not None:
-            is_written = mapped(self.flags[checkpoint])[rows].reshape(-1) == 1
-            values[~is_written] = np.nan
-        return values.reshape(*values.shape[: len(block_id) - 1], 1)
-
-
-def _features(run: Run) -> xr.Dataset:
-    n, p = run.n_samples, run.proj_dim
-    dtypes = [checked(path, [(n, p)], ("float16", "float32")) for path in run.paths(GRADS)]
-    for path in run.paths(OUT_TO_LOSS):
-        checked(path, [(n, 1)], ("float16", "float32"))
-    for path in run.paths(FLAGS):
-        checked(path, [(n, 1), (n,)], ("int32",))
-    flags = run.paths(FLAGS)
-    attrs = run.attrs() | {
-        "source": run.source(),
-        "stored_dtype": dict(zip(map(str, run.ids), dtypes, strict=True)),
-    }
-    feature = _lazy(run, run.paths(GRADS), flags, n, width=p)
-    q = _lazy(run, run.paths(OUT_TO_LOSS), flags, n)
-    return _dataset(run, {"feature": feature, "output": _unknown(feature), "out_to_loss": q}, attrs)
-
-
-def _targets(run: Run, exp_name: str) -> xr.Dataset:
-    paths = run.paths(f"{exp_name}_{GRADS}")
-    require_experiment(run, exp_name, paths)
-    require_finalized(run, exp_name)
-    counts = [len(mapped(path)) for path in paths]
-    if len(set(counts)) > 1:
-        by_id = dict(zip(run.ids, counts, strict=True))
-        equal = [id for id, count in by_id.items() if count == max(counts)]
-        raise ValueError(
-            f"expected the same number of targets of {exp_name!r} at every checkpoint of "
-            f"{run.folder}, got {by_id} by model id; try td.open_traker(save_dir, {exp_name!r}, "
-            f"model_ids={equal}), or scoring the others again under another exp_name"
+    def dataset(self, file: str, *, of: str = "", with_flags: bool = False) -> xr.Dataset:
+        """Return the lazy features in the files of this name, identified by ``attrs``."""
+        grads, q, flags = (self.paths(name) for name in (file, _OUT_TO_LOSS, _FLAGS))
+        n, p = _shape(self.ids, grads)
+        chunks = da.core.normalize_chunks((max(1, _BLOCK_BYTES // (4 * p)),), shape=(n,))[0]
+        ids = [str(id) for id in self.ids]
+        ones, written = (1,) * len(ids), flags if with_flags else ()
+        feature = _lazy("feature", grads, written, (chunks, (p,), ones))
+        unknown = da.full((n, len(ids)), np.nan, np.float32, chunks=(chunks, ones))
+        arrays = {"feature": feature, "output": unknown}
+        if with_flags:
+            arrays["out_to_loss"] = _lazy("out_to_loss", q, flags, (chunks, ones))
+        states = [_state(files) for files in zip(*map(self.paths, _IDENTIFYING), strict=True)]
+        dtypes = [open_memmap(path, mode="r").dtype.name for path in grads]
+        # The path identifies the samples, so that a checkpoint may be added later.
+        size = len(open_memmap(self.paths(_GRADS)[0], mode="r"))
+        source = digest({"path": str(self.folder), "samples": size, "of": of})
+        attrs = (
+            {
+                "projector": {"kind": "traker", "proj_dim": p, "metadata": self.matrix},
+                "checkpoints": dict(zip(ids, states, strict=True)),
+                "checkpoint_ids": dict(zip(ids, self.ids, strict=True)),
+                "parameters": {},
+                "task": "unknown",  # as are the parameters
+                "formula": "feature = p^-1/2 P^T grad f",
+                "trakdask_version": __version__,
+                "source": f"traker-{source[:32]}",
+                "stored_dtype": dict(zip(ids, dtypes, strict=True)),
+            }
+            | ({"experiment": of} if of else {})
         )
-    shape = (counts[0], run.proj_dim)
-    dtypes = [checked(path, [shape], ("float16", "float32")) for path in paths]
-    attrs = run.attrs() | {
-        "source": run.source(exp_name),
-        "experiment": exp_name,
-        "stored_dtype": dict(zip(map(str, run.ids), dtypes, strict=True)),
-    }
-    feature = _lazy(run, paths, None, counts[0], width=run.proj_dim)
-    return _dataset(run, {"feature": feature, "output": _unknown(feature)}, attrs)
+        data = {n: (VARIABLES[n].dims, each, VARIABLES[n].attrs) for n, each in arrays.items()}
+        return xr.Dataset(data, {CHECKPOINT: (CHECKPOINT, np.array(ids, object))}, attrs)
 
 
-def _unknown(feature: da.Array) -> da.Array:
-    """Return outputs of NaN, (sample, checkpoint), since the files contain none."""
-    shape, chunks = ((each[0], each[2]) for each in (feature.shape, feature.chunks))
-    unknown: da.Array = da.full(shape, np.nan, np.float32, chunks=chunks)
-    return unknown
+_IDENTIFYING = (_GRADS, _OUT_TO_LOSS, _FLAGS)
+"""Files whose sizes and times identify the weights of a checkpoint."""
 
 
-def _dataset(run: Run, arrays: Mapping[str, da.Array], attrs: dict[str, Any]) -> xr.Dataset:
-    data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
-    names = np.array([str(id) for id in run.ids], dtype=object)
-    return xr.Dataset(data, coords={CHECKPOINT: (CHECKPOINT, names)}, attrs=attrs)
+def _matrix(folder: Path) -> dict[str, Any]:
+    """Return the metadata of the projection, of which runs of ``trakdask.trak`` have more."""
+    path = folder / "metadata.json"
+    if not path.is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/metadata.json"))
+        instead = f"one of the runs inside it: {inside}" if inside else "the save_dir of a TRAKer"
+        raise FileNotFoundError(
+            f"expected a folder with metadata.json, got {str(folder)!r}; try {instead}"
+        )
+    metadata = json.loads(path.read_bytes())
+    del metadata[_TRAIN_SIZE]
+    if EXTRA in metadata:
+        extra = metadata[EXTRA]
+        metadata[EXTRA] = {k: v for k, v in extra.items() if k not in _NOT_OF_THE_MATRIX}
+    return dict(metadata)
+
+
+def _chosen(folder: Path, model_ids: Iterable[int] | None) -> tuple[int, ...]:
+    """Return the model ids to open, of those registered in this folder but not in subfolders."""
+    stems = (path.stem.removeprefix("id_") for path in folder.glob("id_*.json"))
+    registered = sorted(int(stem) for stem in stems if stem.removeprefix("-").isdecimal())
+    chosen = tuple(registered if model_ids is None else model_ids)
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(registered):
+        raise ValueError(
+            f"expected different model ids out of the {registered} of {folder}, got "
+            f"{list(chosen)}; try model_ids={registered[:1]}"
+        )
+    return chosen
+
+
+def _require_experiment(run: _Run, exp_name: str) -> None:
+    """Reject an experiment that does not exist for every checkpoint, or whose files are zeros."""
+    paths = run.paths(f"{exp_name}_{_GRADS}")
+    having = [id for id, path in zip(run.ids, paths, strict=True) if path.is_file()]
+    if not having:
+        files = (
+            path.name for id in run.ids for path in (run.folder / str(id)).glob("*_grads.mmap")
+        )
+        names = sorted({name.removesuffix(f"_{_GRADS}") for name in files})
+        raise ValueError(
+            f"expected one of the experiments {names} of {run.folder}, got {exp_name!r}; try one "
+            "of these, or td.open_traker(save_dir) without exp_name"
+        )
+    if len(having) < len(run.ids):
+        raise ValueError(
+            f"expected target gradients of {exp_name!r} for the checkpoints {list(run.ids)} of "
+            f"{run.folder}, got those for {having} only; try model_ids={having}"
+        )
+    states = {id: json.loads((run.folder / f"id_{id}.json").read_bytes()) for id in run.ids}
+    zeros = [id for id, state in states.items() if state[str(id)]["is_finalized"] != 1]
+    if zeros:
+        raise ValueError(
+            f"expected finalized features of every checkpoint of {exp_name!r}, since others are "
+            f"not scored, got none for model ids {zeros} in {run.folder}; try "
+            "traker.finalize_features() and scoring the targets again, or no exp_name"
+        )
+
+
+def _shape(ids: Sequence[int], paths: Sequence[Path]) -> tuple[int, int]:
+    """Return the shape of the arrays of all checkpoints."""
+    shapes = {id: open_memmap(path, mode="r").shape for id, path in zip(ids, paths, strict=True)}
+    first = shapes[ids[0]]
+    if set(shapes.values()) != {first}:
+        equal = [id for id, shape in shapes.items() if shape == first]
+        raise ValueError(
+            f"expected arrays of one shape at every checkpoint in {paths[0].parents[1]}, got "
+            f"{shapes} by model id for {paths[0].name}; try model_ids={equal}"
+        )
+    return first
+
+
+def _state(paths: Iterable[Path]) -> str:
+    """Return a digest of the sizes and times of files, which change as a run continues."""
+    stats = [path.stat() for path in paths]
+    return digest({"files": [[stat.st_size, stat.st_mtime_ns] for stat in stats]})[:32]
 
 
 def _lazy(
-    run: Run,
-    paths: tuple[Path, ...],
-    flags: tuple[Path, ...] | None,
-    n: int,
-    *,
-    width: int | None = None,
+    name: str, paths: tuple[Path, ...], flags: tuple[Path, ...], chunks: tuple[tuple[int, ...], ...]
 ) -> da.Array:
-    """Build the lazy array (sample, proj_dim, checkpoint), or without a width (sample, checkpoint).
-
-    Rows are chunked alike with and without a width, by the size of the features.
-    """
-    size = max(1, _BLOCK_BYTES // (4 * run.proj_dim))
-    chunks = da.core.normalize_chunks((size,), shape=(n,))[0]
-    bounds = tuple(np.concatenate([[0], np.cumsum(chunks)]).tolist())
-    shape = (chunks, *(() if width is None else ((width,),)), (1,) * len(paths))
+    """Build the lazy array of files, one per checkpoint; rows without their flag are NaN."""
     files = [str(path) for path in paths]
-    now = state((*paths, *(flags or ())))
-    token = digest({"files": files, "state": now, "rows": size})
+    token = digest({"files": files, "state": _state((*paths, *flags)), "chunks": chunks[0][:1]})
     array: da.Array = da.map_blocks(
-        _Rows(paths, flags, bounds).read,
-        chunks=shape,
+        functools.partial(_read, paths, flags),
+        chunks=chunks,
         # By such a name td.save recognises an array that is complete, and not a selection.
-        name=f"{'out_to_loss' if width is None else 'feature'}-{token[:32]}",
+        name=f"{name}-{token[:32]}",
         dtype=np.float32,
-        meta=np.empty((0,) * len(shape), np.float32),
+        meta=np.empty((0,) * len(chunks), np.float32),
     )
     return array
+
+
+def _read(
+    paths: tuple[Path, ...], flags: tuple[Path, ...], block_info: dict[Any, Any]
+) -> np.ndarray:
+    """Return one block as float32, with a last dimension for the checkpoint."""
+    (start, stop), *_, (checkpoint, _) = block_info[None]["array-location"]
+    values = np.array(open_memmap(paths[checkpoint], mode="r")[start:stop], dtype=np.float32)
+    if flags:
+        is_written = open_memmap(flags[checkpoint], mode="r")[start:stop].reshape(-1) == 1
+        values[~is_written] = np.nan
+    return values.reshape(block_info[None]["chunk-shape"])

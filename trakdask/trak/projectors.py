@@ -1,23 +1,26 @@
 """Projectors of the TRAK package: from flat per-sample gradients to a few columns.
 
-Matrices have the same entries as in the original: unscaled, drawn by torch from the same seeds.
-Unlike in the original, they stay in memory between batches if they fit.
+``Basic*`` draw the matrices of the original: unscaled, by torch, from the same seeds. Unlike there,
+a matrix stays in memory between batches if it fits. All others use projectors of trakdask.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from distributed.system import MEMORY_LIMIT
 from torch import Tensor
 
-from trakdask.trak.cuda_projectors import ChunkedCudaProjector, CudaProjector
-from trakdask.trak.projector_base import AbstractProjector, Gradients, ProjectionType, device_of
-from trakdask.trak.stream_projector import StreamProjector
-from trakdask.trak.tensors import vectorize
+from trakdask.projection import FastJL, ProjectionStream, Projector, RowMap
+from trakdask.trak.utils import chunk_sizes, vectorize
 
 __all__ = [
     "AbstractProjector",
@@ -28,10 +31,67 @@ __all__ = [
     "NoOpProjector",
     "ProjectionType",
     "StreamProjector",
+    "default_projector",
 ]
+
+Gradients = Mapping[str, Tensor] | Tensor
+"""Gradients by parameter name, each (batch, *shape), or all in one tensor (batch, elements)."""
 
 _SHARE_OF_MEMORY = 0.5
 _BLOCKS_PER_CHECKPOINT = 100
+_KERNELS = (8, 16, 32)
+_CHUNK_SEEDS = 500
+_log = logging.getLogger("TRAK")
+
+
+class ProjectionType(str, Enum):  # noqa: UP042 (as in the original, also in its str())
+    """Entries of the matrix: independent N(0, 1), or -1 and +1 with equal probability."""
+
+    normal = "normal"
+    rademacher = "rademacher"
+
+
+class AbstractProjector(ABC):
+    """Base class of projectors; ``TRAKer(projector=...)`` takes an instance of a subclass.
+
+    Parameters
+    ----------
+    grad_dim
+        Number of gradient elements per sample.
+    proj_dim
+        Number of columns after the projection; 0 means ``grad_dim``.
+    seed
+        Seed of the matrix, together with the model id.
+    proj_type
+        Kind of the matrix, as written to ``metadata.json``.
+    device
+        Device on which the matrix is drawn and multiplied.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+    ) -> None:
+        self.grad_dim = grad_dim
+        self.proj_dim = proj_dim
+        self.seed = seed
+        self.proj_type = proj_type
+        self.device = device
+
+    @abstractmethod
+    def project(self, grads: Tensor, model_id: int) -> Tensor:
+        """Return the projection, (batch, proj_dim), of gradients with the matrix of a model id.
+
+        ``grads`` is a dict of gradients by parameter name, or one tensor (batch, grad_dim).
+        """
+
+    def free_memory(self) -> None:  # noqa: B027 (most projectors have no matrix in memory)
+        """Release the matrix; the next call of :meth:`project` draws it again."""
 
 
 class NoOpProjector(AbstractProjector):
@@ -55,13 +115,36 @@ class NoOpProjector(AbstractProjector):
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the gradients as one tensor."""
-        return grads if isinstance(grads, Tensor) else vectorize(grads, device=device_of(grads))
+        return _flat(grads)
+
+
+class _DrawnProjector(AbstractProjector):
+    """What projectors with a matrix of torch's generator share."""
+
+    dtype: torch.dtype
+    proj_matrix_available: bool
 
     def free_memory(self) -> None:
-        """Do nothing."""
+        """Release the matrix."""
+        self.proj_matrix_available = False
+        vars(self).pop("proj_matrix", None)
+
+    def _draw(self, generator: torch.Generator, n_columns: int) -> None:
+        matrix = torch.empty(self.grad_dim, n_columns, dtype=self.dtype, device=self.device)
+        if ProjectionType(self.proj_type) is ProjectionType.normal:
+            matrix.normal_(generator=generator)
+        else:
+            matrix.bernoulli_(p=0.5, generator=generator).mul_(2).sub_(1)
+        self.proj_matrix = matrix
+        self.proj_matrix_available = True
+
+    def _operand(self, tensor: Tensor) -> Tensor:
+        """Return a factor of the product; CPUs multiply float16 in float32, and round the sums."""
+        is_narrow = self.dtype.itemsize < 4 and tensor.device.type == "cpu"
+        return tensor.to(torch.float32 if is_narrow else self.dtype)
 
 
-class BasicSingleBlockProjector(AbstractProjector):
+class BasicSingleBlockProjector(_DrawnProjector):
     """Multiply with one matrix of shape (grad_dim, proj_dim), which stays in memory.
 
     Parameters
@@ -77,7 +160,7 @@ class BasicSingleBlockProjector(AbstractProjector):
 
     Raises
     ------
-    KeyError
+    ValueError
         If ``proj_type`` is neither ``"normal"`` nor ``"rademacher"``.
     """
 
@@ -97,34 +180,23 @@ class BasicSingleBlockProjector(AbstractProjector):
         self.model_id = model_id
         self.dtype = dtype
         self.generator = torch.Generator(device=self.device)
-        self.proj_matrix_available = False
         self.generate_sketch_matrix()
-
-    def free_memory(self) -> None:
-        """Release the matrix."""
-        self.proj_matrix_available = False
-        vars(self).pop("proj_matrix", None)
 
     def generate_sketch_matrix(self) -> None:
         """Draw ``proj_matrix`` of the current model id."""
         self.generator.manual_seed(int(self.seed + 10_000 * self.model_id))
-        self.proj_matrix = torch.empty(
-            self.grad_dim, self.proj_dim, dtype=self.dtype, device=self.device
-        )
-        _fill(self.proj_matrix, self.proj_type, self.generator)
-        self.proj_matrix_available = True
+        self._draw(self.generator, self.proj_dim)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim), in the dtype of the matrix."""
-        flat = _flat(grads, self)
         if model_id != self.model_id or not self.proj_matrix_available:
             self.model_id = model_id
             self.generate_sketch_matrix()
-        dtype = self.proj_matrix.dtype
-        return (_operand(flat, dtype) @ _operand(self.proj_matrix, dtype)).to(self.dtype)
+        product = self._operand(_flat(grads)) @ self._operand(self.proj_matrix)
+        return product.to(self.dtype)
 
 
-class BasicProjector(AbstractProjector):
+class BasicProjector(_DrawnProjector):
     """Multiply with a matrix that is drawn in blocks of columns, each from a seed of its own.
 
     Parameters
@@ -137,13 +209,12 @@ class BasicProjector(AbstractProjector):
 
     Notes
     -----
-    Blocks stay in memory between batches, as many as fit in half of the memory that is available
-    when the first batch is projected (all of them take 4 * grad_dim * proj_dim bytes in float32).
-    The others are drawn again for every batch, as all blocks are in the original.
+    The matrix stays in memory between batches if it takes at most half of what is available (it has
+    4 * grad_dim * proj_dim bytes in float32). Otherwise each block is drawn again for every batch,
+    as in the original.
 
     From block 100 on, the seeds differ from the original's, in which block 100 of a model id equals
-    block 0 of the next. ``TRAKer`` raises an error if such a matrix would continue a run of the
-    original.
+    block 0 of the next.
 
     With ``dtype=torch.float16``, the matrix is drawn in float16, as in the original; on a CPU,
     gradients are then multiplied in float32 and the result is rounded.
@@ -168,25 +239,20 @@ class BasicProjector(AbstractProjector):
         self.dtype = dtype
         self.model_id = model_id
         self.generator = torch.Generator(device=self.device)
-        self._cached: dict[int, Tensor] = {}
-        self._budget = 0
+        self._kept: dict[int, Tensor] = {}
         self.get_generator_states()
         self.generate_sketch_matrix(self.generator_states[0])
 
     def free_memory(self) -> None:
         """Release all blocks."""
-        self._cached.clear()
-        self.proj_matrix_available = False
-        vars(self).pop("proj_matrix", None)
+        super().free_memory()
+        self._kept.clear()
 
     def get_generator_states(self) -> None:
         """Set ``seeds`` and ``generator_states``, one per block, to those of the model id."""
-        self._cached.clear()
         self.jl_size = self.grad_dim * self.block_size
-        self.seeds = [
-            int(self.seed + _seed_of_block(block) + 100_000 * self.model_id)
-            for block in range(self.num_blocks)
-        ]
+        first = self.seed + 100_000 * self.model_id
+        self.seeds = [int(first + _seed_of_block(block)) for block in range(self.num_blocks)]
         self.generator_states = [
             self.generator.manual_seed(seed).get_state() for seed in self.seeds
         ]
@@ -194,36 +260,249 @@ class BasicProjector(AbstractProjector):
     def generate_sketch_matrix(self, generator_state: Tensor) -> None:
         """Draw ``proj_matrix``, (grad_dim, block_size), from one of ``generator_states``."""
         self.generator.set_state(generator_state)
-        self.proj_matrix = torch.empty(
-            self.grad_dim, self.block_size, dtype=self.dtype, device=self.device
-        )
-        _fill(self.proj_matrix, self.proj_type, self.generator)
-        self.proj_matrix_available = True
+        self._draw(self.generator, self.block_size)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim), in the dtype of the matrix."""
-        flat = _flat(grads, self)
         if model_id != self.model_id:
+            self.free_memory()
             self.model_id = model_id
             self.get_generator_states()
-        flat = _operand(flat, self.dtype)
+        flat = self._operand(_flat(grads))
+        n_bytes = flat.element_size() * self.jl_size * self.num_blocks
+        keeps = bool(self._kept) or _fits(n_bytes, flat.device)
         sketch = torch.empty(len(flat), self.proj_dim, dtype=self.dtype, device=flat.device)
-        for block in range(self.num_blocks):
-            into = sketch[:, block * self.block_size : (block + 1) * self.block_size]
-            into.copy_(flat @ self._block(block)[:, : into.shape[1]])
+        for block, into in enumerate(sketch.split(self.block_size, dim=1)):
+            drawn = self._kept.get(block)
+            if drawn is None:
+                self.generate_sketch_matrix(self.generator_states[block])
+                drawn = self._operand(self.proj_matrix)
+            if keeps:
+                self._kept[block] = drawn
+            into.copy_(flat @ drawn[:, : into.shape[1]])
         return sketch
 
-    def _block(self, block: int) -> Tensor:
-        """Return the columns of a block, in the dtype in which they are multiplied."""
-        if block in self._cached:
-            return self._cached[block]
-        self.generate_sketch_matrix(self.generator_states[block])
-        drawn = _operand(self.proj_matrix, self.dtype)
-        if not self._cached:
-            self._budget = _cache_bytes(drawn.device)
-        if (len(self._cached) + 1) * drawn.nbytes <= self._budget:
-            self._cached[block] = drawn
-        return drawn
+
+class CudaProjector(AbstractProjector):
+    """Multiply with the matrix of the CUDA extension ``fast_jl``, by :class:`trakdask.FastJL`.
+
+    Parameters
+    ----------
+    grad_dim, proj_dim, seed, proj_type, device
+        As in :class:`AbstractProjector`; ``proj_dim`` is a multiple of 512. The seed of a model id
+        is ``seed + 10_000 * model_id``.
+    max_batch_size
+        Most samples per kernel launch: 8, 16 or 32. Other numbers are rounded down to one of these.
+        (The original does so for 40, but fails for 24.)
+
+    Raises
+    ------
+    ImportError
+        If ``fast_jl`` is not installed.
+    ValueError
+        If the device is not a CUDA device, or a number is outside its range.
+
+    Notes
+    -----
+    The matrix depends on the number of multiprocessors of the GPU, and gradients are rounded to
+    float16. This class has not run on a GPU yet; its calls are tested with a substitute.
+    """
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: ProjectionType,
+        device: str | torch.device,
+        max_batch_size: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.max_batch_size = max_batch_size
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        fast_jl = FastJL(proj_dim, int(seed), ProjectionType(proj_type).value, self.num_sms)
+        self._projector = StreamProjector(fast_jl, {"all": (grad_dim,)}, device)
+        self.project(torch.zeros(1, grad_dim, device=device), model_id=0)  # does it work here?
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Return the projection, (batch, proj_dim) float32."""
+        size = max((k for k in _KERNELS if k <= self.max_batch_size), default=_KERNELS[0])
+        parts = _flat(grads).split(size)
+        return torch.cat([self._projector.project(part, model_id) for part in parts])
+
+
+class ChunkedCudaProjector:
+    """Project consecutive chunks of the gradient with one projector each, and add the results.
+
+    Parameters
+    ----------
+    projector_per_chunk
+        Projectors of equal ``proj_dim``.
+    max_chunk_size
+        Elements of the largest chunk.
+    params_per_chunk
+        Elements of each chunk. A parameter may span several chunks.
+    feat_bs
+        Samples that are projected at once. A larger batch is projected in parts, whereas the
+        original raises an error.
+    device, dtype
+        Device of the input buffer, and dtype of the result. Chunks are added in float32.
+    """
+
+    def __init__(
+        self,
+        projector_per_chunk: list[Any],
+        max_chunk_size: int,
+        params_per_chunk: list[int],
+        feat_bs: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        self.projector_per_chunk = projector_per_chunk
+        self.proj_dim = self.projector_per_chunk[0].proj_dim
+        self.proj_type = self.projector_per_chunk[0].proj_type
+        self.params_per_chunk = params_per_chunk
+        self.max_chunk_size = max_chunk_size
+        self.feat_bs = feat_bs
+        self.device = device
+        self.dtype = dtype
+        self.input_allocated = False
+
+    def allocate_input(self) -> None:
+        """Allocate the buffer ``ch_input``, (feat_bs, elements of the largest chunk)."""
+        if not self.input_allocated:
+            size = (self.feat_bs, max(self.params_per_chunk))
+            self.ch_input = torch.zeros(size, device=self.device, dtype=self.dtype)
+            self.input_allocated = True
+
+    def free_memory(self) -> None:
+        """Release the buffer, and the memory of the projectors of the chunks."""
+        self.input_allocated = False
+        vars(self).pop("ch_input", None)
+        for projector in self.projector_per_chunk:
+            projector.free_memory()
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Return the sum of the projections of all chunks, (batch, proj_dim)."""
+        self.allocate_input()
+        flat = _flat(grads)
+        result = torch.zeros(len(flat), self.proj_dim, device=self.device)
+        for rows, into in zip(flat.split(self.feat_bs), result.split(self.feat_bs), strict=True):
+            chunks = rows.split(self.params_per_chunk, dim=1)
+            for projector, chunk in zip(self.projector_per_chunk, chunks, strict=True):
+                given = self.ch_input[: len(rows), : chunk.shape[1]].copy_(chunk)
+                into += projector.project(given.contiguous(), model_id=model_id)
+        return result.to(self.dtype)
+
+
+class StreamProjector(AbstractProjector):
+    """Multiply with the scaled matrix of a trakdask projector, such as ``td.SJLT``.
+
+    Parameters
+    ----------
+    projector
+        The projector; ``TRAKer(projector=td.SJLT(...))`` wraps it in this class.
+    shapes
+        Shape of each parameter, in the order of the gradients.
+    device
+        Device of the gradients.
+
+    Notes
+    -----
+    The result is that of :func:`trakdask.featurize` for the checkpoint id ``model_id``. It is not
+    divided by the square root of the number of parameters, because the matrix is already scaled.
+    """
+
+    def __init__(
+        self,
+        projector: Projector,
+        shapes: Mapping[str, Sequence[int]],
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+        self.projector = projector
+        spec = projector.spec()
+        super().__init__(
+            grad_dim=self.row_map.n_parameters,
+            proj_dim=projector.width(self.row_map.n_rows),
+            seed=spec.get("seed", 0),
+            proj_type=f"trakdask {spec['kind']}",
+            device=device,
+        )
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Return the projection, (batch, proj_dim) float32."""
+        names = self.row_map.names
+        if isinstance(grads, Tensor):
+            parts = grads.split([self.row_map.size(name) for name in names], dim=1)
+            grads = dict(zip(names, parts, strict=True))
+        first = grads[names[0]]
+        stream = self.stream(len(first), model_id, first.device)
+        for name in names:
+            stream.add(name, grads[name])
+        return stream.result()
+
+    def stream(self, n_samples: int, model_id: int, device: torch.device) -> ProjectionStream:
+        """Return a stream that takes gradients parameter by parameter and projects them."""
+        return ProjectionStream(self.projector, self.row_map, n_samples, int(model_id), device)
+
+
+def default_projector(
+    sizes: Sequence[int],
+    proj_dim: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_batch_size: int,
+) -> AbstractProjector | ChunkedCudaProjector:
+    """Return a normal matrix on a CPU, ±1 on other devices, with ``fast_jl`` if it works.
+
+    Parameters
+    ----------
+    sizes
+        Elements of each parameter that is differentiated.
+    proj_dim, seed, dtype, device, max_batch_size
+        As for the projectors.
+    """
+    kind = ProjectionType.normal if device.type == "cpu" else ProjectionType.rademacher
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"expected a CUDA device for device={str(device)!r}, got a machine without one; "
+                "try device='cpu'"
+            )
+        most, chunks = chunk_sizes(sizes, max_batch_size)
+        seeds = [seed] if len(chunks) == 1 else chunk_seeds(seed, len(chunks))
+        try:
+            parts = [
+                CudaProjector(size, proj_dim, each, kind, device, max_batch_size)
+                for size, each in zip(chunks, seeds, strict=True)
+            ]
+        except (ImportError, RuntimeError, AttributeError, ValueError) as err:
+            _log.error("Could not use CudaProjector.\nReason: %s", err)
+            _log.error("Defaulting to BasicProjector.")
+        else:
+            if len(parts) == 1:
+                return parts[0]
+            _log.info("Using ChunkedCudaProjector with chunks of sizes %s", chunks)
+            return ChunkedCudaProjector(list(parts), most, chunks, max_batch_size, device, dtype)
+    _log.info("Using BasicProjector with %s entries", kind.value)
+    return BasicProjector(sum(sizes), proj_dim, seed, kind, device, dtype=dtype)
+
+
+def chunk_seeds(seed: int, n_chunks: int) -> list[int]:
+    """Return the original's seed of each chunk, but no seed twice.
+
+    The original draws from 500 numbers, so that chunks may share a matrix.
+    """
+    seeds: list[int] = []
+    for drawn in np.random.default_rng(seed).integers(0, _CHUNK_SEEDS, size=n_chunks).tolist():
+        while drawn in seeds:
+            drawn += _CHUNK_SEEDS
+        seeds.append(drawn)
+    return seeds
 
 
 def _seed_of_block(block: int) -> int:
@@ -233,40 +512,17 @@ def _seed_of_block(block: int) -> int:
     return 1000 * rest + (2**31 + hundreds if hundreds else 0)
 
 
-def _fill(matrix: Tensor, proj_type: str | ProjectionType, generator: torch.Generator) -> None:
-    if proj_type == ProjectionType.normal:
-        matrix.normal_(generator=generator)
-    elif proj_type == ProjectionType.rademacher:
-        matrix.bernoulli_(p=0.5, generator=generator).mul_(2).sub_(1)
-    else:
-        raise KeyError(
-            f"expected proj_type 'normal' or 'rademacher', got {proj_type!r}; "
-            "try proj_type=ProjectionType.normal"
-        )
+def _flat(grads: Gradients) -> Tensor:
+    if isinstance(grads, Tensor):
+        return grads.detach()
+    return vectorize(grads, device=next(iter(grads.values())).device)
 
 
-def _flat(grads: Gradients, projector: AbstractProjector) -> Tensor:
-    """Return gradients as one tensor, and check its shape."""
-    flat = grads if isinstance(grads, Tensor) else vectorize(grads, device=projector.device)
-    if flat.shape[1:] != (projector.grad_dim,):
-        raise ValueError(
-            f"expected gradients of shape (batch, {projector.grad_dim}), got {tuple(flat.shape)}; "
-            f"try {type(projector).__name__}(grad_dim={math.prod(flat.shape[1:])}, ...)"
-        )
-    return flat.detach()
-
-
-def _operand(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix in a dtype, or in float32 if a CPU would multiply in half precision."""
-    narrow = dtype.itemsize < 4 and matrix.device.type == "cpu"
-    return matrix.to(torch.float32 if narrow else dtype)
-
-
-def _cache_bytes(device: torch.device) -> int:
-    """Return how many bytes of matrices may stay on a device between batches."""
+def _fits(n_bytes: int, device: torch.device) -> bool:
+    """Return whether a matrix of this size may stay in memory between batches."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        available, _ = torch.cuda.mem_get_info(device)
     else:
-        free = psutil.virtual_memory().available
-        free = min(free, MEMORY_LIMIT - psutil.Process().memory_info().rss)
-    return int(_SHARE_OF_MEMORY * free)
+        free = MEMORY_LIMIT - psutil.Process().memory_info().rss  # containers have a limit
+        available = min(psutil.virtual_memory().available, free)
+    return n_bytes <= _SHARE_OF_MEMORY * available

@@ -1,26 +1,160 @@
 """Savers of the TRAK package: gradients, features and scores in a folder of memory-mapped files.
 
-Files and their content are those of the original; each package can read the files of the other.
-Unlike in the original, they survive interruptions: a process that is killed at any point and
-started again leaves the same files as one that was never killed.
+Files and their content are those of the original, whose readers can open them. Unlike there, a
+process that is killed at any point and started again leaves the same files as one that was never
+killed. Folders of the original itself are not continued; :func:`trakdask.open_traker` reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
-from trakdask.files import Folder
-from trakdask.trak.saver_base import EXTRA, AbstractSaver, ModelIDException
 
 __all__ = ["EXTRA", "AbstractSaver", "MmapSaver", "ModelIDException"]
 
+EXTRA = "trakdask"
+"""Key of ``metadata.json`` that contains everything that the original does not write."""
+
 _SCAN = 2**12
+
+
+class ModelIDException(Exception):
+    """A model id is not registered, is registered twice, or is not featurized or finalized yet."""
+
+
+class SettingsMismatchError(StoreMismatchError, AssertionError):
+    """A folder was written with other settings; the original raises an AssertionError."""
+
+
+class AbstractSaver(ABC):
+    """Base class of savers; ``TRAKer(saver=...)`` takes a subclass, not an instance.
+
+    It creates the folder, compares ``metadata.json`` with the settings of this run or writes it,
+    and finds existing model ids and experiments. ``current_store`` contains the arrays of the
+    current model id: ``grads``, ``out_to_loss``, ``features`` and ``is_featurized``, and
+    ``<exp>_grads`` and ``<exp>_scores`` of an experiment.
+
+    Parameters
+    ----------
+    save_dir
+        The folder.
+    metadata
+        Settings that all runs of one folder must share, JSON-able.
+    load_from_save_dir
+        Whether to look for model ids and experiments of other runs. Jobs that run at the same time
+        may all do so; the original advises against it.
+    logging_level
+        Level of the logger ``STORE``.
+    use_half_precision
+        Whether arrays are float16 rather than float32.
+
+    Raises
+    ------
+    AssertionError
+        If ``metadata.json`` has other settings; also a :class:`StoreMismatchError`.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        save_dir: Path | str,
+        metadata: Mapping[str, Any],
+        load_from_save_dir: bool,
+        logging_level: int,
+        use_half_precision: bool,
+    ) -> None:
+        self.metadata = dict(metadata)
+        self.save_dir = Path(save_dir).resolve()
+        self.load_from_save_dir = load_from_save_dir
+        self.use_half_precision = use_half_precision
+        self.logger = logging.getLogger("STORE")
+        self.logger.setLevel(logging_level)
+        self.save_dir.joinpath("scores").mkdir(parents=True, exist_ok=True)
+        self.metadata_file = self.save_dir.joinpath("metadata.json")
+        self.experiments_file = self.save_dir.joinpath("experiments.json")
+        self.model_ids: dict[int, dict[str, int]] = {}
+        self.experiments: dict[str, dict[str, Any]] = {}
+        self.current_model_id: int | None = None
+        self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
+        with self._locked():
+            if self.metadata_file.exists():
+                _require_same(_read(self.metadata_file), self.metadata, self.save_dir)
+            else:
+                _write(self.metadata_file, self.metadata)
+            if not self.experiments_file.exists():
+                _write(self.experiments_file, {})
+        if load_from_save_dir:
+            # Unlike in the original, not those in subfolders, which belong to other runs.
+            for file in sorted(self.save_dir.glob("id_*.json")):
+                self.model_ids.update({int(i): state for i, state in _read(file).items()})
+            self.experiments.update(_read(self.experiments_file))
+        self.logger.info("Existing model IDs in %s: %s", self.save_dir, sorted(self.model_ids))
+        self.logger.info("Existing experiments: %s", sorted(self.experiments))
+
+    @abstractmethod
+    def register_model_id(self, model_id: int) -> None:
+        """Create metadata and arrays of a new model id."""
+
+    @abstractmethod
+    def serialize_current_model_id_metadata(self) -> None:
+        """Record whether the current model id is featurized and finalized."""
+
+    @abstractmethod
+    def init_store(self, model_id: int) -> None:
+        """Create the arrays of a model id."""
+
+    @abstractmethod
+    def init_experiment(self, model_id: int) -> None:
+        """Create or open the arrays of an experiment for a model id."""
+
+    @abstractmethod
+    def load_current_store(self, model_id: int) -> None:
+        """Open the arrays of a model id in ``current_store``."""
+
+    @abstractmethod
+    def save_scores(self, exp_name: str) -> None:
+        """Record that the scores of an experiment are complete."""
+
+    @abstractmethod
+    def del_grads(self, model_id: int, target: bool) -> None:
+        """Delete the projected gradients of a model id."""
+
+    def settle_lambda(self, lambda_reg: float) -> None:
+        """Record λ when the first features are computed; all model ids have the same λ.
+
+        Raises
+        ------
+        AssertionError
+            If features of another model id were computed with another λ.
+        """
+        with self._locked():
+            metadata = _read(self.metadata_file)
+            extra = metadata.setdefault(EXTRA, {})
+            if "lambda_reg" not in extra:
+                extra["lambda_reg"] = lambda_reg
+                _write(self.metadata_file, metadata)
+        if extra["lambda_reg"] != lambda_reg:
+            raise SettingsMismatchError(
+                f"expected lambda_reg={extra['lambda_reg']}, which other features in "
+                f"{str(self.save_dir)!r} were computed with, got {lambda_reg}; try the same value, "
+                "or another save_dir"
+            )
+
+    def _locked(self) -> FileLock:
+        """Lock the folder against other processes that change its JSON files."""
+        return FileLock(self.save_dir.joinpath(".lock"))
 
 
 class MmapSaver(AbstractSaver):
@@ -75,18 +209,15 @@ class MmapSaver(AbstractSaver):
         ------
         ModelIDException
             If this saver already knows the id, unless ``_allow_featurizing_already_registered``.
-        AssertionError
-            If ``metadata.json`` has other settings.
         """
         if model_id in self.model_ids and not _allow_featurizing_already_registered:
             raise ModelIDException(
                 f"expected a new model id, got {model_id}, which is already registered in "
                 f"{str(self.save_dir)!r}; try load_current_store({model_id})"
             )
-        self.check_metadata()
         file = self._id_file(model_id)
         if file.exists():
-            self.model_ids[model_id] = self._read(file)[str(model_id)]
+            self.model_ids[model_id] = _read(file)[str(model_id)]
             self.load_current_store(model_id)
             return
         self.current_model_id = model_id
@@ -96,18 +227,15 @@ class MmapSaver(AbstractSaver):
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
         """Write ``id_<n>.json`` if all rows are featurized, or in any case for a new id."""
-        model_id, recorded = self.current_model_id, self.model_ids[self._current_id()]
-        recorded["is_featurized"] = int(self._is_complete())
-        if recorded["is_featurized"] or not already_exists:
-            with self._locked():
-                self._write(self._id_file(self._current_id()), {str(model_id): recorded})
+        assert self.current_model_id is not None
+        state = self.model_ids[self.current_model_id]
+        state["is_featurized"] = int(self._is_complete())
+        if state["is_featurized"] or not already_exists:
+            _write(self._id_file(self.current_model_id), {str(self.current_model_id): state})
 
     def init_store(self, model_id: int) -> None:
         """Create all files of a model id, with no row featurized."""
-        prefix = self.save_dir.joinpath(str(model_id))
-        if prefix.exists():
-            self.logger.info("Model ID folder %s already exists", prefix)
-        prefix.mkdir(exist_ok=True)
+        self.save_dir.joinpath(str(model_id)).mkdir(exist_ok=True)
         self.load_current_store(model_id, mode="w+")
 
     def init_experiment(  # type: ignore[override]
@@ -125,32 +253,28 @@ class MmapSaver(AbstractSaver):
         StoreMismatchError
             If the experiment exists with another number of targets.
         """
-        prefix = self.save_dir.joinpath(str(model_id))
-        if not prefix.exists():
+        folder = self.save_dir.joinpath(str(model_id))
+        if not folder.exists():
             raise ModelIDException(
                 f"expected a featurized model id, got {model_id}, which has no folder in "
                 f"{str(self.save_dir)!r}; try load_checkpoint and featurize first"
             )
+        scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
+        state = {"num_targets": num_targets, "scores_path": str(scores), "scores_finalized": 0}
         with self._locked():
-            known = self._known_experiments()
-            started_with = known.get(exp_name, {}).get("num_targets", num_targets)
-            if started_with != num_targets:
+            experiments = _read(self.experiments_file)
+            before = experiments.get(exp_name, state)["num_targets"]
+            if before != num_targets:
                 raise StoreMismatchError(
-                    f"expected num_targets={started_with}, which experiment {exp_name!r} in "
+                    f"expected num_targets={before}, which experiment {exp_name!r} in "
                     f"{str(self.save_dir)!r} was started with, got {num_targets}; try another "
                     "exp_name"
                 )
-            scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
-            known[exp_name] = {
-                "num_targets": num_targets,
-                "scores_path": str(scores),
-                "scores_finalized": 0,
-            }
             if not scores.exists():
                 self._create(scores, (self.train_set_size, num_targets))
-            self._write(self.experiments_file, known)
-        self.experiments.update(known)
-        grads = prefix.joinpath(f"{exp_name}_grads.mmap")
+            _write(self.experiments_file, experiments | {exp_name: state})
+        self.experiments.update(experiments | {exp_name: state})
+        grads = folder.joinpath(f"{exp_name}_grads.mmap")
         if not grads.exists():
             self._create(grads, (num_targets, self.proj_dim), fill=np.nan)
         self.load_current_store(model_id, exp_name, num_targets)
@@ -171,37 +295,27 @@ class MmapSaver(AbstractSaver):
         exp_name
             The experiment; None for gradients and features of the training samples.
         exp_num_targets
-            Number of its targets; -1 for any number.
+            Not used; the files know their number of targets.
         mode
             ``"r+"`` to open existing files (an array is None if its file does not exist), ``"w+"``
-            to create them.
-
-        Raises
-        ------
-        StoreMismatchError
-            If a file has another shape or dtype than this run writes.
+            to create those of the training samples.
         """
         self.current_model_id = model_id
-        prefix, n, p = self.save_dir.joinpath(str(model_id)), self.train_set_size, self.proj_dim
-        to_load: dict[str, tuple[Path, tuple[int, int], Any]]
-        if exp_name is None:
-            to_load = {
-                "grads": (prefix.joinpath("grads.mmap"), (n, p), None),
-                "out_to_loss": (prefix.joinpath("out_to_loss.mmap"), (n, 1), None),
-                "features": (prefix.joinpath("features.mmap"), (n, p), None),
-                "is_featurized": (prefix.joinpath("_is_featurized.mmap"), (n, 1), np.int32),
-            }
-            self._n_leading = 0
-        else:
+        folder, n, p = self.save_dir.joinpath(str(model_id)), self.train_set_size, self.proj_dim
+        if exp_name is not None:
             self.current_experiment_name = exp_name
-            m = -1 if exp_num_targets is None else exp_num_targets
+            name = f"{exp_name}_grads"
+            self.current_store[name] = _opened(folder.joinpath(f"{name}.mmap"))
             scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
-            to_load = {
-                f"{exp_name}_grads": (prefix.joinpath(f"{exp_name}_grads.mmap"), (m, p), None),
-                f"{exp_name}_scores": (scores, (n, m), None),
-            }
-        for name, (path, shape, dtype) in to_load.items():
-            self.current_store[name] = self._load(path, shape, mode, dtype)
+            self.current_store[f"{exp_name}_scores"] = _opened(scores)
+            return
+        self._n_leading = 0
+        shapes = {"grads": (n, p), "out_to_loss": (n, 1), "features": (n, p), "is_featurized": None}
+        for name, shape in shapes.items():
+            path = folder.joinpath(f"{name if shape else '_is_featurized'}.mmap")
+            if mode == "w+":
+                self._create(path, shape or (n, 1), None if shape else np.int32)
+            self.current_store[name] = _opened(path)
 
     def flush(self, *names: str) -> None:
         """Write arrays of ``current_store`` to disk, and return when that is done."""
@@ -217,10 +331,10 @@ class MmapSaver(AbstractSaver):
             )
         self.flush(f"{exp_name}_scores")
         with self._locked():
-            known = self._known_experiments()
-            known[exp_name]["scores_finalized"] = 1
-            self._write(self.experiments_file, known)
-        self.experiments.update(known)
+            experiments = _read(self.experiments_file)
+            experiments[exp_name]["scores_finalized"] = 1
+            _write(self.experiments_file, experiments)
+        self.experiments.update(experiments)
         self.logger.info("Saved scores in %s", self.save_dir.joinpath(f"scores/{exp_name}.mmap"))
 
     def del_grads(self, model_id: int) -> None:  # type: ignore[override]
@@ -231,63 +345,64 @@ class MmapSaver(AbstractSaver):
         """
         self.save_dir.joinpath(str(model_id), "grads.mmap").unlink(missing_ok=True)
 
-    def _load(
-        self, fname: Path, shape: tuple[int, int], mode: str | None, dtype: Any = None
-    ) -> np.memmap | None:
-        dtype = np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
-        if mode == "w+":
-            self._create(fname, shape, dtype)
-        try:
-            array = open_memmap(fname, mode="r+")
-        except FileNotFoundError:
-            self.logger.info("%s does not exist, skipping.", fname)
-            return None
-        except ValueError as err:
-            raise ValueError(
-                f"expected an array in {str(fname)!r}, got a truncated file ({err}); try "
-                "deleting the folder and the id file of this model id, and featurizing it again"
-            ) from err
-        fits = all(n in (-1, size) for n, size in zip(shape, array.shape, strict=False))
-        if len(array.shape) != len(shape) or not fits or array.dtype != dtype:
-            raise StoreMismatchError(
-                f"expected {dtype} {shape} in {str(fname)!r}, got {array.dtype} {array.shape}; try "
-                f"use_half_precision={array.dtype == np.float16} and the sizes of the run that "
-                "wrote it, or another save_dir"
-            )
-        return array
-
     def _create(
         self, path: Path, shape: tuple[int, int], dtype: Any = None, fill: float = 0
     ) -> None:
         """Create a file that gets its name only when it is complete."""
-        dtype = np.dtype(dtype or (np.float16 if self.use_half_precision else np.float32))
-        folder = Folder(str(path.parent.absolute()))
-        folder.sweep(path.name)  # what a killed run left of it
-        with folder.writing(path.name) as file:
-            array = open_memmap(file.name, mode="w+", dtype=dtype, shape=shape)
+        dtype = dtype or (np.float16 if self.use_half_precision else np.float32)
+        with _replaced(path) as partial:
+            array = open_memmap(partial, mode="w+", dtype=dtype, shape=shape)
             if fill != 0:
                 array[...] = fill
             array.flush()
-            del array
 
     def _is_complete(self) -> bool:
         """Return whether all rows are featurized; each row is read about once in a run."""
         flags = self.current_store["is_featurized"].reshape(-1)
         while self._n_leading < len(flags):
-            open_rows = np.flatnonzero(flags[self._n_leading : self._n_leading + _SCAN] != 1)
-            if len(open_rows):
-                self._n_leading += int(open_rows[0])
+            if not flags[self._n_leading : self._n_leading + _SCAN].all():
                 return False
             self._n_leading += _SCAN
         return True
 
-    def _current_id(self) -> int:
-        if self.current_model_id is None:
-            raise ModelIDException("expected a current model id, got none; try load_checkpoint")
-        return self.current_model_id
-
-    def _known_experiments(self) -> dict[str, dict[str, Any]]:
-        return dict(self._read(self.experiments_file)) if self.experiments_file.exists() else {}
-
     def _id_file(self, model_id: int) -> Path:
         return self.save_dir.joinpath(f"id_{model_id}.json")
+
+
+def _opened(path: Path) -> np.memmap | None:
+    return open_memmap(path, mode="r+") if path.exists() else None
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Give a name to write to, and rename the file when it is complete."""
+    # There is one writer at a time, so what a killed one left is simply overwritten.
+    partial = path.with_name(f"{path.name}.partial")
+    yield partial
+    os.replace(partial, path)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
+def _write(path: Path, content: Any) -> None:
+    with _replaced(path) as partial, partial.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    if EXTRA in now and EXTRA not in before:
+        raise SettingsMismatchError(
+            f"expected a folder of trakdask.trak, got {str(folder)!r}, which the original wrote; "
+            "try another save_dir, or td.open_traker to read its features"
+        )
+    old, new = ({**each, **each.get(EXTRA, {})} for each in (before, json.loads(json.dumps(now))))
+    for key in (set(old) & set(new)) - {EXTRA, "version"}:
+        if old[key] != new[key]:
+            raise SettingsMismatchError(
+                f"expected {key} {old[key]!r}, which the run in {str(folder)!r} was started with, "
+                f"got {new[key]!r}; try the same setting, or another save_dir"
+            )

@@ -11,21 +11,14 @@ import logging
 from abc import ABC, abstractmethod
 from typing import Any
 
-import dask.array as da
-import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask import arrays
-from trakdask.attribution.estimators import Weights
-from trakdask.trak.tensors import get_matrix_mult
+from trakdask.trak.utils import get_matrix_mult
 
-__all__ = [
-    "AbstractScoreComputer",
-    "BasicScoreComputer",
-    "BasicSingleBlockScoreComputer",
-    "DampedScoreComputer",
-]
+__all__ = ["AbstractScoreComputer", "BasicScoreComputer", "BasicSingleBlockScoreComputer"]
+
+_logger = logging.getLogger("ScoreComputer")
 
 
 class AbstractScoreComputer(ABC):
@@ -74,8 +67,6 @@ class BasicSingleBlockScoreComputer(AbstractScoreComputer):
         λ that is added to the diagonal of the Gram matrix.
     """
 
-    lambda_reg: float = 0.0
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -94,7 +85,7 @@ class BasicSingleBlockScoreComputer(AbstractScoreComputer):
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
         """Return G (GᵀG + λI)⁻¹, (n, p), in the dtype of the computer."""
-        return (grads.float() @ inverse(xtx, self.lambda_reg)).to(self.dtype)
+        return (grads.float() @ _inverse(xtx, self.lambda_reg)).to(self.dtype)
 
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
         """Add ``features @ target_grads.T`` to ``accumulator``."""
@@ -121,8 +112,6 @@ class BasicScoreComputer(AbstractScoreComputer):
     checkpoints have different weights in a mean over several. The division is part of the scores of
     the TRAK package; ``TRAKer(..., mode="trakdask")`` omits it.
     """
-
-    lambda_reg: float = 0.0
 
     def __init__(
         self,
@@ -156,7 +145,7 @@ class BasicScoreComputer(AbstractScoreComputer):
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
         """Return the features, (n, p), in the dtype of the computer and on its device."""
-        inverted = inverse(xtx, self.lambda_reg)
+        inverted = _inverse(xtx, self.lambda_reg)
         inverted /= inverted.abs().mean()
         result = torch.empty(len(grads), len(inverted), dtype=self.dtype, device=self.device)
         blocks = (m.split(self.CUDA_MAX_DIM_SIZE) for m in (grads, result))
@@ -170,90 +159,11 @@ class BasicScoreComputer(AbstractScoreComputer):
         accumulator += _product(features, target_grads)
 
 
-class DampedScoreComputer(BasicScoreComputer):
-    """The scores of :func:`trakdask.score`, for ``TRAKer(mode="trakdask")``.
-
-    The Gram matrix is summed in float64 with the weights of the estimator, damped, and solved by a
-    Cholesky factorization. Nothing is divided by a mean entry.
-
-    Parameters
-    ----------
-    dtype, device, CUDA_MAX_DIM_SIZE, logging_level
-        As in :class:`BasicScoreComputer`. Matrices are multiplied on the CPU.
-    lambda_reg
-        λ in the units of the Gram matrix; 0 for the closed form 0.03 tr(K²)/tr(K).
-    weights
-        Weights of the estimator.
-    """
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        CUDA_MAX_DIM_SIZE: int = 20_000,
-        logging_level: int = logging.INFO,
-        lambda_reg: float = 0.0,
-        weights: Weights | None = None,
-    ) -> None:
-        super().__init__(dtype, device, CUDA_MAX_DIM_SIZE, logging_level, lambda_reg)
-        self.weights = weights or Weights()
-        self._gram_weights: np.ndarray | None = None
-
-    def set_out_to_loss(self, out_to_loss: np.ndarray) -> None:
-        """Set Q, (n, 1), of the checkpoint that :meth:`get_xtx` will be called for."""
-        if self.weights.power is not None:
-            h = arrays.weights.soft_gram_weights(_one_block(out_to_loss), self.weights.power)
-            self._gram_weights = h.compute(scheduler="synchronous")
-
-    def loss_weights(self, out_to_loss: np.ndarray) -> np.ndarray:
-        """Return the factors of the samples in the scores from Q, both (n, checkpoint)."""
-        if self.weights.power is None:
-            return out_to_loss
-        q = _one_block(out_to_loss)
-        g = arrays.weights.soft_loss_weights(q, arrays.weights.adaptive_power(q))
-        return np.asarray(g.compute(scheduler="synchronous"))
-
-    def get_xtx(self, grads: Tensor) -> Tensor:
-        """Return the weighted Gram matrix, (p, p) float64."""
-        h = None if self._gram_weights is None else _one_block(self._gram_weights)
-        matrix = arrays.gram.gram(self._blocks(grads), h)
-        return torch.from_numpy(matrix.compute(scheduler="synchronous")[:, :, 0])
-
-    def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
-        """Return the features G (K + λI)⁻¹, (n, p) float32."""
-        matrix = _one_block(xtx.numpy()[:, :, None])
-        closed_form = arrays.solve.closed_form_damping(matrix)
-        damping = self.lambda_reg or closed_form.compute(scheduler="synchronous")
-        factor = arrays.solve.cholesky(matrix, damping, ["this"])
-        solved = arrays.solve.solve(factor, self._blocks(grads)).compute(scheduler="synchronous")
-        return torch.from_numpy(solved[:, :, 0]).to(self.dtype)
-
-    def _blocks(self, grads: Tensor) -> da.Array:
-        blocks: da.Array = da.from_array(
-            grads.float().numpy(force=True)[:, :, None], chunks=(self.CUDA_MAX_DIM_SIZE, -1, 1)
-        )
-        return blocks
-
-
-_logger = logging.getLogger("ScoreComputer")
-
-
-def inverse(xtx: Tensor, lambda_reg: float) -> Tensor:
+def _inverse(xtx: Tensor, lambda_reg: float) -> Tensor:
     """Return (XᵀX + λI)⁻¹ in float32, as the TRAK package computes it."""
     damped = xtx.float() + lambda_reg * torch.eye(len(xtx), device=xtx.device)
-    try:
-        inverted: Tensor = torch.linalg.inv(damped)
-    except RuntimeError as err:
-        raise RuntimeError(
-            f"expected a Gram matrix that can be inverted, got a singular one of shape "
-            f"{tuple(xtx.shape)} with lambda_reg={lambda_reg}; try lambda_reg > 0 or fewer columns"
-        ) from err
-    return inverted
-
-
-def _one_block(array: np.ndarray) -> da.Array:
-    block: da.Array = da.from_array(np.asarray(array), chunks=-1)
-    return block
+    inverse: Tensor = torch.linalg.inv(damped)
+    return inverse
 
 
 def _product(features: Tensor, target_grads: Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -10,29 +11,23 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from trakdask.projection import Projector, Rademacher
-from trakdask.trak.batches import require_within, row_positions
-from trakdask.trak.default_projectors import DefaultProjector
-from trakdask.trak.gradient_computers import AbstractGradientComputer, FunctionalGradientComputer
-from trakdask.trak.modelout_functions import AbstractModelOutput
-from trakdask.trak.projectors import AbstractProjector, StreamProjector
+from trakdask._version import __version__
+from trakdask.attribution import Absolute, score
+from trakdask.projection import ProjectionStream, Projector, Rademacher
+from trakdask.trak import projectors
+from trakdask.trak.gradient_computers import (
+    AbstractGradientComputer,
+    FunctionalGradientComputer,
+    selected_parameters,
+)
+from trakdask.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
+from trakdask.trak.opening import open_traker
+from trakdask.trak.projectors import AbstractProjector, StreamProjector, default_projector
 from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException
-from trakdask.trak.score_computers import (
-    AbstractScoreComputer,
-    BasicScoreComputer,
-    DampedScoreComputer,
-)
-from trakdask.trak.scoring import Scoring
-from trakdask.trak.settings import (
-    Shapes,
-    instance,
-    parameter_shapes,
-    record,
-    task_of,
-    weights_of,
-)
-from trakdask.trak.tensors import get_num_params
+from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
+from trakdask.trak.utils import get_num_params
 
 __all__ = ["TRAKer"]
 
@@ -41,7 +36,7 @@ Mode = Literal["traker", "trakdask"]
 _NO_CHECKPOINT = "no ckpt loaded"
 
 
-class TRAKer(Scoring):
+class TRAKer:
     """Compute TRAK features of training samples and scores of targets, batch by batch.
 
     Parameters
@@ -58,9 +53,9 @@ class TRAKer(Scoring):
     save_dir
         Folder of all results. A run that was interrupted continues there.
     load_from_save_dir
-        Whether to read the settings, model ids and experiments of other runs there. Several jobs
-        may do so at the same time. False, as in the original's SLURM example, works as well, and
-        does not discard rows that an earlier job featurized.
+        Whether to look for model ids and experiments of other runs there. Several jobs may do so at
+        the same time. False, as in the original's SLURM example, works as well, and does not
+        discard rows that an earlier job featurized.
     device
         Device of the model and the batches: ``"cpu"``, ``"cuda"`` or any other torch device.
     gradient_computer
@@ -76,7 +71,7 @@ class TRAKer(Scoring):
     proj_dim
         Number of feature columns, if ``projector`` is None.
     logging_level
-        Level of the loggers ``TRAK``, ``STORE`` and ``ScoreComputer``. Progress is shown at INFO.
+        Level of the loggers ``TRAK``, ``STORE`` and ``ScoreComputer``.
     use_half_precision
         Whether features are stored, and the matrix drawn, in float16. The model runs in its own
         precision in any case. Ignored in mode ``"trakdask"``.
@@ -95,13 +90,14 @@ class TRAKer(Scoring):
         :func:`trakdask.featurize`, in float32, with ``td.Rademacher(proj_dim, projector_seed)``
         unless ``projector`` is given, and scores are those of :func:`trakdask.score` with its
         estimator and ``damping="closed_form"``, or ``td.Absolute(lambda_reg)`` if ``lambda_reg`` is
-        not 0. A folder has one mode.
+        not 0, unless ``score_computer`` is given. That needs the files of :class:`MmapSaver`, and
+        leaves ``features.mmap`` empty. A folder has one mode.
 
     Raises
     ------
     AssertionError
         If ``save_dir`` contains a run with other settings: sizes, projector, seed, dtype,
-        ``grad_wrt`` or mode. Files of the original do not record the last four.
+        ``grad_wrt`` or mode; or a run of the original, which does not record the last four.
     RuntimeError
         If a matrix must be drawn on a CUDA device and there is none.
 
@@ -155,8 +151,10 @@ class TRAKer(Scoring):
         self.logger = logging.getLogger("TRAK")
         self.logger.setLevel(logging_level)
 
+        selected = selected_parameters(self.model, self.grad_wrt)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in selected.items()}
         self.num_params = get_num_params(self.model)
-        self.num_params_for_grad = sum(math.prod(shape) for shape in self._shapes().values())
+        self.num_params_for_grad = sum(parameter.numel() for parameter in selected.values())
         self.proj_seed = projector_seed
         self.init_projector(projector, proj_dim, proj_max_batch_size)
         # Matrices of trakdask are already scaled.
@@ -166,16 +164,45 @@ class TRAKer(Scoring):
 
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
-        self.task = task_of(task)
-        self.gradient_computer = self._gradient_computer(gradient_computer)
-        self.score_computer = self._score_computer(score_computer, logging_level)
-        self.saver = self._saver(saver or MmapSaver, logging_level)
-        self.ckpt_loaded = _NO_CHECKPOINT
-        self._weights_of = None
-        self._scoring = None
+        kind = TASK_TO_MODELOUT[task] if isinstance(task, str) else task
+        self.task: Any = kind() if isinstance(kind, type) else kind
+        # Options that are not used need not be accepted: abstract classes have fewer arguments.
+        more: dict[str, Any] = {} if self.grad_wrt is None else {"grad_wrt": self.grad_wrt}
+        self.gradient_computer: Any = _instance(
+            gradient_computer,
+            {"grad_wrt": None},
+            model=self.model,
+            task=self.task,
+            grad_dim=self.num_params_for_grad,
+            dtype=self.dtype,
+            device=self.device,
+            **more,
+        )
+        self.score_computer: Any = None  # td.score computes the scores
+        if score_computer is not None or mode == "traker":
+            more = {"lambda_reg": lambda_reg} if lambda_reg else {}
+            self.score_computer = _instance(
+                score_computer or BasicScoreComputer,
+                {"logging_level": logging_level, "lambda_reg": 0.0},
+                dtype=self.dtype,
+                device=self.device,
+                **more,
+            )
+        self.saver: Any = _instance(
+            saver or MmapSaver,
+            {"train_set_size": train_set_size, "proj_dim": self.proj_dim},
+            save_dir=self.save_dir,
+            metadata=self._metadata(),
+            load_from_save_dir=load_from_save_dir,
+            logging_level=logging_level,
+            use_half_precision=is_half,
+        )
+        self.ckpt_loaded: int | str = _NO_CHECKPOINT
+        self._weights_of: int | None = None
+        self._scoring: tuple[str, int, int] | None = None
         self._last_ind = 0
         self._last_ind_target = 0
-        self.scores = None
+        self.scores: np.ndarray | None = None
 
     def init_projector(
         self,
@@ -187,20 +214,16 @@ class TRAKer(Scoring):
         if projector is None and self.mode == "trakdask":
             projector = Rademacher(proj_dim, self.proj_seed)
         if isinstance(projector, Projector):
-            projector = StreamProjector(projector, self._shapes(), self.device)
-        if projector is not None:
-            self.projector = projector
-            self.proj_dim = self.projector.proj_dim or self.num_params_for_grad
-            return
-        self.proj_dim = proj_dim
-        self.projector = DefaultProjector(
-            sizes=tuple(math.prod(shape) for shape in self._shapes().values()),
-            proj_dim=proj_dim,
-            seed=self.proj_seed,
-            dtype=self.dtype,
-            device=torch.device(self.device),
-            max_batch_size=proj_max_batch_size,
-        ).make()
+            projector = StreamProjector(projector, self._shapes, self.device)
+        made: Any = projector
+        if projector is None:
+            sizes = [math.prod(shape) for shape in self._shapes.values()]
+            where = torch.device(self.device)
+            made = default_projector(
+                sizes, proj_dim, self.proj_seed, self.dtype, where, proj_max_batch_size
+            )
+        self.projector: Any = made
+        self.proj_dim = self.projector.proj_dim or self.num_params_for_grad
 
     def load_checkpoint(
         self,
@@ -221,10 +244,10 @@ class TRAKer(Scoring):
             completed rows are skipped.
         """
         self.ckpt_loaded = _NO_CHECKPOINT  # until all of this has worked
-        if self.saver.model_ids.get(model_id) is None:
-            self.saver.register_model_id(model_id, _allow_featurizing_already_registered)
-        else:
+        if model_id in self.saver.model_ids:
             self.saver.load_current_store(model_id)
+        else:
+            self.saver.register_model_id(model_id, _allow_featurizing_already_registered)
         self._load_weights(checkpoint, model_id)
         self._last_ind = 0
         self.ckpt_loaded = model_id
@@ -262,33 +285,28 @@ class TRAKer(Scoring):
         completed rows is computed as a whole, so that results do not depend on where a run was
         interrupted. When this method returns, the rows are on disk.
         """
-        rows = row_positions(inds, num_samples, self._last_ind)
+        rows = _rows(inds, num_samples, self._last_ind, self.train_set_size)
         if self.ckpt_loaded != self.saver.current_model_id or self.ckpt_loaded != self._weights_of:
             raise AssertionError(
                 f"expected the weights of the current model id ({self.saver.current_model_id}) to "
                 f"be loaded, got {self.ckpt_loaded!r}. Load a checkpoint using "
                 "traker.load_checkpoint before featurizing"
             )
-        if inds is None:
-            self._last_ind += len(rows)
-        require_within(rows, self.train_set_size, "train_set_size")
+        self._last_ind += num_samples or 0
         store = self.saver.current_store
         todo = np.asarray(store["is_featurized"][rows]).reshape(-1) != 1
-        if not todo.any():
-            self.logger.debug("All samples in batch already featurized.")
-            if self.saver.model_ids[self.ckpt_loaded]["is_featurized"] == 0:
-                self.saver.serialize_current_model_id_metadata()
-            return
-        grads, out_to_loss = self._projected(batch, self.saver.current_model_id, rows)
-        if out_to_loss is None:
-            out_to_loss = self.gradient_computer.compute_loss_grad(batch)
-        chosen = torch.from_numpy(todo)
-        store["grads"][rows[todo]] = grads[chosen]
-        store["out_to_loss"][rows[todo]] = self._as_stored(out_to_loss.reshape(-1, 1))[chosen]
-        self._flush("grads", "out_to_loss")
-        store["is_featurized"][rows[todo]] = 1
-        self._flush("is_featurized")
-        self.saver.serialize_current_model_id_metadata()
+        if todo.any():
+            grads, out_to_loss = self._projected(batch, self.ckpt_loaded, rows)
+            if out_to_loss is None:
+                out_to_loss = self.gradient_computer.compute_loss_grad(batch)
+            chosen = torch.from_numpy(todo)
+            store["grads"][rows[todo]] = grads[chosen]
+            store["out_to_loss"][rows[todo]] = self._as_stored(out_to_loss.reshape(-1, 1))[chosen]
+            self._flush("grads", "out_to_loss")  # before the flags: a kill may come in between
+            store["is_featurized"][rows[todo]] = 1
+            self._flush("is_featurized")
+        if self.saver.model_ids[self.ckpt_loaded]["is_featurized"] == 0:
+            self.saver.serialize_current_model_id_metadata()
 
     def finalize_features(
         self, model_ids: Iterable[int] | None = None, del_grads: bool = False
@@ -300,7 +318,8 @@ class TRAKer(Scoring):
         model_ids
             The checkpoints; by default all in ``save_dir``. Those that are finalized are skipped.
         del_grads
-            Whether to delete the projected gradients once the features are written.
+            Whether to delete the projected gradients once the features are written. Not in mode
+        ``"trakdask"``, whose scores are computed from them.
 
         Raises
         ------
@@ -312,79 +331,310 @@ class TRAKer(Scoring):
         torch.cuda.empty_cache()
         self.projector.free_memory()
         self._last_ind = 0
+        for model_id in list(self.saver.model_ids if model_ids is None else model_ids):
+            state = self.saver.model_ids.get(model_id)
+            if state is None or state["is_featurized"] == 0:
+                how = "not registered" if state is None else "not fully featurized"
+                raise ModelIDException(
+                    f"expected a featurized model id, got {model_id}, which is {how}, in "
+                    f"{str(self.save_dir)!r}; try load_checkpoint and featurize first"
+                )
+            if state["is_finalized"] == 1:
+                self.logger.warning("Model ID %s already finalized, skipping it.", model_id)
+            else:
+                self.logger.info("Finalizing features of model ID %s", model_id)
+                self._finalize(model_id)
+            if del_grads and self.score_computer is not None:
+                self.saver.del_grads(model_id)
+
+    def start_scoring_checkpoint(
+        self,
+        exp_name: str,
+        checkpoint: Mapping[str, Any],
+        model_id: int,
+        num_targets: int,
+    ) -> None:
+        """Load the weights of a checkpoint to score targets with, and open or create their files.
+
+        Parameters
+        ----------
+        exp_name
+            Name of the set of targets, and of the file of its scores.
+        checkpoint
+            State dict that the model id was featurized with.
+        model_id
+            A featurized model id.
+        num_targets
+            Number of targets, the same for all checkpoints of an experiment.
+
+        Raises
+        ------
+        ModelIDException, StoreMismatchError
+            If the model id has no files, or the experiment has another number of targets.
+        """
+        self._scoring = None
+        self.saver.init_experiment(exp_name, num_targets, model_id)
+        self._load_weights(checkpoint, model_id)
+        self._last_ind_target = 0
+        self._scoring = exp_name, model_id, num_targets
+
+    def score(
+        self,
+        batch: Any,
+        inds: Iterable[int] | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        """Compute and store the projected gradients of a batch of targets.
+
+        Parameters
+        ----------
+        batch, inds, num_samples
+            As in :meth:`featurize`, of the targets.
+
+        Raises
+        ------
+        AssertionError
+            If :meth:`start_scoring_checkpoint` was not called, or the weights of another model id
+            were loaded after it; or as in :meth:`featurize`.
+
+        Notes
+        -----
+        Targets that were scored before are computed again. The model id need not be finalized yet,
+        whereas the original would log an error and do nothing.
+        """
+        if self._scoring is None or self._weights_of != self._scoring[1]:
+            raise AssertionError(
+                "expected the weights that start_scoring_checkpoint loads, got those of model id "
+                f"{self._weights_of}; try start_scoring_checkpoint(exp_name, checkpoint, model_id, "
+                "num_targets)"
+            )
+        exp_name, model_id, num_targets = self._scoring
+        rows = _rows(inds, num_samples, self._last_ind_target, num_targets)
+        if self.saver.current_model_id != model_id:  # finalize_features was called in between
+            self.saver.load_current_store(model_id, exp_name, num_targets)
+        self._last_ind_target += num_samples or 0
+        grads, _ = self._projected(batch, model_id, rows)
+        self.saver.current_store[f"{exp_name}_grads"][rows] = grads
+        self._flush(f"{exp_name}_grads")
+
+    def finalize_scores(
+        self,
+        exp_name: str,
+        model_ids: Iterable[int] | None = None,
+        allow_skip: bool = False,
+    ) -> np.ndarray:
+        """Compute the scores of all training samples for the targets of an experiment.
+
+        Parameters
+        ----------
+        exp_name
+            The experiment.
+        model_ids
+            Checkpoints to average over; by default all in ``save_dir``. Those that are not
+            finalized are left out, with a warning.
+        allow_skip
+            Whether to leave out checkpoints without target gradients, too.
+
+        Returns
+        -------
+        Memory-mapped array of shape (train_set_size, num_targets), also in ``scores``: the mean
+        over checkpoints of features times target gradients, times the mean of Q. Columns of targets
+        that were never scored are NaN.
+
+        Raises
+        ------
+        ValueError
+            If there is no such experiment.
+        FileNotFoundError
+            If a checkpoint has no target gradients, unless ``allow_skip``.
+        ModelIDException
+            If a model id is unknown, or no checkpoint can be used.
+        """
+        self._last_ind_target = 0
+        if exp_name not in self.saver.experiments:
+            raise ValueError(
+                f"expected one of the experiments {sorted(self.saver.experiments)}, got "
+                f"{exp_name!r}; try start_scoring_checkpoint first"
+            )
+        num_targets = self.saver.experiments[exp_name]["num_targets"]
         ids = list(self.saver.model_ids if model_ids is None else model_ids)
-        done: list[int] = []
-        with self._progress("Finalizing features", ids, done):
-            for model_id in ids:
-                recorded = self.saver.model_ids.get(model_id)
-                if recorded is None or recorded["is_featurized"] == 0:
-                    how = "not registered" if recorded is None else "not fully featurized"
-                    raise ModelIDException(
-                        f"expected a featurized model id, got {model_id}, which is {how}, in "
-                        f"{str(self.save_dir)!r}; try load_checkpoint and featurize first"
-                    )
-                if recorded["is_finalized"] == 1:
-                    self.logger.warning("Model ID %s already finalized, skipping it.", model_id)
-                else:
-                    self._finalize(model_id)
-                if del_grads:
-                    self.saver.del_grads(model_id)
-                done.append(model_id)
-
-    def _shapes(self) -> Shapes:
-        return parameter_shapes(self.model, self.grad_wrt)
-
-    def _gradient_computer(self, kind: type[AbstractGradientComputer]) -> AbstractGradientComputer:
-        return instance(  # type: ignore[no-any-return]
-            kind,
-            {"grad_wrt"} if self.grad_wrt is None else set(),
-            model=self.model,
-            task=self.task,
-            grad_dim=self.num_params_for_grad,
-            dtype=self.dtype,
-            device=self.device,
-            grad_wrt=self.grad_wrt,
-        )
-
-    def _saver(self, kind: type[AbstractSaver], logging_level: int) -> AbstractSaver:
-        return instance(  # type: ignore[no-any-return]
-            kind,
-            {"train_set_size", "proj_dim"},
-            save_dir=self.save_dir,
-            metadata=self._metadata(),
-            train_set_size=self.train_set_size,
-            proj_dim=self.proj_dim,
-            load_from_save_dir=self.load_from_save_dir,
-            logging_level=logging_level,
-            use_half_precision=self.dtype == torch.float16,
-        )
-
-    def _score_computer(
-        self, given: type[AbstractScoreComputer] | None, logging_level: int
-    ) -> AbstractScoreComputer:
-        arguments: dict[str, Any] = {
-            "dtype": self.dtype,
-            "device": self.device,
-            "logging_level": logging_level,
-            "lambda_reg": self.lambda_reg,
-        }
-        if given is None and self.mode == "trakdask":
-            return DampedScoreComputer(**arguments, weights=weights_of(self.task))
-        droppable = {"logging_level", *([] if self.lambda_reg else ["lambda_reg"])}
-        return instance(given or BasicScoreComputer, droppable, **arguments)  # type: ignore[no-any-return]
+        total, q = torch.zeros(self.train_set_size, num_targets), []
+        used = []
+        for model_id in ids:
+            if self._can_score(exp_name, num_targets, model_id, allow_skip):
+                used.append(model_id)
+                q.append(self._add_scores(exp_name, total))
+        if not used:
+            raise ModelIDException(
+                f"expected finalized model ids with targets of {exp_name!r}, got none among {ids}; "
+                "try finalize_features and score first"
+            )
+        self.scores = scores = self.saver.current_store[f"{exp_name}_scores"]
+        if self.score_computer is None:
+            scores[:] = self._scores_of_trakdask(exp_name, used)
+        else:
+            mean_q = np.hstack(q).mean(axis=1, keepdims=True, dtype=np.float32)
+            scores[:] = (total.numpy() / len(used)) * mean_q
+        self.saver.save_scores(exp_name)
+        return scores  # type: ignore[no-any-return]
 
     def _metadata(self) -> dict[str, Any]:
         """Return the content of ``metadata.json``: the original's keys, and one key for our own."""
+        seed = getattr(self.projector, "seed", self.proj_seed)
+        extra: dict[str, Any] = {
+            "mode": self.mode,
+            "version": __version__,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "projector_seed": int(seed) if isinstance(seed, int | np.integer) else None,
+            "grad_wrt": None if self.grad_wrt is None else sorted(self.grad_wrt),
+        }
+        if isinstance(self.projector, StreamProjector):
+            extra["projector"] = self.projector.projector.spec()
         return {
             "JL dimension": self.proj_dim,
             "JL matrix type": self.projector.proj_type,
             "train set size": self.train_set_size,
-            EXTRA: record(
-                mode=self.mode,
-                dtype=self.dtype,
-                projector=self.projector,
-                seed=self.proj_seed,
-                grad_wrt=self.grad_wrt,
-                lambda_reg=self.lambda_reg,
-            ),
+            EXTRA: extra,
         }
+
+    def _load_weights(self, checkpoint: Mapping[str, Any], model_id: int) -> None:
+        self._weights_of = None
+        self.model.load_state_dict(checkpoint)
+        self.model.eval()
+        self.gradient_computer.load_model_params(self.model)
+        self._weights_of = model_id
+
+    def _projected(
+        self, batch: Any, model_id: int, rows: np.ndarray
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a batch's projected gradients in the form to be stored, and Q if it is known."""
+        computer, projector, out_to_loss = self.gradient_computer, self.projector, None
+        if not getattr(computer, "can_stream", False):
+            features = projector.project(computer.compute_per_sample_grad(batch), model_id=model_id)
+        elif isinstance(projector, StreamProjector):
+            streams: list[ProjectionStream] = []
+
+            def sink(name: str, gradient: Tensor, first: int | None = None, /) -> None:
+                if not streams:
+                    streams.append(projector.stream(len(gradient), model_id, gradient.device))
+                streams[0].add(name, gradient, first)
+
+            out_to_loss = computer.stream_per_sample_grad(batch, sink)
+            features = streams[0].result()
+        elif type(projector).__module__ == projectors.__name__:  # takes one tensor
+            flat, out_to_loss = computer.flat_per_sample_grad(batch)
+            features = projector.project(flat, model_id=model_id)
+        else:
+            features = projector.project(computer.compute_per_sample_grad(batch), model_id=model_id)
+        if len(features) != len(rows):
+            raise ValueError(
+                f"expected gradients of {len(rows)} samples, got {len(features)}; try "
+                "num_samples=len(batch[0]), since the last batch may be smaller"
+            )
+        stored = self._as_stored(features / self.normalize_factor)
+        is_finite = stored.isfinite().all(dim=1).numpy()
+        if not is_finite.all():
+            self.logger.warning("gradients of samples %s are not finite", rows[~is_finite].tolist())
+        return stored, out_to_loss
+
+    def _finalize(self, model_id: int) -> None:
+        if isinstance(self.saver, AbstractSaver):
+            self.saver.settle_lambda(self.lambda_reg)
+        self.saver.load_current_store(model_id)
+        store, computer = self.saver.current_store, self.score_computer
+        if computer is not None:
+            grads = torch.as_tensor(store["grads"], device=self.device)
+            features = computer.get_x_xtx_inv(grads, computer.get_xtx(grads))
+            store["features"][:] = features.to(self.dtype).cpu()
+            self._flush("features")
+        self.saver.model_ids[model_id]["is_finalized"] = 1
+        self.saver.serialize_current_model_id_metadata()
+
+    def _can_score(self, exp_name: str, num_targets: int, model_id: int, allow_skip: bool) -> bool:
+        """Open the files of a checkpoint; return whether it can be used."""
+        if model_id not in self.saver.model_ids:
+            raise ModelIDException(
+                f"expected one of the model ids {sorted(self.saver.model_ids)}, got {model_id}; "
+                "try one of those"
+            )
+        self.saver.load_current_store(model_id)
+        self.saver.load_current_store(model_id, exp_name, num_targets)
+        if self.saver.current_store[f"{exp_name}_grads"] is None:
+            if not allow_skip:
+                raise FileNotFoundError(
+                    f"expected target gradients of model id {model_id} for experiment "
+                    f"{exp_name!r}, got none; try start_scoring_checkpoint and score, or "
+                    "allow_skip=True"
+                )
+            self.logger.warning("No target gradients of model ID %s. Skipping.", model_id)
+            return False
+        if self.saver.model_ids[model_id]["is_finalized"] == 0:
+            self.logger.warning("Model ID %s not finalized, cannot score", model_id)
+            return False
+        return True
+
+    def _add_scores(self, exp_name: str, total: Tensor) -> np.ndarray:
+        """Add the products of the current checkpoint; return its Q, (n, 1)."""
+        store, model_id = self.saver.current_store, self.saver.current_model_id
+        self.logger.info("Scores of %r with model ID %s", exp_name, model_id)
+        targets = torch.as_tensor(store[f"{exp_name}_grads"], device=self.device)
+        if n_missing := int(targets.isnan().all(dim=1).sum()):
+            self.logger.warning(
+                "%d of %d targets of %r were never scored with model ID %s, or their gradients are "
+                "not finite: their scores are NaN",
+                *(n_missing, len(targets), exp_name, model_id),
+            )
+        if self.score_computer is not None:
+            features = torch.as_tensor(store["features"], device=self.device)
+            self.score_computer.get_scores(features, targets, accumulator=total)
+        return np.asarray(store["out_to_loss"]).copy()
+
+    def _scores_of_trakdask(self, exp_name: str, model_ids: list[int]) -> np.ndarray:
+        features, targets = open_traker(self.save_dir, exp_name, model_ids=model_ids)
+        is_built_in = type(self.task) in TASK_TO_MODELOUT.values()
+        name = type(self.task).__name__.removeprefix("Iterative").removesuffix("ModelOutput")
+        for each in (features, targets):
+            each.attrs["task"] = name if is_built_in else "unknown"
+        damping: Any = Absolute(self.lambda_reg) if self.lambda_reg else "closed_form"
+        scores = score(features, targets, damping=damping)
+        return scores.compute(scheduler="threads").to_numpy()
+
+    def _as_stored(self, values: Tensor) -> Tensor:
+        return values.detach().to(self.dtype).cpu()
+
+    def _flush(self, *names: str) -> None:
+        if isinstance(self.saver, MmapSaver):
+            self.saver.flush(*names)
+
+
+def _instance(kind: Any, if_accepted: Mapping[str, Any], **arguments: Any) -> Any:
+    """Create an instance with these arguments, and with those of the others that it accepts."""
+    parameters = inspect.signature(kind).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    more = {k: v for k, v in if_accepted.items() if takes_all or k in parameters}
+    return kind(**{**more, **arguments})
+
+
+def _rows(
+    inds: Iterable[int] | None, num_samples: int | None, cursor: int, size: int
+) -> np.ndarray:
+    """Return the rows of a batch, in [0, size): those given, or the next ones from the cursor."""
+    if (inds is None) == (num_samples is None):
+        given = "neither" if inds is None else "both"
+        raise AssertionError(
+            "Exactly one of num_samples and inds should be specified: expected one of them, got "
+            f"{given}; try num_samples=len(batch[0])"
+        )
+    if num_samples is not None:
+        rows = np.arange(cursor, cursor + num_samples)
+    else:
+        rows = inds.numpy(force=True) if isinstance(inds, Tensor) else np.asarray(inds)
+        rows = rows.reshape(-1)
+    if rows.dtype.kind not in "iu":
+        raise TypeError(f"expected integer inds, got {rows.dtype}; try inds=np.arange(0, 32)")
+    if len(rows) and not 0 <= rows.min() <= rows.max() < size:
+        raise IndexError(
+            f"expected positions below {size}, got {rows.min()} to {rows.max()}; try "
+            "num_samples=len(batch[0]), since the last batch may be smaller"
+        )
+    return rows

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
-
-from trakdask.trak.projectors import NoOpProjector
-from trakdask.trak.tensors import (
-    get_free_memory,
-    get_matrix_mult,
-    get_matrix_mult_blockwise,
-    get_matrix_mult_standard,
-    get_num_params,
-    get_output_memory,
-    get_parameter_chunk_sizes,
-    is_not_buffer,
-    parameters_to_vector,
-    vectorize,
-)
-from trakdask.trak.traker import TRAKer
+from torch import Tensor
 
 __all__ = [
+    "chunk_sizes",
     "get_free_memory",
     "get_matrix_mult",
     "get_matrix_mult_blockwise",
@@ -34,6 +23,212 @@ __all__ = [
     "test_install",
     "vectorize",
 ]
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_BLOCK_BYTES = 2**28
+
+
+def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
+    """Return all elements of some tensors, one tensor after the other, as one vector.
+
+    Examples
+    --------
+    >>> parameters_to_vector([torch.ones(2, 2), torch.zeros(1)]).tolist()
+    [1.0, 1.0, 1.0, 1.0, 0.0]
+    """
+    return torch.cat([parameter.reshape(-1) for parameter in parameters])
+
+
+def get_num_params(model: torch.nn.Module) -> int:
+    """Return the number of elements of all parameters of a model; a shared tensor counts once.
+
+    Examples
+    --------
+    >>> get_num_params(torch.nn.Linear(3, 2))
+    8
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def is_not_buffer(ind: int | str, params_dict: Mapping[int | str, str] | Sequence[str]) -> bool:
+    """Return whether ``params_dict[ind]`` is a name other than those of BatchNorm's buffers."""
+    name = params_dict[ind]  # type: ignore[index]
+    return not any(buffer in name for buffer in _BUFFERS)
+
+
+def vectorize(
+    g: Mapping[str, Tensor], arr: Tensor | None = None, device: str | torch.device = "cuda"
+) -> Tensor:
+    """Flatten per-sample gradients into one row per sample.
+
+    Parameters
+    ----------
+    g
+        Gradient per parameter name, each of shape (batch, *parameter shape), in the order in which
+        they are laid out.
+    arr
+        Tensor of shape (batch, elements) to fill; by default a new one.
+    device
+        Device of a new tensor. In the original it has the dtype of the first gradient, so a later
+        gradient of a wider dtype can overflow to infinity; here its dtype can represent all of
+        them.
+
+    Returns
+    -------
+    Tensor of shape (batch, elements).
+
+    Examples
+    --------
+    >>> gradients = {"weight": torch.ones(2, 3, 1), "scale": torch.zeros(2)}
+    >>> vectorize(gradients, device="cpu").tolist()
+    [[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+    """
+    flat = torch.cat([part.detach().reshape(len(part), -1) for part in g.values()], dim=1)
+    if arr is None:
+        return flat.to(device)
+    arr[:, : flat.shape[1]] = flat
+    return arr
+
+
+def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
+    """Return the bytes of ``features @ target_grads.T`` in a dtype."""
+    return len(features) * len(target_grads) * target_dtype.itemsize
+
+
+def get_free_memory(device: torch.device | str) -> int:
+    """Return the bytes that can still be allocated on a CUDA device.
+
+    The original counts only memory that torch has reserved but not used. That is nearly always too
+    little, so its :func:`get_matrix_mult` computes block by block without need.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + unused)
+
+
+def get_matrix_mult_standard(
+    features: Tensor, target_grads: Tensor, target_dtype: torch.dtype
+) -> Tensor:
+    """Return ``features @ target_grads.T`` in a dtype, computed at once.
+
+    float16 inputs on a CPU are multiplied in float32, whose sums do not overflow, at no extra cost.
+    """
+    return _product(features, target_grads).to(target_dtype)
+
+
+def get_matrix_mult_blockwise(
+    features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
+) -> Tensor:
+    """Return ``features @ target_grads.T`` in host memory, computed block by block.
+
+    Parameters
+    ----------
+    features, target_grads
+        Shapes (n, p) and (m, p), in host memory; not copied as a whole.
+    target_dtype
+        Dtype of the result.
+    bs
+        Rows of a block of either matrix. (In the original blocks are no larger than the smaller
+        matrix, so a single target leads to a million blocks of one row.)
+
+    Notes
+    -----
+    Blocks are multiplied on the GPU if there is one, else on the CPU.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result = torch.empty(len(features), len(target_grads), dtype=target_dtype)
+    for first in range(0, len(target_grads), bs):
+        targets = target_grads[first : first + bs].to(device)
+        for start in range(0, len(features), bs):
+            rows = features[start : start + bs].to(device)
+            result[start : start + bs, first : first + bs] = _product(rows, targets)
+    return result
+
+
+def get_matrix_mult(
+    features: Tensor,
+    target_grads: Tensor,
+    target_dtype: torch.dtype | None = None,
+    batch_size: int = 8096,
+    use_blockwise: bool = False,
+) -> Tensor:
+    """Return ``features @ target_grads.T``, block by block where it would not fit on the GPU.
+
+    Parameters
+    ----------
+    features, target_grads
+        Shapes (n, p) and (m, p).
+    target_dtype
+        Dtype of the result; by default that of ``features``.
+    batch_size
+        Rows of a block.
+    use_blockwise
+        Whether to compute block by block in any case.
+
+    Returns
+    -------
+    Tensor of shape (n, m), on the device of ``features``, or in host memory if computed in blocks.
+
+    Examples
+    --------
+    >>> get_matrix_mult(torch.eye(2), torch.ones(1, 2)).tolist()
+    [[1.0], [1.0]]
+    """
+    dtype = target_dtype or features.dtype
+    fits = features.device.type == "cpu" or (
+        get_output_memory(features, target_grads, dtype) < get_free_memory(features.device)
+    )
+    if fits and not use_blockwise:
+        return get_matrix_mult_standard(features, target_grads, dtype)
+    return get_matrix_mult_blockwise(features.cpu(), target_grads.cpu(), dtype, batch_size)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    if left.device.type != "cpu" or left.dtype.itemsize > 2:
+        return left @ right.T
+    result = torch.empty(len(left), len(right))
+    right = right.float()
+    step = max(1, _BLOCK_BYTES // (4 * left.shape[1] or 1))
+    for start in range(0, len(left), step):  # a float32 copy of all features may not fit
+        torch.mm(left[start : start + step].float(), right.T, out=result[start : start + step])
+    return result
+
+
+def get_parameter_chunk_sizes(model: torch.nn.Module, batch_size: int) -> tuple[int, list[int]]:
+    """Return how many parameters ``fast_jl`` can project at once, and chunks of that size.
+
+    Parameters
+    ----------
+    model
+        The model, whose parameters are assigned to chunks in their order.
+    batch_size
+        Samples that are projected at once.
+
+    Returns
+    -------
+    The largest chunk that ``fast_jl`` can address, (2³² − 1) // ``batch_size``, and the sizes of
+    the chunks. A larger parameter is split into several chunks; the original puts an empty chunk
+    before it, and fails later.
+
+    Examples
+    --------
+    >>> get_parameter_chunk_sizes(torch.nn.Linear(3, 2), batch_size=32)
+    (134217727, [8])
+    """
+    return chunk_sizes([parameter.numel() for parameter in model.parameters()], batch_size)
+
+
+def chunk_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, list[int]]:
+    """Return what :func:`get_parameter_chunk_sizes` returns, for parameters of these sizes."""
+    most, chunks, current = int(np.iinfo(np.uint32).max) // batch_size, [], 0
+    for size in sizes:
+        if current and current + size >= most:
+            chunks.append(current)
+            current = 0
+        whole, rest = divmod(size, most)  # a size of at least `most` finds the chunk empty
+        chunks += [most] * whole
+        current += rest
+    return most, [*chunks, current] if current else chunks
 
 
 def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test of pytest)
@@ -51,6 +246,9 @@ def test_install(use_fast_jl: bool = True) -> None:  # noqa: PT028 (not a test o
     >>> test_install(use_fast_jl=False)
     TRAK is installed correctly!
     """
+    from trakdask.trak.projectors import NoOpProjector  # both import this module
+    from trakdask.trak.traker import TRAKer
+
     on_gpu = use_fast_jl and torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     batch = (torch.randn(20, 256, device=device), torch.randint(2, (20,), device=device))
