@@ -16,7 +16,6 @@ import xarray as xr
 import yaml
 
 from trakdask._version import __version__
-from trakdask.execution.layers import feature_layer
 from trakdask.provenance import digest
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
@@ -61,8 +60,8 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
     FileNotFoundError
         If there is no such folder, or it lacks a file.
     ValueError
-        If files contradict each other, the run was interrupted, or the stores have different
-        samples or modules.
+        If the run was interrupted, a file is truncated, or the stores have different samples or
+        modules.
 
     Notes
     -----
@@ -85,10 +84,21 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
     ----------
     EleutherAI/bergson, version 2.5.1: ``bergson.data.create_index`` and ``create_token_index``.
     """
-    opened = {name: _store(path) for name, path in _named(stores).items()}
+    if isinstance(stores, (str, os.PathLike)):
+        stores = [stores]
+    named = stores if isinstance(stores, Mapping) else dict(enumerate(stores))
+    opened = {str(name): _store(path) for name, path in named.items()}
+    if not opened:
+        raise ValueError("expected at least one store, got none; try open_bergson('runs/index')")
     first = next(iter(opened.values()))
     for name, store in opened.items():
-        _require_alike(store, first, name)
+        if (store.n_rows, store.sizes) != (first.n_rows, first.sizes):
+            raise ValueError(
+                "expected stores of the same samples and modules, got "
+                f"{store.n_rows, store.sizes} for checkpoint {name!r} and "
+                f"{first.n_rows, first.sizes} for the first; try opening them separately"
+            )
+    folders = [str(store.file.parent) for store in opened.values()]
     attrs = {
         "projector": {"kind": "bergson", "proj_dim": first.width},
         "checkpoints": {name: store.settings for name, store in opened.items()},
@@ -97,12 +107,11 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
         "task": "loss",
         "formula": "feature = P^T grad loss",
         "trakdask_version": __version__,
-        "source": f"bergson-{digest({'paths': [str(s.folder) for s in opened.values()]})[:32]}",
+        "source": f"bergson-{digest({'paths': folders})[:32]}",
         "stored_dtype": {name: store.dtype for name, store in opened.items()},
     }
     feature = _lazy(tuple(opened.values()))
-    flat = feature[:, 0, :]
-    one, unknown = (da.full_like(flat, value, dtype=np.float32) for value in (1.0, np.nan))
+    one, unknown = (da.full_like(feature[:, 0], value, dtype=np.float32) for value in (1.0, np.nan))
     arrays = {"feature": feature, "output": unknown, "out_to_loss": one}
     data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     coords: dict[str, Any] = {CHECKPOINT: (CHECKPOINT, np.array(list(opened), dtype=object))}
@@ -113,104 +122,57 @@ def open_bergson(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike])
 class _Store:
     """The contents of the headers of one store."""
 
-    folder: Path
+    file: Path
     n_rows: int
     sizes: dict[str, int]
     dtype: str
     settings: str
     """A digest of what determines the gradients; "unknown" if it is not recorded."""
-    offsets: np.ndarray | None
-    """First row of each document; None unless it is a store of tokens."""
+    has_tokens: bool
 
     @property
     def width(self) -> int:
         return sum(self.sizes.values())
 
-    @property
-    def file(self) -> Path:
-        return self.folder / "gradients.bin"
-
     def coords(self) -> dict[str, Any]:
         """Return the document and the token of each row of a store of tokens."""
-        if self.offsets is None:
+        if not self.has_tokens:
             return {}
-        lengths = np.diff(self.offsets)
+        offsets = np.load(self.file.with_name("offsets.npy"))  # the first row of each document
+        lengths = np.diff(offsets)
         document = np.repeat(np.arange(len(lengths)), lengths)
-        token = np.arange(self.n_rows) - self.offsets[document]
+        token = np.arange(self.n_rows) - offsets[document]
         return {"document": (SAMPLE, document), "token": (SAMPLE, token)}
 
-
-def _named(stores: PathLike | Sequence[PathLike] | Mapping[str, PathLike]) -> dict[str, PathLike]:
-    if isinstance(stores, (str, os.PathLike)):
-        return {"0": stores}
-    named = stores if isinstance(stores, Mapping) else dict(enumerate(stores))
-    if not named:
-        raise ValueError("expected at least one store, got none; try open_bergson('runs/index')")
-    return {str(name): path for name, path in named.items()}
+    def mapped(self) -> np.ndarray:
+        shape = (self.n_rows, self.width)
+        return np.memmap(self.file, _STORED[self.dtype], "r", shape=shape)
 
 
 def _store(path: PathLike) -> _Store:
     folder = Path(path).expanduser().resolve()
-    info = _info(folder)
-    sizes, dtype, n_rows = info["grad_sizes"], info["base_dtype"], info["num_grads"]
-    if dtype not in _STORED:
-        raise ValueError(
-            f"expected one of the dtypes {list(_STORED)} in {folder / 'info.json'}, got {dtype!r}; "
-            "try another --precision"
-        )
-    store = _Store(folder, n_rows, sizes, dtype, _settings(folder), _offsets(folder, info))
-    expected = n_rows * store.width * np.dtype(_STORED[dtype]).itemsize
-    size = store.file.stat().st_size if store.file.is_file() else 0
-    if size != expected:
-        raise ValueError(
-            f"expected {expected:,} bytes in {store.file} ({n_rows} rows of {store.width} columns, "
-            f"{dtype}), got {size:,}; try copying or building the store again"
-        )
-    return store
-
-
-def _info(folder: Path) -> dict[str, Any]:
-    path = folder / "info.json"
-    if not path.is_file():
+    if not (folder / "info.json").is_file():
         inside = sorted(each.parent.name for each in folder.glob("*/info.json"))
+        instead = f"one of the folders inside it: {inside}" if inside else "that of `bergson build`"
         raise FileNotFoundError(
-            f"expected info.json of a bergson store in {folder}, got none; try "
-            + (
-                f"one of the folders inside it: {inside}"
-                if inside
-                else "the path of `bergson build`"
-            )
+            f"expected info.json of a bergson store in {folder}, got none; try {instead}"
         )
-    if folder.suffix == ".part":
+    if folder.suffix == ".part":  # rows that were not written look like zero gradients
         raise ValueError(
             f"expected a complete store, got {folder}, which a run of bergson has not finished; "
             "try running bergson again"
         )
-    info: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    if missing := [key for key in ("num_grads", "grad_sizes", "base_dtype") if key not in info]:
-        raise ValueError(
-            f"expected {missing} in {path}, got {list(info)}; try building the store with bergson "
-            "2.5 or newer"
-        )
-    return info
-
-
-def _offsets(folder: Path, info: Mapping[str, Any]) -> np.ndarray | None:
-    if not info.get("attribute_tokens"):
-        return None
-    path = folder / "offsets.npy"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"expected offsets.npy of a store of tokens in {folder}, got none; try copying or "
-            "building the store again"
-        )
-    offsets: np.ndarray = np.load(path)
-    if offsets[-1] != info["num_grads"]:
-        raise ValueError(
-            f"expected {info['num_grads']} tokens in {path}, as info.json says, got {offsets[-1]}; "
-            "try copying or building the store again"
-        )
-    return offsets
+    info = json.loads((folder / "info.json").read_bytes())
+    store = _Store(
+        file=folder / "gradients.bin",
+        n_rows=info["num_grads"],
+        sizes=info["grad_sizes"],
+        dtype=info["base_dtype"],
+        settings=_settings(folder),
+        has_tokens=bool(info.get("attribute_tokens")),
+    )
+    store.mapped()  # is the file there, and whole?
+    return store
 
 
 def _settings(folder: Path) -> str:
@@ -226,40 +188,26 @@ def _settings(folder: Path) -> str:
     return digest({"build": builds})[:32] if builds else "unknown"
 
 
-def _require_alike(store: _Store, first: _Store, name: str) -> None:
-    for what in ("n_rows", "sizes"):
-        actual, expected = getattr(store, what), getattr(first, what)
-        if actual != expected:
-            raise ValueError(
-                f"expected stores of the same samples and modules, got {what} {actual} for "
-                f"checkpoint {name!r} and {expected} for the first; try opening them separately"
-            )
-
-
 def _lazy(stores: tuple[_Store, ...]) -> da.Array:
     """Build the lazy array (sample, proj_dim, checkpoint)."""
     n, width = stores[0].n_rows, stores[0].width
-    rows = max(1, _BLOCK_BYTES // (4 * width))
-    chunks = da.core.normalize_chunks((rows,), shape=(n,))[0]
-    bounds = tuple(np.concatenate([[0], np.cumsum(chunks)]).tolist())
+    rows = da.core.normalize_chunks((max(1, _BLOCK_BYTES // (4 * width)),), shape=(n,))[0]
     states = [[str(s.file), s.file.stat().st_size, s.file.stat().st_mtime_ns] for s in stores]
     array: da.Array = da.map_blocks(
-        functools.partial(_read, stores, bounds),
-        chunks=(chunks, (width,), (1,) * len(stores)),
-        name=feature_layer(digest({"files": states, "rows": rows})[:32]),
+        functools.partial(_read, stores),
+        chunks=(rows, (width,), (1,) * len(stores)),
+        # By such a name td.save recognises an array that is complete, and not a selection.
+        name=f"feature-{digest({'files': states, 'rows': rows[:1]})[:32]}",
         dtype=np.float32,
         meta=np.empty((0, 0, 0), np.float32),
     )
     return array
 
 
-def _read(
-    stores: tuple[_Store, ...], bounds: tuple[int, ...], block_id: tuple[int, ...]
-) -> np.ndarray:
-    store = stores[block_id[2]]
-    rows = slice(*bounds[block_id[0] : block_id[0] + 2])
-    shape = (store.n_rows, store.width)
-    values = np.memmap(store.file, _STORED[store.dtype], "r", shape=shape)[rows]
+def _read(stores: tuple[_Store, ...], block_info: dict[Any, Any]) -> np.ndarray:
+    (start, stop), _, (checkpoint, _) = block_info[None]["array-location"]
+    store = stores[checkpoint]
+    values = store.mapped()[start:stop]
     if store.dtype == "bfloat16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
     return np.array(values, np.float32)[:, :, None]

@@ -30,21 +30,6 @@ def opened(name: str = "store", **changes: Any) -> Callable[[Path], object]:
     return lambda folder: td.open_bergson(store(folder, name, **changes))
 
 
-def without(file: str, **changes: Any) -> Callable[[Path], object]:
-    def call(folder: Path) -> object:
-        path = store(folder, **changes)
-        (path / file).unlink(missing_ok=True)
-        return td.open_bergson(path)
-
-    return call
-
-
-def wrong_offsets(folder: Path) -> object:
-    path = store(folder, attribute_tokens=True)
-    np.save(path / "offsets.npy", np.array([0, 2, 5]))
-    return td.open_bergson(path)
-
-
 def of_other_samples(folder: Path) -> object:
     other = store(folder, "other", num_grads=2)
     np.zeros((2, 7), np.float32).tofile(other / "gradients.bin")
@@ -74,22 +59,8 @@ ROWS = [
     BadInput(
         "open_bergson", "not finished", opened("run.part"), ValueError, ["run.part", "complete"]
     ),
-    BadInput("open_bergson", "old", opened(base_dtype=None), ValueError, ["base_dtype", "2.5"]),
-    BadInput("open_bergson", "other dtype", opened(base_dtype="int8"), ValueError, ["int8"]),
-    BadInput("open_bergson", "cut short", opened(num_grads=5), ValueError, ["140 bytes", "got 84"]),
-    BadInput(
-        "open_bergson", "no gradients", without("gradients.bin"), ValueError, ["gradients.bin"]
-    ),
-    BadInput(
-        "open_bergson",
-        "no offsets",
-        without("offsets.npy", attribute_tokens=True),
-        FileNotFoundError,
-        ["offsets.npy"],
-    ),
-    BadInput("open_bergson", "other offsets", wrong_offsets, ValueError, ["3 tokens", "got 5"]),
-    BadInput("open_bergson", "other samples", of_other_samples, ValueError, ["n_rows 2", "'1'"]),
-    BadInput("open_bergson", "other modules", of_other_modules, ValueError, ["sizes", "'k'"]),
+    BadInput("open_bergson", "other samples", of_other_samples, ValueError, ["(2,", "'1'"]),
+    BadInput("open_bergson", "other modules", of_other_modules, ValueError, ["'1'", "'k'"]),
 ]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from numpy.lib.format import open_memmap
 
 import trakdask as td
@@ -51,11 +50,6 @@ def as_it_is(run: Path) -> None:
     pass
 
 
-def truncated(run: Path) -> None:
-    path = run / "1" / "grads.mmap"
-    path.write_bytes(path.read_bytes()[:150])
-
-
 def nested(run: Path) -> None:
     (run / "first").mkdir()
     (run / "metadata.json").rename(run / "first" / "metadata.json")
@@ -73,47 +67,20 @@ NOT_FINAL = '{"1": {"is_featurized": 1, "is_finalized": 0}}'
 
 ROWS = [
     row("no such folder", lambda f: td.open_traker(f / "runs"), FileNotFoundError, "/runs'"),
-    row("a file", lambda f: td.open_traker(__file__), FileNotFoundError, "not a folder"),
-    row("an empty folder", td.open_traker, FileNotFoundError, "metadata.json", "an empty folder"),
-    row(
-        "no metadata", opened(lambda run: (run / "metadata.json").unlink()),
-        FileNotFoundError, "metadata.json", "id_0.json", "load_from_save_dir=True",
-    ),
+    row("an empty folder", td.open_traker, FileNotFoundError, "metadata.json"),
     row("a folder of runs", opened(nested), FileNotFoundError, "metadata.json", "['first']"),
-    row("metadata cut short", opened(write("metadata.json", '{"JL')), ValueError, "metadata.json"),
-    row("metadata is a list", opened(write("metadata.json", "[1]")), ValueError, "[1]"),
-    row(
-        "metadata without sizes", opened(write("metadata.json", '{"JL dimension": "4"}')),
-        ValueError, "'train set size'", "['4', None]",
-    ),
     row(
         "no checkpoint",
         opened(lambda run: [path.unlink() for path in run.glob("id_*.json")]),
-        FileNotFoundError, "id_<model_id>.json", "load_checkpoint",
+        ValueError, "out of the []",
     ),
     row("unknown model id", opened(as_it_is, model_ids=[0, 5]), ValueError, "[0, 1]", "[0, 5]"),
     row("model id twice", opened(as_it_is, model_ids=[0, 0]), ValueError, "[0, 0]"),
     row("no model ids", opened(as_it_is, model_ids=[]), ValueError, "got []"),
-    row("a number for model ids", opened(as_it_is, model_ids=1), TypeError, "model_ids", "got 1"),
     row("a number for exp_name", opened(as_it_is, 1), ValueError, "['test']", "got 1"),
-    row("truncated array", opened(truncated), ValueError, "1/grads.mmap", "150 bytes"),
-    row("empty array", opened(write("1/grads.mmap", "")), ValueError, "1/grads.mmap", "0 bytes"),
-    row("no array", opened(write("0/grads.mmap", "hello world")), ValueError, "0/grads.mmap"),
-    row(
-        "gradients deleted", opened(lambda run: (run / "1" / "grads.mmap").unlink()),
-        FileNotFoundError, "grads.mmap", "/1,", "del_grads",
-    ),
-    row(
-        "flags lost", opened(lambda run: (run / "1" / "_is_featurized.mmap").unlink()),
-        FileNotFoundError, "_is_featurized.mmap", "/1,",
-    ),
     row(
         "array of another run", opened(lambda run: array(run / "1/grads.mmap", (6, 5), "f2")),
-        ValueError, "(6, 4)", "(6, 5)", "1/grads.mmap",
-    ),
-    row(
-        "array of integers", opened(lambda run: array(run / "1/grads.mmap", (6, 4), "i2")),
-        ValueError, "float16 or float32", "int16", "1/grads.mmap",
+        ValueError, "(6, 4)", "(6, 5)", "grads.mmap",
     ),
     row("unknown experiment", opened(as_it_is, "val"), ValueError, "['test']", "'val'"),
     row(
@@ -129,10 +96,9 @@ ROWS = [
     row(
         "other number of targets",
         opened(lambda run: array(run / "1/test_grads.mmap", (2, 4), "f2"), "test"),
-        ValueError, "{0: 3, 1: 2}", "model_ids=[0]",
+        ValueError, "(3, 4)", "(2, 4)", "model_ids=[0]",
     ),
     row("not finalized", opened(write("id_1.json", NOT_FINAL), "test"), ValueError, "[1]", "final"),
-    row("id cut short", opened(write("id_1.json", '{"1'), "test"), ValueError, "id_1.json"),
 ]  # fmt: skip
 
 
@@ -146,11 +112,3 @@ def test_directory__opens_as_it_is(tmp_path: Path) -> None:
     features, targets = td.open_traker(directory(tmp_path), "test")
     assert np.isnan(features.feature).all(), "no row is flagged as featurized"
     assert targets.sizes == {"sample": 3, "proj_dim": 4, "checkpoint": 2}
-
-
-def test_directory__an_unreadable_id_matters_for_targets_only(tmp_path: Path) -> None:
-    run = directory(tmp_path)
-    (run / "id_1.json").write_text('{"1')
-    td.open_traker(run)
-    with pytest.raises(ValueError, match=r"id_1\.json"):
-        td.open_traker(run, "test")

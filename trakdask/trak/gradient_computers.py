@@ -181,13 +181,11 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         for name, tensor in self._selected.items():
             starts[name] = width
             width += tensor.numel()
-        flat: list[Tensor] = []
+        dtype, flat = _widest(self._selected.values()), list[Tensor]()
 
         def write(name: str, gradient: Tensor, first: int | None = None, /) -> None:
             if not flat:
-                flat.append(
-                    gradient.new_empty(len(gradient), width, dtype=_widest(self._selected.values()))
-                )
+                flat.append(gradient.new_empty(len(gradient), width, dtype=dtype))
             start = starts[name] + (first or 0)
             flat[0][:, start : start + gradient.shape[1]] = gradient
 
@@ -338,7 +336,7 @@ class IterativeGradientComputer(AbstractGradientComputer):
         """
         params = self.model_params
         with torch.enable_grad(), _differentiable(self.model, params):
-            outputs = self.modelout_fn.get_output(self.model, None, None, *batch)
+            outputs: Tensor = self.modelout_fn.get_output(self.model, None, None, *batch)
             dtype = torch.promote_types(torch.float32, _widest(params))
             width = sum(parameter.numel() for parameter in params)
             gradients = outputs.new_empty((len(outputs), width), dtype=dtype, requires_grad=False)

@@ -324,11 +324,7 @@ class MmapSaver(AbstractSaver):
 
     def save_scores(self, exp_name: str) -> None:
         """Write the scores of the current experiment to disk, and record that they are final."""
-        if self.current_experiment_name != exp_name:
-            raise AssertionError(
-                f"expected the current experiment {self.current_experiment_name!r}, got "
-                f"{exp_name!r}; try load_current_store(model_id, {exp_name!r}) first"
-            )
+        assert self.current_experiment_name == exp_name
         self.flush(f"{exp_name}_scores")
         with self._locked():
             experiments = _read(self.experiments_file)

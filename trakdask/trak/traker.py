@@ -509,9 +509,8 @@ class TRAKer:
     ) -> tuple[Tensor, Tensor | None]:
         """Return a batch's projected gradients in the form to be stored, and Q if it is known."""
         computer, projector, out_to_loss = self.gradient_computer, self.projector, None
-        if not getattr(computer, "can_stream", False):
-            features = projector.project(computer.compute_per_sample_grad(batch), model_id=model_id)
-        elif isinstance(projector, StreamProjector):
+        can_stream = getattr(computer, "can_stream", False)
+        if can_stream and isinstance(projector, StreamProjector):
             streams: list[ProjectionStream] = []
 
             def sink(name: str, gradient: Tensor, first: int | None = None, /) -> None:
@@ -521,7 +520,7 @@ class TRAKer:
 
             out_to_loss = computer.stream_per_sample_grad(batch, sink)
             features = streams[0].result()
-        elif type(projector).__module__ == projectors.__name__:  # takes one tensor
+        elif can_stream and type(projector).__module__ == projectors.__name__:  # takes one tensor
             flat, out_to_loss = computer.flat_per_sample_grad(batch)
             features = projector.project(flat, model_id=model_id)
         else:
@@ -552,11 +551,6 @@ class TRAKer:
 
     def _can_score(self, exp_name: str, num_targets: int, model_id: int, allow_skip: bool) -> bool:
         """Open the files of a checkpoint; return whether it can be used."""
-        if model_id not in self.saver.model_ids:
-            raise ModelIDException(
-                f"expected one of the model ids {sorted(self.saver.model_ids)}, got {model_id}; "
-                "try one of those"
-            )
         self.saver.load_current_store(model_id)
         self.saver.load_current_store(model_id, exp_name, num_targets)
         if self.saver.current_store[f"{exp_name}_grads"] is None:
