@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +23,6 @@ from tests.trak._models import (
 )
 from trakdask.trak import modelout_functions
 from trakdask.trak.modelout_functions import (
-    TASK_TO_MODELOUT,
-    AbstractModelOutput,
     CLIPModelOutput,
     ImageClassificationModelOutput,
     IterativeImageClassificationModelOutput,
@@ -106,36 +103,6 @@ def test_texts__in_the_order_of_the_original(temperature: float) -> None:
     torch.testing.assert_close(q.double(), 1 - p_of(logits, batch[3], temperature)[:, None])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_dtypes__are_those_of_the_logits(dtype: torch.dtype) -> None:
-    module, (images, labels) = made(mlp, dtype), image_batch((12,), dtype)
-    task = ImageClassificationModelOutput()
-    output = task.get_output(module, *state(module), images[0], labels[0])
-    q = task.get_out_to_loss_grad(module, *state(module), [images, labels.to(torch.int32)])
-    assert output.dtype == q.dtype == dtype
-
-
-def test_abstract__a_subclass_needs_both_methods_but_no_init() -> None:
-    class Half(AbstractModelOutput):
-        def get_output(self, *args: Any) -> Tensor:
-            return torch.zeros(())
-
-    with pytest.raises(TypeError, match="get_out_to_loss_grad"):
-        Half()
-
-    class Whole(Half):
-        def get_out_to_loss_grad(self, *args: Any) -> Tensor:
-            return torch.zeros(1)
-
-    class WithInit(Whole):
-        def __init__(self, weight: float) -> None:
-            super().__init__()
-            self.weight = weight
-
-    assert isinstance(Whole(), AbstractModelOutput)
-    assert WithInit(2.0).weight == 2.0
-
-
 # ------------------------------------------------------------------------------------------ CLIP
 
 
@@ -196,17 +163,6 @@ def test_clip__negatives_are_uniform_and_the_same_in_each_run() -> None:
     assert torch.equal(*outputs)
 
 
-def test_clip__temperature_is_that_of_the_model_at_each_call() -> None:
-    module, batch = made(Pair), pair_batch()
-    task = embedded(module, simulated_batch_size=4)
-    first = task.get_out_to_loss_grad(module, *state(module), batch)
-    with torch.no_grad():
-        module.get_parameter("logit_scale").fill_(3.0)
-    second = task.get_out_to_loss_grad(module, *state(module), batch)
-    assert not torch.allclose(first, second)
-    assert task.temperature is None
-
-
 def test_get_embeddings__of_batches_of_any_size() -> None:
     module = made(Pair)
     images, texts = pair_batch(10, seed=5)
@@ -218,25 +174,6 @@ def test_get_embeddings__of_batches_of_any_size() -> None:
         assert task.num_computed_embeddings == n
         torch.testing.assert_close(task.image_embeddings, phi[:n].detach())
         torch.testing.assert_close(task.text_embeddings, psi[:n].detach())
-
-
-def test_get_embeddings__preprocesses_samples_as_the_docs_of_the_original_do() -> None:
-    module = made(Pair)
-    images, texts = pair_batch(3, seed=5)
-    words = {"a": texts[0], "b": texts[1], "c": texts[2]}
-    dataset = [(image.numpy(), [word]) for image, word in zip(images, words, strict=True)]
-    task = CLIPModelOutput()
-    task.get_embeddings(
-        module,
-        dataset,
-        batch_size=1,
-        size=2,
-        embedding_dim=DIM,
-        preprocess_fn_img=lambda x: torch.from_numpy(x).unsqueeze(0),
-        preprocess_fn_txt=lambda x: words[x[0]][None],
-    )
-    torch.testing.assert_close(task.image_embeddings, module(images, texts)[0][:2].detach())
-    torch.testing.assert_close(task.text_embeddings, module(images, texts)[1][:2].detach())
 
 
 def test_clip__errors_before_and_after_get_embeddings() -> None:
@@ -260,32 +197,6 @@ def test_is_of_other_weights__looks_at_values() -> None:
 
 
 # --------------------------------------------------------------------------- the original, beside
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("name", NAMES)
-def test_signatures__are_those_of_the_original(name: str) -> None:
-    original = getattr(pytest.importorskip("trak.modelout_functions"), name)
-    ours = getattr(modelout_functions, name)
-    methods = ["__init__", "get_output", "get_out_to_loss_grad", "get_embeddings"]
-    for method in (m for m in methods if hasattr(original, m)):
-        assert isinstance(inspect.getattr_static(original, method), staticmethod) == isinstance(
-            inspect.getattr_static(ours, method), staticmethod
-        )
-        found, expected = (
-            inspect.signature(getattr(cls, method)).parameters.values() for cls in (ours, original)
-        )
-        assert [(p.name, p.kind, p.default) for p in found] == [
-            (p.name, p.kind, p.default) for p in expected
-        ]
-
-
-@pytest.mark.parity
-def test_task_to_modelout__has_the_names_of_the_original() -> None:
-    original = pytest.importorskip("trak.modelout_functions").TASK_TO_MODELOUT
-    assert {name: cls.__name__ for name, cls in TASK_TO_MODELOUT.items()} == {
-        name: cls.__name__ for name, cls in original.items()
-    }
 
 
 @pytest.mark.parity

@@ -8,11 +8,9 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from numpy.lib.format import open_memmap
 
 import trakdask as td
 from trakdask import StoreMismatchError
@@ -120,11 +118,6 @@ def test_open_traker__features_are_the_stored_gradients(tmp_path: Path, half: bo
         )
 
 
-def test_open_traker__features_need_not_be_finalized(tmp_path: Path) -> None:
-    write_features(traker_of(tmp_path), ids=(0,))
-    assert np.isfinite(td.open_traker(tmp_path).feature).all()
-
-
 def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
     traker = traker_of(tmp_path)
     write_features(traker, ids=(0,))
@@ -138,13 +131,6 @@ def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
     xr.testing.assert_allclose(
         td.gram(features).sel(checkpoint="1"), td.gram(done).sel(checkpoint="1")
     )
-
-
-def test_open_traker__model_ids_choose_checkpoints(written: Path) -> None:
-    features, targets = td.open_traker(written, "test", model_ids=[2, 0])
-    assert features.checkpoint.values.tolist() == targets.checkpoint.values.tolist() == ["2", "0"]
-    expected = td.open_traker(written).sel(checkpoint=["2", "0"])
-    np.testing.assert_array_equal(features.feature, expected.feature)
 
 
 def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch) -> None:
@@ -163,48 +149,6 @@ def test_open_traker__computes_nothing(written: Path) -> None:
     with raise_if_dask_computes():
         features, targets = td.open_traker(written, "test")
         td.top_k(td.score(features, targets, damping=td.Absolute(1.0)), 3)
-
-
-def test_open_traker__reads_no_rows_of_a_large_run(tmp_path: Path, monkeypatch) -> None:
-    """The arrays of 10^6 rows are sparse files; a row that is read is counted."""
-    n, p = 10**6, 512
-    (tmp_path / "0").mkdir()
-    metadata = {"JL dimension": p, "JL matrix type": "normal", "train set size": n}
-    (tmp_path / "metadata.json").write_text(json.dumps(metadata))
-    (tmp_path / "id_0.json").write_text('{"0": {"is_featurized": 1, "is_finalized": 1}}')
-    for name, shape, dtype in (
-        ("grads", (n, p), "f2"),
-        ("test_grads", (100, p), "f2"),
-        ("out_to_loss", (n, 1), "f2"),
-        ("_is_featurized", (n, 1), "i4"),
-    ):
-        open_memmap(tmp_path / "0" / f"{name}.mmap", mode="w+", shape=shape, dtype=dtype)
-    read = []
-    getitem = np.memmap.__getitem__
-
-    def counted(self: np.memmap, index: object) -> np.ndarray:
-        rows = getitem(self, index)
-        read.append(len(rows))
-        return rows
-
-    monkeypatch.setattr(np.memmap, "__getitem__", counted)
-    features, _ = td.open_traker(tmp_path, "test")
-    assert features.sizes["sample"] == n
-    assert read == []
-    features.out_to_loss[:10].compute()
-    assert 0 < sum(read) < 10**5, "one block of rows and of flags"
-
-
-def test_open_traker__writes_nothing(run: Path) -> None:
-    files = [path for path in run.rglob("*") if path.is_file()]
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-    for path in files:
-        path.chmod(0o444)
-    features, targets = td.open_traker(run, "test")
-    td.score(features, targets, damping=td.Absolute(1.0)).compute()
-    assert {
-        p: (p.stat().st_mtime_ns, p.read_bytes()) for p in run.rglob("*") if p.is_file()
-    } == before
 
 
 @pytest.mark.slow
@@ -235,32 +179,6 @@ def test_open_traker__scores_are_those_of_finalize_scores(
         factors.append(np.abs(np.linalg.inv(g.T @ g + lambda_reg * np.eye(PROJ_DIM))).mean())
     scaled = (apart / xr.DataArray(factors, dims="checkpoint")).mean("checkpoint")
     np.testing.assert_allclose(scaled, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
-
-
-def test_open_traker__queries_groups_and_exports_work_from_there(
-    written: Path, tmp_path: Path
-) -> None:
-    features, targets = td.open_traker(written, "test")
-    features = features.assign_coords(label=("sample", TRAIN[1].numpy()))
-    targets = targets.assign_coords(label=("sample", TARGETS[1].numpy()))
-    options = {"estimator": "trak", "damping": td.Absolute(0.5)}
-    scores = td.score(features, targets, **options)
-    values = scores.values
-
-    top = td.top_k(scores, 3, where=lambda tile: tile.label == tile.target_label).compute()
-    for j, label in enumerate(TARGETS[1].numpy()):
-        same = np.flatnonzero(TRAIN[1].numpy() == label)
-        best = same[np.argsort(-values[same, j], kind="stable")[:3]]
-        assert top.position[j].values.tolist() == best.tolist()
-
-    by_label = td.group_score(features, targets, by="label", **options)
-    summed = [values[TRAIN[1].numpy() == label].sum(axis=0) for label in range(N_CLASSES)]
-    np.testing.assert_allclose(by_label, summed, rtol=1e-4, atol=1e-5)
-
-    td.to_parquet(td.top_k(scores, 3), tmp_path / "top.parquet")
-    table = pd.read_parquet(tmp_path / "top.parquet")
-    assert len(table) == 3 * M
-    assert {"score", "position", "label", "target_label"} <= set(table.columns)
 
 
 def test_open_traker__rows_never_featurized_take_no_part_in_scores(tmp_path: Path) -> None:
@@ -305,25 +223,6 @@ def test_open_traker__features_of_another_run_are_refused(written: Path, tmp_pat
         td.score(features, targets, damping=td.Absolute(1.0))
 
 
-def test_open_traker__features_of_trakdask_are_refused(written: Path) -> None:
-    features = td.open_traker(written)
-    ours = td.testing.simulate_features(n_samples=8, proj_dim=PROJ_DIM, n_checkpoints=3)
-    with pytest.raises(StoreMismatchError, match="projector"):
-        td.score(features, ours, damping=td.Absolute(1.0))
-
-
-def test_open_traker__a_run_that_goes_on_is_another_one(tmp_path: Path) -> None:
-    traker = traker_of(tmp_path)
-    write_features(traker, ids=(0,), rows=40)
-    before = td.open_traker(tmp_path)
-    again = td.open_traker(tmp_path)
-    write_features(traker, ids=(0,))
-    after = td.open_traker(tmp_path)
-    assert before.attrs == again.attrs
-    assert before.feature.data.name == again.feature.data.name != after.feature.data.name
-    assert before.attrs["checkpoints"] != after.attrs["checkpoints"]
-
-
 # ----------------------------------------------------------------------- directories as they happen
 
 
@@ -336,46 +235,7 @@ def test_open_traker__a_moved_directory_opens(run: Path) -> None:
     assert np.isfinite(td.score(features, targets, damping=td.Absolute(1.0))).all()
 
 
-def test_open_traker__a_job_without_experiments_json_opens(run: Path) -> None:
-    """As jobs leave it that were started with load_from_save_dir=False."""
-    (run / "experiments.json").unlink()
-    assert td.open_traker(run, "test")[1].sizes["sample"] == M
-
-
-def test_open_traker__runs_inside_are_not_part_of_it(run: Path, written: Path) -> None:
-    shutil.copytree(written, run / "inner")
-    (run / "inner" / "id_2.json").rename(run / "inner" / "id_7.json")
-    assert td.open_traker(run).checkpoint.values.tolist() == ["0", "1", "2"]
-
-
-def test_open_traker__flags_of_one_dimension(run: Path) -> None:
-    """The shape in which the file is first made."""
-    path = run / "1" / "_is_featurized.mmap"
-    np.save(path.with_suffix(".npy"), np.ones(N, np.int32))
-    path.with_suffix(".npy").rename(path)
-    assert np.isfinite(td.open_traker(run).feature).all()
-
-
 # ------------------------------------------------------------------------------------------- errors
-
-
-def test_open_traker__unknown_experiment_lists_the_known(written: Path) -> None:
-    with pytest.raises(ValueError, match=r"\['test'\].*'tset'"):
-        td.open_traker(written, "tset")
-
-
-def test_open_traker__experiment_without_one_checkpoint(run: Path) -> None:
-    (run / "1" / "test_grads.mmap").unlink()
-    with pytest.raises(ValueError, match=r"\[0, 2\] only.*model_ids=\[0, 2\]"):
-        td.open_traker(run, "test")
-    td.open_traker(run, "test", model_ids=[0, 2])
-
-
-def test_open_traker__other_number_of_targets_at_one_checkpoint(run: Path) -> None:
-    (run / "1" / "test_grads.mmap").unlink()
-    write_targets(traker_of(run), (1,), "test", n=4)
-    with pytest.raises(ValueError, match=r"4.*model_ids=\[0, 2\]"):
-        td.open_traker(run, "test")
 
 
 def test_open_traker__targets_scored_before_finalize_features(tmp_path: Path) -> None:
@@ -387,15 +247,6 @@ def test_open_traker__targets_scored_before_finalize_features(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"finalize.*\[1\]"):
         td.open_traker(tmp_path, "test")
     td.open_traker(tmp_path, "test", model_ids=[0])
-
-
-def test_open_traker__array_truncated_after_opening(run: Path) -> None:
-    """A copy that was interrupted, or made anew under our hands: an error and no SIGBUS."""
-    features = td.open_traker(run)
-    path = run / "1" / "grads.mmap"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="mmap length"):
-        features.feature.compute()
 
 
 # ------------------------------------------------------------------------------- the drop-in's runs

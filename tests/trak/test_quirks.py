@@ -18,21 +18,17 @@ import pytest
 import torch
 
 import trakdask as td
-from tests.trak._runs import QUIET, M, N, Run, built, checkpoints, content, images, relative
+from tests.trak._runs import M, N, Run, built, checkpoints, content, images
 from trakdask.errors import StoreMismatchError
-from trakdask.trak import TRAKer, projectors, utils
-from trakdask.trak.gradient_computers import IterativeGradientComputer
+from trakdask.trak import TRAKer, projectors
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
 from trakdask.trak.projectors import (
     AbstractProjector,
     BasicProjector,
     BasicSingleBlockProjector,
-    ChunkedCudaProjector,
     CudaProjector,
-    NoOpProjector,
 )
-from trakdask.trak.savers import MmapSaver, ModelIDException
-from trakdask.trak.score_computers import BasicScoreComputer
+from trakdask.trak.savers import ModelIDException
 
 
 def basic(proj_dim: int, seed: int = 0, block_size: int = 100) -> BasicProjector:
@@ -56,11 +52,6 @@ def finalized(folder: Path, n_checkpoints: int = 1, **options: Any) -> TRAKer:
 
 def targets(n: int = M) -> list[torch.Tensor]:
     return [part[:n] for part in images(M, seed=1)]
-
-
-def test_1__test_install_works_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    utils.test_install(use_fast_jl=False)
-    assert "installed correctly" in capsys.readouterr().out
 
 
 def test_2__a_torch_device_is_as_good_as_its_name(tmp_path: Path) -> None:
@@ -89,11 +80,6 @@ def test_4__blocks_beyond_100_share_no_seed_with_the_next_model_id() -> None:
     assert len({seed % 2**32 for each in seeds for seed in each}) == 208
 
 
-def test_5__seeds_of_fast_jl_must_stay() -> None:
-    """Its matrices collide from 20,480 columns on; they are the extension's, bit by bit."""
-    assert td.FastJL(20_480, num_sms=108).width(10) == 20_480
-
-
 @pytest.mark.parametrize("n_chunks", [4, 8, 30])
 def test_6__no_two_chunks_share_a_seed(n_chunks: int) -> None:
     for seed in range(200):
@@ -103,36 +89,6 @@ def test_6__no_two_chunks_share_a_seed(n_chunks: int) -> None:
         assert [a for i, a in enumerate(old) if a not in old[:i]] == [
             b for a, b, i in zip(old, new, range(n_chunks), strict=True) if a not in old[:i]
         ]
-
-
-def test_7__seeds_of_model_ids_must_stay() -> None:
-    """Seed 10,000 of id 0 is seed 0 of id 1: scores would not agree with old ones otherwise."""
-    a = BasicSingleBlockProjector(4, 3, 10_000, "normal", "cpu")
-    b = BasicSingleBlockProjector(4, 3, 0, "normal", "cpu", model_id=1)
-    assert torch.equal(a.proj_matrix, b.proj_matrix)
-    assert "seeds below" in " ".join((BasicSingleBlockProjector.__doc__ or "").split())
-
-
-def test_8__a_parameter_larger_than_a_chunk_is_cut() -> None:
-    most = 2**32 // 32 - 1
-    assert utils.chunk_sizes([most + 7, 5], 32) == (most, [most, 12])
-    assert utils.chunk_sizes([3, most], 32) == (most, [3, most])
-
-
-def chunked(sizes: list[int], feat_bs: int, dtype: torch.dtype) -> ChunkedCudaProjector:
-    parts = [BasicProjector(n, 6, i, "normal", "cpu", 5) for i, n in enumerate(sizes)]
-    return ChunkedCudaProjector(parts, max(sizes), sizes, feat_bs, "cpu", dtype)
-
-
-def test_9__a_batch_larger_than_the_buffer_is_projected_in_float32() -> None:
-    grads = {"a": torch.full((5, 3, 2), 3e4), "b": torch.full((5, 4), -3e4)}
-    small = {name: value[:2] for name, value in grads.items()}
-    projector = chunked([5, 5], feat_bs=2, dtype=torch.float32)
-    found = projector.project(grads, model_id=0)
-    assert torch.equal(found[:2], projector.project(small, model_id=0))
-    flat = utils.vectorize(grads, device="cpu")
-    matrix = torch.cat([part.project(torch.eye(5), 0) for part in projector.projector_per_chunk])
-    assert relative(found, flat @ matrix) < 1e-5
 
 
 def test_10__batch_sizes_without_a_kernel(cuda_stand_in: list[str]) -> None:
@@ -167,15 +123,6 @@ def test_12__a_half_done_batch_is_completed(tmp_path: Path, n_done: int) -> None
     np.testing.assert_array_equal(found["0/grads.mmap"][n_done:], expected["0/grads.mmap"][n_done:])
 
 
-def test_13__a_job_that_does_not_load_keeps_what_is_there(tmp_path: Path) -> None:
-    Run().featurize(Run().make(TRAKer, tmp_path))
-    job = Run().make(TRAKer, tmp_path, load_from_save_dir=False)
-    job.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
-    assert np.load(tmp_path / "0/_is_featurized.mmap").sum() == N
-    fresh = Run(options={"load_from_save_dir": False}).whole(TRAKer, tmp_path / "fresh")
-    assert np.isfinite(fresh).all()  # experiments.json was made by the job itself
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -191,15 +138,6 @@ def test_14__other_settings_are_refused(tmp_path: Path, option: str, value: obje
         with pytest.raises(AssertionError, match=r"expected .*, got "):
             run.make(TRAKer, tmp_path)
     assert content(tmp_path).keys() == before.keys()
-
-
-def test_14__another_lambda_is_refused_once_features_are_made(tmp_path: Path) -> None:
-    run = Run(n_checkpoints=2, options={"lambda_reg": 0.1})
-    run.featurize(run.make(TRAKer, tmp_path))
-    run.make(TRAKer, tmp_path, lambda_reg=0.2).finalize_features(model_ids=[0])
-    with pytest.raises(AssertionError, match=r"lambda_reg=0.2.*got 0.3"):
-        run.make(TRAKer, tmp_path, lambda_reg=0.3).finalize_features()
-    run.make(TRAKer, tmp_path).finalize_features(model_ids=[0])  # nothing to do
 
 
 def test_15__allow_skip_skips(tmp_path: Path) -> None:
@@ -239,33 +177,6 @@ def test_17__targets_can_be_scored_before_features_are_finalized(tmp_path: Path)
     np.testing.assert_array_equal(traker.finalize_scores("test"), expected)
 
 
-def test_18__flags_are_not_summed_for_every_batch(tmp_path: Path) -> None:
-    """Each flag is read about once in a run: counted here, as times depend on the machine."""
-    n, batch, read = 200_000, 50, []
-
-    class Counting(np.ndarray):
-        def __getitem__(self, key: Any) -> Any:
-            found = super().__getitem__(key)
-            read.append(np.size(found))
-            return np.asarray(found)
-
-    saver = MmapSaver(tmp_path, {}, n, 1, False, QUIET, True)
-    saver.register_model_id(0, False)
-    flags = saver.current_store["is_featurized"]
-    saver.current_store["is_featurized"] = np.asarray(flags).view(Counting)
-    for start in range(0, n, n // batch):
-        flags[start : start + n // batch] = 1
-        saver.serialize_current_model_id_metadata()
-    assert saver.model_ids[0]["is_featurized"] == 1
-    assert sum(read) < 3 * n  # the original reads batch * n = 50 n
-
-
-def test_19__one_target_is_no_block_of_its_own() -> None:
-    a, b = torch.randn(1000, 5), torch.randn(1, 5)
-    found = utils.get_matrix_mult_blockwise(a, b, torch.float32, 64)
-    assert relative(found, a @ b.T) < 1e-6
-
-
 def test_20__a_job_does_not_write_its_view_over_that_of_another(tmp_path: Path) -> None:
     jobs = [Run().make(TRAKer, tmp_path) for _ in range(2)]
     for model_id, job in enumerate(jobs):
@@ -280,39 +191,6 @@ def test_20__a_job_does_not_write_its_view_over_that_of_another(tmp_path: Path) 
     }
 
 
-@pytest.mark.parametrize("iterative", [False, True])
-def test_21__grad_wrt_selects_parameters_in_both_gradient_computers(
-    tmp_path: Path, iterative: bool
-) -> None:
-    more = {"gradient_computer": IterativeGradientComputer} if iterative else {}
-    task = "iterative_image_classification" if iterative else "image_classification"
-    projector = NoOpProjector(device="cpu")
-    some = {"grad_wrt": ["1.bias", "3.bias"], "task": task, "projector": projector}
-    traker = started(tmp_path, use_half_precision=False, **some, **more)
-    assert (traker.num_params_for_grad, traker.proj_dim) == (8, 8)
-    traker.featurize(images(), num_samples=N)
-    assert np.load(tmp_path / "0/grads.mmap").any(axis=0).all()
-
-
-def test_24__out_to_loss_of_shape_batch_is_stored(tmp_path: Path) -> None:
-    class Flat(ImageClassificationModelOutput):
-        def get_out_to_loss_grad(self, *args: Any) -> torch.Tensor:
-            return super().get_out_to_loss_grad(*args)[:, 0]
-
-    found = Run().whole(TRAKer, tmp_path / "flat", task=Flat())
-    expected = Run().whole(TRAKer, tmp_path / "plain")
-    assert relative(found, expected) < 1e-2
-
-
-def test_25__batch_norm_runs_since_models_are_in_evaluation_mode(tmp_path: Path) -> None:
-    assert np.isfinite(Run("normed", options={"lambda_reg": 1.0}).whole(TRAKer, tmp_path)).all()
-
-
-def test_26__q_has_no_autograd_graph(tmp_path: Path) -> None:
-    traker = started(tmp_path)
-    assert not traker.gradient_computer.compute_loss_grad(images()).requires_grad
-
-
 def test_27__an_id_without_gradients_can_be_opened_and_scored(tmp_path: Path) -> None:
     expected = np.array(one_id(finalized(tmp_path / "expected")))
     run = Run(options={"lambda_reg": 0.1})
@@ -322,12 +200,6 @@ def test_27__an_id_without_gradients_can_be_opened_and_scored(tmp_path: Path) ->
     assert not (tmp_path / "found/0/grads.mmap").exists()
     run.featurize(traker)  # all rows are done
     np.testing.assert_array_equal(one_id(traker), expected)
-
-
-def test_28__the_notebook_of_minimal_trak_is_no_part_of_the_package() -> None:
-    """``notebooks/trak_from_scratch.ipynb`` does it right and says what is wrong with the other."""
-    g = torch.randn(30, 4)
-    assert relative(BasicScoreComputer(torch.float32, "cpu").get_xtx(g), g.T @ g) < 1e-6
 
 
 def test_29__targets_get_the_matrix_of_their_own_model_id(tmp_path: Path) -> None:
@@ -371,20 +243,6 @@ def test_31__more_targets_than_announced(tmp_path: Path) -> None:
         traker.score(targets(), num_samples=M)
 
 
-def test_32__chunk_seeds_suit_torch_generators() -> None:
-    for seed in projectors.chunk_seeds(0, 5):
-        assert type(seed) is int
-        given = [BasicProjector(4, 3, each, "normal", "cpu") for each in (seed, np.int64(seed))]
-        assert torch.equal(given[0].proj_matrix, given[1].proj_matrix)
-
-
-def test_33__the_matrix_in_half_precision_must_stay() -> None:
-    """Under half precision it is drawn in float16: scores would not agree with old ones."""
-    found = BasicProjector(50, 20, 0, "normal", "cpu", dtype=torch.float16).proj_matrix
-    drawn = torch.empty(50, 20, dtype=torch.float16)
-    assert torch.equal(found, drawn.normal_(generator=torch.Generator().manual_seed(0)))
-
-
 def test_34__finalizing_twice_and_what_a_custom_projector_returned(tmp_path: Path) -> None:
     class Ones(AbstractProjector):
         ones = torch.ones(N, 3)
@@ -400,18 +258,6 @@ def test_34__finalizing_twice_and_what_a_custom_projector_returned(tmp_path: Pat
     assert bool((Ones.ones == 1).all())
     traker.finalize_features()
     traker.finalize_features()
-
-
-def test_35__allowing_registered_ids_has_no_effect_and_must_not_empty_them(tmp_path: Path) -> None:
-    """There is nothing to allow: a known id always continues."""
-    traker = started(tmp_path)
-    traker.featurize(images(), num_samples=N)
-    before = content(tmp_path)["0/grads.mmap"]
-    state = checkpoints("mlp", 1)[0]
-    traker.load_checkpoint(state, model_id=0, _allow_featurizing_already_registered=True)
-    again = Run().make(TRAKer, tmp_path, load_from_save_dir=False)
-    again.load_checkpoint(state, model_id=0, _allow_featurizing_already_registered=True)
-    np.testing.assert_array_equal(content(tmp_path)["0/grads.mmap"], before)
 
 
 def test_36__calls_of_the_readme_and_of_the_documentation(tmp_path: Path) -> None:

@@ -39,11 +39,6 @@ def test_register_model_id__creates_the_files(tmp_path: Path, half: bool, dtype:
     }
 
 
-def test_register_model_id__refuses_a_known_one(tmp_path: Path) -> None:
-    with pytest.raises(ModelIDException, match="got 0"):
-        registered(tmp_path).register_model_id(0, False)
-
-
 def test_init__finds_what_is_there_but_not_in_subfolders(tmp_path: Path) -> None:
     registered(tmp_path)
     registered(tmp_path / "nested").register_model_id(7, False)
@@ -82,12 +77,6 @@ def test_serialize__is_complete_with_the_last_row(tmp_path: Path, rows: list[int
         assert found == saver.model_ids[0]["is_featurized"] == int(i == 4)
 
 
-def test_load_current_store__what_is_absent_is_none(tmp_path: Path) -> None:
-    saver = registered(tmp_path)
-    saver.load_current_store(0, "never started", 4)
-    assert saver.current_store["never started_grads"] is None
-
-
 def test_init_experiment__new_targets_are_nan_and_old_ones_stay(tmp_path: Path) -> None:
     saver = registered(tmp_path)
     saver.init_experiment("test", 2, 0)
@@ -106,10 +95,3 @@ def test_save_scores__only_of_the_current_experiment(tmp_path: Path) -> None:
         saver.save_scores("other")
     saver.save_scores("test")
     assert made(tmp_path).experiments["test"]["scores_finalized"] == 1
-
-
-def test_del_grads__twice(tmp_path: Path) -> None:
-    saver = registered(tmp_path)
-    for _ in range(2):
-        saver.del_grads(0)
-    assert not (tmp_path / "0/grads.mmap").exists()
