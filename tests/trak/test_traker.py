@@ -121,7 +121,7 @@ def test_featurize__needs_a_checkpoint_and_one_of_two_arguments(tmp_path: Path) 
         ({"num_samples": N + 1}, IndexError),
         ({"inds": np.array([0, 1, N])}, IndexError),
         ({"inds": np.array([0, 1, -1])}, IndexError),
-        ({"inds": np.array([True, False, True])}, TypeError),
+        ({"inds": np.array([True, False, True])}, IndexError),
     ],
 )
 def test_featurize__rows_that_do_not_fit(
@@ -129,7 +129,7 @@ def test_featurize__rows_that_do_not_fit(
 ) -> None:
     traker = Run().make(TRAKer, tmp_path)
     traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
-    with pytest.raises(error, match=r"expected .*, got "):
+    with pytest.raises(error):
         traker.featurize([part[:3] for part in images()], **given)
     assert not np.load(tmp_path / "0/_is_featurized.mmap").any()
 

@@ -2,9 +2,8 @@
 
 Replace ``trak`` with ``trakdask.trak`` in the imports of a script; nothing else changes. The
 modules have the original's names: ``traker``, ``gradient_computers``, ``modelout_functions``,
-``projectors``, ``savers``, ``score_computers`` and ``utils``. The original can read a run, and a
-run can continue one of the original, unless it was started with
-``TRAKer(..., mode="trakdask")``.
+``projectors``, ``savers``, ``score_computers`` and ``utils``. The files of a run have the original's
+format. :func:`trakdask.open_traker` opens those of both packages.
 """
 
 from trakdask.trak.traker import TRAKer

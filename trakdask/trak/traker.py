@@ -285,7 +285,7 @@ class TRAKer:
         completed rows is computed as a whole, so that results do not depend on where a run was
         interrupted. When this method returns, the rows are on disk.
         """
-        rows = _rows(inds, num_samples, self._last_ind, self.train_set_size)
+        rows = _rows(inds, num_samples, self._last_ind)
         if self.ckpt_loaded != self.saver.current_model_id or self.ckpt_loaded != self._weights_of:
             raise AssertionError(
                 f"expected the weights of the current model id ({self.saver.current_model_id}) to "
@@ -409,7 +409,7 @@ class TRAKer:
                 "num_targets)"
             )
         exp_name, model_id, num_targets = self._scoring
-        rows = _rows(inds, num_samples, self._last_ind_target, num_targets)
+        rows = _rows(inds, num_samples, self._last_ind_target)
         if self.saver.current_model_id != model_id:  # finalize_features was called in between
             self.saver.load_current_store(model_id, exp_name, num_targets)
         self._last_ind_target += num_samples or 0
@@ -585,12 +585,10 @@ class TRAKer:
 
     def _scores_of_trakdask(self, exp_name: str, model_ids: list[int]) -> np.ndarray:
         features, targets = open_traker(self.save_dir, exp_name, model_ids=model_ids)
-        is_built_in = type(self.task) in TASK_TO_MODELOUT.values()
-        name = type(self.task).__name__.removeprefix("Iterative").removesuffix("ModelOutput")
-        for each in (features, targets):
-            each.attrs["task"] = name if is_built_in else "unknown"
+        classifiers = {kind for name, kind in TASK_TO_MODELOUT.items() if name != "clip"}
+        estimator: Any = "soft" if type(self.task) in classifiers else "trak"
         damping: Any = Absolute(self.lambda_reg) if self.lambda_reg else "closed_form"
-        scores = score(features, targets, damping=damping)
+        scores = score(features, targets, estimator=estimator, damping=damping)
         return scores.compute(scheduler="threads").to_numpy()
 
     def _as_stored(self, values: Tensor) -> Tensor:
@@ -609,10 +607,8 @@ def _instance(kind: Any, if_accepted: Mapping[str, Any], **arguments: Any) -> An
     return kind(**{**more, **arguments})
 
 
-def _rows(
-    inds: Iterable[int] | None, num_samples: int | None, cursor: int, size: int
-) -> np.ndarray:
-    """Return the rows of a batch, in [0, size): those given, or the next ones from the cursor."""
+def _rows(inds: Any, num_samples: int | None, cursor: int) -> np.ndarray:
+    """Return the rows of a batch: those given, or the next ones from the cursor on."""
     if (inds is None) == (num_samples is None):
         given = "neither" if inds is None else "both"
         raise AssertionError(
@@ -620,15 +616,8 @@ def _rows(
             f"{given}; try num_samples=len(batch[0])"
         )
     if num_samples is not None:
-        rows = np.arange(cursor, cursor + num_samples)
-    else:
-        rows = inds.numpy(force=True) if isinstance(inds, Tensor) else np.asarray(inds)
-        rows = rows.reshape(-1)
-    if rows.dtype.kind not in "iu":
-        raise TypeError(f"expected integer inds, got {rows.dtype}; try inds=np.arange(0, 32)")
-    if len(rows) and not 0 <= rows.min() <= rows.max() < size:
-        raise IndexError(
-            f"expected positions below {size}, got {rows.min()} to {rows.max()}; try "
-            "num_samples=len(batch[0]), since the last batch may be smaller"
-        )
+        return np.arange(cursor, cursor + num_samples)
+    rows = np.asarray(inds.cpu() if isinstance(inds, Tensor) else inds).reshape(-1)
+    if rows.dtype.kind not in "iu" or (rows < 0).any():
+        raise IndexError(f"expected positions of samples as inds, got {rows}; try np.arange(0, 32)")
     return rows
