@@ -2,8 +2,8 @@
 
 Replace ``trak`` with ``trakdask.trak`` in the imports of a script; nothing else changes. The
 modules have the original's names: ``traker``, ``gradient_computers``, ``modelout_functions``,
-``projectors``, ``savers``, ``score_computers`` and ``utils``. The files of a run have the original's
-format. :func:`trakdask.open_traker` opens those of both packages.
+``projectors``, ``savers``, ``score_computers`` and ``utils``. The files of a run have the format of
+the original's, and :func:`trakdask.open_traker` opens both.
 """
 
 from trakdask.trak.traker import TRAKer
