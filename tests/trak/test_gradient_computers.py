@@ -171,6 +171,28 @@ def test_compute_per_sample_grad__a_model_that_mixes_samples_is_not_hooked(
     assert engine(caplog) == "vmap"
 
 
+class Sorting(nn.Module):
+    """Reorders the samples of a batch, and restores their order at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.last(self.first(x[order]).tanh())[order.argsort()]
+
+
+def test_compute_per_sample_grad__a_model_that_sorts_its_batch() -> None:
+    module, (x, y) = made(Sorting), image_batch((12,))
+    x[0, 0], x[1, 0] = -9.0, -8.0  # the first two samples are in order
+    expected = by_backward(module, [x, y])
+    functional = computer(FunctionalGradientComputer, module, ImageClassificationModelOutput())
+    one = functional.compute_per_sample_grad([x[:1], y[:1]])  # says nothing about the others
+    assert_close(flat(one), flat(expected)[:1], 1e-5)
+    assert_close(flat(functional.compute_per_sample_grad([x, y])), flat(expected), 1e-5)
+
+
 def test_compute_per_sample_grad__no_graph_is_left_and_no_grad_does_no_harm() -> None:
     module, batch = made(mlp), image_batch((12,))
     functional = computer(FunctionalGradientComputer, module, OwnImageOutput())

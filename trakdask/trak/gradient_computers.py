@@ -37,6 +37,10 @@ __all__ = [
     "selected_parameters",
 ]
 
+_CHECKED = 16
+"""Samples of a checkpoint whose gradients are compared: a model may sort its batch, and two samples
+are in order by chance."""
+
 
 class AbstractGradientComputer(ABC):
     """Base class of gradient computers, for subclasses of your own.
@@ -117,7 +121,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     -----
     With a built-in output (not a subclass of one), a model in evaluation mode and no autocast,
     hooks on the layers compute the gradients in about one forward and one backward pass. For each
-    checkpoint, the gradients of the first two samples are compared with one backward pass for each.
+    checkpoint, the gradients of the first 16 samples are compared with one backward pass for each.
     If they differ, or the model cannot be hooked, ``torch.func.vmap`` runs instead, as in the TRAK
     package. The logger ``GradientComputer`` reports the choice.
     """
@@ -142,7 +146,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self.func_weights: dict[str, Tensor] = dict(model.named_parameters())
         self.func_buffers: dict[str, Tensor] = dict(model.named_buffers())
         self._selected = selected_parameters(model, self.grad_wrt)
-        self._hooks_agree: dict[int, bool] = {}
+        self._hooks_agree, self._n_checked = True, 0
         self._is_new_checkpoint = True
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -248,18 +252,17 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         first = next(iter(inputs.values()))
         if torch.is_autocast_enabled(first.device.type):
             return False
-        n = min(2, len(first))  # hooks that agree for one sample may disagree for two
-        if n not in self._hooks_agree:
+        n = min(_CHECKED, len(first))
+        if self._hooks_agree and n > self._n_checked:
             few = Batch({name: tensor[:n] for name, tensor in inputs.items()})
-            why_not = ""
+            self._n_checked, why_not = n, ""
             try:
                 with torch.enable_grad():
                     require_same_as_loop("hooks", forward, task, few, names)
             except Exception as err:  # vmap runs instead, and raises an error if it fails, too
-                why_not = f"{type(err).__name__}: {err}"
-            self.logger.debug("Gradients by %s", f"vmap: {why_not}" if why_not else "hooks")
-            self._hooks_agree[n] = not why_not
-        return self._hooks_agree[n]
+                self._hooks_agree, why_not = False, f": {type(err).__name__}: {err}"
+            self.logger.debug("Gradients by %s%s", "vmap" if why_not else "hooks", why_not)
+        return self._hooks_agree
 
     def _warn_of_other_embeddings(self) -> None:
         """Check once per checkpoint whether CLIP's embeddings were computed with it."""

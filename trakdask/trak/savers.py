@@ -396,8 +396,8 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
             "try another save_dir, or td.open_traker to read its features"
         )
     old, new = ({**each, **each.get(EXTRA, {})} for each in (before, json.loads(json.dumps(now))))
-    for key in (set(old) & set(new)) - {EXTRA, "version"}:
-        if old[key] != new[key]:
+    for key in new:
+        if key in old and old[key] != new[key] and key not in (EXTRA, "version"):
             raise SettingsMismatchError(
                 f"expected {key} {old[key]!r}, which the run in {str(folder)!r} was started with, "
                 f"got {new[key]!r}; try the same setting, or another save_dir"
