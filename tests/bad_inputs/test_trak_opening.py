@@ -91,7 +91,7 @@ ROWS = [
     row(
         "experiment of one checkpoint",
         opened(lambda run: (run / "1" / "test_grads.mmap").unlink(), "test"),
-        ValueError, "[0, 1]", "[0] only", "model_ids=[0]",
+        ValueError, "[0, 1]", "those for [0]", "model_ids=[0]",
     ),
     row(
         "other number of targets",

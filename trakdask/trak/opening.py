@@ -218,19 +218,13 @@ def _require_experiment(run: _Run, exp_name: str) -> None:
     """Reject an experiment that does not exist for every checkpoint, or whose files are zeros."""
     paths = run.paths(f"{exp_name}_{_GRADS}")
     having = [id for id, path in zip(run.ids, paths, strict=True) if path.is_file()]
-    if not having:
-        files = (
-            path.name for id in run.ids for path in (run.folder / str(id)).glob("*_grads.mmap")
-        )
+    if len(having) < len(run.ids):
+        files = (path.name for id in run.ids for path in run.folder.glob(f"{id}/*_{_GRADS}"))
         names = sorted({name.removesuffix(f"_{_GRADS}") for name in files})
         raise ValueError(
-            f"expected one of the experiments {names} of {run.folder}, got {exp_name!r}; try one "
-            "of these, or td.open_traker(save_dir) without exp_name"
-        )
-    if len(having) < len(run.ids):
-        raise ValueError(
-            f"expected target gradients of {exp_name!r} for the checkpoints {list(run.ids)} of "
-            f"{run.folder}, got those for {having} only; try model_ids={having}"
+            f"expected an experiment of {names} with target gradients for the checkpoints "
+            f"{list(run.ids)} of {run.folder}, got {exp_name!r}, which has those for {having}; try "
+            f"model_ids={having}, or td.open_traker(save_dir) without exp_name"
         )
     states = {id: json.loads((run.folder / f"id_{id}.json").read_bytes()) for id in run.ids}
     zeros = [id for id, state in states.items() if state[str(id)]["is_finalized"] != 1]
