@@ -11,7 +11,7 @@ import difflib
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from warnings import warn
@@ -126,6 +126,9 @@ class FunctionalGradientComputer(AbstractGradientComputer):
     package. The logger ``GradientComputer`` reports the choice.
     """
 
+    # Of the class as well, since subclasses may replace load_model_params.
+    _hooks_agree, _n_checked, _is_new_checkpoint = True, 0, True
+
     def __init__(
         self,
         model: nn.Module,
@@ -140,14 +143,13 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
         self.load_model_params(model)
+        selected_parameters(self.func_weights, self.grad_wrt)  # do they exist?
 
     def load_model_params(self, model: nn.Module) -> None:
         """Use the parameters and buffers of a model."""
         self.func_weights: dict[str, Tensor] = dict(model.named_parameters())
         self.func_buffers: dict[str, Tensor] = dict(model.named_buffers())
-        self._selected = selected_parameters(model, self.grad_wrt)
-        self._hooks_agree, self._n_checked = True, 0
-        self._is_new_checkpoint = True
+        self._hooks_agree, self._n_checked, self._is_new_checkpoint = True, 0, True
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> dict[str, Tensor]:
         """Return the gradient of every sample's model output with respect to each parameter.
@@ -162,10 +164,11 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         (batch, *shape) by name, in the order of the model and in the dtype of the parameter.
         """
         flat, _ = self.flat_per_sample_grad(batch)
-        parts = flat.split([tensor.numel() for tensor in self._selected.values()], dim=1)
+        selected = selected_parameters(self.func_weights, self.grad_wrt)
+        parts = flat.split([tensor.numel() for tensor in selected.values()], dim=1)
         return {
             name: part.reshape(-1, *tensor.shape).to(tensor.dtype)
-            for (name, tensor), part in zip(self._selected.items(), parts, strict=True)
+            for (name, tensor), part in zip(selected.items(), parts, strict=True)
         }
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
@@ -181,11 +184,12 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         The array is (batch, parameters), in the order of ``model.named_parameters()`` and in the
         widest dtype among the parameters, so that the copy does not overflow.
         """
+        selected = selected_parameters(self.func_weights, self.grad_wrt)
         starts, width = {}, 0
-        for name, tensor in self._selected.items():
+        for name, tensor in selected.items():
             starts[name] = width
             width += tensor.numel()
-        dtype, flat = _widest(self._selected.values()), list[Tensor]()
+        dtype, flat = _widest(selected.values()), list[Tensor]()
 
         def write(name: str, gradient: Tensor, first: int | None = None, /) -> None:
             if not flat:
@@ -220,7 +224,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self._warn_of_other_embeddings()
         weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
         forward = Forward(self.model, weights, self.func_buffers)
-        names = tuple(self._selected)
+        names = tuple(selected_parameters(self.func_weights, self.grad_wrt))
         task = batched_task(self.modelout_fn)
         if task is None:
             one_by_one = Batch({str(i): tensor for i, tensor in enumerate(batch)})
@@ -322,7 +326,8 @@ class IterativeGradientComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         """Use a model and its parameters."""
         self.model = model
-        self.model_params = list(selected_parameters(model, self.grad_wrt).values())
+        weights = dict(model.named_parameters())
+        self.model_params: list[Tensor] = list(selected_parameters(weights, self.grad_wrt).values())
 
     def compute_per_sample_grad(self, batch: Iterable[Tensor]) -> Tensor:
         """Return the gradient of every sample's model output.
@@ -364,9 +369,10 @@ class _OutputOnly(TrakTask):
         return torch.zeros(len(batch["0"]))
 
 
-def selected_parameters(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
+def selected_parameters(
+    weights: Mapping[str, Tensor], names: Sequence[str] | None
+) -> dict[str, Tensor]:
     """Return the parameters to differentiate with respect to, in the order of the model."""
-    weights: dict[str, Tensor] = dict(model.named_parameters())
     for name in weights if names is None else names:
         if name not in weights:
             near = difflib.get_close_matches(name, list(weights), n=3, cutoff=0.3)

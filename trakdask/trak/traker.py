@@ -151,7 +151,7 @@ class TRAKer:
         self.logger = logging.getLogger("TRAK")
         self.logger.setLevel(logging_level)
 
-        selected = selected_parameters(self.model, self.grad_wrt)
+        selected = selected_parameters(dict(self.model.named_parameters()), self.grad_wrt)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in selected.items()}
         self.num_params = get_num_params(self.model)
         self.num_params_for_grad = sum(parameter.numel() for parameter in selected.values())
