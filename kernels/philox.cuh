@@ -1,7 +1,7 @@
 // Philox4x32-10: random words from counters, without state.
 //
 // Inputs    the address of a counter, as trakdask/projection/philox.py defines it.
-// Exactness bit for bit what philox4x32 of that module gives.
+// Exactness bit for bit what that module defines.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;

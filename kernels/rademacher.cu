@@ -4,7 +4,7 @@
 //           Rows are those of n_counters counters from first_counter on (128 rows each), columns those
 //           from first_column on.
 // Grid      (ceil(n_columns * n_counters / threads)). Shared memory: 16 bytes per thread.
-// Exactness bit for bit rademacher_bits of trakdask/projection/philox.py.
+// Exactness bit for bit the matrix that trakdask/projection/philox.py defines.
 
 #include "philox.cuh"
 

@@ -13,9 +13,9 @@ from distributed import Client
 from torch import Tensor, nn
 
 import trakdask as td
+from tests.projection.reference import rademacher_bits
 from trakdask import examples
 from trakdask.projection import RowMap
-from trakdask.projection.philox import rademacher_bits
 
 N_TRAIN, N_TARGET = 120, 15
 

@@ -15,7 +15,7 @@ from trakdask.models.tasks import TASKS
 from trakdask.testing import simulate_features
 
 PROJECTORS = [
-    *(td.Rademacher(64, seed=3), td.SJLT(64), td.Mask(10, then=td.Gaussian(8)), td.Kronecker()),
+    *(td.Rademacher(64, seed=3), td.SJLT(64), td.Mask(10, then=td.SJLT(8)), td.Kronecker()),
     *(td.FastJL(512, num_sms=132), td.Identity()),
 ]
 TASKS_BY_NAME = [make() for make in TASKS.values()]

@@ -34,7 +34,6 @@ from .models.tasks import Task as Task
 from .planning import plan as plan
 from .projection import SJLT as SJLT
 from .projection import FastJL as FastJL
-from .projection import Gaussian as Gaussian
 from .projection import Identity as Identity
 from .projection import Kronecker as Kronecker
 from .projection import Mask as Mask

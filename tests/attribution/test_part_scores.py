@@ -26,7 +26,6 @@ PROJECTORS = [
     td.Rademacher(proj_dim=48, arithmetic="int8x3"),
     td.Mask(keep=50),
     td.Kronecker(left=6, right=8),
-    td.Gaussian(proj_dim=16, arithmetic="int8x3"),
 ]
 TRAIN = td.from_arrays(
     {"input_ids": np.random.default_rng(1).integers(0, VOCABULARY, (8, LENGTH))},

@@ -23,17 +23,14 @@ from torch import Tensor
 from trakdask.projection import (
     ROW_BLOCK,
     SJLT,
-    Gaussian,
     Kronecker,
     Mask,
     Projector,
     Rademacher,
     RowMap,
-    dense_products,
+    integer_products,
     philox,
     project,
-    quantize,
-    random_words,
 )
 
 PEER = "traker"
@@ -47,8 +44,7 @@ Run = Callable[[Tensor], Tensor]
 
 WAYS = {
     "fastest": {},
-    "int8 product": {"lookup_is_faster": False},
-    "float32 product": {"lookup_is_faster": False, "int8_matmul_is_usable": False},
+    "float32 product": {"int8_matmul_is_usable": False},
 }
 """Way of a dense product -> what its module must believe of this machine to take it."""
 
@@ -57,7 +53,7 @@ WAYS = {
 def taking(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in WAYS[way].items():
-            stack.enter_context(mock.patch.object(dense_products, name, return_value=answer))
+            stack.enter_context(mock.patch.object(integer_products, name, return_value=answer))
         yield
 
 
@@ -131,11 +127,9 @@ def dense_engines() -> dict[str, Engine]:
 
     return {
         "int8x2": Engine("Rademacher, int8x2", signs),
-        "int8x2-matmul": Engine("Rademacher, int8x2, by int8 products", signs, way="int8 product"),
         "int8x2-numpy": Engine("Rademacher, int8x2, without numba", signs, numba=False),
         "int8x1": Engine("Rademacher, int8x1", lambda p: Rademacher(p, arithmetic="int8x1")),
         "int8x3": Engine("Rademacher, int8x3", lambda p: Rademacher(p, arithmetic="int8x3")),
-        "gaussian": Engine("Gaussian, int8x2", lambda p: Gaussian(p)),
     }
 
 
@@ -258,12 +252,12 @@ def bit_rate(*, numba: bool) -> float:
     os.environ["TRAKDASK_NUMBA"] = str(int(numba))
     out = np.empty((2048, ROW_BLOCK // 128, 2), np.uint64)
     address = {"seed": 0, "checkpoint": 0, "stream": 0}
-    return 64 * out.size / best(lambda: random_words.fill_words(out, 0, 0, **address))
+    return 64 * out.size / best(lambda: philox.fill_words(out, 0, 0, **address))
 
 
 def roofs(batches: list[int]) -> dict[str, float]:
     """Operations, bytes or bits per second of this machine, now."""
-    slab = quantize.SLAB_ROWS
+    slab = integer_products.SLAB_ROWS
     found = {
         f"int8 product, 2048 × {slab} × {2 * batch}": int8_rate(2048, slab, 2 * batch)
         for batch in batches
@@ -288,9 +282,11 @@ def with_outliers(gradients: Tensor, ratio: float) -> Tensor:
 
 
 def rademacher_matrix(first: int, n_rows: int, proj_dim: int) -> Tensor:
-    """Rows of P by its definition, float64."""
-    bits = philox.rademacher_bits(first, n_rows, 0, proj_dim, seed=0, checkpoint=0)
-    return torch.from_numpy(1.0 - 2.0 * bits.T)
+    """Rows of P, float64."""
+    packed = integer_products.sign_bits(
+        first, n_rows, 0, proj_dim, seed=0, checkpoint=0, stream=philox.STREAM_RADEMACHER
+    )
+    return integer_products.signs_of(packed, first, n_rows).T
 
 
 def matrix_by_unit_vectors(projector: Projector, first: int, n_rows: int) -> Tensor:

@@ -40,12 +40,11 @@ from _resnet import resnet18  # noqa: E402
 from trakdask.projection import (  # noqa: E402
     SJLT,
     FastJL,
-    Gaussian,
     ProjectionStream,
     Rademacher,
     RowMap,
 )
-from trakdask.projection.cuda import dense, kernels_for, layout, missing  # noqa: E402
+from trakdask.projection.cuda import kernels_for, layout, missing, products  # noqa: E402
 
 D_MODEL, D_LARGE = 11_700_000, 10**9
 WIDTHS, BATCHES = (2048, 4096), (8, 32, 128, 512)
@@ -124,16 +123,18 @@ def part(name: str, width: int, batch: int) -> Prepare:
         kernels = kernels_for(torch.device("cuda"))
         flat, run = gradients(batch, CHUNK), layout.Run(0, 64, layout.ROW_BLOCK)
         columns = next(iter(layout.dense_columns(width, kernels.cache_bytes)))
-        quantized = dense.quantize(kernels, flat, run, 2)
+        quantized = products.quantize(kernels, flat, run, 2)
         sums = torch.zeros(64, layout.lines(batch, 2), columns.padded, device="cuda")
         sums = sums.to(torch.int32)
         out = torch.zeros(batch, columns.n, dtype=torch.float64, device="cuda")
         bits = torch.zeros(columns.padded, layout.ROW_BLOCK, dtype=torch.int8, device="cuda")
         steps: dict[str, Callable[[], object]] = {
-            "quantize": lambda: dense.quantize(kernels, flat, run, 2),
-            "draw bits": lambda: dense.fill_bits(kernels, bits, 0, columns, seed=0, checkpoint=0),
+            "quantize": lambda: products.quantize(kernels, flat, run, 2),
+            "draw bits": lambda: products.fill_bits(
+                kernels, bits, 0, columns, seed=0, checkpoint=0
+            ),
             "int8 product": lambda: torch._int_mm(quantized.digits[0], bits.T, out=sums[0]),
-            "combine": lambda: dense.combine(
+            "combine": lambda: products.combine(
                 kernels, sums, quantized.totals, quantized.steps, 2, out
             ),
         }
@@ -224,8 +225,6 @@ def model_sized(width: int, batch: int) -> Iterator[Measurement]:
         projector = Rademacher(width, arithmetic=arithmetic)
         run = projection(projector, batch, D_MODEL)
         yield Measurement("projection", name_of(projector), D_MODEL, width, batch, run, 1, work)
-    run = projection(Gaussian(width), batch, D_MODEL)
-    yield Measurement("projection", "gaussian int8x2", D_MODEL, width, batch, run, 1, work)
     run = fast_jl(width, batch, D_MODEL)
     yield Measurement("projection", "fast_jl", D_MODEL, width, batch, run, 1, work)
     run, pieces = materialised(width, batch), -(-D_MODEL // CHUNK)

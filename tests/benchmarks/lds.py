@@ -31,7 +31,7 @@ import trakdask as td
 from trakdask import examples
 from trakdask.arrays import ranks
 from trakdask.arrays.ranks import Ranking
-from trakdask.projection import SJLT, Gaussian, Kronecker, Mask, Projector, Rademacher
+from trakdask.projection import SJLT, Kronecker, Mask, Projector, Rademacher
 
 REFERENCE = "Rademacher"
 N_TARGET = 200  # held out of training, as in the demo
@@ -48,7 +48,6 @@ def kinds(mask_rows: int) -> dict[str, Callable[[int, int], Projector]]:
         "SJLT s=4": lambda p, seed: SJLT(proj_dim=p, sparsity=4, seed=seed),
         "SJLT s=1": lambda p, seed: SJLT(proj_dim=p, sparsity=1, seed=seed),
         "GraSS": lambda p, seed: Mask(mask_rows, then=SJLT(proj_dim=p, seed=seed), seed=seed),
-        "Gaussian": lambda p, seed: Gaussian(proj_dim=p, seed=seed),
         "Kronecker": lambda p, seed: Kronecker(left=32, right=p // 32, seed=seed),
     }
 

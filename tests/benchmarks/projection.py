@@ -44,7 +44,7 @@ from torch import Tensor
 
 import trakdask as td
 from trakdask import examples
-from trakdask.projection import dense_products
+from trakdask.projection import integer_products
 
 WARM_UP = 2.0  # seconds: what is slower counts from its first run
 MOST_ROUNDS = 5
@@ -184,11 +184,6 @@ def goals(cells: list[Cell], errors: dict[str, Any]) -> list[Goal]:
             sjlt_times(cells, "int8x2"),
             at_least=10,
         ),
-        Goal(
-            "SJLT s = 4 times int8x2 by int8 products, B = 32, p = 4096",
-            sjlt_times(cells, "int8x2-matmul"),
-            at_least=10,
-        ),
         Goal("relative error, int8x1", error("int8x1"), at_most=2e-2),
         Goal("relative error, int8x2", error("int8x2"), at_most=2e-4),
         Goal("relative error, int8x3", error("int8x3"), at_most=1e-6),
@@ -235,9 +230,7 @@ def facts() -> dict[str, Any]:
 
 def chosen_way() -> str:
     """What the package measured to be the fastest on this machine."""
-    if dense_products.lookup_is_faster():
-        return "table lookup"
-    return "torch._int_mm" if dense_products.int8_matmul_is_usable() else "float32"
+    return "torch._int_mm" if integer_products.int8_matmul_is_usable() else "float32"
 
 
 def show_tables(cells: list[Cell]) -> None:

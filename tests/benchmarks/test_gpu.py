@@ -96,7 +96,7 @@ def test_summary__shares_and_ratios(script: Callable[[str], ModuleType]) -> None
         row("projection (bytes)", "sjlt s=1", 2, 200.0),
         row("ResNet-18", "featurize, sjlt", 5),
         row("ResNet-18", "featurize, traker", 15),
-        {"group": "projection", "name": "gaussian int8x2", "failed": "RuntimeError: of memory"},
+        {"group": "projection", "name": "rademacher int8x3", "failed": "RuntimeError: of memory"},
     ]
     found = [" ".join(line.split()) for line in script("gpu").summary(rows)]
     assert found == [

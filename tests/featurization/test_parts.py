@@ -48,7 +48,6 @@ PROJECTORS = [
     td.Rademacher(proj_dim=64),
     td.Mask(keep=50),
     td.Kronecker(left=8, right=8),
-    td.Gaussian(proj_dim=16),
 ]
 PARTS = {
     "token": "token",

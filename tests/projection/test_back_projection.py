@@ -19,11 +19,9 @@ PROJECTORS = [
     td.SJLT(64, sparsity=5, seed=2**40 + 3),
     td.SJLT(64, sparsity=1),
     td.Rademacher(300),
-    td.Gaussian(40),
     td.Mask(keep=50),
     td.Mask(keep=300, then=td.Rademacher(64)),
     td.Mask(keep=300, then=td.SJLT(64)),
-    td.Mask(keep=300, then=td.Gaussian(20)),
     td.Kronecker(left=8, right=5),
 ]
 

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
-import json
 import math
-import pickle
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import ROW_BLOCK, Projector, Rademacher, RowMap, dense_products, kronecker
+from tests.projection.reference import philox4x32
+from trakdask.projection import (
+    ROW_BLOCK,
+    Projector,
+    Rademacher,
+    RowMap,
+    integer_products,
+    kronecker,
+)
 from trakdask.projection.kronecker import Kronecker
-from trakdask.projection.philox import philox4x32, split_seed
-from trakdask.projection.quantize import Scratch, quantize_integers
+from trakdask.projection.memory import Scratch
+from trakdask.projection.philox import split_seed
+from trakdask.projection.quantize import quantize
 from trakdask.projection.stream import project
 
 SEED, CHECKPOINT = 2**64 - 3, 2**32 - 1
@@ -77,7 +83,7 @@ def project_by_hand(
     out = torch.zeros(len(flat), whole.shape[1], dtype=torch.float64)
     for start in range(0, row_map.n_rows, ROW_BLOCK):
         rows = slice(start, start + ROW_BLOCK)
-        integers, step = quantize_integers(flat[:, rows], 14, Scratch())
+        integers, step = quantize(flat[:, rows], 14, Scratch())
         out += step[:, None] * (integers.double() @ whole[rows])
     return (out * (projector.left * projector.right) ** -0.5).float()
 
@@ -162,7 +168,7 @@ def test_project__smaller_left_is_a_prefix() -> None:
 def test_project__float32_fallback_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients, results = draw(LAYERS["across blocks"]), []
     for usable in (True, False):
-        monkeypatch.setattr(dense_products, "int8_matmul_is_usable", lambda usable=usable: usable)
+        monkeypatch.setattr(integer_products, "int8_matmul_is_usable", lambda usable=usable: usable)
         results.append(project_shapes(Kronecker(9, 70), gradients))
     assert torch.equal(*results)
 
@@ -191,17 +197,6 @@ def test_project__rounding_error() -> None:
     exact = flatten(gradients, row_map).double() @ matrix(Kronecker(8, 8), row_map, 0) / 8
     error = (project(Kronecker(8, 8), gradients, row_map, 0) - exact).norm() / exact.norm()
     assert 1e-6 < error < 2e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_project__other_dtypes_are_float32_first(dtype: torch.dtype) -> None:
-    gradients = {
-        name: gradient.double().add(1e-9).to(dtype)
-        for name, gradient in draw(LAYERS["across blocks"]).items()
-    }
-    rounded = {name: gradient.float() for name, gradient in gradients.items()}
-    found, expected = (project_shapes(Kronecker(4, 4), g) for g in (gradients, rounded))
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["first", "linear", "last"])
@@ -235,151 +230,16 @@ def test_project_block__rows_beyond_32_bits() -> None:
     Kronecker(2, 3, SEED).bind(row_map).project_block(block, offset, CHECKPOINT, out)
     left = signs(3, offset, 50, 2, SEED, CHECKPOINT)
     right = signs(4, offset, 30, 3, SEED, CHECKPOINT)
-    integers, step = quantize_integers(block, 14, Scratch())
+    integers, step = quantize(block, 14, Scratch())
     expected = integers[:, :1500].double() @ torch.kron(left, right)
     bias = signs(0, offset + 1536, 9, 6, SEED, CHECKPOINT)
     expected += integers[:, 1536 : 1536 + 9].double() @ bias
     assert torch.equal(out, expected * step[:, None])
 
 
-def test_project_block__accumulates() -> None:
-    bound = Kronecker(2, 3).bind(RowMap.from_shapes({"a": (5, 4)}, alignment=512))
-    out = torch.ones(2, 6, dtype=torch.float64)
-    bound.project_block(torch.zeros(2, 20), 0, 0, out)
-    assert (out == 1).all()
-
-
-def test_project_block__not_bound() -> None:
-    with pytest.raises(ValueError, match=r"shapes.*Kronecker\(left=2, .*projector\.bind"):
-        Kronecker(2, 2).project_block(torch.zeros(1, 5), 0, 0, torch.zeros(1, 4).double())
-
-
-@pytest.mark.parametrize("other", [{"seed": 2**32}, {"seed": 1}, {"checkpoint": 1}])
-def test_project__seed_and_checkpoint_choose_the_matrix(other: dict[str, int]) -> None:
-    gradients = draw({"linear": (40, 30), "bias": (40,)}, n_samples=1)
-    addresses = [{"seed": 0, "checkpoint": 0}, {"seed": 0, "checkpoint": 0} | other]
-    features = [
-        project_shapes(Kronecker(16, 16, a["seed"]), gradients, a["checkpoint"]) for a in addresses
-    ]
-    assert abs(torch.corrcoef(torch.cat(features))[0, 1]) < 0.3
-
-
 # ---------------------------------------------------------------- how far φ·φ' is from g·g'
 
-N = 16
 LEFT, RIGHT = 6, 4
-
-
-def hadamard() -> Tensor:
-    """Return an orthogonal matrix with entries of one size."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < N:
-        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    return matrix / N**0.5
-
-
-def product_errors(first: dict[str, Tensor], second: dict[str, Tensor], n_draws: int) -> Tensor:
-    """Return φ·φ' - g·g' for pairs of gradients, (draws, pairs)."""
-    n_pairs, exact = len(next(iter(first.values()))), torch.zeros(())
-    for name, gradient in first.items():
-        exact = exact + (gradient * second[name]).flatten(1).sum(1)
-    both = {name: torch.cat([first[name], second[name]]) for name in first}
-    errors = []
-    for checkpoint in range(n_draws):
-        features = project_shapes(Kronecker(LEFT, RIGHT), both, checkpoint)
-        errors.append((features[:n_pairs] * features[n_pairs:]).sum(1) - exact)
-    return torch.stack(errors)
-
-
-def rank_one(left: Tensor, right: Tensor) -> dict[str, Tensor]:
-    """Return outer products of 8 columns with 8 columns, (64, N, N)."""
-    return {"w": torch.einsum("ui,vj->ijuv", left[:, :8], right[:, :8]).flatten(0, 1)}
-
-
-def rank_one_variance(same_left: bool, same_right: bool) -> float:
-    """Evaluate the docstring's formula for columns of a Hadamard matrix."""
-    rho_l, rho_r = float(same_left), float(same_right)
-    v_l, v_r = (1 + rho**2 - 2 / N for rho in (rho_l, rho_r))
-    return (rho_l**2 + v_l / LEFT) * (rho_r**2 + v_r / RIGHT) - (rho_l * rho_r) ** 2
-
-
-@pytest.mark.parametrize("same_left", [True, False])
-@pytest.mark.parametrize("same_right", [True, False])
-def test_product_error__rank_one_gradients(same_left: bool, same_right: bool) -> None:
-    h = hadamard()
-    first = rank_one(h, h)
-    second = rank_one(h if same_left else h.roll(1, 1), h if same_right else h.roll(1, 1))
-    errors = product_errors(first, second, n_draws=200)
-    expected = rank_one_variance(same_left, same_right)
-    assert errors.var().item() == pytest.approx(expected, rel=0.15)
-    assert errors.mean().abs() < 4 * (expected / 200) ** 0.5
-    assert expected < Kronecker(LEFT, RIGHT).cost(N * N).product_error[1] ** 2
-
-
-def test_product_error__worst_case_is_approached_by_rank_one() -> None:
-    worst = Kronecker(LEFT, RIGHT).cost(N * N).product_error[1] ** 2
-    assert worst == pytest.approx((1 + 2 / LEFT) * (1 + 2 / RIGHT) - 1)
-    assert rank_one_variance(True, True) > 0.85 * worst
-    assert worst > 10 * Kronecker(LEFT, RIGHT).cost(N * N).product_error[0] ** 2
-
-
-def test_product_error__high_rank_gradients_are_about_as_with_a_dense_matrix() -> None:
-    flips = torch.randn(4, 32, N, generator=torch.Generator().manual_seed(0)).sign()
-    first, second = (
-        {"w": rows[:, :, None] * hadamard() * columns[:, None] / N**0.5}
-        for rows, columns in (flips[:2], flips[2:])
-    )
-    errors = product_errors(first, first, n_draws=200)
-    fourth_moment = 3 - 6 / N + 4 / N**2  # of lᵀ G r: |Gᵀ l| = 1 for all l
-    assert errors.var().item() == pytest.approx((fourth_moment - 1) / (LEFT * RIGHT), rel=0.15)
-    assert errors.var() < 2 / (LEFT * RIGHT)
-    errors = product_errors(first, second, n_draws=200)
-    # Features of one column of L, or of R, have the covariance |G G'ᵀ|² = 1 / rank.
-    of_rank = (1 + (LEFT + RIGHT - 2) / N) / (LEFT * RIGHT)
-    assert errors.var().item() == pytest.approx(of_rank, rel=0.15)
-
-
-def test_product_error__many_layers_are_better_than_one() -> None:
-    h, n_layers = hadamard(), 8
-    one = rank_one(h, h)["w"][:32]
-    g = {str(i): one.roll(i, 0) / n_layers**0.5 for i in range(n_layers)}
-    g["bias"] = torch.zeros(32, 3)
-    variance = product_errors(g, g, n_draws=200).var().item()
-    kappa = 1 / n_layers  # of equal norms
-    bound = (2 + kappa * (2 * LEFT + 2 * RIGHT + 2)) / (LEFT * RIGHT)
-    assert 0.7 * bound < variance < bound
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"left": 0}, ValueError, r"left .*in \[1, 65536\), got 0; try left=64"),
-        ({"right": 2**16}, ValueError, r"right .*in \[1, 65536\), got 65536; try right=64"),
-        ({"right": 8.0}, TypeError, r"integer for right, got 8\.0; try right=64"),
-        ({"seed": 2**64}, ValueError, r"seed .*got 18446744073709551616; try seed=0"),
-    ],
-)
-def test_kronecker__refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Kronecker(**fields)
-
-
-def test_kronecker__is_a_value() -> None:
-    projector = Kronecker(3, 5, 2**64 - 1)
-    bound = projector.bind(RowMap.from_shapes({"a": (5, 4)}, alignment=512))
-    for value in (projector, bound):
-        assert isinstance(value, Projector)
-        again = pickle.loads(pickle.dumps(value))
-        assert again == value
-        assert hash(again) == hash(value)
-        assert json.loads(json.dumps(value.spec())) == projector.spec()
-        assert value.width(20) == 15
-        assert value.scale(20) == 15**-0.5
-
-
-def test_spec__tells_every_field_apart() -> None:
-    projectors = [Kronecker(), Kronecker(3), Kronecker(right=3), Kronecker(seed=1)]
-    assert len({json.dumps(projector.spec()) for projector in projectors}) == 4
 
 
 def test_cost__counts_the_shapes_it_is_bound_to() -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from dask.utils import format_bytes
 
 import trakdask as td
 from trakdask.projection import ProjectionStream, Projector, RowMap
-from trakdask.projection.memory import require_fit
+from trakdask.projection.memory import Scratch
 from trakdask.testing import raise_if_dask_computes
 
 WEIGHTS = 10**10
 
 TOO_LARGE = [
     (td.Rademacher(2**31), 2**31),
-    (td.Gaussian(2**32 - 1), 2**32 - 1),
     (td.SJLT(2**31 - 1), 2**31 - 1),
     (td.FastJL(2**31 - 512, num_sms=132), 2**31 - 512),
     (td.Kronecker(2**16 - 1, 2**16 - 1), (2**16 - 1) ** 2),
@@ -38,7 +36,7 @@ def test_stream__too_large(projector: Projector, width: int) -> None:
 
 @pytest.mark.parametrize(
     ("projector", "width"),
-    [*TOO_LARGE[:5], (td.Mask(10, td.Rademacher(2**31)), 2**31), (td.Identity(), 10**6)],
+    [*TOO_LARGE[:4], (td.Mask(10, td.Rademacher(2**31)), 2**31), (td.Identity(), 10**6)],
     ids=str,
 )
 def test_featurize__too_large(projector: Projector, width: int) -> None:
@@ -51,14 +49,8 @@ def test_featurize__too_large(projector: Projector, width: int) -> None:
         td.featurize(samples, model, projector=projector)
 
 
-def test_require_fit__at_the_limit() -> None:
-    require_fit(td.Identity(), 5, 7, needed=100, limit=100)
-    with pytest.raises(ValueError, match=r"in 99\.0 bytes of memory, got 100\.0 bytes"):
-        require_fit(td.Identity(), 5, 7, needed=100, limit=99)
-
-
-@pytest.mark.parametrize("n_bytes", [2**30, 5 * 2**39, 3 * 2**52])
-def test_require_fit__units_are_those_of_dask(n_bytes: int) -> None:
-    number, unit = format_bytes(n_bytes).split()
-    with pytest.raises(ValueError, match=rf"got {float(number):.1f} {unit}"):
-        require_fit(td.Identity(), 5, 7, needed=n_bytes, limit=1)
+def test_take__usable_after_inference_mode() -> None:
+    scratch = Scratch()
+    with torch.inference_mode():
+        scratch.take("x", (3,), torch.float32)
+    assert scratch.take("x", (2,), torch.float32).zero_().tolist() == [0, 0]

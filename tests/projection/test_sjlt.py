@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trakdask.projection import Projector, sjlt
-from trakdask.projection import nonzeros as kept_nonzeros
-from trakdask.projection.nonzeros import SparseMatrix, sort_nonzeros
-from trakdask.projection.philox import STREAM_SJLT, philox4x32
+from tests.projection.reference import normal, philox4x32, small_integers
+from trakdask.projection import sjlt
+from trakdask.projection.philox import STREAM_SJLT
 from trakdask.projection.row_map import RowMap
-from trakdask.projection.sjlt import SJLT
+from trakdask.projection.sjlt import SJLT, Nonzeros, SparseMatrix, nonzeros_of, sort_nonzeros
 from trakdask.projection.stream import project
 
 SMALL = SJLT(proj_dim=12, sparsity=3, seed=3)
@@ -70,25 +67,10 @@ def project_flat(projector: SJLT, flat: Tensor, checkpoint: int = 4) -> Tensor:
     return project(projector, {"flat": flat}, rows, checkpoint)
 
 
-def small_integers(n_samples: int, n_rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(n_rows)
-    return torch.randint(-63, 64, (n_samples, n_rows), generator=generator).float()
-
-
-def gaussian(n_samples: int, n_rows: int) -> Tensor:
-    return torch.randn(n_samples, n_rows, generator=torch.Generator().manual_seed(n_rows))
-
-
-def matrix(projector: SJLT, n_rows: int, checkpoint: int = 0) -> npt.NDArray[np.float64]:
-    """Return the rows of the matrix, (n_rows, proj_dim): the projections of unit gradients."""
-    rows = project_one(projector, torch.eye(n_rows), checkpoint=checkpoint)
-    return (rows * projector.scale(n_rows)).numpy()
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each backend has to draw and sort the nonzeros itself."""
-    monkeypatch.setattr(kept_nonzeros, "_kept", kept_nonzeros._Kept(0))
+    monkeypatch.setattr(sjlt, "_kept", sjlt._Kept(0))
 
 
 @pytest.fixture(params=NUMBA)
@@ -151,50 +133,28 @@ def test_project_block__exact_where_nothing_cancels(
 @pytest.mark.parametrize("sparsity", [7, 8, 64])
 @pytest.mark.parametrize("n_samples", [2, 6])
 @pytest.mark.usefixtures("backend")
-def test_add_product__exact_at_the_largest_sums(sparsity: int, n_samples: int) -> None:
+def test_project_block__exact_at_the_largest_sums(
+    sparsity: int, n_samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Words of 0 are nonzeros of +1 in column 0; the largest integer is 2**14.
     words = np.zeros((-(-sparsity // 4), 16384, 4), np.uint32)
-    block = torch.full((n_samples, 16384), 1 - 2.0**-24)
-    out = torch.zeros(n_samples, 2, dtype=torch.float64)
-    sjlt.add_product(block, sort_nonzeros(words, SparseMatrix(2, sparsity, 0, 0)), out)
-    assert torch.equal(out, torch.tensor([16384.0 * sparsity, 0.0]).double().expand(n_samples, 2))
-
-
-@pytest.mark.parametrize("sparsity", [1, 4, 6, 8])
-@pytest.mark.parametrize("proj_dim", [2, 500, 70001])
-@pytest.mark.parametrize("n_samples", [1, 4, 5, 8, 33])
-def test_project_block__numba_and_numpy_have_the_same_bits(
-    sparsity: int, proj_dim: int, n_samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    projector, block = SJLT(proj_dim, sparsity), gaussian(n_samples, 9999)
-    block *= torch.logspace(-20, 20, n_samples)[:, None]
-    results = []
-    for switch in NUMBA.values():
-        monkeypatch.setenv("TRAKDASK_NUMBA", switch)
-        results.append(project_one(projector, block))
-    assert torch.equal(*results)
+    nonzeros = sort_nonzeros(words, SparseMatrix(2, sparsity, 0, 0))
+    monkeypatch.setattr(sjlt, "nonzeros_of", lambda *_: nonzeros)
+    found = project_one(SJLT(2, sparsity), torch.full((n_samples, 16384), 1 - 2.0**-24))
+    expected = torch.tensor([16384.0 * sparsity, 0.0]).double()
+    assert torch.equal(found, expected.expand(n_samples, 2))
 
 
 @settings(max_examples=8)
 @given(cuts=st.lists(st.integers(1, 69), unique=True, max_size=4))
 def test_project__split_into_batches_is_invisible(cuts: list[int]) -> None:
-    flat = gaussian(70, 17000)
+    flat = normal(70, 17000)
     edges = [0, *sorted(cuts), 70]
     with pytest.MonkeyPatch.context() as patch:
         for switch in NUMBA.values():
             patch.setenv("TRAKDASK_NUMBA", switch)
             parts = [project_flat(SMALL, flat[a:b]) for a, b in itertools.pairwise(edges)]
             assert torch.equal(torch.cat(parts), project_flat(SMALL, flat))
-
-
-@settings(max_examples=12)
-@given(cuts=st.lists(st.integers(1, 39999), unique=True, max_size=5))
-def test_project__split_into_tensors_is_invisible(cuts: list[int]) -> None:
-    flat = gaussian(2, 40000)
-    edges = [0, *sorted(cuts), 40000]
-    gradients = {str(a): flat[:, a:b] for a, b in itertools.pairwise(edges)}
-    rows = RowMap.from_shapes({k: v.shape[1:] for k, v in gradients.items()}, alignment=1)
-    assert torch.equal(project(SMALL, gradients, rows, 4), project_flat(SMALL, flat))
 
 
 def strided_columns(block: Tensor) -> Tensor:
@@ -211,27 +171,13 @@ def rows_of_a_larger_one(block: Tensor) -> Tensor:
 )
 @pytest.mark.usefixtures("backend")
 def test_project_block__layout_is_invisible(n_samples: int, layout: Any) -> None:
-    block = gaussian(n_samples, 5000)
+    block = normal(n_samples, 5000)
     assert torch.equal(project_one(SMALL, layout(block)), project_one(SMALL, block))
 
 
 @pytest.mark.usefixtures("backend")
-def test_project_block__one_gradient_for_all_samples() -> None:
-    block = gaussian(1, 5000)
-    expected = project_one(SMALL, block).expand(9, 12)
-    assert torch.equal(project_one(SMALL, block.expand(9, 5000)), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.usefixtures("backend")
-def test_project_block__other_dtypes_are_rounded_to_float32(dtype: torch.dtype) -> None:
-    block = gaussian(6, 3000).to(dtype)
-    assert torch.equal(project_one(SMALL, block), project_one(SMALL, block.float()))
-
-
-@pytest.mark.usefixtures("backend")
 def test_project_block__layout_of_out_is_invisible() -> None:
-    block = gaussian(6, 3000)
+    block = normal(6, 3000)
     expected = project_one(SMALL, block)
     larger = torch.zeros(13, 30, dtype=torch.float64)
     for out in (torch.zeros(6, 12, dtype=torch.float64), larger[2:8, 4:28:2]):
@@ -240,19 +186,12 @@ def test_project_block__layout_of_out_is_invisible() -> None:
     assert larger.count_nonzero() == expected.count_nonzero()
 
 
-@pytest.mark.usefixtures("backend")
-def test_project_block__accumulates() -> None:
-    block, out = small_integers(6, 300), torch.full((6, 12), 0.5, dtype=torch.float64)
-    SMALL.project_block(block, 0, 4, out)
-    assert torch.equal(out, project_by_hand(SMALL, block, 0, 4) + 0.5)
-
-
 @pytest.mark.parametrize("n_samples", [4, 40])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.usefixtures("backend")
 def test_project__sample_that_is_not_finite_is_nan(n_samples: int, bad: float) -> None:
     projector = SJLT(proj_dim=4096, sparsity=1)  # most columns are hit by no row
-    flat = gaussian(n_samples, 50)
+    flat = normal(n_samples, 50)
     clean = project_flat(projector, flat)
     flat[2, 49] = bad
     found = project_flat(projector, flat)
@@ -273,7 +212,7 @@ def test_project_block__zero_subnormal_and_huge_gradients(scale: float, n_sample
 
 @pytest.mark.usefixtures("backend")
 def test_project_block__rounding_error_on_gaussian_data() -> None:
-    projector, block = SJLT(proj_dim=256), gaussian(8, 16384)
+    projector, block = SJLT(proj_dim=256), normal(8, 16384)
     expected = project_by_hand(projector, block, 0, 4)
     error = (project_one(projector, block) - expected).norm() / expected.norm()
     assert error == pytest.approx(projector.cost(16384).rounding_error, rel=0.5)
@@ -281,7 +220,7 @@ def test_project_block__rounding_error_on_gaussian_data() -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_project_block__an_outlier_costs_as_much_as_stated() -> None:
-    block = gaussian(8, 16384)
+    block = normal(8, 16384)
     block[:, 7] = 1000
     entries = SJLT(proj_dim=4096, sparsity=1)
     few = block[:, :100]  # hardly any two in one column: columns are elements
@@ -294,7 +233,7 @@ def test_project_block__an_outlier_costs_as_much_as_stated() -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_project_block__concurrent_threads_do_not_share_buffers() -> None:
-    blocks = [gaussian(6, n_rows) for n_rows in (300, 5000, 129, 2048) * 3]
+    blocks = [normal(6, n_rows) for n_rows in (300, 5000, 129, 2048) * 3]
     expected = [project_one(SMALL, block) for block in blocks]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda block: project_one(SMALL, block), blocks))
@@ -303,7 +242,7 @@ def test_project_block__concurrent_threads_do_not_share_buffers() -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_project_block__thread_count_is_invisible() -> None:
-    block, before = gaussian(40, 5000), torch.get_num_threads()
+    block, before = normal(40, 5000), torch.get_num_threads()
     results = []
     try:
         for n_threads in (1, 2):
@@ -312,15 +251,6 @@ def test_project_block__thread_count_is_invisible() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
-
-
-@pytest.mark.usefixtures("backend")
-def test_project__inference_mode() -> None:
-    flat = gaussian(6, 600)
-    expected = project_flat(SMALL, flat)
-    with torch.inference_mode():
-        assert torch.equal(project_flat(SMALL, flat.clone()), expected)
-    assert torch.equal(project_flat(SMALL, flat), expected)
 
 
 @pytest.mark.parametrize(("proj_dim", "factor"), [(96, 4), (15, 3), (1, 64)])
@@ -334,41 +264,6 @@ def test_project_block__adjacent_columns_add_up_to_a_smaller_proj_dim(
     assert torch.equal(large.unflatten(1, (proj_dim, factor)).sum(2), small)
 
 
-@pytest.mark.parametrize("sparsity", [1, 2, 4, 16])
-def test_sjlt__squared_norm_of_a_row(sparsity: int) -> None:
-    projector = SJLT(proj_dim=16, sparsity=sparsity)
-    rows = np.concatenate([matrix(projector, 512, checkpoint) for checkpoint in range(16)])
-    squares = (rows**2).sum(1)
-    variance = 2 * (sparsity - 1) / (sparsity * 16)
-    assert squares.mean() == pytest.approx(1, abs=5 * (variance / len(rows)) ** 0.5 + 1e-12)
-    assert squares.var() == pytest.approx(variance, rel=0.1, abs=1e-12)
-
-
-@pytest.mark.parametrize("sparsity", [1, 2, 4, 16])
-def test_sjlt__products_of_two_rows(sparsity: int) -> None:
-    rows = matrix(SJLT(proj_dim=256, sparsity=sparsity), 1024)
-    products = (rows @ rows.T)[np.triu_indices(1024, 1)]
-    assert products.std() == pytest.approx(256**-0.5, rel=0.02)
-    assert abs(products.mean()) < 5 * 256**-0.5 / len(products) ** 0.5
-    kurtosis = (products**4).mean() / products.var() ** 2
-    assert kurtosis == pytest.approx(3 + (256 - 3) / sparsity**2, rel=0.15)
-
-
-@pytest.mark.parametrize("sparsity", [1, 4])
-def test_sjlt__variance_of_products_of_gradients(sparsity: int) -> None:
-    flat = gaussian(300, 2000)
-    flat = flat / flat.norm(dim=1, keepdim=True)
-    projector = SJLT(proj_dim=64, sparsity=sparsity)
-    features = torch.cat([project_flat(projector, flat, checkpoint) for checkpoint in range(3)])
-    typical, worst = projector.cost(2000).product_error
-    for part in features.chunk(3):
-        errors = part @ part.T - flat @ flat.T
-        assert errors[torch.triu(torch.ones(300, 300), 1) == 1].std() == pytest.approx(
-            typical, rel=0.1
-        )
-        assert errors.diagonal().std() == pytest.approx(worst, rel=0.15)
-
-
 def test_cost__counts() -> None:
     cost = SJLT(proj_dim=4096, sparsity=5).cost(10**6)
     assert cost.operations == 10 * 10**6
@@ -377,32 +272,99 @@ def test_cost__counts() -> None:
     assert 16384 * 32 * 4 < cost.buffer_bytes < 64 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"proj_dim": 0}, ValueError, r"proj_dim .*in \[1, 2\*\*31\), got 0; try proj_dim=4096"),
-        ({"proj_dim": 2**31}, ValueError, r"proj_dim .*got 2147483648"),
-        ({"proj_dim": 64.0}, TypeError, r"integer for proj_dim, got 64\.0"),
-        ({"sparsity": 0}, ValueError, r"sparsity .*in \[1, 65\), got 0; try sparsity=4"),
-        ({"sparsity": True}, TypeError, r"integer for sparsity, got True"),
-        ({"seed": -1}, ValueError, r"seed .*got -1; try seed=0"),
-    ],
-)
-def test_sjlt__refused(fields: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        SJLT(**fields)
+# ------------------------------------------------------------ nonzeros, which are sorted and kept
+
+MATRIX = SparseMatrix(proj_dim=12, sparsity=5, seed=2**40 + 3, checkpoint=7)
 
 
-def test_sjlt__is_a_value() -> None:
-    projector = SJLT(2**31 - 1, 64, 2**64 - 1)
-    assert isinstance(projector, Projector)
-    again = pickle.loads(pickle.dumps(projector))
-    assert again == projector
-    assert hash(again) == hash(projector)
-    spec = json.loads(json.dumps(projector.spec()))
-    assert spec == projector.spec()
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> sjlt._Kept:
+    fresh = sjlt._Kept(10**5)
+    monkeypatch.setattr(sjlt, "_kept", fresh)
+    return fresh
 
 
-def test_spec__tells_every_field_apart() -> None:
-    projectors = [SJLT(), SJLT(proj_dim=4095), SJLT(sparsity=3), SJLT(seed=1)]
-    assert len({json.dumps(projector.spec()) for projector in projectors}) == 4
+def signed_rows(matrix: SparseMatrix, row_offset: int, n_rows: int) -> list[list[tuple[int, int]]]:
+    """By column, the pairs (-sign, row) of its nonzeros, one by one."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(matrix.proj_dim)]
+    key = matrix.seed & 0xFFFFFFFF, matrix.seed >> 32
+    for row in range(n_rows):
+        for j in range(matrix.sparsity):
+            at = row_offset + row
+            counter = (at & 0xFFFFFFFF, j >> 2, matrix.checkpoint, at >> 32 | STREAM_SJLT << 16)
+            word = int(philox4x32(counter, key)[j & 3])
+            found[word * matrix.proj_dim >> 32].append((2 * (word & 1) - 1, row))
+    return [sorted(column) for column in found]
+
+
+def listed(found: Nonzeros) -> list[list[tuple[int, int]]]:
+    columns = []
+    for k in range((len(found.starts) - 1) // 2):
+        start, middle, stop = found.starts[2 * k : 2 * k + 3]
+        plus = [(-1, int(row)) for row in found.rows[start:middle]]
+        minus = [(1, int(row)) for row in found.rows[middle:stop]]
+        columns.append(sorted(plus) + sorted(minus))
+    return columns
+
+
+@pytest.mark.parametrize("numba", ["0", "1"])
+@pytest.mark.parametrize("row_offset", [0, 2**32 - 16384, 2**33])
+def test_nonzeros_of__are_those_of_the_definition(
+    row_offset: int, numba: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAKDASK_NUMBA", numba)
+    found = nonzeros_of(MATRIX, row_offset, 100)
+    assert found.rows.dtype == np.uint16
+    assert listed(found) == signed_rows(MATRIX, row_offset, 100)
+
+
+@pytest.mark.parametrize("proj_dim", [1, 2, 1000, 2**15, 2**15 + 1, 100_003])
+@pytest.mark.parametrize("sparsity", [1, 4, 9])
+def test_sort_nonzeros__numba_and_numpy_agree(
+    proj_dim: int, sparsity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = SparseMatrix(proj_dim, sparsity, 0, 0)
+    shape = (-(-matrix.sparsity // 4), 16384, 4)
+    words = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32)
+    results = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("TRAKDASK_NUMBA", switch)
+        results.append(sort_nonzeros(words, matrix))
+    for numpy_array, numba_array in zip(*results, strict=True):
+        np.testing.assert_array_equal(numpy_array, numba_array)
+
+
+def test_nonzeros_of__drawn_once(kept: sjlt._Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = nonzeros_of(MATRIX, 0, 100)
+    monkeypatch.setattr(sjlt, "fill_words", None)
+    assert nonzeros_of(MATRIX, 0, 100) is first
+    with pytest.raises(TypeError):
+        nonzeros_of(MATRIX, 0, 99)
+    with pytest.raises(TypeError):
+        nonzeros_of(MATRIX._replace(checkpoint=8), 0, 100)
+
+
+def blocks_kept(kept: sjlt._Kept, matrix: SparseMatrix) -> list[int]:
+    return [row for row in range(0, 1000, 100) if kept.get(matrix, (row, 100)) is not None]
+
+
+def test_kept__is_full_with_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sort_nonzeros(np.zeros((2, 100, 4), np.uint32), MATRIX).nbytes
+    kept = sjlt._Kept(3 * size + 1)
+    monkeypatch.setattr(sjlt, "_kept", kept)
+    for row in range(0, 1000, 100):
+        nonzeros_of(MATRIX, row, 100)
+    assert blocks_kept(kept, MATRIX) == [0, 100, 200]
+    other = MATRIX._replace(checkpoint=8)
+    nonzeros_of(other, 300, 100)  # makes the older matrix give way
+    assert blocks_kept(kept, MATRIX) == []
+    assert blocks_kept(kept, other) == [300]
+
+
+def test_kept__used_by_threads_at_once(kept: sjlt._Kept) -> None:
+    rows = [0, 100, 200, 0, 100, 200] * 20
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda row: nonzeros_of(MATRIX, row, 100), rows))
+    assert kept._bytes == 3 * found[0].nbytes
+    for row, each in zip(rows, found, strict=True):
+        assert listed(each) == signed_rows(MATRIX, row, 100)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from trakdask.projection import FastJL, Identity, Projector, Rademacher, RowMap
-from trakdask.projection.gaussian import Gaussian
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
 from trakdask.projection.sjlt import SJLT
@@ -21,8 +20,6 @@ PROJECTORS = [
     Identity(),
     Rademacher(),
     Rademacher(proj_dim=77, seed=2**64 - 1, arithmetic="int8x3"),
-    Gaussian(),
-    Gaussian(proj_dim=77, seed=2**64 - 1, arithmetic="int8x1"),
     SJLT(),
     SJLT(proj_dim=77, sparsity=7, seed=2**64 - 1),
     Mask(keep=40),
@@ -69,50 +66,32 @@ def changed(**values: Any) -> dict[str, Any]:
     return {**Rademacher().spec(), **values}
 
 
+MASK = Mask(keep=40).spec()
+
+
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    "spec",
     [
-        ({}, r"kind .*'fast_jl', 'gaussian'.*got None; try"),
-        (changed(kind="fastfood"), r"kind .*got 'fastfood'; .*featurize again"),
-        (changed(definition=2), r"definition 1 of the rademacher.*got 2; try"),
-        (changed(row_block=4096), r"'row_block' of the rademacher.*16384, got 4096; try"),
-        (changed(rows="odd"), r"no 'rows' in the rademacher.*got 'odd'; try"),
-        (changed(proj_dim=0), r"proj_dim .*got 0; try"),
+        {},
+        changed(kind="fastfood"),
+        changed(definition=2),
+        changed(row_block=4096),
+        changed(rows="odd"),
+        {name: value for name, value in changed().items() if name != "row_block"},
+        MASK | {"then": {"kind": "fastfood"}},
+        MASK | {"then": {**SJLT().spec(), "definition": 2}},
     ],
 )
-def test_from_spec__refused(spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_from_spec__refused(spec: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="featurize again"):
         from_spec(spec)
 
 
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        ({"kind": "fastjl"}, "kind .*got 'fastjl'"),
-        ({**SJLT().spec(), "definition": 2}, "sjlt projector.*got 2"),
-    ],
-)
-def test_from_spec__refused_inside_a_mask(inner: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        from_spec({**Mask(keep=40).spec(), "then": inner})
-
-
-def test_from_spec__field_is_missing() -> None:
+@pytest.mark.parametrize("name", ["seed", "proj_dim"])
+def test_from_spec__field_is_missing(name: str) -> None:
     spec = changed()
-    del spec["seed"]
-    with pytest.raises(ValueError, match=r"'seed' in the rademacher.*got none; try"):
-        from_spec(spec)
-
-
-def test_from_spec__no_mapping() -> None:
-    with pytest.raises(TypeError, match=r"spec.*got 'rademacher'"):
-        from_spec("rademacher")  # type: ignore[arg-type]
-
-
-def test_from_spec__field_without_a_default_is_missing() -> None:
-    spec = Mask(keep=40).spec()
-    del spec["keep"]
-    with pytest.raises(ValueError, match=r"'keep' in the mask.*got none"):
+    del spec[name]
+    with pytest.raises(TypeError, match=name):
         from_spec(spec)
 
 

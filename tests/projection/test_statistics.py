@@ -20,7 +20,6 @@ from torch import Tensor
 
 from trakdask.projection import (
     SJLT,
-    Gaussian,
     Kronecker,
     Mask,
     Projector,
@@ -28,7 +27,6 @@ from trakdask.projection import (
     RowMap,
     project,
 )
-from trakdask.projection.gaussian import TABLE, VARIANCE
 
 Matrix = npt.NDArray[np.float64]
 Scores = dict[str, float]
@@ -160,13 +158,11 @@ def sjlt_law(sparsity: int, selected: float = 1) -> Law:
     return Law(kurtosis / selected, pair / selected, (1 + row_norm) / selected - 1)
 
 
-NORMAL_KURTOSIS = float(((TABLE / VARIANCE**0.5) ** 4).mean())
 SIGNS = Law(kurtosis=1, pair=1, row_norm=0)
-NORMAL = Law(NORMAL_KURTOSIS, pair=1, row_norm=(NORMAL_KURTOSIS - 1) / P)
+NORMAL = Law(kurtosis=3, pair=1, row_norm=2 / P)
 
 KINDS = {
     "rademacher": Kind(lambda p, n, seed: Rademacher(p, seed), SIGNS),
-    "gaussian": Kind(lambda p, n, seed: Gaussian(p, seed), NORMAL),
     "sjlt, 1": Kind(lambda p, n, seed: SJLT(p, 1, seed), sjlt_law(1)),
     "sjlt, 4": Kind(lambda p, n, seed: SJLT(p, 4, seed), sjlt_law(4)),
     "grass": Kind(
@@ -262,13 +258,10 @@ def test_matrix__kronecker_is_the_product_of_its_factors() -> None:
 
 
 @pytest.mark.parametrize("arithmetic", ["int8x1", "int8x3"])
-@pytest.mark.parametrize("kind", [Rademacher, Gaussian])
-def test_matrix__arithmetic_does_not_change_it(
-    kind: type[Rademacher | Gaussian], arithmetic: str
-) -> None:
+def test_matrix__arithmetic_does_not_change_it(arithmetic: str) -> None:
     eye = torch.eye(300)
-    found = features(kind(P, arithmetic=arithmetic), eye)
-    assert torch.equal(found, features(kind(P), eye))
+    found = features(Rademacher(P, arithmetic=arithmetic), eye)
+    assert torch.equal(found, features(Rademacher(P), eye))
 
 
 # --------------------------------------------------------------------- rows that a mask keeps

@@ -42,7 +42,7 @@ __all__ = [
 T = TypeVar("T")
 
 _SOURCES = "trakdask.command_line.sources"
-_PROJECTORS = ("Rademacher", "SJLT", "Mask", "Kronecker", "Gaussian", "FastJL", "Identity")
+_PROJECTORS = ("Rademacher", "SJLT", "Mask", "Kronecker", "FastJL", "Identity")
 _SAMPLES = {
     "arrays": f"{_SOURCES}:from_npy",
     "table": "trakdask:from_dataframe",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from trakdask.projection.fast_jl import FastJL
-from trakdask.projection.gaussian import Gaussian
 from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
@@ -19,7 +18,6 @@ __all__ = [
     "SJLT",
     "Cost",
     "FastJL",
-    "Gaussian",
     "Identity",
     "Kronecker",
     "Mask",

@@ -42,18 +42,18 @@ def stop_waiting() -> None:
     _spent_s = PATIENCE_S
 
 
-def compiled(name: str) -> Any:
-    """Return the module ``trakdask.projection.compiled.<name>``; None without numba, or not yet.
+def numba_kernels() -> Any:
+    """Return the module :mod:`trakdask.projection.compiled`; None without numba, or not yet.
 
     Notes
     -----
-    The first module that is returned in a process imports numba; the first use of a kernel on a
-    machine compiles it, which takes seconds, and caches the machine code on disk. Kernels release
-    the GIL and start no threads.
+    The first call that returns it imports numba; the first use of a kernel on a machine compiles
+    it, which takes seconds, and caches the machine code on disk. Kernels release the GIL and start
+    no threads.
     """
     setting = os.environ.get("TRAKDASK_NUMBA", "")
     waits = _spent_s < PATIENCE_S and setting != "1"
-    return None if waits or setting == "0" else _load(name)
+    return None if waits or setting == "0" else _load()
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -62,9 +62,9 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 @cache
-def _load(name: str) -> Any:
+def _load() -> Any:
     try:
         importlib.import_module("numba")  # optional, and its import takes most of a second
     except ImportError:  # also raised by a numba that does not support this numpy
         return None
-    return importlib.import_module(f"trakdask.projection.compiled.{name}")
+    return importlib.import_module("trakdask.projection.compiled")

@@ -14,22 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from trakdask.projection.gaussian import TABLE, Gaussian
 from trakdask.projection.identity import Identity
+from trakdask.projection.integer_products import sign_bits, signs_of
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask, select_rows
 from trakdask.projection.philox import (
-    BYTES_PER_COUNTER,
-    ROWS_PER_COUNTER,
     STREAM_KRONECKER_LEFT,
     STREAM_KRONECKER_RIGHT,
-    STREAM_NORMAL,
     STREAM_RADEMACHER,
     STREAM_SJLT,
+    fill_words,
 )
 from trakdask.projection.protocol import Projector
 from trakdask.projection.rademacher import Rademacher
-from trakdask.projection.random_words import fill_words
 from trakdask.projection.row_map import RowMap
 from trakdask.projection.sjlt import SJLT
 
@@ -157,20 +154,6 @@ def _of_rademacher(
 
 
 @_unscaled.register
-def _of_gaussian(projector: Gaussian, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
-    address = {"seed": projector.seed, "checkpoint": checkpoint, "stream": STREAM_NORMAL}
-    out = vectors.new_zeros(len(vectors), row_map.n_rows)
-    for row in range(0, row_map.n_rows, _ROW_TILE):
-        n_rows = min(_ROW_TILE, row_map.n_rows - row)
-        for column in range(0, projector.proj_dim, _COLUMN_TILE):
-            part = vectors[:, column : column + _COLUMN_TILE]
-            drawn = _bytes(row, n_rows, column, part.shape[1], BYTES_PER_COUNTER, address)
-            entries = torch.from_numpy(TABLE[drawn[:, :n_rows]].astype(np.float32))
-            out[:, row : row + n_rows] += part @ entries
-    return out
-
-
-@_unscaled.register
 def _of_kronecker(
     projector: Kronecker, row_map: RowMap, checkpoint: int, vectors: Tensor
 ) -> Tensor:
@@ -209,21 +192,5 @@ def _by_signs(vectors: Tensor, first: int, n_rows: int, address: dict[str, int])
 
 
 def _signs(row: int, n_rows: int, column: int, n_columns: int, address: dict[str, int]) -> Tensor:
-    """Return a window of a matrix of signs, (n_columns, n_rows), from a whole counter on."""
-    drawn = _bytes(row, n_rows, column, n_columns, ROWS_PER_COUNTER, address)
-    bits = np.unpackbits(drawn, axis=1, bitorder="little", count=n_rows)
-    return torch.from_numpy(bits.view(np.int8)).float().mul_(-2).add_(1)
-
-
-def _bytes(
-    row: int,
-    n_rows: int,
-    column: int,
-    n_columns: int,
-    rows_of_counter: int,
-    address: dict[str, int],
-) -> np.ndarray:
-    """Return the random bytes of some rows and columns, (n_columns, bytes)."""
-    words = np.empty((n_columns, -(-n_rows // rows_of_counter), 2), np.uint64)
-    fill_words(words, row // rows_of_counter, column, **address)
-    return words.view(np.uint8).reshape(n_columns, -1)
+    """Return a window of a matrix of signs, (n_columns, n_rows), float32."""
+    return signs_of(sign_bits(row, n_rows, column, n_columns, **address), row, n_rows).float()

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trakdask.projection.dense_products import integer_matmul
+from trakdask.projection.integer_products import sign_bits, signed_sums, signs_of, split_digits
+from trakdask.projection.memory import Scratch
 from trakdask.projection.philox import (
     ROWS_PER_COUNTER,
     STREAM_KRONECKER_LEFT,
@@ -21,8 +20,7 @@ from trakdask.projection.philox import (
     STREAM_RADEMACHER,
 )
 from trakdask.projection.protocol import ROUNDING_ERROR, Cost, Projector, allowed
-from trakdask.projection.quantize import FRACTION_BITS, Scratch, quantize_integers
-from trakdask.projection.random_words import fill_words
+from trakdask.projection.quantize import FRACTION_BITS, quantize
 from trakdask.projection.row_map import ROW_ALIGNMENT, ROW_BLOCK, RowMap
 
 # Sizes of buffers. They do not affect results, since all sums within a row block are exact.
@@ -160,11 +158,6 @@ class Kronecker(Projector):
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of one row block to ``out``; see :class:`Projector`.
 
-        Raises
-        ------
-        ValueError
-            If the projector is not bound to a row map.
-
         Notes
         -----
         Cost per sample: for m x n elements of a matrix, 4 * m * n * right integer operations and
@@ -177,7 +170,7 @@ class Kronecker(Projector):
         block, left_tile = block.cpu(), max(1, _COLUMN_TILE // self.right)
         for start in range(0, len(block), _SAMPLE_TILE):
             samples = slice(start, start + _SAMPLE_TILE)
-            integers, step = quantize_integers(block[samples], FRACTION_BITS[_N_DIGITS], _scratch)
+            integers, step = quantize(block[samples], FRACTION_BITS[_N_DIGITS], _scratch)
             for first in range(0, self.left, left_tile):
                 tile = _Tile(self, checkpoint, first, min(left_tile, self.left - first), integers)
                 for part in parts:
@@ -188,12 +181,8 @@ class Kronecker(Projector):
 
     def _parts(self, first: int, last: int) -> Iterator[_Part]:
         """Split the rows [first, last) of the row map by parameter, without padding."""
-        if (row_map := self._row_map) is None:
-            raise ValueError(
-                f"expected a projector that is bound to a row map, since it needs the shapes of "
-                f"the parameters, got {self}; try projector.bind(row_map)"
-            )
-        offsets, shapes = row_map.offsets, row_map.shapes
+        assert self._row_map is not None, "bind comes first"
+        offsets, shapes = self._row_map.offsets, self._row_map.shapes
         for i in range(max(0, bisect_right(offsets, first) - 1), bisect_right(offsets, last - 1)):
             size = math.prod(shapes[i])
             start, stop = max(first, offsets[i]), min(last, offsets[i] + size)
@@ -267,25 +256,35 @@ class _Tile:
     def _add_vector(self, integers: Tensor, row: int) -> None:
         """Add (B, n) elements, the first of them in row ``row``, by a dense product."""
         sums, n_rows = self.sums.flatten(0, 1), integers.shape[1]
+        slabs = split_digits(integers, _N_DIGITS, row)
         width = max(1, _SIGNS_TILE // (n_rows + ROWS_PER_COUNTER))
         for start in range(0, len(sums), width):
             target = sums[start : start + width]
             column = self._first * self._right + start
-            bits = _bits(row, n_rows, column, len(target), STREAM_RADEMACHER, self._address)
-            target.add_(_signed_sums(bits, row, integers))
+            address = self._address | {"stream": STREAM_RADEMACHER}
+            packed = sign_bits(row, n_rows, column, len(target), **address)
+            target.add_(signed_sums(packed, slabs, _N_DIGITS))
 
     def _add_matrix(self, matrix: Tensor, left_row: int, right_row: int) -> None:
         """Add (B, m, n) elements, the first of them in these rows of L and R."""
-        _, m, n = matrix.shape
-        left = (left_row, m, self._first, self._left, STREAM_KRONECKER_LEFT, self._address)
-        right = (right_row, n, 0, self._right, STREAM_KRONECKER_RIGHT, self._address)
+        n_samples, m, n = matrix.shape
+        left = left_row, m, self._first, self._left
+        right = right_row, n, 0, self._right
+        streams = STREAM_KRONECKER_LEFT, STREAM_KRONECKER_RIGHT
+        of_left, of_right = (self._address | {"stream": stream} for stream in streams)
+        # The first product is one of integers, the second one of float64; both are exact. Bits are
+        # valid until the next are drawn.
         if _right_first(m, n, self._left, self._right):
-            half = _signed_sums(_bits(*right), right_row, matrix).double().flatten(0, 1)
-            self.sums.flatten(1).addmm_(_signs(_bits(*left), left_row, m), half.T)
+            slabs = split_digits(matrix, _N_DIGITS, right_row)
+            half = signed_sums(sign_bits(*right, **of_right), slabs, _N_DIGITS).view(-1, m)
+            signs = signs_of(sign_bits(*left, **of_left), left_row, m)
+            self.sums.flatten(1).addmm_(signs, half.T)
         else:
-            half = _signed_sums(_bits(*left), left_row, matrix.mT).double()
-            signs = _signs(_bits(*right), right_row, n)
-            self.sums.baddbmm_(signs.expand(len(half), -1, -1), half.mT)
+            slabs = split_digits(matrix.mT, _N_DIGITS, left_row)
+            half = signed_sums(sign_bits(*left, **of_left), slabs, _N_DIGITS)
+            signs = signs_of(sign_bits(*right, **of_right), right_row, n)
+            halves = half.view(-1, n_samples, n)
+            self.sums.baddbmm_(signs.expand(len(halves), -1, -1), halves.mT)
 
 
 def _right_first(n_rows: int, n_columns: int, left: int, right: int) -> bool:
@@ -314,41 +313,3 @@ def _tiles(n_rows: int, n_columns: int, left: int, right: int) -> Iterator[tuple
     for u in range(0, n_rows, height):
         for v in range(0, n_columns, width):
             yield slice(u, min(u + height, n_rows)), slice(v, min(v + width, n_columns))
-
-
-def _bits(
-    row: int, n_rows: int, column: int, n_columns: int, stream: int, address: dict[str, int]
-) -> npt.NDArray[np.uint8]:
-    """Return the bits of all counters that contain the rows, (n_columns + 1, rows), 0 and 1.
-
-    The last line consists of ones, so that its product is the sum of the values.
-    """
-    first, last = row // ROWS_PER_COUNTER, -(-(row + n_rows) // ROWS_PER_COUNTER)
-    words = np.empty((n_columns + 1, last - first, 2), np.uint64)
-    fill_words(words[:-1], first, column, stream=stream, **address)
-    words[-1] = 2**64 - 1
-    return np.unpackbits(words.view(np.uint8).reshape(n_columns + 1, -1), 1, bitorder="little")
-
-
-def _signs(bits: npt.NDArray[np.uint8], row: int, n_rows: int) -> Tensor:
-    """Return the matrix of signs, (n_columns, n_rows), float64."""
-    lead = row % ROWS_PER_COUNTER
-    return torch.from_numpy(bits[:-1, lead : lead + n_rows]).double().mul_(-2).add_(1)
-
-
-def _signed_sums(bits: npt.NDArray[np.uint8], row: int, integers: Tensor) -> Tensor:
-    """Return the exact products of integers (..., rows) and signs, (n_columns, ...), int32."""
-    *batch, n_rows = integers.shape
-    lead = row % ROWS_PER_COUNTER
-    digits = _scratch.take("digits", (_N_DIGITS, *batch, bits.shape[1]), torch.int8).zero_()
-    low, high = digits[..., lead : lead + n_rows]
-    low.copy_(integers)  # keeps the lowest 8 bits, as a number in [-128, 128)
-    rest = torch.add(integers, 128, out=_scratch.take("rest", integers.shape, torch.int32))
-    high.copy_(rest.bitwise_right_shift_(8))
-    digits = digits.flatten(0, -2)
-    ones = _scratch.take("ones", (len(bits), len(digits)), torch.int32)
-    integer_matmul(torch.from_numpy(bits.view(np.int8)), digits, ones)
-    low, high = ones.chunk(_N_DIGITS, dim=1)
-    low.add_(high, alpha=256)
-    # sum q * (1 - 2 b) = sum q - 2 * sum q * b, so bits suffice. |sum q| <= 2**28.
-    return low[:-1].mul_(-2).add_(low[-1]).view(-1, *batch)

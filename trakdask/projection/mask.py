@@ -15,9 +15,8 @@ from torch import Tensor
 from trakdask.checks import shown
 from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
-from trakdask.projection.philox import STREAM_MASK, UInt64Array
+from trakdask.projection.philox import STREAM_MASK, UInt64Array, fill_words
 from trakdask.projection.protocol import Cost, Projector, allowed
-from trakdask.projection.random_words import fill_words
 from trakdask.projection.row_map import RowMap
 
 Int64Array = npt.NDArray[np.int64]
@@ -160,23 +159,11 @@ class Mask(Projector):
         return bound
 
     def selected_rows(self, checkpoint: int) -> Int64Array:
-        """Return the selected rows, ascending; read-only.
-
-        Raises
-        ------
-        ValueError
-            If the projector is not bound to a row map.
-        """
+        """Return the selected rows, ascending; read-only."""
         return self._selected(checkpoint)[0]
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one block of selected rows to ``out``; see :class:`Projector`.
-
-        Raises
-        ------
-        ValueError
-            If the projector is not bound to a row map.
-        """
+        """Add the projection of one block of selected rows to ``out``; see :class:`Projector`."""
         if not isinstance(self.then, Identity):
             self.then.project_block(block, row_offset, checkpoint, out)
             return
@@ -193,11 +180,7 @@ class Mask(Projector):
             self.then.project_rows(rows, row_offset, checkpoint, out)
 
     def _selected(self, checkpoint: int) -> tuple[Int64Array, Int64Array]:
-        if self._n_rows is None:
-            raise ValueError(
-                "expected a projector that is bound to a row map, since it needs the number of "
-                f"rows, got {self}; try projector.bind(row_map)"
-            )
+        assert self._n_rows is not None, "bind comes first"
         return select_rows(self._n_rows, self.keep, self.seed, checkpoint)
 
     def _check_rows(self, n_rows: int) -> None:

@@ -1,18 +1,41 @@
-"""Check that the arrays of a projection fit in memory before any of them is allocated."""
+"""Buffers that threads reuse, and checks that a projection fits before anything is allocated."""
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from trakdask.projection.protocol import Projector
-
-__all__ = ["require_block_fits", "require_fit", "require_sums_fit"]
+if TYPE_CHECKING:
+    from trakdask.projection.protocol import Projector
 
 _FEATURE_BYTES = 4  # float32
 _SUM_BYTES = 8 + 4  # float64 while summing, float32 as a result
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+class Scratch(threading.local):
+    """Named buffers that a thread reuses between blocks, because new memory costs page faults.
+
+    Each grows to the largest request.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous buffer of this shape; its content is undefined."""
+        n = math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < n:
+            # A tensor created in inference mode could not be modified outside of it later.
+            with torch.inference_mode(False):
+                buffer = self._buffers[name, dtype] = torch.empty(n, dtype=dtype)
+        return buffer[:n].view(*shape)
 
 
 def require_block_fits(projector: Projector, n_rows: int, n_samples: int, limit: float) -> None:
@@ -30,7 +53,7 @@ def require_block_fits(projector: Projector, n_rows: int, n_samples: int, limit:
     buffers = 0 if projector.takes_all_rows else projector.cost(n_rows).buffer_bytes
     width = projector.width(n_rows)
     needed = _FEATURE_BYTES * n_samples * width + _SUM_BYTES * width + buffers
-    require_fit(projector, n_rows, n_samples, needed, limit)
+    _require_fit(projector, width, n_samples, needed, limit)
 
 
 def require_sums_fit(
@@ -48,48 +71,17 @@ def require_sums_fit(
     else:
         # Without psutil, since projections also run on machines that have only torch and numpy.
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = _SUM_BYTES * n_samples * projector.width(n_rows)
-    require_fit(projector, n_rows, n_samples, needed, limit)
+    width = projector.width(n_rows)
+    _require_fit(projector, width, n_samples, _SUM_BYTES * n_samples * width, limit)
 
 
-def require_fit(
-    projector: Projector, n_rows: int, n_samples: int, needed: int, limit: float
+def _require_fit(
+    projector: Projector, width: int, n_samples: int, needed: int, limit: float
 ) -> None:
-    """Reject features that need more bytes than are available.
-
-    Parameters
-    ----------
-    projector, n_rows, n_samples
-        The projector and the sizes that determine the features, for the message.
-    needed, limit
-        Bytes that these samples need, and bytes of memory.
-
-    Raises
-    ------
-    ValueError
-        If ``needed`` is above ``limit``.
-
-    Examples
-    --------
-    >>> from trakdask.projection import Rademacher
-    >>> require_fit(Rademacher(2**31), 10**6, 1, 12 * 2**31, 2**30)
-    Traceback (most recent call last):
-    ValueError: expected features that fit in 1.0 GiB of memory, got 24.0 GiB ...
-    """
-    if needed <= limit:
-        return
-    samples = f"{n_samples} sample{'s' * (n_samples != 1)}"
-    raise ValueError(
-        f"expected features that fit in {_readable(limit)} of memory, got {_readable(needed)} "
-        f"({needed} bytes) for {samples} with {projector.width(n_rows)} columns each, by "
-        f"{projector}; try td.SJLT(proj_dim=2048), or fewer samples per block: "
-        "samples.chunk(sample=...)"
-    )
-
-
-def _readable(n_bytes: float) -> str:
-    for unit in _UNITS[:-1]:
-        if n_bytes < 1024:
-            return f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} {_UNITS[-1]}"
+    if needed > limit:
+        raise ValueError(
+            f"expected features that fit in {limit / 2**30:.1f} GiB of memory, got "
+            f"{needed / 2**30:.1f} GiB ({needed} bytes) for {n_samples} samples with {width} "
+            f"columns each, by {projector}; try td.SJLT(proj_dim=2048), or fewer samples per "
+            "block: samples.chunk(sample=...)"
+        )

@@ -1,20 +1,27 @@
-"""The default projector: a dense matrix of random signs."""
+"""A dense matrix of random signs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from trakdask.projection.cuda import Kernels
-from trakdask.projection.cuda import dense as dense_on_gpu
-from trakdask.projection.dense_products import accumulate_rademacher, dense_buffer_bytes
-from trakdask.projection.dense_projector import DenseProjector
+from trakdask.projection.cuda import GpuProjector, Kernels
+from trakdask.projection.cuda.products import add_rademacher
+from trakdask.projection.integer_products import sign_bits, signed_sums, split_digits
+from trakdask.projection.memory import Scratch
+from trakdask.projection.philox import STREAM_RADEMACHER
+from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR, Cost, allowed
+from trakdask.projection.quantize import FRACTION_BITS, quantize
+from trakdask.projection.row_map import ROW_ALIGNMENT, ROW_BLOCK
+
+_COLUMN_TILE = 2048
+_scratch = Scratch()
 
 
 @dataclass(frozen=True)
-class Rademacher(DenseProjector):
+class Rademacher(GpuProjector):
     """Project with a dense matrix of random signs.
 
     The matrix P has entries +1 and -1 that are a pure function of (seed, checkpoint, row, column);
@@ -57,37 +64,53 @@ class Rademacher(DenseProjector):
     """
 
     kind: ClassVar[str] = "rademacher"
-    bits_per_entry: ClassVar[int] = 1
+    row_alignment: ClassVar[int] = ROW_ALIGNMENT
 
-    def _buffer_bytes(self) -> int:
-        return dense_buffer_bytes(self.n_digits)
+    proj_dim: int = field(default=2048, metadata=allowed(range(1, 2**32), 2048))
+    seed: int = field(default=0, metadata=allowed(range(2**64), 0))
+    arithmetic: str = field(default="int8x2", metadata=allowed(tuple(ARITHMETIC), "int8x2"))
 
-    def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``, both on the CPU.
+    @property
+    def n_digits(self) -> int:
+        """Number of 8-bit digits per gradient element."""
+        return ARITHMETIC[self.arithmetic]
+
+    def cost(self, n_rows: int) -> Cost:
+        """Return the cost of projecting gradients of ``n_rows`` elements."""
+        n_samples, entries = 512, n_rows * self.proj_dim
+        block, sums = (4 + self.n_digits) * ROW_BLOCK, 8 * _COLUMN_TILE * (2 + self.n_digits)
+        return Cost(
+            operations=2 * self.n_digits * entries,
+            random_bits=entries,
+            buffer_bytes=12 * 2**20 + n_samples * (block + sums),
+            rounding_error=ROUNDING_ERROR[self.arithmetic],
+            product_error=self._product_error(),
+        )
+
+    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``, both on the CPU; see :class:`Projector`.
 
         Notes
         -----
-        Cost: see :func:`~trakdask.projection.dense_products.accumulate_rademacher`.
+        Cost: 2 * n_digits * B * rows * proj_dim integer operations and rows * proj_dim random bits,
+        which are never held all at once.
         """
-        accumulate_rademacher(
-            block,
-            row_offset,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            n_digits=self.n_digits,
-            out=out,
-        )
+        integers, step = quantize(block, FRACTION_BITS[self.n_digits], _scratch)
+        if self.n_digits == 1:
+            integers.clamp_(-127, 127)  # 2**7 is no signed digit
+        slabs = split_digits(integers, self.n_digits, row_offset)
+        address = {"seed": self.seed, "checkpoint": checkpoint, "stream": STREAM_RADEMACHER}
+        for column in range(0, self.proj_dim, _COLUMN_TILE):
+            n_columns = min(_COLUMN_TILE, self.proj_dim - column)
+            packed = sign_bits(row_offset, block.shape[1], column, n_columns, **address)
+            sums = signed_sums(packed, slabs, self.n_digits).mul_(step)
+            out[:, column : column + n_columns].add_(sums.T)
 
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
     ) -> None:
-        """Add the projection of consecutive row blocks to ``out``, on their GPU.
-
-        Notes
-        -----
-        Cost: see :func:`trakdask.projection.cuda.dense.accumulate_rademacher`.
-        """
-        dense_on_gpu.accumulate_rademacher(
+        """Add the projection of consecutive row blocks to ``out``, on their GPU."""
+        add_rademacher(
             kernels,
             rows,
             row_offset,

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, NamedTuple
+from threading import Lock
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from trakdask.projection.acceleration import compiled
+from trakdask.projection.acceleration import numba_kernels
 from trakdask.projection.cuda import GpuProjector, Kernels
-from trakdask.projection.cuda import sparse as sparse_on_gpu
-from trakdask.projection.nonzeros import Nonzeros, SparseMatrix, nonzeros_of
+from trakdask.projection.cuda.products import add_sjlt
+from trakdask.projection.memory import Scratch
+from trakdask.projection.philox import STREAM_SJLT, fill_words
 from trakdask.projection.protocol import ROUNDING_ERROR, Cost, allowed
-from trakdask.projection.quantize import (
-    Scratch,
-    compiled_scales,
-    flatten,
-    quantize_integers,
-)
+from trakdask.projection.quantize import FRACTION_BITS, compiled_scales, flatten, quantize
 from trakdask.projection.row_map import ROW_BLOCK
 
-_FRACTION_BITS = 14
+_KEPT_BYTES = 2**27  # nonzeros that a process keeps: those of 15 million rows at sparsity 4
+_FRACTION_BITS = FRACTION_BITS[2]
 
 # Chosen so that the sums of a tile of samples fit in a cache; they do not affect results.
 _MOST_SAMPLES, _LEAST_SAMPLES, _TILE_SUMS = 32, 8, 2**19
@@ -113,38 +113,34 @@ class SJLT(GpuProjector):
         """Return the cost of projecting gradients of ``n_rows`` elements."""
         return Cost(
             operations=2 * self.sparsity * n_rows,
-            random_bits=128 * SparseMatrix(self.proj_dim, self.sparsity, 0, 0).n_groups * n_rows,
+            random_bits=128 * _n_counters(self.sparsity) * n_rows,
             buffer_bytes=_buffer_bytes(self.proj_dim, self.sparsity),
             rounding_error=ROUNDING_ERROR["int8x2"],
             product_error=self._product_error(),
         )
 
-    def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``, both on the CPU.
+    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
+        """Add the projection of one row block to ``out``, both on the CPU; see :class:`Projector`.
 
         Notes
         -----
-        Cost: see :func:`accumulate_sjlt`.
+        Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; see
+        :func:`nonzeros_of` for the matrix.
         """
-        accumulate_sjlt(
-            block,
-            row_offset,
-            seed=self.seed,
-            checkpoint=checkpoint,
-            sparsity=self.sparsity,
-            out=out,
-        )
+        matrix = SparseMatrix(self.proj_dim, self.sparsity, self.seed, checkpoint)
+        nonzeros = nonzeros_of(matrix, row_offset, block.shape[1])
+        if (kernels := numba_kernels()) is not None:
+            tile, add = kernels.LANES, partial(_add_compiled, kernels, nonzeros)
+        else:
+            tile, add = _tile_samples(self.proj_dim), partial(_add_bags, _bags(nonzeros))
+        for start in range(0, len(block), tile):
+            add(block[start : start + tile], out[start : start + tile])
 
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
     ) -> None:
-        """Add the projection of consecutive row blocks to ``out``, on their GPU.
-
-        Notes
-        -----
-        Cost: see :func:`trakdask.projection.cuda.sparse.accumulate_sjlt`.
-        """
-        sparse_on_gpu.accumulate_sjlt(
+        """Add the projection of consecutive row blocks to ``out``, on their GPU."""
+        add_sjlt(
             kernels,
             rows,
             row_offset,
@@ -155,51 +151,6 @@ class SJLT(GpuProjector):
         )
 
 
-def accumulate_sjlt(
-    block: Tensor,
-    row_offset: int,
-    *,
-    seed: int,
-    checkpoint: int,
-    sparsity: int,
-    out: Tensor,
-) -> None:
-    """Add the sums by bucket of one row block to ``out``.
-
-    Parameters
-    ----------
-    block
-        Shape (B, rows) on the CPU, any float dtype, 1 <= rows <= 16384.
-    row_offset
-        Row of the first element, in [0, 2**47).
-    seed, checkpoint
-        Address of the matrix.
-    sparsity
-        Nonzeros per row.
-    out
-        Shape (B, proj_dim), float64, changed in place: the product of the block with the matrix is
-        added, without the factor sparsity**-0.5.
-
-    Notes
-    -----
-    Exactness: the product of the quantised block is exact, with or without numba; one float64
-    addition per block rounds ``out``.
-    Cost: B * rows * sparsity integer additions and B * proj_dim float64 additions; see
-    :func:`trakdask.projection.nonzeros.nonzeros_of` for the matrix.
-    """
-    matrix = SparseMatrix(out.shape[1], sparsity, seed, checkpoint)
-    add_product(block, nonzeros_of(matrix, row_offset, block.shape[1]), out)
-
-
-def add_product(block: Tensor, nonzeros: Nonzeros, out: Tensor) -> None:
-    """Add the product of a row block (B, rows) with its nonzeros to ``out``, (B, proj_dim)."""
-    is_compiled = compiled("sjlt") is not None
-    tile = compiled("sjlt").LANES if is_compiled else _tile_samples(out.shape[1])
-    add = _add_compiled if is_compiled else partial(_add_bags, _bags(nonzeros))
-    for start in range(0, len(block), tile):
-        add(block[start : start + tile], nonzeros, out[start : start + tile])
-
-
 def _tile_samples(proj_dim: int) -> int:
     return max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _TILE_SUMS // proj_dim))
 
@@ -207,13 +158,11 @@ def _tile_samples(proj_dim: int) -> int:
 def _buffer_bytes(proj_dim: int, sparsity: int) -> int:
     """Return an upper bound for one thread, which is reached without numba and with few columns."""
     tile = _tile_samples(proj_dim)
-    n_groups = SparseMatrix(proj_dim, sparsity, 0, 0).n_groups
-    per_row = 16 * n_groups + 64 * sparsity + 20 * tile
+    per_row = 16 * _n_counters(sparsity) + 64 * sparsity + 20 * tile
     return ROW_BLOCK * per_row + 12 * proj_dim * tile + 40 * proj_dim
 
 
-def _add_compiled(block: Tensor, nonzeros: Nonzeros, out: Tensor) -> None:
-    kernels = compiled("sjlt")
+def _add_compiled(kernels: Any, nonzeros: Nonzeros, block: Tensor, out: Tensor) -> None:
     flat, stride = flatten(block)
     factors, step = compiled_scales(flat, stride, block.shape, _FRACTION_BITS)
     n_rows = -(-block.shape[1] // kernels.LANES) * kernels.LANES
@@ -240,10 +189,139 @@ def _bags(nonzeros: Nonzeros) -> _Bags:
     return _Bags(*map(torch.from_numpy, arrays))
 
 
-def _add_bags(bags: _Bags, block: Tensor, nonzeros: Nonzeros, out: Tensor) -> None:
-    integers, step = quantize_integers(block, _FRACTION_BITS, _scratch)
-    dtype = bags.signs.dtype
-    values = _scratch.take("values", integers.shape, dtype).copy_(integers)
-    table = _scratch.take("table", integers.T.shape, dtype).copy_(values.T)
+def _add_bags(bags: _Bags, block: Tensor, out: Tensor) -> None:
+    integers, step = quantize(block, _FRACTION_BITS, _scratch)
+    shape = integers.T.shape
+    table = _scratch.take("table", shape, bags.signs.dtype).copy_(integers.T)
     sums = embedding_bag(bags.rows, table, bags.starts, mode="sum", per_sample_weights=bags.signs)
     out.add_(sums.double().mul_(step).T)
+
+
+def _n_counters(sparsity: int) -> int:
+    """Return the counters of a row; each has four nonzeros."""
+    return -(-sparsity // 4)
+
+
+class SparseMatrix(NamedTuple):
+    """What determines the nonzeros of an SJLT at one checkpoint."""
+
+    proj_dim: int
+    sparsity: int
+    seed: int
+    checkpoint: int
+
+
+class Nonzeros(NamedTuple):
+    """The nonzeros of a row block by column, in each column those of +1 before those of -1.
+
+    Parameters
+    ----------
+    rows
+        Row of each nonzero inside of the block, uint16.
+    starts
+        Of column k, the nonzeros of value +1 are ``rows[starts[2 * k] : starts[2 * k + 1]]``, and
+        those of value -1 end at ``starts[2 * k + 2]``; int32.
+    """
+
+    rows: npt.NDArray[np.uint16]
+    starts: npt.NDArray[np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes."""
+        return self.rows.nbytes + self.starts.nbytes
+
+
+def nonzeros_of(matrix: SparseMatrix, row_offset: int, n_rows: int) -> Nonzeros:
+    """Return the nonzeros of one row block, drawn and sorted unless they have been kept.
+
+    Parameters
+    ----------
+    matrix
+        The matrix.
+    row_offset
+        First row of the block, in [0, 2**47).
+    n_rows
+        Number of rows, at most 16384.
+
+    Notes
+    -----
+    Cost: one call of the random number generator for each row and four nonzeros, and sorting by
+    counting. A process keeps the nonzeros of recent blocks, up to 128 MiB in all.
+    """
+    block = row_offset, n_rows
+    if (kept := _kept.get(matrix, block)) is not None:
+        return kept
+    shape = (_n_counters(matrix.sparsity), n_rows, 2)
+    words = _scratch.take("words", shape, torch.int64).numpy().view(np.uint64)
+    address = {"seed": matrix.seed, "checkpoint": matrix.checkpoint}
+    fill_words(words, row_offset, 0, stream=STREAM_SJLT, **address)
+    nonzeros = sort_nonzeros(words.view(np.uint32), matrix)
+    _kept.add(matrix, block, nonzeros)
+    return nonzeros
+
+
+def sort_nonzeros(words: npt.NDArray[np.uint32], matrix: SparseMatrix) -> Nonzeros:
+    """Return the nonzeros that random words (counters, rows, 4) stand for.
+
+    Nonzero j has word j & 3 of counter j >> 2.
+    """
+    proj_dim, sparsity = matrix.proj_dim, matrix.sparsity
+    if (kernels := numba_kernels()) is not None:
+        rows = np.empty(words.shape[1] * sparsity, np.uint16)
+        starts = np.empty(2 * proj_dim + 2, np.int32)
+        kernels.sort_nonzeros(words, sparsity, proj_dim, rows, starts)
+        return Nonzeros(rows, starts[:-1])
+    chosen = words.swapaxes(0, 1).reshape(words.shape[1], -1)[:, :sparsity].ravel()
+    buckets = (chosen.astype(np.uint64) * np.uint64(proj_dim)) >> np.uint64(32)
+    places = 2 * buckets + (chosen & 1)
+    sizes = np.bincount(places.astype(np.int64), minlength=2 * proj_dim)
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    return Nonzeros((_order(places, proj_dim) // sparsity).astype(np.uint16), starts)
+
+
+def _order(places: npt.NDArray[np.uint64], proj_dim: int) -> npt.NDArray[np.int64]:
+    """Return the order by place, 16 bits at a time, because numpy sorts these by counting."""
+    order = np.argsort(places.astype(np.uint16), kind="stable")
+    if 2 * proj_dim <= 2**16:
+        return order
+    high = (places >> np.uint64(16)).astype(np.uint16)
+    return order[np.argsort(high[order], kind="stable")]
+
+
+class _Kept:
+    """Nonzeros of row blocks by matrix, as many as fit in the memory that is set apart for them.
+
+    Blocks are used in turns, once per micro-batch. What is full therefore stays as it is: throwing
+    out the oldest block for a new one would throw out every block before it is used again. Only
+    other matrices make way.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._bytes = 0
+        self._matrices: OrderedDict[SparseMatrix, dict[tuple[int, int], Nonzeros]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, matrix: SparseMatrix, block: tuple[int, int]) -> Nonzeros | None:
+        with self._lock:
+            if matrix not in self._matrices:
+                return None
+            self._matrices.move_to_end(matrix)
+            return self._matrices[matrix].get(block)
+
+    def add(self, matrix: SparseMatrix, block: tuple[int, int], nonzeros: Nonzeros) -> None:
+        with self._lock:
+            blocks = self._matrices.setdefault(matrix, {})
+            while self._bytes + nonzeros.nbytes > self._budget:
+                oldest = next(iter(self._matrices))
+                if oldest == matrix:
+                    return
+                dropped = self._matrices.pop(oldest).values()
+                self._bytes -= sum(nonzeros.nbytes for nonzeros in dropped)
+            if block not in blocks:
+                blocks[block] = nonzeros
+                self._bytes += nonzeros.nbytes
+
+
+_kept = _Kept(_KEPT_BYTES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trakdask.checks import require_integer
-from trakdask.projection.acceleration import on_gpu
+from trakdask.projection.acceleration import on_gpu, timed
 from trakdask.projection.memory import require_sums_fit
 from trakdask.projection.protocol import Projector
 from trakdask.projection.row_map import ROW_BLOCK, RowMap
@@ -74,8 +74,11 @@ class ProjectionStream:
         device: torch.device | str = "cpu",
     ) -> None:
         require_integer("checkpoint", checkpoint, 0, 2**32, remedy="try checkpoint=0")
-        require_integer("n_samples", n_samples, 1, 2**31, remedy="try n_samples=len(batch)")
-        _check_alignment(projector, row_map)
+        if row_map.alignment % projector.row_alignment:
+            raise ValueError(
+                f"expected a row map aligned to a multiple of {projector.row_alignment} rows for "
+                f"{projector}, got {row_map.alignment}; try alignment=projector.row_alignment"
+            )
         require_sums_fit(projector, row_map.n_rows, n_samples, torch.device(device))
         self._projector = projector = projector.bind(row_map)
         self._row_map = row_map
@@ -106,10 +109,8 @@ class ProjectionStream:
 
         Raises
         ------
-        TypeError
-            If the gradient is not of a float dtype.
         ValueError
-            If the name, the shape, ``first`` or the device is not one of those expected.
+            If the name, the shape or ``first`` is not one of those expected.
         """
         flat = self._checked(name, gradient, first)
         start = self._row_map.offset(name) + (first or 0)
@@ -195,41 +196,23 @@ class ProjectionStream:
         return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
     def _checked(self, name: str, gradient: Tensor, first: int | None) -> Tensor:
-        size = self._row_map.size(name) if name in self._next else 0
-        if name not in self._next or self._next[name] == size > 0:
-            why = "was added before" if name in self._next else "is not in the row map"
-            raise ValueError(
-                f"expected a gradient of {self._incomplete()[:4]}, got one of {name!r}, which "
-                f"{why}; try adding the gradient of every name of row_map.names once"
-            )
-        if (first or 0) != self._next[name]:
-            raise ValueError(
-                f"expected the elements of {name!r} from {self._next[name]} on, since parts must "
-                f"come in order, got those from {first or 0} on; try "
-                f"stream.add({name!r}, part, {self._next[name]})"
-            )
-        n_samples, shape, given = len(self._sums), self._row_map.shape(name), tuple(gradient.shape)
-        fits = given in {(n_samples, size), (n_samples, *shape)}
-        if first is not None:
-            fits = given[:1] == (n_samples,) and len(given) == 2 and given[1] <= size - first
+        """Return a gradient as (B, n), if it is one that comes next."""
+        n_samples, shape, start = len(self._sums), tuple(gradient.shape), first or 0
+        fits = self._next.get(name) == start
+        if fits:
+            size = self._row_map.size(name)
+            whole = {(n_samples, size), (n_samples, *self._row_map.shape(name))}
+            parts = {(n_samples, n) for n in shape[1:] if n <= size - start}
+            fits = shape in (whole if first is None else parts)
         if not fits:
+            missing = {name: self._next[name] for name in self._incomplete()[:4]}
             raise ValueError(
-                f"expected the gradient of {name!r} to have shape {(n_samples, *shape)}, got "
-                f"{given}; try one gradient per sample, samples first"
+                f"expected gradients (sample, *shape) of {n_samples} samples, each element once, "
+                f"in order, got {name!r} from element {start} on, of shape {shape}; try those that "
+                f"are missing, from the elements {missing} on"
             )
-        if not gradient.is_floating_point():
-            raise TypeError(
-                f"expected the gradient of {name!r} to have a float dtype, got {gradient.dtype}; "
-                "try gradient.float()"
-            )
-        if gradient.device != self._sums.device:
-            raise ValueError(
-                f"expected the gradient of {name!r} on {self._sums.device}, got it on "
-                f"{gradient.device}; try ProjectionStream(..., device=gradient.device)"
-            )
-        flat = gradient.detach().reshape(n_samples, size if first is None else given[1])
-        self._next[name] += flat.shape[1]
-        return flat
+        self._next[name] += math.prod(shape[1:])
+        return gradient.detach().reshape(n_samples, math.prod(shape[1:]))
 
     def _add_rows(self, first: int, part: Tensor) -> None:
         """Project the rows of whole blocks at once, and others when their block is full."""
@@ -259,14 +242,16 @@ class ProjectionStream:
         return self._waiting[block][: math.prod(shape)].view(shape)
 
     def _project(self, block: Tensor, row_offset: int) -> None:
+        """Add the product of complete blocks to the sums: here a gradient meets its projector."""
         project = self._projector.project_rows
-        # Looking for zeros would wait for the GPU.
-        if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
-            project(block, row_offset, self._checkpoint, self._sums)
-        elif len(samples):
-            sums = self._sums[samples]
-            project(block[samples], row_offset, self._checkpoint, sums)
-            self._sums[samples] = sums
+        with timed():
+            # Looking for zeros would wait for the GPU.
+            if on_gpu(block) or (samples := _nonzero_samples(block)) is None:
+                project(block, row_offset, self._checkpoint, self._sums)
+            elif len(samples):
+                sums = self._sums[samples]
+                project(block[samples], row_offset, self._checkpoint, sums)
+                self._sums[samples] = sums
 
 
 class _Spare(threading.local):
@@ -353,7 +338,7 @@ def project(
     Raises
     ------
     TypeError, ValueError
-        As for :class:`ProjectionStream`, and if ``gradients`` has other names than the row map.
+        As for :class:`ProjectionStream`.
 
     Examples
     --------
@@ -362,23 +347,8 @@ def project(
     >>> project(Rademacher(proj_dim=3), {"weight": torch.zeros(2, 5, 7)}, rows, checkpoint=0).shape
     torch.Size([2, 3])
     """
-    if set(gradients) != set(row_map.names):
-        odd = sorted(set(gradients) ^ set(row_map.names))
-        raise ValueError(
-            f"expected gradients with the names of the row map, got others or none for {odd[:4]}; "
-            "try RowMap.from_shapes on the parameters that the gradients belong to"
-        )
     first = gradients[row_map.names[0]]
     stream = ProjectionStream(projector, row_map, len(first), checkpoint, first.device)
     for name in row_map.names:
         stream.add(name, gradients[name])
     return stream.result()
-
-
-def _check_alignment(projector: Projector, row_map: RowMap) -> None:
-    if row_map.alignment % projector.row_alignment:
-        raise ValueError(
-            f"expected a row map aligned to a multiple of {projector.row_alignment} rows for "
-            f"{projector}, got {row_map.alignment}; try RowMap.from_shapes(shapes, "
-            f"alignment={projector.row_alignment})"
-        )

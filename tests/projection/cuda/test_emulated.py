@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
-from trakdask.projection import SJLT, Gaussian, Rademacher
-from trakdask.projection.cuda import dense, layout
+from tests.projection.reference import rademacher_bits
+from trakdask.projection import SJLT, Rademacher, integer_products
+from trakdask.projection.cuda import layout, products
 from trakdask.projection.cuda.launch import FAMILIES, Launch
-from trakdask.projection.cuda.layout import Columns, Run
+from trakdask.projection.cuda.layout import Run
 from trakdask.projection.cuda.projector import GpuProjector
-from trakdask.projection.gaussian import TABLE
-from trakdask.projection.philox import philox4x32, rademacher_bits, split_seed
-from trakdask.projection.quantize import Scratch, quantize_block
+from trakdask.projection.memory import Scratch
+from trakdask.projection.quantize import FRACTION_BITS, quantize
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -37,7 +37,7 @@ def project_on_cpu(
     """Project block by block on the CPU: the reference for bits."""
     for first in range(0, rows.shape[1], 16384):
         block = rows[:, first : first + 16384]
-        projector.project_on_cpu(block, row + first, checkpoint, out)
+        projector.project_block(block, row + first, checkpoint, out)
 
 
 def gradients(n_samples: int, n_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -59,27 +59,20 @@ def equal_bits(found: Tensor, expected: Tensor) -> bool:
     return bool(((found.view(torch.int64) == expected.view(torch.int64)) | nan).all())
 
 
-class StrictTorch:
-    """Torch with an integer product that refuses what torch, or cuBLAS, refuses on a GPU."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def _int_mm(self, left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
-        (m, k), n = left.shape, right.shape[1]
-        assert m > 16
-        assert k % 8 == n % 8 == 0
-        assert left.is_contiguous()  # rows by rows times columns by columns: the one layout that
-        assert right.T.is_contiguous()  # integer products of all GPUs take
-        assert out.is_contiguous()
-        assert out.dtype == torch.int32
-        assert not any(tensor.data_ptr() % 16 for tensor in (left, right, out))
-        return torch._int_mm(left, right, out=out)
-
-
 @pytest.fixture(autouse=True)
 def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "torch", StrictTorch())
+    """Refuse products that torch, or cuBLAS, refuses on a GPU."""
+
+    def multiply(digits: Tensor, bits: Tensor, out: Tensor) -> None:
+        (m, k), n = digits.shape, len(bits)
+        assert m > 16
+        assert k % 8 == n % 8 == 0
+        for operand in (digits, bits, out):  # the one layout that products of all GPUs take
+            assert operand.is_contiguous()
+            assert not operand.data_ptr() % 16
+        integer_products.int8_matmul(digits, bits, out)
+
+    monkeypatch.setattr(products, "int8_matmul", multiply)
 
 
 # ------------------------------------------------------------------------------- kernel by kernel
@@ -106,27 +99,6 @@ def test_rademacher_bits__are_those_of_the_definition(data: st.DataObject) -> No
     assert (guarded[-64:] == 77).all()
 
 
-@settings(max_examples=10)
-@given(data=st.data())
-def test_gaussian_entries__are_those_of_the_definition(data: st.DataObject) -> None:
-    n_columns, n_counters = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 30))
-    counter = data.draw(st.sampled_from([0, 1, 2**32 - 7, 2**43 - 30]))
-    seed, checkpoint = data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(0, 2**32 - 1))
-    guarded = torch.full((n_columns * n_counters * 16 + 64,), 126, dtype=torch.int8)
-    address = (np.uint64(counter), np.int32(n_counters), np.uint32(3), np.int32(n_columns),
-               np.uint64(seed), np.uint32(checkpoint))  # fmt: skip
-    grid = layout.fill_grid(n_columns, n_counters)
-    arguments = (torch.from_numpy(TABLE), *address, guarded)
-    EmulatedKernels().launch(Launch("gaussian_entries", grid, layout.TILE_THREADS, arguments, 256))
-    indices = np.arange(counter, counter + n_counters, dtype=np.uint64)
-    columns = np.arange(3, 3 + n_columns, dtype=np.uint64)[:, None]
-    low, high = indices & np.uint64(2**32 - 1), indices >> np.uint64(32) | np.uint64(5 << 16)
-    words = philox4x32((low, columns, checkpoint, high), split_seed(seed))
-    expected = TABLE[np.ascontiguousarray(np.moveaxis(words, 0, -1)).view(np.uint8)]
-    assert (guarded[:-64].view(n_columns, n_counters, 16).numpy() == expected).all()
-    assert (guarded[-64:] == 126).all()
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_digits", [1, 2, 3])
@@ -140,20 +112,19 @@ def test_quantize__as_on_a_cpu(
     around[:, 3:-2] = gradients(n_samples, n_blocks * n_rows, dtype)
     rows = around[:, 3:-2]
     run = Run(0, n_blocks, n_rows)
-    found = dense.quantize(EmulatedKernels(reverse=reverse), rows, run, n_digits)
+    found = products.quantize(EmulatedKernels(reverse=reverse), rows, run, n_digits)
     for block in range(n_blocks):
         part = rows[:, block * n_rows : (block + 1) * n_rows]
-        expected = quantize_block(part, n_digits, Scratch())
-        assert torch.equal(found.steps[block].nan_to_num(), expected.step.nan_to_num())
-        assert torch.equal(found.steps[block].isnan(), expected.step.isnan())
-        finite = ~expected.step.isnan()
-        digits = torch.cat([slab.view(n_digits, n_samples, -1) for slab in expected.slabs], dim=2)
-        lines = found.digits[block, : n_digits * n_samples].view(n_digits, n_samples, -1)
-        assert torch.equal(lines[:, finite], digits[:, finite])
+        integers, step = quantize(part, FRACTION_BITS[n_digits], Scratch())
+        integers = integers.clamp(-127, 127) if n_digits == 1 else integers
+        assert torch.equal(found.steps[block].nan_to_num(7), step.nan_to_num(7))
+        finite = ~step.isnan()
+        lines = found.digits[block, : n_digits * n_samples].view(n_digits, n_samples, -1).long()
+        values = sum(256**d * digits for d, digits in enumerate(lines))[finite]
+        assert torch.equal(values[:, :n_rows], integers[finite].long())
+        assert not values[:, n_rows:].any()
         assert not found.digits[block, n_digits * n_samples :].any()
-        weights = 256 ** torch.arange(n_digits)[:, None]
-        totals = (digits.sum(2, dtype=torch.int64) * weights).sum(0)
-        assert torch.equal(found.totals[block][finite], totals[finite])
+        assert torch.equal(found.totals[block][finite], integers[finite].sum(1))
 
 
 @pytest.mark.parametrize(("dtype", "n_mantissas"), [(torch.float16, 1024), (torch.bfloat16, 128)])
@@ -162,7 +133,7 @@ def test_quantize__reads_every_16_bit_number(dtype: torch.dtype, n_mantissas: in
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     rows = numbers.view(-1, n_mantissas)
     rows = rows[rows.isfinite().all(1)]
-    found = dense.quantize(EmulatedKernels(), rows, Run(0, 1, n_mantissas), 3)
+    found = products.quantize(EmulatedKernels(), rows, Run(0, 1, n_mantissas), 3)
     digits = found.digits[0, : 3 * len(rows)].view(3, len(rows), n_mantissas).double()
     values = (digits[0] + 256 * digits[1] + 65536 * digits[2]) * found.steps[0][:, None]
     assert len(rows) > 60
@@ -188,7 +159,7 @@ def test_combine__adds_block_by_block(dtype: torch.dtype, with_totals: bool) -> 
             values = totals[block][:, None] - 2 * values
         expected[:, 4:-5] += values.double() * steps[block][:, None]
     kernels = EmulatedKernels()
-    dense.combine(kernels, sums, totals if with_totals else None, steps, 2, around[:, 4:-5])
+    products.combine(kernels, sums, totals if with_totals else None, steps, 2, around[:, 4:-5])
     assert equal_bits(around, expected)
 
 
@@ -198,9 +169,6 @@ PROJECTORS: list[GpuProjector] = [
     Rademacher(77, seed=2**64 - 1),
     Rademacher(1, arithmetic="int8x3"),
     Rademacher(520, arithmetic="int8x1", seed=5),
-    Gaussian(77, seed=2**40 + 1),
-    Gaussian(9, arithmetic="int8x3"),
-    Gaussian(130, arithmetic="int8x1"),
     SJLT(77, seed=3),
     SJLT(1, sparsity=7),
     SJLT(1, sparsity=64),
@@ -225,7 +193,7 @@ def test_project_on_gpu__has_the_bits_of_the_cpu(
     assert equal_bits(found, expected)
 
 
-@pytest.mark.parametrize("kind", [Rademacher, Gaussian, SJLT])
+@pytest.mark.parametrize("kind", [Rademacher, SJLT])
 @pytest.mark.parametrize(("n_samples", "width"), [(513, 1), (513, 77), (1, 4096), (17, 4096)])
 def test_project_on_gpu__large_batches_and_widths(
     kind: type[Any], n_samples: int, width: int
@@ -258,9 +226,8 @@ def test_project_on_gpu__any_shape_and_type(data: st.DataObject) -> None:
     draw: Any = data.draw
     width, arithmetic = draw(st.integers(1, 300)), draw(st.sampled_from(["int8x1", "int8x3"]))
     seed, sparsity = draw(st.integers(0, 2**64 - 1)), draw(st.integers(1, 12))
-    dense_kind = draw(st.sampled_from([Rademacher, Gaussian]))
     projector = draw(
-        st.sampled_from([dense_kind(width, seed, arithmetic), SJLT(width, sparsity, seed)])
+        st.sampled_from([Rademacher(width, seed, arithmetic), SJLT(width, sparsity, seed)])
     )
     n_samples, n_rows = draw(st.integers(1, 40)), draw(st.integers(1, 700))
     rows = gradients(n_samples, n_rows, draw(st.sampled_from(DTYPES)))
@@ -272,7 +239,7 @@ def test_project_on_gpu__any_shape_and_type(data: st.DataObject) -> None:
     assert equal_bits(found, expected)
 
 
-@pytest.mark.parametrize("projector", [Rademacher(300), Gaussian(300), SJLT(300)], ids=str)
+@pytest.mark.parametrize("projector", [Rademacher(300), SJLT(300)], ids=str)
 def test_project_on_gpu__tiles_and_runs_are_invisible(
     projector: GpuProjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +264,7 @@ def test_project_on_gpu__exact_where_sums_are_the_largest() -> None:
 
 def test_project_on_gpu__writes_nothing_beside_its_columns() -> None:
     rows = gradients(3, 400)
-    for projector in (Rademacher(13), Gaussian(13), SJLT(13)):
+    for projector in (Rademacher(13), SJLT(13)):
         around = torch.full((3, 20), 0.5, dtype=torch.float64)
         projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, around[:, 4:17])
         assert (around[:, :4] == 0.5).all()
@@ -305,9 +272,31 @@ def test_project_on_gpu__writes_nothing_beside_its_columns() -> None:
         assert (around[0, 4:17] != 0.5).any()
 
 
-def test_columns__pad_with_columns_of_the_matrix_and_drop_them() -> None:
-    assert [tile.padded - tile.n for tile in layout.dense_columns(13, 2**30)] == [3]
-    assert next(iter(layout.dense_columns(16, 2**30))) == Columns(0, 16, 16)
+@pytest.mark.parametrize("width", [1, 13, 2048, 4096, 70_001])
+@pytest.mark.parametrize("cache_bytes", [1, 2**20, 50 * 2**20, 2**28])
+def test_tiles__have_each_column_once(width: int, cache_bytes: int) -> None:
+    for tiles in (
+        list(layout.dense_columns(width, cache_bytes)),
+        list(layout.sparse_tile(width, 9, 3).columns(width)),
+    ):
+        columns = [tile.first + i for tile in tiles for i in range(tile.n)]
+        assert columns == list(range(width))
+    for tile in layout.dense_columns(width, cache_bytes):
+        assert tile.padded % 8 == 0
+        assert tile.n <= tile.padded < tile.n + 8
+        assert tile.padded * 16384 <= max(8 * 16384, cache_bytes // 2 + 7 * 16384)
+
+
+@given(n_rows=st.integers(1, 10**6), block_bytes=st.integers(1, 2**28))
+def test_runs__are_the_blocks_of_the_grid_in_order(n_rows: int, block_bytes: int) -> None:
+    runs = list(layout.runs(n_rows, block_bytes))
+    starts = [run.first + i * run.n_rows for run in runs for i in range(run.n_blocks)]
+    assert starts == list(range(0, n_rows, 16384))
+    assert runs[-1].stop == n_rows
+    for run in runs:
+        assert run.n_blocks == 1 or run.n_blocks * block_bytes <= 2**26
+        assert run.n_blocks < 2**16  # the longest grid
+        assert run.n_rows <= run.depth < run.n_rows + 128
 
 
 def test_families__every_kernel_was_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +306,6 @@ def test_families__every_kernel_was_run_here(monkeypatch: pytest.MonkeyPatch) ->
         for projector in (
             *(Rademacher(8, arithmetic=f"int8x{n}") for n in (1, 2, 3)),
             *(SJLT(8, sparsity=sparsity) for sparsity in (1, 8)),
-            Gaussian(8),
         ):
             found, expected = (torch.zeros(2, 8, dtype=torch.float64) for _ in range(2))
             projector.project_on_gpu(kernels, rows, 0, 0, found)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trakdask.projection import SJLT, Gaussian, Mask, Projector, Rademacher, RowMap
+from trakdask.projection import SJLT, Mask, Projector, Rademacher, RowMap
 from trakdask.projection.cuda import kernels_for
 from trakdask.projection.cuda.projector import GpuProjector
 from trakdask.projection.stream import project
@@ -39,21 +39,21 @@ def agree(projector: GpuProjector, rows: torch.Tensor, row: int = 0, checkpoint:
     here = rows.cpu()
     for first in range(0, rows.shape[1], 16384):
         part = here[:, first : first + 16384]
-        projector.project_on_cpu(part, row + first, checkpoint, expected)
+        projector.project_block(part, row + first, checkpoint, expected)
     projector.project_rows(rows.cuda(), row, checkpoint, found)
     return same(found, expected)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("n_samples", SAMPLES)
-@pytest.mark.parametrize("kind", [Rademacher, Gaussian, SJLT])
+@pytest.mark.parametrize("kind", [Rademacher, SJLT])
 def test_project_rows__batch_and_width(kind: type[Any], n_samples: int, width: int) -> None:
     assert agree(kind(width), gradients(n_samples, 16384 + 999))
 
 
 @pytest.mark.parametrize("n_rows", ROWS)
 @pytest.mark.parametrize("row", [0, 16384 * 3, 16384 * (2**33 - 1)])
-@pytest.mark.parametrize("kind", [Rademacher, Gaussian, SJLT])
+@pytest.mark.parametrize("kind", [Rademacher, SJLT])
 def test_project_rows__rows(kind: type[Any], row: int, n_rows: int) -> None:
     assert agree(kind(520), gradients(5, n_rows), row)
 
@@ -62,7 +62,7 @@ def test_project_rows__rows(kind: type[Any], row: int, n_rows: int) -> None:
 @pytest.mark.parametrize(
     "projector",
     [
-        *(kind(77, 3, f"int8x{n}") for kind in (Rademacher, Gaussian) for n in (1, 2, 3)),
+        *(Rademacher(77, 3, f"int8x{n}") for n in (1, 2, 3)),
         *(SJLT(n, sparsity) for n in (77, 20001) for sparsity in (1, 7, 8, 64)),
     ],
     ids=str,
@@ -73,7 +73,7 @@ def test_project_rows__types(projector: GpuProjector, dtype: torch.dtype) -> Non
 
 def test_project_rows__misaligned_and_strided() -> None:
     around = gradients(9, 40000).cuda()  # before it is cut: a copy would be aligned
-    for projector in (Rademacher(100), Gaussian(100), SJLT(100)):
+    for projector in (Rademacher(100), SJLT(100)):
         for window in (around[:, 3:-5], around[:, ::3], around[::2, 1:20000]):
             assert agree(projector, window)
 
@@ -95,7 +95,7 @@ def test_project__on_another_stream() -> None:
     rows = gradients(4, 50000)[:2]
     expected = torch.zeros(2, 64, dtype=torch.float64)
     for first in range(0, 50000, 16384):
-        Rademacher(64).project_on_cpu(rows[:, first : first + 16384], first, 0, expected)
+        Rademacher(64).project_block(rows[:, first : first + 16384], first, 0, expected)
     with torch.cuda.stream(torch.cuda.Stream()):
         found = torch.zeros(2, 64, dtype=torch.float64, device="cuda")
         Rademacher(64).project_rows(rows.cuda(), 0, 0, found)

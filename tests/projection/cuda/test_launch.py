@@ -34,12 +34,6 @@ def test_missing__says_what_this_machine_lacks() -> None:
     }
 
 
-@pytest.mark.skipif(not NO_GPU, reason="has a GPU")
-def test_kernels_for__without_a_gpu() -> None:
-    with pytest.raises(RuntimeError, match=r"NVIDIA GPU.*got: torch .*device='cpu'"):
-        launch.kernels_for(torch.device("cuda", 0))
-
-
 @pytest.mark.parametrize(("version", "extra"), [("13.0", "cuda"), ("12.8", "cuda12")])
 def test_missing__cupy(version: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -188,7 +182,7 @@ def test_launch__a_gpu_that_the_compiler_does_not_know(
     new = SimpleNamespace(name="Z9", major=9, minor=9, L2_cache_size=2**25)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: new)
     kernels = launch.kernels_for(torch.device("cuda", 0))
-    with pytest.raises(KernelError, match=r"sm_99.*device='cpu', on Z9 \(sm_99"):
+    with pytest.raises(KernelError, match=r"sm_99.*device='cpu'"):
         kernels.launch(launch.Launch("combine_int32", (1, 1), 32, []))
 
 
@@ -199,7 +193,7 @@ def test_machine_code__by_the_compiler_of_cupy(family: str) -> None:
     assert launch.machine_code(nvrtc, family, "sm_90").startswith(b"\x7fELF")
 
 
-def test_project_block__of_a_gpu_without_cupy_names_the_extra(
+def test_project_rows__of_a_gpu_without_cupy_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -208,4 +202,4 @@ def test_project_block__of_a_gpu_without_cupy_names_the_extra(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     out = torch.zeros(1, 4, dtype=torch.float64)
     with pytest.raises(ImportError, match=r"CuPy.*trakdask\[cuda"):
-        Rademacher(4).project_block(torch.zeros(1, 5), 0, 0, out)
+        Rademacher(4).project_rows(torch.zeros(1, 5), 0, 0, out)

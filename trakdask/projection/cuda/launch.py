@@ -25,7 +25,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         f"quantize_{dtype}_{n}" for dtype in ("float32", "float16", "bfloat16") for n in (1, 2, 3)
     ),
     "rademacher": ("rademacher_bits",),
-    "gaussian": ("gaussian_entries",),
     "sjlt": tuple(
         f"sjlt_{dtype}_{sums}"
         for dtype in ("float32", "float16", "bfloat16")
@@ -87,11 +86,13 @@ def kernels_for(device: torch.device) -> Kernels:
     ------
     ImportError
         If CuPy is missing; the message names the extra.
-    RuntimeError
-        If there is no such device.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _kernels(index)
+    return _kernels(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _kernels(index: int) -> Kernels:
+    return CupyKernels(index)
 
 
 def missing() -> str | None:
@@ -172,10 +173,7 @@ class CupyKernels:
             return self._functions[name]
 
     def _family(self, family: str) -> dict[str, Any]:
-        try:
-            code = machine_code(self._cupy.cuda.nvrtc, family, self._architecture)
-        except KernelError as err:
-            raise KernelError(f"{err}, or device='cpu', on {self.description}") from err
+        code = machine_code(self._cupy.cuda.nvrtc, family, self._architecture)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"{family}.cubin")
             path.write_bytes(code)
@@ -205,7 +203,7 @@ def machine_code(nvrtc: Any, family: str, architecture: str) -> bytes:
         log = nvrtc.getProgramLog(program) if program else ""
         raise KernelError(
             f"expected an NVRTC that compiles {family}.cu for {architecture}, got {err} {log}; try "
-            "pip install -U nvidia-cuda-nvrtc"
+            "pip install -U nvidia-cuda-nvrtc, or device='cpu'"
         ) from err
     finally:
         if program:
@@ -232,16 +230,6 @@ def packed(arguments: Sequence[Argument]) -> tuple[np.generic, ...]:
         else value
         for value in arguments
     )
-
-
-@cache
-def _kernels(index: int) -> Kernels:
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            "expected an NVIDIA GPU, its driver, and a build of torch for CUDA, got: "
-            f"{missing()}; try device='cpu', or see torch.cuda.is_available()"
-        )
-    return CupyKernels(index)
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trakdask.errors import KernelError
-from trakdask.projection.acceleration import on_gpu, timed
+from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.cuda.launch import Kernels, Launch, kernels_for
 from trakdask.projection.protocol import Projector
 from trakdask.projection.row_map import ROW_BLOCK
@@ -35,37 +35,16 @@ class GpuProjector(Projector):
     proj_dim: int
 
     @abstractmethod
-    def project_on_cpu(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``, both on the CPU."""
-
-    @abstractmethod
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
     ) -> None:
         """Add the projection of consecutive row blocks to ``out``, on their GPU."""
 
-    def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``; see :class:`Projector`.
-
-        Notes
-        -----
-        CUDA kernels project a block that is on an NVIDIA GPU, with the same bits as a CPU. (They
-        have not run on a GPU yet.) A block on any other device is copied to the CPU and multiplied
-        there, and the sums are copied back.
-        """
-        if on_gpu(block):
-            self.project_rows(block, row_offset, checkpoint, out)
-        elif block.device.type == "cpu":
-            with timed():
-                self.project_on_cpu(block, row_offset, checkpoint, out)
-        else:
-            sums = torch.zeros(out.shape, dtype=torch.float64)
-            with timed():
-                self.project_on_cpu(block.cpu(), row_offset, checkpoint, sums)
-            out += sums.to(out.device)
-
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
         """Add the projection of consecutive row blocks to ``out``; see :class:`Projector`.
+
+        CUDA kernels project rows that are on an NVIDIA GPU, with the same bits as a CPU. (They have
+        not run on a GPU yet.)
 
         Raises
         ------
@@ -73,37 +52,16 @@ class GpuProjector(Projector):
             If the rows are on a GPU and CuPy is missing.
         KernelError
             If the kernels cannot run on that GPU, or give other bits than the CPU.
-        ValueError
-            If ``out`` is not a float64 tensor of the right shape on the same device.
         """
         if not on_gpu(rows):
             super().project_rows(rows, row_offset, checkpoint, out)
             return
-        self._check_out(rows, out)
-        if not rows.numel():
-            return
+        # Kernels read 16 or 32 bits, and columns that lie side by side.
+        rows = rows if rows.dtype in _DTYPES else rows.float()
+        rows = rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
         kernels = kernels_for(rows.device)
-        rows = readable(rows)
         require_proven(self, kernels, rows)
         self.project_on_gpu(kernels, rows, row_offset, checkpoint, out)
-
-    def _check_out(self, rows: Tensor, out: Tensor) -> None:
-        """Reject an ``out`` that kernels, which only get its address, would write outside of."""
-        expected = (len(rows), self.proj_dim), torch.float64, rows.device
-        actual = tuple(out.shape), out.dtype, out.device
-        if actual != expected or out.stride(1) != 1 != out.shape[1]:
-            raise ValueError(
-                f"expected out to be {expected} with adjacent columns, got {actual} with strides "
-                f"{out.stride()}; try torch.zeros(len(rows), proj_dim, dtype=torch.float64, "
-                "device=rows.device)"
-            )
-
-
-def readable(rows: Tensor) -> Tensor:
-    """Return gradients in a form that kernels can read: 16 or 32 bits, with adjacent columns."""
-    if rows.dtype not in _DTYPES:
-        rows = rows.float()
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> None:
@@ -122,7 +80,7 @@ def require_proven(projector: GpuProjector, kernels: Kernels, rows: Tensor) -> N
         tile = proof_tile(rows.dtype)
         expected = torch.zeros(len(tile), small.proj_dim, dtype=torch.float64)
         for row in range(0, _PROOF_ROWS, ROW_BLOCK):
-            small.project_on_cpu(tile[:, row : row + ROW_BLOCK], row, 1, expected)
+            small.project_block(tile[:, row : row + ROW_BLOCK], row, 1, expected)
         on_device = torch.zeros_like(expected, device=rows.device)
         recording = _RecordingKernels(kernels)
         small.project_on_gpu(recording, tile.to(rows.device), 0, 1, on_device)

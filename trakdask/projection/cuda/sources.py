@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,7 +20,7 @@ def kernel_files() -> dict[str, Traversable]:
 
     Returns
     -------
-    Name (with ``/`` between folders) to file, sorted by name.
+    Name to file, sorted by name.
 
     Raises
     ------
@@ -34,7 +33,8 @@ def kernel_files() -> dict[str, Traversable]:
     >>> "README.md" in kernel_files()
     True
     """
-    return dict(sorted(_walk(_kernel_folder(), prefix="")))
+    entries = {entry.name: entry for entry in _kernel_folder().iterdir()}
+    return {name: entries[name] for name in sorted(entries) if not name.startswith(".")}
 
 
 def kernel_source(name: str) -> str:
@@ -49,24 +49,13 @@ def kernel_source(name: str) -> str:
     -------
     The file's text.
 
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such kernel file; the message lists those there are.
-
     Examples
     --------
     >>> from trakdask.projection.cuda.sources import kernel_source
     >>> kernel_source("README.md").splitlines()[0]
     '# kernels'
     """
-    available = kernel_files()
-    if name not in available:
-        raise FileNotFoundError(
-            f"expected one of the kernel files {list(available)}, got {name!r}; try a name that "
-            "trakdask.projection.cuda.sources.kernel_files() lists"
-        )
-    return available[name].read_text(encoding="utf-8")
+    return kernel_files()[name].read_text(encoding="utf-8")
 
 
 def kernel_program(name: str) -> str:
@@ -80,11 +69,6 @@ def kernel_program(name: str) -> str:
     Returns
     -------
     One text that can be compiled without reading other files, so the wheel may be a zip file.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such kernel file, or one that it includes.
 
     Examples
     --------
@@ -108,11 +92,3 @@ def _kernel_folder() -> Traversable:
         f"{packaged.parent if isinstance(packaged, Path) else packaged} and no checkout around it; "
         "try pip install --force-reinstall --no-deps trakdask"
     )
-
-
-def _walk(folder: Traversable, *, prefix: str) -> Iterator[tuple[str, Traversable]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _walk(entry, prefix=f"{prefix}{entry.name}/")
-        elif not entry.name.startswith("."):
-            yield f"{prefix}{entry.name}", entry

@@ -1,1 +1,0 @@
-"""Kernels compiled by numba; imported only by :func:`trakdask.projection.acceleration.compiled`."""
