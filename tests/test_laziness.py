@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import operator
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import torch
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.test_complete import public_callables
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 X = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
@@ -168,9 +168,19 @@ NOT_LAZY = {
 """Public functions that return labelled arrays but are not in the table, with the reason."""
 
 
+def public_functions() -> set[str]:
+    """Names of the functions of the top level, and of the modules that are public themselves."""
+    modules = {
+        name: getattr(td, name) for name in td.__all__ if inspect.ismodule(getattr(td, name))
+    }
+    names = {f"{name}.{each}" for name, module in modules.items() for each in module.__all__}
+    names |= set(td.__all__)
+    return {name for name in names if inspect.isfunction(operator.attrgetter(name)(td))}
+
+
 def test_public_function__is_in_the_table_if_it_returns_labelled_arrays() -> None:
     returning = set()
-    for name in public_callables():
+    for name in public_functions():
         annotations = getattr(operator.attrgetter(name)(td), "__annotations__", {})
         if "xr.Data" in str(annotations.get("return")):
             returning.add(name)
