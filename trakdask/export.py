@@ -27,7 +27,7 @@ from trakdask.files import Folder
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
 
-__all__ = ["to_parquet", "to_zarr"]
+__all__ = ["require_replaceable", "to_parquet", "to_zarr"]
 
 _MAX_BYTES = "10 GiB"
 _WRITER = {"_NCProperties": "trakdask.to_zarr"}
@@ -189,6 +189,17 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
             "the highest scores of each target, td.top_k(scores, k=100), or to write everything, "
             f"max_bytes='{needed} GiB'"
         )
+
+
+def require_replaceable(path: str) -> None:
+    """Reject a path at which there is something that a result would not replace.
+
+    Raises
+    ------
+    FileExistsError
+        If there is; ``.zarr`` at the end says that :func:`to_zarr` will write there.
+    """
+    _free_folder(path, True, _is_our_zarr if path.endswith(".zarr") else _is_our_parquet)
 
 
 @contextmanager
