@@ -86,28 +86,19 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
 @app.command()
 def score(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Write the scores of all training samples for all targets."""
-    with _job(file, settings, debug) as values:
-        scores, path = cli.jobs.result(values, "score")
-        output.print(cli.tables.about(scores, "scores"))
-        _say_where(path)
+    _run("score", file, settings, debug)
 
 
 @app.command()
 def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Rank the training samples of each target; print the first targets, write all."""
-    with _job(file, settings, debug) as values:
-        ranking, path = cli.jobs.result(values, "top_k")
-        output.print(cli.tables.ranking(ranking))
-        _say_where(path)
+    _run("top_k", file, settings, debug)
 
 
 @app.command()
 def groups(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Sum scores by groups of training samples; print the first targets, write all."""
-    with _job(file, settings, debug) as values:
-        sums, path = cli.jobs.result(values, "groups")
-        output.print(cli.tables.groups(sums))
-        _say_where(path)
+    _run("groups", file, settings, debug)
 
 
 @app.command()
@@ -204,9 +195,13 @@ def explore(
             explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
 
 
-def _say_where(path: str | None) -> None:
-    if path is not None:
-        _say(f"{path} is written")
+def _run(name: str, file: Path, settings: list[str] | None, debug: bool) -> None:
+    """Compute and write the result of a command, then print it."""
+    with _job(file, settings, debug) as values:
+        result, path = cli.jobs.result(values, name)
+        output.print(cli.tables.result(name, result))
+        if path is not None:
+            _say(f"{path} is written")
 
 
 def _say(text: str) -> None:

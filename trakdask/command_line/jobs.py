@@ -7,7 +7,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +53,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 
 _STORES = {"data": "train", "targets": "targets"}
 """The sections of samples, and the names of their stores."""
+
+_REMOTE = ("address", "timeout")
+_COUNTS = ("n_workers", "threads_per_worker")
+_LOCAL = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
+"""Options of a cluster at an address, and of one on this machine."""
 
 _OF_TRAINING = ("gram", "estimator", "power", "calibrate")
 """Options of ``save`` that targets do not need."""
@@ -101,29 +107,27 @@ def saved(
     """
     options = section(configuration, "save")
     require_known_options(td.save, options, "the section 'save'", "features", "store")
-    names = [n for n in _STORES if check or n in configuration]
-    stores = {name: _store(configuration, name) for name in names}
-    found = {
-        name: features(configuration, name)
-        if name in configuration
-        else td.open(store, storage_options=options.get("storage_options"))
-        for name, store in stores.items()
-    }
+    stores, found = {}, {}
+    described = [name for name in _STORES if name in configuration]
+    for name in _STORES if check else described:
+        stores[name] = _store(configuration, name)
+        if name in described:
+            require_not_kept_by_others(stores[name])
+            found[name] = features(configuration, name)
+        else:
+            found[name] = td.open(stores[name], storage_options=options.get("storage_options"))
     if check is not None:
-        check(*found.values())
-    for name in set(stores) & set(configuration):
-        require_not_kept_by_others(stores[name])
-    for name, store in stores.items():
-        if name in configuration:
-            found[name] = _saved(name, found[name], store, _with_stores_opened(options))
-            keep(configuration, store)
+        check(**found)
+    for name in described:
+        found[name] = td.save(found[name], stores[name], **_options_of_save(options, name))
+        keep(configuration, stores[name])
     return found
 
 
-def _saved(name: str, lazy: xr.Dataset, store: str, options: dict[str, Any]) -> xr.Dataset:
+def _options_of_save(options: dict[str, Any], name: str) -> dict[str, Any]:
     if name == "targets":
         options = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
-    return td.save(lazy, store, **options)
+    return _with_stores_opened(options)
 
 
 def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
@@ -135,12 +139,10 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     """
     path = _output(configuration, name)
 
-    def made(train: xr.Dataset, targets: xr.Dataset) -> Any:
-        return _RESULTS[name](configuration, train, targets)
-
+    made = partial(_RESULTS[name], configuration)
     stored = saved(configuration, check=made)
     try:
-        found = made(*stored.values())
+        found = made(**stored)
     except ConfigurationError as err:  # whose exit code would say that nothing was computed
         raise ValueError(str(err)) from err
     if name != "score" and found.nbytes < _IN_MEMORY:
@@ -151,14 +153,14 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     return found, path
 
 
-def _scores(configuration: Configuration, train: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:
+def _scores(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:
     options = _with_stores_opened(section(configuration, "score"))
-    return _called("score", td.score, options, features=train, targets=targets)
+    return _called("score", td.score, options, features=data, targets=targets)
 
 
-def _ranking(configuration: Configuration, train: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
+def _ranking(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
     options = section(configuration, "top_k")
-    scores = _scores(configuration, train, targets)
+    scores = _scores(configuration, data, targets)
     if (text := options.get("where")) is not None:
         with _of("top_k.where"):
             options["where"] = selection(scores, text)
@@ -166,12 +168,12 @@ def _ranking(configuration: Configuration, train: xr.Dataset, targets: xr.Datase
 
 
 def _group_scores(
-    configuration: Configuration, train: xr.Dataset, targets: xr.Dataset
+    configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
 ) -> xr.DataArray:
     options = section(configuration, "score") | section(configuration, "groups")
     options.pop("average", None)
     options = _with_stores_opened(options)
-    return _called("groups", td.group_score, options, features=train, targets=targets)
+    return _called("groups", td.group_score, options, features=data, targets=targets)
 
 
 _RESULTS: Mapping[str, Callable[..., Any]] = {
@@ -220,43 +222,25 @@ def export(result: str, path: str) -> None:
 @contextmanager
 def _cluster(options: dict[str, Any]) -> Iterator[None]:
     """Make a cluster the active one; no options stand for the threads of this process."""
-    if not options:
+    is_remote = "address" in options
+    with ExitStack() as stack:
+        with _of("cluster"):
+            for name, value in options.items():
+                require_key(name, _REMOTE if is_remote else _LOCAL, "the section 'cluster'")
+                if name in _COUNTS and value is not None:
+                    require_integer(name, value, 1, remedy=f"try {name}: 2")
+            if is_remote:
+                stack.enter_context(Client(**{"timeout": 30, **options}))
+            elif options:
+                stack.enter_context(Client(stack.enter_context(_local_cluster(options))))
         yield
-        return
-    if "address" in options:
-        with _called("cluster", _client, options):
-            yield
-        return
+
+
+def _local_cluster(options: dict[str, Any]) -> LocalCluster:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Port .* is already in use")
-        cluster = _called("cluster", _local_cluster, options)
-    with cluster, Client(cluster):
-        yield
-
-
-def _client(address: str, timeout: float = 30) -> Client:
-    return Client(address, timeout=timeout)
-
-
-def _local_cluster(
-    n_workers: int | None = None,
-    threads_per_worker: int | None = None,
-    memory_limit: str | int = "auto",
-    local_directory: str | None = None,
-    dashboard_address: str = ":8787",
-) -> LocalCluster:
-    for name, value in {"n_workers": n_workers, "threads_per_worker": threads_per_worker}.items():
-        if value is not None:
-            require_integer(name, value, 1, remedy=f"try {name}: 2")
-    return LocalCluster(
-        n_workers=n_workers,
-        threads_per_worker=threads_per_worker,
-        processes=True,
-        memory_limit=memory_limit,
-        local_directory=local_directory,
-        dashboard_address=dashboard_address,
-        silence_logs=logging.CRITICAL,  # of connections that end with the workers
-    )
+        # Logs are those of connections that end with the workers.
+        return LocalCluster(processes=True, silence_logs=logging.CRITICAL, **options)
 
 
 def _store(configuration: Configuration, name: str) -> str:

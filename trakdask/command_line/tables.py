@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from trakdask.variables import RANK, TARGET
 
-__all__ = ["about", "groups", "ranking", "table"]
+__all__ = ["about", "result", "table"]
 
 _MOST_TARGETS = 5
 _MOST_GROUPS = 20
@@ -42,19 +43,17 @@ def about(data: xr.Dataset | xr.DataArray, title: str) -> Table:
     return table(pd.DataFrame(rows.items(), columns=["", " "]), title)
 
 
-def ranking(ranked: xr.Dataset) -> Table:
-    """Return the first targets of a ranking, with their metadata."""
-    first = ranked.isel({TARGET: slice(_MOST_TARGETS)}).compute()
-    frame = first.to_dataframe(dim_order=[TARGET, RANK]).reset_index()
-    return table(frame, _share(ranked))
-
-
-def groups(sums: xr.DataArray) -> Table:
-    """Return the sums of scores of the first targets, one row per group."""
-    (by,) = (dim for dim in sums.dims if dim != TARGET)
-    first = sums.isel({by: slice(_MOST_GROUPS), TARGET: slice(_MOST_TARGETS)}).compute()
-    frame = first.transpose(by, TARGET).to_pandas().rename(columns=lambda n: f"{TARGET} {n}")
-    return table(frame.reset_index(), f"sums of scores of {_share(sums)}")
+def result(name: str, data: Any) -> Table:
+    """Return what a command prints of its result: the first targets, with their metadata."""
+    if name == "score":
+        return about(data, "scores")
+    first = data.isel({TARGET: slice(_MOST_TARGETS)}).compute()
+    if name == "top_k":
+        return table(first.to_dataframe(dim_order=[TARGET, RANK]).reset_index(), _share(data))
+    (by,) = (dim for dim in data.dims if dim != TARGET)
+    sums = first.isel({by: slice(_MOST_GROUPS)}).transpose(by, TARGET).to_pandas()
+    frame = sums.rename(columns=lambda n: f"{TARGET} {n}").reset_index()
+    return table(frame, f"sums of scores of {_share(data)}")
 
 
 def _share(data: xr.Dataset | xr.DataArray) -> str:
