@@ -78,7 +78,8 @@ def to_zarr(
     -----
     A result that is not finished cannot be opened. On a disk it is written beside the path and
     renamed at the end, so that whatever was there stays until then. Object stores cannot rename:
-    there, an earlier result is removed first. The same call replaces what a killed one has left.
+    there, an earlier result is removed first, and the new one can be opened, with NaN, only during
+    the moment in which its metadata are made. The same call replaces what a killed one has left.
     """
     if not isinstance(data, (xr.DataArray, xr.Dataset)):
         raise TypeError(
