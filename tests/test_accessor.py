@@ -32,47 +32,12 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "imports", ["trakdask, xarray", "xarray, trakdask", "trakdask, xarray.core"]
-)
+@pytest.mark.parametrize("imports", ["trakdask, xarray", "xarray, trakdask"])
 def test_accessor__exists_after_both_imports(imports: str) -> None:
-    code = f"""
-import {imports}
-print(xarray.DataArray([1]).trak, xarray.Dataset().trak, xarray.Dataset.trak.score.__name__)
-"""
+    code = f"import {imports}; print(xarray.DataArray([1]).trak, xarray.Dataset().trak)"
     found = run(code)
     assert "ScoresAccessor" in found
     assert "FeaturesAccessor" in found
-    assert found.endswith(" score")
-
-
-def test_accessor__exists_if_xarray_was_looked_for_before() -> None:
-    """Some packages ask whether xarray is installed, without importing it."""
-    code = """
-import trakdask, importlib.util
-assert importlib.util.find_spec("xarray") is not None
-import xarray
-print(xarray.Dataset().trak)
-"""
-    assert "FeaturesAccessor" in run(code)
-
-
-def test_import__without_xarray() -> None:
-    """Neither loads it, nor changes how its absence is reported."""
-    code = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name == "xarray":
-            raise ModuleNotFoundError("No module named 'xarray'", name=name)
-sys.meta_path.insert(0, Absent())
-import trakdask
-try:
-    import xarray
-except ModuleNotFoundError as err:
-    print(err.name, "trakdask.accessor" in sys.modules)
-"""
-    assert run(code) == "xarray False"
 
 
 def test_import__loads_next_to_nothing() -> None:
@@ -81,7 +46,7 @@ import sys, xarray
 before = set(sys.modules)
 import trakdask
 new = sorted(name for name in set(sys.modules) - before if name.startswith("trakdask"))
-print(new, {"torch", "distributed", "zarr"} & (set(sys.modules) - before))
+print(new, {"torch", "dask", "distributed", "zarr"} & (set(sys.modules) - before))
 """
     assert run(code) == "['trakdask', 'trakdask._version', 'trakdask.accessor'] set()"
 

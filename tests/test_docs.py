@@ -41,6 +41,20 @@ def test_page__is_merged(page: Path) -> None:
     assert [line for line in lines if re.match(r"(<{7}|>{7}) ", line)] == []
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, *ROOT.glob("notebooks/*.ipynb")], ids=lambda page: page.name
+)
+def test_page__computes_the_columns_of_a_table_together(page: Path) -> None:
+    """xarray computes a lazy Dataset once for each column."""
+    text = page.read_text("utf-8")
+    for made in re.findall(r"([^\s\"].*)\.to_dataframe\(", text):
+        (name, *_) = re.findall(r"\w+", made.rpartition(" = ")[2])
+        at_once = made.endswith(".compute()") or re.search(
+            rf"\b{name} = .{{0,400}}\.compute\(\)", text, re.DOTALL
+        )
+        assert at_once, made
+
+
 def test_pages__name_files_of_results_that_exist() -> None:
     pages = [*DOCS.glob("evidence/*.md"), *DOCS.glob("choose/*.md")]
     named = {

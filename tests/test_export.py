@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import dask
 import duckdb
 import fsspec
 import numpy as np
@@ -327,3 +333,91 @@ def test_overwrite__what_the_same_function_wrote(
     other = td.to_parquet if export is td.to_zarr else td.to_zarr
     with pytest.raises(FileExistsError, match="the same function"):
         other(SCORES, place, overwrite=True)
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, "no space left")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(after: int, end: Callable[[], None] = full_disk) -> xr.DataArray:
+    """Return scores of which a block ends it all, once some others are written."""
+
+    def block(values: np.ndarray, block_id: tuple[int, int]) -> np.ndarray:
+        if 3 * block_id[0] + block_id[1] >= after:
+            end()
+        return values
+
+    lazy = SCORES.chunk(sample=16, target=4)
+    return lazy.copy(data=lazy.data.map_blocks(block, dtype="f4"))
+
+
+def reopened(place: str) -> np.ndarray:
+    """Return the scores of a result, whichever function wrote it."""
+    fs, path = fsspec.core.url_to_fs(place)
+    if not fs.exists(f"{path}/zarr.json"):
+        frames = [pd.read_parquet(fs.open(file)) for file in fs.ls(path, detail=False)]
+        return pd.concat(frames).sort_values(["sample", "target"]).score.to_numpy()
+    return xr.open_zarr(place).score.values.ravel()
+
+
+@pytest.mark.parametrize("url", ["{}/s", "memory://{}/s"])
+@pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.filterwarnings("ignore:Failed to open Zarr store with consolidated:RuntimeWarning")
+def test_export__that_fails_leaves_no_part_of_a_result(
+    tmp_path: Path, export: Callable[..., None], url: str, after: int
+) -> None:
+    place = url.format(tmp_path)
+    with dask.config.set(scheduler="synchronous"):
+        for overwrite in (False, True):
+            with pytest.raises(OSError, match="no space left"):
+                export(failing(after), place, overwrite=overwrite)
+            with pytest.raises((OSError, ValueError)):
+                reopened(place)
+        export(SCORES, place, overwrite=True)
+        with pytest.raises(OSError, match="no space left"):
+            export(failing(after), place, overwrite=True)
+        if url.startswith("memory"):  # no rename there: the earlier result is removed first
+            with pytest.raises((OSError, ValueError)):
+                reopened(place)
+            export(SCORES, place, overwrite=True)
+    np.testing.assert_array_equal(reopened(place), SCORES.values.ravel())
+    assert [file.name for file in tmp_path.iterdir()] == ["s"] * (not url.startswith("memory"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export", ["to_zarr", "to_parquet"])
+def test_export__that_is_killed_is_repeated_by_the_same_call(tmp_path: Path, export: str) -> None:
+    place = str(tmp_path / "s")
+    code = f"""
+import dask
+from tests.test_export import failing, kill, td
+with dask.config.set(scheduler="synchronous"):
+    td.{export}(failing(5, kill), {place!r}, overwrite=True)
+"""
+    write = getattr(td, export)
+    for there in (False, True):
+        killed = subprocess.run([sys.executable, "-c", code], capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert Path(place).exists() == there
+        if there:
+            np.testing.assert_array_equal(reopened(place), SCORES.values.ravel())
+        write(SCORES, place, overwrite=True)
+        assert [file.name for file in tmp_path.iterdir()] == ["s"]
+
+
+@pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
+def test_overwrite__a_result_that_was_moved_or_is_behind_a_link(
+    tmp_path: Path, export: Callable[..., None]
+) -> None:
+    export(SCORES, tmp_path / "s")
+    (tmp_path / "s").rename(tmp_path / "moved")
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    few = SCORES.isel(target=slice(2))
+    export(few, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    np.testing.assert_array_equal(reopened(str(tmp_path / "moved")), few.values.ravel())

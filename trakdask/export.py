@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -11,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dask
@@ -27,13 +27,19 @@ from trakdask.files import Folder
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
 
-__all__ = ["to_parquet", "to_zarr"]
+__all__ = ["require_replaceable", "to_parquet", "to_zarr"]
 
 _MAX_BYTES = "10 GiB"
-_WRITER = "written_by"
-"""Attribute of stores that to_zarr writes; it includes the path, so a moved store is not ours."""
+_WRITER = {"_NCProperties": "trakdask.to_zarr"}
+"""Attribute of stores that to_zarr writes. xarray does not read attributes that begin with _NC, so
+that what others make of a result and store elsewhere does not have it."""
+_UNFINISHED = json.dumps(
+    {"zarr_format": 3, "node_type": "unfinished", "attributes": _WRITER}
+).encode()
+"""Content of a file that nobody can open, neither as a zarr group nor as parquet."""
 _METADATA = "trakdask"
 """Key of the metadata of each parquet file that to_parquet writes."""
+_MARKER = "unfinished.parquet"
 _ROWS_AT_ONCE = 2**20
 
 
@@ -56,8 +62,8 @@ def to_zarr(
         Raise an error instead of writing more than this, a number of bytes or a string such as
         ``"60 GB"``. Scores of a million samples for ten thousand targets take 40 GB.
     overwrite
-        Replace an earlier result of this function, which the attribute ``written_by`` identifies.
-        Nothing else is ever removed, in particular no store of features.
+        Replace an earlier result of this function. Nothing else is ever removed, in particular no
+        store of features.
 
     Raises
     ------
@@ -67,6 +73,13 @@ def to_zarr(
         If ``data`` takes more than ``max_bytes``.
     FileExistsError
         If the store exists and ``overwrite`` is false, or if something else is there.
+
+    Notes
+    -----
+    A result that is not finished cannot be opened. On a disk it is written beside the path and
+    renamed at the end, so that whatever was there stays until then. Object stores cannot rename:
+    there, an earlier result is removed first, and the new one can be opened, with NaN, only during
+    the moment in which its metadata are made. The same call replaces what a killed one has left.
     """
     if not isinstance(data, (xr.DataArray, xr.Dataset)):
         raise TypeError(
@@ -75,16 +88,23 @@ def to_zarr(
         )
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
     _require_size(ds, ds.nbytes, max_bytes)
-    folder = _free_folder(store, overwrite, _is_our_zarr)
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    marked = _with_equal_chunks(ds).assign_attrs({_WRITER: _mark(folder)})
-    marked.to_zarr(folder.url, mode="w", consolidated=False, zarr_format=3, encoding=encoding)
-    with warnings.catch_warnings():
-        # xarray warns about a store without consolidated metadata, zarr about one with them.
-        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-        zarr.consolidate_metadata(folder.url, zarr_format=3)
+    marked = _with_equal_chunks(ds).assign_attrs(_WRITER)
+    with _replacing(store, overwrite, _is_our_zarr, "zarr.json") as folder:
+        chunks = marked.to_zarr(
+            folder.url,
+            mode="w", compute=False, consolidated=False, zarr_format=3, encoding=encoding,
+        )  # fmt: skip
+        with warnings.catch_warnings():
+            # xarray warns about a store without consolidated metadata, zarr about one with them.
+            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+            zarr.consolidate_metadata(folder.url, zarr_format=3)
+        metadata = folder.read("zarr.json")
+        folder.write("zarr.json", _UNFINISHED)
+        chunks.compute()
+        folder.write("zarr.json", metadata)
 
 
 def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
@@ -123,8 +143,7 @@ def to_parquet(
         Raise an error instead of writing more than this, before compression: a number of bytes or a
         string such as ``"60 GB"``.
     overwrite
-        Replace an earlier result of this function, which the metadata of each file identify.
-        Nothing else is ever removed.
+        Replace an earlier result of this function. Nothing else is ever removed.
 
     Raises
     ------
@@ -140,13 +159,17 @@ def to_parquet(
     of targets with the prefix ``target_``. Text is categorical (a dictionary of arrow), and null
     where a rank has no sample. ``attrs`` are in the metadata of each file, under ``trakdask``, as
     JSON.
+
+    As with :func:`to_zarr`, a result that is not finished cannot be opened: at the URL of an object
+    store, its folder contains a file ``unfinished.parquet`` until the end.
     """
     ds = _as_table(data)
     columns = _columns(ds)
     width = sum(4 if array.dtype.kind in "OTU" else array.dtype.itemsize for _, array in columns)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    folder = _free_folder(path, overwrite, _is_our_parquet)
-    dask.compute(_written(ds, columns, folder))
+    with _replacing(path, overwrite, _is_our_parquet, _MARKER) as folder:
+        dask.compute(_written(ds, columns, folder))
+        folder.remove(_MARKER)
 
 
 def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
@@ -169,44 +192,75 @@ def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
         )
 
 
+def require_replaceable(path: str) -> None:
+    """Reject a path at which there is something that a result would not replace.
+
+    Raises
+    ------
+    FileExistsError
+        If there is; ``.zarr`` at the end says that :func:`to_zarr` will write there.
+    """
+    _free_folder(path, True, _is_our_zarr if path.endswith(".zarr") else _is_our_parquet)
+
+
+@contextmanager
+def _replacing(
+    path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool], marker: str
+) -> Iterator[Folder]:
+    """Yield an empty folder that cannot be opened; what is in it at the end gets the path."""
+    target = _free_folder(path, overwrite, is_ours)
+    if not target.is_local:
+        others = set(target.names()) - {marker}
+        target.write(marker, _UNFINISHED)
+        for name in others:
+            target.remove(name)
+        yield target
+        return
+    parent, name = os.path.split(os.path.realpath(target.url))  # of a link, that to which it leads
+    new, old = (Folder(f"{parent}/.{name}.trakdask-{state}") for state in ("new", "old"))
+    new.remove()
+    try:
+        new.write(marker, _UNFINISHED)
+        yield new
+    except BaseException:
+        new.remove()  # the disk may be full
+        raise
+    old.remove()
+    if os.path.exists(f"{parent}/{name}"):
+        os.rename(f"{parent}/{name}", old.url)
+    os.rename(new.url, f"{parent}/{name}")
+    old.remove()
+
+
 def _free_folder(
     path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool]
 ) -> Folder:
-    """Return the folder to write to, after removing an earlier result of the same function."""
+    """Return the folder of a path at which there is nothing, or what may be overwritten."""
     if not isinstance(overwrite, bool):
         raise TypeError(
             f"expected overwrite=True or False, got {overwrite!r:.60}; try overwrite=True"
         )
     folder = Folder.at(path)
     names = folder.names()
-    if not names:
-        folder.sweep()
-        return folder
-    if not overwrite:
+    if names and not overwrite:
         raise FileExistsError(
             f"expected a new path, got {folder.url!r}, which exists; try overwrite=True to replace "
             "it"
         )
-    if not is_ours(folder):
+    if names and not is_ours(folder):
         raise FileExistsError(
             f"expected an earlier result of the same function to overwrite, got {folder.url!r}, "
             f"which contains {names[:3]}; try another path, or deleting the folder yourself"
         )
-    folder.remove()
     return folder
 
 
 def _is_our_zarr(folder: Folder) -> bool:
-    """Return whether to_zarr wrote a store, and the folder contains nothing else."""
-    attrs = _attrs(folder)
-    if attrs.get(_WRITER) != _mark(folder) or "layout" in attrs:
+    """Return whether to_zarr wrote a store, or began to, and nothing else is in the folder."""
+    if not _WRITER.items() <= _attrs(folder).items():
         return False
-    arrays = [folder / name for name in folder.names() if name != "zarr.json"]
-    return all(set(array.names()) in ({"zarr.json"}, {"zarr.json", "c"}) for array in arrays)
-
-
-def _mark(folder: Folder) -> str:
-    return f"trakdask.to_zarr {hashlib.sha256(folder.url.encode()).hexdigest()[:16]}"
+    files = [set((folder / name).names()) for name in folder.names() if name != "zarr.json"]
+    return all(names and names <= {"zarr.json", "c"} for names in files)
 
 
 def _is_our_parquet(folder: Folder) -> bool:
@@ -215,6 +269,8 @@ def _is_our_parquet(folder: Folder) -> bool:
 
 
 def _is_our_file(folder: Folder, name: str) -> bool:
+    if name == _MARKER:
+        return folder.read(name) == _UNFINISHED
     if not re.fullmatch(r"part-\d{5,}-\d{5,}\.parquet", name):
         return False
     try:

@@ -61,6 +61,8 @@ class Folder:
         ------
         TypeError
             If the options are no mapping, or the path is no text.
+        ValueError
+            If nobody can list or write files at such a URL.
         NotADirectoryError
             If a file is in the way.
         """
@@ -70,6 +72,10 @@ class Folder:
                 "storage_options={'anon': True}"
             )
         folder = cls(location(path), options or {})
+        if folder.url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"expected a place to write to, got {folder.url!r}; try s3:// or gs://"
+            )
         local = Path(folder.url)
         for each in (local, *local.parents) if folder.is_local else ():
             if each.is_file():

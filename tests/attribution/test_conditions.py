@@ -58,6 +58,38 @@ def test_condition__of_texts_on_both_sides(sign: str) -> None:
     np.testing.assert_array_equal(result, expected)
 
 
+LISTS = {
+    "uint64": ("[3, 9007199254740993, 1.0, -1, 0.5, 1e999, 99999999999999999999]",
+               np.array([3, 2**53, 2**53 + 1, 1, 2**64 - 1, 0], np.uint64)),
+    "int8": ("[3, 300, -1.0]", np.array([3, 44, -1, 0], np.int8)),
+    "float32": ("[0.1, 2]", np.array([0.1, 2, np.nan], np.float32)),
+    "bool": ("[1, 2]", np.array([True, False])),
+    "object": ("['a', 'c']", np.array(["a", "b", "ac"], object)),
+    "datetime": ("['2024-06-01', '2025']", DAY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_condition__in_a_list_is_equal_to_one_of_it(name: str) -> None:
+    text, values = LISTS[name]
+    tile = xr.Dataset(coords={"x": ("sample", values)})
+    each = " or ".join(f"x == {value}" for value in text.strip("[]").split(", "))
+    np.testing.assert_array_equal(Condition(f"x in {text}")(tile), Condition(each)(tile))
+
+
+def test_condition__in_a_long_list_compares_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(xr.DataArray, "__eq__", lambda *_: calls.append(1))
+    result = Condition(f"label in {list(range(2, 1000))}")(TILE)
+    np.testing.assert_array_equal(result, LABEL >= 2)
+    assert not calls
+
+
+def test_condition__in_a_list_with_coords() -> None:
+    result = Condition("label in [target_label, 0]")(TILE).transpose("sample", "target")
+    np.testing.assert_array_equal(result, (LABEL[:, None] == [3, 1]) | (LABEL[:, None] == 0))
+
+
 def test_condition__on_both_sides() -> None:
     result = Condition("label == target_label")(TILE)
     np.testing.assert_array_equal(result.transpose("sample", "target"), LABEL[:, None] == [[3, 1]])
@@ -80,6 +112,8 @@ def test_condition__on_both_sides() -> None:
         "label + 1 == 3",
         "label in source",
         "label in []",
+        "3 in [3]",
+        "label in [3, 'web']",
         "label is 3",
         "label == 3 if good else good",
         "good & good",

@@ -244,3 +244,17 @@ def test_top_k__masked_mask_is_refused() -> None:
     hidden = np.ma.masked_array(np.ones(50, bool), mask=np.arange(50) < 20)
     with pytest.raises(TypeError, match="hides 20 of 50"):
         td.top_k(SCORES, 3, where=hidden)
+
+
+def test_top_k__computed_together_computes_each_tile_once() -> None:
+    tiles = []
+
+    def counted(tile: np.ndarray) -> np.ndarray:
+        if tile.size:
+            tiles.append(1)
+        return tile
+
+    scores = td.score(simulate_features(20, 4, chunks=5), simulate_features(6, 4, chunks=3))
+    counting = scores.copy(data=scores.data.map_blocks(counted, meta=np.empty((0, 0), "f4")))
+    td.top_k(counting, 3).compute().to_dataframe()
+    assert len(tiles) == 4 * 2

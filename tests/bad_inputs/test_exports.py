@@ -50,6 +50,7 @@ def exports(export: Callable[..., Callable[[Path], object]]) -> list[tuple[Any, 
         ("no path", export(at=lambda _: None), TypeError, ["None"]),
         ("empty path", export(at=lambda _: ""), ValueError, ["''"]),
         ("unknown protocol", export(at=lambda _: "s4://b/s"), ValueError, ["'s4'"]),
+        ("a page of the web", export(at=lambda _: "http://h/s"), ValueError, ["'http://h/s'"]),
         ("path of a file", export(at=file), NotADirectoryError, ["notes.txt"]),
         ("file to overwrite", export(at=file, overwrite=True), NotADirectoryError, ["notes.txt"]),
         ("links in a circle", export(at=loop), OSError, ["links"]),
@@ -96,6 +97,10 @@ ROWS = [
     for function, table in {"to_zarr": TO_ZARR, "to_parquet": TO_PARQUET}.items()
     for row in table
 ]
+ROWS.append(
+    BadInput("save", "a page of the web", lambda _: td.save(FEATURES, "https://h/s"), ValueError,
+             ["'https://h/s'"])
+)  # fmt: skip
 
 
 @parametrize(ROWS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlencode
@@ -44,7 +46,7 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     np.testing.assert_array_equal(table.score, top.score.values.ravel())
     np.testing.assert_array_equal(table.position, top.position.values.ravel())
     assert "books" in set(table.source.str.strip("[]"))
-    assert "name u" in printed["top-k"]
+    assert "target_name" in printed["top-k"]
     sums = pd.read_parquet(folder / "groups.parquet").set_index(["source", "target"]).score
     web = np.arange(60) % 2 == 1
     np.testing.assert_allclose(sums["web"], scores.values[web].sum(0), rtol=1e-4, atol=1e-6)
@@ -95,6 +97,8 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
         ("data.kind=null", "got None"),
         ("data.names=[pixels]", "in the section 'data': "),
         ("data=3", "got 3"),
+        ("data={kind: function, function: 'tiny:targets', item: 7}", "got 7"),
+        ("targets.item=one", "got 'one'"),
         ("targets.function=tiny:not_samples", "got 'int'"),
         ("targets.function=tiny:nothing", "'tiny:nothing'"),
         ("model.build=none:build", "none:build"),
@@ -117,16 +121,60 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
         ("top_k.where=label ==", "label =="),
         ("top_k.where=rows == 3", "got 'rows'"),
         ("outputs.top_k=top.csv", "'top.csv'"),
+        ("top_k.k=61", "got 61"),
+        ("top_k.where=source == 3", "source"),
         ("outputs.topk=top.parquet", "got 'topk'; try top_k"),
         ("folder=/none/such", "folder"),
     ],
 )
 def test_top_k__configuration_refused(job: Path, run: Run, setting: str, words: str) -> None:
-    done = run("top-k", job, "--set", setting)
+    refused(job, run("top-k", job, "--set", setting), words)
+
+
+def refused(job: Path, done: Result, words: str) -> None:
     assert done.exit_code == 2, done.output
     assert "Configuration error: " in done.output
     assert words in done.output
     assert "Traceback" not in done.output
+    assert not (job.parent / "train.zarr").exists()  # nothing was computed
+
+
+def test_groups__names_are_checked_before_anything_is_computed(job: Path, run: Run) -> None:
+    refused(job, run("groups", job, "--set", "groups.by=sources"), "'sources'")
+    refused(job, run("groups", job, "--set", "groups.buy=source"), "try by")
+
+
+@pytest.mark.parametrize("name", ["train.zarr.yaml", "top.parquet.yaml", "top.parquet/notes.txt"])
+def test_top_k__files_of_the_user_stay(job: Path, run: Run, name: str) -> None:
+    path = job.parent / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    refused(job, run("top-k", job), name.partition("/")[0])
+    assert path.read_text() == "mine"
+
+
+def test_export__to_a_file_that_exists(job: Path, run: Run) -> None:
+    assert run("score", job).exit_code == 0
+    path = job.parent / "precious.nc"
+    path.write_text("mine")
+    assert run("export", job.parent / "scores.zarr", path).exit_code == 2
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["closed pipe", "full disk"])
+def test_process__that_cannot_print_has_written(job: Path, name: str) -> None:
+    if name == "closed pipe":
+        reading, printed = os.pipe()
+        os.close(reading)
+    else:
+        printed = os.open("/dev/full", os.O_WRONLY)
+    line = [sys.executable, "-m", "trakdask", "top-k", job]
+    done = subprocess.run(line, stdout=printed, stderr=subprocess.PIPE, text=True, cwd=job.parent)
+    os.close(printed)
+    assert (done.returncode == 0) == (name == "closed pipe"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(pd.read_parquet(job.parent / "top.parquet")) == 6 * 3
 
 
 def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:
@@ -260,7 +308,7 @@ def test_process__shell_completion(tmp_path: Path, run_process: RunProcess) -> N
 def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path: Path) -> None:
     code = (
         "import sys, trakdask.command_line.commands\n"
-        "print([n for n in ('torch', 'dask', 'distributed', 'xarray') if n in sys.modules])"
+        "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
     )
     assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
 

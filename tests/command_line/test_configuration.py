@@ -12,8 +12,9 @@ from trakdask.command_line.configuration import (
     ConfigurationError,
     example,
     keep,
-    named_options,
     read,
+    require_known_options,
+    require_not_kept_by_others,
 )
 
 
@@ -56,6 +57,9 @@ def test_read__settings_are_applied_in_order(tmp_path: Path) -> None:
         ("stores: [", (), "cannot be parsed"),
         ("- a\n- b", (), "['a', 'b']"),
         ("", (), "None"),
+        ("score: {}\nstores: {}\nscore: {}", (), "'score'"),
+        ("score: {damping: 1, damping: 2}", (), "'damping'"),
+        ("score: {}", ("score={damping: 1, damping: 2}",), "damping"),
         ("store: {}", (), "got 'store'; try stores"),
         ("stores: {}", ("stores.train",), "'stores.train'"),
         ("stores: {}", ("=3",), "'=3'"),
@@ -91,11 +95,25 @@ def test_example__has_only_sections_that_exist() -> None:
 def call(first: int, second: int = 2, *, third: int = 3) -> None: ...
 
 
-def test_named_options__by_signature() -> None:
-    assert named_options(call, {"third": 4}, "here", "first") == {"third": 4}
+def test_require_known_options__by_signature() -> None:
+    require_known_options(call, {"third": 4}, "here", "first")
     with pytest.raises(ConfigurationError, match="'thrid'; try third"):
-        named_options(call, {"first": 1, "thrid": 4}, "here")
+        require_known_options(call, {"first": 1, "thrid": 4}, "here")
     with pytest.raises(ConfigurationError, match="got 'first'"):
-        named_options(call, {"first": 1}, "here", "first")
-    with pytest.raises(ConfigurationError, match=r"expected 'first' in here, got \['second'\]"):
-        named_options(call, {"second": 1}, "here")
+        require_known_options(call, {"first": 1}, "here", "first")
+
+
+def test_read__not_in_utf_8(tmp_path: Path) -> None:
+    for name in ("job.yaml", "job.toml"):
+        (tmp_path / name).write_bytes("folder: 'Müller'".encode("latin-1"))
+        with pytest.raises(ConfigurationError, match=name):
+            read(tmp_path / name)
+
+
+def test_require_not_kept_by_others__finds_files_of_the_user(tmp_path: Path) -> None:
+    require_not_kept_by_others(tmp_path / "train.zarr")
+    keep({"folder": "here"}, tmp_path / "train.zarr")
+    require_not_kept_by_others(tmp_path / "train.zarr")
+    (tmp_path / "train.zarr.yaml").write_text("# mine")
+    with pytest.raises(ConfigurationError, match=r"train\.zarr\.yaml"):
+        require_not_kept_by_others(tmp_path / "train.zarr")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -230,6 +231,49 @@ def test_ids__of_rows_that_nothing_identifies(store: Path) -> None:
             ValueError, match=rf"coord 'sample'.*{features.sizes['sample']} samples"
         ):
             marks.ids(features)
+
+
+def rebuilt(store: Path, source: str, order: Any) -> None:
+    shutil.rmtree(store)
+    features = td.testing.simulate_features(n_samples=12, proj_dim=4, chunks=4).isel(sample=order)
+    td.save(features.chunk(sample=4).assign_attrs(source=source), store, progress=False)
+
+
+def test_where__of_a_store_that_was_made_again(store: Path) -> None:
+    rebuilt(store, "a", slice(10))
+    marks = Marks.beside(store)
+    marks.mark([2, 5], "remove")
+    rebuilt(store, "a", slice(10))
+    assert Marks.beside(store).ids(td.open(store)).tolist() == list(range(10))
+    rebuilt(store, "b", slice(None, None, -1))
+    again = Marks.beside(store)
+    for call in (
+        lambda: td.drop(store, where=again.where("remove")),
+        lambda: again.ids(td.open(store)),
+        lambda: again.mark([3], "remove"),
+    ):
+        with pytest.raises(ValueError, match=r"'source': 'b.*'source': 'a"):
+            call()
+    assert td.open(store).sizes["sample"] == 12
+    rebuilt(store, "a", slice(9))  # of a source that the user has named, but fewer
+    with pytest.raises(ValueError, match=r"'samples': 9.*'samples': 10"):
+        Marks.beside(store).ids(td.open(store))
+
+
+def test_where__after_samples_were_appended(store: Path) -> None:
+    marks = Marks.beside(store)
+    marks.mark([2, 5], "remove")
+    more = td.testing.simulate_features(n_samples=4, proj_dim=4, chunks=4, seed=7)
+    td.save(more, store, append_dim="sample", progress=False)
+    left = td.drop(store, where=Marks.beside(store).where("remove"))
+    assert left.sizes["sample"] == 12
+    assert Marks.beside(store).mark([13], "remove") == 1
+    assert td.drop(store, where=Marks.beside(store).where("remove")).sizes["sample"] == 11
+
+
+def test_ids__of_features_in_memory(store: Path) -> None:
+    marks = Marks.beside(store)
+    assert marks.ids(td.open(store).load()).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"text that is no parquet" * 9])

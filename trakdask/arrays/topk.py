@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +75,8 @@ def top_k(
 
     Raises
     ------
-    ValueError
-        If k is out of range or the mask has the wrong shape.
-    TypeError
-        If k is not an integer or the mask is not boolean.
+    NotImplementedError
+        If there are 2**32 samples or more.
 
     Notes
     -----
@@ -96,10 +94,11 @@ def top_k(
     >>> values.compute().tolist(), positions.compute().tolist()
     ([[3.0, 3.0, 1.0]], [[1, 3, 0]])
     """
-    _check_score(score)
-    _check_k(k, score.shape[0])
-    if mask is not None and not isinstance(mask, TileMask):
-        mask = _check_mask(mask, score.shape[0])
+    if score.shape[0] >= int(_LOW):
+        raise NotImplementedError(
+            f"expected fewer than {int(_LOW)} samples, as positions are stored in 32 bits, got "
+            f"{score.shape[0]}; try ranking subsets of the samples and merging the results"
+        )
     keys = _local_keys(score, k, largest, mask)
     if keys is None:
         return _nothing_ranked(score, k)
@@ -117,48 +116,6 @@ def top_k(
         meta=np.empty((0,), np.int64),
     )
     return _decoded(best, k, _value, largest), _decoded(best, k, _position, largest)
-
-
-def _check_score(score: da.Array) -> None:
-    if not isinstance(score, da.Array) or score.ndim != 2 or score.dtype.kind != "f":
-        raise TypeError(
-            f"expected score of top_k as a floating-point dask array (sample, target), got "
-            f"{score!r}; try score.mean(axis=2) if it has checkpoints"
-        )
-    if any(size != size for axis in score.chunks for size in axis):
-        raise ValueError(
-            f"expected score of top_k with known chunk sizes, got unknown chunk sizes "
-            f"{score.chunks}; try score.compute_chunk_sizes()"
-        )
-    if score.shape[0] >= int(_LOW):
-        raise NotImplementedError(
-            f"expected fewer than {int(_LOW)} samples, as positions are stored in 32 bits, got "
-            f"{score.shape[0]}; try ranking subsets of the samples and merging the results"
-        )
-
-
-def _check_k(k: int, n_sample: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)):
-        raise TypeError(f"expected k as an integer, got {k!r}; try k=10")
-    if not 1 <= k <= n_sample:
-        raise ValueError(
-            f"expected k from 1 to {n_sample}, the number of samples, got {k}; "
-            f"try k={min(max(k, 1), n_sample)}"
-        )
-
-
-def _check_mask(mask: npt.ArrayLike, n_sample: int) -> npt.NDArray[np.bool_]:
-    mask = np.asarray(mask)
-    if mask.dtype != bool:
-        raise TypeError(
-            f"expected mask of dtype bool, got {mask.dtype}; try a comparison or mask.astype(bool)"
-        )
-    if mask.shape != (n_sample,):
-        raise ValueError(
-            f"expected mask of shape ({n_sample},), one entry per sample, got {mask.shape}; "
-            "try a comparison of the coords of the same scores"
-        )
-    return mask
 
 
 def _nothing_ranked(score: da.Array, k: int) -> tuple[da.Array, da.Array]:
@@ -227,7 +184,7 @@ def _local(
     keys = keys_of(tile, np.arange(*rows), largest)
     if function is not None and tile.size:
         blocks = [block_of(each) for each in masks]
-        keys[~_tile_mask(function, range(*rows), range(*columns), blocks).T] = NOTHING
+        keys[~function(range(*rows), range(*columns), *blocks).T] = NOTHING
     elif masks:
         (packed,) = masks
         keys[:, PackedRows.unpack(packed) == 0] = NOTHING
@@ -258,20 +215,6 @@ def keys_of(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int6
 def _folded(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Reverse the order of negative numbers; this function is its own inverse."""
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
-
-
-def _tile_mask(
-    function: Callable[..., Block], rows: range, columns: range, blocks: Sequence[Block]
-) -> npt.NDArray[np.bool_]:
-    result = np.asarray(function(rows, columns, *blocks))
-    shape = (len(rows), len(columns))
-    if result.shape != shape or result.dtype != bool:
-        raise ValueError(
-            f"expected bool of shape {shape} from the mask of samples {rows.start}:{rows.stop} and "
-            f"targets {columns.start}:{columns.stop}, got {result.dtype} of shape {result.shape}; "
-            "try broadcasting it to the (samples, targets) of the tile"
-        )
-    return result
 
 
 def _same(block: Block, axis: object, keepdims: bool) -> Block:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -124,7 +124,7 @@ class _Evaluation:
                 return ~contains if isinstance(sign, ast.NotIn) else contains
             if not isinstance(right, (ast.List, ast.Tuple)) or not right.elts:
                 raise self._refused("a list such as [1, 2] after in", right)
-            found = self._any(self._compared(ast.Eq(), left, each) for each in right.elts)
+            found = self._among(left, right.elts)
             return ~found if isinstance(sign, ast.NotIn) else found
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >= in", sign)
@@ -145,8 +145,14 @@ class _Evaluation:
         texts = pd.Series(coord.values, dtype=object).astype(str)
         return coord.copy(data=texts.str.contains(text.value, regex=False).to_numpy(bool))
 
-    @staticmethod
-    def _any(masks: Iterable[xr.DataArray]) -> xr.DataArray:
+    def _among(self, left: ast.expr, others: list[ast.expr]) -> xr.DataArray:
+        coords = [each for each in others if isinstance(each, ast.Name)]
+        masks = [self._compared(ast.Eq(), left, each) for each in coords]
+        pairs = [self._alike(left, each) for each in others if each not in coords]
+        if pairs:
+            if not isinstance(coord := pairs[0][0], xr.DataArray):
+                raise self._refused("the name of a coord before in", left)
+            masks.append(_isin(coord, [value for _, value in pairs]))
         return functools.reduce(operator.or_, masks)
 
     def _alike(self, left: ast.expr, right: ast.expr) -> tuple[Any, Any]:
@@ -192,6 +198,20 @@ class _Evaluation:
         return ValueError(
             f"expected {expected} in the condition {self.text!r}, got {actual!r:.60}; {_EXAMPLE}"
         )
+
+
+def _isin(coord: xr.DataArray, values: list[Any]) -> xr.DataArray:
+    """Return where a coord is one of some values, as == has it: at once for all of them."""
+    if _kind(coord) == "text":
+        texts = pd.Series(coord.values, dtype=object)
+        return coord.copy(data=texts.isin(values).to_numpy(bool))
+    if (
+        coord.dtype.kind in "iu"
+    ):  # as floats, which they would become beside one, ids would be mixed up
+        info = np.iinfo(coord.dtype)
+        values = [int(v) for v in values if v // 1 == v and info.min <= v <= info.max]
+    numbers = np.array(values, coord.dtype if coord.dtype.kind in "iuf" else None)
+    return coord.isin(numbers)
 
 
 def _coded(left: Any, right: Any) -> tuple[Any, Any]:

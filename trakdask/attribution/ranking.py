@@ -68,6 +68,9 @@ def top_k(
 
     Notes
     -----
+    Compute all variables together, as in ``top.compute().to_dataframe()``: xarray would compute
+    those of a lazy Dataset one after the other, and each would repeat the query.
+
     Local ranking is fused with the score tiles and merged by a tree: n × m scores never exist.
     Exact and independent of chunks.
 
@@ -76,7 +79,7 @@ def top_k(
     >>> import trakdask as td
     >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
     >>> scores = td.score(features, features.isel(sample=slice(2)))
-    >>> top = td.top_k(scores, 3, where=scores.label == 1)
+    >>> top = td.top_k(scores, 3, where=scores.label == 1).compute()
     >>> top.label.values.tolist()
     [[1, 1, 1], [1, 1, 1]]
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +26,18 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-output, errors = Console(), Console(stderr=True)
 
-_IN_MEMORY = 2**30
+
+class _Output(Console):
+    """A console whose reader may leave early, as ``head`` does."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, also when Python flushes at its end; the job goes on."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+output, errors = _Output(), Console(stderr=True)
 
 File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
 Settings = Annotated[
@@ -68,37 +79,26 @@ def plan(
 def featurize(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Compute the features of training samples and targets that their stores lack."""
     with _job(file, settings, debug) as values:
-        for name in ("data", "targets"):
-            if name in values:
-                output.print(cli.tables.about(cli.jobs.saved(values, name), f"features of {name}"))
+        for name, features in cli.jobs.saved(values).items():
+            output.print(cli.tables.about(features, f"features of {name}"))
 
 
 @app.command()
 def score(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Write the scores of all training samples for all targets."""
-    with _job(file, settings, debug) as values:
-        scores = cli.jobs.scores(values)
-        output.print(cli.tables.about(scores, "scores"))
-        _write(values, "score", scores)
+    _run("score", file, settings, debug)
 
 
 @app.command()
 def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Rank the training samples of each target; print the first targets, write all."""
-    with _job(file, settings, debug) as values:
-        ranking = cli.jobs.ranking(values)
-        ranking = ranking.compute() if ranking.nbytes < _IN_MEMORY else ranking
-        output.print(cli.tables.ranking(ranking))
-        _write(values, "top_k", ranking)
+    _run("top_k", file, settings, debug)
 
 
 @app.command()
 def groups(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Sum scores by groups of training samples; print the first targets, write all."""
-    with _job(file, settings, debug) as values:
-        sums = cli.jobs.group_scores(values).compute()
-        output.print(cli.tables.groups(sums))
-        _write(values, "groups", sums)
+    _run("groups", file, settings, debug)
 
 
 @app.command()
@@ -120,7 +120,7 @@ def verify(
         faults = td.verify(store, checksums=checksums, repair=repair)
         if not len(faults):
             return _say(f"{store}: no fault was found")
-        output.print(cli.tables.faults(faults, store))
+        output.print(cli.tables.table(faults, f"{len(faults)} faults of {store}"))
         raise typer.Exit(1)
 
 
@@ -195,9 +195,13 @@ def explore(
             explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
 
 
-def _write(values: configuration.Configuration, name: str, result: Any) -> None:
-    if (path := cli.jobs.write(values, name, result)) is not None:
-        _say(f"{path} is written")
+def _run(name: str, file: Path, settings: list[str] | None, debug: bool) -> None:
+    """Compute and write the result of a command, then print it."""
+    with _job(file, settings, debug) as values:
+        result, path = cli.jobs.result(values, name)
+        output.print(cli.tables.result(name, result))
+        if path is not None:
+            _say(f"{path} is written")
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ __all__ = [
     "ConfigurationError",
     "example",
     "keep",
-    "named_options",
     "read",
     "require_key",
+    "require_known_options",
+    "require_not_kept_by_others",
     "section",
 ]
 
@@ -40,6 +42,7 @@ SECTIONS = (
     *("data", "targets", "model", "projector", "featurize", "save", "stores", "cluster"),
     *("score", "top_k", "groups", "outputs", FOLDER),
 )
+_HEAD = "# By trakdask"
 _SECRETS = "storage_options"
 """What is never kept: it may contain passwords."""
 
@@ -49,7 +52,17 @@ class ConfigurationError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not."""
+    """Reads 1e-3 as a number, as YAML 1.2 does and PyYAML does not; refuses a key that is twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping; what PyYAML makes of a key that is there twice is the last value."""
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]!r} is there twice", node.start_mark
+            )
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 _Loader.add_implicit_resolver(
@@ -98,37 +111,19 @@ def section(configuration: Configuration, name: str) -> dict[str, Any]:
     return dict(values)
 
 
-def named_options(
-    function: Callable[..., Any], options: Mapping[str, Any], where: str, *given: str
-) -> dict[str, Any]:
-    """Return the options of a function, after a comparison with its signature.
-
-    Parameters
-    ----------
-    function
-        The function that will be called.
-    options
-        Its options by name.
-    where
-        The section in which they are, for messages.
-    given
-        Names of the parameters that are not for users to give here.
+def require_known_options(
+    function: Callable[..., Any], options: Iterable[str], where: str, *given: str
+) -> None:
+    """Reject options that a function does not have, or that are not for users to give here.
 
     Raises
     ------
     ConfigurationError
-        If there is no such option, or one without a default is missing.
+        If there is one; the message says where it is.
     """
-    parameters = inspect.signature(function).parameters
-    accepted = [name for name in parameters if name not in given]
+    accepted = [name for name in inspect.signature(function).parameters if name not in given]
     for name in options:
         require_key(name, accepted, where)
-    for name in accepted:
-        if parameters[name].default is inspect.Parameter.empty and name not in options:
-            raise ConfigurationError(
-                f"expected {name!r} in {where}, got {sorted(options)}; try adding {name}: ... to it"
-            )
-    return dict(options)
 
 
 def require_key(name: object, accepted: Iterable[str], where: str) -> None:
@@ -150,10 +145,32 @@ def require_key(name: object, accepted: Iterable[str], where: str) -> None:
 
 def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
     """Write the configuration beside what a job wrote, so that the job can be repeated."""
-    parent, _, name = location(written).rpartition("/")
-    head = f"# By trakdask {__version__}: the same command with this file repeats the job.\n"
+    folder, name = _beside(written)
+    head = f"{_HEAD} {__version__}: the same command with this file repeats the job.\n"
     text = yaml.safe_dump(_without_secrets(configuration), sort_keys=False, allow_unicode=True)
-    Folder.at(parent).write(f"{name}.yaml", (head + text).encode())
+    folder.write(name, (head + text).encode())
+
+
+def require_not_kept_by_others(written: str | os.PathLike[str]) -> None:
+    """Reject a path beside which :func:`keep` would overwrite a file that it did not write.
+
+    Raises
+    ------
+    ConfigurationError
+        If there is such a file.
+    """
+    folder, name = _beside(written)
+    with suppress(FileNotFoundError):
+        if not folder.read(name).startswith(_HEAD.encode()):
+            raise ConfigurationError(
+                f"expected to write the configuration to {folder.url}/{name}, got a file there "
+                f"that trakdask did not write; try renaming it, or another path than {written}"
+            )
+
+
+def _beside(written: str | os.PathLike[str]) -> tuple[Folder, str]:
+    parent, _, name = location(written).rpartition("/")
+    return Folder.at(parent), f"{name}.yaml"
 
 
 def _without_secrets(values: Any) -> Any:
@@ -163,9 +180,9 @@ def _without_secrets(values: Any) -> Any:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
+    toml = path.suffix.lower() == ".toml"
     try:
         text = path.read_text("utf-8")
-        toml = path.suffix.lower() == ".toml"
         values = tomllib.loads(text) if toml else yaml.load(text, _Loader)
     except OSError as err:
         raise ConfigurationError(

@@ -7,7 +7,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import xarray as xr
@@ -21,23 +23,15 @@ from trakdask.command_line.configuration import (
     Configuration,
     ConfigurationError,
     keep,
-    named_options,
     require_key,
+    require_known_options,
+    require_not_kept_by_others,
     section,
 )
 from trakdask.command_line.sources import called, expanded
+from trakdask.export import require_replaceable
 
-__all__ = [
-    "KINDS",
-    "export",
-    "features",
-    "group_scores",
-    "ranking",
-    "running",
-    "saved",
-    "scores",
-    "write",
-]
+__all__ = ["KINDS", "export", "features", "result", "running", "saved"]
 
 T = TypeVar("T")
 
@@ -59,6 +53,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 
 _STORES = {"data": "train", "targets": "targets"}
 """The sections of samples, and the names of their stores."""
+
+_REMOTE = ("address", "timeout")
+_COUNTS = ("n_workers", "threads_per_worker")
+_LOCAL = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
+"""Options of a cluster at an address, and of one on this machine."""
 
 _OF_TRAINING = ("gram", "estimator", "power", "calibrate")
 """Options of ``save`` that targets do not need."""
@@ -94,134 +93,154 @@ def features(configuration: Configuration, name: str) -> xr.Dataset:
     )
 
 
-def saved(configuration: Configuration, name: str) -> xr.Dataset:
-    """Return the stored features of a section, after what is missing was computed.
+def saved(
+    configuration: Configuration, check: Callable[..., object] | None = None
+) -> dict[str, xr.Dataset]:
+    """Return the stored features of training samples and targets, after computing what is missing.
 
-    Without the section, the store is opened as it is.
+    Parameters
+    ----------
+    configuration
+        Where it has no section of samples, the store of that name is opened as it is.
+    check
+        Called with the lazy features of both, before anything is computed.
     """
-    store = _store(configuration, name)
     options = section(configuration, "save")
-    named_options(td.save, options, "the section 'save'", "features", "store")
-    if name not in configuration:
-        return td.open(store, storage_options=options.get("storage_options"))
+    require_known_options(td.save, options, "the section 'save'", "features", "store")
+    stores, found = {}, {}
+    described = [name for name in _STORES if name in configuration]
+    for name in _STORES if check else described:
+        stores[name] = _store(configuration, name)
+        if name in described:
+            require_not_kept_by_others(stores[name])
+            found[name] = features(configuration, name)
+        else:
+            found[name] = td.open(stores[name], storage_options=options.get("storage_options"))
+    if check is not None:
+        check(**found)
+    for name in described:
+        found[name] = td.save(found[name], stores[name], **_options_of_save(options, name))
+        keep(configuration, stores[name])
+    return found
+
+
+def _options_of_save(options: dict[str, Any], name: str) -> dict[str, Any]:
     if name == "targets":
         options = {k: v for k, v in options.items() if k not in _OF_TRAINING} | {"gram": False}
-    result = td.save(features(configuration, name), store, **_with_samples(options))
-    keep(configuration, store)
-    return result
+    return _with_stores_opened(options)
 
 
-def scores(configuration: Configuration) -> xr.DataArray:
-    """Return the lazy scores of all training samples for all targets."""
-    train, targets = (saved(configuration, name) for name in _STORES)
-    options = _with_samples(section(configuration, "score"))
-    return _called("score", td.score, options, features=train, targets=targets)
+def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
+    """Compute the result of a command, and write it where the section ``outputs`` says.
+
+    Returns
+    -------
+    The result, lazy where it may not fit in memory, and its path, if it was written.
+    """
+    path = _output(configuration, name)
+
+    made = partial(_RESULTS[name], configuration)
+    stored = saved(configuration, check=made)
+    try:
+        found = made(**stored)
+    except ConfigurationError as err:  # whose exit code would say that nothing was computed
+        raise ValueError(str(err)) from err
+    if name != "score" and found.nbytes < _IN_MEMORY:
+        found = found.compute()
+    if path is not None:
+        _WRITERS[Path(path).suffix](found, path, overwrite=True)
+        keep(configuration, path)
+    return found, path
 
 
-def ranking(configuration: Configuration) -> xr.Dataset:
-    """Return the lazy ranking of each target that the section ``top_k`` describes."""
+def _scores(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:
+    options = _with_stores_opened(section(configuration, "score"))
+    return _called("score", td.score, options, features=data, targets=targets)
+
+
+def _ranking(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
     options = section(configuration, "top_k")
-    of = scores(configuration)
+    scores = _scores(configuration, data, targets)
     if (text := options.get("where")) is not None:
         with _of("top_k.where"):
-            options["where"] = selection(of, text)
-    return _called("top_k", td.top_k, options, scores=of)
+            options["where"] = selection(scores, text)
+    return _called("top_k", td.top_k, options, scores=scores)
 
 
-def group_scores(configuration: Configuration) -> xr.DataArray:
-    """Return the lazy sums of scores that the section ``groups`` describes."""
-    train, targets = (saved(configuration, name) for name in _STORES)
+def _group_scores(
+    configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
+) -> xr.DataArray:
     options = section(configuration, "score") | section(configuration, "groups")
     options.pop("average", None)
-    options = _with_samples(options)
-    return _called("groups", td.group_score, options, features=train, targets=targets)
+    options = _with_stores_opened(options)
+    return _called("groups", td.group_score, options, features=data, targets=targets)
 
 
-def write(configuration: Configuration, name: str, result: xr.DataArray | xr.Dataset) -> str | None:
-    """Write the result of a command where the section ``outputs`` says, and return where."""
+_RESULTS: Mapping[str, Callable[..., Any]] = {
+    "score": _scores,
+    "top_k": _ranking,
+    "groups": _group_scores,
+}
+_WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
+_IN_MEMORY = 2**30
+
+
+def _output(configuration: Configuration, name: str) -> str | None:
+    """Return where to write a result, if anywhere, after a check that this is possible."""
     outputs = section(configuration, "outputs")
     for key in outputs:
-        require_key(key, ("score", "top_k", "groups"), "the section 'outputs'")
+        require_key(key, _RESULTS, "the section 'outputs'")
     if (path := outputs.get(name)) is None:
         return None
     with _of(f"outputs.{name}"):
-        function = _writer(path)
-    function(result, path, overwrite=True)
-    keep(configuration, path)
+        require_key(Path(str(path)).suffix, _WRITERS, f"the ending of {shown(path)}")
+        require_replaceable(path)
+    require_not_kept_by_others(path)
     return str(path)
 
 
 def export(result: str, path: str) -> None:
-    """Copy a result that :func:`write` wrote as zarr to parquet or netCDF.
+    """Copy a result that :func:`result` wrote as zarr to parquet or netCDF.
 
     Raises
     ------
     ConfigurationError
-        If this is no such result, or the path has another ending.
+        If this is no such result, or the path exists or has another ending.
     """
     with _of("result"):
         ds = xr.open_zarr(result)
     data = ds["score"] if list(ds.data_vars) == ["score"] else ds
-    if path.endswith(".nc"):
-        data.to_netcdf(path)
-    elif path.endswith(".parquet"):
-        td.to_parquet(data.assign_attrs(ds.attrs), path)
-    else:
-        raise ConfigurationError(
-            f"expected a path that ends in .parquet or .nc, got {path!r}; try one of these"
-        )
-
-
-def _writer(path: object) -> Callable[..., None]:
-    if isinstance(path, str) and path.endswith(".parquet"):
-        return td.to_parquet
-    if isinstance(path, str) and path.endswith(".zarr"):
-        return td.to_zarr
-    raise ValueError(
-        f"expected a path that ends in .zarr or .parquet, got {shown(path)}; try 'top.parquet'"
-    )
+    require_key(Path(path).suffix, (".parquet", ".nc"), f"the ending of {path!r}")
+    if path.endswith(".parquet"):
+        return td.to_parquet(data.assign_attrs(ds.attrs), path)
+    if os.path.exists(path):
+        raise ConfigurationError(f"expected a new file, got {path!r}, which exists; try another")
+    data.to_netcdf(f"{path}.unfinished")
+    os.rename(f"{path}.unfinished", path)
 
 
 @contextmanager
 def _cluster(options: dict[str, Any]) -> Iterator[None]:
     """Make a cluster the active one; no options stand for the threads of this process."""
-    if not options:
+    is_remote = "address" in options
+    with ExitStack() as stack:
+        with _of("cluster"):
+            for name, value in options.items():
+                require_key(name, _REMOTE if is_remote else _LOCAL, "the section 'cluster'")
+                if name in _COUNTS and value is not None:
+                    require_integer(name, value, 1, remedy=f"try {name}: 2")
+            if is_remote:
+                stack.enter_context(Client(**{"timeout": 30, **options}))
+            elif options:
+                stack.enter_context(Client(stack.enter_context(_local_cluster(options))))
         yield
-        return
-    if "address" in options:
-        with _called("cluster", _client, options):
-            yield
-        return
+
+
+def _local_cluster(options: dict[str, Any]) -> LocalCluster:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Port .* is already in use")
-        cluster = _called("cluster", _local_cluster, options)
-    with cluster, Client(cluster):
-        yield
-
-
-def _client(address: str, timeout: float = 30) -> Client:
-    return Client(address, timeout=timeout)
-
-
-def _local_cluster(
-    n_workers: int | None = None,
-    threads_per_worker: int | None = None,
-    memory_limit: str | int = "auto",
-    local_directory: str | None = None,
-    dashboard_address: str = ":8787",
-) -> LocalCluster:
-    for name, value in {"n_workers": n_workers, "threads_per_worker": threads_per_worker}.items():
-        if value is not None:
-            require_integer(name, value, 1, remedy=f"try {name}: 2")
-    return LocalCluster(
-        n_workers=n_workers,
-        threads_per_worker=threads_per_worker,
-        processes=True,
-        memory_limit=memory_limit,
-        local_directory=local_directory,
-        dashboard_address=dashboard_address,
-        silence_logs=logging.CRITICAL,  # of connections that end with the workers
-    )
+        # Logs are those of connections that end with the workers.
+        return LocalCluster(processes=True, silence_logs=logging.CRITICAL, **options)
 
 
 def _store(configuration: Configuration, name: str) -> str:
@@ -240,7 +259,7 @@ def _model(options: dict[str, Any]) -> td.Model:
     checkpoints = options.get("checkpoints")
     with _of("model"):
         if isinstance(checkpoints, dict) and "function" in checkpoints:
-            named_options(called, checkpoints, "model.checkpoints")
+            require_known_options(called, checkpoints, "model.checkpoints")
             options["checkpoints"] = called(**checkpoints)
         elif isinstance(checkpoints, str):
             options["checkpoints"] = expanded(checkpoints)
@@ -261,11 +280,11 @@ def _made(name: str, options: dict[str, Any]) -> Any:
 def _called(name: str, function: Callable[..., T], options: dict[str, Any], **given: Any) -> T:
     """Call a function of the library with the options of a section."""
     with _of(name):
-        named = named_options(function, options, f"the section {name!r}", *given)
-        return function(**named, **given)
+        require_known_options(function, options, f"the section {name!r}", *given)
+        return function(**options, **given)
 
 
-def _with_samples(options: dict[str, Any]) -> dict[str, Any]:
+def _with_stores_opened(options: dict[str, Any]) -> dict[str, Any]:
     """Return options with the features that a path stands for, and a λ that is absolute."""
     options = dict(options)
     if isinstance(store := options.get("calibrate"), str):

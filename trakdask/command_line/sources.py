@@ -29,9 +29,22 @@ def called(
         Its arguments by name.
     item
         Which of the values that it returns, from 0; all by default.
+
+    Raises
+    ------
+    ValueError
+        If it returns no such item.
     """
     result = import_callable(function, "function")(**(arguments or {}))
-    return result if item is None else result[item]
+    if item is None:
+        return result
+    try:
+        return result[item]
+    except (LookupError, TypeError) as err:
+        raise ValueError(
+            f"expected item as the position of a value that {function} returns, got {item!r} of "
+            f"{shown(result)}; try item: 0"
+        ) from err
 
 
 def from_function(

@@ -14,11 +14,11 @@ import panel as pn
 from trakdask.explorer.computing import Abandoned, Work
 from trakdask.explorer.filters import with_filter
 from trakdask.explorer.links import LinkedHTML
-from trakdask.explorer.marking import Marking
 from trakdask.explorer.messages import plain_message
 from trakdask.explorer.new_targets import NewTarget
 from trakdask.explorer.pages import Section, sections
 from trakdask.explorer.pages.frame import frame, header
+from trakdask.explorer.session_marks import SessionMarks
 from trakdask.explorer.state import View
 from trakdask.explorer.static import document
 from trakdask.variables import SAMPLE
@@ -48,11 +48,11 @@ class Session:
         location = pn.state.location
         if view is None:
             view = View.from_query(location.search if location else "")
-        self.marking = Marking(explorer)
+        self.marks = SessionMarks(explorer)
         self.page = LinkedHTML(
             sizing_mode="stretch_width",
             follows_address=location is not None,
-            marked=self.marking.marked(),
+            marked=self.marks.marked(),
         )
         self.page.told = self._told
         self._work = Work()
@@ -142,9 +142,9 @@ class Session:
         elif "new" in message:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
-            self._say(self.marking.toggle(int(message["sample"]), str(message["mark"])), undo=True)
+            self._say(self.marks.toggle(int(message["sample"]), str(message["mark"])), undo=True)
         elif "undo" in message:
-            self._say(self.marking.undo())
+            self._say(self.marks.undo())
         elif 'aria-busy="true"' in self.page.html:
             self._say("This view is not complete yet; save it when it is.")
         else:
@@ -177,7 +177,7 @@ class Session:
             self.go(View(page="target", target=last))
 
     def _say(self, text: str, *, undo: bool = False) -> None:
-        self.page.marked = self.marking.marked()
+        self.page.marked = self.marks.marked()
         said = header(self.explorer, self.view, said=text, undo=undo)
         rest = self.page.html.partition("<section")
         self.page.html = said + rest[1] + rest[2]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _COLUMNS = (SAMPLE, "mark", "who", "time")
 _KEY = [SAMPLE, "mark"]
 _SUFFIX = ".marks.parquet"
 _PATIENCE_S = 10.0
+_ROWS_OF = b"trakdask_rows_of"
 
 
 class Marks:
@@ -46,7 +48,9 @@ class Marks:
     store
         Folder or URL of the store that the samples are in. A sample is known by its label in the
         coord ``sample``; without such labels by its row in the store, which counts dropped samples,
-        too, so that it stays the same when samples are dropped or appended.
+        too, so that it stays the same when samples are dropped or appended. Of which samples these
+        are the rows is written into the file, so that those of a store that was made again, of
+        other samples or in another order, are not taken for them.
     who
         The name that is written beside each mark; by default none.
     storage_options
@@ -146,7 +150,8 @@ class Marks:
         ------
         TypeError, ValueError
             If samples are neither integers nor text, or not of the kind that is marked in the file
-            already; if there is no such mark, or the file is not one of marks.
+            already; if there is no such mark, or the file is not one of marks, or one of another
+            store.
         StoreBusyError
             If another process keeps the file locked for ten seconds.
         OSError
@@ -194,18 +199,22 @@ class Marks:
         ValueError
             If the file is not one of marks.
         """
+        return self._read()[0]
+
+    def _read(self) -> tuple[pd.DataFrame, dict[str, Any] | None]:
+        """Return all marks, and of which samples their rows are, if that is known."""
         try:
             data = self._folder.read(self._name)
         except FileNotFoundError:
-            return _frame(np.empty(0, np.int64), "", "")
+            return _frame(np.empty(0, np.int64), "", ""), None
         try:
             table = pq.read_table(io.BytesIO(data))
         except pa.ArrowException as err:
             raise self._foreign(f"{len(data)} bytes that are no parquet ({err})") from err
         if tuple(table.column_names) != _COLUMNS:
             raise self._foreign(f"the columns {table.column_names}")
-        frame: pd.DataFrame = table.to_pandas()
-        return frame
+        rows_of = (table.schema.metadata or {}).get(_ROWS_OF)
+        return table.to_pandas(), None if rows_of is None else json.loads(rows_of)
 
     def samples(self, label: str) -> np.ndarray:
         """Return the samples that have a mark: labels, or rows in the store; (marked,).
@@ -236,14 +245,11 @@ class Marks:
         if SAMPLE in features.coords:
             return np.asarray(features[SAMPLE].values)
         if self.store is not None:
-            opener = partial(
-                open, self.store, load_coords=False, storage_options=self.storage_options
-            )
-            every = opener(dropped=True)
-            rows = np.arange(every.sizes[SAMPLE]), np.flatnonzero(~every["dropped"].values)
-            for opened, each in zip((every, opener()), rows, strict=True):
-                if opened["feature"].data.name == features["feature"].data.name:
-                    return each
+            self._require_same_samples(self._read()[1])
+            stored = self._opened(self.store)
+            for rows in np.arange(stored.sizes[SAMPLE]), np.flatnonzero(~stored["dropped"].values):
+                if _are_equal(stored["output"].isel({SAMPLE: rows}), features["output"]):
+                    return rows
         raise ValueError(
             f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "
             f"of the store {self.store!r}, got {features.sizes[SAMPLE]} samples without labels; "
@@ -272,6 +278,38 @@ class Marks:
 
         return chosen
 
+    # ---------------------------------------------------------------------------------- the store
+
+    @cached_property
+    def _rows_of(self) -> dict[str, Any] | None:
+        """Of which samples the rows of the store are, dropped ones among them."""
+        if self.store is None:
+            return None
+        try:
+            stored = self._opened(self.store)
+        except FileNotFoundError:
+            return None
+        source = str(stored.attrs.get("source")).partition(" without ")[0]
+        return {"source": source, "samples": stored.sizes[SAMPLE]}
+
+    def _opened(self, store: str) -> xr.Dataset:
+        return open(store, dropped=True, load_coords=False, storage_options=self.storage_options)
+
+    def _require_same_samples(self, marked: dict[str, Any] | None) -> None:
+        """Reject marks of rows of other samples; samples may have been appended since."""
+        if marked is None or self._rows_of is None:
+            return
+        grown = self._rows_of["source"].startswith(f"{marked['source']} + ")
+        if (grown or self._rows_of["source"] == marked["source"]) and (
+            self._rows_of["samples"] >= marked["samples"]
+        ):
+            return
+        raise ValueError(
+            f"expected the marks {str(self.path)!r} to be of the samples in {self.store!r}, "
+            f"{self._rows_of}, got marks of the rows of {marked}; try another file, or labels in "
+            "the coord 'sample', by which marks stay with their samples"
+        )
+
     # ----------------------------------------------------------------------------------- the file
 
     def _rows(self, samples: Any, label: str) -> pd.DataFrame:
@@ -290,11 +328,13 @@ class Marks:
     def _change(self, of: Callable[[pd.DataFrame], pd.DataFrame]) -> int:
         """Write what a function makes of the marks, and remember what came and went."""
         with self._locked():
-            before = self.table()
+            before, rows_of = self._read()
             after = of(before)
+            if before[SAMPLE].dtype.kind == "i":
+                self._require_same_samples(rows_of)
             added, taken = _without(after, before, _KEY), _without(before, after, _KEY)
             if changed := len(added) + len(taken):
-                self._write(after)
+                self._write(after, rows_of if len(before) else self._rows_of)
                 self._done.append((added, taken))
         return changed
 
@@ -318,10 +358,13 @@ class Marks:
                 "the store, as in td.Marks.beside('train.zarr')",
             )
 
-    def _write(self, rows: pd.DataFrame) -> None:
+    def _write(self, rows: pd.DataFrame, rows_of: dict[str, Any] | None) -> None:
         kind = pa.string() if rows[SAMPLE].dtype.kind == "O" else pa.int64()
         texts = [(name, pa.string()) for name in ("mark", "who")]
-        schema = pa.schema([(SAMPLE, kind), *texts, ("time", pa.timestamp("us", "UTC"))])
+        schema = pa.schema(
+            [(SAMPLE, kind), *texts, ("time", pa.timestamp("us", "UTC"))],
+            None if rows_of is None else {_ROWS_OF: json.dumps(rows_of)},
+        )
         file = io.BytesIO()
         pq.write_table(pa.Table.from_pandas(rows, schema, preserve_index=False), file)
         self._folder.write(self._name, file.getvalue())
@@ -331,6 +374,14 @@ class Marks:
             f"expected marks in {str(self.path)!r}, got {found}; try another file, or deleting it "
             "if its marks are not needed"
         )
+
+
+def _are_equal(stored: xr.DataArray, output: xr.DataArray) -> bool:
+    """Return whether features have the outputs of some rows of a store, in the same order."""
+    if stored.sizes != output.sizes:
+        return False
+    same = (stored == output.variable) | (stored.isnull() & output.variable.isnull())
+    return bool(same.all())
 
 
 def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from trakdask.explorer.marking import positions
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.pages.html import link, note
 from trakdask.explorer.pages.section import Section
+from trakdask.explorer.session_marks import positions
 from trakdask.explorer.state import View
 from trakdask.variables import SAMPLE
 
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
-__all__ = ["sections"]
+__all__ = ["as_csv", "sections"]
 
 _MOST_ROWS = 200
 
@@ -38,7 +38,7 @@ def _table(explorer: Explorer, marks: Marks, view: View) -> str:
     names = ("position", SAMPLE, "mark", "who", "time")
     rows = "".join(_row(view, *row) for row in zip(*(shown[n] for n in names), strict=True))
     head = "".join(f'<th scope="col">{name}</th>' for name in ("sample", "mark", "who", "time"))
-    csv = base64.b64encode(marks.table().to_csv(index=False).encode()).decode()
+    csv = base64.b64encode(as_csv(marks.table()).encode()).decode()
     more = note(f"The newest {_MOST_ROWS}.") if len(table) > _MOST_ROWS else ""
     return (
         f'<p><a download="marks.csv" href="data:text/csv;base64,{csv}">Download all as CSV</a></p>'
@@ -51,3 +51,10 @@ def _row(view: View, position: int, name: object, mark: str, who: str, time: pd.
     sample = link(view.replace(page="sample", sample=position, first=0), name)
     cells = (sample, escape(mark), escape(who), f"{time:%Y-%m-%d %H:%M} UTC")
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def as_csv(table: pd.DataFrame) -> str:
+    """Return a table as CSV in which spreadsheets find no formula: a ' comes before it."""
+    text = table.select_dtypes(exclude=["number", "datetimetz"])
+    safe = text.apply(lambda column: column.str.replace(r"^([=+\-@\t\r])", r"'\1", regex=True))
+    return table.assign(**safe).to_csv(index=False)

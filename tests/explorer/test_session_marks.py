@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import trakdask as td
 from trakdask.explorer import Explorer, View
-from trakdask.explorer.marking import Marking, positions
 from trakdask.explorer.pages import sections
+from trakdask.explorer.pages.marks import as_csv
+from trakdask.explorer.session_marks import SessionMarks, positions
 
 
 @pytest.fixture
@@ -29,18 +33,18 @@ def explorer(tmp_path: Path) -> Explorer:
 
 
 def test_toggle__marks_and_takes_back(explorer: Explorer) -> None:
-    marking = Marking(explorer)
-    assert marking.toggle(2, "remove") == "Sample 2 is marked as remove."
-    assert marking.marked() == ["2 remove"]
+    marks = SessionMarks(explorer)
+    assert marks.toggle(2, "remove") == "Sample 2 is marked as remove."
+    assert marks.marked() == ["2 remove"]
     assert explorer.marks.samples("remove").tolist() == ["<i>c</i>"]
-    assert marking.toggle(2, "remove") == "Sample 2 is no longer marked as remove."
-    assert marking.marked() == []
-    assert marking.undo() == "Undone: 1 mark."
-    assert marking.marked() == ["2 remove"]
+    assert marks.toggle(2, "remove") == "Sample 2 is no longer marked as remove."
+    assert marks.marked() == []
+    assert marks.undo() == "Undone: 1 mark."
+    assert marks.marked() == ["2 remove"]
 
 
 def test_undo__is_of_the_session(explorer: Explorer) -> None:
-    ada, bob = Marking(explorer), Marking(explorer)
+    ada, bob = SessionMarks(explorer), SessionMarks(explorer)
     ada.toggle(0, "duplicate")
     bob.toggle(4, "duplicate")
     assert ada.marked() == bob.marked() == ["0 duplicate", "4 duplicate"]
@@ -50,35 +54,44 @@ def test_undo__is_of_the_session(explorer: Explorer) -> None:
 
 
 def test_marked__samples_that_share_a_label(explorer: Explorer) -> None:
-    marking = Marking(explorer)
-    marking.toggle(3, "wrong label")
-    assert sorted(marking.marked()) == ["1 wrong label", "3 wrong label"]
+    marks = SessionMarks(explorer)
+    marks.toggle(3, "wrong label")
+    assert sorted(marks.marked()) == ["1 wrong label", "3 wrong label"]
     explorer.marks.mark(["of another store"], "remove")
     assert sorted(positions(explorer, explorer.marks)["position"]) == [1, 3]
 
 
 def test_toggle__says_what_went_wrong(explorer: Explorer) -> None:
-    marking = Marking(explorer)
-    assert "'old'" in marking.toggle(1, "old")
+    marks = SessionMarks(explorer)
+    assert "'old'" in marks.toggle(1, "old")
     explorer.marks.path.write_text("mine")
-    assert "m.parquet" in marking.toggle(1, "remove")
+    assert "m.parquet" in marks.toggle(1, "remove")
     assert explorer.marks.path.read_text() == "mine"
 
 
-def test_marking__without_marks(explorer: Explorer) -> None:
+def test_session_marks__without_marks(explorer: Explorer) -> None:
     without = td.explore(explorer.features, explorer.targets, estimator="trak", damping=0.1)
-    marking = Marking(without)
-    assert marking.toggle(1, "remove") == "No marks are kept here."
-    assert (marking.undo(), marking.marked()) == ("Undone: 0 marks.", [])
+    marks = SessionMarks(without)
+    assert marks.toggle(1, "remove") == "No marks are kept here."
+    assert (marks.undo(), marks.marked()) == ("Undone: 0 marks.", [])
 
 
 def test_page__lists_marks_as_text(explorer: Explorer) -> None:
     view = View(page="corpus")
     assert "Marks" not in [each.title for each in sections(explorer, view)]
-    explorer.marks.mark(["<i>c</i>"], "remove")
+    explorer.marks.mark(["<i>c</i>", "=1+1", "e"], "remove")
     (section,) = (each for each in sections(explorer, view) if each.title == "Marks")
     html = section.html()
     assert "<i>" not in html
     assert "<b>" not in html
     assert "&lt;b&gt;Ada&lt;/b&gt;" in html
     assert "sample=2" in html
+    csv = base64.b64decode(re.search('base64,([^"]+)', html).group(1)).decode()
+    names = [row.split(",")[0] for row in csv.splitlines()]
+    assert names == ["sample", "<i>c</i>", "'=1+1", "e"]  # a spreadsheet would compute =1+1
+
+
+def test_as_csv__numbers_stay_numbers() -> None:
+    frame = pd.DataFrame({"a": [-1, 2], "b": ["-1", "a=b"], "c": ["@x", "+y"], "d": ["\tz", ""]})
+    expected = ["a,b,c,d", "-1,'-1,'@x,'\tz", "2,a=b,'+y,"]
+    assert as_csv(frame).splitlines() == expected

@@ -13,10 +13,10 @@ from trakdask.variables import SAMPLE
 if TYPE_CHECKING:
     from trakdask.explorer.explorer import Explorer
 
-__all__ = ["Marking", "positions"]
+__all__ = ["SessionMarks", "positions"]
 
 
-class Marking:
+class SessionMarks:
     """The marks of one session, which undoes its own changes only."""
 
     def __init__(self, explorer: Explorer) -> None:
