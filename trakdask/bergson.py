@@ -196,7 +196,7 @@ def _lazy(stores: tuple[_Store, ...]) -> da.Array:
     array: da.Array = da.map_blocks(
         functools.partial(_read, stores),
         chunks=(rows, (width,), (1,) * len(stores)),
-        # By such a name td.save recognises an array that is complete, and not a selection.
+        # The state of the files is part of the name: a run that goes on is another array.
         name=f"feature-{digest({'files': states, 'rows': rows[:1]})[:32]}",
         dtype=np.float32,
         meta=np.empty((0, 0, 0), np.float32),

@@ -264,7 +264,7 @@ def _lazy(
     array: da.Array = da.map_blocks(
         functools.partial(_read, paths, flags),
         chunks=chunks,
-        # By such a name td.save recognises an array that is complete, and not a selection.
+        # The state of the files is part of the name: a run that goes on is another array.
         name=f"{name}-{token[:32]}",
         dtype=np.float32,
         meta=np.empty((0,) * len(chunks), np.float32),
