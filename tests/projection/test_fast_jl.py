@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import FastJL, Mask, RowMap, fast_jl
-from trakdask.projection.specs import from_spec
+from trakdask.projection import FastJL, RowMap, fast_jl
 from trakdask.projection.stream import project
 
 SHAPES = {"a": (30, 600), "b": (7,), "c": (3, 5)}
@@ -89,7 +88,7 @@ def test_project_block__too_many_rows(calls: list[Any]) -> None:
 
 
 def test_project_block__needs_a_gpu() -> None:
-    with pytest.raises(RuntimeError, match=r"NVIDIA GPU.*got cpu; .*device='cuda'"):
+    with pytest.raises(RuntimeError, match=r"NVIDIA GPU.*on cpu"):
         FastJL(512, num_sms=132).project_block(torch.zeros(1, 5), 0, 0, torch.zeros(1, 512))
 
 
@@ -118,35 +117,3 @@ def test_fast_jl__number_of_multiprocessors_is_that_of_the_gpu_here(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"num_sms.*None.*without a GPU; try num_sms=132"):
         FastJL()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"proj_dim": 1000}, r"proj_dim .*multiple of 512, got 1000; try proj_dim=1024"),
-        ({"proj_dim": 0}, r"proj_dim .*got 0"),
-        ({"seed": 2**31}, r"seed .*got 2147483648"),
-        ({"entries": "sparse"}, r"entries .*'rademacher', 'normal', got 'sparse'"),
-        ({"num_sms": 0}, r"num_sms .*got 0"),
-    ],
-)
-def test_fast_jl__refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FastJL(**{"num_sms": 132, **fields})
-
-
-def test_mask__before_fast_jl_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"then .*got FastJL.*all rows"):
-        Mask(10, then=FastJL(num_sms=132))
-
-
-def test_spec__tells_every_field_apart_and_comes_back() -> None:
-    projectors = [
-        FastJL(num_sms=132),
-        FastJL(num_sms=108),
-        FastJL(512, num_sms=132),
-        FastJL(seed=1, num_sms=132),
-        FastJL(entries="normal", num_sms=132),
-    ]
-    assert [from_spec(projector.spec()) for projector in projectors] == projectors
-    assert len({str(projector.spec()) for projector in projectors}) == 5

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -78,14 +77,6 @@ def test_project__split_into_batches_is_invisible(cuts: list[int]) -> None:
     assert torch.equal(torch.cat(parts), project_flat(SMALL, flat))
 
 
-def test_project__smaller_proj_dim_is_a_prefix() -> None:
-    flat = normal(3, 17000)
-    features = {}
-    for proj_dim in (64, 256):  # powers of 4: the scale is exact
-        features[proj_dim] = project_flat(Rademacher(proj_dim, 3), flat) * proj_dim**0.5
-    assert torch.equal(features[64], features[256][:, :64])
-
-
 @pytest.mark.parametrize("projector", [SMALL, Identity()])
 @pytest.mark.parametrize("row", [0, 20000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -98,17 +89,6 @@ def test_project__sample_that_is_not_finite_is_nan(
     found = project_flat(projector, flat)
     assert found[2].isnan().all()
     assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])
-
-
-@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-126, 2.0**115])
-def test_project__zero_subnormal_and_huge_gradients(scale: float) -> None:
-    # Sums of 1e38-sized gradients stay below the float32 maximum only for few rows.
-    flat = small_integers(3, 40) * scale
-    assert scale < 1 or flat.abs().max() > 1e36
-    projector = Rademacher(proj_dim=16)
-    stream = torch.zeros(3, 16, dtype=torch.float64)
-    projector.project_block(flat, 0, 0, stream)
-    assert torch.equal(stream, project_by_hand(projector, flat, 0) * 4)
 
 
 def test_identity__keeps_the_gradient() -> None:
@@ -126,26 +106,6 @@ def test_stream__accepts_gradients_that_track_history_and_inference_mode() -> No
     with torch.inference_mode():
         assert torch.equal(project_flat(SMALL, flat.clone()), expected)
     assert torch.equal(project_flat(SMALL, flat), expected)
-
-
-@pytest.mark.parametrize("projector", [SMALL, SJLT(64)], ids=lambda p: p.kind)
-def test_stream__does_not_see_the_default_dtype(projector: Projector) -> None:
-    rows = RowMap.from_shapes({"a": (600,), "b": (300,)}, alignment=projector.row_alignment)
-    gradients = {"a": normal(7, 600), "b": normal(7, 300)}
-
-    def projected() -> Tensor:
-        # In a thread of its own, which has no buffers from before.
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(project, projector, gradients, rows, 4).result()
-
-    expected, before = projected(), torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = projected()
-    finally:
-        torch.set_default_dtype(before)
-    assert found.dtype == expected.dtype
-    assert torch.equal(found, expected)
 
 
 ALL_KINDS = [SMALL, Identity(), Mask(9000), SJLT(64), Kronecker(4, 4)]

@@ -111,12 +111,10 @@ def _of_identity(projector: Identity, row_map: RowMap, checkpoint: int, vectors:
 def _of_mask(projector: Mask, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
     rows, ranks = select_rows(row_map.n_rows, projector.keep, projector.seed, checkpoint)
     kept = RowMap.from_shapes({"kept": (projector.keep,)}, alignment=projector.then.row_alignment)
-    is_alone = isinstance(projector.then, Identity)
-    values = (
-        vectors[:, torch.from_numpy(ranks)]
-        if is_alone
-        else _unscaled(projector.then, kept, checkpoint, vectors)
-    )
+    if isinstance(projector.then, Identity):  # columns are in the order of keys, not of rows
+        values = vectors[:, torch.from_numpy(ranks)]
+    else:
+        values = _unscaled(projector.then, kept, checkpoint, vectors)
     out = vectors.new_zeros(len(vectors), row_map.n_rows)
     out[:, torch.tensor(rows)] = values
     return out

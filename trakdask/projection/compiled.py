@@ -177,6 +177,8 @@ def sort_nonzeros(words, sparsity, proj_dim, rows, starts):
     the nonzeros of column k and value +1 start, ``starts[2 * k]``, and those of value -1,
     ``starts[2 * k + 1]``. Of the 2 * proj_dim + 2 starts, the last one is for the sorting alone.
     """
+    # Counting sort: sizes two places ahead, so that starts are right after the second pass moved
+    # each of them to the end of its run.
     starts[:] = 0
     for r in range(words.shape[1]):
         for j in range(sparsity):

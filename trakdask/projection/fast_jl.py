@@ -117,23 +117,20 @@ class FastJL(Projector):
             part = block[first : first + _BATCHES[-1]]
             size = next(size for size in _BATCHES if len(part) <= size)
             project = getattr(_extension(), f"project_{self.entries}_{size}")
+            # The extension takes 8, 16 or 32 samples and nothing else.
             padded = pad(part.float(), (0, 0, 0, size - len(part))).contiguous()
             sums = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
             sums.masked_fill_(~sums.isfinite().all(1, keepdim=True), torch.nan)
             out[first : first + len(part)] += sums
 
     def _require_device(self, block: Tensor) -> None:
-        if block.device.type != "cuda":
+        # The matrix depends on the number of multiprocessors: another GPU has another matrix.
+        found = _num_sms(block.device) if block.device.type == "cuda" else "none"
+        if found != self.num_sms:
             raise RuntimeError(
-                f"expected gradients on an NVIDIA GPU, where fast_jl runs, got {block.device}; try "
-                f"device='cuda', or td.Rademacher(proj_dim={self.proj_dim})"
-            )
-        num_sms = _num_sms(block.device)
-        if num_sms != self.num_sms:
-            raise RuntimeError(
-                f"expected a GPU with {self.num_sms} multiprocessors, since the matrix of fast_jl "
-                f"depends on their number, got {num_sms}; try the same kind of GPU for all "
-                f"features, or td.Rademacher(proj_dim={self.proj_dim})"
+                f"expected gradients on an NVIDIA GPU with {self.num_sms} multiprocessors, got "
+                f"{found} on {block.device}; try the same kind of GPU for all features, or "
+                f"td.Rademacher(proj_dim={self.proj_dim})"
             )
 
 

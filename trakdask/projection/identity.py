@@ -33,4 +33,5 @@ class Identity(Projector):
         """Add one row block to its own columns of ``out``; see :class:`Projector`."""
         block = block.float()  # a float64 value such as 1e300 is infinite as a float32 feature
         out[:, row_offset : row_offset + block.shape[1]].add_(block)
+        # As with other projectors, one value that is not finite spoils all columns of its sample.
         out.masked_fill_(~torch.isfinite(block).all(1, keepdim=True), torch.nan)

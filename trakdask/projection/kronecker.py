@@ -171,6 +171,7 @@ class Kronecker(Projector):
         for start in range(0, len(block), _SAMPLE_TILE):
             samples = slice(start, start + _SAMPLE_TILE)
             integers, step = quantize(block[samples], FRACTION_BITS[_N_DIGITS], _scratch)
+            # Sums stay integers, held by float64, until they are multiplied with the step.
             for first in range(0, self.left, left_tile):
                 tile = _Tile(self, checkpoint, first, min(left_tile, self.left - first), integers)
                 for part in parts:

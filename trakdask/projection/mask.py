@@ -169,6 +169,7 @@ class Mask(Projector):
             return
         ranks = self._selected(checkpoint)[1][row_offset : row_offset + block.shape[1]]
         values = block.float()
+        # Each rank comes once, so the order of additions cannot change a bit.
         out.index_add_(1, torch.from_numpy(ranks).to(out.device), values.double())
         out.masked_fill_(~torch.isfinite(values).all(1, keepdim=True), torch.nan)
 
@@ -229,6 +230,7 @@ def _candidates(
     """Return at least ``keep`` rows that have the smallest keys, ascending, and their keys."""
     expected = keep + _margin(keep)
     while True:
+        # Keys are uniform: this bound lets about ``expected`` rows pass.
         largest = min((expected << 64) // n_rows, 2**64 - 1)
         rows, keys = _rows_up_to(largest, n_rows, seed, checkpoint)
         if len(rows) >= keep:

@@ -29,6 +29,7 @@ class Scratch(threading.local):
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a contiguous buffer of this shape; its content is undefined."""
+        # By dtype, too: a view of other numbers would be an alias that nobody sees.
         n = math.prod(shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < n:

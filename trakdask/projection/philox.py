@@ -96,6 +96,7 @@ def _fill_grid(
         for name in ("even", "odd", "product")
     )
     indices = np.arange(index, index + n_indices, dtype=np.uint64)
+    # The counter is (index, column, checkpoint, high part of the index and stream).
     even[0], odd[0] = indices & _LOW, np.arange(column, column + n_columns)[:, None]
     even[1], odd[1] = checkpoint, (indices >> _HALF) | np.uint64(stream << 16)
     for key in _round_keys(split_seed(seed)):
@@ -105,6 +106,7 @@ def _fill_grid(
         np.bitwise_xor(even, odd, out=even)
         np.bitwise_xor(even, key, out=even)
         np.bitwise_and(product, _LOW, out=odd)
+    # Words 0 and 1 make one number, 2 and 3 the next; numpy writes them where they belong.
     np.left_shift(odd, _HALF, out=odd)
     np.bitwise_or(even, odd, out=np.moveaxis(out, 2, 0))
 

@@ -121,6 +121,7 @@ class Projector(HtmlTable, ABC):
             "kind": self.kind,
             **{k: v.spec() if isinstance(v, Projector) else v for k, v in values.items()},
             "row_alignment": self.row_alignment,
+            # The size of a block is part of what features are, where rounding depends on it.
             **({"row_block": ROW_BLOCK} if self.rounds_row_blocks else {}),
             "definition": DEFINITION_VERSION,
         }

@@ -92,6 +92,7 @@ def _scales(largest: Tensor, fraction_bits: int) -> tuple[Tensor, Tensor, Tensor
     tiny = (largest > 0) & (largest < _TINY)
     lift = torch.ones_like(largest).masked_fill_(tiny, 1 / _TINY)
     finite = torch.isfinite(largest)
+    # frexp, and no logarithm: the exponent has to be the same on every processor.
     exponent = torch.frexp(torch.where(finite, largest * lift, 1.0)).exponent
     # The bits of the float32 power of two with this exponent, in [-126, 127].
     scale = ((fraction_bits - exponent + 127) << 23).view(torch.float32)

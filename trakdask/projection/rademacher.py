@@ -98,6 +98,7 @@ class Rademacher(GpuProjector):
         integers, step = quantize(block, FRACTION_BITS[self.n_digits], _scratch)
         if self.n_digits == 1:
             integers.clamp_(-127, 127)  # 2**7 is no signed digit
+        # Digits are split once, for all tiles of columns.
         slabs = split_digits(integers, self.n_digits, row_offset)
         address = {"seed": self.seed, "checkpoint": checkpoint, "stream": STREAM_RADEMACHER}
         for column in range(0, self.proj_dim, _COLUMN_TILE):

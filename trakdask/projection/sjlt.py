@@ -256,6 +256,7 @@ def nonzeros_of(matrix: SparseMatrix, row_offset: int, n_rows: int) -> Nonzeros:
     words = _scratch.take("words", shape, torch.int64).numpy().view(np.uint64)
     address = {"seed": matrix.seed, "checkpoint": matrix.checkpoint}
     fill_words(words, row_offset, 0, stream=STREAM_SJLT, **address)
+    # Sorted by column, the sum of a column stays in registers while its rows are read.
     nonzeros = sort_nonzeros(words.view(np.uint32), matrix)
     _kept.add(matrix, block, nonzeros)
     return nonzeros
@@ -272,6 +273,7 @@ def sort_nonzeros(words: npt.NDArray[np.uint32], matrix: SparseMatrix) -> Nonzer
         starts = np.empty(2 * proj_dim + 2, np.int32)
         kernels.sort_nonzeros(words, sparsity, proj_dim, rows, starts)
         return Nonzeros(rows, starts[:-1])
+    # mulhi(w, proj_dim): the high 32 bits of a product are uniform on the columns.
     chosen = words.swapaxes(0, 1).reshape(words.shape[1], -1)[:, :sparsity].ravel()
     buckets = (chosen.astype(np.uint64) * np.uint64(proj_dim)) >> np.uint64(32)
     places = 2 * buckets + (chosen & 1)

@@ -88,6 +88,7 @@ class ProjectionStream:
         self._n_rows = row_map.n_rows if selected is None else len(selected)
         self._spans = spans = dict(zip(row_map.names, self._all_spans(), strict=True))
         self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
+        # A shared block is complete when all rows of parameters are there; padding never comes.
         self._missing = _rows_of_shared_blocks(spans.values(), self._n_rows, self._block)
         self._waiting: dict[int, Tensor] = {}
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that is still missing
@@ -117,8 +118,10 @@ class ProjectionStream:
         stop = start + flat.shape[1]
         if self._selected is not None and self._chosen is not None:
             offset = start
+            # Selected rows are renumbered: those of this part are start to stop among them.
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
             flat = flat[:, self._chosen[start:stop] - offset]
+        # A GPU takes many blocks at once; a CPU one by one, while it is in a cache.
         for row, last in _cut(start, stop, self._block, runs=on_gpu(self._sums)):
             self._add_rows(row, flat[:, row - start : last - start])
 
@@ -158,6 +161,7 @@ class ProjectionStream:
         """
         self._checked(name, self._zeros(self._row_map.size(name)), None)
         for start, stop in _cut(*self._spans[name], self._block, runs=False):
+            # Whole blocks of zeros add nothing; others wait for the rows of other parameters.
             if stop - start < self._length(start // self._block):
                 self._add_rows(start, self._zeros(stop - start))
 
@@ -223,7 +227,7 @@ class ProjectionStream:
             return
         whole = self._buffer(block)
         own = whole[:, position : position + part.shape[1]]
-        if part.data_ptr() != own.data_ptr():
+        if part.data_ptr() != own.data_ptr():  # else it was written to what buffer_for returned
             own.copy_(part)
         self._missing[block] = self._missing.get(block, length) - part.shape[1]
         if not self._missing[block]:

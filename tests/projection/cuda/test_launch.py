@@ -15,7 +15,6 @@ import torch
 from trakdask.errors import KernelError
 from trakdask.projection import Rademacher
 from trakdask.projection.cuda import launch
-from trakdask.projection.cuda.sources import kernel_files
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -24,14 +23,6 @@ NO_GPU = not torch.cuda.is_available()
 def _forget() -> None:
     launch._cupy.cache_clear()
     launch._kernels.cache_clear()
-
-
-@pytest.mark.skipif(not NO_GPU, reason="has a GPU")
-def test_missing__says_what_this_machine_lacks() -> None:
-    assert launch.missing() in {
-        f"torch {torch.__version__} is a build for CPUs",
-        f"torch {torch.__version__} sees no GPU",
-    }
 
 
 @pytest.mark.parametrize(("version", "extra"), [("13.0", "cuda"), ("12.8", "cuda12")])
@@ -50,13 +41,6 @@ def test_packed__addresses_and_numbers() -> None:
     found = launch.packed([tensor, None, np.int32(-3)])
     assert found == (tensor.data_ptr(), 0, -3)
     assert [value.nbytes for value in found] == [8, 8, 4]
-
-
-def test_families__name_each_kernel_once() -> None:
-    names = [name for names in launch.FAMILIES.values() for name in names]
-    assert len(set(names)) == len(names)
-    assert {f"{family}.cu" for family in launch.FAMILIES} <= set(kernel_files())
-    assert launch.family_of("sjlt_float16_int64") == "sjlt"
 
 
 class _DriverError(RuntimeError):
@@ -174,16 +158,6 @@ def test_machine_code__says_what_the_compiler_says() -> None:
         launch.machine_code(nvrtc, "sjlt", "sm_99")
     assert launch.machine_code(nvrtc, "sjlt", "sm_90").startswith(b"// Sums of rounded")
     assert not nvrtc.open
-
-
-def test_launch__a_gpu_that_the_compiler_does_not_know(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new = SimpleNamespace(name="Z9", major=9, minor=9, L2_cache_size=2**25)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: new)
-    kernels = launch.kernels_for(torch.device("cuda", 0))
-    with pytest.raises(KernelError, match=r"sm_99.*device='cpu'"):
-        kernels.launch(launch.Launch("combine_int32", (1, 1), 32, []))
 
 
 @pytest.mark.slow

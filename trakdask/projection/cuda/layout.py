@@ -23,7 +23,7 @@ _DEPTH_STEP = 128
 _LINE_STEP, _LEAST_LINES = 8, 24  # torch._int_mm needs a multiple of 8, more than 16
 _COLUMN_STEP = 8
 _SHARED_BYTES = 64 * 2**10  # per block of threads, on every GPU that torch supports
-_MOST_GROUP = 4
+_MOST_GROUP = 4  # of samples that share the drawn words; the kernel holds as many in registers
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ def add_rademacher(
         for columns in tiles:
             sums = digits.new_empty((*digits.shape[:2], columns.padded), dtype=torch.int32)
             bits = digits.new_empty(columns.padded, run.depth)
+            # One product per block, since only sums within a block are integers of one scale.
             for block in range(run.n_blocks):
                 row = row_offset + run.first + block * run.n_rows
                 fill_bits(kernels, bits, row, columns, seed=seed, checkpoint=checkpoint)
