@@ -169,14 +169,14 @@ ROWS = [
         "token out of range",
         language(tokens(IDS)),
         RuntimeError,
-        ["0..6", "'wte'", "got 9 at sample 2"],
+        ["index out of range", "input_ids"],
     ),
     BadInput(
         "tasks.CausalLM",
         "token negative",
         language(tokens([[1, 2], [-5, 1]])),
         RuntimeError,
-        ["0..6", "got -5 at sample 1"],
+        ["index out of range", "input_ids"],
     ),
     BadInput(
         "tasks.CausalLM",
@@ -197,7 +197,7 @@ ROWS = [
         "too long",
         language(tokens(np.ones((2, 6), int))),
         RuntimeError,
-        ["0..4", "'wpe'", "got 5"],
+        ["index out of range", "input_ids"],
     ),
     BadInput(
         "tasks.CausalLM",
