@@ -63,7 +63,7 @@ def test_make_checkpoints__names_and_ids(folder: Path) -> None:
 
 
 def test_make_checkpoints__none() -> None:
-    with pytest.raises(ValueError, match=r"at least one set.*checkpoints=\['model.pt'\]"):
+    with pytest.raises(ValueError, match=r"at least one.*checkpoints=\['model.pt'\]"):
         make_checkpoints([])
 
 

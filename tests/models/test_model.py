@@ -142,7 +142,7 @@ def test_model__bad_build() -> None:
 
 
 def test_model__no_checkpoint() -> None:
-    with pytest.raises(ValueError, match="weights"):
+    with pytest.raises(ValueError, match="checkpoints"):
         Model(mlp, [])
 
 

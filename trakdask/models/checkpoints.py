@@ -6,20 +6,20 @@ import dataclasses
 import hashlib
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.execution.handles import Spooled, SpooledFile
-from trakdask.execution.spool import download
 from trakdask.files import Folder, location
 from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
 from trakdask.models.states import State, States
@@ -105,10 +105,7 @@ def make_checkpoints(
     """
     named = _named(checkpoints)
     if not named:
-        raise ValueError(
-            "expected at least one set of weights as checkpoints, got none; try "
-            "td.Model(build, checkpoints=['model.pt'], ...)"
-        )
+        raise ValueError("expected at least one checkpoint, got none; try checkpoints=['model.pt']")
     opened = [_open(name, value, key, check, find_base) for name, value in named.items()]
     digests = [each.digest for each in opened]
     if twice := {digest for digest in digests if digests.count(digest) > 1}:
@@ -162,7 +159,7 @@ def _read_verified(checkpoint: Checkpoint) -> State:
     for paths in zip(*(file.paths() for file in source), strict=False):
         try:
             return _verified(
-                _merged(read_state(Path(p), checkpoint.key) for p in paths), checkpoint
+                _merged(read_state(str(path), checkpoint.key) for path in paths), checkpoint
             )
         except CheckpointError as err:  # another file at this path, or a damaged one
             problem = problem or err
@@ -180,11 +177,11 @@ def _verified(state: State, checkpoint: Checkpoint) -> State:
     return state
 
 
-def read_state(path: Path, key: str | None = None) -> State:
+def read_state(place: str, key: str | None = None) -> State:
     """Read a state dict from a ``.safetensors`` file or a ``torch.save`` file of plain tensors.
 
-    The file is read into memory and not memory-mapped, because training may overwrite it later, and
-    its tensors would then no longer match their hash.
+    The file, at a path or URL, is read into memory and not memory-mapped, because training may
+    overwrite it later, and its tensors would then no longer match their hash.
 
     Raises
     ------
@@ -194,40 +191,37 @@ def read_state(path: Path, key: str | None = None) -> State:
         If the file is damaged, or contains pickled code or anything but tensors by name.
     """
     try:
-        if path.suffix == ".safetensors":
-            content = safetensors.torch.load(path.read_bytes())
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        with fsspec.open(place, "rb") if "://" in place else open(place, "rb") as file:
+            if place.endswith(".safetensors"):
+                content = safetensors.torch.load(file.read())
+            else:
+                content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, MemoryError):
         raise
     except Exception as err:  # on other bytes the unpickler fails in many ways
         raise CheckpointError(
-            f"checkpoint {str(path)!r} cannot be read ({type(err).__name__}: "
+            f"checkpoint {place!r} cannot be read ({type(err).__name__}: "
             f"{str(err).partition(chr(10))[0]}); try copying it again, or saving model.state_dict()"
         ) from err
-    return _state(content, path, key)
+    return _state(content, place, key)
 
 
-def _state(content: object, where: str | Path, key: str | None) -> State:
+def _state(content: Any, where: str, key: str | None) -> State:
     """Return the state dict in the content of a file or of a mapping in memory."""
     if key is not None and isinstance(content, Mapping) and key in content:
         content = content[key]
-    if isinstance(content, Mapping) and content:
-        if _is_state(content):
-            return {str(name): tensor for name, tensor in content.items()}
-        inside = [name for name, value in content.items() if _is_state(value)]
-        advice = f"td.Model(..., key={inside[0]!r})" if inside else "model.state_dict()"
-        actual = f"the keys {list(content)[:5]}"
-    else:
-        actual = "an empty mapping" if isinstance(content, Mapping) else type(content).__name__
-        advice = "model.state_dict()"
+    if _is_state(content):
+        return {str(name): tensor for name, tensor in content.items()}
+    names = list(content) if isinstance(content, Mapping) else []
+    inside = [name for name in names if _is_state(content[name])]
+    advice = f"td.Model(..., key={inside[0]!r})" if inside else "model.state_dict()"
     raise CheckpointError(
-        f"expected a state dict (tensors by parameter name) in checkpoint {str(where)!r}, got "
-        f"{actual}; try {advice}"
+        f"expected a state dict (tensors by parameter name) in checkpoint {where!r}, got "
+        f"{type(content).__name__} with the keys {names[:5]}; try {advice}"
     )
 
 
-def _is_state(value: object) -> bool:
+def _is_state(value: Any) -> bool:
     is_mapping = isinstance(value, Mapping) and len(value) > 0
     return is_mapping and all(isinstance(each, Tensor) for each in value.values())
 
@@ -246,11 +240,10 @@ def _named(
                 f"{next(iter(checkpoints))!r}); try checkpoints=[state_dict]"
             )
         return {str(name): value for name, value in checkpoints.items()}
-    if not isinstance(checkpoints, Iterable) or isinstance(checkpoints, (Tensor, torch.nn.Module)):
+    if not isinstance(checkpoints, Iterable):
         raise TypeError(
-            "expected a list of paths or state dicts as checkpoints, or a mapping from name to "
-            f"these, got {str(checkpoints)[:40]!r} ({type(checkpoints).__name__}); try "
-            "checkpoints=['model.pt']"
+            "expected a list of paths or state dicts as checkpoints, got "
+            f"{type(checkpoints).__name__} {shown(checkpoints)}; try checkpoints=['model.pt']"
         )
     values = list(checkpoints)
     places = [_place(value) for value in values if isinstance(value, (str, Path))]
@@ -273,7 +266,7 @@ def _open(
     else:
         files = [] if place is None else [place]
     if files:
-        state = _merged(_read(file, key) for file in files)
+        state = _merged(read_state(file, key) for file in files)
     else:  # copied, because the caller may continue to train the module
         state = {n: t.detach().cpu().clone() for n, t in _state(value, name, key).items()}
     base = None if find_base is None else find_base(state, folder)
@@ -310,39 +303,13 @@ def _place(value: str | Path) -> str:
     return location(value) if is_url else str(Path(value).absolute())
 
 
-def _read(place: str, key: str | None) -> State:
-    if "://" not in place:
-        return read_state(Path(place), key)
-    with tempfile.NamedTemporaryFile(suffix=Path(place).suffix) as file:
-        try:
-            download(place, file)
-        except FileNotFoundError as err:
-            raise FileNotFoundError(_unreadable(place, "does not exist")) from err
-        except Exception as err:  # each service has errors of its own
-            raise CheckpointError(_unreadable(place, f"cannot be read ({err!r})")) from err
-        try:
-            return read_state(Path(file.name), key)
-        except CheckpointError as err:
-            raise CheckpointError(str(err).replace(file.name, place)) from err
-
-
-def _unreadable(url: str, why: str) -> str:
-    return (
-        f"expected a .pt or .safetensors file that every worker can read as checkpoint, got "
-        f"{url!r}, which {why}; try another path or URL, or the state dict itself"
-    )
-
-
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
     if ids is None:
-        numbers: list[Any] = [int(digest[:8], 16) for digest in digests]
-    else:
-        numbers = list(ids) if isinstance(ids, Iterable) else [ids]
-    valid = all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 0 <= n < 2**32
-        for n in numbers
-    )
-    if len(numbers) != len(digests) or not valid or len(set(numbers)) != len(numbers):
+        return [int(digest[:8], 16) for digest in digests]
+    numbers: list[Any] = list(ids) if isinstance(ids, Iterable) else [ids]
+    integers = (int(n) for n in numbers if type(n) is not bool and isinstance(n, int | np.integer))
+    valid = {n for n in integers if 0 <= n < 2**32}
+    if not len(numbers) == len(digests) == len(valid):
         raise ValueError(
             f"expected {len(digests)} different integers in [0, 2**32) as checkpoint_ids, one per "
             f"checkpoint, got {numbers}; try checkpoint_ids=None, which derives them from the "

@@ -68,12 +68,12 @@ def _is_library(module: object) -> bool:
 
 
 def _of_class(kind: type) -> Iterator[str]:
-    own = [each for each in kind.__mro__ if not _is_library(each.__module__)]
-    for name, value in sorted(vars(kind).items()) if own else ():
+    bases = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+    for name, value in sorted(vars(kind).items()) if bases else ():
         if isinstance(value, _PLAIN) and not name.startswith("__"):
             yield f"{name} = {value!r}"
-    methods = [_function(value) for _, value in sorted(vars(kind).items())] if own else []
-    yield from _of_functions([each for each in methods if each], own)
+    methods = [_function(value) for _, value in sorted(vars(kind).items())] if bases else []
+    yield from _of_functions([method for method in methods if method], bases)
 
 
 def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Iterator[str]:
@@ -85,14 +85,14 @@ def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Ite
         yield _instructions(code)
         # What a constructor calls mostly makes weights, which checkpoints replace.
         names = ["__init__"] if function.__name__ == "__init__" else _names(code)
-        found = [getattr(function, "__wrapped__", None)]
+        called = [getattr(function, "__wrapped__", None)]
         for name in names:
             nearby = function.__globals__.get(name)
             same_file = getattr(nearby, "__module__", None) == function.__module__
-            found += [*(vars(each).get(name) for each in classes), same_file and nearby]
-        for called in map(_function, found):
-            if called and called not in functions:
-                functions.append(called)
+            called += [*(vars(each).get(name) for each in classes), same_file and nearby]
+        for each in map(_function, called):
+            if each and each not in functions:
+                functions.append(each)
 
 
 def _function(value: Any) -> FunctionType | None:

@@ -61,18 +61,15 @@ def weight_files(folder: Folder) -> list[str]:
 
 def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
     weight_map = _read_json(folder, index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict):
         raise CheckpointError(
-            "expected an index that says in which file each tensor is ('weight_map'), got "
-            f"{folder.url}/{index} without one; try saving or copying the folder again"
+            f"expected 'weight_map' in {folder.url}/{index}, got none; try copying the folder again"
         )
     names = sorted({str(name) for name in weight_map.values()})
-    missing = [name for name in names if name not in present]
-    if missing:
+    if missing := [name for name in names if name not in present]:
         raise CheckpointError(
-            f"expected {len(names)} files with weights in {folder.url!r}, as its index says, got "
-            f"{len(names) - len(missing)}: {missing[:3]} missing; try copying the folder again, or "
-            "waiting until it is written"
+            f"expected the {len(names)} files with weights in {folder.url!r} that its index names, "
+            f"got {missing[:3]} missing; try copying the folder again"
         )
     return names
 
@@ -80,11 +77,8 @@ def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
 def _read_json(folder: Folder, name: str) -> dict[str, object]:
     try:
         content = folder.read_json(name)
-    except (OSError, ValueError) as err:
-        raise CheckpointError(
-            f"expected a JSON file that can be read, got {folder.url}/{name} ({err}); try saving "
-            "or copying the folder again"
-        ) from err
+    except ValueError as err:
+        raise CheckpointError(f"{folder.url}/{name} cannot be read: {err}") from err
     return content if isinstance(content, dict) else {}
 
 

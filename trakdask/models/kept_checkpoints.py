@@ -181,17 +181,17 @@ def _save(model: Any, folder: Path) -> None:
 def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Return Adam's second moments by the names of the parameters, corrected for their bias."""
     betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
-    found = {}
+    by_name = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         if "exp_avg_sq" in state:
             _, beta = betas[id(parameter)]
             moments = state["exp_avg_sq"].detach().to(torch.float32)
-            found[name] = (moments / (1 - beta ** float(state["step"]))).cpu().contiguous()
-    if not found:
+            by_name[name] = (moments / (1 - beta ** float(state["step"]))).cpu().contiguous()
+    if not by_name:
         raise NotImplementedError(
             "expected an optimizer with Adam's second moments ('exp_avg_sq'), got "
             f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__}; try optim='adamw_torch' "
             "in TrainingArguments, or second_moments=False"
         )
-    return found
+    return by_name

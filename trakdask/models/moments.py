@@ -73,8 +73,10 @@ def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
             f"names, as second_moments, got {shown(given)}; {_REMEDY}"
         )
     values = given if isinstance(given, Mapping) else list(given)
-    found = set(values) == set(names) if isinstance(values, Mapping) else len(values) == len(names)
-    if not found:
+    matches = (
+        set(values) == set(names) if isinstance(values, Mapping) else len(values) == len(names)
+    )
+    if not matches:
         raise ValueError(
             f"expected second_moments of each of the checkpoints {names}, got {shown(list(values))}"
             f" ({len(values)}); try second_moments={{{names[0]!r}: ..., ...}}"

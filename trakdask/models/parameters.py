@@ -101,14 +101,9 @@ def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[s
 def _require_match(pattern: str, parameters: Mapping[str, Tensor]) -> None:
     if any(fnmatch.fnmatchcase(name, pattern) for name in parameters):
         return
-    inside = [name for name in parameters if pattern and pattern.lower() in name.lower()]
-    if inside:
-        start = inside[0].lower().index(pattern.lower())
-        spelled = inside[0][start : start + len(pattern)]
-        advice = f"parameters='*{spelled}*', which matches {inside[:3]}"
-    else:
-        near = difflib.get_close_matches(pattern, list(parameters), n=5, cutoff=0.3)
-        advice = f"one of {near or list(parameters)[:5]}"
+    inside = [name for name in parameters if pattern and pattern in name]
+    near = difflib.get_close_matches(pattern, list(parameters), n=5, cutoff=0.3)
+    advice = f"'*{pattern}*'" if inside else f"one of {near or list(parameters)[:5]}"
     raise ValueError(
         f"expected a name or a glob of parameters, got parameters={pattern!r}, which matches none "
         f"of {len(parameters)}; try {advice}"

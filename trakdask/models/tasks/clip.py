@@ -145,18 +145,16 @@ class Clip(HtmlTable):
 
     def _call(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         returned = forward(batch[self.image], batch[self.text])
-        parts = list(returned) if isinstance(returned, (tuple, list)) else []
-        pair = [shape_of(part) for part in parts[:2]]
+        image, text, *more = returned if isinstance(returned, tuple | list) else (returned, None)
         size = len(batch[self.image])
-        is_pair = len(pair) == 2 and all(isinstance(part, Tensor) for part in parts[:2])
-        if not is_pair or parts[0].ndim != 2 or pair[0] != pair[1] or len(parts[0]) != size:
+        shapes = [shape_of(image), shape_of(text)]
+        if shapes[0] != shapes[1] or image.ndim != 2 or len(image) != size:
             raise ValueError(
                 "expected (image embedding, text embedding, logit_scale) with both embeddings of "
-                f"shape ({size}, embedding), got {pair or shape_of(returned)} from the model; try "
-                "wrapping the model so that model(image, text) returns them"
+                f"shape ({size}, embedding), got {shapes} from the model; try wrapping the model "
+                "so that model(image, text) returns them"
             )
-        image, text = (at_least_float32(part) for part in parts[:2])
-        return image, text, parts[2] if len(parts) > 2 else None
+        return at_least_float32(image), at_least_float32(text), more[0] if more else None
 
     def _margins(
         self, forward: Forward, image: Tensor, text: Tensor, scale: Tensor | float
@@ -169,12 +167,6 @@ class Clip(HtmlTable):
                 "td.tasks.Clip(negatives=td.tasks.clip_embeddings(model, samples))"
             )
         images, texts = (t.to(image) for t in negatives[name])
-        if images.shape[1] != image.shape[1]:
-            raise ValueError(
-                f"expected negatives with {image.shape[1]} numbers per embedding, as the model "
-                f"returns them, got {images.shape[1]} for checkpoint {name!r}; try "
-                "td.tasks.clip_embeddings(model, samples) of this model"
-            )
         correct = scale * (image * text).sum(1)
         by_text = correct - (scale * image @ texts.T).logsumexp(1)
         return by_text, correct - (scale * text @ images.T).logsumexp(1)
@@ -198,13 +190,7 @@ class _SpooledNegatives(Mapping[str, tuple[Tensor, Tensor]]):
 
 def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return some rows of both tensors, drawn without replacement, in their original order."""
-    parts = list(pair) if isinstance(pair, (tuple, list)) else []
-    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(
-            f"expected two tensors (image, text) as the negatives of checkpoint {name!r}, got "
-            f"{type(pair).__name__}; try td.tasks.clip_embeddings(model, samples)"
-        )
-    image, text = parts
+    image, text = pair
     if image.ndim != 2 or image.shape != text.shape:
         raise ValueError(
             "expected negatives (n, embedding) of images and of texts, in pairs, got the shapes "
@@ -212,11 +198,7 @@ def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple
             "td.tasks.clip_embeddings(model, samples)"
         )
     if not bool(image.isfinite().all() & text.isfinite().all()):
-        raise ValueError(
-            f"expected finite embeddings, got NaN or infinity among the negatives of checkpoint "
-            f"{name!r}; try td.tasks.clip_embeddings(model, samples) without the samples that "
-            "cause them"
-        )
+        raise ValueError(f"expected finite negatives, got NaN or infinity for checkpoint {name!r}")
     if size > len(image):
         raise ValueError(
             f"expected n_negatives in 1..{len(image)} (the negatives of checkpoint {name!r}), got "
@@ -283,10 +265,8 @@ def clip_embeddings(
     """
     task = getattr(model, "task", None)
     if not isinstance(task, Clip):
-        kind = type(model).__name__ if task is None else f"one whose task is {task!r}"
-        raise TypeError(
-            f"expected a td.Model with the task clip, got {kind}; try td.Model(..., task='clip')"
-        )
+        kind = type(model if task is None else task).__name__
+        raise TypeError(f"expected a td.Model of task='clip', got {kind}")
     _check_integer(batch_size, "batch_size", 1, 2**63)
     whole = as_tensors(samples, task.variables)
     starts = range(0, len(whole[task.image]), batch_size)

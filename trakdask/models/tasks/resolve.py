@@ -79,8 +79,7 @@ def resolve_task(task: str | Task | object) -> Task:
         if task not in TASKS:
             near = difflib.get_close_matches(task, TASKS, n=1)
             raise ValueError(
-                f"expected one of {list(TASKS)} as task, or an object with the methods "
-                f"output(forward, batch) and out_to_loss(forward, batch), got {task!r}; try "
+                f"expected one of {list(TASKS)} as task, got {task!r}; try "
                 f"task={(near or ['classification'])[0]!r}"
             )
         return TASKS[task]()
@@ -93,23 +92,15 @@ def resolve_task(task: str | Task | object) -> Task:
         return task
     if hasattr(task, "get_output") and hasattr(task, "get_out_to_loss_grad"):
         return TrakTask(task)
-    methods = [m for m in ("output", "out_to_loss") if hasattr(task, m)]
-    missing = f" with only the method {methods[0]}" if methods else ""
     raise TypeError(
-        f"expected one of {list(TASKS)} as task, or an object with the methods "
-        "output(forward, batch) and out_to_loss(forward, batch), got "
-        f"{type(task).__name__}{missing}; try task='classification'"
+        f"expected one of {list(TASKS)} as task, or an object with the methods output(forward, "
+        f"batch) and out_to_loss(forward, batch), got {type(task).__name__}"
     )
 
 
 def task_spec(task: Task) -> str:
     """Describe a task in one line that is equal for equal tasks in any process."""
     subject = task.modelout if isinstance(task, TrakTask) else task
-    if not isinstance(subject, Task) and not hasattr(subject, "get_output"):
-        raise TypeError(
-            "expected a task with the methods output(forward, batch) and "
-            f"out_to_loss(forward, batch), got {subject!r}; try td.tasks.resolve_task({subject!r})"
-        )
     if dataclasses.is_dataclass(subject):
         return repr(subject)
     plain = (type(None), bool, int, float, str)
