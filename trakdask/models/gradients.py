@@ -323,7 +323,8 @@ def require_same_sum(
     flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
     errors = torch.cat([part for name in expected for part in sums[name]]) - flat
     norm, error = flat.norm(), errors.norm()
-    allowed = max({tolerance(g.dtype, g.device.type) for g in expected.values()})
+    kinds = {(g.dtype, g.device.type) for g in expected.values()}
+    allowed = max(tolerance(*kind) for kind in kinds)
     if error > (max(least, 4 * allowed) if least else allowed) * norm:
         sizes = [gradient.numel() for gradient in expected.values()]
         of_parameters = torch.stack([part.norm() for part in errors.split(sizes)])

@@ -272,7 +272,8 @@ def _random_state(forward: Forward) -> Tensor:
 
 
 def _tolerance_of(forward: Forward) -> float:
-    return max((tolerance(t.dtype, t.device.type) for t in forward.parameters.values()), default=0)
+    kinds = {(t.dtype, t.device.type) for t in forward.parameters.values()}
+    return max((tolerance(*kind) for kind in kinds), default=0)
 
 
 def tolerance(dtype: torch.dtype, device: str) -> float:
