@@ -278,10 +278,10 @@ def test_score_parts__failed_samples_and_targets_are_nan() -> None:
     good = ask(features, targets, of=TRAIN).compute()
     found = ask(features, targets, of=broken, on_error="record").compute()
     assert found[3].isnull().all()
-    assert f"{VOCABULARY}" in str(found.error.values[3])
+    assert "IndexError" in str(found.error.values[3])
     assert (found.error.drop_isel(sample=3) == "").all()
     assert_near(found.drop_isel(sample=3), good.drop_isel(sample=3).values, 1e-5)
-    with pytest.raises(td.BlockError, match="sample 3"):
+    with pytest.raises(td.BlockError, match="samples 3:6 "):
         ask(features, targets, of=broken).compute()
     failed = targets.copy(deep=True)
     failed.feature[1] = np.nan

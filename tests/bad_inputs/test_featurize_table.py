@@ -149,21 +149,21 @@ ROWS = [
         "wrong width",
         computed(After(), data(image=np.ones((4, 5), "f4"))),
         RuntimeError,
-        ["'head'", "in_features=4", ", 5)"],
+        ["shapes", "(4, 5)"],
     ),
     BadInput(
         F,
         "float64 images",
         computed(After(), data(image=np.ones((4, 4)))),
         RuntimeError,
-        ["float64", "astype('float32')"],
+        ["image float64"],
     ),
     BadInput(
         F,
         "uint8 images",
         computed(After(), data(image=np.ones((4, 4), "u1"))),
         RuntimeError,
-        ["uint8", "samples['image'].astype('float32')"],
+        ["image uint8"],
     ),
     BadInput(
         F, "fewer rows", computed(After(lambda y: y[1:])), RuntimeError, ["(2, classes)", "(1, 3)"]
@@ -175,7 +175,7 @@ ROWS = [
         "raises",
         computed(After(lambda y: y[:, 10])),
         RuntimeError,
-        ["After", "IndexError", "float32"],
+        ["IndexError", "float32"],
     ),
     BadInput(
         F,
@@ -203,16 +203,16 @@ ROWS = [
         "in place",
         computed(After(lambda y: y.sigmoid().mul_(y.sigmoid_()))),
         RuntimeError,
-        ["in place", "inplace=False"],
+        ["inplace operation"],
     ),
     BadInput(
         F,
         "task without samples",
         computed(After(), task=Mean()),
         RuntimeError,
-        ["task.output", "(2,)", "shape ()"],
+        ["task.output", "shape ()"],
     ),
-    BadInput(F, "arguments", computed(TwoTowers()), RuntimeError, ["TypeError", "forward takes"]),
+    BadInput(F, "arguments", computed(TwoTowers()), RuntimeError, ["TypeError", "'text'"]),
 ]
 
 

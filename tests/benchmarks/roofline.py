@@ -29,7 +29,7 @@ from gradients import PLAIN, run_of
 from torch import Tensor
 
 from trakdask.models.gradients import _hook_plan
-from trakdask.models.hooks import CachingForward, Recorder
+from trakdask.models.hooks import CachingForward, GradientCollector
 from trakdask.models.layers import SLICEABLE, Rule, _conv_weight
 from trakdask.models.local import Call
 from trakdask.models.model import Model
@@ -72,8 +72,8 @@ class Work:
         return max(self.n_bytes / bandwidth, self.operations / speed)
 
 
-class TimedRecorder(Recorder):
-    """A recorder that measures the time in which gradients are formed."""
+class TimedCollector(GradientCollector):
+    """A collector that measures the time in which gradients are formed."""
 
     work: defaultdict[str, Work]
 
@@ -95,13 +95,13 @@ def recorded(model: Model, batch: Any) -> dict[str, Work]:
     plan = _hook_plan(forward, model.task, batch, names)
     once = CachingForward(forward.module, forward.parameters, forward.buffers)
     size = len(next(iter(batch.values())))
-    recorder = TimedRecorder(once, plan.coverage.units, plan.axes, size, lambda *_: None)
-    recorder.work = defaultdict(Work)
-    with recorder.listening():
+    collector = TimedCollector(once, plan.hookable.layers, plan.axes, size, lambda *_: None)
+    collector.work = defaultdict(Work)
+    with collector.listening():
         output = model.task.output(once, batch)
-    recorder.differentiate(output)
-    recorder.release()
-    return recorder.work
+    collector.differentiate(output)
+    collector.release()
+    return collector.work
 
 
 def passes(model: Model, batch: Any) -> None:

@@ -38,7 +38,12 @@ def test_largest_memory__limits(
     assert memory.largest_memory() == expected
 
 
-def test_budget_bytes__grows_with_the_weights_of_large_models() -> None:
+def test_budget_bytes__grows_with_the_weights_of_large_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**40)
     small, large = torch.empty(1000, device="meta"), torch.empty(10**9, device="meta")
     assert memory.budget_bytes({"a": small}) == 96 * 2**20
     assert memory.budget_bytes({"a": small, "b": large}) == 8 * 4 * (10**9 + 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**30)
+    assert memory.budget_bytes({"a": small, "b": large}) == 2**29

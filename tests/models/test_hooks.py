@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trakdask.models import hooks
-from trakdask.models.coverage import cover
+from trakdask.models.coverage import hookable_layers
 from trakdask.models.gradients import ENGINES
 from trakdask.models.layers import rules_of
 from trakdask.models.model import Model
@@ -439,10 +439,10 @@ def test_rules_of__no_rule_for_what_it_does_not_know() -> None:
 def test_cover__what_is_beside_children_is_the_rest() -> None:
     module = nn.Sequential(Scaled(), nn.MultiheadAttention(4, 2), Tied())
     names = [name for name, _ in module.named_parameters()]
-    found = cover(module, names)
+    found = hookable_layers(module, names)
     assert found.rest == ("0.scale",)
-    assert [unit.path for unit in found.units] == ["0.layer", "1", "2.embedding", "2.head"]
-    assert found.units[3].selected == {"weight": "2.embedding.weight"}
+    assert [layer.path for layer in found.layers] == ["0.layer", "1", "2.embedding", "2.head"]
+    assert found.layers[3].selected == {"weight": "2.embedding.weight"}
 
 
 def test_hooks__input_changed_in_place() -> None:

@@ -20,7 +20,6 @@ from trakdask.featurization.devices import described, device_of_task, on_device
 from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
 from trakdask.featurization.job import Job, Samples
 from trakdask.featurization.memory import (
-    available_bytes,
     budget_bytes,
     is_out_of_memory,
     on_worker,
@@ -40,7 +39,6 @@ Block = tuple[np.ndarray, ...]
 """Feature, output and out_to_loss, followed by error if failures are recorded."""
 
 _log = logging.getLogger(__name__)
-_SHARE_OF_MEMORY = 0.5
 
 
 def featurize_block(
@@ -117,7 +115,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     checked.measure(samples, forward)
     samples = replace(samples, trims=bool(checked.ignores_padding))
     check = BlockCheck(checked, samples, forward)
-    size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters))
+    size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters, device))
     moments = job.model.second_moments.get(checkpoint.name) if samples.vectors is None else None
     factors = scales(moments, job.row_map.names, device) if moments else None
     rows = _Rows.empty(samples, checkpoint)
@@ -250,16 +248,17 @@ def _featurize_micro_batch(
 
 
 def _micro_batch(samples: Samples, activations: int | None, budget: int) -> int:
-    """Return the number of samples whose activations and gradients fit in the task's memory."""
+    """Return the number of samples whose activations and gradients fit in the budget.
+
+    They are limited before anything runs out, because Linux promises a process more memory than
+    there is, and kills it later; only GPUs raise an error, whereupon micro-batches are halved.
+    """
     job = samples.job
     if activations is None:
         return job.batch_size
     # Besides activations: gradients, then float64 sums and copies of them.
     others = 4 * job.elements_at_once + 16 * samples.width * job.rows_of_sample
-    limits = [budget] if samples.device.type == "cpu" else []
-    if job.fits_memory:
-        limits.append(int(_SHARE_OF_MEMORY * available_bytes(samples.device)))
-    fits = max(1, min([job.batch_size, *(limit // (activations + others) for limit in limits)]))
+    fits = max(1, min(job.batch_size, budget // (activations + others)))
     if fits < job.batch_size:
         _log.info("micro-batches of %d samples instead of %d save memory", fits, job.batch_size)
     return fits

@@ -31,8 +31,6 @@ class Job:
     row_map: RowMap
     engine: str
     batch_size: int
-    fits_memory: bool
-    """Whether micro-batches may be smaller than ``batch_size`` if memory is short."""
     elements_at_once: int
     inputs: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
     precision: Precision

@@ -97,18 +97,18 @@ def featurize(
         Engine of the per-sample gradients: ``"hooks"``, one batched backward pass in the memory of
         one layer; ``"vmap"``, ``torch.func`` on single samples; ``"loop"``, one backward pass per
         sample, for models that the others cannot run. ``"auto"`` chooses hooks if they can handle
-        a selected parameter; the choice and the reason for it are in ``attrs``. With any engine,
-        each process checks on two samples of its first block, and on its largest micro-batch, that
-        f and Q of a sample do not depend on the others, and compares the gradients of the two with
-        those of the loop.
+        a selected parameter; the choice and the reason for it are in ``attrs``. Each process checks
+        the gradients of its first (and of any larger) micro-batch by a random weighted sum, which
+        one plain backward pass gives, too. Of every later block, it compares f, Q and the gradient
+        of one sample with those of the sample alone, which costs a backward pass of one sample.
     batch_size
         Most samples per micro-batch inside a task. With ``"auto"`` the gradients of a micro-batch
         fit in 256 MB (with hooks: those of the largest parameter fit in 64 MB, or it has 32 samples
         if that takes at most 1 GB; gradients of linear and embedding layers are computed in
-        slices), it has at most 256 samples, and no more than fit in half of the memory of a task.
-        On a CPU, micro-batches are always small enough for their activations and gradients to fit
-        in 96 MiB or, for large models, in 8 times the size of the weights. Activations are
-        measured on two samples. The batch size does not change features, given the same gradients.
+        slices), it has at most 256 samples.
+        Activations, measured on two samples, and gradients of a micro-batch always fit in half of
+        the memory of a task and, on a CPU, in 96 MiB or, for large models, in 8 times the size of
+        the weights. The batch size does not change features, given the same gradients.
         If memory runs out, the micro-batch is halved.
     dtype
         Precision in which the model runs: floating-point weights, buffers and inputs are cast to
@@ -268,7 +268,6 @@ def prepare(
         row_map=row_map,
         engine=engine,
         batch_size=size,
-        fits_memory=batch_size == "auto",
         elements_at_once=held,
         inputs={name: (array.shape[1:], array.dtype) for name, array in inputs.items()},
         precision=Precision.here(dtype),

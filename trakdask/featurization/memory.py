@@ -65,14 +65,20 @@ def available_bytes(device: torch.device = _CPU) -> int:
     return int(limit // n_threads)
 
 
-def budget_bytes(parameters: Mapping[str, Tensor]) -> int:
-    """Return the memory that a micro-batch should take on a CPU.
+def budget_bytes(parameters: Mapping[str, Tensor], device: torch.device = _CPU) -> int:
+    """Return the memory that activations and gradients of a micro-batch may take.
 
-    More samples at a time would hardly be faster there. Small models need few bytes per sample, and
-    large ones work on their weights and random matrices once per micro-batch.
+    It is at most half of what the task has: the rest is for weights, inputs and features, and for
+    what activations take beyond the measured ones.
     """
+    half = available_bytes(device) // 2
+    if device.type == "cuda":
+        return half
+    # On a CPU, more samples at a time are hardly faster once they leave the caches. Small models
+    # need few bytes per sample; large ones read all weights and draw their random matrices once per
+    # micro-batch, which only pays if activations outweigh them.
     weights = sum(tensor.nbytes for tensor in parameters.values())
-    return max(_LEAST_BUDGET, _BUDGET_OF_WEIGHTS * weights)
+    return min(half, max(_LEAST_BUDGET, _BUDGET_OF_WEIGHTS * weights))
 
 
 def states_bytes() -> int:

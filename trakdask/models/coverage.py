@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-__all__ = ["Coverage", "Unit", "cover"]
+__all__ = ["HookableLayers", "Layer", "hookable_layers"]
 
 _WHOLE = (nn.MultiheadAttention,)
 """Classes of modules that use the parameters of their children without calling the children."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class Layer:
     """A module whose parameter gradients are computed from its inputs and output gradients.
+
+    Mostly a layer of the model. Modules that use the parameters of their children without calling
+    them, such as ``nn.MultiheadAttention``, are one layer together with these.
 
     Parameters
     ----------
@@ -34,12 +37,12 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class HookableLayers:
     """How the gradients of the selected parameters of a model are computed.
 
     Parameters
     ----------
-    units
+    layers
         The modules to hook.
     rest
         Selected parameters that hooks cannot handle. They belong directly to modules that also have
@@ -47,31 +50,32 @@ class Coverage:
         used. (Children without parameters, such as activations, are part of what is hooked.)
     """
 
-    units: tuple[Unit, ...]
+    layers: tuple[Layer, ...]
     rest: tuple[str, ...]
 
 
-def cover(module: nn.Module, names: Sequence[str]) -> Coverage:
+def hookable_layers(module: nn.Module, names: Sequence[str]) -> HookableLayers:
     """Find the modules to hook for the selected parameters; tied weights belong to several."""
     canonical: dict[int, str] = {}
     for name, tensor in module.named_parameters():
         canonical.setdefault(id(tensor), name)
-    units, rest = [], set()
+    layers, rest = [], set()
     for path, submodule, whole in _submodules(module):
-        own = {
+        all_names = {
             inside: canonical[id(tensor)]
             for inside, tensor in submodule.named_parameters(recurse=whole, remove_duplicate=False)
         }
-        selected = {inside: name for inside, name in own.items() if name in names}
+        selected = {inside: name for inside, name in all_names.items() if name in names}
         if selected and not whole and _is_mixed(submodule):
             rest |= set(selected.values())
         elif selected:
-            units.append(Unit(path, selected, own))
+            layers.append(Layer(path, selected, all_names))
     hooked = [
-        replace(unit, selected={i: name for i, name in unit.selected.items() if name not in rest})
-        for unit in units
+        replace(layer, selected={i: name for i, name in layer.selected.items() if name not in rest})
+        for layer in layers
     ]
-    return Coverage(tuple(u for u in hooked if u.selected), tuple(n for n in names if n in rest))
+    selected_layers = tuple(layer for layer in hooked if layer.selected)
+    return HookableLayers(selected_layers, tuple(name for name in names if name in rest))
 
 
 def _submodules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
@@ -86,7 +90,7 @@ def _is_mixed(module: nn.Module) -> bool:
 
     What a parametrization returns is a weight, which has no batch axis, so it cannot be hooked.
     """
-    below = (each for child in module.children() for each in child.parameters())
+    below = (tensor for child in module.children() for tensor in child.parameters())
     return isinstance(module, ParametrizationList) or next(below, None) is not None
 
 

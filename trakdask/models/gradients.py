@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trakdask.models.coverage import Coverage, cover
+from trakdask.models.coverage import HookableLayers, hookable_layers
 from trakdask.models.hooks import (
     Axes,
     CallAxes,
     CallShapes,
-    Recorder,
+    GradientCollector,
     caching,
     recorded_shapes,
     whole_parameters,
@@ -34,9 +34,9 @@ from trakdask.models.independence import (
     row_of,
     tolerance,
 )
-from trakdask.models.products import Products, TokenProductRecorder
+from trakdask.models.products import Products, TokenProductCollector
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
-from trakdask.models.tokens import TokenRecorder, number_of_tokens
+from trakdask.models.tokens import TokenGradientCollector, number_of_tokens
 from trakdask.models.torch_settings import no_fast_path
 
 __all__ = [
@@ -137,7 +137,7 @@ def hooks_gradients(
     Memory: activations of the batch, and batch × the largest parameter (only 4 MB for linear and
     embedding layers). The model must treat samples independently.
     """
-    return _recorded_gradients(Recorder, forward, task, batch, names, sink)
+    return _recorded_gradients(GradientCollector, forward, task, batch, names, sink)
 
 
 def token_gradients(
@@ -153,14 +153,14 @@ def token_gradients(
     ValueError
         If a layer has no axis of tokens.
     """
-    kind = TokenProductRecorder if isinstance(sink, Products) else TokenRecorder
-    recorder = partial(kind, n_tokens=number_of_tokens(batch))
-    return _recorded_gradients(recorder, forward, task, batch, names, sink)
+    kind = TokenProductCollector if isinstance(sink, Products) else TokenGradientCollector
+    collector = partial(kind, n_tokens=number_of_tokens(batch))
+    return _recorded_gradients(collector, forward, task, batch, names, sink)
 
 
 @no_fast_path()
 def _recorded_gradients(
-    make: Callable[..., Recorder],
+    make: Callable[..., GradientCollector],
     forward: Forward,
     task: Task,
     batch: Batch,
@@ -174,26 +174,26 @@ def _recorded_gradients(
         )
     size = _size(batch)
     plan = _hook_plan(forward, task, batch, tuple(names))
-    reached = plan.coverage
+    hookable = plan.hookable
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     once = caching(forward.with_parameters(parameters))
-    recorder = make(once, reached.units, plan.axes, size, sink)
+    collector = make(once, hookable.layers, plan.axes, size, sink)
     try:
-        with recorder.listening():
+        with collector.listening():
             output = _require_per_sample(task.output(once, batch), size, "output")
         out_to_loss = _out_to_loss(once, task, batch)
         if reads_values(forward, task, batch):
             # Each batch may take another branch, so the samples of every batch are compared.
             for row in range(size):
-                with recorder.comparing(row):
+                with collector.comparing(row):
                     values = output.detach(), out_to_loss, [row]
                     require_same_alone(forward, task, batch, *values)
-        recorder.differentiate(output)
+        collector.differentiate(output)
     finally:
-        recorder.release()
+        collector.release()
         once.forget()
-    if reached.rest:
-        vmap_gradients(forward, task, batch, reached.rest, sink)
+    if hookable.rest:
+        vmap_gradients(forward, task, batch, hookable.rest, sink)
     return output.detach().float(), out_to_loss
 
 
@@ -201,11 +201,14 @@ def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> 
     """Return the engine that ``gradients="auto"`` chooses, and the reason."""
     if isinstance(task, TrakTask):
         return "vmap", "the task hands the model one sample at a time"
-    reached = cover(module, names)
-    if not reached.units:
+    hookable = hookable_layers(module, names)
+    if not hookable.layers:
         return "vmap", "no selected parameter belongs to a layer of its own"
-    if reached.rest:
-        return "hooks", f"{len(reached.rest)} of {len(names)} parameters by vmap: {reached.rest[0]}"
+    if hookable.rest:
+        return (
+            "hooks",
+            f"{len(hookable.rest)} of {len(names)} parameters by vmap: {hookable.rest[0]}",
+        )
     return "hooks", "all selected parameters belong to layers"
 
 
@@ -223,9 +226,9 @@ def elements_at_once(engine: str, module: torch.nn.Module, sizes: Mapping[str, i
     """
     if engine not in ("hooks", "tokens"):
         return sum(sizes.values())
-    reached = cover(module, tuple(sizes))
-    held = [sizes[name] for name in whole_parameters(module, reached.units)]
-    return max([*held, sum(sizes[name] for name in reached.rest)])
+    hookable = hookable_layers(module, tuple(sizes))
+    held = [sizes[name] for name in whole_parameters(module, hookable.layers)]
+    return max([*held, sum(sizes[name] for name in hookable.rest)])
 
 
 class WeightedSum:
@@ -323,7 +326,10 @@ def require_same_sum(
     flat = torch.cat([gradient.flatten() for gradient in expected.values()]).double()
     errors = torch.cat([part for name in expected for part in sums[name]]) - flat
     norm, error = flat.norm(), errors.norm()
-    allowed = max({tolerance(g.dtype, g.device.type) for g in expected.values()})
+    # With weights drawn from a normal distribution, the norm of the sum is about that of a sample's
+    # gradient times the root of their number, so rounding stays as small in the sum as in each.
+    kinds = {(g.dtype, g.device.type) for g in expected.values()}
+    allowed = max(tolerance(*kind) for kind in kinds)
     if error > (max(least, 4 * allowed) if least else allowed) * norm:
         sizes = [gradient.numel() for gradient in expected.values()]
         of_parameters = torch.stack([part.norm() for part in errors.split(sizes)])
@@ -370,14 +376,14 @@ class _HookPlan:
 
     Parameters
     ----------
-    coverage
-        The units, and the parameters that hooks cannot handle.
+    hookable
+        The layers, and the parameters that hooks cannot handle.
     axes
-        Batch axes of all inputs and outputs of the units: the axes whose length changes with the
+        Batch axes of all inputs and outputs of the layers: the axes whose length changes with the
         batch size. (A length alone is not enough, since a sequence may be as long as the batch.)
     """
 
-    coverage: Coverage
+    hookable: HookableLayers
     axes: Axes
 
 
@@ -385,15 +391,16 @@ def _hook_plan(forward: Forward, task: Task, batch: Batch, names: tuple[str, ...
     """Run the first sample repeated two and three times; the plan is cached."""
 
     def find() -> _HookPlan:
-        coverage = cover(forward.module, names)
+        hookable = hookable_layers(forward.module, names)
+        # Not one and two samples: models may squeeze the axis of a single one.
         runs = (partial(task.output, forward, repeated(batch, n)) for n in (2, 3))
-        two, three = (recorded_shapes(run, forward.module, coverage.units) for run in runs)
+        two, three = (recorded_shapes(run, forward.module, hookable.layers) for run in runs)
         _require_equal_calls(two, three)
         axes = {
             path: [_axes_of(*calls) for calls in zip(two[path], three[path], strict=True)]
             for path in two
         }
-        return _HookPlan(coverage, axes)
+        return _HookPlan(hookable, axes)
 
     return once_per_task("hook plan", forward, task, batch, names, find)
 

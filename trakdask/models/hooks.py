@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from trakdask.models.coverage import Unit
+from trakdask.models.coverage import Layer
 from trakdask.models.layers import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
 from trakdask.models.local import Call, first_leaf, is_floating, local_gradients, unfolded
 from trakdask.models.tasks import Forward
@@ -28,7 +28,7 @@ __all__ = [
     "CachingForward",
     "CallAxes",
     "CallShapes",
-    "Recorder",
+    "GradientCollector",
     "caching",
     "recorded_shapes",
     "whole_parameters",
@@ -43,7 +43,7 @@ CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
 CallShapes = tuple[list[Any], list[Any]]
 Axes = dict[str, list[CallAxes]]
-"""The axes of each call of a unit, by the path of the unit."""
+"""The axes of each call of a layer, by the path of the layer."""
 Shapes = dict[str, list[CallShapes]]
 
 
@@ -87,18 +87,20 @@ def _are_same(left: list[Any], right: list[Any]) -> bool:
     )
 
 
-def recorded_shapes(run: Callable[[], object], module: nn.Module, units: Sequence[Unit]) -> Shapes:
-    """Return the shapes of the inputs and outputs of every call of the units during ``run()``."""
-    shapes: Shapes = {unit.path: [] for unit in units}
+def recorded_shapes(
+    run: Callable[[], object], module: nn.Module, layers: Sequence[Layer]
+) -> Shapes:
+    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
+    shapes: Shapes = {layer.path: [] for layer in layers}
 
-    def hook_of(unit: Unit) -> Callable[..., None]:
+    def hook_of(layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             inputs, outputs = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(output)
-            shapes[unit.path].append(([_shape(x) for x in inputs], [_shape(y) for y in outputs]))
+            shapes[layer.path].append(([_shape(x) for x in inputs], [_shape(y) for y in outputs]))
 
         return hook
 
-    with _hooked(module, units, hook_of), torch.no_grad():
+    with _hooked(module, layers, hook_of), torch.no_grad():
         run()
     return shapes
 
@@ -109,11 +111,11 @@ def _shape(value: Any) -> Any:
 
 @contextmanager
 def _hooked(
-    module: nn.Module, units: Sequence[Unit], hook_of: Callable[[Unit], Callable[..., Any]]
+    module: nn.Module, layers: Sequence[Layer], hook_of: Callable[[Layer], Callable[..., Any]]
 ) -> Iterator[None]:
     handles = [
-        module.get_submodule(unit.path).register_forward_hook(hook_of(unit), with_kwargs=True)
-        for unit in units
+        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
+        for layer in layers
     ]
     try:
         yield
@@ -123,33 +125,33 @@ def _hooked(
 
 
 def whole_parameters(
-    module: nn.Module, units: Sequence[Unit], allowed: Collection[Rule] = SLICEABLE
+    module: nn.Module, layers: Sequence[Layer], allowed: Collection[Rule] = SLICEABLE
 ) -> set[str]:
     """Return the parameters whose gradients cannot be computed in slices of rows.
 
     More generally, those whose gradients are not always computed by one of the allowed rules.
     """
     whole = set()
-    for unit in units:
-        rules = rules_of(module.get_submodule(unit.path)) or {}
-        by_rules = set(unit.selected) <= set(rules)
-        for inside, name in unit.selected.items():
+    for layer in layers:
+        rules = rules_of(module.get_submodule(layer.path)) or {}
+        by_rules = set(layer.selected) <= set(rules)
+        for inside, name in layer.selected.items():
             if not by_rules or rules[inside] not in allowed:
                 whole.add(name)
     return whole
 
 
-class Recorder:
-    """Record a batch with hooks on the units of a model, and compute its per-sample gradients.
+class GradientCollector:
+    """Record a batch with hooks on the layers of a model, and compute its per-sample gradients.
 
     Parameters
     ----------
     forward
         The model; its parameters must not require gradients.
-    units
+    layers
         The modules to hook.
     axes
-        Batch axes of each unit's calls.
+        Batch axes of each layer's calls.
     n_samples
         Batch size.
     sink
@@ -162,36 +164,40 @@ class Recorder:
     def __init__(
         self,
         forward: Forward,
-        units: Sequence[Unit],
+        layers: Sequence[Layer],
         axes: Axes,
         n_samples: int,
         sink: Sink,
     ) -> None:
         self._forward = forward
-        self._units = units
+        self._layers = layers
         self._axes = axes
         self._n_samples = n_samples
         self._n_rows = n_samples * self._rows_of_sample()
         self._sink = sink
         self._n_calls: dict[str, int] = defaultdict(int)
-        self._due = {name: 0 for unit in units for name in unit.selected.values()}
+        self._due = {name: 0 for layer in layers for name in layer.selected.values()}
         self._sums: dict[str, Tensor] = {}
         self._buffer_for: FindsBuffer | None = getattr(sink, "buffer_for", None)
-        whole = whole_parameters(forward.module, units)
-        self._copied = whole_parameters(forward.module, units, WRITES_TO)
+        whole = whole_parameters(forward.module, layers)
+        self._copied = whole_parameters(forward.module, layers, WRITES_TO)
         self._parts: dict[str, list[Part]] = {
             name: []
             for name in self._due
             if name not in whole and (self._has_buffer(name) or self._is_large(name))
         }
-        self._calls: dict[int, Call] = {}  # those whose gradients are not known yet
+        # Calls whose gradients are not known yet, by the number of their hook: a layer may be
+        # called several times, and autograd finishes calls in another order than they were made.
+        self._calls: dict[int, Call] = {}
         self._handles: list[Any] = []
+        # Parameters are detached, so that autograd does not differentiate them, too. Added to the
+        # output of the first layers, this makes autograd follow what becomes of it all the same.
         self._anchor = torch.zeros((), requires_grad=True)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Record the calls of units, and register hooks with autograd."""
-        with _hooked(self._forward.module, self._units, self._hook_of), torch.enable_grad():
+        """Record the calls of layers, and register hooks with autograd."""
+        with _hooked(self._forward.module, self._layers, self._hook_of), torch.enable_grad():
             yield
 
     @contextmanager
@@ -206,23 +212,23 @@ class Recorder:
         """
         calls: dict[str, list[Call]] = defaultdict(list)
         for call in self._calls.values():
-            calls[call.unit.path].append(call)
+            calls[call.layer.path].append(call)
 
-        def hook_of(unit: Unit) -> Callable[..., None]:
-            in_batch = iter(calls[unit.path])
+        def hook_of(layer: Layer) -> Callable[..., None]:
+            in_batch = iter(calls[layer.path])
 
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
                 call = next(in_batch, None)
                 if call is None or not _is_row(call, args, kwargs, row, self._n_samples):
                     raise ValueError(
-                        f"layer {unit.path!r} does not see the same rows of a sample in a batch as "
-                        "of the sample alone, because the model branches on values of its input; "
-                        "try gradients='loop'"
+                        f"layer {layer.path!r} does not see the same rows of a sample in a batch "
+                        "as of the sample alone (the model branches on values of its input); try "
+                        "gradients='loop'"
                     )
 
             return hook
 
-        with _hooked(self._forward.module, self._units, hook_of):
+        with _hooked(self._forward.module, self._layers, hook_of):
             yield
 
     def differentiate(self, output: Tensor) -> None:
@@ -244,19 +250,20 @@ class Recorder:
         self._calls.clear()
         self._parts.clear()
 
-    def _hook_of(self, unit: Unit) -> Callable[..., Any]:
+    def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            i = self._n_calls[unit.path]
-            self._n_calls[unit.path] += 1
-            if i >= len(self._axes[unit.path]):
+            i = self._n_calls[layer.path]
+            self._n_calls[layer.path] += 1
+            if i >= len(self._axes[layer.path]):
                 raise RuntimeError(
-                    f"expected the same number of calls of layer {unit.path!r} for every sample, "
+                    f"expected the same number of calls of layer {layer.path!r} for every sample, "
                     "got more for some samples than for others; try gradients='loop'"
                 )
             first = first_leaf(args, kwargs)
+            # Autograd counts changes in place; the input must still be the one that was used.
             version = first._version if isinstance(first, Tensor) else 0
             buffers = dict(module._buffers)
-            call = Call(unit, module, (args, kwargs), version, buffers, *self._axes[unit.path][i])
+            call = Call(layer, module, (args, kwargs), version, buffers, *self._axes[layer.path][i])
             return self._tap(call, output)
 
         return hook
@@ -276,7 +283,7 @@ class Recorder:
                 # to be that of the uses outside the layer alone.
                 leaves[i] = leaf.view_as(leaf) if len(leaves) > 1 else leaf
                 taps.append((leaves[i], axis or 0))
-        for name in call.unit.selected.values():
+        for name in call.layer.selected.values():
             self._due[name] += 1
         if taps:
             self._handles.append(self._call_back(call, *zip(*taps, strict=True)))
@@ -289,8 +296,8 @@ class Recorder:
         is_folded = leaves[0].shape[axes[0]] != self._n_samples
         if (
             rules is not None
-            and set(call.unit.selected) <= set(rules)
-            and not (is_folded and any(rules[i] not in BY_POSITION for i in call.unit.selected))
+            and set(call.layer.selected) <= set(rules)
+            and not (is_folded and any(rules[i] not in BY_POSITION for i in call.layer.selected))
         ):
             return leaves[0].register_hook(
                 lambda delta: self._by_rules(self._calls.pop(key), rules, delta, axes[0])
@@ -319,7 +326,7 @@ class Recorder:
         delta = self._as_rows(call, delta)
         if x.is_floating_point() and x.dtype != delta.dtype:
             x = x.to(delta.dtype)  # as autocast does inside the layer
-        for inside, name in call.unit.selected.items():
+        for inside, name in call.layer.selected.items():
             self._receive(call, name, rules[inside], x, delta)
 
     def _receive(self, call: Call, name: str, rule: Rule, x: Tensor, delta: Tensor) -> None:
@@ -332,11 +339,11 @@ class Recorder:
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, sample by sample."""
-        forward, unit = self._forward, call.unit
-        tensors = {i: forward.parameters[name] for i, name in unit.parameters.items()}
-        tensors |= _inside(forward.buffers, unit.path)
+        forward, layer = self._forward, call.layer
+        tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
+        tensors |= _inside(forward.buffers, layer.path)
         gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
-        for inside, name in unit.selected.items():
+        for inside, name in layer.selected.items():
             self._add(name, gradients[inside].reshape(self._n_rows, -1))
 
     def _is_large(self, name: str) -> bool:

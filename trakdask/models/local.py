@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from trakdask.models.coverage import Unit
+from trakdask.models.coverage import Layer
 
 __all__ = ["Call", "first_leaf", "is_floating", "local_gradients", "unfolded"]
 
@@ -25,9 +25,9 @@ def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded call of a unit: its inputs, buffers and batch axes."""
+    """One recorded call of a layer: its inputs, buffers and batch axes."""
 
-    unit: Unit
+    layer: Layer
     module: nn.Module
     inputs: Any  # (args, kwargs)
     version: int
@@ -41,7 +41,7 @@ class Call:
         axis = self.in_axes[0]
         if leaf._version != self.version:
             raise RuntimeError(
-                f"expected the input of layer {self.unit.path!r} as the layer used it, got one "
+                f"expected the input of layer {self.layer.path!r} as the layer used it, got one "
                 "that was changed in place afterwards; try x = x + y instead of x += y, or "
                 "gradients='vmap'"
             )
@@ -90,7 +90,7 @@ def local_gradients(
         total: Tensor = torch.stack(terms).sum()
         return total
 
-    selected = {inside: tensors[inside] for inside in call.unit.selected}
+    selected = {inside: tensors[inside] for inside in call.layer.selected}
     in_dims = (None, call.in_axes, out_axes)
     every = torch.func.vmap(torch.func.grad(weighted_output), in_dims=in_dims)
     try:

@@ -78,7 +78,7 @@ def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
     shorter = row_of(batch, row)
     shorter[MASK] = shorter[MASK].clone()
     shorter[MASK][:, half:] = 0
-    whole, cut = (_logits(forward, task, each) for each in (shorter, _cut(shorter, names, half)))
+    whole, cut = (_logits(forward, task, part) for part in (shorter, _cut(shorter, names, half)))
     if cut.ndim == 3:  # of tokens; what is computed at padding on the left does not matter
         kept = used[row, : cut.shape[1]]
         whole, cut = whole[:, : cut.shape[1]][:, kept], cut[:, kept]

@@ -13,15 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trakdask.models import layers
-from trakdask.models.coverage import Unit
+from trakdask.models.coverage import Layer
 from trakdask.models.hooks import Axes
-from trakdask.models.layers import Rule
+from trakdask.models.layers import (
+    Rule,
+    embedding_weight,
+    linear_weight,
+    transposed_linear_weight,
+)
 from trakdask.models.local import Call
 from trakdask.models.tasks import Forward
-from trakdask.models.tokens import TokenRecorder
+from trakdask.models.tokens import TokenGradientCollector
 
-__all__ = ["PRODUCTS", "Products", "TokenProductRecorder"]
+__all__ = ["PRODUCTS", "Products", "TokenProductCollector"]
 
 Product = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Takes a layer, x (rows, positions, ...), delta likewise, and vectors (m, *shape of the weight);
@@ -74,13 +78,13 @@ class Products:
         return self._sums.float()
 
 
-class TokenProductRecorder(TokenRecorder):
+class TokenProductCollector(TokenGradientCollector):
     """Record a batch of sequences, and multiply the gradients of their tokens with vectors.
 
     Parameters
     ----------
-    forward, units, axes, n_samples, n_tokens
-        As for :class:`trakdask.models.tokens.TokenRecorder`.
+    forward, layers, axes, n_samples, n_tokens
+        As for :class:`trakdask.models.tokens.TokenGradientCollector`.
     sink
         Has the vectors, and receives the products.
     """
@@ -88,14 +92,14 @@ class TokenProductRecorder(TokenRecorder):
     def __init__(
         self,
         forward: Forward,
-        units: Sequence[Unit],
+        layers: Sequence[Layer],
         axes: Axes,
         n_samples: int,
         sink: Products,
         *,
         n_tokens: int,
     ) -> None:
-        super().__init__(forward, units, axes, n_samples, sink, n_tokens=n_tokens)
+        super().__init__(forward, layers, axes, n_samples, sink, n_tokens=n_tokens)
         self._products = sink
 
     def _receive(self, call: Call, name: str, rule: Rule, x: Tensor, delta: Tensor) -> None:
@@ -147,8 +151,8 @@ def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) 
 
 
 PRODUCTS: dict[Rule, Product] = {
-    layers.linear_weight: _linear,
-    layers.transposed_linear_weight: _transposed_linear,
-    layers.embedding_weight: _embedding,
+    linear_weight: _linear,
+    transposed_linear_weight: _transposed_linear,
+    embedding_weight: _embedding,
 }
 """By the rule that would form the gradient; those of other rules are small, and are formed."""

@@ -18,12 +18,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
-from trakdask.models.coverage import Unit, cover
-from trakdask.models.hooks import Axes, Recorder, Sink
+from trakdask.models.coverage import Layer, hookable_layers
+from trakdask.models.hooks import Axes, GradientCollector, Sink
 from trakdask.models.local import Call, unfolded
 from trakdask.models.tasks import Batch, Forward
 
-__all__ = ["TokenRecorder", "number_of_tokens", "require_layers_of_tokens"]
+__all__ = ["TokenGradientCollector", "number_of_tokens", "require_layers_of_tokens"]
 
 _ACROSS_TOKENS = (nn.MultiheadAttention, nn.RNNBase, _ConvNd, _NormBase, nn.GroupNorm)
 """Layers whose result at one token depends on several, or that have no axis of tokens."""
@@ -48,31 +48,31 @@ def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:
         If a selected parameter belongs to a layer that looks at several tokens at once, or to a
         module with further modules inside, of which hooks do not see how it uses the parameter.
     """
-    reached = cover(module, names)
-    if reached.rest:
+    hookable = hookable_layers(module, names)
+    if hookable.rest:
         raise ValueError(
             "expected parameters of layers that treat tokens one by one, as parts='token' needs, "
-            f"got {reached.rest[0]!r}, which a module with further modules inside uses; {_REMEDY}"
+            f"got {hookable.rest[0]!r}, which a module with further modules inside uses; {_REMEDY}"
         )
-    for unit in reached.units:
-        layer = module.get_submodule(unit.path)
-        if isinstance(layer, _ACROSS_TOKENS):
+    for layer in hookable.layers:
+        submodule = module.get_submodule(layer.path)
+        if isinstance(submodule, _ACROSS_TOKENS):
             raise ValueError(
                 "expected layers that treat tokens one by one, as parts='token' needs, got "
-                f"{unit.path!r}, {type(layer).__name__}, which looks at several tokens at once, or "
-                f"has no axis of tokens; {_REMEDY}"
+                f"{layer.path!r}, {type(submodule).__name__}, which looks at several tokens at "
+                f"once, or has no axis of tokens; {_REMEDY}"
             )
 
 
-class TokenRecorder(Recorder):
+class TokenGradientCollector(GradientCollector):
     """Record a batch of sequences, and compute one gradient for each of their tokens.
 
     Gradients are (batch * tokens, numel), all tokens of the first sequence first.
 
     Parameters
     ----------
-    forward, units, axes, n_samples, sink
-        As for :class:`trakdask.models.hooks.Recorder`.
+    forward, layers, axes, n_samples, sink
+        As for :class:`trakdask.models.hooks.GradientCollector`.
     n_tokens
         Length of the sequences.
     """
@@ -80,7 +80,7 @@ class TokenRecorder(Recorder):
     def __init__(
         self,
         forward: Forward,
-        units: Sequence[Unit],
+        layers: Sequence[Layer],
         axes: Axes,
         n_samples: int,
         sink: Sink,
@@ -88,7 +88,7 @@ class TokenRecorder(Recorder):
         n_tokens: int,
     ) -> None:
         self._n_tokens = n_tokens
-        super().__init__(forward, units, axes, n_samples, sink)
+        super().__init__(forward, layers, axes, n_samples, sink)
 
     def _rows_of_sample(self) -> int:
         return self._n_tokens
@@ -98,7 +98,7 @@ class TokenRecorder(Recorder):
         expected = (self._n_samples, self._n_tokens)
         if tuple(value.shape[:2]) != expected:
             raise ValueError(
-                f"expected a value for each of {expected[1]} tokens at layer {call.unit.path!r}, "
+                f"expected a value for each of {expected[1]} tokens at layer {call.layer.path!r}, "
                 f"as parts='token' needs, got shape {tuple(value.shape)} for {expected[0]} "
                 f"sequences; {_REMEDY}"
             )
@@ -121,8 +121,8 @@ class TokenRecorder(Recorder):
     def _rows_of_input(self, call: Call, leaf: Any, axis: int | None) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        known = self._expanded(leaf) if axis is None else self._by_sample(leaf, axis)
-        return self._as_rows(call, known)
+        by_sample = self._expanded(leaf) if axis is None else self._by_sample(leaf, axis)
+        return self._as_rows(call, by_sample)
 
     def _by_sample(self, value: Tensor, axis: int) -> Tensor:
         return unfolded(value, axis, self._n_samples).movedim(axis, 0)
