@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+import cloudpickle
 import dask
 import numpy as np
 import pandas as pd
@@ -226,15 +227,30 @@ def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(
     assert sorted(reads) == list(map(str, paths))
 
 
-def test_featurize__graph_holds_no_tensor_and_no_data() -> None:
+@pytest.mark.parametrize("chunks", [500, 20])
+def test_featurize__graph_holds_weights_and_data_once(chunks: int) -> None:
     big = nn.Linear(1000, 1000)
     x = np.zeros((2000, 1000), "f4")
-    data = td.from_arrays({"image": x}, coords={"label": np.zeros(2000, int)}, chunks=500)
+    data = td.from_arrays({"image": x}, coords={"label": np.zeros(2000, int)}, chunks=chunks)
     features = td.featurize(data, td.Model(big))
-    graph = dict(features.feature.__dask_graph__())
-    import cloudpickle
+    graph = dict(features.feature.__dask_graph__())  # all tasks, as a scheduler has them
+    sent = sum(len(cloudpickle.dumps(task)) for task in graph.values())
+    assert sent < 12_100_000 + 10_000 * features.feature.data.npartitions
 
-    assert len(cloudpickle.dumps(graph)) < 100_000  # label: 16 kB; weights and images: 12 MB
+
+class _SeesWeights(td.tasks.ImageClassification):
+    seen: ClassVar[set[int]] = set()
+
+    def output(self, forward, batch):
+        self.seen.add(forward.parameters["weight"].untyped_storage().data_ptr())
+        return super().output(forward, batch)
+
+
+def test_featurize__threads_share_the_weights() -> None:
+    data = td.from_arrays({"image": np.zeros((12, 4), "f4"), "label": np.zeros(12, int)}, chunks=2)
+    features = td.featurize(data, td.Model(nn.Linear(4, 3), task=_SeesWeights()))
+    features.compute(scheduler="threads", num_workers=2)
+    assert len(_SeesWeights.seen) == 1
 
 
 def test_featurize__names_are_stable_and_tell_apart() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.waiting import Overlap
 from trakdask import examples
 from trakdask.errors import CheckpointError
 from trakdask.models.model import Model
@@ -106,14 +108,35 @@ def test_model__skeleton_holds_no_weights() -> None:
     assert not module.training
 
 
-def test_model__pickles_small() -> None:
+def test_model__weights_of_a_module_are_pickled_once_and_apart() -> None:
     big = nn.Linear(1000, 1000)
     model = Model(big)
+    assert len(cloudpickle.dumps(model.without_checkpoints())) < 10_000
     pickled = cloudpickle.dumps(model)
-    assert len(pickled) < 10_000
+    assert len(pickled) < 1.01 * 4_004_000
     again = cloudpickle.loads(pickled)
     x = torch.randn(2, 1000)
     torch.testing.assert_close(again.forward(again.checkpoints[0])(x), big(x))
+
+
+def test_model__is_built_by_one_thread_at_a_time() -> None:
+    """``from_pretrained`` changes global state while it builds."""
+    overlap, begun = Overlap(), threading.Barrier(3)
+
+    def build() -> nn.Module:
+        with overlap.entered():
+            return mlp()
+
+    model = Model(build, [state()])
+    with ThreadPoolExecutor(3) as pool:
+        modules = list(pool.map(lambda _: (begun.wait(), model.skeleton()), range(3)))
+    assert len({id(module) for _, module in modules}) == 3
+    assert overlap.most == 1
+
+
+def test_model__stop_iteration_of_build_does_not_leak() -> None:
+    with pytest.raises(RuntimeError, match=r"build = .*StopIteration"):
+        Model(lambda: next(iter([])), [state()])
 
 
 def test_model__other_architecture() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,13 +82,14 @@ def test_from_arrays__coords_of_a_frame() -> None:
     assert ds.lang.values.tolist() == ["de", "en"]
 
 
-def test_from_arrays__200_mb_do_not_enter_the_graph() -> None:
-    x = np.zeros((50_000, 1000), "f4")
-    ds = from_arrays({"x": x}, coords={"label": np.arange(50_000)}, chunks=512)
-    assert len(cloudpickle.dumps(ds.x.data.__dask_graph__())) < 10_000
-    assert len(pickle.dumps(ds)) < 1_000_000
-    total = ds.x.sum(dim="sample")
-    assert len(cloudpickle.dumps(dict(total.data.__dask_graph__()))) < 1_000_000
+def test_from_arrays__a_graph_has_an_array_once_and_of_a_file_its_path(tmp_path: Path) -> None:
+    x = np.arange(2e6, dtype="f4").reshape(-1, 100)
+    np.save(tmp_path / "x.npy", x)
+    for array, most in ((x, x.nbytes), (np.load(tmp_path / "x.npy", mmap_mode="r")[:], 0)):
+        ds = from_arrays({"x": array}, chunks=100)
+        graph = dict(ds.x.data.__dask_graph__())
+        assert sum(len(cloudpickle.dumps(task)) for task in graph.values()) < most + 1000 * 200
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(ds)).x, x)
 
 
 def test_from_arrays__source_is_the_content() -> None:
@@ -213,15 +213,14 @@ def test_from_arrays__conjugated_tensor() -> None:
 def test_from_arrays__zarr_array_that_a_worker_does_not_see(
     tmp_path: Path, other: tuple[int, ...] | None
 ) -> None:
-    """Zarr itself would read its fill value there, without an error."""
+    """A zarr array that is open already would read its fill value there, without an error."""
     array = zarr.create_array(tmp_path / "x.zarr", data=np.ones((6, 2), "f4"), chunks=(2, 2))
     train = from_arrays({"x": array}, chunks=3)
     (tmp_path / "x.zarr").rename(tmp_path / "y.zarr")
     if other is not None:
         zarr.create_array(tmp_path / "x.zarr", shape=other, dtype="f4")
-    with pytest.raises(FileNotFoundError, match=socket.gethostname()) as err:
+    with pytest.raises(FileNotFoundError if other is None else ValueError, match=r"x\.zarr"):
         train.x.compute()
-    assert "x.zarr" in str(err.value)
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor, da.from_array, zarr.array])

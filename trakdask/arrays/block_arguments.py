@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -23,12 +21,10 @@ from dask.highlevelgraph import HighLevelGraph, Layer
 from dask.layers import ArrayBlockwiseDep
 
 from trakdask.arrays.blocks import Block, Unread, block_starts, flat
-from trakdask.execution.handles import Spooled
 from trakdask.execution.layers import has_featurize_layer
 
 __all__ = [
     "Bounds",
-    "Column",
     "PackedRows",
     "Slices",
     "StoredColumn",
@@ -37,11 +33,6 @@ __all__ = [
     "is_stored",
     "read_in_task",
 ]
-
-_MOST_SENT_BYTES = 2**24
-"""An array with more bytes would burden the scheduler, through which a graph passes."""
-
-_ROWS_AT_ONCE = 2**18
 
 _MOST_GROUPS = 4096
 """Of blocks along samples. A scheduler takes about a millisecond for each of its tasks."""
@@ -70,63 +61,8 @@ class Bounds(ArrayBlockwiseDep):
         return type(self).__name__, self.chunks
 
 
-class Column:
-    """An array in memory of which tasks take some rows, without having to get all of it.
-
-    In the process that made it, this is the array. Elsewhere it is a file of the spool
-    (:class:`trakdask.execution.handles.Spooled`), which a task maps to memory. Text, which cannot
-    be mapped, travels as numbers and the list of what they stand for.
-
-    Examples
-    --------
-    >>> import pickle
-    >>> words = Column(np.array(["b", "a", "b"] * 10_000, np.dtypes.StringDType()))
-    >>> elsewhere = pickle.loads(pickle.dumps(words))
-    >>> elsewhere.rows(np.array([0, 1])).tolist()
-    ['b', 'a']
-    """
-
-    def __init__(self, values: Block) -> None:
-        self._here: Block | None = values
-        self._elsewhere: tuple[Spooled, ...] = ()
-
-    def rows(self, index: Any) -> Block:
-        """Return the rows that an index of numpy selects."""
-        if self._here is not None:
-            here: Block = self._here[index]
-            return here
-        values, *names = (handle.get() for handle in self._elsewhere)
-        chosen: Block = values[index]
-        return names[0][chosen] if names else chosen
-
-    def __getstate__(self) -> tuple[Spooled, ...]:
-        # Only now, because hashing the content takes long, and threads do not need it.
-        if self._here is not None and not self._elsewhere:
-            is_text = self._here.dtype.kind == "T"
-            parts = _numbered(self._here) if is_text else (self._here,)
-            self._elsewhere = tuple(map(Spooled, parts))
-        return self._elsewhere
-
-    def __setstate__(self, state: tuple[Spooled, ...]) -> None:
-        self._here, self._elsewhere = None, state
-
-
-def _numbered(text: Block) -> tuple[Block, Block]:
-    """Return the number of each value among the different ones, and these, as they come."""
-    numbers: defaultdict[str, int] = defaultdict()
-    numbers.default_factory = numbers.__len__
-    codes = np.empty(len(text), np.int32)
-    for start in range(0, len(text), _ROWS_AT_ONCE):
-        part = text[start : start + _ROWS_AT_ONCE].tolist()
-        codes[start : start + len(part)] = [numbers[value] for value in part]
-    return codes, np.array(list(numbers), text.dtype)
-
-
 class Slices(ArrayBlockwiseDep):
     """The blocks of an array in memory: a graph has the array once, and each task its block.
-
-    An array of more than 16 MiB does not travel in the graph at all, but as a :class:`Column`, of
-    which each task takes its block. Therefore tasks pass what they get to :func:`block_of`.
 
     Examples
     --------
@@ -136,16 +72,14 @@ class Slices(ArrayBlockwiseDep):
 
     def __init__(self, values: Block, chunks: Chunks) -> None:
         super().__init__(chunks)
-        self.values = Column(values) if values.nbytes > _MOST_SENT_BYTES else values
+        self.values = values
         # Hashing the values could take longer than everything else that builds a graph.
         self.token = uuid4().hex
         self.starts = tuple(block_starts(sizes) for sizes in chunks)
 
-    def __getitem__(self, index: tuple[int, ...]) -> Block | _Part:
+    def __getitem__(self, index: tuple[int, ...]) -> Block:
         pairs = zip(self.starts, index, strict=True)
         rows = tuple(slice(int(starts[i]), int(starts[i + 1])) for starts, i in pairs)
-        if isinstance(self.values, Column):
-            return _Part(self.values, rows)
         block: Block = self.values[rows]
         return block
 
@@ -153,18 +87,12 @@ class Slices(ArrayBlockwiseDep):
         return type(self).__name__, self.token, self.chunks
 
 
-@dataclass(frozen=True)
-class _Part:
-    column: Column
-    index: tuple[slice, ...]
-
-
-def block_of(argument: Block | _Part | Unread) -> Block:
-    """Return the block that a task got as an argument, as part of a column, or to be read."""
+def block_of(argument: Block | Unread) -> Block:
+    """Return the block that a task got as an argument, or is to read."""
     if isinstance(argument, Unread):
         (block,) = flat(argument)
         return block
-    return argument.column.rows(argument.index) if isinstance(argument, _Part) else argument
+    return argument
 
 
 class PackedRows(ArrayBlockwiseDep):
@@ -267,13 +195,11 @@ class StoredColumn:
     def __init__(self, array: da.Array) -> None:
         reader = read_in_task(array)
         assert reader is not None, "expected an array for which is_stored is true"
-        # Its graph grows with the number of blocks, so that tasks get a handle.
-        self._blocks = Spooled(reader[0], f"column-{array.name}")
+        self._blocks = reader[0]
         self.dtype = array.dtype
 
-    def rows(self, index: Any) -> Block:
-        """Return the rows at some positions, in any order."""
-        blocks, positions = self._blocks.get(), np.asarray(index).ravel()
+    def __getitem__(self, index: Any) -> Block:
+        blocks, positions = self._blocks, np.asarray(index).ravel()
         starts = block_starts(blocks.chunks[0])
         numbers = np.searchsorted(starts, positions, side="right") - 1
         found = np.empty(positions.shape, self.dtype)

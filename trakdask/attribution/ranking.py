@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from uuid import uuid4
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.block_arguments import Column, StoredColumn
+from trakdask.arrays.block_arguments import StoredColumn
 from trakdask.arrays.topk import TileMask
 from trakdask.variables import (
     MODULE,
@@ -265,7 +266,7 @@ def _gathered_coords(
         if may_pad and dtype.kind in "iub":
             dtype = np.dtype(np.float64)
         data = da.map_blocks(
-            functools.partial(_gather, column=_column(values), dtype=dtype), position,
+            functools.partial(_gather, dtype=dtype), position, column=_column(values),
             dtype=dtype, meta=np.empty((0, 0), dtype),
             name=f"{name}-{uuid4().hex}",
         )  # fmt: skip
@@ -273,16 +274,18 @@ def _gathered_coords(
     return coords
 
 
-def _column(values: np.ndarray | da.Array) -> Column | StoredColumn:
-    return StoredColumn(values) if isinstance(values, da.Array) else Column(values)
+def _column(values: np.ndarray | da.Array) -> Any:
+    """Return all values as one task, of which others take the rows that they need."""
+    column = StoredColumn(values) if isinstance(values, da.Array) else values
+    return dask.delayed(column, name=f"column-{uuid4().hex}", traverse=False)
 
 
 def _gather(
-    position: np.ndarray, column: Column | StoredColumn, dtype: np.dtype[Any]
+    position: np.ndarray, column: np.ndarray | StoredColumn, dtype: np.dtype[Any]
 ) -> np.ndarray:
     missing = position < 0
     # Never row -1: that is the last sample.
-    gathered = column.rows(np.where(missing, 0, position)).astype(dtype)
+    gathered = column[np.where(missing, 0, position)].astype(dtype)
     if missing.any():
         gathered[missing] = _missing_value(dtype)
     return gathered

@@ -13,7 +13,6 @@ import xarray as xr
 from dask.base import get_scheduler
 from distributed import Client, KilledWorker, get_worker
 
-import trakdask.execution.delivery  # noqa: F401 (brings what handles refer to)
 from trakdask.errors import BlockError
 from trakdask.execution.layers import has_featurize_layer
 

@@ -42,28 +42,29 @@ _log = logging.getLogger(__name__)
 
 
 def featurize_block(
-    job: Job, index: np.ndarray, bounds: tuple[int, int], *arrays: np.ndarray
+    job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray
 ) -> tuple[Any, ...]:
     """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint.
 
     And last a mapping that says on what device, and by what kernels, they were computed.
     """
-    checkpoint = job.model.checkpoints[int(index[0])]
-    with _task(job, checkpoint, bounds, arrays) as samples:
+    checkpoint, moments = weights.item()
+    with _task(job, checkpoint, start, arrays) as samples:
+        samples = replace(samples, moments=moments)
         return *_featurize_samples(samples, checkpoint), described(samples.device)
 
 
 def multiply_block(
-    job: Job, index: np.ndarray, bounds: tuple[int, int], vectors: np.ndarray, *arrays: np.ndarray
+    job: Job, weights: np.ndarray, start: np.ndarray, vectors: np.ndarray, *arrays: np.ndarray
 ) -> Block:
     """Return products of gradients with vectors (vector, row, 1), in the place of features.
 
     Otherwise as :func:`featurize_block`. Products with a vector that is not finite are NaN.
     """
-    checkpoint, flat = job.model.checkpoints[int(index[0])], torch.tensor(vectors[..., 0])
+    (checkpoint, _), flat = weights.item(), torch.tensor(vectors[..., 0])
     is_finite = flat.isfinite().all(1)
     flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
-    with _task(job, checkpoint, bounds, arrays) as samples:
+    with _task(job, checkpoint, start, arrays) as samples:
         rows = job.row_map
         by_name = {
             name: flat[:, rows.offset(name) : rows.offset(name) + rows.size(name)]
@@ -78,16 +79,17 @@ def multiply_block(
 
 @contextmanager
 def _task(
-    job: Job, checkpoint: Checkpoint, bounds: tuple[int, int], arrays: tuple[np.ndarray, ...]
+    job: Job, checkpoint: Checkpoint, start: np.ndarray, arrays: tuple[np.ndarray, ...]
 ) -> Iterator[Samples]:
     """Give the samples of a task, whose errors say which samples they are."""
-    what = f"samples {bounds[0]}:{bounds[1]} of checkpoint {checkpoint.name!r}"
+    positions = np.arange(start.item(), start.item() + len(arrays[0]))
+    what = f"samples {positions[0]}:{positions[-1] + 1} of checkpoint {checkpoint.name!r}"
     note_start(what)
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
         with _threads(), no_fast_path(), job.precision.applied(device.type):
-            yield Samples(job, np.arange(*bounds), arrays, device)
+            yield Samples(job, positions, arrays, device)
     except Exception as err:
         raise BlockError(
             f"{what} failed: {type(err).__name__}: {err}{_circumstances(job, arrays, err)}"
@@ -116,7 +118,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     samples = replace(samples, trims=bool(checked.ignores_padding))
     check = BlockCheck(checked, samples, forward)
     size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters, device))
-    moments = job.model.second_moments.get(checkpoint.name) if samples.vectors is None else None
+    moments = samples.moments
     factors = scales(moments, job.row_map.names, device) if moments else None
     rows = _Rows.empty(samples, checkpoint)
     todo = _slices(0, len(samples), size)

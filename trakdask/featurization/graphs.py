@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import torch
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import Bounds
 from trakdask.execution.layers import feature_layer, featurize_layer, take
 from trakdask.featurization.block import featurize_block, multiply_block
 from trakdask.featurization.failures import ERROR_DTYPE
@@ -29,7 +29,7 @@ _VECTOR_BYTES = 2**28
 
 def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    bundle = _bundle(functools.partial(featurize_block, job), "sc", job, inputs, token)
+    bundle = _bundle(featurize_block, "sc", job, inputs, token)
     width = job.projector.width(job.row_map.n_rows)
     parts = {"t": job.partition.size} if job.partition else {}
     index = "stpc" if parts else "spc"
@@ -69,13 +69,12 @@ def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Ar
     token, n_rows = tokenize(token, vectors.name), job.row_map.n_rows
     chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
     back = da.blockwise(
-        functools.partial(_back_project, job), "vrc",
-        _numbers(job, token), "c", chunked, "vpc",
+        _back_project, "vrc",
+        _shared(job, token), None, _weights(job, token), "c", chunked, "vpc",
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
-    run = functools.partial(multiply_block, job)
-    bundle = _bundle(run, "svc", job, inputs, token, back, "vrc")
+    bundle = _bundle(multiply_block, "svc", job, inputs, token, back, "vrc")
     assert job.partition is not None
     product = da.blockwise(
         take, "stvc", bundle, "svc", 0, None,
@@ -86,12 +85,12 @@ def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Ar
     return {"product": product} | _others(job, bundle.blocks[:, :1], "svc", token)
 
 
-def _back_project(job: Job, index: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return what gradients are to be multiplied with, (vector, row, 1)."""
-    checkpoint, rows = job.model.checkpoints[int(index[0])], job.row_map
+    (checkpoint, moments), rows = weights.item(), job.row_map
     flat = torch.tensor(vectors[..., 0])
     found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
-    if moments := job.model.second_moments.get(checkpoint.name):
+    if moments:
         factors = scales(moments, rows.names, torch.device("cpu"))
         for name, factor in factors.items():
             found[:, rows.offset(name) : rows.offset(name) + len(factor)] *= factor
@@ -105,9 +104,11 @@ def _bundle(
     bundle: da.Array = da.blockwise(
         run,
         index,
-        _numbers(job, token),
+        _shared(job, token),
+        None,
+        _weights(job, token),
         "c",
-        Bounds(next(iter(inputs.values())).chunks[0]),  # so that errors can name samples
+        _starts(next(iter(inputs.values())).chunks[0], token),  # so that errors can name samples
         "s",
         *more,
         *_indexed(inputs),
@@ -120,12 +121,32 @@ def _bundle(
     return bundle
 
 
-def _numbers(job: Job, token: str) -> da.Array:
-    """Return the numbers of the checkpoints, one per chunk."""
-    numbers: da.Array = da.from_array(
-        np.arange(len(job.model.checkpoints)), chunks=1, name=f"checkpoint-{token}"
-    )
-    return numbers
+def _shared(job: Job, token: str) -> Any:
+    """Return what all blocks share as one task, so that a graph does not grow with their number."""
+    shared = replace(job, model=job.model.without_checkpoints())
+    return dask.delayed(shared, name=f"job-{token}", traverse=False)
+
+
+def _weights(job: Job, token: str) -> da.Array:
+    """Return each checkpoint, with its second moments, as one task: they may be in memory."""
+    weights = np.empty(len(job.model.checkpoints), object)
+    for i, checkpoint in enumerate(job.model.checkpoints):
+        weights[i] = checkpoint, job.model.second_moments.get(checkpoint.name)
+    array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
+    return array
+
+
+def _starts(sizes: tuple[int, ...], token: str) -> da.Array:
+    """Return the position of the first sample of each block; all but the last are equally large."""
+    starts: da.Array = da.map_blocks(
+        _start, sizes[0], chunks=(sizes,), name=f"start-{token}",
+        dtype=np.int64, meta=np.empty(0, np.int64),
+    )  # fmt: skip
+    return starts
+
+
+def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
+    return np.array([block_id[0] * size])
 
 
 def _others(job: Job, bundle: da.Array, index: str, token: str) -> Arrays:

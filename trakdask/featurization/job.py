@@ -13,6 +13,7 @@ from torch import Tensor
 from trakdask.featurization.failures import OnError
 from trakdask.featurization.partition import Partition
 from trakdask.featurization.precision import Precision
+from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.model import Model
 from trakdask.models.padding import order_by_length, trimmed
 from trakdask.models.tasks import Batch
@@ -24,7 +25,7 @@ __all__ = ["Job", "Samples"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The settings of featurize that all tasks share; small when pickled."""
+    """The settings of featurize that all tasks share."""
 
     model: Model
     projector: Projector
@@ -56,6 +57,8 @@ class Samples:
     positions: np.ndarray
     arrays: tuple[np.ndarray, ...]
     device: torch.device
+    moments: Checkpoint | None = None
+    """The second moments that scale gradients."""
     trims: bool = False
     """Whether padding that all samples of a batch share is cut."""
     vectors: Mapping[str, Tensor] | None = None

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
-from trakdask.execution.handles import Spooled, SpooledFile
 from trakdask.files import Folder, location
 from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
 from trakdask.models.states import State, States
@@ -50,7 +49,7 @@ class Checkpoint:
     name
         Label on the ``checkpoint`` dimension.
     source
-        Handles to the files with the tensors, or one to the state dict.
+        Paths or URLs of the files with the tensors, the tensors, or what returns them.
     digest
         SHA-256 of the names, dtypes, shapes and bytes of all tensors. Of an adapter, SHA-256 of
         the digest of its base model and of that of its own tensors.
@@ -63,7 +62,9 @@ class Checkpoint:
     """
 
     name: str
-    source: tuple[SpooledFile, ...] | Spooled
+    source: tuple[str, ...] | State | Callable[[], Mapping[str, Tensor]] = field(
+        repr=False, compare=False
+    )
     digest: str
     id: int
     base: Checkpoint | None = None
@@ -152,19 +153,10 @@ def cache_states(most_bytes: int) -> None:
 
 
 def _read_verified(checkpoint: Checkpoint) -> State:
-    source = checkpoint.source
-    if isinstance(source, Spooled):
-        return dict(_verified(source.get(), checkpoint))
-    problem: CheckpointError | None = None
-    for paths in zip(*(file.paths() for file in source), strict=False):
-        try:
-            return _verified(
-                _merged(read_state(str(path), checkpoint.key) for path in paths), checkpoint
-            )
-        except CheckpointError as err:  # another file at this path, or a damaged one
-            problem = problem or err
-    assert problem is not None
-    raise problem
+    source = checkpoint.source() if callable(checkpoint.source) else checkpoint.source
+    if not isinstance(source, Mapping):
+        source = _merged(read_state(place, checkpoint.key) for place in source)
+    return _verified(dict(source), checkpoint)
 
 
 def _verified(state: State, checkpoint: Checkpoint) -> State:
@@ -274,9 +266,7 @@ def _open(
         check(name, state, base)
     digest = _digest(state, base)
     _states.get(digest, lambda: state)
-    token = f"state-{digest}"
-    handles = tuple(SpooledFile(each, f"{token}-{i}") for i, each in enumerate(files))
-    return Checkpoint(name, handles or Spooled(state, token), digest, 0, base, key)
+    return Checkpoint(name, tuple(files) or state, digest, 0, base, key)
 
 
 def _folder(place: str) -> Folder | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from trakdask.checks import import_callable, shown
 from trakdask.errors import CheckpointError
-from trakdask.execution.fingerprints import fingerprint
-from trakdask.execution.handles import Spooled
 from trakdask.files import Folder
 from trakdask.html_tables import html_table
 from trakdask.models.checkpoints import (
@@ -43,6 +44,8 @@ Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
 
 _MOST_SKELETONS = 2
 _local = threading.local()
+_building = threading.RLock()
+"""``from_pretrained`` changes global state, so only one thread of a process builds at a time."""
 
 
 class Model:
@@ -53,14 +56,15 @@ class Model:
     build
         A callable without arguments that returns the ``nn.Module``, its name as
         ``"package.module:callable"``, or a module itself. It is called once per worker thread,
-        since threads that share a module silently corrupt each other's results.
+        since threads that share a module silently corrupt each other's results, and by one thread
+        at a time.
     checkpoints
         List of paths or URLs (``.pt``, which is read with ``weights_only=True``, ``.safetensors``,
         or a folder that ``save_pretrained`` or ``Trainer`` wrote) or of state dicts, or a mapping
         from names to these. One path of a run's folder stands for all ``checkpoint-<step>`` in it.
         The file of a PEFT adapter is completed by the weights of its base model: of the folder that
         the adapter's configuration names, if it exists, or else those that ``build`` gives the
-        model. Workers are sent files that they do not see. If ``build`` is a module, checkpoints
+        model. Workers read files themselves. If ``build`` is a module, checkpoints
         may be omitted; the only one then consists of the module's own weights.
     task
         A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
@@ -99,9 +103,10 @@ class Model:
     same, but all features are of one kind, so that their gram matrix is symmetric. Parameters that
     were never updated (v = 0) get a very large weight, so select others with ``parameters``.
 
-    Cost: builds the module once and reads every checkpoint once, to hash it. No module or tensor
-    becomes part of a Dask graph: tasks contain paths and hashes, and each process loads a
-    checkpoint once.
+    Cost: builds the module once and reads every checkpoint once, to hash it. A path is read by each
+    process that needs it, once. A state dict, or the weights of a module, is one task of a graph,
+    which is sent once: for weights of more than a few hundred megabytes, pass a path or URL that
+    the workers of a cluster can read.
 
     References
     ----------
@@ -115,14 +120,15 @@ class Model:
     <trakdask.Model: 1 checkpoint, ImageClassification, 8 of 10 parameters>
     """
 
-    build: str | Callable[[], torch.nn.Module] | Spooled
+    build: Build
+    """A module has no weights here: they are those of a checkpoint."""
     checkpoints: tuple[Checkpoint, ...]
     task: Task
     shapes: dict[str, tuple[int, ...]]
     second_moments: dict[str, Checkpoint]
     """By the name of the checkpoint; empty if gradients are not scaled."""
     token: str
-    """Identifies the architecture, that is ``build``, but not the weights."""
+    """Identifies this model in all processes."""
 
     def __init__(
         self,
@@ -146,8 +152,9 @@ class Model:
         if checkpoints is None:
             checkpoints = [_own_state(build)]
         self.task = resolve_task(task)
-        self.build = Spooled(build) if isinstance(build, torch.nn.Module) else build
-        self.token = _build_token(self.build)
+        is_module = isinstance(build, torch.nn.Module)
+        self.build = _meta_module(build) if is_module else build
+        self.token = uuid4().hex
         module = self.skeleton()
         own = dict(module.named_parameters())
         names = select_parameters(module, parameters)
@@ -160,7 +167,7 @@ class Model:
             check=lambda name, state, base: _require_fit(
                 module, _completed(module, state, base, name), name
             ),
-            find_base=_BaseFinder(self.build, module),
+            find_base=_BaseFinder(build, module),
         )
         of = [checkpoint.name for checkpoint in self.checkpoints]
         self.second_moments = open_moments(second_moments, of, self.shapes)
@@ -194,6 +201,12 @@ class Model:
         bound.task = bind(n_dims)
         return bound
 
+    def without_checkpoints(self) -> Model:
+        """Return what all blocks share: the architecture, the task and the parameters."""
+        shared = copy.copy(self)
+        shared.checkpoints, shared.second_moments = (), {}
+        return shared
+
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         moments = {name: each.digest for name, each in self.second_moments.items()}
@@ -214,14 +227,13 @@ class Model:
         if self.token not in skeletons:
             while len(skeletons) >= _MOST_SKELETONS:
                 skeletons.pop(next(iter(skeletons)))
-            skeletons[self.token] = _build_skeleton(self.build)
+            skeletons[self.token] = _meta_module(self.build)
         return skeletons[self.token]
 
     def _repr_html_(self) -> str:
         names = [checkpoint.name for checkpoint in self.checkpoints]
-        build = self.build.token if isinstance(self.build, Spooled) else self.build
         rows = {
-            "build": build if isinstance(build, str) else _named(build),
+            "build": self.build if isinstance(self.build, str) else _named(self.build),
             "task": task_spec(self.task),
             f"{len(names)} checkpoints": shown(names),
             "parameters": shown(list(self.shapes)),
@@ -241,9 +253,7 @@ class Model:
 class _BaseFinder:
     """Finds the base models of checkpoints that are adapters alone, and reads each of them once."""
 
-    def __init__(
-        self, build: str | Callable[[], torch.nn.Module] | Spooled, module: torch.nn.Module
-    ) -> None:
+    def __init__(self, build: Build, module: torch.nn.Module) -> None:
         self._build = build
         self._names = module.state_dict().keys()
         self._bases: dict[str | None, Checkpoint] = {}
@@ -254,13 +264,18 @@ class _BaseFinder:
         place = None if folder is None else base_folder(folder)
         if place not in self._bases:
             weights = _base_state(self._build) if place is None else place
-            (self._bases[place],) = make_checkpoints({"base model": weights})
+            (base,) = make_checkpoints({"base model": weights})
+            if place is None and not isinstance(self._build, torch.nn.Module):
+                # Workers build it, too: it is too large to be sent with every adapter.
+                base = replace(base, source=functools.partial(_base_state, self._build))
+            self._bases[place] = base
         return self._bases[place]
 
 
-def _base_state(build: str | Callable[[], torch.nn.Module] | Spooled) -> Mapping[str, Tensor]:
+def _base_state(build: Build) -> Mapping[str, Tensor]:
     """Return the weights of the base model in a PEFT model, as the model was built."""
-    module = _built(build)
+    with _building:
+        module = _built(build)
     unload = getattr(module, "unload", None) or getattr(module, "get_base_model", None)
     base = module if unload is None else unload()
     return cast(Mapping[str, Tensor], base.state_dict())
@@ -281,18 +296,13 @@ def _own_state(build: Build) -> Mapping[str, Tensor]:
     )
 
 
-def _build_token(build: str | Callable[[], torch.nn.Module] | Spooled) -> str:
-    if isinstance(build, Spooled):
-        return build.token
-    return build if isinstance(build, str) else fingerprint(build)
+def _meta_module(build: Build) -> torch.nn.Module:
+    with _building:
+        return without_weights(uncompiled(_built(build).eval()))
 
 
-def _build_skeleton(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
-    return without_weights(uncompiled(_built(build).eval()))
-
-
-def _built(build: str | Callable[[], torch.nn.Module] | Spooled) -> torch.nn.Module:
-    module = copy.deepcopy(build.get()) if isinstance(build, Spooled) else _called(build)
+def _built(build: Build) -> torch.nn.Module:
+    module = copy.deepcopy(build) if isinstance(build, torch.nn.Module) else _called(build)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
             f"expected an nn.Module from build = {_named(build)}, got {type(module).__name__}; try "
@@ -313,7 +323,10 @@ def _called(build: str | Callable[[], Any]) -> Any:
             f"expected a callable without arguments as build, got {_named(function)}, which needs "
             f"{missing}; try build=lambda: {_named(function)}({', '.join(missing)})"
         )
-    return function()
+    try:
+        return function()
+    except StopIteration as err:  # it would end a loop of the caller without a word
+        raise RuntimeError(f"build = {_named(function)} raised {err!r}") from err
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
@@ -326,6 +339,8 @@ def _required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _named(build: object) -> str:
+    if isinstance(build, torch.nn.Module):
+        return type(build).__name__
     return getattr(build, "__name__", None) or repr(build)
 
 

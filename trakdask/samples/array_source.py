@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import xarray as xr
 import zarr
 
-from trakdask.execution.handles import Spooled
 from trakdask.samples.blocks import (
     assemble,
     check_chunks,
@@ -28,6 +26,8 @@ from trakdask.samples.coords import (
     normalise_coords,
     without_mask,
 )
+from trakdask.samples.fingerprints import fingerprint
+from trakdask.samples.memory_maps import mapped
 
 __all__ = ["from_arrays", "lazy_variables"]
 
@@ -66,12 +66,11 @@ def from_arrays(
     Notes
     -----
     Nothing is computed, except lazy arrays named in ``coords``. Arrays in memory are hashed once
-    and referenced without a copy, so do not modify them afterwards. They are not part of the graph:
-    worker processes memory-map a file with their content, and fetch it first if they do not see
-    this process's disk. Workers read zarr arrays from their storage, which all of them must see. A
-    read-only ``np.memmap`` is identified by its file; workers that do not see that file are sent
-    the values. For zarr arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are
-    read more than once.
+    and referenced without a copy, so do not modify them afterwards. On a cluster each task is sent
+    its block of them, through the scheduler: write arrays of several gigabytes to zarr first.
+    Workers read zarr arrays from their storage, and a read-only ``np.memmap`` from its file, which
+    all of them must see; a file is identified by its path, size and time of modification. For zarr
+    arrays choose ``chunks`` that are multiples of theirs; otherwise chunks are read more than once.
 
     Examples
     --------
@@ -209,44 +208,25 @@ def _lazy(name: str, array: Any, size: int) -> Any:
     if isinstance(array, da.Array):
         return array.rechunk({0: size} | dict.fromkeys(range(1, array.ndim), -1))
     if isinstance(array, zarr.Array):
-        source = Spooled(_ZarrRows(array), _zarr_token(array))
-    else:
-        source = Spooled(array)
-    return read_array(name, source, array.shape, array.dtype, size)
+        source: Any = _ZarrRows(array)
+        return read_array(name, source, _zarr_token(array), size)
+    if (source := mapped(array)) is not None:
+        return read_array(name, source, source.token, size)
+    return read_array(name, np.asarray(array), fingerprint(array), size)
 
 
 class _ZarrRows:
-    """A zarr array that is read only where it exists; elsewhere zarr returns its fill value."""
+    """A zarr array that tasks open themselves: where there is none, zarr returns its fill value."""
 
     def __init__(self, array: zarr.Array[Any]) -> None:
-        self.array = array
-        self._is_found = False
+        self.where, self.metadata = array.store_path, array.metadata
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
 
-    def __getstate__(self) -> zarr.Array[Any]:
-        return self.array
-
-    def __setstate__(self, array: zarr.Array[Any]) -> None:
-        self.__init__(array)  # type: ignore[misc]
-
-    def __getitem__(self, rows: slice) -> Any:
-        if not self._is_found:
-            self._require_found()
-        return self.array[rows]
-
-    def _require_found(self) -> None:
-        where = self.array.store_path
-        try:
-            metadata = zarr.open_array(where, mode="r").metadata
-        except FileNotFoundError:
-            metadata = None
-        if metadata != self.array.metadata:
-            actual = "another" if metadata else "none"
-            raise FileNotFoundError(
-                f"expected the zarr array {str(where)!r} on host {socket.gethostname()!r}, as on "
-                f"that of the process which built the graph, got {actual}; "
-                "try a disk that all workers see, or a store at a URL such as 's3://bucket/x.zarr'"
-            )
-        self._is_found = True
+    def __getitem__(self, rows: Any) -> Any:
+        array = zarr.open_array(self.where, mode="r")
+        if array.metadata != self.metadata:
+            raise ValueError(f"{self.where} is not the array that the samples were made of")
+        return array[rows]
 
 
 def _zarr_token(array: zarr.Array[Any]) -> str:

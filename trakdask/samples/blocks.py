@@ -8,15 +8,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
 
-import trakdask.execution.delivery  # noqa: F401 (brings what handles refer to)
-from trakdask.execution.fingerprints import fingerprint
-from trakdask.execution.handles import Spooled
 from trakdask.execution.layers import take
 from trakdask.samples.coords import check_name
+from trakdask.samples.fingerprints import fingerprint
 from trakdask.variables import SAMPLE
 
 __all__ = [
@@ -89,40 +88,39 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
         )
 
 
-def read_array(name: str, source: Spooled, shape: tuple[int, ...], dtype: Any, size: int) -> Any:
-    """Build the lazy array (sample, ...) whose tasks slice the array in ``source``."""
-    native = np.dtype(dtype).newbyteorder("=")
-    return da.map_blocks(
-        _read_rows,
-        source,
-        size,
-        native,
-        chunks=_chunks(shape, size),
-        dtype=native,
-        meta=np.empty((0,) * len(shape), native),
-        name=_read_name(name, source.token, size),
-    )
+def read_array(name: str, source: Any, token: str, size: int) -> Any:
+    """Build the lazy array (sample, ...) whose blocks are slices of ``source``.
+
+    Of an array in memory, a graph has the blocks; of anything else, one task that opens it.
+    """
+    chunks = _chunks(source.shape, size)
+    native = source.dtype.newbyteorder("=")
+    array = da.from_array(
+        source, chunks=chunks, name=_read_name(name, token, size),
+        meta=np.empty((0,) * len(chunks), source.dtype),
+    )  # fmt: skip
+    return array if source.dtype == native else array.astype(native)
 
 
 def read_bundle(
-    source: Spooled, fields: Mapping[str, Field], n: int, size: int
+    reader: Reader, token: str, fields: Mapping[str, Field], n: int, size: int
 ) -> dict[str, da.Array]:
-    """Build the lazy arrays of a :class:`Reader`: one read per block serves all variables."""
+    """Build the lazy arrays of a reader: one read per block serves all variables."""
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
     bundle = da.map_blocks(
         _read_bundle,
-        source,
+        dask.delayed(reader, name=f"dataset-{token}", traverse=False),
         n,
         size,
         chunks=_chunks((n,), size),
         dtype=object,
         meta=np.empty((0,), object),
-        name=f"read-bundle-{_digest(source.token)}-{size}",
+        name=f"read-bundle-{token}-{size}",
     )
-    return {name: _member(name, bundle, field, source, size) for name, field in fields.items()}
+    return {name: _member(name, bundle, field, token, size) for name, field in fields.items()}
 
 
-def _member(name: str, bundle: da.Array, field: Field, source: Spooled, size: int) -> Any:
+def _member(name: str, bundle: da.Array, field: Field, token: str, size: int) -> Any:
     axes = tuple(range(1 + len(field.shape)))
     return da.blockwise(
         take,
@@ -134,21 +132,12 @@ def _member(name: str, bundle: da.Array, field: Field, source: Spooled, size: in
         new_axes=dict(zip(axes[1:], field.shape, strict=True)),
         dtype=field.dtype,
         meta=np.empty((0,) * len(axes), field.dtype),
-        name=_read_name(name, source.token, size),
+        name=_read_name(name, token, size),
     )
 
 
-def _read_rows(
-    source: Spooled, size: int, dtype: np.dtype[Any], block_id: tuple[int, ...]
-) -> Array:
+def _read_bundle(reader: Reader, n: int, size: int, block_id: tuple[int, ...]) -> dict[str, Array]:
     start = block_id[0] * size
-    # A copy, because torch rejects read-only memory, and tasks must not modify the user's array.
-    return np.array(source.get()[start : start + size], dtype=dtype)
-
-
-def _read_bundle(source: Spooled, n: int, size: int, block_id: tuple[int, ...]) -> dict[str, Array]:
-    start = block_id[0] * size
-    reader: Reader = source.get()
     return reader.read(start, min(start + size, n))
 
 

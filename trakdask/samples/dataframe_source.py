@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.execution.handles import Spooled
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.blocks import Field, assemble, check_chunks, read_bundle
 from trakdask.samples.columns import Columns, ColumnsLike, MaxLength, parse_columns
 from trakdask.samples.coords import check_name, normalise_coords
 from trakdask.samples.files import FileRows
+from trakdask.samples.fingerprints import fingerprint
 from trakdask.samples.hugging_face import DatasetRows, is_of_datasets
 
 __all__ = ["from_dataframe"]
@@ -185,7 +185,7 @@ def _from_rows(rows: FileRows | DatasetRows, coords: dict[str, str], size: int) 
     _check_rows(rows.n)
     rows.probe()
     metadata = rows.read_coords(coords)
-    return read_bundle(Spooled(rows), rows.fields, rows.n, size), metadata, rows.n
+    return read_bundle(rows, fingerprint(rows), rows.fields, rows.n, size), metadata, rows.n
 
 
 def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) -> _Table:

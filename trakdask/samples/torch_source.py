@@ -15,8 +15,6 @@ import xarray as xr
 from torch.utils.data import DataLoader, IterableDataset
 
 from trakdask.checks import import_callable
-from trakdask.execution.fingerprints import fingerprint
-from trakdask.execution.handles import Spooled
 from trakdask.samples.blocks import Field, assemble, check_chunks, check_dtype, read_bundle
 from trakdask.samples.coords import (
     CoordsLike,
@@ -24,6 +22,7 @@ from trakdask.samples.coords import (
     normalise_coords,
     without_mask,
 )
+from trakdask.samples.fingerprints import fingerprint
 
 __all__ = ["from_torch"]
 
@@ -96,7 +95,7 @@ def from_torch(
     n = reader.probe(_check_shapes(shapes))
     chosen = fields_as_coords(coords, reader.fields)
     fields = {name: field for name, field in reader.fields.items() if name not in chosen}
-    variables = read_bundle(Spooled(reader), fields, n, size)
+    variables = read_bundle(reader, fingerprint(reader), fields, n, size)
     reader.warn_if_random()  # after hashing the content, because reading may change a dataset
     values = reader.read_fields(chosen, n) if chosen else coords
     return assemble(variables, normalise_coords(values, variables, n))

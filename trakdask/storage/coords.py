@@ -15,7 +15,6 @@ from zarr.storage import MemoryStore
 
 from trakdask.arrays.blocks import block_starts
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.execution.handles import Spooled
 from trakdask.samples import normalise_coord
 from trakdask.storage.blocks import opened
 from trakdask.storage.history import Edit
@@ -350,7 +349,7 @@ def lazy_coord(
     name, token
         The name of the coord, and a hash that identifies its values.
     """
-    stored = StoredCoord(variables, f"coord-{name}-{token}")
+    stored = StoredCoord(variables)
     label = "".join(each if each.isalnum() else "-" for each in name)
     full_name = f"open-coord-{label}-{tokenize(name, token)}"
     data = da.from_array(stored, chunks=(sizes,), name=full_name, meta=np.empty(0, stored.dtype))
@@ -358,16 +357,12 @@ def lazy_coord(
 
 
 class StoredCoord:
-    """Looks like an array in memory, but reads the rows that an index selects, decoded by xarray.
-
-    Tasks get a small handle instead of the list of the coord's files, which grows with the number
-    of samples.
-    """
+    """Looks like an array, but reads the rows that an index selects, decoded by xarray."""
 
     ndim = 1
 
-    def __init__(self, variables: Sequence[xr.Variable], token: str) -> None:
-        self._variables = Spooled(tuple(variables), token)
+    def __init__(self, variables: Sequence[xr.Variable]) -> None:
+        self._variables = tuple(variables)
         self.shape = (sum(len(each) for each in variables),)
         self.dtype = np.result_type(*(each.dtype for each in variables))
 
@@ -384,7 +379,7 @@ class StoredCoord:
         return found
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        variables = self._variables.get()
+        variables = self._variables
         starts = block_starts(tuple(map(len, variables))).tolist()
         found = []
         for variable, (first, last) in zip(variables, itertools.pairwise(starts), strict=True):

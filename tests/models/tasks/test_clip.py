@@ -189,12 +189,10 @@ def test_clip__replace_keeps_the_negatives() -> None:
     assert torch.equal(warm.negatives["c0"][0], task.negatives["c0"][0])
 
 
-def test_clip__pickles_without_its_negatives() -> None:
+def test_clip__pickles_with_its_negatives() -> None:
     pool = {"c": (torch.randn(500, 64), torch.randn(500, 64))}
     task = Clip(pool, n_negatives=500)
-    pickled = cloudpickle.dumps(task)
-    assert len(pickled) < 5000
-    again = cloudpickle.loads(pickled)
+    again = cloudpickle.loads(cloudpickle.dumps(task))
     assert again == task
     assert list(again.negatives) == ["c"]
     assert torch.equal(again.negatives["c"][1], pool["c"][1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trakdask.execution.handles import Spooled
 from trakdask.html_tables import HtmlTable
 from trakdask.models.checkpoints import Checkpoint, digest_state
 from trakdask.models.tasks.logits import (
@@ -113,8 +112,7 @@ class Clip(HtmlTable):
         }
         flat = {f"{name}/{i}": t for name, pair in drawn.items() for i, t in enumerate(pair)}
         object.__setattr__(self, "digest", digest_state(flat)[:32])
-        spooled = Spooled(drawn, f"negatives-{self.digest}")
-        object.__setattr__(self, "negatives", _SpooledNegatives(spooled))
+        object.__setattr__(self, "negatives", drawn)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -170,22 +168,6 @@ class Clip(HtmlTable):
         correct = scale * (image * text).sum(1)
         by_text = correct - (scale * image @ texts.T).logsumexp(1)
         return by_text, correct - (scale * text @ images.T).logsumexp(1)
-
-
-class _SpooledNegatives(Mapping[str, tuple[Tensor, Tensor]]):
-    """Negatives by checkpoint that reach workers through the spool, not through the task graph."""
-
-    def __init__(self, spooled: Spooled) -> None:
-        self._spooled = spooled
-
-    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
-        return cast(tuple[Tensor, Tensor], self._spooled.get()[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._spooled.get())
-
-    def __len__(self) -> int:
-        return len(self._spooled.get())
 
 
 def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple[Tensor, Tensor]:

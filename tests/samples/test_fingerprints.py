@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import trakdask
-from trakdask.execution.fingerprints import fingerprint
+from trakdask.samples.fingerprints import fingerprint
 
 # As a script, so that its classes are by-value ones of `__main__`, as in a notebook.
 SCRIPT = """
 import numpy as np, torch
 from torch.utils.data import Dataset, TensorDataset
-from trakdask.execution.fingerprints import fingerprint
+from trakdask.samples.fingerprints import fingerprint
 
 scale = {scale}
 
@@ -119,5 +119,5 @@ def test_fingerprint__recursive_closure_ends() -> None:
 
 
 def test_fingerprint__unpicklable() -> None:
-    with pytest.raises(TypeError, match=r"got lock object.*zero-argument callable"):
+    with pytest.raises(TypeError, match=r"lock object.*zero-argument callable"):
         fingerprint(threading.Lock())

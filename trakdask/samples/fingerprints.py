@@ -1,22 +1,24 @@
-"""Content hashes of objects, equal in every process."""
+"""Content hashes of arrays and datasets, equal in every process.
+
+``dask.base.tokenize`` gives tensors, and classes of scripts and notebooks, another token in every
+process; then no store could be continued by the next one.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 import numpy as np
+import torch
 
-from trakdask.execution.memory_maps import is_plain_array, memmap_location
+from trakdask.samples.memory_maps import mapped
 
-__all__ = ["fingerprint", "unpicklable"]
-
-_COPIED_BYTES = 64 * 1024**2
+__all__ = ["fingerprint"]
 
 
 def fingerprint(obj: Any) -> str:
@@ -50,57 +52,37 @@ def fingerprint(obj: Any) -> str:
     >>> fingerprint(np.arange(3)) == fingerprint(np.arange(6)[::2] // 2)
     True
     """
-    if is_plain_array(obj):
-        return _array_digest(obj)
-    writer = _HashWriter()
+    hasher = _Hasher()
     try:
-        _FingerprintPickler(writer, protocol=5).dump(obj)
+        pickler = _Pickler(hasher, protocol=5, buffer_callback=hasher.write_buffer)
+        pickler.dump(obj)
     except Exception as err:
-        raise unpicklable(obj, err) from err
-    return writer.digest.hexdigest()
+        raise TypeError(
+            f"{type(obj).__name__} object cannot be pickled, and so not sent to workers ({err!r}); "
+            "try a zero-argument callable that returns it"
+        ) from err
+    return hasher.digest.hexdigest()
 
 
-def unpicklable(obj: Any, err: Exception) -> TypeError:
-    """Return the error for an object that cannot be sent to other processes."""
-    return TypeError(
-        f"expected an object that can be pickled and sent to other processes, got "
-        f"{type(obj).__name__} object, which cannot be pickled ({err!r}); try a zero-argument "
-        "callable that returns it"
-    )
-
-
-class _HashWriter:
+class _Hasher:
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes) -> None:
         self.digest.update(data)
-        return len(data)
+
+    def write_buffer(self, buffer: Any) -> None:
+        self.digest.update(buffer.raw())
 
 
-def _array_digest(array: np.ndarray[Any, Any]) -> str:
-    digest = hashlib.sha256()
-    if (location := memmap_location(array)) is not None:
-        status = os.stat(location[0])
-        digest.update(repr((location, status.st_size, status.st_mtime_ns)).encode())
-        return digest.hexdigest()
-    digest.update(repr((array.dtype.str, array.shape)).encode())
-    for block in _contiguous_blocks(array):
-        digest.update(block.data)
-    return digest.hexdigest()
+def _array_state(array: np.ndarray[Any, Any]) -> Any:
+    if (file := mapped(array)) is not None:
+        return file.token
+    digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return array.dtype.str, array.shape, digest.hexdigest()
 
 
-def _contiguous_blocks(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the bytes of an array in C order, copying at most 64 MiB at a time if needed."""
-    if array.flags.c_contiguous:
-        yield array.reshape(-1).view(np.uint8)
-        return
-    rows = max(1, _COPIED_BYTES // max(1, array[:1].nbytes))
-    for start in range(0, len(array), rows):
-        yield np.ascontiguousarray(array[start : start + rows]).reshape(-1).view(np.uint8)
-
-
-class _FingerprintPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A pickler whose output depends on an object's content, not on how or where it was created.
 
     The output of cloudpickle itself contains random class ids, file names of notebook cells and
@@ -109,12 +91,11 @@ class _FingerprintPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")  # no tensors can exist before torch is imported
-        if torch is not None and isinstance(obj, torch.Tensor):
+        if isinstance(obj, torch.Tensor):
             flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_digest(flat)))
-        if is_plain_array(obj):
-            return _reduced("array", _array_digest(obj))
+            return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_state(flat)))
+        if type(obj) in (np.ndarray, np.memmap) and obj.dtype.kind in "biufcmMSU":
+            return _reduced("array", _array_state(obj))
         if isinstance(obj, types.CodeType):
             return _reduced("code", _code_state(obj))
         if isinstance(obj, types.FunctionType) and not _is_importable(obj):
