@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.stored_arrays import ShapeOfArray, StoredArray, stored
 from trakdask.arrays.block_arguments import (
     Bounds,
-    Column,
     PackedRows,
     Slices,
     block_of,
@@ -56,26 +55,7 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("values", COLUMNS, ids=lambda values: str(values.dtype))
-def test_column__elsewhere(values: np.ndarray) -> None:
-    index = np.array([[4999, 0], [7, 7]])
-    for column in (Column(values), pickle.loads(pickle.dumps(Column(values)))):
-        found = column.rows(index)
-        np.testing.assert_array_equal(found, values[index])
-        assert found.dtype == values.dtype
-        np.testing.assert_array_equal(column.rows(slice(3, 5)), values[3:5])
-
-
-def test_column__sends_no_values() -> None:
-    sizes = [len(pickle.dumps(Column(np.arange(n)))) for n in (10_000, 100_000)]
-    assert max(sizes) < 1000
-
-
-@pytest.mark.parametrize("most_sent", [0, 2**20])
-@pytest.mark.parametrize("values", COLUMNS, ids=lambda values: str(values.dtype))
-def test_slices__elsewhere(
-    values: np.ndarray, most_sent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trakdask.arrays.block_arguments._MOST_SENT_BYTES", most_sent)
+def test_slices__elsewhere(values: np.ndarray) -> None:
     slices = Slices(values, ((4000, 0, 1000),))
     for each in (slices, pickle.loads(pickle.dumps(slices))):
         blocks = [block_of(each[(i,)]) for i in range(3)]

@@ -10,7 +10,6 @@ of its own, because memory is part of the question:
   less than the clock;
 - tasks: how many the scheduler gets, after all optimizations;
 - sent: the bytes of the graph as a client sends it to the scheduler, pickled;
-- spooled: the bytes of files that it refers to, of which workers read the parts that they need;
 - tasks' bytes: the sum and the largest of the pickles that workers get (up to 256 of each kind of
   task are pickled; the sum is extrapolated);
 - memory: what the process holds beyond the coords, at the highest point of all of this.
@@ -48,7 +47,6 @@ from distributed.protocol import deserialize, serialize, to_serialize
 import trakdask as td
 from trakdask.attribution.estimators import Weights
 from trakdask.attribution.matrices import with_origin
-from trakdask.execution.handles import spool_folder
 from trakdask.testing import raise_if_dask_computes
 from trakdask.variables import VARIABLES
 
@@ -83,7 +81,7 @@ def main() -> None:
     print(f"blocks of {_BLOCK} × {_PROJ_DIM}, {_CHECKPOINTS} checkpoints, {_TARGETS} targets")
     for n in args.rows:
         print(f"\n{n:,} samples in {-(-n // _BLOCK):,} blocks")
-        titles = ("sent", "spooled", "tasks sum", "largest", "memory")
+        titles = ("sent", "tasks sum", "largest", "memory")
         print(f"{'':22}{'build':>9}{'tasks':>11}{''.join(f'{title:>12}' for title in titles)}")
         for name in args.only:
             run_alone(n, name, args.limit)
@@ -118,7 +116,7 @@ def measure(n: int, name: str) -> None:
     tasks = dict(deserialize(header, frames).__dask_graph__())
     del header, frames
     total, largest = task_bytes(tasks)
-    sizes = (sent, spooled(), total, largest, peak() - before)
+    sizes = (sent, total, largest, peak() - before)
     print(f"{name:22}{built:7.2f} s{len(tasks):11,}{''.join(map(megabytes, sizes))}")
 
 
@@ -146,10 +144,6 @@ def pickled(task: object) -> bytes:
         return pickle.dumps(task, protocol=5)
     except (AttributeError, pickle.PicklingError):  # functions of this script
         return cloudpickle.dumps(task)
-
-
-def spooled() -> int:
-    return sum(path.stat().st_size for path in spool_folder().iterdir())
 
 
 def peak() -> int:

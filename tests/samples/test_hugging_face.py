@@ -22,7 +22,12 @@ def quiet() -> None:
 
 
 def dataset() -> object:
-    columns = {"input_ids": TOKENS, "label": [i % 2 for i in range(11)], "lang": ["en"] * 11}
+    """More than 64 KiB, which Arrow gives to pickle as buffers."""
+    columns = {
+        "input_ids": TOKENS,
+        "label": [i % 2 for i in range(11)],
+        "lang": [10_000 * "en"] * 11,
+    }
     return datasets.Dataset.from_dict(columns)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import Counter
 from pathlib import Path
@@ -11,11 +12,14 @@ import cloudpickle
 import dask
 import dask.array as da
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from distributed import Client
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+import trakdask as td
 from tests.waiting import Overlap
 from trakdask.samples import from_torch
 from trakdask.samples.blocks import Field, read_bundle
@@ -109,6 +113,39 @@ def test_from_torch__a_graph_has_the_dataset_once() -> None:
     np.testing.assert_array_equal(
         from_torch(subset, names=("image", "label")).image.values, stacked(50)[0][[4, 2]]
     )
+
+
+class Holds:
+    """A dataset with something large in memory."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return np.full(3, len(self.content) + index, "f4"), index % 2
+
+
+CONTENTS = {
+    "text of pandas": pd.DataFrame({"text": [f"sample {i}" for i in range(20_000)]}),
+    "pyarrow": pa.table({"x": np.arange(20_000), "text": [f"sample {i}" for i in range(20_000)]}),
+    "structured": np.zeros(20_000, [("x", "f8"), ("y", "i4")]),
+    "text of numpy": np.array([f"sample {i}" for i in range(20_000)], np.dtypes.StringDType()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_from_torch__featurized_by_worker_processes(content: Any, process_client: Client) -> None:
+    samples = from_torch(Holds(content), names=("image", "label"), chunks=2)
+    again = from_torch(pickle.loads(pickle.dumps(Holds(content))), names=("image", "label"))
+    assert again.attrs["source"] == samples.attrs["source"]
+    features = td.featurize(samples, td.Model(torch.nn.Linear(3, 2)), projector=td.Identity())
+    expected = features.compute(scheduler="sync")
+    found = process_client.compute(features, sync=True)
+    np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-6)
 
 
 class Counted(Items):
