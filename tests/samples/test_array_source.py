@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import xarray as xr
 import zarr
 from distributed import Client
 from hypothesis import given, settings
@@ -133,32 +132,6 @@ def test_from_arrays__chunks_not_positive(chunks: Any) -> None:
         from_arrays({"x": x_of()}, chunks=chunks)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "error", "message"),
-    [
-        ({}, ValueError, "at least one model input, got no arrays"),
-        ([1], TypeError, "mapping.*got list"),
-        (
-            {"x": x_of(3), "y": x_of(4)},
-            ValueError,
-            r"'x': 3, 'y': 4.*array\[:3\]",
-        ),
-        ({"x": x_of(0, 2)}, ValueError, r"at least one sample.*\['x'\]"),
-        ({"x": np.float64(1)}, TypeError, "'x', got float64"),
-        ({"x": np.array(1.0)}, ValueError, "without dimensions.*atleast_1d"),
-        ({"x": ["a", "b"]}, TypeError, r"numbers.*dtype <U1.*coords=\{'x'"),
-        ({"x": np.array([{}, 1])}, TypeError, "dtype object"),
-        ({"x": np.array(["2020"], "M8[Y]")}, TypeError, "datetime64"),
-        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, TypeError, r"bfloat16.*tensor.float\(\)"),
-        ({"sample": x_of()}, ValueError, "variable .*got 'sample'.*'sample_id'"),
-        ({"x": xr.DataArray([1.0])}, TypeError, "got DataArray"),
-    ],
-)
-def test_from_arrays__refuses(arrays: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        from_arrays(arrays)
-
-
 def test_from_arrays__refuses_unknown_chunks() -> None:
     x = da.arange(10, chunks=5)
     with pytest.raises(ValueError, match=r"known size.*compute_chunk_sizes"):
@@ -193,15 +166,10 @@ def test_from_arrays__masks() -> None:
     for masked in (hidden, list(hidden)):
         with pytest.raises(ValueError, match=r"'x', got 1 samples with masked values.* sample 2;"):
             from_arrays({"x": masked})
-    with pytest.raises(ValueError, match=r"'x', got a masked dask array"):
+    with pytest.raises(ValueError, match=r"'x' without a mask"):
         from_arrays({"x": da.from_array(hidden)})
     with pytest.raises(ValueError, match=r"coord 'c', got 1 samples"):
         from_arrays({"x": x}, coords={"c": hidden[:, 1]})
-
-
-def test_from_arrays__jagged_lists() -> None:
-    with pytest.raises(ValueError, match=r"got shape \(3,\) for sample 1, but \(2,\) for sample 0"):
-        from_arrays({"x": [[1, 2], [1, 2, 3]]})
 
 
 def test_from_arrays__conjugated_tensor() -> None:

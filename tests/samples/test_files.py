@@ -76,10 +76,10 @@ def test_file_rows__saved_dataset_says_which_files_and_in_which_order(tmp_path: 
 def test_file_rows__damaged(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow")
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"complete Arrow file, got '.*a\.arrow'"):
+    with pytest.raises(ValueError, match=r"a\.arrow' cannot be read"):
         from_dataframe(path, variables=VARIABLES)
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"complete Arrow file, got '.*a\.arrow'"):
+    with pytest.raises(ValueError, match=r"a\.arrow' cannot be read"):
         from_dataframe(path, variables=VARIABLES)
 
 

@@ -19,11 +19,13 @@ from trakdask.samples.blocks import (
     check_chunks,
     check_dtype,
     read_array,
+    require_samples,
 )
 from trakdask.samples.coords import (
     CoordsLike,
     fields_as_coords,
     normalise_coords,
+    to_numpy,
     without_mask,
 )
 from trakdask.samples.fingerprints import fingerprint
@@ -112,20 +114,14 @@ def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
             f"expected arrays with the same number of samples, got {lengths}; try "
             f"array[:{min(lengths.values())}] of each"
         )
-    if not min(lengths.values()):
-        raise ValueError(
-            f"expected at least one sample, got none in the arrays {list(lengths)}; try another "
-            "selection of samples"
-        )
+    require_samples(min(lengths.values()), f"the arrays {list(lengths)}")
     return {name: _lazy(name, array, size) for name, array in readable.items()}
 
 
 def _readable(name: str, array: Any) -> Any:
     """Check one array, and convert tensors and lists to numpy."""
-    if isinstance(array, torch.Tensor):
-        array = _from_tensor(name, array)
-    elif isinstance(array, list | tuple | pd.Series):
-        array = _from_list(name, array)
+    if isinstance(array, torch.Tensor | list | tuple | pd.Series):
+        array = to_numpy(f"variable {name!r}", array)
     if not isinstance(array, np.ndarray | da.Array | zarr.Array):
         advice = "array.toarray()" if hasattr(array, "toarray") else "numpy.asarray(...)"
         raise TypeError(
@@ -140,68 +136,14 @@ def _readable(name: str, array: Any) -> Any:
     check_dtype(name, array.dtype)
     if np.isnan(array.shape[0]):
         raise ValueError(
-            f"expected chunks of known size in variable {name!r}, got unknown ones; try "
-            f"{name}.compute_chunk_sizes()"
+            f"expected chunks of known size in variable {name!r}; try {name}.compute_chunk_sizes()"
         )
     if isinstance(array, da.Array) and isinstance(array._meta, np.ma.MaskedArray):
         raise ValueError(
-            f"expected an array without a mask as variable {name!r}, got a masked dask array, "
-            "whose hidden values would be used; try dask.array.ma.filled(array, value)"
+            f"expected variable {name!r} without a mask, whose hidden values would be used; try "
+            "dask.array.ma.filled(array, value)"
         )
     return without_mask(f"variable {name!r}", array)
-
-
-def _from_list(name: str, values: Any) -> np.ndarray[Any, Any]:
-    try:
-        if any(isinstance(value, np.ma.MaskedArray) for value in values):
-            return np.ma.stack(values)
-        return np.asarray(values)
-    except ValueError as err:  # numpy cannot make one array of lists that differ in length
-        raise ValueError(
-            f"expected lists of one length in variable {name!r}, got "
-            f"{_first_other_shape(values)}; try padding or cropping all samples to one shape"
-        ) from err
-    except TypeError as err:
-        raise TypeError(
-            f"expected numbers in variable {name!r}, got a list that numpy cannot read ({err}); "
-            "try numpy.stack([...]) of one array per sample"
-        ) from err
-
-
-def _first_other_shape(values: Any) -> str:
-    """Describe the first sample whose shape differs from that of sample 0."""
-    shapes = [_shape(value) for value in values]
-    other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
-    if other is None or shapes[0] is None or shapes[other] is None:
-        return "lists that differ in length inside a sample"
-    return f"shape {shapes[other]} for sample {other}, but {shapes[0]} for sample 0"
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    try:
-        return tuple(np.shape(value))
-    except ValueError:
-        return None
-
-
-def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(
-            f"expected a dense tensor as variable {name!r}, got one with the layout "
-            f"{tensor.layout}; try tensor.to_dense(), or pad a nested tensor"
-        )
-    if tensor.is_meta:
-        raise TypeError(
-            f"expected a tensor with values as variable {name!r}, got one on the meta device; try "
-            "the tensor that holds the data"
-        )
-    try:
-        return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
-    except TypeError as err:
-        raise TypeError(
-            f"expected a dtype that numpy has for variable {name!r}, got a tensor of "
-            f"{tensor.dtype}; try tensor.float()"
-        ) from err
 
 
 def _lazy(name: str, array: Any, size: int) -> Any:

@@ -27,6 +27,7 @@ __all__ = [
     "dims_of",
     "read_array",
     "read_bundle",
+    "require_samples",
     "source_of",
 ]
 
@@ -86,6 +87,12 @@ def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
             f"{dtype}; try np.unique(values, return_inverse=True)[1] for classes, or, if the model "
             f"does not read it, coords={{{name!r}: ...}}"
         )
+
+
+def require_samples(n: int, what: str) -> None:
+    """Reject data without a sample."""
+    if n == 0:
+        raise ValueError(f"expected at least one sample, got none in {what}")
 
 
 def read_array(name: str, source: Any, token: str, size: int) -> Any:

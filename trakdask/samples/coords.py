@@ -21,6 +21,7 @@ __all__ = [
     "fields_as_coords",
     "normalise_coord",
     "normalise_coords",
+    "to_numpy",
     "without_mask",
 ]
 
@@ -205,7 +206,7 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
             f"try {name}.compute()"
         )
     if isinstance(values, torch.Tensor):
-        return _from_tensor(name, values)
+        return to_numpy(f"coord {name!r}", values)
     if isinstance(values, xr.DataArray | xr.Variable):
         return np.asarray(values.values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
@@ -221,6 +222,20 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
+def to_numpy(what: str, values: Any) -> np.ndarray[Any, Any]:
+    """Convert a tensor, a number or (nested) lists; bfloat16, which numpy lacks, to float32."""
+    try:
+        if isinstance(values, torch.Tensor):
+            values = values.detach().cpu().resolve_conj().resolve_neg()
+            values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        elif isinstance(values, list | tuple) and any(map(np.ma.isMaskedArray, values)):
+            values = np.ma.stack(values)
+        array = np.asanyarray(values)
+    except (TypeError, RuntimeError, OverflowError, ValueError) as err:
+        raise ValueError(f"numpy cannot read the values of {what}: {err}") from err
+    return np.asarray(without_mask(what, array))
+
+
 def without_mask(what: str, array: Any) -> Any:
     """Return the data of a masked array that masks nothing; reject one with masked values."""
     if not isinstance(array, np.ma.MaskedArray):
@@ -233,17 +248,6 @@ def without_mask(what: str, array: Any) -> Any:
             "array.filled(value), or array[~array.mask] to leave them out"
         )
     return array.data
-
-
-def _from_tensor(name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    try:
-        return tensor.detach().cpu().numpy()
-    except (TypeError, RuntimeError, NotImplementedError) as err:
-        raise TypeError(
-            f"expected a dense tensor of a dtype that numpy has for coord {name!r}, got "
-            f"{tensor.dtype} with the layout {tensor.layout}; try tensor.float() or "
-            "tensor.to_dense()"
-        ) from err
 
 
 def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
@@ -309,21 +313,8 @@ def _strings(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     try:
         return array.astype(np.dtypes.StringDType(), copy=False)
-    # Objects raise the first of these, fixed-width strings the second.
-    except (UnicodeEncodeError, TypeError) as err:
-        bad = next(i for i, text in enumerate(array.tolist()) if not _is_unicode(text))
-        raise ValueError(
-            f"expected text that UTF-8 can hold for coord {name!r}, got {array[bad]!r} for sample "
-            f"{bad} (a lone surrogate); try text.encode('utf-8', 'replace').decode()"
-        ) from err
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except (UnicodeEncodeError, TypeError) as err:  # a lone surrogate
+        raise ValueError(f"expected text that UTF-8 can hold for coord {name!r}: {err}") from err
 
 
 def _nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

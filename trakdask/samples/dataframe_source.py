@@ -15,7 +15,13 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.samples.array_source import lazy_variables
-from trakdask.samples.blocks import Field, assemble, check_chunks, read_bundle
+from trakdask.samples.blocks import (
+    Field,
+    assemble,
+    check_chunks,
+    read_bundle,
+    require_samples,
+)
 from trakdask.samples.columns import Columns, ColumnsLike, MaxLength, parse_columns
 from trakdask.samples.coords import check_name, normalise_coords
 from trakdask.samples.files import FileRows
@@ -134,14 +140,11 @@ def _check_coords(coords: Any) -> dict[str, str]:
     given = (coords,) if isinstance(coords, str) or not isinstance(coords, Iterable) else coords
     names = tuple(given)
     columns = tuple(coords.values()) if isinstance(coords, Mapping) else names
-    if not all(isinstance(name, str) for name in (*names, *columns)):
-        raise TypeError(
-            "expected names of columns, or a mapping from other names to columns, as coords, got "
-            f"{coords!r}; try coords=['column'] or coords={{'name': 'column'}}"
-        )
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    are_names = all(isinstance(name, str) for name in (*names, *columns))
+    if not are_names or len(set(names)) < len(names):
         raise ValueError(
-            f"expected different columns as coords, got {twice} several times; try each name once"
+            "expected different columns, or a mapping from other names to columns, as coords, got "
+            f"{coords!r}; try coords=['column'] or coords={{'name': 'column'}}"
         )
     for name in names:
         check_name(name, "coord", is_column=not isinstance(coords, Mapping))
@@ -163,18 +166,11 @@ def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
             )
 
 
-def _check_rows(n: int) -> None:
-    if n == 0:
-        raise ValueError(
-            "expected at least one row, got an empty table; try another path or selection of rows"
-        )
-
-
 def _from_pandas(
     frame: pd.DataFrame, columns: Columns, coords: dict[str, str], size: int
 ) -> _Table:
     _check_columns([*columns.names, *coords.values()], frame.columns)
-    _check_rows(len(frame))
+    require_samples(len(frame), "the table")
     arrays = columns.from_pandas(frame, 0)
     metadata = {name: frame[column] for name, column in coords.items()}
     return lazy_variables(arrays, size), metadata, len(frame)
@@ -182,7 +178,7 @@ def _from_pandas(
 
 def _from_rows(rows: FileRows | DatasetRows, coords: dict[str, str], size: int) -> _Table:
     _check_columns([*rows.columns.names, *coords.values()], rows.names)
-    _check_rows(rows.n)
+    require_samples(rows.n, "the table")
     rows.probe()
     metadata = rows.read_coords(coords)
     return read_bundle(rows, fingerprint(rows), rows.fields, rows.n, size), metadata, rows.n
@@ -196,7 +192,7 @@ def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) 
     rows = frame[list(dict.fromkeys(coords.values()))].to_delayed() if coords else []
     computed, loaded = dask.compute(summaries, rows)
     lengths = [length for length, _ in computed]
-    _check_rows(sum(lengths))
+    require_samples(sum(lengths), "the table")
     first = next(head for length, head in computed if length)
     _require_no_text(first)
     fields = columns.fields(columns.from_pandas(first, 0))

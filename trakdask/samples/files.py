@@ -125,16 +125,10 @@ class FileRows:
                     return batches.schema.names, [len(batch) for batch in batches]
             with self.fs.open(path, "rb") as opened:
                 footer = pq.ParquetFile(opened).metadata
-        except FileNotFoundError as err:
-            raise FileNotFoundError(
-                f"expected a file that exists, got {path!r}; try another path or pattern"
-            ) from err
-        except (pa.ArrowException, OSError) as err:
-            why = str(err).splitlines()[0][:200] if str(err) else type(err).__name__
+        except pa.ArrowException as err:  # which says nothing of the file
             raise ValueError(
-                f"expected a complete {kind} file, got {path!r}, which cannot be read as one "
-                f"({why}); try writing it again, or for other formats pandas.read_csv(path) or the "
-                "like, and td.from_dataframe of the DataFrame"
+                f"{path!r} cannot be read as a complete {kind} file: {err}; try writing it again, "
+                "or for other formats td.from_dataframe(pandas.read_csv(path), ...)"
             ) from err
         groups = range(footer.num_row_groups)
         sizes = [footer.row_group(group).num_rows for group in groups]
@@ -188,7 +182,7 @@ def _expand(paths: list[str]) -> tuple[Any, list[str]]:
     fs = None
     files: list[str] = []
     for path in paths:
-        fs, matches = _matches(path)
+        fs, _, matches = get_fs_token_paths(path)
         for match in sorted(matches):
             files += _inside(fs, match) if fs.isdir(match) else [match]
     if fs is None or not files:
@@ -218,16 +212,3 @@ def _inside(fs: Any, folder: str) -> list[str]:
             f"{os.path.dirname((splits or inside)[0])!r}"
         )
     return [each for each in inside if each.endswith(_SUFFIXES)]
-
-
-def _matches(path: str) -> tuple[Any, list[str]]:
-    try:
-        fs, _, matches = get_fs_token_paths(path)
-        return fs, matches
-    # An unknown protocol, one whose package is not installed, or a folder that cannot be read.
-    except (ValueError, ImportError, OSError) as err:
-        kind = ImportError if isinstance(err, ImportError) else ValueError
-        raise kind(
-            f"expected a path, URL or pattern of parquet or Arrow files that fsspec can open, got "
-            f"{path!r} ({err}); try a local path, or a URL such as 's3://bucket/train/*.parquet'"
-        ) from err

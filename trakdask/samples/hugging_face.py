@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import numpy as np
@@ -61,14 +60,7 @@ class DatasetRows:
         return loaded_coords([self._dataset.select_columns(columns)[:]], names) if names else {}
 
     def _rows(self, start: int, stop: int) -> pa.Table:
-        try:
-            return self._dataset.select_columns(self.columns.names)[start:stop]
-        except FileNotFoundError as err:
-            raise FileNotFoundError(
-                f"expected the files of the Dataset on host {socket.gethostname()!r}, got {err}; "
-                "try dataset.save_to_disk(...) at a path or URL that all workers see, and that "
-                "path as source"
-            ) from err
+        return self._dataset.select_columns(self.columns.names)[start:stop]
 
 
 def _require_plain(dataset: Any) -> None:

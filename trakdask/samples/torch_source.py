@@ -5,22 +5,28 @@ from __future__ import annotations
 import difflib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
 from torch.utils.data import DataLoader, IterableDataset
 
 from trakdask.checks import import_callable
-from trakdask.samples.blocks import Field, assemble, check_chunks, check_dtype, read_bundle
+from trakdask.samples.blocks import (
+    Field,
+    assemble,
+    check_chunks,
+    check_dtype,
+    read_bundle,
+    require_samples,
+)
 from trakdask.samples.coords import (
     CoordsLike,
     fields_as_coords,
     normalise_coords,
-    without_mask,
+    to_numpy,
 )
 from trakdask.samples.fingerprints import fingerprint
 
@@ -92,7 +98,7 @@ def from_torch(
     """
     size = check_chunks(chunks)
     reader = _DatasetReader(dataset, _check_names(names))
-    n = reader.probe(_check_shapes(shapes))
+    n = reader.probe(shapes or {})
     chosen = fields_as_coords(coords, reader.fields)
     fields = {name: field for name, field in reader.fields.items() if name not in chosen}
     variables = read_bundle(reader, fingerprint(reader), fields, n, size)
@@ -103,39 +109,14 @@ def from_torch(
 
 def _check_names(names: Any) -> tuple[str | None, ...]:
     given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
-    if not all(name is None or isinstance(name, str) for name in given):
-        raise TypeError(
-            "expected the name of each field of an item as names, or None to leave a field out, "
-            f"got {names!r}; try names=('image', 'label')"
-        )
-    if not any(given):
+    chosen = [name for name in given if name is not None]
+    are_names = all(isinstance(name, str) for name in chosen)
+    if not chosen or not are_names or len(set(chosen)) < len(chosen):
         raise ValueError(
-            f"expected a name for at least one field, got names={names!r}; try names=('image', "
-            "'label')"
-        )
-    if len(set(given) - {None}) < len(given) - given.count(None):
-        raise ValueError(
-            f"expected different names, got names={given}; try another name for one of the fields"
+            "expected a name of its own for each field of an item, or None to leave it out, got "
+            f"names={names!r}; try names=('image', 'label')"
         )
     return given
-
-
-def _check_shapes(shapes: Any) -> dict[str, tuple[int, ...]]:
-    if shapes is None:
-        return {}
-    if not isinstance(shapes, Mapping):
-        raise TypeError(
-            f"expected a mapping from name to shape as shapes, got {shapes!r}; try "
-            "shapes={'image': (3, 32, 32)}"
-        )
-    for name, shape in shapes.items():
-        lengths = shape if isinstance(shape, tuple | list) else [None]
-        if not all(isinstance(length, int) and length >= 0 for length in lengths):
-            raise ValueError(
-                f"expected a tuple of lengths as the shape of {name!r}, got {shape!r}; try "
-                f"shapes={{{name!r}: (3, 32, 32)}}"
-            )
-    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 class _DatasetReader:
@@ -155,14 +136,10 @@ class _DatasetReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock(), _dataset=None)
 
-    def probe(self, shapes: dict[str, tuple[int, ...]]) -> int:
+    def probe(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Determine the fields from item 0; return the number of samples."""
         n = len(self._opened())
-        if n == 0:
-            raise ValueError(
-                "expected at least one sample, got a dataset of length 0; try another selection of "
-                "samples"
-            )
+        require_samples(n, "the dataset")
         item = self._item(0)
         for name, value in item.items():
             check_dtype(name, value.dtype)
@@ -172,7 +149,7 @@ class _DatasetReader:
                 f"shapes={{{next(iter(item))!r}: ...}}"
             )
         self.fields = {
-            name: Field(shapes.get(name, tuple(value.shape)), value.dtype)
+            name: Field(tuple(shapes.get(name, value.shape)), value.dtype)
             for name, value in item.items()
         }
         if self._dataset is not self.given:  # the code alone does not determine what it returns
@@ -241,26 +218,25 @@ def _open(given: Any) -> Any:
         dataset = import_callable(given, "dataset")()
     elif callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
         dataset = given()
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "expected a dataset, got a DataLoader, whose items are batches; try "
-            "td.from_torch(loader.dataset, names=...)"
-        )
+    advice = "list(dataset), or writing the samples to zarr or parquet first"
+    for other, better in _OTHERS.items():
+        if isinstance(dataset, other):
+            advice = better
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or not is_map_style:
+    if isinstance(dataset, (IterableDataset, *_OTHERS)) or not is_map_style:
         raise TypeError(
-            "expected a map-style dataset, with __len__ and __getitem__, as blocks are read by "
-            f"index, got {type(dataset).__name__}; try list(dataset), or write the samples to zarr "
-            "or parquet first"
-        )
-    if isinstance(dataset, Mapping | pd.DataFrame | xr.Dataset):
-        other = "td.from_arrays" if isinstance(dataset, Mapping) else "td.from_dataframe"
-        other = "td.featurize(dataset, ...)" if isinstance(dataset, xr.Dataset) else other
-        raise TypeError(
-            "expected a map-style torch dataset, whose items are read by index, got "
-            f"{type(dataset).__name__}; try {other}"
+            "expected a map-style dataset, whose items are read by index, got "
+            f"{type(dataset).__name__}; try {advice}"
         )
     return dataset
+
+
+_OTHERS: Mapping[type, str] = {
+    DataLoader: "loader.dataset, whose items are no batches",
+    Mapping: "td.from_arrays",
+    pd.DataFrame: "td.from_dataframe",
+    xr.Dataset: "td.featurize(dataset, ...)",
+}
 
 
 def _equal(left: Array, right: Array) -> bool:
@@ -289,25 +265,13 @@ def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, An
     return {name: field for name, field in zip(names, fields, strict=True) if name is not None}
 
 
-_PYTHON_DTYPES: Mapping[type, Callable[[Any], Any]] = {
-    bool: np.bool_,
-    int: np.int64,
-    float: np.float32,
-}
+_DTYPES = {bool: np.bool_, int: np.int64, float: np.float32}
+"""Of numbers of Python."""
 
 
 def _to_numpy(name: str, index: int, value: Any) -> Array:
     try:
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            value = value.float() if value.dtype == torch.bfloat16 else value
-        elif type(value) in _PYTHON_DTYPES:
-            value = _PYTHON_DTYPES[type(value)](value)
-        array = without_mask(f"variable {name!r}", value)
-        return np.asarray(array)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as err:
-        raise ValueError(
-            f"expected an array of numbers as variable {name!r} of sample {index}, got "
-            f"{type(value).__name__} that numpy cannot read ({err}); try converting it in "
-            "__getitem__"
-        ) from err
+        number = _DTYPES[type(value)](value) if type(value) in _DTYPES else value
+        return to_numpy(f"variable {name!r} of sample {index}", number)
+    except OverflowError as err:
+        raise ValueError(f"variable {name!r} of sample {index}: {value} is too large") from err
