@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import IPython.display
 import pytest
+import rich
 
 import trakdask as td
 from tests.waiting import PATIENCE_S
@@ -44,32 +46,31 @@ def test_polled_bar__error_passes_through() -> None:
         raise KeyError
 
 
-def test_notebook_bar__updates_one_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar__updates_one_display_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     class Handle:
-        def update(self, html: IPython.display.HTML) -> None:
-            shown.append(html.data)
+        def update(self, table: Any) -> None:
+            shown.append(table._repr_mimebundle_([], [])["text/plain"])
 
-    def display(html: IPython.display.HTML, display_id: bool) -> Handle:
-        shown.append(html.data)
+    def display(table: Any, display_id: bool) -> Handle:
+        Handle().update(table)
         return Handle()
 
     monkeypatch.setattr(IPython.display, "display", display)
-    clock = iter([0.0, 0.0, 8.0, 9.0])
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with progress._NotebookBar("title", 10, done=4) as bar:
+    monkeypatch.setattr(rich.get_console(), "is_jupyter", True)
+    with progress._bar("title", 10, 4) as update:
         for done in (8, 10):
-            bar.update(done)
-    # Right after a restart, four tell nothing of the speed: four in eight seconds, two are left.
-    times = ["4/10 0:00:00", "8/10 0:00:08, 0:00:04 left", "10/10 0:00:09, 0:00:00 left"]
-    assert [html.partition("</progress> ")[2] for html in shown] == times
+            update(done)
+    assert [f"{done}/10" in text for done, text in zip((4, 8, 10), shown, strict=True)] == 3 * [
+        True
+    ]
 
 
-def test_terminal_bar__what_was_done_before_is_no_speed() -> None:
-    with progress._TerminalBar("title", 10, done=9) as bar:
-        assert bar._progress.tasks[0].completed == 9
-        assert bar._progress.tasks[0].speed is None
+def test_bar__what_was_done_before_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress._bar("title", 10, 9):
+        pass
+    assert "-:--:--" in capsys.readouterr().out
 
 
 def test_polled_bar__a_count_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

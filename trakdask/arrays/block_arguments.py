@@ -21,7 +21,6 @@ from dask.highlevelgraph import HighLevelGraph, Layer
 from dask.layers import ArrayBlockwiseDep
 
 from trakdask.arrays.blocks import Block, Unread, block_starts, flat
-from trakdask.execution.layers import has_featurize_layer
 
 __all__ = [
     "Bounds",
@@ -211,8 +210,6 @@ class StoredColumn:
 
 def _stored_graph(array: da.Array) -> HighLevelGraph | None:
     """Return the graph of an array whose blocks are read from a store and converted, or None."""
-    if has_featurize_layer(array.dask.layers):
-        return None
     graph = optimize_blockwise(array.dask, keys=[(array.name,)])
     steps = {name: each for name, each in graph.layers.items() if isinstance(each, Blockwise)}
     stored = {name: layer for name, layer in graph.layers.items() if name not in steps}

@@ -7,7 +7,7 @@ what featurize made, and which block of it a task has computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import dask.array as da
@@ -17,7 +17,6 @@ __all__ = [
     "bundle_of",
     "feature_layer",
     "featurize_layer",
-    "has_featurize_layer",
     "save_layer",
     "take",
     "token_of",
@@ -68,11 +67,6 @@ def token_of(name: str) -> str | None:
     """
     match = re.fullmatch(f"feature-({_TOKEN})", name)
     return match[1] if match else None
-
-
-def has_featurize_layer(names: Iterable[str]) -> bool:
-    """Tell whether a graph with layers of these names still computes gradients."""
-    return any(name.startswith("featurize-") for name in names)
 
 
 def bundle_of(arrays: Mapping[str, da.Array]) -> da.Array | None:

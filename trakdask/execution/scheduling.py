@@ -14,11 +14,9 @@ from dask.base import get_scheduler
 from distributed import Client, KilledWorker, get_worker
 
 from trakdask.errors import BlockError
-from trakdask.execution.layers import has_featurize_layer
 
 __all__ = [
     "active_client",
-    "are_lazy",
     "gpu_options",
     "n_slots",
     "note_start",
@@ -88,7 +86,7 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
     """Return options of ``compute`` that send gradient tasks to workers that declare a GPU.
 
     Empty, unless a worker of the active client was started with ``resources={"GPU": ...}`` and the
-    features are still to be computed on a GPU. The options must be passed to ``compute``, because
+    features are not those of a CPU. The options must be passed to ``compute``, because
     Dask drops annotations when it fuses tasks.
 
     Examples
@@ -97,17 +95,11 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
     {}
     """
     client = active_client()
-    if client is None or features.attrs.get("device", "cpu") == "cpu" or not are_lazy(features):
+    if client is None or features.attrs.get("device", "cpu") == "cpu":
         return {}
     workers = client.scheduler_info(n_workers=-1)["workers"].values()
     declared = any(worker["resources"].get("GPU") for worker in workers)
     return {"resources": {"GPU": 1}} if declared else {}
-
-
-def are_lazy(features: xr.Dataset) -> bool:
-    """Return whether some of the features are still to be computed from gradients."""
-    layers = getattr(features.__dask_graph__(), "layers", ())
-    return has_featurize_layer(layers)
 
 
 def report(topic: str, what: Mapping[str, Any]) -> None:
@@ -156,12 +148,10 @@ def note_start(what: str) -> None:
 def _killed(err: KilledWorker, client: Client | None) -> str:
     n_deaths = err.allowed_failures + 1
     return (
-        f"{_died_of(client, n_deaths) or f'task {err.task}'} failed: expected at most "
-        f"{err.allowed_failures} worker processes to die while they computed it "
-        f"(distributed.scheduler.allowed-failures), got {n_deaths}; try smaller blocks "
-        "(samples.chunk(sample=...)), a smaller batch_size= or workers with more memory if they "
-        "ran out of it, or a higher allowed-failures, set before the scheduler starts, if machines "
-        "are preempted"
+        f"{_died_of(client, n_deaths) or f'task {err.task}'} failed: {n_deaths} worker processes "
+        "died while they computed it; try smaller blocks (samples.chunk(sample=...)) or a smaller "
+        "batch_size= if they ran out of memory, or a higher distributed.scheduler.allowed-failures "
+        "if machines are preempted"
     )
 
 
