@@ -6,15 +6,15 @@ Until then a graph holds the object itself, once.
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+import dask
 import dask.array as da
 import numpy as np
-from dask._task_spec import DataNode, GraphNode
 from dask.base import tokenize
 from dask.blockwise import Blockwise, optimize_blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer
@@ -216,16 +216,7 @@ def _stored_graph(array: da.Array) -> HighLevelGraph | None:
     are_stored = all(_is_stored_array(name, layer) for name, layer in stored.items())
     if not stored or not are_stored or not all(map(_keeps_rows, steps.values())):
         return None
-    layers = stored | {name: _without_tasks(layer) for name, layer in steps.items()}
-    return HighLevelGraph(layers, graph.dependencies)
-
-
-def _without_tasks(layer: Blockwise) -> Blockwise:
-    """Return a layer without the tasks that it keeps once they have been made."""
-    if layer.is_materialized():
-        layer = copy.copy(layer)
-        del layer._cached_dict
-    return layer
+    return graph
 
 
 def _is_stored_array(name: str, layer: Layer) -> bool:
@@ -260,17 +251,18 @@ class _ReadInTask(ArrayBlockwiseDep):
         if len(index) == 2:
             axes[-1] = range(index[1], index[1] + 1)
         blocks = itertools.product(self.groups[index[0]], *axes)
-        tasks = tuple(self._task((self.name, *block)) for block in blocks)
+        tasks = tuple(functools.partial(_read, *self._graph_of(block)) for block in blocks)
         return Unread(tasks, self.chunks[0][index[0]])
 
-    def _task(self, key: Any) -> Any:
-        """Return a task that needs no other, because those that it needs are its arguments."""
-        layer = self.graph.layers[key[0] if isinstance(key, tuple) else key]
-        if not isinstance(layer, Blockwise):
-            value = layer[key]
-            return value if isinstance(value, GraphNode) else DataNode(key, value)
-        task = layer.cull({key}, ())[0][key]
-        return task.substitute({needed: self._task(needed) for needed in task.dependencies})
+    def _graph_of(self, block: tuple[int, ...]) -> tuple[dict[Any, Any], Any]:
+        """Return the graph of one block alone, which its task computes itself."""
+        key = (self.name, *block)
+        return dict(self.graph.cull({key})), key
 
     def __dask_tokenize__(self) -> tuple[Any, ...]:
         return type(self).__name__, self.name, self.chunks, self.groups
+
+
+def _read(graph: dict[Any, Any], key: Any) -> Block:
+    block: Block = dask.get(graph, key)
+    return block
