@@ -210,7 +210,7 @@ class StoredColumn:
 
 def _stored_graph(array: da.Array) -> HighLevelGraph | None:
     """Return the graph of an array whose blocks are read from a store and converted, or None."""
-    graph = optimize_blockwise(array.dask, keys=[(array.name,)])
+    graph: HighLevelGraph = optimize_blockwise(array.dask, keys=[(array.name,)])
     steps = {name: each for name, each in graph.layers.items() if isinstance(each, Blockwise)}
     stored = {name: layer for name, layer in graph.layers.items() if name not in steps}
     are_stored = all(_is_stored_array(name, layer) for name, layer in stored.items())
