@@ -119,9 +119,7 @@ def test_save__block_that_kills_its_workers_is_named(tmp_path: Path) -> None:
     features = td.featurize(samples, model, projector=td.Identity())
     with (
         one_worker(allowed_failures=1),
-        pytest.raises(
-            td.BlockError, match=r"samples 8:16 of checkpoint '0' failed: 2 worker"
-        ),
+        pytest.raises(td.BlockError, match=r"samples 8:16 of checkpoint '0' failed: 2 worker"),
     ):
         td.save(features, tmp_path / "f.zarr", progress=False)
 

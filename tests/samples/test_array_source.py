@@ -139,7 +139,7 @@ def test_from_arrays__refuses_unknown_chunks() -> None:
 
 
 def test_from_arrays__refuses_coords() -> None:
-    with pytest.raises(ValueError, match=r"\(10,\) for coord 'label'.*\(2,\)"):
+    with pytest.raises(ValueError, match=r"\(10,\).* coord 'label'.*\(2,\)"):
         from_arrays({"x": x_of()}, coords={"label": [1, 2]})
     with pytest.raises(ValueError, match=r"coords, got 'x' for both"):
         from_arrays({"x": x_of()}, coords={"x": x_of()})
@@ -164,11 +164,11 @@ def test_from_arrays__masks() -> None:
     np.testing.assert_array_equal(from_arrays({"x": plain}).x.values, x)
     hidden = np.ma.array(x, mask=x > 4)
     for masked in (hidden, list(hidden)):
-        with pytest.raises(ValueError, match=r"'x', got 1 samples with masked values.* sample 2;"):
+        with pytest.raises(ValueError, match=r"'x'.* masked values in 1 samples.* sample 2;"):
             from_arrays({"x": masked})
     with pytest.raises(ValueError, match=r"'x' without a mask"):
         from_arrays({"x": da.from_array(hidden)})
-    with pytest.raises(ValueError, match=r"coord 'c', got 1 samples"):
+    with pytest.raises(ValueError, match=r"coord 'c' has masked"):
         from_arrays({"x": x}, coords={"c": hidden[:, 1]})
 
 

@@ -132,35 +132,25 @@ def _stacked(name: str, columns: Sequence[str], values: Sequence[Array]) -> Arra
 
 def parse_columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
     """Check the options of :func:`from_dataframe` that say what the variables are made of."""
-    if not isinstance(variables, Mapping) or not all(
-        isinstance(name, str) and _is_columns(given) for name, given in variables.items()
-    ):
+    is_mapping = isinstance(variables, Mapping) and bool(variables)
+    if not is_mapping or not all(map(_is_columns, variables.values())):
         raise TypeError(
             "expected a mapping from the name of a variable to a column, or a list of columns, as "
-            f"variables, got {variables!r}; try variables={{'x': 'column'}}"
-        )
-    if not variables:
-        raise ValueError(
-            "expected at least one model input, got variables={}; try variables={'x': 'column'}"
+            f"variables, got variables={variables!r}; try variables={{'x': 'column'}}"
         )
     lengths = (
         max_length if isinstance(max_length, Mapping) else dict.fromkeys(variables, max_length)
     )
-    if unknown := [name for name in lengths if name not in variables]:
+    are_lengths = all(
+        type(each) is not bool and each >= 1 for each in lengths.values() if max_length is not None
+    )
+    if not lengths.keys() <= variables.keys() or not are_lengths:
         raise ValueError(
-            f"expected names of variables in max_length, got {unknown[0]!r}; try one of "
-            f"{list(variables)}"
+            f"expected positive integers for some of {list(variables)} as max_length, got "
+            f"max_length={max_length!r}; try max_length=128"
         )
-    for name, length in () if max_length is None else lengths.items():
-        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
-            raise ValueError(
-                f"expected a positive integer as the max_length of {name!r}, got {length!r}; try "
-                "max_length=128"
-            )
     if truncate and max_length is None:
-        raise ValueError(
-            "expected max_length with truncate=True, got max_length=None; try max_length=128"
-        )
+        raise ValueError("truncate=True needs a max_length; try max_length=128")
     columns = {
         n: given if isinstance(given, str) else tuple(given) for n, given in variables.items()
     }

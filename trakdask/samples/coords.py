@@ -65,7 +65,9 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     if coords is None:
         return {}
     if isinstance(coords, pd.DataFrame):
-        _check_columns(coords)
+        twice = list(coords.columns[coords.columns.duplicated()])
+        if twice:
+            raise ValueError(f"several columns are named {twice}; try renaming them")
         coords = {name: coords[name] for name in coords.columns}
     if not isinstance(coords, Mapping):
         raise TypeError(
@@ -152,8 +154,7 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     array = _to_numpy(name, values)
     if array.shape != (n,):
         raise ValueError(
-            f"expected shape ({n},) for coord {name!r}, one value per sample, got {array.shape}; "
-            f"try one value for each of the {n} samples"
+            f"expected {n} values, shape ({n},), for coord {name!r}, got {array.shape}"
         )
     return _portable(name, array)
 
@@ -178,10 +179,7 @@ def check_name(name: object, what: str, *, is_column: bool = False) -> None:
         If the name is reserved.
     """
     if not isinstance(name, str):
-        raise TypeError(
-            f"expected a str as the name of a {what}, got {name!r} ({type(name).__name__}); try "
-            f"{str(name)!r}"
-        )
+        raise TypeError(f"the name of a {what} must be a str, got {name!r} ({type(name).__name__})")
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
         other = "sample_id" if name == variables.SAMPLE else f"my_{name}"
         remedy = f"coords={{{other!r}: {name!r}}}" if is_column else repr(other)
@@ -191,20 +189,9 @@ def check_name(name: object, what: str, *, is_column: bool = False) -> None:
         )
 
 
-def _check_columns(frame: pd.DataFrame) -> None:
-    if not frame.columns.is_unique:
-        twice = list(frame.columns[frame.columns.duplicated()].unique())
-        raise ValueError(
-            f"expected columns with different names, got several named {twice}; try renaming them"
-        )
-
-
 def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if dask.base.is_dask_collection(values):
-        raise TypeError(
-            f"expected values in memory for coord {name!r}, got a lazy {type(values).__name__}; "
-            f"try {name}.compute()"
-        )
+        raise TypeError(f"coord {name!r} is lazy, and must be in memory; try {name}.compute()")
     if isinstance(values, torch.Tensor):
         return to_numpy(f"coord {name!r}", values)
     if isinstance(values, xr.DataArray | xr.Variable):
@@ -215,8 +202,7 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
         return np.asarray(without_mask(f"coord {name!r}", values))
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
         raise TypeError(
-            f"expected one value per sample for coord {name!r}, got {type(values).__name__}; try a "
-            "list or an array"
+            f"expected a list or an array as coord {name!r}, got {type(values).__name__}"
         )
     # As objects first: numpy would write [1, "a"] as two strings.
     return np.fromiter(values, dtype=object, count=len(values))
@@ -243,9 +229,8 @@ def without_mask(what: str, array: Any) -> Any:
     masked = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
     if masked.any():
         raise ValueError(
-            f"expected an array without masked values as {what}, got {int(masked.sum())} samples "
-            f"with masked values, the first of them sample {int(masked.argmax())}; try "
-            "array.filled(value), or array[~array.mask] to leave them out"
+            f"{what} has masked values in {int(masked.sum())} samples, first in sample "
+            f"{int(masked.argmax())}; try array.filled(value), or leaving them out"
         )
     return array.data
 
@@ -258,7 +243,7 @@ def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
         return _portable(name, categories)[codes] if len(categories) else categories
     if isinstance(series.dtype, pd.DatetimeTZDtype):
         raise TypeError(
-            f"expected times without a time zone for coord {name!r}, got {series.dtype.tz}; try "
+            f"coord {name!r} has times of the time zone {series.dtype.tz}; try "
             f"{name}.dt.tz_convert('UTC').dt.tz_localize(None)"
         )
     if series.dtype.kind in "biu":  # pandas' own dtypes can have missing values
@@ -291,9 +276,8 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     if all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
         return np.array(array.tolist())
     raise TypeError(
-        f"expected only numbers, booleans, strings or times for coord {name!r}, got values "
-        f"of the types {sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str), or leave "
-        "it out"
+        f"expected only numbers, booleans, strings or times for coord {name!r}, got the types "
+        f"{sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str)"
     )
 
 
@@ -334,7 +318,6 @@ def _check_present(name: str, missing: Any) -> None:
     missing = np.asarray(missing)
     if missing.any():
         raise ValueError(
-            f"expected a value of coord {name!r} for every sample, got {int(missing.sum())} "
-            f"missing, the first for sample {int(missing.argmax())}; try "
-            f"{name}.fillna('') for strings, or {name}.fillna(-1) for integers"
+            f"coord {name!r} lacks {int(missing.sum())} values, first that of sample "
+            f"{int(missing.argmax())}; try {name}.fillna(-1), or {name}.fillna('') for strings"
         )

@@ -65,18 +65,13 @@ class DatasetRows:
 
 def _require_plain(dataset: Any) -> None:
     kind = type(dataset).__name__
-    advice = {
-        "DatasetDict": "one of its splits: source['train']",
-        "IterableDataset": "writing it to parquet files first, and their path",
-        "IterableDatasetDict": "writing a split to parquet files first, and their path",
-    }
     if kind != "Dataset":
         raise TypeError(
-            f"expected a datasets.Dataset, whose rows are read by index, got {kind}; try "
-            f"{advice.get(kind, 'a Dataset')}"
+            f"expected a datasets.Dataset, whose rows are read by index, got {kind}; try one of "
+            "its splits, source['train'], or writing a stream to parquet files, and their path"
         )
     if dataset.format["type"] == "custom":
         raise ValueError(
-            "expected a Dataset that stores its values, got one with a transform that is applied "
-            "when rows are read; try dataset.map(transform, batched=True), or td.from_torch"
+            "the Dataset has a transform that is applied when rows are read; try "
+            "dataset.map(transform, batched=True), or td.from_torch"
         )
