@@ -69,6 +69,7 @@ _ALL = (
         (SAMPLE, PROJ_DIM, CHECKPOINT),
         "projected gradient of the model output with respect to the parameters",
     ),
+    Variable("feature_norm", (SAMPLE, CHECKPOINT), "squared norm of feature"),
     Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),

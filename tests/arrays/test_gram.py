@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trakdask.arrays import gram as module
-from trakdask.arrays.gram import diagonal, gram, gram_and_sum, pooled
+from trakdask.arrays.gram import gram, gram_and_sum, pooled
 from trakdask.testing import raise_if_dask_computes
 
 
@@ -177,17 +177,6 @@ def test_gram__refuses_other_arrays() -> None:
         gram(lazy(x)[lazy(x)[:, 0, 0] > 0])
     with pytest.raises(ValueError, match=r"0 samples"):
         gram(lazy(x)[:0])
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_diagonal__of_the_gram_matrix(weighted: bool) -> None:
-    x = gaussian(60, 5, 2)
-    x[7, :, 0] = np.nan  # a failed sample
-    h = np.random.default_rng(1).random((60, 2)) if weighted else np.ones((60, 2))
-    with raise_if_dask_computes():
-        found = diagonal(lazy(x), lazy(h) if weighted else None)
-    expected = np.nansum(np.square(x.astype("f8")) * h[:, None], axis=0)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_gram__refuses_options() -> None:

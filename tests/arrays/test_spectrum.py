@@ -15,7 +15,6 @@ from trakdask.arrays.spectrum import (
     closed_form_damping,
     eigenvectors,
     from_eigenvectors,
-    is_decomposition,
     leverage,
     mean_trace,
     solve,
@@ -141,12 +140,3 @@ def test_loss_gradient__equals_the_sum_beside_the_matrix() -> None:
     found = loss_gradient(lazy(x), lazy(g))
     assert found.chunks == ((6,), (1, 1))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def test_is_decomposition__of_this_matrix_only() -> None:
-    k, _, x, _ = matrices()
-    values, vectors = eigenvectors(spectrum(k, None, len(x), LABELS), 6)
-    assert is_decomposition(k, values, vectors)
-    assert not is_decomposition(k * 1.001, values, vectors)
-    assert not is_decomposition(k, values, vectors[:, ::-1])
-    assert not is_decomposition(k, values[..., ::-1], vectors[..., ::-1])

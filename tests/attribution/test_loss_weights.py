@@ -81,11 +81,6 @@ def test_power__of_selected_checkpoints_of_a_store(tmp_path: Path) -> None:
     assert power(one) == pytest.approx(expected(1.3), rel=1e-6)
 
 
-def test_power__follows_outputs_that_were_changed(tmp_path: Path) -> None:
-    saved = td.save(features(), tmp_path / "f.zarr", progress=False)
-    assert power(saved.assign(out_to_loss=saved.out_to_loss**4)) == 0.5
-
-
 def test_power__follows_an_append_and_a_drop(tmp_path: Path) -> None:
     td.save(features(), tmp_path / "f.zarr", progress=False)
     other = features(5)

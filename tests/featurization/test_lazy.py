@@ -16,6 +16,7 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
+from trakdask.arrays.weights import row_norms
 from trakdask.featurization import memory
 from trakdask.featurization.memory import activation_bytes, available_bytes, states_bytes
 from trakdask.models import checkpoints
@@ -46,7 +47,9 @@ def test_featurize__labels_chunks_and_provenance() -> None:
     assert features.feature.dims == ("sample", "proj_dim", "checkpoint")
     assert features.feature.chunks == ((8, 8, 4), (32,), (1, 1))
     assert features.out_to_loss.chunks == ((8, 8, 4), (1, 1))
-    assert {str(v.dtype) for v in features.data_vars.values()} == {"float32"}
+    assert {str(v.dtype) for v in features.drop_vars("feature_norm").data_vars.values()} == {
+        "float32"
+    }
     assert features.checkpoint.values.tolist() == ["c0", "c1"]
     np.testing.assert_array_equal(features.label, np.arange(20) % 3)
     assert "sample" not in features.indexes
@@ -204,6 +207,14 @@ def test_featurize__one_pass_makes_all_three_variables() -> None:
     features.compute(scheduler="sync")
     # The first micro-batch is checked by one more pass, and so is the first larger one.
     assert 6 < sum(n > 2 for n in calls) <= 6 + 2
+
+
+def test_featurize__norms_are_those_of_features_whatever_the_chunks() -> None:
+    for chunks in (8, 3):
+        found = td.featurize(samples(chunks=chunks), model(), projector=td.SJLT(32)).compute()
+        assert found.feature_norm.dtype == np.float64
+        alone = [row_norms(row[None]) for row in found.feature.values]
+        np.testing.assert_array_equal(found.feature_norm, np.concatenate(alone))
 
 
 def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(

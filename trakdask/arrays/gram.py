@@ -27,7 +27,7 @@ from trakdask.arrays.blocks import (
 )
 from trakdask.arrays.xp import array_module, asnumpy
 
-__all__ = ["accumulation_dtype", "diagonal", "gram", "gram_and_sum", "pooled"]
+__all__ = ["accumulation_dtype", "gram", "gram_and_sum", "pooled"]
 
 #: Above this proj_dim, two float64 matrices do not fit in memory beside the features of a task.
 _FLOAT64_MAX_DIM = 8192
@@ -138,41 +138,6 @@ def gram_and_sum(
     both = _reduced(feature, weights, sum_weights, dtype, split_every)
     p = feature.shape[1]
     return both[:, :p], both[:, p]
-
-
-def diagonal(feature: da.Array, weights: da.Array | None = None) -> da.Array:
-    """Return the diagonal of :func:`gram`, (proj_dim, checkpoint) float64, lazy.
-
-    Cost: n p C multiplications instead of n p² C, and one pass over ``feature``.
-
-    Examples
-    --------
-    >>> diagonal(da.full((6, 2, 1), 2.0, chunks=(4, 2, 1))).compute().tolist()
-    [[24.0], [24.0]]
-    """
-    require_features(feature, name="feature", caller="diagonal")
-    w = da.ones((feature.shape[0], feature.shape[2]), chunks=1) if weights is None else weights
-    parts = da.blockwise(
-        _partial_diagonal,
-        "spc",
-        feature,
-        "spc",
-        align_weights(w, feature, name="weights"),
-        "sc",
-        adjust_chunks={"s": (1,) * feature.numblocks[0]},
-        align_arrays=False,
-        name="gram-diagonal-" + tokenize(feature.name, weights),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0), np.float64),
-    )
-    total: da.Array = parts.sum(axis=0)
-    return total
-
-
-def _partial_diagonal(x: Block, h: Block) -> Block:
-    here = ~failed_rows(x)
-    result: Block = np.einsum("spc,spc,sc->pc", x[here], x[here], h[here], dtype=np.float64)
-    return result[None]
 
 
 def pooled(weights: da.Array) -> da.Array:

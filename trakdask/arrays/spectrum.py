@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,6 @@ __all__ = [
     "closed_form_damping",
     "eigenvectors",
     "from_eigenvectors",
-    "is_decomposition",
     "leverage",
     "mean_trace",
     "solve",
@@ -225,27 +223,6 @@ def _from_eigenvectors(
     s, v = s[:, 0], v[:, :, 0]
     total, mean = _total(len(v), loss_gradient), float(s.sum()) / n_sample
     return Spectrum(s, v, v.T @ total, total, mean, str(label[0]))
-
-
-def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> bool:
-    """Return whether K = V diag(s) Vᵀ, judged by K x for one x; for arrays in memory.
-
-    Parameters
-    ----------
-    gram, values, vectors
-        K, s and V as in :func:`from_eigenvectors`.
-
-    Examples
-    --------
-    >>> k, v = (da.from_array(x[:, :, None]) for x in (np.diag([1.0, 2.0]), np.eye(2)))
-    >>> [is_decomposition(k, da.from_array(np.array([[1.0], [s]])), v) for s in (2, 3)]
-    [True, False]
-    """
-    x = 1 + np.sin(np.arange(gram.shape[1]))
-    known, s, v = dask.compute(da.einsum("pqc,q->pc", gram, x), values, vectors, scheduler="sync")
-    product = np.einsum("pkc,kc->pc", v, s * np.einsum("pkc,p->kc", v, x))
-    scale = np.abs(known).max(axis=0, initial=0)
-    return bool((np.abs(product - known) <= 1e-6 * scale).all())
 
 
 def _labels(labels: Sequence[str]) -> da.Array:

@@ -87,7 +87,7 @@ class Weights(HtmlTable):
             "gram_weights": self.gram,
             "loss_weights": self.loss,
             "power": self.power,
-            "samples": features.sizes[SAMPLE],
+            "n_samples": features.sizes[SAMPLE],
             "source": features.attrs.get("source", ""),
             "pooled_checkpoints": [str(name) for name in features[CHECKPOINT].values],
         }

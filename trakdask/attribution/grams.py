@@ -6,7 +6,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.matrices import origin, weight_data
+from trakdask.attribution.matrices import weight_data
 from trakdask.variables import CHECKPOINT, VARIABLES, lazy_features, validate
 
 __all__ = ["gram"]
@@ -50,11 +50,10 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     ('proj_dim', 'proj_dim_1', 'checkpoint')
     """
     validate(features, ["feature"], what="features")
-    made_from = origin(features)
     features = lazy_features(features)
     h = None if weights is None else weight_data(features, weights)
     data = arrays.gram.gram(features.feature.data, h)
     named = Weights() if weights is None else Weights(gram="given")
-    attrs = VARIABLES["gram"].attrs | named.attrs(features) | made_from
+    attrs = VARIABLES["gram"].attrs | named.attrs(features)
     coords = {CHECKPOINT: features[CHECKPOINT]}
     return xr.DataArray(data, dims=VARIABLES["gram"].dims, coords=coords, name="gram", attrs=attrs)

@@ -1,17 +1,14 @@
-"""The matrices that scores need: stored beside the features, or reduced from them."""
+"""The matrices that scores need: variables of the features, or reduced from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays import lineage
 from trakdask.attribution.estimators import Weights
 from trakdask.attribution.options import Options
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, aligned, validate
@@ -21,31 +18,31 @@ __all__ = [
     "DERIVED",
     "EIGENVALUES",
     "EIGENVECTORS",
-    "ORIGIN",
+    "GRAM",
+    "LOSS_GRADIENT",
+    "NORM",
+    "N_SAMPLES",
     "ChoosingMatrices",
     "Matrices",
     "matrices",
-    "origin",
-    "output_total",
     "stored_damping",
     "stored_decomposition",
     "stored_matrix",
     "weight_data",
-    "with_origin",
-    "without_foreign_matrices",
 ]
 
-_REDUCED = ("feature", "out_to_loss")
-"""Arrays that a gram matrix is reduced from; the second one only where its weights need it."""
-
+GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
 EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
-DAMPING = "damping"
 
-DERIVED = ("gram", "loss_gradient", EIGENVALUES, EIGENVECTORS, DAMPING)
+DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
 """All that :func:`trakdask.save` computes from features and stores beside them."""
 
-ORIGIN = "reduced_from"
-"""In the attrs of derived arrays: dask's names of the arrays that they were computed from."""
+NORM = "feature_norm"
+
+N_SAMPLES = "n_samples"
+"""In the attrs of derived arrays: of how many samples they are."""
+
+_REMEDY = f"features.drop_vars({[GRAM, LOSS_GRADIENT]}, errors='ignore')"
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,13 @@ class ChoosingMatrices:
 class Matrices:
     """The gram matrix of an estimator, and what λ is chosen with if outputs choose it.
 
+    ``features`` are compared with ``feature_norm`` when they are read, if a stored matrix is used.
     ``n_samples`` is the number of samples that the gram matrix is a sum over. ``decomposition`` are
-    its eigenvalues and eigenvectors and ``damping`` is λ, where they are stored and valid; with λ
-    there is nothing to choose.
+    its eigenvalues and eigenvectors and ``damping`` is λ, where they are stored; with λ there is
+    nothing to choose.
     """
 
+    features: xr.Dataset
     gram: da.Array
     n_samples: int
     choosing: ChoosingMatrices | None = None
@@ -77,38 +76,44 @@ class Matrices:
 
 
 def matrices(features: xr.Dataset, options: Options) -> Matrices:
-    """Return the matrices that an estimator and its λ need; features are chunked already."""
+    """Return the matrices that an estimator and its λ need; features are chunked already.
+
+    A gram matrix belongs to the Dataset: it is used for the rows of the Dataset, whichever were
+    selected.
+
+    Raises
+    ------
+    ValueError
+        If there are more rows than the gram matrix has samples, if it has a dimension ``sample``,
+        or if rows were selected and another matrix of all samples is needed than the one at hand.
+    """
     given = None if options.weights is None else weight_data(features, options.weights)
     weights, choosing = options.estimator.weights, options.estimator.choosing
-    by_outputs = options.is_damped_by_outputs
-    needed = {weights, choosing} if by_outputs else {weights}
-    if given is not None:  # the gram matrix of given weights is never stored
-        needed.discard(weights)
-    features, stored = _stored_grams(features, needed)
-    gram = stored.get(weights)
-    own = None if gram is None else _decomposition(features, gram)
-    damping = None if own is None else stored_damping(features, options)
-    if damping is not None or not by_outputs:
-        return Matrices(*_gram(features, weights, given, gram), decomposition=own, damping=damping)
+    gram = stored_matrix(features, GRAM, weights) if given is None else None
+    decomposition = damping = None
+    if gram is not None:
+        decomposition, damping = _decomposition(features), stored_damping(features, options)
+    if damping is not None or not options.is_damped_by_outputs:
+        own = _gram(features, weights, given, gram)
+        return Matrices(_checked(features, gram), *own, None, decomposition, damping)
     validate(features, ["output", "out_to_loss"], what="features")
-    is_same = choosing == weights
-    chosen_by = _choosing_matrices(
-        features, choosing, given if is_same else None, stored.get(choosing)
-    )
-    if is_same and gram is None:
-        return Matrices(chosen_by.gram, chosen_by.n_samples, chosen_by)
-    return Matrices(*_gram(features, weights, given, gram), chosen_by, decomposition=own)
+    if choosing == weights:
+        chosen_by = _choosing_matrices(features, choosing, given, gram)
+        own = chosen_by.gram, chosen_by.n_samples
+        return Matrices(_checked(features, gram), *own, chosen_by, decomposition)
+    known = stored_matrix(features, GRAM, choosing)
+    chosen_by = _choosing_matrices(features, choosing, None, known)
+    own = _gram(features, weights, given, gram)
+    return Matrices(_checked(features, gram, known), *own, chosen_by, decomposition)
 
 
-def _stored_grams(
-    features: xr.Dataset, needed: set[Weights]
-) -> tuple[xr.Dataset, dict[Weights, da.Array]]:
-    """Return the stored gram matrices by their weights, and features without foreign ones."""
-    found = {each: stored_matrix(features, "gram", each) for each in needed}
-    stored = {each: matrix for each, matrix in found.items() if matrix is not None}
-    if stored:
-        features = without_foreign_matrices(features)
-    return features, stored if "gram" in features else {}
+def _checked(features: xr.Dataset, *stored: da.Array | None) -> xr.Dataset:
+    """Return features that are compared with their norms when read, if a matrix is stored."""
+    if NORM not in features or all(matrix is None for matrix in stored):
+        return features
+    feature = features["feature"].variable
+    data = arrays.weights.checked(feature.data, features[NORM].data)
+    return features.assign(feature=feature._replace(data=data))
 
 
 def _gram(
@@ -116,8 +121,11 @@ def _gram(
 ) -> tuple[da.Array, int]:
     """Return the stored gram matrix, or reduce it; and the number of its samples."""
     if stored is not None:
-        return stored, _stored_samples(features)
-    h = weights.gram_data(features) if given is None else given
+        return stored, _n_samples(features)
+    h = given
+    if given is None:
+        _require_all_samples(features)
+        h = weights.gram_data(features)
     return arrays.gram.gram(features.feature.data, h), features.sizes[SAMPLE]
 
 
@@ -127,199 +135,107 @@ def _choosing_matrices(
     """Return what λ is chosen with; ``gram`` is the stored gram matrix of these weights, if any."""
     h, g = weights.gram_data(features) if given is None else given, weights.loss_data(features)
     if gram is not None:
-        loss_gradient, n = stored_matrix(features, "loss_gradient", weights), features.sizes[SAMPLE]
-        if loss_gradient is None and n == _stored_samples(features):
-            # Other checkpoints are pooled than when it was stored; the gram matrices are the same.
+        loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
+        if loss_gradient is None:  # other checkpoints are pooled than when it was stored
+            _require_all_samples(features)
             loss_gradient = arrays.completeness.loss_gradient(features.feature.data, g)
-        if loss_gradient is not None:
-            known = _decomposition(features, gram)
-            return ChoosingMatrices(gram, loss_gradient, _stored_samples(features), h, g, known)
+        known = _decomposition(features)
+        return ChoosingMatrices(gram, loss_gradient, _n_samples(features), h, g, known)
+    if given is None:
+        _require_all_samples(features)
     gram, loss_gradient = arrays.gram.gram_and_sum(features.feature.data, h, g)
     return ChoosingMatrices(gram, loss_gradient, features.sizes[SAMPLE], h, g)
 
 
 def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
-    """Return the matrix that :func:`save` stored beside the features, if it is the one needed.
+    """Return the matrix that features hold, if it is that of these weights and columns.
 
-    That is a matrix of the same data, weights and projection, and of at least as many samples, so
-    that a selection of rows still uses it. ``loss_gradient`` pools the checkpoints, and is only
-    returned if all of them are present.
+    It is the one of all samples that the features were selected from. ``loss_gradient`` pools the
+    checkpoints, and is only returned if all of them are present.
+
+    Raises
+    ------
+    ValueError
+        If the features have more rows than the matrix has samples, or it got a dimension
+        ``sample``.
     """
     if name not in features:
         return None
-    array, needed = features[name], weights.attrs(features)
-    # Old stores have no attrs: their matrix is that of weights 1.
-    assumed = needed | {"gram_weights": "1"} if name == "gram" else {}
-    recorded = assumed | array.attrs
-    same = {"gram": ["gram_weights"], "loss_gradient": ["loss_weights", "pooled_checkpoints"]}[name]
-    is_same = all(recorded.get(key) == needed[key] for key in ("source", *same))
-    is_whole = recorded.get("samples", 0) >= needed["samples"]
-    if not is_same or not is_whole or set(array.shape[:-1]) != {features.sizes[PROJ_DIM]}:
+    matrix, needed = features[name], weights.attrs(features)
+    if SAMPLE in matrix.dims:
+        raise ValueError(
+            f"expected {name!r} without the dimension 'sample', which where(..., drop=True) and "
+            "concat add to all variables, got "
+            f"{matrix.dims}; try features.isel(sample=...) to select rows, or {_REMEDY}"
+        )
+    compared = {GRAM: ["gram_weights"], LOSS_GRADIENT: ["loss_weights", "pooled_checkpoints"]}
+    is_same = all(matrix.attrs.get(key) == needed[key] for key in compared[name])
+    if not is_same or set(matrix.shape[:-1]) != {features.sizes[PROJ_DIM]}:
         return None
+    if (n := features.sizes[SAMPLE]) > matrix.attrs[N_SAMPLES]:
+        raise ValueError(
+            f"expected at most the {matrix.attrs[N_SAMPLES]} samples that {name!r} is a sum over, "
+            f"got {n}; try features.isel(sample=...), or {_REMEDY} for the matrix of these samples"
+        )
     validate(features, [name], what="features")
-    data: da.Array = array.data
+    data: da.Array = matrix.data
     return data
+
+
+def _require_all_samples(features: xr.Dataset) -> None:
+    """Refuse to reduce another matrix of selected rows: all others are of all samples."""
+    n, total = features.sizes[SAMPLE], _n_samples(features)
+    if n < total:
+        raise ValueError(
+            f"expected all {total} samples, to add up what the features do not hold (a gram matrix "
+            f"with other weights, or the 'loss_gradient' of these checkpoints), got {n}; try "
+            f"selecting from the scores of all, or {_REMEDY} for sums of these samples alone"
+        )
 
 
 def stored_decomposition(
     features: xr.Dataset, weights: Weights
 ) -> tuple[da.Array, da.Array] | None:
-    """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights.
-
-    They are used if that gram matrix is stored, too, and is still the array that was decomposed.
-    """
-    gram = stored_matrix(features, "gram", weights)
-    return None if gram is None else _decomposition(features, gram)
+    """Return the stored eigenvalues and eigenvectors of the gram matrix of some weights."""
+    gram = stored_matrix(features, GRAM, weights)
+    return None if gram is None else _decomposition(features)
 
 
-def _decomposition(features: xr.Dataset, gram: da.Array) -> tuple[da.Array, da.Array] | None:
-    """Return the stored eigenvalues and eigenvectors, if they are of this gram matrix."""
-    if EIGENVALUES not in features or EIGENVECTORS not in features:
+def _decomposition(features: xr.Dataset) -> tuple[da.Array, da.Array] | None:
+    """Return the eigenvalues and eigenvectors of the gram matrix of features, if they hold them."""
+    if EIGENVALUES not in features or not _is_of_gram(features, EIGENVECTORS):
         return None
     validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
-    values, vectors = features[EIGENVALUES].data, features[EIGENVECTORS].data
-    n_component = (vectors.shape[0], _stored_samples(features))
-    if vectors.shape[::2] != gram.shape[::2] or values.shape != vectors.shape[1:]:
-        return None
-    if vectors.shape[1] not in n_component:
-        return None
-    root = features[EIGENVECTORS].attrs.get(ORIGIN, {}).get("gram")
-    if lineage.sources(gram, root) == {root}:
-        return values, vectors
-    in_memory = (lineage.is_in_memory(x, lineage.sources(x)) for x in (gram, values, vectors))
-    is_product = all(in_memory) and arrays.spectrum.is_decomposition(gram, values, vectors)
-    return (values, vectors) if is_product else None
+    return features[EIGENVALUES].data, features[EIGENVECTORS].data
+
+
+def _is_of_gram(features: xr.Dataset, name: str) -> bool:
+    """Return whether features hold a variable, and it is of the gram matrix that they hold."""
+    return name in features and all(
+        features[name].attrs.get(key) == features[GRAM].attrs[key]
+        for key in ("gram_weights", N_SAMPLES)
+    )
 
 
 def stored_damping(features: xr.Dataset, options: Options) -> xr.DataArray | None:
-    """Return the stored λ, if the options ask for the rule that chose it.
+    """Return the λ that features hold, if the options ask for the rule that chose it.
 
-    λ is that of all checkpoints together, and of the outputs that it was chosen by. What an earlier
-    version stored as its automatic λ stays so: the closed form, where it is the trace now.
+    λ is that of all checkpoints together. What an earlier version stored as its automatic λ stays
+    so: the closed form, where it is the trace now.
     """
-    if DAMPING not in features or options.calibrate is not None:
-        return None
     asked = options.damping if isinstance(options.damping, str) else None
+    if asked is None or options.calibrate is not None or not _is_of_gram(features, DAMPING):
+        return None
     rule, known = options.rule, features[DAMPING]
     accepted = {rule, "closed_form"} if (asked, rule) == ("auto", "trace") else {rule}
     names = {str(name) for name in features[CHECKPOINT].values}
-    is_asked = asked is not None and known.attrs.get("asked") in accepted
-    if not is_asked or set(known.attrs.get("pooled_checkpoints", ())) != names:
-        return None
-    if rule == "completeness" and not _has_same_outputs(features, known.attrs):
-        return None
-    return known
+    is_whole = set(known.attrs["pooled_checkpoints"]) == names
+    return known if known.attrs["asked"] in accepted and is_whole else None
 
 
-def _has_same_outputs(features: xr.Dataset, attrs: Mapping[str, Any]) -> bool:
-    """Return whether λ was chosen by these outputs, or by those that they were selected from."""
-    output, root = features["output"].data, attrs.get(ORIGIN, {}).get("output")
-    origins = lineage.sources(output, root)
-    if origins == {root}:
-        return True
-    is_whole = features.sizes[SAMPLE] == _stored_samples(features)
-    if not is_whole or not lineage.is_in_memory(output, origins):
-        return False
-    total = float(output_total(output).compute(scheduler="sync"))
-    return bool(np.isclose(total, attrs.get("output_total", np.nan), rtol=1e-9))
-
-
-def output_total(output: da.Array) -> da.Array:
-    """Return the sum of the sizes of all outputs, by which arrays in memory are recognised."""
-    total: da.Array = da.nansum(da.absolute(output.astype(np.float64)))
-    return total
-
-
-def _stored_samples(features: xr.Dataset) -> int:
-    """Return the number of samples that the stored gram matrix is a sum over."""
-    return int(features["gram"].attrs.get("samples", features.sizes[SAMPLE]))
-
-
-def with_origin(features: xr.Dataset) -> xr.Dataset:
-    """Return features whose derived arrays record which arrays they were computed from."""
-    sources = {
-        "gram": _REDUCED,
-        EIGENVECTORS: ("gram",),
-        DAMPING: ("output",),
-    }
-    variables = {}
-    for name, names in sources.items():
-        if name in features:
-            attrs = {"samples": features.sizes[SAMPLE]} if name == "gram" else {}
-            attrs |= features[name].attrs | origin(features, names)
-            variables[name] = features[name].variable._replace(attrs=attrs)
-    return features.assign(variables)
-
-
-def origin(features: xr.Dataset, names: tuple[str, ...] = _REDUCED) -> dict[str, Any]:
-    """Return the ``attrs`` of a derived array that name the arrays which it is computed from."""
-    data = {name: features[name].data for name in names if name in features}
-    return {ORIGIN: {n: each.name for n, each in data.items() if isinstance(each, da.Array)}}
-
-
-def without_foreign_matrices(features: xr.Dataset) -> xr.Dataset:
-    """Drop the stored matrices if they were reduced from other arrays than these features hold.
-
-    They are used if the arrays are those that the matrices were reduced from, whole or with rows or
-    checkpoints selected lazily. The origin of arrays in memory is unknown; if they have as many
-    samples as the gram matrix, its diagonal is compared with theirs.
-
-    Raises
-    ------
-    ValueError
-        If the arrays are others, or their origin is unknown, and a gram matrix of these samples
-        would differ from the stored one.
-    """
-    n, attrs = features.sizes[SAMPLE], features["gram"].attrs
-    root, needed = attrs.get(ORIGIN, {}), attrs.get("samples")
-    names = _REDUCED[: 1 if attrs.get("power") is None else 2]
-    data = {name: features[name].data for name in names}
-    sources = {name: lineage.sources(data[name], root.get(name)) for name in names}
-    is_selected = all(sources[name] == {root.get(name)} for name in names)
-    if is_selected and _is_aligned(features, data, sources):
-        return features
-    in_memory = all(lineage.is_in_memory(data[name], sources[name]) for name in names)
-    if n == needed and in_memory and not is_selected:
-        if _has_diagonal_of(features):
-            return features
-    elif needed is not None and n >= needed:
-        return features.drop_vars(DERIVED, errors="ignore")
-    listed = " or ".join(repr(name) for name in names)
-    raise ValueError(
-        f"expected {listed} as they were when 'gram' was reduced from {needed or 'its'} samples, "
-        f"whole or with rows selected lazily, got arrays of {n} samples that were changed or loaded"
-        " since; try selecting with features.isel(sample=...) before loading, or features.drop_vars"
-        "(['gram', 'loss_gradient'], errors='ignore') to reduce a new matrix of these samples alone"
-    )
-
-
-def _is_aligned(
-    features: xr.Dataset, data: dict[str, da.Array], sources: dict[str, frozenset[str]]
-) -> bool:
-    """Return whether all arrays have all columns, and the same rows and checkpoints."""
-    selections = [lineage.selection(data[name], sources[name]) for name in data]
-    names = features["gram"].attrs.get("pooled_checkpoints", [])
-    here = [str(name) for name in features[CHECKPOINT].values]
-    expected = tuple(names.index(name) for name in here) if set(here) <= set(names) else None
-    return not selections[0].columns and all(
-        each.rows == selections[0].rows
-        and each.checkpoints == (selections[0].checkpoints if expected is None else expected)
-        for each in selections
-    )
-
-
-def _has_diagonal_of(features: xr.Dataset) -> bool:
-    """Return whether the stored gram matrix has the diagonal of the features', up to rounding."""
-    matrix, x = features["gram"].data, features.feature.data
-    if matrix.shape[0] != x.shape[1]:
-        return False
-    h = Weights(power=features["gram"].attrs.get("power")).gram_data(features)
-    # Computed in this process: a cluster would have to be sent the arrays in memory.
-    expected = arrays.gram.diagonal(x, h).compute(scheduler="sync")
-    is_here = lineage.is_in_memory(matrix, lineage.sources(matrix))
-    diagonal = da.einsum("iic->ic", matrix).compute(scheduler="sync" if is_here else None)
-    largest = np.nanmax(diagonal, initial=0)
-    return bool(np.allclose(expected, diagonal, rtol=1e-4, atol=1e-6 * largest, equal_nan=True))
+def _n_samples(features: xr.Dataset) -> int:
+    """Return of how many samples the gram matrix of features is; their own if they hold none."""
+    return int(features[GRAM].attrs[N_SAMPLES]) if GRAM in features else features.sizes[SAMPLE]
 
 
 def weight_data(features: xr.Dataset, weights: xr.DataArray) -> da.Array:

@@ -12,7 +12,6 @@ import xarray as xr
 from dask.base import tokenize
 
 from trakdask import arrays
-from trakdask.arrays import lineage
 from trakdask.attribution.dampings import Damping
 from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator, Power
 from trakdask.attribution.groups import group_codes, require_group_coord
@@ -178,7 +177,9 @@ def score_parts(
     _require_whole_columns(features, divided)
     require_comparable(features, divided.like, name="parts'")
     training = Side(lazy_features(features))
-    asked = _Asked(solver(training.ds, options), divided, training, on_error, average=average)
+    made = solver(training.ds, options)
+    training = Side(made.features)
+    asked = _Asked(made, divided, training, on_error, average=average)
     if divides_targets:
         return _of_targets(asked, training if of is None else Side(lazy_features(of)), by)
     return _of_samples(asked, Side(lazy_features(targets), None, may_have_failed(targets)))
@@ -324,11 +325,9 @@ def _projector(features: xr.Dataset) -> Projector:
 
 def _require_whole_columns(features: xr.Dataset, divided: PartProducts) -> None:
     """Refuse features of which columns were selected: vectors must have all of them."""
-    width, data = divided.like.sizes[PROJ_DIM], features["feature"].data
-    is_selected = isinstance(data, da.Array) and bool(lineage.columns(data))
-    if features.sizes[PROJ_DIM] != width or is_selected:
+    width = divided.like.sizes[PROJ_DIM]
+    if features.sizes[PROJ_DIM] != width:
         raise ValueError(
-            f"expected features with all {width} columns of their projector, in order, got "
-            f"{features.sizes[PROJ_DIM]}{' that were selected' if is_selected else ''}; try them "
-            "before isel(proj_dim=...)"
+            f"expected features with all {width} columns of their projector, got "
+            f"{features.sizes[PROJ_DIM]}; try them before isel(proj_dim=...)"
         )

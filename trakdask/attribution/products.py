@@ -34,10 +34,13 @@ _FORMULAS = {
 class Solver:
     """The two sides of an estimator's product, each of which can be asked for alone.
 
-    ``matrix`` is None where there is no gram matrix; ``attrs`` say how scores are made; ``loss``
-    are the weights of samples. Where ``pooled``, those of checkpoints are replaced by their mean.
+    ``features`` are those of all training samples, which are compared with their norms as they are
+    read if their gram matrix is stored. ``matrix`` is None where there is no gram matrix; ``attrs``
+    say how scores are made; ``loss`` are the weights of samples. Where ``pooled``, those of
+    checkpoints are replaced by their mean.
     """
 
+    features: xr.Dataset
     options: Options
     matrix: Regularized | None
     attrs: dict[str, str]
@@ -84,7 +87,8 @@ def solver(features: xr.Dataset, options: Options) -> Solver:
         if estimator.name == "tracin":
             rates = _learning_rates(features, options.learning_rates)
             attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in rates)
-        return Solver(options, None, attrs, loss, pooled=estimator.name == "grad_dot")
+        pooled = estimator.name == "grad_dot"
+        return Solver(features, options, None, attrs, loss, pooled=pooled)
     matrix, damping = regularize(features, options), options.damping
     attrs |= {
         "formula": _FORMULAS.get(
@@ -95,7 +99,7 @@ def solver(features: xr.Dataset, options: Options) -> Solver:
     }
     if matrix.choice is not None:
         attrs["damping"] = "completeness"
-    return Solver(options, matrix, attrs, loss)
+    return Solver(matrix.features, options, matrix, attrs, loss)
 
 
 def _norm(side: Side) -> da.Array:

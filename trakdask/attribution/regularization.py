@@ -45,11 +45,13 @@ _NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], damping_choice.CHO
 class Regularized:
     """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
 
+    ``features`` are those to multiply with, which are checked if their gram matrix is stored.
     ``choice`` is that of :func:`trakdask.arrays.damping_choice.choose`; ``spectrum`` is that of the
     gram matrix, where it is stored or choosing λ has computed it. ``labels`` are the names of the
     checkpoints, for errors.
     """
 
+    features: xr.Dataset
     gram: da.Array
     damping: da.Array
     rules: tuple[str, ...]
@@ -218,9 +220,7 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
             values, vectors, None, needed.n_samples, labels
         )
     if needed.choosing is not None:
-        return _complete(
-            features, options.calibrate, needed, needed.choosing, spectrum, quiet=quiet
-        )
+        return _complete(options.calibrate, needed, needed.choosing, spectrum, quiet=quiet)
     damping, choice = options.damping, None
     if needed.damping is not None:
         lam, rule, choice = _stored(needed.damping, labels)
@@ -234,7 +234,7 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
     else:
         factor = CLOSED_FORM if options.rule == "closed_form" else relative_damping(damping)
         lam, rule = _closed_form(needed.gram, factor, labels, spectrum), _closed_form_name(factor)
-    return Regularized(needed.gram, lam, (rule,), labels, choice, spectrum)
+    return Regularized(needed.features, needed.gram, lam, (rule,), labels, choice, spectrum)
 
 
 def _stored(damping: xr.DataArray, labels: list[str]) -> tuple[da.Array, str, da.Array | None]:
@@ -265,7 +265,6 @@ def _closed_form_name(factor: float) -> str:
 
 
 def _complete(
-    features: xr.Dataset,
     calibrate: xr.Dataset | None,
     needed: Matrices,
     choosing: ChoosingMatrices,
@@ -277,7 +276,7 @@ def _complete(
 
     ``spectrum`` is that of the estimator's own gram matrix, if it is known.
     """
-    labels = _labels(features)
+    features, labels = needed.features, _labels(needed.features)
     n, loss_gradient = choosing.n_samples, choosing.loss_gradient
     if choosing.decomposition is None:
         n_component = component_count(n, features.sizes[PROJ_DIM], features.feature.dtype)
@@ -298,12 +297,12 @@ def _complete(
     names = [f"completeness, {each.name}" for each in candidates]
     rules = (*names, _closed_form_name(CLOSED_FORM))
     if not candidates:
-        return Regularized(needed.gram, fallback, rules, labels, None, spectrum)
+        return Regularized(features, needed.gram, fallback, rules, labels, None, spectrum)
     choice = damping_choice.choose(candidates, curves, quiet=quiet)
     rho = choice["relative"][0]
     relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples, labels)
     lam = da.where(da.isnan(rho), fallback, relative)
-    return Regularized(needed.gram, lam, rules, labels, choice, spectrum)
+    return Regularized(features, needed.gram, lam, rules, labels, choice, spectrum)
 
 
 def _candidates(

@@ -57,12 +57,10 @@ def score(
     ----------
     features
         Features of the training samples. If they hold the ``gram`` of this estimator, as
-        :func:`save` keeps it, and their arrays are those of the store, it is used: rows selected
-        lazily with ``features.isel(sample=...)`` are scored under the gram matrix of all samples,
-        and only their blocks are read. Otherwise it is reduced from these features: stored ones are
-        read twice, and those that are computed stay in memory until they are scored. Of arrays that
-        were loaded as a whole, the diagonal of the gram matrix tells whether they are still those
-        of the store.
+        :func:`save` keeps it, it is used: rows that were selected from them are scored under the
+        gram matrix of all samples, and only their blocks are read. Otherwise it is reduced from
+        these features: stored ones are read twice, and those that are computed stay in memory until
+        they are scored.
     targets
         Features of the samples to explain, made with the same model and projector; or of their
         parts (:func:`featurize_parts`), each of which then has scores of its own.
@@ -109,10 +107,11 @@ def score(
     StoreMismatchError
         If features and targets were made differently; the field is named.
     ValueError
-        If an option does not make sense; if ``gram`` was kept, but the arrays were changed, or
-        loaded, and rows selected, so that a matrix of these rows would silently be another. When
-        computed: if q of ``"soft"`` is not in [0, 1], or
-        features are not finite; ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
+        If an option does not make sense; if ``gram`` is of fewer samples than there are, or has a
+        dimension ``sample``; if rows were selected, and another gram matrix of all is needed than
+        the one at hand. When computed: if ``feature`` was changed since its ``gram`` and
+        ``feature_norm`` were made; if q of ``"soft"`` is not in [0, 1], or features are not finite;
+        ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
 
     Warns
     -----
@@ -166,6 +165,7 @@ def score(
     if not average:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
     made = solver(training.ds, options)
+    scored = Side(made.features) if of is None else scored
     data = arrays.score.score(
         scored.rows(), made.vectors(explained), made.weight(scored),
         average=average, pooled=made.pooled,
@@ -214,6 +214,7 @@ def group_score(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
     made = solver(training.ds, options)
+    training = Side(made.features)
     codes, groups = group_codes(training.ds[by].values)
     sums = arrays.groups.group_sum(
         training.rows(), made.weight(training), codes, len(groups), pooled=made.pooled
@@ -274,11 +275,11 @@ def self_influence(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
     side = Side(lazy_features(features))
-    x = side.rows()
     if options.estimator.has_gram:
-        own = regularize(side.ds, options).leverage(x)
+        matrix = regularize(side.ds, options)
+        own = matrix.leverage(matrix.features.feature.data)
     else:
-        own = arrays.weights.squared_norm(x)
+        own = arrays.weights.squared_norm(side.rows())
     g = loss_weights(options.estimator, side.ds).of(side.ds)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
 from trakdask.featurization.checks import BlockCheck, checked_of
@@ -44,13 +45,15 @@ _log = logging.getLogger(__name__)
 def featurize_block(
     job: Job, index: np.ndarray, bounds: tuple[int, int], *arrays: np.ndarray
 ) -> tuple[Any, ...]:
-    """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint.
+    """Return feature, its squared norm, output and out_to_loss (and error) of a block of samples.
 
     And last a mapping that says on what device, and by what kernels, they were computed.
     """
     checkpoint = job.model.checkpoints[int(index[0])]
     with _task(job, checkpoint, bounds, arrays) as samples:
-        return *_featurize_samples(samples, checkpoint), described(samples.device)
+        feature, *others = _featurize_samples(samples, checkpoint)
+        norm = () if job.partition else (row_norms(feature),)
+        return feature, *norm, *others, described(samples.device)
 
 
 def multiply_block(

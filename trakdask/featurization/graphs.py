@@ -38,7 +38,7 @@ def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
         new_axes={**parts, "p": width}, name=feature_layer(token),
         dtype=np.float32, meta=np.empty((0,) * len(index), np.float32),
     )  # fmt: skip
-    return {"feature": feature} | _others(job, bundle, "sc", token)
+    return {"feature": feature} | _others(job, bundle, "sc", token, has_norm=not parts)
 
 
 def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Arrays:
@@ -128,8 +128,11 @@ def _numbers(job: Job, token: str) -> da.Array:
     return numbers
 
 
-def _others(job: Job, bundle: da.Array, index: str, token: str) -> Arrays:
-    others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
+def _others(
+    job: Job, bundle: da.Array, index: str, token: str, *, has_norm: bool = False
+) -> Arrays:
+    others: dict[str, Any] = {"feature_norm": np.dtype(np.float64)} if has_norm else {}
+    others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":
         others["error"] = ERROR_DTYPE
     get = take if index == "sc" else _take_of_first

@@ -134,6 +134,8 @@ def featurize(
     Lazy Dataset with the samples' coords, a ``checkpoint`` coord, and float32 variables
 
     - ``feature`` (sample, proj_dim, checkpoint), chunks (sample block, proj_dim, 1);
+    - ``feature_norm`` (sample, checkpoint): ‖φ‖², float64, large for outliers; scores compare it
+      with the features before they use the gram matrix of a store;
     - ``output`` (sample, checkpoint): f itself;
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
