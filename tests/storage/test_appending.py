@@ -76,7 +76,7 @@ def assert_whole(opened: xr.Dataset, rows: slice = slice(None), n_checkpoints: i
         assert opened[name].dims == expected[name].dims
     x = expected.feature.values.astype("f8")
     np.testing.assert_array_equal(opened.gram, np.einsum("npc,nqc->pqc", x, x))
-    assert opened.gram.attrs["samples"] == x.shape[0]
+    assert opened.gram.attrs["n_samples"] == x.shape[0]
 
 
 @pytest.fixture
