@@ -11,7 +11,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.estimators import resolve_estimator
-from trakdask.attribution.loss_weights import LossWeights, loss_weights
+from trakdask.attribution.products import LossWeights, loss_weights
 from trakdask.testing import simulate_features
 
 N, P = 120, 4

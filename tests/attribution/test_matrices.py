@@ -15,8 +15,8 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.arrays.weights import checked, squared_norm
-from trakdask.attribution.matrices import DERIVED, matrices, weight_data
-from trakdask.attribution.options import gather_options
+from trakdask.attribution.estimators import gather_options
+from trakdask.attribution.gram import DERIVED, matrices, weight_data
 from trakdask.storage.mapping import MappedChunks
 from trakdask.testing import simulate_features
 from trakdask.variables import lazy_features

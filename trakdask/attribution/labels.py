@@ -9,9 +9,16 @@ import numpy as np
 import xarray as xr
 
 from trakdask._version import __version__
-from trakdask.attribution.sides import Side
 from trakdask.provenance import FEATURE_SPEC, as_text
-from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX, VARIABLES, coords_along
+from trakdask.variables import (
+    MODULE,
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    TOKEN,
+    VARIABLES,
+    coords_along,
+)
 
 __all__ = [
     "labelled",
@@ -39,16 +46,16 @@ def require_flag(name: str, value: object) -> None:
         raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
 
 
-def labels_of_scores(of: Side, targets: Side) -> Labels:
-    """Return the dimensions and coords of scores.
+def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of scores; one side may be divided into tokens or modules.
 
     Raises
     ------
     ValueError
         If coords of training samples have the names of the targets' coords.
     """
-    dims, coords = labels_of_samples(of)
-    target_dims, target_coords = labels_of_targets(targets, of)
+    dims, coords = labels_of_samples(samples)
+    target_dims, target_coords = labels_of_targets(targets)
     if both := [name for name in coords if name in target_coords]:
         raise ValueError(
             f"expected names of the training samples' coords that scores do not have for the "
@@ -57,47 +64,47 @@ def labels_of_scores(of: Side, targets: Side) -> Labels:
     return (*dims, *target_dims), coords | target_coords
 
 
-def labels_of_samples(of: Side) -> Labels:
-    """Return the dimensions and coords of training samples and of their parts."""
-    return (SAMPLE, of.part) if of.part else (SAMPLE,), coords_along(of.ds, SAMPLE) | _of_parts(of)
+def labels_of_samples(samples: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of training samples."""
+    parts = _part_dims(samples)
+    return (SAMPLE, *parts), coords_along(samples, SAMPLE) | _coords_of(samples, parts)
 
 
-def labels_of_targets(targets: Side, of: Side | None = None) -> Labels:
-    """Return the dimensions and coords of targets and of their parts, with their prefix.
-
-    If samples have parts of the same kind, the dimension of those of targets is renamed.
-    """
+def labels_of_targets(targets: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of targets, with their prefix."""
     coords: dict[Hashable, Any] = {
         f"{TARGET_PREFIX}{name}": (TARGET, coord.values)
-        for name, coord in coords_along(targets.ds, SAMPLE).items()
+        for name, coord in coords_along(targets, SAMPLE).items()
     }
-    part = targets.part
-    if part is None:
-        return (TARGET,), coords
-    renamed = f"{TARGET_PREFIX}{part}" if of is not None and of.part == part else part
-    names = {SAMPLE: TARGET, part: renamed}
-    for name, coord in _of_parts(targets).items():
-        own = name if name == part == renamed else f"{TARGET_PREFIX}{name}"
-        coords[own] = xr.Variable([names[str(d)] for d in coord.dims], coord.data, coord.attrs)
-    return (TARGET, renamed), coords
+    parts = _part_dims(targets)
+    for name, coord in _coords_of(targets, parts).items():
+        dims = [TARGET if dim == SAMPLE else dim for dim in coord.dims]
+        own = name if name in parts else f"{TARGET_PREFIX}{name}"
+        coords[own] = xr.Variable(dims, coord.data, coord.attrs)
+    return (TARGET, *parts), coords
 
 
-def _of_parts(side: Side) -> dict[Hashable, xr.Variable]:
-    """Return the coords that run along the parts, such as the text of tokens."""
-    if side.part is None:
-        return {}
-    return {name: c.variable for name, c in side.ds.coords.items() if side.part in c.dims}
+def _part_dims(ds: xr.Dataset) -> tuple[str, ...]:
+    """Return the dimension of tokens or modules, if samples are divided into these."""
+    return tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
 
 
-def score_attrs(training: Side, targets: Side, made: Mapping[str, str]) -> dict[str, Any]:
+def _coords_of(ds: xr.Dataset, dims: tuple[str, ...]) -> dict[Hashable, xr.Variable]:
+    """Return the coords that run along some dimensions, such as the text of tokens."""
+    return {n: c.variable for n, c in ds.coords.items() if set(dims) & set(c.dims)}
+
+
+def score_attrs(
+    training: xr.Dataset, targets: xr.Dataset, made: Mapping[str, str], *, may_have_failed: bool
+) -> dict[str, Any]:
     """Return the attrs of scores: how features were made, and how scores were made from them."""
-    attrs = training.ds.attrs
+    attrs = training.attrs
     kept = {name: attrs[name] for name in FEATURE_SPEC if name in attrs and name != "parameters"}
     return as_text(kept) | {
         **VARIABLES["score"].attrs,
         **made,
         "source": attrs.get("source", ""),
-        "target_source": targets.ds.attrs.get("source", ""),
-        **({"target_on_error": "record"} if targets.may_have_failed else {}),
+        "target_source": targets.attrs.get("source", ""),
+        **({"target_on_error": "record"} if may_have_failed else {}),
         "trakdask_version": __version__,
     }

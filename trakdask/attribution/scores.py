@@ -7,14 +7,16 @@ from collections.abc import Mapping
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.attribution.dampings import Damping
+from trakdask.attribution.damping import regularize
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
+    Damping,
     Estimator,
     Power,
+    gather_options,
 )
-from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.attribution.groups import require_group_coord
 from trakdask.attribution.labels import (
     labelled,
     labels_of_samples,
@@ -23,12 +25,15 @@ from trakdask.attribution.labels import (
     require_flag,
     score_attrs,
 )
-from trakdask.attribution.loss_weights import loss_weights
-from trakdask.attribution.options import gather_options
-from trakdask.attribution.products import solver
-from trakdask.attribution.regularization import regularize
-from trakdask.attribution.sides import Side, per_part, sides
-from trakdask.variables import CHECKPOINT, TARGET, VARIABLES, lazy_features, validate
+from trakdask.attribution.products import loss_weights, operands, solver
+from trakdask.variables import (
+    CHECKPOINT,
+    TARGET,
+    VARIABLES,
+    lazy_features,
+    may_have_failed,
+    validate,
+)
 
 __all__ = ["group_score", "score", "self_influence"]
 
@@ -37,7 +42,6 @@ def score(
     features: xr.Dataset,
     targets: xr.Dataset,
     *,
-    of: xr.Dataset | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
@@ -62,12 +66,7 @@ def score(
         these features: stored ones are read twice, and those that are computed stay in memory until
         they are scored.
     targets
-        Features of the samples to explain, made with the same model and projector; or of their
-        parts (:func:`featurize_parts`), each of which then has scores of its own.
-    of
-        Features of parts of some training samples: which of their words, or layers, helped? The
-        scores are those of the parts, and add up to those of their samples. ``features`` remain all
-        training samples, whose gram matrix is used. :func:`score_parts` needs no such features.
+        Features of the samples to explain, made with the same model and projector.
     estimator
         ``"auto"``: ``"soft"`` for classification into one of several classes, or by several labels,
         else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
@@ -97,10 +96,7 @@ def score(
     -------
     Lazy DataArray ``score`` (sample, target), float32 (float64 of float64 features), in tiles of
     sample blocks × target blocks; blocks of more than 4096 targets are divided. Coords of the
-    training samples keep their names, those of the targets get the prefix ``target_``. Parts of
-    targets are a further dimension at the end, (sample, target, token), parts of samples one after
-    them, (sample, token, target). If both sides have parts of one kind, the dimension of those of
-    targets is called ``target_token``.
+    training samples keep their names, those of the targets get the prefix ``target_``.
 
     Raises
     ------
@@ -157,21 +153,20 @@ def score(
     True
     """
     require_flag("average", average)
-    training, explained, scored = sides(features, targets, of)
+    training, explained = operands(features, targets)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    dims, coords = labels_of_scores(scored, explained)
+    dims, coords = labels_of_scores(training, explained)
     if not average:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
-    made = solver(training.ds, options)
-    scored = Side(made.features) if of is None else scored
+    made = solver(training, options)
     data = arrays.score.score(
-        scored.rows(), made.vectors(explained), made.weight(scored),
+        made.features.feature.data, made.vectors(explained), made.weight(made.features),
         average=average, pooled=made.pooled,
     )  # fmt: skip
-    data = per_part(data, scored, explained)
-    return labelled("score", dims, data, coords, score_attrs(training, explained, made.attrs))
+    attrs = score_attrs(training, explained, made.attrs, may_have_failed=may_have_failed(targets))
+    return labelled("score", dims, data, coords, attrs)
 
 
 def group_score(
@@ -206,22 +201,17 @@ def group_score(
     ValueError
         If there is no such coord, or the result has a coord of the targets of that name.
     """
-    training, explained, _ = sides(features, targets)
+    training, explained = operands(features, targets)
     dims, coords = labels_of_targets(explained)
     known, taken = labels_of_samples(training)[1], [TARGET, *coords]
     by = require_group_coord(by, list(map(str, known)), list(map(str, taken)))
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    made = solver(training.ds, options)
-    training = Side(made.features)
-    codes, groups = group_codes(training.ds[by].values)
-    sums = arrays.groups.group_sum(
-        training.rows(), made.weight(training), codes, len(groups), pooled=made.pooled
-    )
+    made = solver(training, options)
+    sums, groups = made.group_sums(made.features, by)
     data = arrays.score.score(sums, made.vectors(explained), None)
-    data = per_part(data, training, explained)
-    attrs = score_attrs(training, explained, made.attrs)
+    attrs = score_attrs(training, explained, made.attrs, may_have_failed=may_have_failed(targets))
     return labelled("score", (by, *dims), data, {by: (by, groups), **coords}, attrs)
 
 
@@ -274,16 +264,16 @@ def self_influence(
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
-    side = Side(lazy_features(features))
+    features = lazy_features(features)
     if options.estimator.has_gram:
-        matrix = regularize(side.ds, options)
+        matrix = regularize(features, options)
         own = matrix.leverage(matrix.features.feature.data)
     else:
-        own = arrays.weights.squared_norm(side.rows())
-    g = loss_weights(options.estimator, side.ds).of(side.ds)
+        own = arrays.weights.squared_norm(features.feature.data)
+    g = loss_weights(options.estimator, features).of(features)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
-    dims, coords = labels_of_samples(side)
+    dims, coords = labels_of_samples(features)
     if not average:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
     return labelled(variable.name, dims, data, coords, variable.attrs)

@@ -12,9 +12,14 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.decomposition import component_count
-from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import Estimator, Power, ResolvedEstimator, resolve_estimator
-from trakdask.attribution.matrices import (
+from trakdask.attribution.estimators import (
+    Damping,
+    Estimator,
+    Power,
+    ResolvedEstimator,
+    resolve_estimator,
+)
+from trakdask.attribution.gram import (
     DERIVED,
     EIGENVALUES,
     EIGENVECTORS,

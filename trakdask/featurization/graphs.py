@@ -31,14 +31,12 @@ def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     bundle = _bundle(functools.partial(featurize_block, job), "sc", job, inputs, token)
     width = job.projector.width(job.row_map.n_rows)
-    parts = {"t": job.partition.size} if job.partition else {}
-    index = "stpc" if parts else "spc"
     feature = da.blockwise(
-        take, index, bundle, "sc", 0, None,
-        new_axes={**parts, "p": width}, name=feature_layer(token),
-        dtype=np.float32, meta=np.empty((0,) * len(index), np.float32),
+        take, "spc", bundle, "sc", 0, None,
+        new_axes={"p": width}, name=feature_layer(token),
+        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
-    return {"feature": feature} | _others(job, bundle, "sc", token, has_norm=not parts)
+    return {"feature": feature} | _others(job, bundle, "sc", token)
 
 
 def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Arrays:
@@ -128,10 +126,8 @@ def _numbers(job: Job, token: str) -> da.Array:
     return numbers
 
 
-def _others(
-    job: Job, bundle: da.Array, index: str, token: str, *, has_norm: bool = False
-) -> Arrays:
-    others: dict[str, Any] = {"feature_norm": np.dtype(np.float64)} if has_norm else {}
+def _others(job: Job, bundle: da.Array, index: str, token: str) -> Arrays:
+    others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
     others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":
         others["error"] = ERROR_DTYPE

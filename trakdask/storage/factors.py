@@ -22,16 +22,15 @@ from zarr.codecs import Crc32cCodec
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.arrays.decomposition import component_count
-from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Power
-from trakdask.attribution.loss_weights import LOGIT_VARIANCE
-from trakdask.attribution.matrices import (
+from trakdask.attribution.damping import describe_damping, regularize
+from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Options, Power, gather_options
+from trakdask.attribution.gram import (
     DAMPING,
     EIGENVALUES,
     EIGENVECTORS,
     N_SAMPLES,
 )
-from trakdask.attribution.options import Options, gather_options
-from trakdask.attribution.regularization import describe_damping, regularize
+from trakdask.attribution.products import LOGIT_VARIANCE
 from trakdask.execution import scheduling
 from trakdask.files import Folder
 from trakdask.storage.history import Edit, last_edit, remove_obsolete, write_edit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -12,22 +13,32 @@ from trakdask import arrays
 from trakdask.arrays import completeness, damping_choice
 from trakdask.arrays.decomposition import component_count
 from trakdask.arrays.solve import CLOSED_FORM
-from trakdask.attribution.dampings import Absolute, Damping, given_damping, relative_damping
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
+    Absolute,
+    Damping,
     Estimator,
+    Options,
     Power,
+    brief,
+    gather_options,
+    is_positive,
 )
-from trakdask.attribution.matrices import ChoosingMatrices, Matrices, matrices
-from trakdask.attribution.options import Options, gather_options
+from trakdask.attribution.gram import ChoosingMatrices, Matrices, matrices
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features, validate
+from trakdask.variables import (
+    CHECKPOINT,
+    PROJ_DIM,
+    SAMPLE,
+    VARIABLES,
+    aligned,
+    lazy_features,
+    validate,
+)
 
 __all__ = [
-    "Absolute",
-    "Damping",
     "Regularized",
     "damping",
     "describe_damping",
@@ -370,3 +381,35 @@ def _warn_of_few_checkpoints(n: int) -> None:
 
 def _labels(features: xr.Dataset) -> list[str]:
     return [str(name) for name in features[CHECKPOINT].values]
+
+
+def given_damping(features: xr.Dataset, damping: xr.Dataset | xr.DataArray) -> da.Array:
+    """Return λ of the checkpoints of some features, from what :func:`trakdask.damping` returned."""
+    remedy = "try damping=td.damping(features), or to choose λ by other samples, calibrate=samples"
+    values = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
+    if values is None or values.dims != (CHECKPOINT,) or CHECKPOINT not in values.coords:
+        has = list(damping.data_vars) if isinstance(damping, xr.Dataset) else damping.dims
+        raise ValueError(
+            f"expected 'damping' of each checkpoint, with the coord checkpoint, got {has}; {remedy}"
+        )
+    if values.dtype.kind not in "fiu":
+        raise ValueError(f"expected damping in numbers, got dtype {values.dtype}; {remedy}")
+    values = aligned(values, features, what="damping")
+    if values.chunks is None and not all(map(is_positive, values.values)):
+        by_checkpoint = dict(
+            zip(map(str, features[CHECKPOINT].values), values.values.tolist(), strict=True)
+        )
+        raise ValueError(f"expected finite damping >= 0, got {by_checkpoint}; {remedy}")
+    data: da.Array = values.variable.chunk({CHECKPOINT: 1}).data
+    return data
+
+
+def relative_damping(value: Any) -> float:
+    """Return a damping that is relative to tr(K²)/tr(K), as a number of at least 0."""
+    if not is_positive(value):
+        raise ValueError(
+            "expected damping as 'auto', 'completeness', 'trace', 'closed_form', a number >= 0 "
+            "relative to tr(K²)/tr(K), td.Absolute(x), or what td.damping returned, got "
+            f"{brief(value)}; try damping='auto'"
+        )
+    return float(value)
