@@ -18,9 +18,9 @@ from scipy import sparse
 
 import trakdask.arrays
 from tests.arrays.decomposed_features import data, decomposed, lazy
-from trakdask.arrays.completeness import CURVE, GRID
-from trakdask.arrays.damping_choice import Candidate
+from trakdask.arrays.damping import CURVE, GRID, Candidate
 from trakdask.arrays.solve import cholesky
+from trakdask.arrays.weights import squared_norm
 
 N, P, C, LABELS = 40, 6, 2, ["a", "b"]
 
@@ -58,6 +58,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "weight": lambda seed: random(seed, N, C),
     "sum_weights": lambda seed: random(seed, N, C),
     "loss_weight": lambda seed: random(seed, N, C),
+    "norm": lambda seed: squared_norm(random(seed, N, P, C, dtype="f4")),
     "out_to_loss": lambda seed: random(seed, N, C),
     "own": lambda seed: random(seed, N, C),
     "squared": lambda seed: random(seed, N, C),
@@ -69,8 +70,8 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "spectrum": decomposition,
     "from_eigenvectors.values": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
     "from_eigenvectors.vectors": positive_definite,
-    "solve.factor": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
-    "leverage.factor": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
+    "solve.inverse": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
+    "leverage.inverse": lambda seed: cholesky(positive_definite(seed), [0.5, 0.5], LABELS),
     "totals": lambda seed: random(seed, N, len(GRID), C),
     "outputs": lambda seed: random(seed, N, C),
     "unless": lambda seed: [peaked(seed)] * seed,

@@ -123,7 +123,7 @@ def test_cholesky__refuses_shapes() -> None:
         cholesky(k[:4], 1.0, LABELS)
     with pytest.raises(ValueError, match=r"gram of cholesky .*'proj_dim_1', got 2 \(6, 6\)"):
         cholesky(k.rechunk((12, 6, 1)), 1.0, LABELS)
-    with pytest.raises(ValueError, match=r"factor of solve .*square"):
+    with pytest.raises(ValueError, match=r"inverse of solve .*square"):
         solve(k.rechunk((6, 12, 1)), lazy(features()))
 
 

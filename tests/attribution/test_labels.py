@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.labels import (
+from trakdask.attribution.scores import (
     labels_of_samples,
     labels_of_scores,
     labels_of_targets,

@@ -14,7 +14,8 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.arrays.weights import checked, squared_norm
+from trakdask.arrays.score import checked
+from trakdask.arrays.weights import squared_norm
 from trakdask.attribution.estimators import gather_options
 from trakdask.attribution.gram import DERIVED, matrices, weight_data
 from trakdask.storage.mapping import MappedChunks

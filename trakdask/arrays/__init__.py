@@ -3,8 +3,7 @@
 from trakdask.arrays import (
     agreement,
     combinations,
-    completeness,
-    damping_choice,
+    damping,
     detection,
     gram,
     groups,
@@ -22,8 +21,7 @@ from trakdask.arrays import (
 __all__ = [
     "agreement",
     "combinations",
-    "completeness",
-    "damping_choice",
+    "damping",
     "detection",
     "gram",
     "groups",

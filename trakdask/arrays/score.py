@@ -20,9 +20,17 @@ from trakdask.arrays.blocks import (
     product_dtype,
     require_features,
 )
+from trakdask.arrays.weights import row_norms
 from trakdask.arrays.xp import array_module, asnumpy
 
-__all__ = ["score"]
+__all__ = ["checked", "score"]
+
+#: Of a block, whose norms are compared with those that they had.
+_ROWS_COMPARED = 24
+_MULTIPLES = np.arange(_ROWS_COMPARED) * (np.sqrt(5) - 1) / 2 % 1
+
+#: Twice the rounding of float16, 2^-11, is that of the square of a row with one large element.
+_HALF_PRECISION = 1e-3
 
 
 def score(
@@ -117,6 +125,58 @@ def score(
         meta=np.empty((0,) * len(out), dtype),
     )
     return tiles
+
+
+def checked(feature: da.Array, norm: da.Array) -> da.Array:
+    """Return features that raise an error when computed if they are not those of their norms.
+
+    Parameters
+    ----------
+    feature
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
+    norm
+        ‖φ_c(z)‖² as it was when the features were made, (sample, checkpoint).
+
+    Returns
+    -------
+    ``feature``, in the same chunks. Of each block, 24 rows that are spread over it are compared, up
+    to the rounding of float16; of a smaller one, all.
+
+    Notes
+    -----
+    Comparing all rows would take longer than their product with one target, which is limited by
+    memory; these take about 1 % of it.
+
+    Examples
+    --------
+    >>> x = da.ones((3, 2, 1), chunks=(2, 2, 1))
+    >>> checked(x, da.full((3, 1), 2.0)).compute().sum().item()
+    6.0
+    """
+    result: da.Array = da.blockwise(
+        _checked, "spc", feature, "spc", align_weights(norm, feature, name="feature_norm"), "sc",
+        align_arrays=False, dtype=feature.dtype, meta=np.empty((0, 0, 0), feature.dtype),
+        name="checked-" + tokenize(feature.name, norm.name),
+    )  # fmt: skip
+    return result
+
+
+def _checked(feature: Block, norm: Block) -> Block:
+    n = len(feature)
+    # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
+    # in the same half of rows that alternate.
+    some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
+    found, expected = row_norms(feature[some]), norm[some]
+    differs = ~np.isclose(found, expected, rtol=_HALF_PRECISION, atol=0, equal_nan=True)
+    if differs.any():
+        row, column = np.argwhere(differs)[0]
+        raise ValueError(
+            "expected 'feature' as it was when 'gram' was reduced from it, got a row with "
+            f"‖φ‖² = {found[row, column]:.6g} where 'feature_norm' is "
+            f"{expected[row, column]:.6g}; try features.drop_vars(['gram', 'feature_norm'], "
+            "errors='ignore'), which reduces a new gram matrix of the features as they are now"
+        )
+    return feature
 
 
 def _averaged(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:

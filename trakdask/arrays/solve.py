@@ -1,8 +1,9 @@
-"""Compute dampings and Cholesky factors, and solve for the targets."""
+"""Compute dampings and Cholesky factors, and solve for the targets by these or by eigenvectors."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -11,6 +12,7 @@ from dask.base import tokenize
 
 from trakdask.arrays.block_arguments import coarse_groups, read_in_task
 from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
+from trakdask.arrays.decomposition import Inverse, Matrix
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
 __all__ = [
@@ -236,13 +238,29 @@ def _not_definite(gram: Block, damping: float, label: str) -> str:
     )
 
 
-def solve(factor: da.Array, target: da.Array) -> da.Array:
+class _Factor(NamedTuple):
+    """(K + λI)⁻¹ of one checkpoint, by the lower Cholesky factor of K + λI."""
+
+    lower: Matrix
+
+    def solve(self, rows: Block) -> Matrix:
+        """Return (K + λI)⁻¹ of each row."""
+        solved = rows.astype(np.float64, order="C", copy=True)
+        solve_in_place(self.lower, solved)
+        return solved
+
+    def forms(self, rows: Block) -> Matrix:
+        """Return φᵀ (K + λI)⁻¹ φ of each row."""
+        return np.asarray(np.einsum("sp,sp->s", rows, self.solve(rows)))
+
+
+def solve(inverse: da.Array, target: da.Array) -> da.Array:
     """Return w_c(t) = (K_c + λ_c I)⁻¹ φ_c(t) for the targets.
 
     Parameters
     ----------
-    factor
-        Lower Cholesky factors, (proj_dim, proj_dim, checkpoint) float64, chunks (p, p, 1).
+    inverse
+        Of :func:`trakdask.arrays.spectrum.inverse`, or the factors of :func:`cholesky`.
     target
         Features of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
@@ -258,8 +276,9 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
 
     Notes
     -----
-    Cost: 2 p² flops per target and checkpoint, in float64, and 16 p bytes per target in addition to
-    the inputs. A NaN in a target's feature makes that target NaN, and no other.
+    Cost in float64, per target and checkpoint: 2 p² flops with factors, 4 p k with k eigenvectors;
+    and 16 p bytes in addition to the inputs. A NaN in a target's feature makes that target NaN, and
+    no other.
 
     Examples
     --------
@@ -268,49 +287,37 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
     >>> solve(f, t).compute()[:, :, 0].tolist()
     [[0.25, 0.0625]]
     """
-    _require_square(factor, name="factor", caller="solve")
     require_features(target, name="target", caller="solve", dims=_TARGET_DIMS)
-    if target.shape[1:] != factor.shape[1:]:
-        raise ValueError(
-            f"expected target with the (proj_dim, checkpoint) of factor, {factor.shape[1:]}, got "
-            f"{target.shape[1:]}; try featurizing both with the same projector and checkpoints"
-        )
+    inverse_index = _require_inverse(inverse, target.shape, "target", "solve")
     dtype = product_dtype(target)
-    # concatenate=False passes the factor itself; concatenating its one block would copy p² numbers.
+    # concatenate=False passes a factor itself; concatenating its one block would copy p² numbers.
     solved: da.Array = da.blockwise(
-        _solve_block,
-        "tpc",
-        target,
-        "tpc",
-        factor,
-        "pqc",
-        concatenate=False,
-        align_arrays=False,
-        name="solve-" + tokenize(factor.name, target.name),
-        dtype=dtype,
-        meta=np.empty((0, 0, 0), dtype),
-    )
+        _solve_block, "tpc", target, "tpc", inverse, inverse_index,
+        concatenate=False, align_arrays=False, dtype=dtype, meta=np.empty((0, 0, 0), dtype),
+        name="solve-" + tokenize(inverse.name, target.name),
+    )  # fmt: skip
     return solved
 
 
-def _solve_block(target: Blocks, factor: Blocks) -> Block:
+def _solve_block(target: Blocks, inverse: Any) -> Block:
     (phi,) = flat(target)
-    return _solved(phi, factor).astype(product_dtype(phi), copy=False).reshape(phi.shape)
+    solved = _inverse_of(inverse).solve(phi[:, :, 0])
+    return solved.astype(product_dtype(phi), copy=False).reshape(phi.shape)
 
 
-def _solved(phi: Block, factor: Blocks) -> npt.NDArray[np.float64]:
-    (lower,) = flat(factor)
-    rows = phi[:, :, 0].astype(np.float64, order="C", copy=True)
-    solve_in_place(lower[:, :, 0], rows)
-    return rows
+def _inverse_of(block: Any) -> Inverse | _Factor:
+    if isinstance(block, Inverse):
+        return block
+    (lower,) = flat(block)
+    return _Factor(lower[:, :, 0])
 
 
-def leverage(factor: da.Array, feature: da.Array) -> da.Array:
+def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
     """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
 
     Parameters
     ----------
-    factor, feature
+    inverse, feature
         As in :func:`solve`.
 
     Returns
@@ -320,8 +327,8 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
 
     Notes
     -----
-    Cost: 2 p² flops per sample and checkpoint, in float64, as for the Gram matrix, and 16 p bytes
-    per sample of a block in addition to the block. The n × n hat matrix is never formed.
+    Cost: 2 p² flops per sample and checkpoint, as for the Gram matrix, and 16 p bytes per sample of
+    a block in addition to the block. The n × n hat matrix is never formed.
 
     Examples
     --------
@@ -329,27 +336,37 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
     >>> leverage(f, da.ones((1, 2, 1), chunks=(1, 2, 1))).compute().tolist()
     [[0.3125]]
     """
-    _require_square(factor, name="factor", caller="leverage")
     require_features(feature, name="feature", caller="leverage")
+    inverse_index = _require_inverse(inverse, feature.shape, "feature", "leverage")
     groups = coarse_groups(feature.numblocks[0])
     result: da.Array = da.blockwise(
-        _leverage_block,
-        "sc",
+        _leverage_block, "sc",
         *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
-        factor,
-        "pqc",
-        concatenate=False,
-        align_arrays=False,
-        name="leverage-" + tokenize(factor.name, feature.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0), np.float64),
-    )
+        inverse, inverse_index,
+        concatenate=False, align_arrays=False, dtype=np.float64, meta=np.empty((0, 0), np.float64),
+        name="leverage-" + tokenize(inverse.name, feature.name),
+    )  # fmt: skip
     return result
 
 
-def _leverage_block(feature: Blocks, factor: Blocks) -> Block:
-    own = [np.einsum("sp,sp->s", phi[:, :, 0], _solved(phi, factor)) for phi in flat(feature)]
-    return np.concatenate(own)[:, None]
+def _leverage_block(feature: Blocks, inverse: Any) -> Block:
+    forms = _inverse_of(inverse).forms
+    return np.concatenate([forms(phi[:, :, 0]) for phi in flat(feature)])[:, None]
+
+
+def _require_inverse(
+    inverse: da.Array, shape: tuple[int, ...], name: str, caller: str
+) -> Literal["c", "pqc"]:
+    """Check that inverses are those of some features, and return their index for ``blockwise``."""
+    if inverse.ndim == 3:
+        _require_square(inverse, name="inverse", caller=caller)
+    known = inverse.shape[1:] if inverse.ndim == 3 else (shape[1], *inverse.shape)
+    if known != shape[1:]:
+        raise ValueError(
+            f"expected {name} with the (proj_dim, checkpoint) of inverse, {known}, got "
+            f"{shape[1:]}; try featurizing both with the same projector and checkpoints"
+        )
+    return "pqc" if inverse.ndim == 3 else "c"
 
 
 def _require_square(x: da.Array, *, name: str, caller: str) -> None:

@@ -14,7 +14,6 @@ from trakdask.arrays.block_arguments import coarse_groups, read_in_task
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
-    align_weights,
     block_starts,
     flat,
     mean_weight,
@@ -23,7 +22,6 @@ from trakdask.arrays.blocks import (
 
 __all__ = [
     "adaptive_power",
-    "checked",
     "inverse_norm",
     "logit_variance",
     "own_influence",
@@ -42,13 +40,6 @@ _ROUNDING = 1e-6
 _EQUALLY_SURE, _UNEQUALLY_SURE = 0.8, 1.4
 
 _ROWS_AT_ONCE = 64
-
-#: Of a block, whose norms are compared with those that they had.
-_ROWS_COMPARED = 24
-_MULTIPLES = np.arange(_ROWS_COMPARED) * (np.sqrt(5) - 1) / 2 % 1
-
-#: Twice the rounding of float16, 2^-11, is that of the square of a row with one large element.
-_HALF_PRECISION = 1e-3
 
 #: q is cut off here for its logarithm: q of float32 may be exactly 0 or 1.
 _SMALLEST, _LARGEST = 1e-12, 1 - 1e-6
@@ -268,58 +259,6 @@ def row_norms(feature: Block) -> Block:
         # that depends on where a row begins.
         norms[rows] = np.square(np.moveaxis(feature[rows], 1, 2), dtype=np.float64).sum(axis=-1)
     return norms
-
-
-def checked(feature: da.Array, norm: da.Array) -> da.Array:
-    """Return features that raise an error when computed if they are not those of their norms.
-
-    Parameters
-    ----------
-    feature
-        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
-    norm
-        ‖φ_c(z)‖² as it was when the features were made, (sample, checkpoint).
-
-    Returns
-    -------
-    ``feature``, in the same chunks. Of each block, 24 rows that are spread over it are compared, up
-    to the rounding of float16; of a smaller one, all.
-
-    Notes
-    -----
-    Comparing all rows would take longer than their product with one target, which is limited by
-    memory; these take about 1 % of it.
-
-    Examples
-    --------
-    >>> x = da.ones((3, 2, 1), chunks=(2, 2, 1))
-    >>> checked(x, squared_norm(x)).compute().sum()
-    np.float64(6.0)
-    """
-    result: da.Array = da.blockwise(
-        _checked, "spc", feature, "spc", align_weights(norm, feature, name="feature_norm"), "sc",
-        align_arrays=False, dtype=feature.dtype, meta=np.empty((0, 0, 0), feature.dtype),
-        name="checked-" + tokenize(feature.name, norm.name),
-    )  # fmt: skip
-    return result
-
-
-def _checked(feature: Block, norm: Block) -> Block:
-    n = len(feature)
-    # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
-    # in the same half of rows that alternate.
-    some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
-    found, expected = row_norms(feature[some]), norm[some]
-    differs = ~np.isclose(found, expected, rtol=_HALF_PRECISION, atol=0, equal_nan=True)
-    if differs.any():
-        row, column = np.argwhere(differs)[0]
-        raise ValueError(
-            "expected 'feature' as it was when 'gram' was reduced from it, got a row with "
-            f"‖φ‖² = {found[row, column]:.6g} where 'feature_norm' is "
-            f"{expected[row, column]:.6g}; try features.drop_vars(['gram', 'feature_norm'], "
-            "errors='ignore'), which reduces a new gram matrix of the features as they are now"
-        )
-    return feature
 
 
 def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array:

@@ -10,7 +10,6 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays import completeness, damping_choice
 from trakdask.arrays.decomposition import component_count
 from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.attribution.estimators import (
@@ -49,7 +48,7 @@ __all__ = [
 _LEAST_ROWS = 50
 _LEFT_OUT_ROWS = 1000
 _LEFT_OUT = "training rows left out"
-_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], damping_choice.CHOICE)
+_NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Regularized:
     """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
 
     ``features`` are those to multiply with, which are checked if their gram matrix is stored.
-    ``choice`` is that of :func:`trakdask.arrays.damping_choice.choose`; ``spectrum`` is that of the
+    ``choice`` is that of :func:`trakdask.arrays.damping.choose`; ``spectrum`` is that of the
     gram matrix, where it is stored or choosing λ has computed it. ``labels`` are the names of the
     checkpoints, for errors.
     """
@@ -72,17 +71,15 @@ class Regularized:
 
     def solve(self, target: da.Array) -> da.Array:
         """Return (K_c + λ_c I)⁻¹ φ_c(t), (target, proj_dim, checkpoint)."""
-        if self.spectrum is not None:
-            return arrays.spectrum.solve(self.spectrum, self.damping, target)
-        return arrays.solve.solve(self._cholesky(), target)
+        return arrays.solve.solve(self._inverse(), target)
 
     def leverage(self, feature: da.Array) -> da.Array:
         """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
-        if self.spectrum is not None:
-            return arrays.spectrum.leverage(self.spectrum, self.damping, feature)
-        return arrays.solve.leverage(self._cholesky(), feature)
+        return arrays.solve.leverage(self._inverse(), feature)
 
-    def _cholesky(self) -> da.Array:
+    def _inverse(self) -> da.Array:
+        if self.spectrum is not None:
+            return arrays.spectrum.inverse(self.spectrum, self.damping)
         return arrays.solve.cholesky(self.gram, self.damping, self.labels)
 
 
@@ -209,7 +206,7 @@ def describe_damping(features: xr.Dataset, regularized: Regularized) -> xr.Datas
         },
         coords={
             CHECKPOINT: features[CHECKPOINT],
-            "relative_damping": completeness.GRID,
+            "relative_damping": arrays.damping.GRID,
         },
     )
 
@@ -258,9 +255,9 @@ def _stored(damping: xr.DataArray, labels: list[str]) -> tuple[da.Array, str, da
     if not attrs["tried"]:
         return lam, attrs["rule"], None
     relative, peak = attrs["relative"], attrs["peak"]
-    damping_choice.warn_of_choice(relative, peak, attrs["tried"][-1])
+    arrays.damping.warn_of_choice(relative, peak, attrs["tried"][-1])
     values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
-    return lam, attrs["rule"], da.from_array(np.array(values, damping_choice.CHOICE))
+    return lam, attrs["rule"], da.from_array(np.array(values, arrays.damping.CHOICE))
 
 
 def _closed_form(
@@ -309,7 +306,7 @@ def _complete(
     rules = (*names, _closed_form_name(CLOSED_FORM))
     if not candidates:
         return Regularized(features, needed.gram, fallback, rules, labels, None, spectrum)
-    choice = damping_choice.choose(candidates, curves, quiet=quiet)
+    choice = arrays.damping.choose(candidates, curves, quiet=quiet)
     rho = choice["relative"][0]
     relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples, labels)
     lam = da.where(da.isnan(rho), fallback, relative)
@@ -321,18 +318,18 @@ def _candidates(
     calibrate: xr.Dataset | None,
     spectrum: da.Array,
     choosing: ChoosingMatrices,
-) -> tuple[list[damping_choice.Candidate], list[da.Array]]:
+) -> tuple[list[arrays.damping.Candidate], list[da.Array]]:
     """Return the sets of outputs that may choose λ, best first, and their curves."""
     candidates = []
     if calibrate is not None:
         require_calibration(features, calibrate)
         rows = lazy_features(calibrate)
-        totals = completeness.held_out(spectrum, rows.feature.data)
-        candidates.append(damping_choice.Candidate("calibration set", totals, rows.output.data))
-    curves = [completeness.curve(each.totals, each.outputs) for each in candidates]
+        totals = arrays.damping.held_out(spectrum, rows.feature.data)
+        candidates.append(arrays.damping.Candidate("calibration set", totals, rows.output.data))
+    curves = [arrays.damping.curve(each.totals, each.outputs) for each in candidates]
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
         candidates.append(_left_out(spectrum, features, choosing, curves))
-        curves.append(completeness.curve(candidates[-1].totals, candidates[-1].outputs))
+        curves.append(arrays.damping.curve(candidates[-1].totals, candidates[-1].outputs))
     return candidates, curves
 
 
@@ -349,16 +346,16 @@ def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
 
 def _left_out(
     spectrum: da.Array, features: xr.Dataset, choosing: ChoosingMatrices, unless: list[da.Array]
-) -> damping_choice.Candidate:
-    rows = completeness.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-    predicted = completeness.left_out(
+) -> arrays.damping.Candidate:
+    rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+    predicted = arrays.damping.left_out(
         spectrum,
         _taken(features.feature.data, rows),
         None if choosing.h is None else _taken(choosing.h, rows),
         _taken(choosing.g, rows),
         unless=unless,
     )
-    return damping_choice.Candidate(_LEFT_OUT, predicted, _taken(features.output.data, rows))
+    return arrays.damping.Candidate(_LEFT_OUT, predicted, _taken(features.output.data, rows))
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

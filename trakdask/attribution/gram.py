@@ -167,7 +167,7 @@ def _checked(features: xr.Dataset, *stored: da.Array | None) -> xr.Dataset:
     if NORM not in features or all(matrix is None for matrix in stored):
         return features
     feature = features["feature"].variable
-    data = arrays.weights.checked(feature.data, features[NORM].data)
+    data = arrays.score.checked(feature.data, features[NORM].data)
     return features.assign(feature=feature._replace(data=data))
 
 
@@ -193,7 +193,7 @@ def _choosing_matrices(
         loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
         if loss_gradient is None:  # other checkpoints are pooled than when it was stored
             _require_all_samples(features)
-            loss_gradient = arrays.completeness.loss_gradient(features.feature.data, g)
+            loss_gradient = arrays.damping.loss_gradient(features.feature.data, g)
         known = _decomposition(features)
         return ChoosingMatrices(gram, loss_gradient, _n_samples(features), h, g, known)
     if given is None:

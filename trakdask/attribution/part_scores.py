@@ -19,7 +19,8 @@ from trakdask.attribution.estimators import (
     gather_options,
 )
 from trakdask.attribution.groups import require_group_coord
-from trakdask.attribution.labels import (
+from trakdask.attribution.products import Solver, solver
+from trakdask.attribution.scores import (
     labelled,
     labels_of_samples,
     labels_of_scores,
@@ -27,7 +28,6 @@ from trakdask.attribution.labels import (
     require_flag,
     score_attrs,
 )
-from trakdask.attribution.products import Solver, solver
 from trakdask.checks import shown
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
