@@ -150,45 +150,6 @@ def test_gram__inputs_are_not_changed() -> None:
     np.testing.assert_array_equal(feature.compute(), x)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "message"),
-    [
-        (
-            (10, 2, 1),
-            r"feature of gram .*'proj_dim', got 2 \(2, 2\)",
-        ),
-        ((10, 4, 2), r"feature of gram .*'checkpoint', got \(2, 1\)"),
-    ],
-)
-def test_gram__refuses_chunks(chunks: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gram(da.ones((20, 4, 3), chunks=chunks, dtype="f4"))
-
-
-def test_gram__refuses_other_arrays() -> None:
-    x = gaussian(20, 4, 2)
-    with pytest.raises(TypeError, match=r"feature of gram .*got ndarray"):
-        gram(x)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"three axes.*got shape \(.*\)"):
-        gram(lazy(x)[:, :, 0])
-    with pytest.raises(TypeError, match=r"feature of gram .*got dtype int64"):
-        gram(lazy(x.astype(int)))
-    with pytest.raises(ValueError, match=r"unknown chunk sizes along 'sample'"):
-        gram(lazy(x)[lazy(x)[:, 0, 0] > 0])
-    with pytest.raises(ValueError, match=r"0 samples"):
-        gram(lazy(x)[:0])
-
-
-def test_gram__refuses_options() -> None:
-    feature = lazy(gaussian(20, 4, 2))
-    with pytest.raises(ValueError, match=r"split_every .*got 1;"):
-        gram(feature, split_every=1)
-    with pytest.raises(ValueError, match=r"weights .*\(20, 2\).*got \(20, 1\)"):
-        gram(feature, da.ones((20, 1)))
-    with pytest.raises(TypeError, match=r"weights .*got ndarray"):
-        gram(feature, np.ones((20, 2)))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gram_and_sum__same_gram_bits_and_dense_sum(weighted: bool) -> None:
     x = gaussian(300, 5, 2)

@@ -122,8 +122,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
 INVISIBLE = {"split_every"}
 """The shape of a tree is in the names of its nodes."""
 
-CHUNKED = {"feature", "target", "solved"}
-
 
 def lazy_functions() -> list[Callable[..., Any]]:
     found = []
@@ -193,17 +191,3 @@ def test_lazy__another_input_gives_another_name(function: Callable[..., Any], na
     """Otherwise a scheduler that knows the name would return the result of the other input."""
     first, other = results(function), results(function, **{name: 1})
     assert [a.name for a in first] != [a.name for a in other]
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [pair for pair in PAIRS if pair.values[1] in CHUNKED],
-)
-def test_lazy__errors_name_the_function_and_the_array(
-    function: Callable[..., Any], name: str
-) -> None:
-    given = arguments(function)
-    caller = {"gram_and_sum": "gram"}.get(function.__name__, function.__name__)
-    given[name] = given[name].rechunk({1: 3})
-    with pytest.raises(ValueError, match=rf"{name} of {caller} .*'proj_dim', got 2 "):
-        function(**given)

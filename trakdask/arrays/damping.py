@@ -24,7 +24,6 @@ from trakdask.arrays.blocks import (
     block_starts,
     failed_rows,
     flat,
-    require_features,
 )
 from trakdask.arrays.decomposition import Inverse, Spectrum
 from trakdask.arrays.gram import pooled
@@ -85,8 +84,7 @@ def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
     >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
     [3.0, 3.0]
     """
-    require_features(feature, name="feature", caller="loss_gradient")
-    g = pooled(align_weights(sum_weights, feature, name="sum_weights"))
+    g = pooled(align_weights(sum_weights, feature))
     parts = da.blockwise(
         _weighted_sum,
         "spc",
@@ -127,7 +125,6 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     -----
     Cost: 34 p flops per row, after 34 p² once per checkpoint.
     """
-    require_features(feature, name="feature", caller="held_out")
     directions: da.Array = da.blockwise(
         _directions,
         "pgc",
@@ -195,9 +192,8 @@ def left_out(
     Exact (Sherman-Morrison): with the leverage l = φᵀ (K + λI)⁻¹ φ it is
     (φᵀ (K + λI)⁻¹ r - g l) / (1 - h l). Cost: 2 p² flops per row and checkpoint.
     """
-    require_features(feature, name="feature", caller="left_out")
-    h = [None, None] if weights is None else [align_weights(weights, feature, name="weights"), "sc"]
-    g = pooled(align_weights(sum_weights, feature, name="sum_weights"))
+    h = [None, None] if weights is None else [align_weights(weights, feature), "sc"]
+    g = pooled(align_weights(sum_weights, feature))
     curves = [item for curve in unless for item in (curve, "k")]
     totals: da.Array = da.blockwise(
         _left_out,

@@ -21,8 +21,6 @@ from trakdask.arrays.blocks import (
     flat,
     mean_weight,
     product_dtype,
-    require_features,
-    require_split_every,
     tree_sum,
 )
 from trakdask.arrays.xp import array_module, asnumpy
@@ -67,7 +65,7 @@ def gram(
     Raises
     ------
     ValueError
-        If ``proj_dim`` is in several chunks, checkpoints share a chunk, or shapes do not match.
+        If there are no samples.
 
     Notes
     -----
@@ -170,8 +168,6 @@ def _reduced(
     split_every: int,
 ) -> da.Array:
     """Return (p, p, checkpoint), or with ``sum_weights`` (p, p + 1, checkpoint): K, then r."""
-    require_features(feature, name="feature", caller="gram")
-    require_split_every(split_every)
     n, p, _ = feature.shape
     if n == 0:
         raise ValueError(
@@ -180,8 +176,8 @@ def _reduced(
     least = np.result_type(accumulation_dtype(p), product_dtype(feature))
     sum_dtype = np.dtype(least if dtype is None else dtype)
     groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
-    h = None if weights is None else align_weights(weights, feature, name="weights")
-    g = None if sum_weights is None else align_weights(sum_weights, feature, name="sum_weights")
+    h = None if weights is None else align_weights(weights, feature)
+    g = None if sum_weights is None else align_weights(sum_weights, feature)
     parts = da.blockwise(
         _partial,
         "spqc",

@@ -18,7 +18,6 @@ from trakdask.arrays.blocks import (
     matrix,
     mean_weight,
     product_dtype,
-    require_features,
 )
 from trakdask.arrays.weights import row_norms
 from trakdask.arrays.xp import array_module, asnumpy
@@ -64,11 +63,6 @@ def score(
     (sample, target) float32 (float64 if an input is), or (sample, target, checkpoint) with
     ``average=False``; lazy, in the row chunks of ``feature`` and ``solved``.
 
-    Raises
-    ------
-    ValueError
-        If shapes or chunks do not match.
-
     Notes
     -----
     Cost: 2 n m p C flops. Every tile reads its sample block and its target block of all
@@ -93,21 +87,12 @@ def score(
     >>> score(x, x[:1], None).compute().tolist()
     [[2.0], [2.0], [2.0]]
     """
-    require_features(feature, name="feature", caller="score")
-    require_features(
-        solved, name="solved", caller="score", dims=("target", "proj_dim", "checkpoint")
-    )
-    if feature.shape[1:] != solved.shape[1:]:
-        raise ValueError(
-            f"expected solved with the (proj_dim, checkpoint) of feature, {feature.shape[1:]}, got "
-            f"{solved.shape[1:]}; try featurizing both with the same projector and checkpoints"
-        )
     # Several tiles in a row of tiles share what is read.
     reads = solved.numblocks[0] == 1
     read = read_in_task(feature, by_checkpoint=not average) if reads else None
     arrays: list[object] = [*(read or (feature, "spc")), solved, "tpc"]
     if loss_weight is not None:
-        weight = align_weights(loss_weight, feature, name="loss_weight")
+        weight = align_weights(loss_weight, feature)
         read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
         arrays += read or (weight, "sd" if pooled else "sc")
     out = "st" if average else "stc"
@@ -154,7 +139,7 @@ def checked(feature: da.Array, norm: da.Array) -> da.Array:
     6.0
     """
     result: da.Array = da.blockwise(
-        _checked, "spc", feature, "spc", align_weights(norm, feature, name="feature_norm"), "sc",
+        _checked, "spc", feature, "spc", align_weights(norm, feature), "sc",
         align_arrays=False, dtype=feature.dtype, meta=np.empty((0, 0, 0), feature.dtype),
         name="checked-" + tokenize(feature.name, norm.name),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dask.base import tokenize
 
 from trakdask.arrays.block_arguments import coarse_groups, read_in_task
-from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
+from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype
 from trakdask.arrays.decomposition import Inverse, Matrix
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
@@ -27,9 +27,6 @@ __all__ = [
 
 #: The default factor of the closed form of λ.
 CLOSED_FORM = 0.03
-
-_SQUARE_DIMS = ("proj_dim", "proj_dim_1", "checkpoint")
-_TARGET_DIMS = ("target", "proj_dim", "checkpoint")
 
 
 def closed_form_damping(
@@ -57,8 +54,7 @@ def closed_form_damping(
     Raises
     ------
     ValueError
-        If ``gram`` is not square or not in one chunk per checkpoint, or ``factor`` is negative. At
-        compute time, if ``gram`` is all 0, so that K + λI would be singular; the message names the
+        When computed, if ``gram`` is all 0, so that K + λI would be singular; the message names the
         checkpoint.
 
     Notes
@@ -71,11 +67,6 @@ def closed_form_damping(
     >>> closed_form_damping(k, factor=0.5).compute().tolist()
     [1.0]
     """
-    _require_square(gram, name="gram", caller="closed_form_damping")
-    if not (np.isfinite(factor) and factor >= 0):
-        raise ValueError(
-            f"expected factor as a number of at least 0, got {factor}; try factor={CLOSED_FORM}"
-        )
     texts = tuple(map(str, range(gram.shape[2]) if labels is None else labels))
     damping: da.Array = da.map_blocks(
         _closed_form,
@@ -138,7 +129,7 @@ def cholesky(
     Raises
     ------
     ValueError
-        If shapes or chunks do not match; at compute time if ``gram`` or λ is not finite.
+        When computed, if ``gram`` or λ is not finite.
     numpy.linalg.LinAlgError
         At compute time, if K_c + λ_c I is not positive definite; the message names the checkpoint.
 
@@ -154,14 +145,14 @@ def cholesky(
     >>> cholesky(k, 1.0, ["c0"]).compute()[:, :, 0].tolist()
     [[2.0, 0.0], [0.0, 3.0]]
     """
-    _require_square(gram, name="gram", caller="cholesky")
-    n_checkpoint = gram.shape[2]
-    lam = _damping_array(damping, n_checkpoint)
-    if len(labels) != n_checkpoint:
-        raise ValueError(
-            f"expected {n_checkpoint} labels, one per checkpoint of gram, got {len(labels)}; "
-            "try the names of all checkpoints"
+    values = (
+        damping
+        if isinstance(damping, da.Array)
+        else da.from_array(
+            np.broadcast_to(np.asarray(damping, np.float64), gram.shape[2:]), chunks=1
         )
+    )
+    lam = values.rechunk(1, method="tasks")
     texts = tuple(str(label) for label in labels)
     factor: da.Array = da.map_blocks(
         _factor,
@@ -174,21 +165,6 @@ def cholesky(
         meta=np.empty((0, 0, 0), np.float64),
     )
     return factor
-
-
-def _damping_array(damping: da.Array | npt.ArrayLike, n_checkpoint: int) -> da.Array:
-    if isinstance(damping, da.Array):
-        lam: da.Array = damping
-    else:
-        values = np.asarray(damping, np.float64)
-        lam = da.from_array(np.full(n_checkpoint, values) if values.ndim == 0 else values, chunks=1)
-    if lam.shape != (n_checkpoint,):
-        raise ValueError(
-            f"expected damping of shape ({n_checkpoint},), one number per checkpoint of gram, got "
-            f"{lam.shape}; try one number for all checkpoints"
-        )
-    lam = lam.rechunk(1, method="tasks")
-    return lam
 
 
 def _factor(
@@ -269,11 +245,6 @@ def solve(inverse: da.Array, target: da.Array) -> da.Array:
     (target, proj_dim, checkpoint) float32 (float64 if the targets are), lazy, in the chunks of
     ``target``, so that computing some of the targets reads only their blocks.
 
-    Raises
-    ------
-    ValueError
-        If shapes or chunks do not match.
-
     Notes
     -----
     Cost in float64, per target and checkpoint: 2 p² flops with factors, 4 p k with k eigenvectors;
@@ -287,12 +258,10 @@ def solve(inverse: da.Array, target: da.Array) -> da.Array:
     >>> solve(f, t).compute()[:, :, 0].tolist()
     [[0.25, 0.0625]]
     """
-    require_features(target, name="target", caller="solve", dims=_TARGET_DIMS)
-    inverse_index = _require_inverse(inverse, target.shape, "target", "solve")
     dtype = product_dtype(target)
     # concatenate=False passes a factor itself; concatenating its one block would copy p² numbers.
     solved: da.Array = da.blockwise(
-        _solve_block, "tpc", target, "tpc", inverse, inverse_index,
+        _solve_block, "tpc", target, "tpc", inverse, "pqc" if inverse.ndim == 3 else "c",
         concatenate=False, align_arrays=False, dtype=dtype, meta=np.empty((0, 0, 0), dtype),
         name="solve-" + tokenize(inverse.name, target.name),
     )  # fmt: skip
@@ -336,13 +305,11 @@ def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
     >>> leverage(f, da.ones((1, 2, 1), chunks=(1, 2, 1))).compute().tolist()
     [[0.3125]]
     """
-    require_features(feature, name="feature", caller="leverage")
-    inverse_index = _require_inverse(inverse, feature.shape, "feature", "leverage")
     groups = coarse_groups(feature.numblocks[0])
     result: da.Array = da.blockwise(
         _leverage_block, "sc",
         *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
-        inverse, inverse_index,
+        inverse, "pqc" if inverse.ndim == 3 else "c",
         concatenate=False, align_arrays=False, dtype=np.float64, meta=np.empty((0, 0), np.float64),
         name="leverage-" + tokenize(inverse.name, feature.name),
     )  # fmt: skip
@@ -352,27 +319,3 @@ def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
 def _leverage_block(feature: Blocks, inverse: Any) -> Block:
     forms = _inverse_of(inverse).forms
     return np.concatenate([forms(phi[:, :, 0]) for phi in flat(feature)])[:, None]
-
-
-def _require_inverse(
-    inverse: da.Array, shape: tuple[int, ...], name: str, caller: str
-) -> Literal["c", "pqc"]:
-    """Check that inverses are those of some features, and return their index for ``blockwise``."""
-    if inverse.ndim == 3:
-        _require_square(inverse, name="inverse", caller=caller)
-    known = inverse.shape[1:] if inverse.ndim == 3 else (shape[1], *inverse.shape)
-    if known != shape[1:]:
-        raise ValueError(
-            f"expected {name} with the (proj_dim, checkpoint) of inverse, {known}, got "
-            f"{shape[1:]}; try featurizing both with the same projector and checkpoints"
-        )
-    return "pqc" if inverse.ndim == 3 else "c"
-
-
-def _require_square(x: da.Array, *, name: str, caller: str) -> None:
-    require_features(x, name=name, caller=caller, dims=_SQUARE_DIMS)
-    if x.shape[0] != x.shape[1] or len(x.chunks[0]) != 1:
-        raise ValueError(
-            f"expected {name} of {caller} as square matrices (p, p, checkpoint), one chunk each, "
-            f"got shape {x.shape} in chunks {x.chunks}; try {name}.rechunk((-1, -1, 1))"
-        )

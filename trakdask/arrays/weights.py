@@ -17,7 +17,6 @@ from trakdask.arrays.blocks import (
     block_starts,
     flat,
     mean_weight,
-    require_features,
 )
 
 __all__ = [
@@ -223,7 +222,6 @@ def squared_norm(feature: da.Array) -> da.Array:
     >>> squared_norm(da.full((1, 2, 1), 3.0, chunks=(1, 2, 1))).compute().tolist()
     [[18.0]]
     """
-    require_features(feature, name="feature", caller="squared_norm")
     groups = coarse_groups(feature.numblocks[0])
     result: da.Array = da.blockwise(
         _squared_norm,
