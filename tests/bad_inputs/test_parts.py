@@ -56,12 +56,7 @@ def row(
     return BadInput(function, case, lambda _: call(), error, words)
 
 
-def words(dims: tuple[str, ...] = ("sample", "token"), **coords: object) -> xr.DataArray:
-    return xr.DataArray(np.ones((2, 3)), dims=dims, coords=coords)
-
-
 C, S = "combine", "top_fraction"
-P, TEXTS = "plots.text", {"text": (("sample", "token"), [["a", "b", "c"]] * 2)}
 Q = "score_parts"
 FEW = {"estimator": "grad_dot"}
 
@@ -113,8 +108,8 @@ ROWS = [
     row(Q, "groups of targets", asked(by="kind"), ValueError, "'kind'", "td.combine"),
     row(Q, "groups by a coord that is not there", prompts(by="kind"), ValueError, "'kind'"),
     row(Q, "average of text", asked(average="no"), TypeError, "'no'"),
-    row(Q, "a sequence longer than the model", computed(asked(tokens([[1, 2, 3, 4, 5, 6]]))), td.BlockError, "sample 0"),
-    row(Q, "an id out of the vocabulary", computed(prompts(tokens([[1, 2], [3, 7]]))), td.BlockError, "sample 1", "7"),
+    row(Q, "a sequence longer than the model", computed(asked(tokens([[1, 2, 3, 4, 5, 6]]))), td.BlockError, "samples 0"),
+    row(Q, "an id out of the vocabulary", computed(prompts(tokens([[1, 2], [3, 7]]))), td.BlockError, "samples 0:2"),
     row(Q, "samples without tokens", asked(data().rename(label="input_ids")), ValueError, "'input_ids'", "(4,)"),
     row(Q, "parts of None", parts(None), ValueError, "None", "'token'"),
     row(Q, "parts of a number", parts(3), ValueError, "3", "'token'"),
@@ -155,13 +150,6 @@ ROWS = [
     row(S, "by a coord that is not there", lambda: td.top_fraction(scores(), 0.1, by="source"), ValueError, "'source'", "['label']"),
     row(S, "by missing values", lambda: td.top_fraction(scores().assign_coords(kind=("sample", [None] * 20)), 0.1, by="kind"), ValueError, "'kind'"),
     row(S, "how of another kind", lambda: td.top_fraction(scores(), 0.1, how="min"), ValueError, "'min'"),  # type: ignore[arg-type]
-    row(P, "None", lambda: td.plots.text(None), TypeError, "NoneType"),  # type: ignore[arg-type]
-    row(P, "features", lambda: td.plots.text(X), TypeError, "Dataset", "of=parts"),  # type: ignore[arg-type]
-    row(P, "scores of samples", lambda: td.plots.text(scores()), ValueError, "'target': 5"),
-    row(P, "scores of no sequence", lambda: td.plots.text(words(**TEXTS)[:0]), ValueError, "'sample': 0"),
-    row(P, "scores transposed", lambda: td.plots.text(words(**TEXTS).T), ValueError, "'token': 3"),
-    row(P, "no texts", lambda: td.plots.text(words()), ValueError, "'text'", "text="),
-    row(P, "a label that is not there", lambda: td.plots.text(words(**TEXTS, kind=("sample", [1, 2])), label="kin"), ValueError, "'kin'", "['kind']"),
 ]  # fmt: skip
 
 

@@ -25,7 +25,8 @@ __all__ = [
     "without_trace",
 ]
 
-#: The default factor of the closed form of λ.
+#: The default factor of the closed form of λ, which was fitted by tests/benchmarks/quality.py:
+#: tr(K²)/tr(K) is of the size of the largest eigenvalues, and λ has to be well below these.
 CLOSED_FORM = 0.03
 
 

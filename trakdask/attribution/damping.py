@@ -45,7 +45,10 @@ __all__ = [
     "require_calibration",
 ]
 
+#: Of 50 rows without any correlation, one set in 500 reaches the 0.4 that chooses λ.
 _LEAST_ROWS = 50
+#: Half a standard error of their correlation is below 0.016, and 2 p² flops for each are less than
+#: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
 _LEFT_OUT = "training rows left out"
 _NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
