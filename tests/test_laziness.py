@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
-from tests.bad_inputs.test_complete import public_callables
 
 import trakdask as td
 from trakdask.testing import raise_if_dask_computes, simulate_features
