@@ -70,7 +70,6 @@ PUBLIC = {
     "featurize_recording": lambda: td.featurize(from_arrays(), model(), on_error="record"),
     "featurize_torch": lambda: td.featurize(from_torch(), model(), projector=td.Rademacher(64)),
     "featurize_masked": lambda: td.featurize(from_arrays(), model(), projector=td.Mask(4)),
-    "featurize_parts": lambda: td.featurize_parts(from_arrays(), model(), parts=["weight"]),
     "score_parts": score_parts,
     "gram": lambda: td.gram(FEATURES),
     "gram_weighted": lambda: td.gram(FEATURES, weights=xr.DataArray(np.ones(40), dims="sample")),

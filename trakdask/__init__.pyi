@@ -26,7 +26,6 @@ from .explorer.marks import Marks as Marks
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
-from .featurization import featurize_parts as featurize_parts
 from .models import tasks as tasks
 from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model

@@ -15,8 +15,7 @@ import trakdask as td
 
 if TYPE_CHECKING:
     from trakdask.attribution.combinations import Weights
-    from trakdask.attribution.dampings import Damping
-    from trakdask.attribution.estimators import Estimator, Power
+    from trakdask.attribution.estimators import Damping, Estimator, Power
     from trakdask.attribution.ranking import Where
     from trakdask.storage.appending import AppendDim
 
@@ -134,7 +133,6 @@ class FeaturesAccessor:
         self,
         targets: xr.Dataset,
         *,
-        of: xr.Dataset | None = None,
         estimator: Estimator = "auto",
         power: Power = "auto",
         damping: Damping = "auto",
@@ -147,7 +145,6 @@ class FeaturesAccessor:
         return td.score(
             self._ds,
             targets,
-            of=of,
             estimator=estimator,
             power=power,
             damping=damping,

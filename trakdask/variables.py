@@ -69,6 +69,7 @@ _ALL = (
         (SAMPLE, PROJ_DIM, CHECKPOINT),
         "projected gradient of the model output with respect to the parameters",
     ),
+    Variable("feature_norm", (SAMPLE, CHECKPOINT), "squared norm of feature"),
     Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
@@ -134,15 +135,9 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
         )
     array = ds.variables[name]
     if array.dims != variable.dims:
-        parts = [dim for dim in (TOKEN, MODULE) if dim in array.dims]
-        remedy = f"ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
-        if parts:  # those of td.featurize_parts
-            remedy = (
-                f"ds.assign({name}=ds.{name}.sum({parts[0]!r})), which is that of whole samples"
-            )
         raise ValueError(
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
-            f"try {remedy}"
+            f"try ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
         )
     if not np.issubdtype(array.dtype, np.floating):
         raise ValueError(

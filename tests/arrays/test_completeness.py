@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from tests.arrays.decomposed_features import data, decomposed, lazy
 from tests.waiting import wait_until
-from trakdask.arrays.completeness import (
+from trakdask.arrays.damping import (
     CURVE,
     GRID,
+    Candidate,
+    choose,
     curve,
     held_out,
     left_out,
     spread_rows,
 )
-from trakdask.arrays.damping_choice import Candidate, choose
 from trakdask.testing import raise_if_dask_computes
 
 

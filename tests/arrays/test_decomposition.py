@@ -8,15 +8,15 @@ import pytest
 
 from tests.arrays.decomposed_features import lazy
 from tests.arrays.test_completeness import oracle_left_out, oracle_totals
-from trakdask.arrays.completeness import held_out, left_out
+from trakdask.arrays.damping import held_out, left_out
 from trakdask.arrays.decomposition import Inverse, Spectrum, component_count, decompose
 from trakdask.arrays.gram import gram_and_sum
+from trakdask.arrays.solve import leverage, solve
 from trakdask.arrays.spectrum import (
     closed_form_damping,
     eigenvectors,
     from_eigenvectors,
-    leverage,
-    solve,
+    inverse,
     spectrum,
 )
 
@@ -46,7 +46,7 @@ def test_solve__of_few_samples_equals_a_dense_solve() -> None:
     x, h, g, rows = few_rows()
     rows[4] = np.nan
     lam = np.array([0.05, 2.0])
-    found = solve(few_components(x, h, g), da.from_array(lam, chunks=1), lazy(rows, 4))
+    found = solve(inverse(few_components(x, h, g), da.from_array(lam, chunks=1)), lazy(rows, 4))
     for c in (0, 1):
         a = x[..., c].astype("f8")
         k = (a * h[:, [c]]).T @ a + lam[c] * np.eye(P)
@@ -59,11 +59,13 @@ def test_leverage__of_few_samples_equals_the_dense_quadratic_form() -> None:
     x, h, g, rows = few_rows()
     rows[4] = np.nan
     lam = np.array([0.05, 2.0])
-    found = leverage(few_components(x, h, g), da.from_array(lam, chunks=1), lazy(rows, 4)).compute()
+    found = leverage(
+        inverse(few_components(x, h, g), da.from_array(lam, chunks=1)), lazy(rows, 4)
+    ).compute()
     for c in (0, 1):
         a = x[..., c].astype("f8")
-        inverse = np.linalg.inv((a * h[:, [c]]).T @ a + lam[c] * np.eye(P))
-        dense = np.einsum("sp,pq,sq->s", rows[..., c], inverse, rows[..., c])
+        explicit = np.linalg.inv((a * h[:, [c]]).T @ a + lam[c] * np.eye(P))
+        dense = np.einsum("sp,pq,sq->s", rows[..., c], explicit, rows[..., c])
         np.testing.assert_allclose(found[:, c], dense, rtol=1e-5)
     assert np.isnan(found[4]).all()
 
@@ -97,7 +99,7 @@ def test_eigenvectors__of_few_samples_are_the_spectrum_again() -> None:
 
 def test_solve__without_damping_names_the_checkpoint_of_few_samples() -> None:
     x, h, g, rows = few_rows()
-    found = solve(few_components(x, h, g), da.zeros(2, chunks=1), lazy(rows))
+    found = solve(inverse(few_components(x, h, g), da.zeros(2, chunks=1)), lazy(rows))
     with pytest.raises(np.linalg.LinAlgError, match=r"checkpoint '[ab]' .*larger damping"):
         found.compute(scheduler="sync")
 

@@ -126,29 +126,6 @@ def test_group_sum__same_bits_on_sync_and_threads() -> None:
     assert sync.tobytes() == threads.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("codes", "n_groups", "error", "message"),
-    [
-        (np.zeros(94, int), 4, ValueError, r"codes .*\(95,\).*got \(94,\)"),
-        (np.zeros(95), 4, TypeError, r"codes .*got dtype float64"),
-        (np.full(95, 4), 4, ValueError, r"codes in \[-1, 3\].*got codes in \[4, 4\]"),
-        (np.full(95, -2), 4, ValueError, r"got codes in \[-2, -2\]"),
-        (np.zeros(95, int), 0, ValueError, r"n_groups .*got 0;"),
-    ],
-)
-def test_group_sum__refuses_codes(
-    codes: np.ndarray, n_groups: int, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        group_sum(lazy(arrays()[0]), None, codes, n_groups)
-
-
-def test_group_sum__refuses_split_every() -> None:
-    x, _, codes = arrays()
-    with pytest.raises(ValueError, match=r"split_every .*got 1;"):
-        group_sum(lazy(x), None, codes, 4, split_every=1)
-
-
 def test_group_sum__weights_of_each_checkpoint() -> None:
     x, g, codes = arrays()
     found = group_sum(lazy(x), lazy(g), codes, 4, pooled=False)

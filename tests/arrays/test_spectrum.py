@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
-from trakdask.arrays.completeness import GRID, held_out, left_out, loss_gradient
+from trakdask.arrays.damping import GRID, held_out, left_out, loss_gradient
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.solve import closed_form_damping as closed_form_of_matrix
+from trakdask.arrays.solve import leverage, solve
 from trakdask.arrays.spectrum import (
     closed_form_damping,
     eigenvectors,
     from_eigenvectors,
-    is_decomposition,
-    leverage,
+    inverse,
     mean_trace,
-    solve,
     spectrum,
 )
 
@@ -71,7 +70,7 @@ def test_solve__equals_a_dense_solve(dtype: type) -> None:
     damping = np.array([0.5, 2.0])
     parts = gram_and_sum(lazy(x), lazy(h), lazy(g[:, :1].repeat(2, 1)))
     target = lazy(rows.astype(dtype), 4)
-    found = solve(spectrum(*parts, len(x), LABELS), da.from_array(damping), target)
+    found = solve(inverse(spectrum(*parts, len(x), LABELS), da.from_array(damping)), target)
     assert found.dtype == dtype
     assert found.chunks == target.chunks
     expected = np.empty_like(rows)
@@ -86,7 +85,7 @@ def test_solve__singular_names_the_checkpoint() -> None:
     x, h, g, rows = data()
     x[:, -1, 1] = 0
     parts = gram_and_sum(lazy(x), lazy(h), lazy(g[:, :1].repeat(2, 1)))
-    found = solve(spectrum(*parts, len(x), LABELS), da.zeros(2), lazy(rows))
+    found = solve(inverse(spectrum(*parts, len(x), LABELS), da.zeros(2)), lazy(rows))
     with pytest.raises(np.linalg.LinAlgError, match=r"checkpoint 'b' .*λ = 0.*larger damping"):
         found.compute(scheduler="sync")
 
@@ -104,12 +103,14 @@ def test_from_eigenvectors__is_the_spectrum_again() -> None:
     np.testing.assert_allclose(held_out(known, lazy(rows)), held_out(made, lazy(rows)), rtol=1e-10)
     lam = da.from_array(np.array([0.5, 2.0]), chunks=1)
     without_r = from_eigenvectors(values, vectors, None, len(x), LABELS)
-    found = solve(without_r, lam, lazy(rows)).compute()
+    found = solve(inverse(without_r, lam), lazy(rows)).compute()
     for c in (0, 1):
         dense = np.linalg.solve(k[..., c].compute() + lam[c].compute() * np.eye(6), rows[..., c].T)
         np.testing.assert_allclose(found[..., c], dense.T, rtol=1e-9, atol=1e-12)
     with pytest.raises(np.linalg.LinAlgError, match="checkpoint 'b'"):
-        solve(without_r, da.from_array(np.array([1.0, -1.0]), chunks=1), lazy(rows)).compute()
+        solve(
+            inverse(without_r, da.from_array(np.array([1.0, -1.0]), chunks=1)), lazy(rows)
+        ).compute()
 
 
 def test_leverage__equals_the_dense_quadratic_form() -> None:
@@ -117,10 +118,10 @@ def test_leverage__equals_the_dense_quadratic_form() -> None:
     rows[4] = np.nan
     lam = np.array([0.5, 2.0])
     whole = spectrum(k, None, len(x), LABELS)
-    found = leverage(whole, da.from_array(lam, chunks=1), lazy(rows, 4)).compute()
+    found = leverage(inverse(whole, da.from_array(lam, chunks=1)), lazy(rows, 4)).compute()
     for c in (0, 1):
-        inverse = np.linalg.inv(k[..., c].compute() + lam[c] * np.eye(6))
-        dense = np.einsum("sp,pq,sq->s", rows[..., c], inverse, rows[..., c])
+        explicit = np.linalg.inv(k[..., c].compute() + lam[c] * np.eye(6))
+        dense = np.einsum("sp,pq,sq->s", rows[..., c], explicit, rows[..., c])
         np.testing.assert_allclose(found[:, c], dense, rtol=1e-9)
     assert np.isnan(found[4]).all()
 
@@ -141,12 +142,3 @@ def test_loss_gradient__equals_the_sum_beside_the_matrix() -> None:
     found = loss_gradient(lazy(x), lazy(g))
     assert found.chunks == ((6,), (1, 1))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def test_is_decomposition__of_this_matrix_only() -> None:
-    k, _, x, _ = matrices()
-    values, vectors = eigenvectors(spectrum(k, None, len(x), LABELS), 6)
-    assert is_decomposition(k, values, vectors)
-    assert not is_decomposition(k * 1.001, values, vectors)
-    assert not is_decomposition(k, values, vectors[:, ::-1])
-    assert not is_decomposition(k, values[..., ::-1], vectors[..., ::-1])

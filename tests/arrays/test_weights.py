@@ -9,6 +9,7 @@ from trakdask.arrays import block_arguments
 from trakdask.arrays.weights import (
     inverse_norm,
     own_influence,
+    row_norms,
     soft_gram_weights,
     soft_loss_weights,
     squared_norm,
@@ -107,3 +108,14 @@ def test_own_influence__by_definition(
     np.testing.assert_allclose(found, expected.mean(axis=1) if average else expected, rtol=1e-13)
     if is_stored:
         assert own.numblocks[0] <= at_most
+
+
+@pytest.mark.parametrize("p", [1, 7, 64, 4097])
+def test_row_norms__bits_of_a_row_do_not_depend_on_the_others(p: int) -> None:
+    x = np.random.default_rng(0).standard_normal((200, p, 1)).astype("f4")
+    x[3] = np.nan
+    found = row_norms(x)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, (x.astype("f8") ** 2).sum(axis=1), rtol=1e-12)
+    np.testing.assert_array_equal(np.concatenate([row_norms(row[None]) for row in x]), found)
+    np.testing.assert_array_equal(row_norms(x[70:]), found[70:])

@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.dampings import given_damping, relative_damping
+from trakdask.attribution.damping import given_damping, relative_damping
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 
@@ -20,12 +20,12 @@ def test_absolute__refuses_what_is_no_damping(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, np.nan, np.inf, "auto", None, True, [0.1]])
-def test_relative_damping__refuses_what_is_no_number(value: object) -> None:
+def testrelative_damping__refuses_what_is_no_number(value: object) -> None:
     with pytest.raises(ValueError, match="expected damping as 'auto'"):
         relative_damping(value)
 
 
-def test_given_damping__takes_checkpoints_by_name() -> None:
+def testgiven_damping__takes_checkpoints_by_name() -> None:
     features = simulate_features(8, 4, 3)
     given = xr.DataArray([3.0, 1.0, 2.0], coords={"checkpoint": ["c2", "c0", "c1"]})
     with raise_if_dask_computes():

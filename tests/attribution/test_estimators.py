@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import xarray as xr
 
-from trakdask.attribution import options
+from trakdask.attribution import estimators
 from trakdask.attribution.estimators import Weights, resolve_estimator
 from trakdask.attribution.scores import group_score, score, self_influence
 from trakdask.testing import simulate_features
@@ -90,7 +90,7 @@ def test_score__resolves_its_estimator_once(
         calls.append(name)
         return resolve_estimator(name, *args, **kwargs)
 
-    monkeypatch.setattr(options, "resolve_estimator", counting)
+    monkeypatch.setattr(estimators, "resolve_estimator", counting)
     train, targets = simulate_features(60, 4, 3, chunks=16), simulate_features(60, 4, 3, seed=1)
     score(train, targets, estimator=estimator)
     group_score(train, targets, by="label", estimator=estimator)

@@ -9,43 +9,40 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.labels import (
+from trakdask.attribution.scores import (
     labels_of_samples,
     labels_of_scores,
     labels_of_targets,
     require_flag,
     score_attrs,
 )
-from trakdask.attribution.sides import Side
 from trakdask.testing import simulate_features
 
 
-def side(n: int, part: str | None, **coords: object) -> Side:
-    """A side with the label of each sample, and the text of each part."""
+def side(n: int, part: str | None, **coords: object) -> xr.Dataset:
+    """Features with the label of each sample, and the text of each part."""
     ds = simulate_features(n, 3, 2).assign_coords(coords)
     if part is not None:
         dims = ("sample", part, "proj_dim", "checkpoint")
         text = np.array([[f"{i}.{j}" for j in range(4)] for i in range(n)])
         names = xr.Variable(("sample", part), text, {"unit": "word"})
         ds = ds.assign(feature=(dims, np.ones((n, 4, 3, 2)))).assign_coords(text=names)
-    return Side(ds.assign_coords({part: list("abcd")}) if part == "module" else ds, part)
+    return ds.assign_coords({part: list("abcd")}) if part == "module" else ds
 
 
-PARTS = [None, "token", "module"]
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("of_part", PARTS)
+@pytest.mark.parametrize(
+    ("of_part", "part"),
+    [(None, None), ("token", None), ("module", None), (None, "token"), (None, "module")],
+)
 def test_labels_of_scores__are_those_of_both_sides(of_part: str | None, part: str | None) -> None:
     dims, coords = labels_of_scores(side(5, of_part), side(2, part))
-    own = f"target_{part}" if part == of_part else part
     expected = {"label": ("sample",), "target_label": ("target",)}
     if of_part:
         expected |= {"text": ("sample", of_part)}
     if part:
-        expected |= {"target_text": ("target", own)}
-    expected |= {dim: (dim,) for dim in (of_part, own) if dim and dim.endswith("module")}
-    assert dims == tuple(filter(None, ("sample", of_part, "target", own if part else None)))
+        expected |= {"target_text": ("target", part)}
+    expected |= {dim: (dim,) for dim in (of_part, part) if dim and dim.endswith("module")}
+    assert dims == tuple(filter(None, ("sample", of_part, "target", part)))
     found = xr.Dataset(coords=coords)
     assert {name: coord.dims for name, coord in found.coords.items()} == expected
     if part:
@@ -53,7 +50,7 @@ def test_labels_of_scores__are_those_of_both_sides(of_part: str | None, part: st
         assert found.target_text.attrs == {"unit": "word"}
     if of_part:
         assert found.coords["text"][4, 0] == "4.0"
-    if own == "module":
+    if part == "module":
         assert found.module.values.tolist() == list("abcd")
 
 
@@ -74,15 +71,15 @@ def test_labels_of_scores__one_name_for_both_sides_is_refused() -> None:
 
 def test_score_attrs__say_how_both_sides_were_made() -> None:
     training, targets = side(5, None), side(2, None)
-    attrs = score_attrs(training, targets, {"estimator": "trak"})
+    attrs = score_attrs(training, targets, {"estimator": "trak"}, may_have_failed=False)
     assert json.loads(attrs["projector"]) == {"kind": "simulated", "proj_dim": 3}
     assert json.loads(attrs["checkpoint_ids"]) == {"c0": 0, "c1": 1}
     assert {"task": "simulated", "estimator": "trak"}.items() <= attrs.items()
-    assert attrs["source"] == training.ds.attrs["source"]
-    assert attrs["target_source"] == targets.ds.attrs["source"]
+    assert attrs["source"] == training.attrs["source"]
+    assert attrs["target_source"] == targets.attrs["source"]
     assert attrs["trakdask_version"] == td.__version__
     assert not {"parameters", "target_on_error"} & set(attrs)
-    failing = score_attrs(training, Side(targets.ds, None, may_have_failed=True), {})
+    failing = score_attrs(training, targets, {}, may_have_failed=True)
     assert failing["target_on_error"] == "record"
 
 

@@ -14,8 +14,10 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.matrices import matrices, weight_data
-from trakdask.attribution.options import gather_options
+from trakdask.arrays.score import checked
+from trakdask.arrays.weights import squared_norm
+from trakdask.attribution.estimators import gather_options
+from trakdask.attribution.gram import DERIVED, matrices, weight_data
 from trakdask.storage.mapping import MappedChunks
 from trakdask.testing import simulate_features
 from trakdask.variables import lazy_features
@@ -74,7 +76,7 @@ def test_save__soft_keeps_matrices_by_definition(tmp_path: Path) -> None:
     loss_gradient = np.einsum("npc,n->pc", x, (q**0.25).mean(1))
     np.testing.assert_allclose(opened.loss_gradient, loss_gradient, rtol=1e-5, atol=1e-4)
     assert opened.gram.attrs["gram_weights"] == "q^0.25 (1 - q)"
-    assert opened.gram.attrs["samples"] == 200
+    assert opened.gram.attrs["n_samples"] == 200
 
 
 def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
@@ -100,8 +102,6 @@ def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
     [
         lambda ds: ds,  # with another estimator, power or weights
         lambda ds: ds.isel(proj_dim=slice(4)),
-        lambda ds: ds.assign_attrs(source="other"),
-        lambda ds: xr.concat([ds, ds], "sample", data_vars="minimal"),
     ],
 )
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
     ],
 )
 def test_score__kept_matrices_are_never_used_for_anything_else(kept: Path, change, options) -> None:
-    saved = td.open(kept)
+    saved = td.open(kept).drop_vars(["gram_eigenvalues", "gram_eigenvectors", "damping"])
     opened = saved.assign(gram=saved.gram * np.nan, loss_gradient=saved.loss_gradient * np.nan)
     opened.gram.attrs.update(saved.gram.attrs)
     opened.loss_gradient.attrs.update(saved.loss_gradient.attrs)
@@ -136,13 +136,8 @@ def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(kept: 
     np.testing.assert_allclose(
         scores(some[0], some[2], **SOFT), scores(some[1], some[2], **SOFT), rtol=1e-5
     )
-    rows = some[0].isel(sample=slice(60))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        chosen = td.damping(rows, estimator="soft").compute()
-    # Simulated outputs follow nothing, so λ is the closed form: that of all samples.
-    closed_form = td.damping(some[0], damping="closed_form", estimator="soft").damping
-    np.testing.assert_allclose(chosen.damping, closed_form)
+    with pytest.raises(ValueError, match="60"):
+        td.score(some[0].isel(sample=slice(60)), some[2], **SOFT)
 
 
 def test_save__soft_resumes_and_names_what_differs(tmp_path: Path) -> None:
@@ -156,59 +151,18 @@ def test_save__soft_resumes_and_names_what_differs(tmp_path: Path) -> None:
     save(MADE, tmp_path / "soft.zarr", gram=False)
 
 
-def test_open__store_of_before_has_the_gram_matrix_of_trak(tmp_path: Path, read: list[str]) -> None:
-    """Such a store says nothing of its matrix."""
-    opened = save(MADE, tmp_path / "f.zarr")
-    origin = {"reduced_from": opened.gram.attrs["reduced_from"]}  # open writes this itself
-    bare = opened.assign(gram=opened.gram.drop_attrs().assign_attrs(origin))
-    assert "gram_weights" not in bare.gram.attrs
-    few = [ds.isel(sample=[0, 1]) for ds in (opened, bare)]
-    np.testing.assert_array_equal(*(scores(ds, TARGETS) for ds in few))
-    read.clear()
-    scores(bare.isel(sample=[0]), TARGETS)
-    assert len(read) == 3
-    np.testing.assert_allclose(
-        scores(bare, TARGETS, **SOFT), scores(MADE, TARGETS, **SOFT), rtol=1e-4, atol=1e-6
-    )
-
-
 TRAK = {"estimator": "trak", "damping": 0.03}
 ORDER = np.random.default_rng(0).permutation(200)
-REVERSED = [5, 4, 3, 2, 1, 0]
-
-
-def targets_for(change: object) -> xr.Dataset:
-    """Targets with proj_dim in the order of the features, or nothing could be scored."""
-    is_reversed = change in (CHANGES["columns of feature reversed"], rows_and_columns)
-    return TARGETS.isel(proj_dim=REVERSED) if is_reversed else TARGETS
-
-
-def rows_and_columns(ds: xr.Dataset) -> xr.Dataset:
-    return ds.isel(sample=[3, 7], proj_dim=REVERSED).assign(gram=ds.gram)
-
-
-def halved(features: xr.Dataset) -> xr.Dataset:
-    return features.assign(out_to_loss=features.out_to_loss * 0.5)
-
-
 CHANGES = {
     "scaled": lambda ds: ds.assign(feature=ds.feature * 3),
-    "scaled in place": lambda ds: ds.assign(feature=ds.feature.copy(data=3 * ds.feature.data)),
-    "scaled then rechunked": lambda ds: ds.assign(feature=ds.feature * 3).chunk(sample=50),
-    "in half precision": lambda ds: ds.assign(feature=ds.feature.astype("f2").astype("f4") + 1),
+    "scaled a little": lambda ds: ds.assign(feature=ds.feature * 1.001),
+    "of unit length": lambda ds: ds.assign(feature=ds.feature / ds.feature_norm**0.5),
     "some rows zero": lambda ds: ds.assign(feature=ds.feature.where(ds.label == 0, 0.0)),
-    "columns of feature reversed": lambda ds: ds.assign(feature=ds.feature[:, REVERSED]),
-    "checkpoints of feature swapped": lambda ds: ds.assign(
+    "some rows failed": lambda ds: ds.assign(feature=ds.feature.where(ds.label == 0)),
+    "checkpoints swapped": lambda ds: ds.assign(
         feature=ds.feature.copy(data=ds.feature.data[:, :, [1, 0, 2]])
     ),
     "other features": lambda ds: ds.assign(feature=simulate_features(200, 6, 3, seed=9).feature),
-}
-CHANGES_OF_Q = {
-    "halved": halved,
-    "of numpy": lambda ds: ds.assign(
-        out_to_loss=(("sample", "checkpoint"), np.full((200, 3), 0.2))
-    ),
-    "shuffled": lambda ds: ds.assign(out_to_loss=ds.out_to_loss[ORDER]),
 }
 
 
@@ -233,30 +187,35 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], xr.
     return lambda kind, estimator: td.open(written(kind, estimator))
 
 
-@pytest.mark.parametrize("options", [TRAK, SOFT])
-@pytest.mark.parametrize("change", [*CHANGES.values(), *CHANGES_OF_Q.values()])
-@pytest.mark.parametrize("form", ["lazy", "loaded first", "persisted first"])
-def test_score__after_a_change_matrices_are_reduced_anew(
-    stores, change, options, form: str
-) -> None:
-    opened = stores("saved", options["estimator"])
-    first = {"loaded first": opened.compute, "persisted first": opened.persist}.get(form)
-    changed = change(first(scheduler="sync") if first else opened)
-    targets = targets_for(change)
-    expected = scores(
-        changed.drop_vars(["gram", "loss_gradient"], errors="ignore"), targets, **options
-    )
-    if form == "lazy":
-        np.testing.assert_allclose(
-            scores(changed, targets, **options), expected, rtol=1e-4, atol=1e-6
-        )
-        return
-    # In memory nothing tells a change from a selection of as many rows: an error is as good.
-    try:
-        found = scores(changed, targets, **options)
-    except ValueError as err:
-        found = expected if "drop_vars(['gram', 'loss_gradient']" in str(err) else str(err)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+FORMS = {
+    "lazy": lambda ds: ds,
+    "loaded": lambda ds: ds.compute(scheduler="sync"),
+    "persisted": lambda ds: ds.persist(scheduler="sync"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "form", "options"),
+    [
+        *itertools.product(CHANGES, ["lazy"], [SOFT]),
+        *itertools.product(["some rows zero"], FORMS, [TRAK]),
+    ],
+)
+def test_score__changed_features_are_refused(stores, options, change, form) -> None:
+    changed = CHANGES[change](FORMS[form](stores("saved", options["estimator"])))
+    calls = [
+        lambda: scores(changed, TARGETS, **options),
+        lambda: scores(changed.isel(sample=slice(5, 9)), TARGETS, **options),
+        lambda: td.group_score(changed, TARGETS, by="label", **options).compute(scheduler="sync"),
+        lambda: td.self_influence(changed, **options).compute(scheduler="sync"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"'feature_norm'.*drop_vars"):
+            call()
+    td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")
+    alone = changed.drop_vars(["gram", "feature_norm"])
+    expected = changed.drop_vars(["feature_norm", *DERIVED], errors="ignore")
+    np.testing.assert_array_equal(*(scores(ds, TARGETS, **options) for ds in (alone, expected)))
 
 
 SELECTIONS = {
@@ -270,6 +229,9 @@ SELECTIONS = {
         [ds.isel(sample=slice(150, 160)), ds.isel(sample=[4])], "sample", data_vars="minimal"
     ),
     "persisted before": lambda ds: ds.persist(scheduler="sync").isel(sample=[3, 150]),
+    "loaded": lambda ds: ds.isel(sample=[3, 7]).compute(scheduler="sync"),
+    "of loaded": lambda ds: ds.compute(scheduler="sync").isel(sample=slice(5)),
+    "one row many times": lambda ds: ds.isel(sample=np.zeros(200, int)),
     "with more coords": lambda ds: ds.assign_coords(x=("sample", np.arange(200))).isel(sample=[2]),
     "of checkpoints": lambda ds: ds.isel(checkpoint=[2, 0], sample=slice(5)),
     "of one checkpoint": lambda ds: ds.sel(checkpoint=["c1"]).isel(sample=slice(5)),
@@ -297,8 +259,8 @@ def numbers(stores) -> Callable[[str, str], tuple[xr.Dataset, np.ndarray, np.nda
 @pytest.mark.parametrize(
     ("estimator", "kind"),
     [
-        *itertools.product(["trak", "soft"], ["saved", "float16", "appended", "dropped"]),
-        ("trak", "made by gram"),
+        *itertools.product(["trak", "soft"], ["saved"]),
+        *(("soft", "float16"), ("trak", "appended"), ("soft", "dropped"), ("trak", "made by gram")),
     ],
 )
 def test_score__lazy_selections_keep_the_matrices_of_all(
@@ -320,58 +282,51 @@ def test_score__lazy_selections_keep_the_matrices_of_all(
     np.testing.assert_allclose(found, expected / len(picked) * g[:, None], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["saved", "float16", "appended", "dropped"])
-@pytest.mark.parametrize("load", ["load", "persist", "compute", "load and rechunk"])
-@pytest.mark.parametrize("estimator", ["trak", "soft"])
-def test_score__whole_in_memory_keeps_the_matrices(
-    stores, kind: str, load: str, estimator: str
-) -> None:
-    opened = stores(kind, estimator)
-    options = {"estimator": estimator, "damping": td.Absolute(1.0)}
-    expected = scores(opened, TARGETS, **options)
-    held = getattr(opened, load.split()[0])(scheduler="sync")
-    if load == "load and rechunk":
-        held = held.chunk(sample=50)
-    # Only the kept matrix has this in a corner that the diagonal does not show.
-    held["gram"] = held.gram.copy(data=da.asarray(held.gram.data) + 0)
-    held.gram.data[0, 1] = held.gram.data[1, 0] = 30.0
-    changed = scores(held, TARGETS, **options)
-    assert np.abs(changed - expected).max() > 1e-3
+REFUSED = {
+    "where": lambda ds: ds.where(ds.label == 1, drop=True),
+    "joined": lambda ds: xr.concat([ds, ds], "sample", data_vars="all"),
+    "too many rows": lambda ds: xr.concat([ds, ds], "sample", data_vars="minimal"),
+}
 
 
-@pytest.mark.parametrize("estimator", ["trak", "soft"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda ds: ds.isel(sample=[3, 7]).compute(scheduler="sync"),
-        lambda ds: ds.isel(sample=[3, 7]).persist(scheduler="sync"),
-        lambda ds: ds.compute(scheduler="sync").isel(sample=slice(5)),
-        lambda ds: ds.compute(scheduler="sync").isel(sample=np.arange(200) // 2),
-        lambda ds: ds.where(ds.label == 1, drop=True).assign(gram=ds.gram),
-        lambda ds: ds.assign(feature=ds.feature * 3).isel(sample=[3, 7]),
-        rows_and_columns,
-        lambda ds: ds.assign(gram=ds.gram.drop_attrs() * 2),
-    ],
-)
-def test_score__what_cannot_be_known_is_refused(stores, change, estimator: str) -> None:
-    changed, targets = change(stores("saved", estimator)), targets_for(change)
-    if estimator == "soft" and "gram_weights" not in changed.gram.attrs:
-        return  # a matrix without attrs is that of TRAK, and used for nothing else
-    message = r"features\.isel\(sample=\.\.\.\) before loading, or features\.drop_vars\("
-    with pytest.raises(ValueError, match=message):
-        td.score(changed, targets, estimator=estimator, damping=0.03)
-    with pytest.raises(ValueError, match=message):
-        td.self_influence(changed, estimator=estimator, damping=0.03)
-    td.score(changed, targets, estimator="grad_dot").compute(scheduler="sync")
-    alone = changed.drop_vars(["gram", "loss_gradient"], errors="ignore")
-    td.score(alone, targets, estimator=estimator, damping=0.03).compute(scheduler="sync")
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("options", [TRAK, SOFT], ids=["trak", "soft"])
+def test_score__other_selections_are_refused(stores, options, change) -> None:
+    changed = change(stores("saved", options["estimator"]))
+    for call in (td.self_influence, lambda ds, **k: td.score(ds, TARGETS, **k), td.damping):
+        allowed = {"damping": "closed_form", "estimator": options["estimator"]}
+        with pytest.raises(ValueError, match=r"isel\(sample=.*drop_vars"):
+            call(changed, **allowed)
+    td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")
 
 
-def test_gram__names_the_arrays_that_it_is_reduced_from() -> None:
-    assert td.gram(MADE).attrs["reduced_from"] == {
-        name: MADE[name].data.name for name in ("feature", "out_to_loss")
-    }
-    assert td.gram(MADE.compute(scheduler="sync")).attrs["reduced_from"] == {}
+@pytest.mark.parametrize(("estimator", "other"), [("trak", "soft"), ("soft", "trak")])
+def test_score__selected_rows_never_have_a_matrix_of_their_own(stores, estimator, other) -> None:
+    rows = stores("saved", estimator).isel(sample=slice(9))
+    with pytest.raises(ValueError, match=r"200.*got 9.*drop_vars"):
+        td.score(rows, TARGETS, estimator=other, damping=0.03)
+    alone = rows.drop_vars(["gram", "loss_gradient"], errors="ignore")
+    td.score(alone, TARGETS, estimator=other, damping=0.03).compute(scheduler="sync")
+
+
+def test_score__features_without_norms_are_not_compared(stores) -> None:
+    opened = stores("saved", "trak")
+    bare = opened.drop_vars("feature_norm")
+    np.testing.assert_array_equal(*(scores(ds, TARGETS, **TRAK) for ds in (opened, bare)))
+    tripled = bare.assign(feature=bare.feature * 3)
+    found, expected = (scores(ds, TARGETS, **TRAK) for ds in (tripled, bare))
+    np.testing.assert_allclose(found, 3 * expected, rtol=1e-4, atol=1e-6)
+
+
+def test_checked__failed_rows_are_equal_to_failed_rows() -> None:
+    x = np.ones((5, 4, 1), np.float32)
+    x[2] = np.nan
+    feature = da.from_array(x, chunks=(2, 4, 1))
+    norm = squared_norm(feature)
+    np.testing.assert_array_equal(checked(feature, norm), x)
+    changed = checked(da.nan_to_num(feature), norm)
+    with pytest.raises(ValueError, match=r"= 0 where 'feature_norm' is nan"):
+        changed.compute(scheduler="sync")
 
 
 WEIGHTED = simulate_features(10, 4, 2, chunks=4)
@@ -394,19 +349,6 @@ def sums(x: np.ndarray, h: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.nd
     """K and r of (sample, proj_dim, checkpoint) features, in float64."""
     x = x.astype("f8")
     return np.einsum("npc,nqc,nc->pqc", x, x, h), np.einsum("npc,n->pc", x, g.mean(1))
-
-
-def test_matrices__of_rows_and_checkpoints_are_sums_over_the_same_rows(stores) -> None:
-    """The stored r pools other checkpoints, and the stored K is of more rows than an r of these."""
-    part = lazy_features(stores("saved", "soft").isel(sample=slice(60), checkpoint=[0, 2]))
-    options = gather_options(part, "soft", 0.5, "completeness", None, None)
-    chosen_by = matrices(part, options).choosing
-    q = part.out_to_loss.values.astype("f8")
-    k, r = sums(part.feature.values, q**0.5 * (1 - q), q**0.5)
-    assert chosen_by.n_samples == 60
-    np.testing.assert_allclose(chosen_by.gram.compute(scheduler="sync"), k, rtol=1e-4, atol=1e-3)
-    found = chosen_by.loss_gradient.compute(scheduler="sync")
-    np.testing.assert_allclose(found, r, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("estimator", ["trak", "soft"])

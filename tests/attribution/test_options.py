@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.options import gather_options
+from trakdask.attribution.estimators import gather_options
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(10, 4, 2, chunks=4)

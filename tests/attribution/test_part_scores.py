@@ -8,16 +8,53 @@ import pytest
 import torch
 import xarray as xr
 from distributed import Client
+from torch import nn
 
 import trakdask as td
-from tests.featurization.test_parts import AcrossTokens, Masked, Mixed, model, samples, state
-from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
+from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt, Pooled
 from tests.models.token_oracle import contributions
 from tests.projection.test_back_projection import explicit
 from trakdask.featurization import graphs
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import RowMap
 from trakdask.testing import raise_if_dask_computes
+
+
+def state(seed: int, build: type[nn.Module] = Gpt) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return build().state_dict()
+
+
+def model(n: int = 2, **options) -> td.Model:
+    return td.Model(Gpt, {f"c{i}": state(i) for i in range(n)}, task=TASK, **options)
+
+
+def samples(n: int = 5, chunks: int = 2) -> xr.Dataset:
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (n, LENGTH))
+    return td.from_arrays({"input_ids": ids}, coords={"source": list("abcde")[:n]}, chunks=chunks)
+
+
+class Masked(Gpt):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+class AcrossTokens(nn.Module):
+    """A layer without a rule that looks at the token before: its terms are not those of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1) * self.weight
+
+
+class Mixed(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = AcrossTokens()
+
 
 DAMPING = 300.0
 PROJECTORS = [
@@ -168,24 +205,19 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_score_parts__every_estimator_as_with_features_of_parts(name: str, average: bool) -> None:
+def test_score_parts__every_estimator_adds_up_to_its_scores(name: str, average: bool) -> None:
     projector = td.SJLT(64)
     options = {"estimator": name, "average": average} | ESTIMATORS[name]
     features, targets = sides(projector)
-    of, asked = (
-        td.featurize_parts(each, model(), parts="token", projector=projector)
-        for each in (TRAIN.isel(sample=[2, 3]), ASKED)
-    )
-    made = model()
+    made, some = model(), [2, 3]
     if name != "relatif":
-        words = td.score_parts(features, targets, made, of=TRAIN.isel(sample=[2, 3]), **options)
-        expected = td.score(features, targets, of=of, **options)
-        assert words.dims == expected.dims
-        assert_near(words, expected.values, 2e-3)
-    prompts = td.score_parts(features, ASKED, made, of=features.isel(sample=[4, 0]), **options)
-    expected = td.score(features, asked, of=features.isel(sample=[4, 0]), **options)
-    assert prompts.dims == expected.dims
-    assert_near(prompts, expected.values, 2e-3)
+        words = td.score_parts(features, targets, made, of=TRAIN.isel(sample=some), **options)
+        expected = td.score(features, targets, **options).isel(sample=some)
+        assert_near(words.sum("token").transpose(*expected.dims), expected.values, 2e-3)
+    few = features.isel(sample=[4, 0])
+    prompts = td.score_parts(features, ASKED, made, of=few, **options)
+    expected = td.score(features, targets, **options).isel(sample=[4, 0])
+    assert_near(prompts.sum("token").transpose(*expected.dims), expected.values, 2e-3)
 
 
 def test_score_parts__groups_of_estimators_with_weights_of_their_own_per_checkpoint() -> None:
@@ -208,14 +240,14 @@ def test_score_parts__gradients_scaled_by_moments() -> None:
 
 
 @pytest.mark.parametrize("parts", ["token", ["attn", "mlp"]], ids=["token", "module"])
-def test_score_parts__blocks_batches_and_chunks_of_targets_do_not_matter(
+def test_score_parts__blocks_and_chunks_of_targets_do_not_matter(
     parts: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features, targets = sides(td.SJLT(64))
     expected = ask(features, targets, of=TRAIN, parts=parts).compute()
     many = targets.chunk(sample=1)
-    for chunks, size in ((8, 1), (1, "auto"), (5, 3)):
-        again = ask(features, many, of=TRAIN.chunk(sample=chunks), parts=parts, batch_size=size)
+    for chunks in (8, 1, 5):
+        again = ask(features, many, of=TRAIN.chunk(sample=chunks), parts=parts)
         assert_near(again, expected.values, 1e-5)
     monkeypatch.setattr(graphs, "_VECTOR_BYTES", 1)
     apart = ask(features, targets, of=TRAIN, parts=parts)
@@ -250,10 +282,9 @@ def test_score_parts__stored_features_and_other_columns(tmp_path) -> None:
     found = td.score_parts(stored, targets, model(), of=TRAIN)
     expected = td.score_parts(features, targets, model(), of=TRAIN)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
-    for columns in (slice(16), slice(None, None, -1)):
-        chosen = stored.isel(proj_dim=columns)
-        with pytest.raises(ValueError, match=r"all 32 columns"):
-            td.score_parts(chosen, targets.isel(proj_dim=columns), model(), of=TRAIN, damping=0.1)
+    chosen = [ds.isel(proj_dim=slice(16)) for ds in (stored, targets)]
+    with pytest.raises(ValueError, match=r"all 32 columns"):
+        td.score_parts(*chosen, model(), of=TRAIN, damping=0.1)
 
 
 @pytest.mark.parametrize("chunks", [1, 5])
@@ -326,3 +357,27 @@ def test_score_parts__same_answers_on_worker_processes(process_client: Client) -
         here = answers()
     for ours, theirs in zip(here, there, strict=True):
         xr.testing.assert_identical(ours, theirs)
+
+
+def test_score_parts__layer_without_tokens_fails_with_its_name() -> None:
+    pooled = td.Model(Pooled, [state(0, Pooled)], task=TASK)
+    features = td.featurize(TRAIN, pooled, projector=td.SJLT(16)).compute()
+    lazy = td.score_parts(features, features, pooled, of=TRAIN, damping=0.1)
+    with pytest.raises(td.BlockError, match="'head'"):
+        lazy.compute()
+
+
+def test_score_parts__of_some_checkpoints() -> None:
+    features, targets = sides(td.SJLT(32))
+    one = [ds.isel(checkpoint=[1]) for ds in (features, targets)]
+    words = td.score_parts(*one, model(), of=TRAIN, damping=0.1)
+    assert_near(words.sum("token"), td.score(*one, damping=0.1).values)
+
+
+def test_score_parts__runs_the_model_in_the_precision_of_the_features() -> None:
+    features, targets = (
+        td.featurize(ds, model(), projector=td.SJLT(32), dtype="bfloat16").compute()
+        for ds in (TRAIN, ASKED)
+    )
+    found = td.score_parts(features, targets, model(), of=TRAIN, damping=0.1)
+    assert_near(found.sum("token"), td.score(features, targets, damping=0.1).values, 0.1)

@@ -39,8 +39,6 @@ ROWS = [
     explore("samples are others", ValueError, ["60", "59", "same order"], samples=SAMPLES),
     explore("samples without samples", ValueError, ["{'row': 3}"], samples=xr.Dataset({"x": ("row", [1, 2, 3])})),
     explore("target samples are others", ValueError, ["target_samples", "8", "59"], target_samples=SAMPLES),
-    explore("parts are whole samples", ValueError, ["parts", "'token'", "'text'", "featurize_parts"], parts=FEATURES),
-    explore("parts of others", ValueError, ["parts", "60", "8"], parts=TARGETS),
     explore("no such estimator", ValueError, ["'best'", "'soft'"], estimator="best"),
     explore("power of more than one", ValueError, ["power", "2"], estimator="soft", power=2),
     explore("calibration without outputs", ValueError, ["calibrate", "completeness"], damping="closed_form", calibrate=TARGETS),

@@ -1,4 +1,4 @@
-"""Bad inputs of featurize_parts, of scores of parts, of combine and of top_fraction."""
+"""Bad inputs of score_parts, of combine and of top_fraction."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch import nn
 
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
-from tests.bad_inputs.small_models import Language, data, fine, tokens
+from tests.bad_inputs.small_models import Language, data, tokens
 from trakdask.testing import simulate_features
 
 TASK = td.tasks.CausalLM("input_ids")
 X = simulate_features(20, 4, 3, chunks=8)
 T = simulate_features(5, 4, 3, chunks=8, seed=1)
 KINDS = T.assign_coords(kind=("sample", np.array(["a", "b", "a", None, "b"], object)))
-PARTS = T.assign(feature=T.feature.expand_dims(token=2, axis=1)).chunk({"token": -1})
 IDS = np.array([[1, 2, 3], [4, 5, 6], [0, 1, 2]])
 LABELLED = xr.DataArray(np.ones((2, 5)), dims=("pair", "sample"))
 
@@ -31,7 +30,7 @@ def language(seed: int = 0, task: object = TASK, **options: object) -> td.Model:
 
 
 def parts(given: object = "token", **options: object) -> Callable[[], object]:
-    return lambda: td.featurize_parts(tokens(IDS), language(), parts=given, **options)  # type: ignore[arg-type]
+    return asked(parts=given, **options)
 
 
 def known_of_fast_jl() -> xr.Dataset:
@@ -43,9 +42,8 @@ def computed(lazy: Callable[[], object]) -> Callable[[], object]:
     return lambda: lazy().compute(scheduler="sync")  # type: ignore[attr-defined]
 
 
-def mixing() -> object:
-    model = td.Model(nn.Sequential(nn.Conv1d(1, 1, 3)), task=TASK)
-    return td.featurize_parts(tokens(IDS), model, parts="token")
+def mixing() -> td.Model:
+    return td.Model(nn.Sequential(nn.Conv1d(1, 1, 3)), task=TASK)
 
 
 def scores() -> xr.DataArray:
@@ -58,12 +56,7 @@ def row(
     return BadInput(function, case, lambda _: call(), error, words)
 
 
-def words(dims: tuple[str, ...] = ("sample", "token"), **coords: object) -> xr.DataArray:
-    return xr.DataArray(np.ones((2, 3)), dims=dims, coords=coords)
-
-
-F, C, S = "featurize_parts", "combine", "top_fraction"
-P, TEXTS = "plots.text", {"text": (("sample", "token"), [["a", "b", "c"]] * 2)}
+C, S = "combine", "top_fraction"
 Q = "score_parts"
 FEW = {"estimator": "grad_dot"}
 
@@ -97,11 +90,11 @@ ROWS = [
     row(Q, "of numbers", asked([1, 2]), TypeError, "[1, 2]"),
     row(Q, "samples as features", lambda: td.score_parts(tokens(IDS), known(), language(), of=tokens(IDS)), ValueError, "'feature'"),
     row(Q, "a module as model", asked(model=Language()), TypeError, "Language"),
-    row(Q, "features that were not featurized", lambda: td.score_parts(X.drop_attrs(), T.drop_attrs(), language(), of=tokens(IDS), **FEW), ValueError, "projector", "featurize_parts"),  # type: ignore[arg-type]
+    row(Q, "features that were not featurized", lambda: td.score_parts(X.drop_attrs(), T.drop_attrs(), language(), of=tokens(IDS), **FEW), ValueError, "projector"),  # type: ignore[arg-type]
     row(Q, "features of some columns", lambda: td.score_parts(known().isel(proj_dim=slice(4)), known().isel(proj_dim=slice(4)), language(), of=tokens(IDS), **FEW), ValueError, "all 8 columns", "got 4"),  # type: ignore[arg-type]
     row(Q, "targets of another projector", lambda: td.score_parts(known(), td.featurize(tokens(IDS), language(), projector=td.SJLT(8, seed=1)), language(), of=tokens(IDS)), td.StoreMismatchError, "seed"),
     row(Q, "training features of another projector", lambda: td.score_parts(known(), tokens(IDS), language(), of=td.featurize(tokens(IDS), language(), projector=td.SJLT(8, seed=1))), td.StoreMismatchError, "seed"),
-    row(Q, "a projector without a transpose", lambda: td.score_parts(known_of_fast_jl(), known_of_fast_jl(), language(), of=tokens(IDS), **FEW), ValueError, "FastJL", "featurize_parts"),
+    row(Q, "a projector without a transpose", lambda: td.score_parts(known_of_fast_jl(), known_of_fast_jl(), language(), of=tokens(IDS), **FEW), ValueError, "FastJL"),
     row(Q, "another checkpoint", asked(model=language(1)), td.StoreMismatchError, "checkpoint"),
     row(Q, "another task", asked(model=language(task=td.tasks.CausalLM("input_ids", positional=True))), td.StoreMismatchError, "task"),
     row(Q, "other parameters", asked(model=language(parameters="head*")), td.StoreMismatchError, "parameters"),
@@ -109,48 +102,29 @@ ROWS = [
     row(Q, "a group that selects nothing", asked(parts=["attn"]), ValueError, "'*attn*'"),
     row(Q, "text of groups", asked(parts=["wte"], text=str), ValueError, "text"),
     row(Q, "too few texts", computed(asked(text=["a", "b"])), ValueError, "token 2"),
-    row(Q, "an estimator with norms", asked(estimator="grad_cos"), ValueError, "'grad_cos'", "featurize_parts"),
+    row(Q, "an estimator with norms", asked(estimator="grad_cos"), ValueError, "'grad_cos'"),
     row(Q, "relatif of training samples", asked(estimator="relatif"), ValueError, "'relatif'"),
     row(Q, "an unknown estimator", asked(estimator="x"), ValueError, "'x'"),
     row(Q, "groups of targets", asked(by="kind"), ValueError, "'kind'", "td.combine"),
     row(Q, "groups by a coord that is not there", prompts(by="kind"), ValueError, "'kind'"),
-    row(Q, "a batch of 0", asked(batch_size=0), ValueError, "batch_size", "0"),
     row(Q, "average of text", asked(average="no"), TypeError, "'no'"),
-    row(Q, "a sequence longer than the model", computed(asked(tokens([[1, 2, 3, 4, 5, 6]]))), td.BlockError, "sample 0"),
-    row(Q, "an id out of the vocabulary", computed(prompts(tokens([[1, 2], [3, 7]]))), td.BlockError, "sample 1", "7"),
+    row(Q, "a sequence longer than the model", computed(asked(tokens([[1, 2, 3, 4, 5, 6]]))), td.BlockError, "samples 0"),
+    row(Q, "an id out of the vocabulary", computed(prompts(tokens([[1, 2], [3, 7]]))), td.BlockError, "samples 0:2"),
     row(Q, "samples without tokens", asked(data().rename(label="input_ids")), ValueError, "'input_ids'", "(4,)"),
-    row(F, "no parts", lambda: td.featurize_parts(tokens(IDS), language()), TypeError, "parts"),  # type: ignore[call-arg]
-    row(F, "parts of None", parts(None), ValueError, "None", "'token'"),
-    row(F, "parts of a number", parts(3), ValueError, "3", "'token'"),
-    row(F, "parts of a misspelled word", parts("tokens"), ValueError, "'tokens'"),
-    row(F, "no groups", parts([]), ValueError, "[]"),
-    row(F, "no patterns in a group", parts({"a": []}), ValueError, "{'a': []}"),
-    row(F, "groups of numbers", parts({"a": 3}), ValueError, "{'a': 3}"),
-    row(F, "a group called others", parts({"others": "wte*"}), ValueError, "'others'"),
-    row(F, "a group that selects nothing", parts(["attn"]), ValueError, "'*attn*'"),
-    row(F, "groups that overlap", parts({"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
-    row(F, "text of groups", parts(["wte"], text=str), ValueError, "text"),
-    row(F, "text of a word", parts(text="abc"), TypeError, "'abc'"),
-    row(F, "too few texts", computed(parts(text=["a", "b"])), ValueError, "token 2"),
-    row(F, "text that is none", computed(parts(text=lambda i: i)), ValueError, "token 0", "got 0"),
-    row(F, "an engine for tokens", parts(gradients="loop"), ValueError, "'loop'"),
-    row(F, "an unknown engine for groups", parts(["wte"], gradients="x"), ValueError, "'x'"),
-    row(F, "samples without tokens", lambda: td.featurize_parts(data().rename(label="image_1"), td.Model(Language(), task=td.tasks.CausalLM("image_1")), parts="token"), ValueError, "'image_1'", "(4,)"),
-    row(F, "a convolution", mixing, ValueError, "'0', Conv1d"),
-    row(F, "images", lambda: td.featurize_parts(data(), fine(), parts="token").compute(scheduler="sync"), td.BlockError, "'head'", "4 tokens"),
-    row(F, "a module", lambda: td.featurize_parts(tokens(IDS), Language(), parts="token"), TypeError, "Language"),  # type: ignore[arg-type]
-    row("save", "parts", lambda: td.save(PARTS, "unused.zarr"), ValueError, "'token'", "sum"),
-    row("score", "parts as training samples", lambda: td.score(PARTS, T, damping=0.1), ValueError, "'token'", "sum"),
-    row("score", "parts in another order", lambda: td.score(X, PARTS.transpose("token", ...), damping=0.1), ValueError, "('token', 'sample'"),
-    row("score", "parts in chunks", lambda: td.score(X, PARTS.chunk({"token": 1}), damping=0.1), ValueError, "(1, 1)", "chunk({'token': -1})"),
-    row("score", "of parts without Q", lambda: td.score(X, T, of=PARTS.drop_vars("out_to_loss"), damping=0.1), ValueError, "'out_to_loss'"),
-    row("score", "of numbers", lambda: td.score(X, T, of=3, damping=0.1), TypeError, "3"),  # type: ignore[arg-type]
-    row("score", "of parts of another projector", lambda: td.score(X, T, of=PARTS.assign_attrs(projector={"kind": "x"}), damping=0.1), td.StoreMismatchError, "projector"),
-    row("top_k", "scores of tokens", lambda: td.top_k(td.score(X, PARTS, damping=0.1), 3), ValueError, "scores.sum('token')"),
+    row(Q, "parts of None", parts(None), ValueError, "None", "'token'"),
+    row(Q, "parts of a number", parts(3), ValueError, "3", "'token'"),
+    row(Q, "no groups", parts([]), ValueError, "[]"),
+    row(Q, "no patterns in a group", parts({"a": []}), ValueError, "{'a': []}"),
+    row(Q, "groups of numbers", parts({"a": 3}), ValueError, "{'a': 3}"),
+    row(Q, "a group called others", parts({"others": "wte*"}), ValueError, "'others'"),
+    row(Q, "groups that overlap", parts({"a": "w*", "b": "wte*"}), ValueError, "'wte.weight'", "'a'", "'b'"),
+    row(Q, "text of a word", parts(text="abc"), TypeError, "'abc'"),
+    row(Q, "text that is none", computed(parts(text=lambda i: i)), ValueError, "token 0", "got 0"),
+    row(Q, "a convolution", asked(model=mixing()), ValueError, "'0', Conv1d"),
+    row("top_k", "scores of tokens", lambda: td.top_k(asked()(), 3), ValueError, "scores.sum('token')"),  # type: ignore[arg-type]
     row(C, "neither", lambda: td.combine(T), ValueError, "neither"),
     row(C, "both", lambda: td.combine(KINDS, by="kind", weights={"a": {0: 1}}), ValueError, "both"),
     row(C, "a list", lambda: td.combine([1], by="kind"), TypeError, "[1]"),  # type: ignore[arg-type]
-    row(C, "parts", lambda: td.combine(PARTS, by="label"), ValueError, "'token'"),
     row(C, "by a coord that is not there", lambda: td.combine(KINDS, by="kin"), ValueError, "'kin'", "'kind'"),
     row(C, "by a list", lambda: td.combine(KINDS, by=["kind"]), ValueError, "['kind']"),  # type: ignore[arg-type]
     row(C, "by missing values", lambda: td.combine(KINDS.assign_coords(kind=("sample", [None] * 5)), by="kind"), ValueError, "'kind'"),
@@ -176,13 +150,6 @@ ROWS = [
     row(S, "by a coord that is not there", lambda: td.top_fraction(scores(), 0.1, by="source"), ValueError, "'source'", "['label']"),
     row(S, "by missing values", lambda: td.top_fraction(scores().assign_coords(kind=("sample", [None] * 20)), 0.1, by="kind"), ValueError, "'kind'"),
     row(S, "how of another kind", lambda: td.top_fraction(scores(), 0.1, how="min"), ValueError, "'min'"),  # type: ignore[arg-type]
-    row(P, "None", lambda: td.plots.text(None), TypeError, "NoneType"),  # type: ignore[arg-type]
-    row(P, "features", lambda: td.plots.text(X), TypeError, "Dataset", "of=parts"),  # type: ignore[arg-type]
-    row(P, "scores of samples", lambda: td.plots.text(scores()), ValueError, "'target': 5"),
-    row(P, "scores of no sequence", lambda: td.plots.text(words(**TEXTS)[:0]), ValueError, "'sample': 0"),
-    row(P, "scores transposed", lambda: td.plots.text(words(**TEXTS).T), ValueError, "'token': 3"),
-    row(P, "no texts", lambda: td.plots.text(words()), ValueError, "'text'", "text=..."),
-    row(P, "a label that is not there", lambda: td.plots.text(words(**TEXTS, kind=("sample", [1, 2])), label="kin"), ValueError, "'kin'", "['kind']"),
 ]  # fmt: skip
 
 

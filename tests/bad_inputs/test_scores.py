@@ -149,17 +149,11 @@ def options_of_score(function: str, call: Callable[..., Any]) -> list[BadInput]:
     ]  # type: ignore[misc]
 
 
-def kept_but_loaded(folder: Path) -> xr.Dataset:
-    saved = td.save(X, folder / "f.zarr", progress=False)
-    return saved.isel(sample=[3, 7]).compute(scheduler="sync")
-
-
 def top_k_of(**where: Any) -> Callable[[], object]:
     return lambda: td.top_k(scores(), 3, **where)
 
 
 OTHERS = [
-    BadInput("score", "rows selected and loaded", lambda folder: td.score(kept_but_loaded(folder), T, damping=0.1), ValueError, ["20 samples", "2 samples", "drop_vars"]),
     row("score", "features and targets swapped with a name", lambda: td.score(X, T, "trak"), TypeError, "positional"),  # type: ignore[misc]
     row("score", "average of text", lambda: td.score(X, T, average="no"), TypeError, "'no'", "average"),
     row("score", "an option that is misspelled", lambda: td.score(X, T, lamda=0.1), TypeError, "lamda"),  # type: ignore[call-arg]

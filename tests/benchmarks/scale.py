@@ -46,7 +46,6 @@ from distributed.protocol import deserialize, serialize, to_serialize
 
 import trakdask as td
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.matrices import with_origin
 from trakdask.testing import raise_if_dask_computes
 from trakdask.variables import VARIABLES
 
@@ -193,7 +192,7 @@ def features(n: int, coords: Mapping[str, Any], *, gram: bool = True) -> xr.Data
         return ds
     attrs = {**VARIABLES["gram"].attrs, **Weights().attrs(ds)}
     matrix = (VARIABLES["gram"].dims, stored("gram", (p, p, c), (p, p, 1)), attrs)
-    return with_origin(ds.assign(gram=matrix))
+    return ds.assign(gram=matrix)
 
 
 def scores(n: int, coords: Mapping[str, Any]) -> xr.DataArray:

@@ -1,4 +1,4 @@
-"""Measure what scores and features of tokens cost against features of sequences, in CPU seconds.
+"""Measure what scores of tokens cost against features of sequences, in CPU seconds.
 
     taskset -c 1 python tests/benchmarks/tokens.py
 
@@ -44,9 +44,6 @@ def ways(
     features = td.featurize(samples, model, projector=projector).compute()
     found: dict[str, Callable[[], xr.DataArray]] = {
         "features of sequences": lambda: td.featurize(samples, model, projector=projector).feature,
-        "features of tokens": lambda: (
-            td.featurize_parts(samples, model, projector=projector, parts="token").feature
-        ),
         "scores of modules, 1 target": scores(model, samples, features, 1, ["blocks", "tokens"]),
     }
     for n in N_TARGETS:

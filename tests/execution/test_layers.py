@@ -111,5 +111,5 @@ def test_task_names__say_what_is_computed(tmp_path: Path) -> None:
     assert "top-k-merge" in " ".join(names_of(td.top_k(scores, 2).compute))
     grouped = td.group_score(train, train, by="label")
     assert "group-sum" in " ".join(names_of(grouped.compute))
-    assert "spectral-leverage" in " ".join(names_of(td.self_influence(train).compute))
+    assert "leverage" in " ".join(names_of(td.self_influence(train).compute))
     assert "open-out-to-loss" in names_of(train.out_to_loss.compute)

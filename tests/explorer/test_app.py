@@ -20,6 +20,7 @@ import dask.array as da
 import numpy as np
 import panel
 import pytest
+import torch
 import xarray as xr
 from distributed import Client
 
@@ -109,15 +110,20 @@ def test_session__follows_links_forms_and_filters(explorer: Explorer) -> None:
 
 
 def test_session__shows_words_with_their_scores() -> None:
-    features = data(N, 0)
-    whole = features.feature.expand_dims(token=2, axis=1) / 2
-    text = np.array([["first ", SCRIPT]] * N, object)
-    parts = features.assign(feature=whole).assign_coords(text=(("sample", "token"), text))
-    explorer = td.explore(features, data(M, 1), parts=parts, damping=0.1, estimator="trak")
+    net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
+    model = td.Model(net, task=td.tasks.CausalLM(inputs="input_ids", positional=True))
+    samples = td.from_arrays({"input_ids": np.arange(60).reshape(20, 3) % 9})
+    features = td.featurize(samples, model, projector=td.SJLT(16)).compute(scheduler="sync")
+    texts = [SCRIPT, *"bcdefghi"]
+    explorer = td.explore(
+        features, features.isel(sample=slice(M)), samples=samples, model=model,
+        text=texts.__getitem__, damping=0.1,
+    )  # fmt: skip
     html = opened(explorer, View(page="target")).page.html
     assert "Words that helped" in html
-    assert "first " in html
     assert "<script" not in html
+    without = td.explore(features, features, samples=samples, text=texts.__getitem__, damping=0.1)
+    assert "Words that helped" not in opened(without, View(page="target")).page.html
 
 
 def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:

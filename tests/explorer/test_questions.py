@@ -30,15 +30,6 @@ def data(n: int, seed: int) -> xr.Dataset:
     )
 
 
-def tokens_of(features: xr.Dataset) -> xr.Dataset:
-    """Return parts of the samples that have 0.7, -0.2 and 0.5 of their features."""
-    shares = xr.DataArray(np.array([0.7, -0.2, 0.5], np.float32), dims="token")
-    feature = (features.feature * shares).transpose("sample", "token", "proj_dim", "checkpoint")
-    text = [[f"sample {i} ", "of ", "<b>"] for i in range(features.sizes["sample"])]
-    parts = features.assign(feature=feature)
-    return parts.assign_coords(text=(("sample", "token"), np.array(text, object)))
-
-
 @pytest.fixture(scope="module")
 def features() -> xr.Dataset:
     return data(N, 0)
@@ -304,16 +295,23 @@ def test_questions__of_a_store_with_its_factors(
     np.testing.assert_allclose(top["score"], np.sort(scores)[::-1][:5], rtol=1e-4)
 
 
-def test_words__are_scores_of_tokens_that_add_up(features: xr.Dataset, targets: xr.Dataset) -> None:
-    parts = tokens_of(features)
+def test_words__are_asked_for_with_the_options_of_the_view(
+    features: xr.Dataset, targets: xr.Dataset
+) -> None:
+    def words_of(known, target, at, **options):
+        scores = td.score(known, target, **options).isel(sample=at)
+        return (scores * xr.DataArray([0.75, 0.25], dims="token")).transpose(
+            "sample", ..., "target"
+        )
+
     questions = Questions(
-        features, targets, estimator="trak", damping=td.Absolute(LAMBDA), parts=parts
+        features, targets, estimator="trak", damping=td.Absolute(LAMBDA), words=words_of
     )
     words = questions.words(View(target=7), np.array([5, 2]))
-    shares = np.array([0.7, -0.2, 0.5])
     scores = expected(features, targets)[[5, 2], 7]
-    np.testing.assert_allclose(words.values, scores[:, None] * shares, rtol=1e-3)
-    assert words.text.values.tolist() == [["sample 5 ", "of ", "<b>"], ["sample 2 ", "of ", "<b>"]]
+    np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
+    assert questions.has_words(View())
+    assert not questions.has_words(View(estimator="grad_cos"))
 
 
 def test_questions__on_a_cluster(

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trakdask as td
-from trakdask.attribution.dampings import Rule
-from trakdask.attribution.estimators import Estimator
+from trakdask.attribution.estimators import Estimator, Rule
 from trakdask.explorer.state import PAGES, MeanTrace, View, damping_of
 
 positions = st.integers(0, 10**9)

@@ -17,6 +17,7 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
+from trakdask.arrays.weights import row_norms
 from trakdask.featurization import memory
 from trakdask.featurization.memory import activation_bytes, available_bytes, states_bytes
 from trakdask.models import checkpoints
@@ -47,7 +48,9 @@ def test_featurize__labels_chunks_and_provenance() -> None:
     assert features.feature.dims == ("sample", "proj_dim", "checkpoint")
     assert features.feature.chunks == ((8, 8, 4), (32,), (1, 1))
     assert features.out_to_loss.chunks == ((8, 8, 4), (1, 1))
-    assert {str(v.dtype) for v in features.data_vars.values()} == {"float32"}
+    assert {str(v.dtype) for v in features.drop_vars("feature_norm").data_vars.values()} == {
+        "float32"
+    }
     assert features.checkpoint.values.tolist() == ["c0", "c1"]
     np.testing.assert_array_equal(features.label, np.arange(20) % 3)
     assert "sample" not in features.indexes
@@ -207,6 +210,14 @@ def test_featurize__one_pass_makes_all_three_variables() -> None:
     assert 6 < sum(n > 2 for n in calls) <= 6 + 2
 
 
+def test_featurize__norms_are_those_of_features_whatever_the_chunks() -> None:
+    for chunks in (8, 3):
+        found = td.featurize(samples(chunks=chunks), model(), projector=td.SJLT(32)).compute()
+        assert found.feature_norm.dtype == np.float64
+        alone = [row_norms(row[None]) for row in found.feature.values]
+        np.testing.assert_array_equal(found.feature_norm, np.concatenate(alone))
+
+
 def test_featurize__compute_reads_the_weights_of_each_checkpoint_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,7 +371,9 @@ def test_featurize__dtype_of_the_model(gradients: str) -> None:
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 5e-2), ("float16", 1e-2)):
         found = td.featurize(samples(), model(), dtype=dtype, **options).compute()
         assert found.attrs["dtype"] == dtype
-        assert {str(v.dtype) for v in found.data_vars.values()} == {"float32"}
+        assert {str(v.dtype) for v in found.drop_vars("feature_norm").data_vars.values()} == {
+            "float32"
+        }
         for name in ("feature", "output", "out_to_loss"):
             error = np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])
             assert 0 < error < tolerance

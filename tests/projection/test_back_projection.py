@@ -86,5 +86,5 @@ def test_require_back_projection__names_the_kind(projector: Projector) -> None:
     if isinstance(projector, td.Mask):
         require_back_projection(projector)
         return
-    with pytest.raises(ValueError, match=r"FastJL.*featurize_parts"):
+    with pytest.raises(ValueError, match="FastJL"):
         require_back_projection(projector)

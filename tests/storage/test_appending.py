@@ -15,7 +15,7 @@ import zarr
 
 import trakdask as td
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.matrices import stored_matrix
+from trakdask.attribution.gram import stored_matrix
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 NAMES = ("c0", "c1", "c2")
@@ -76,7 +76,7 @@ def assert_whole(opened: xr.Dataset, rows: slice = slice(None), n_checkpoints: i
         assert opened[name].dims == expected[name].dims
     x = expected.feature.values.astype("f8")
     np.testing.assert_array_equal(opened.gram, np.einsum("npc,nqc->pqc", x, x))
-    assert opened.gram.attrs["samples"] == x.shape[0]
+    assert opened.gram.attrs["n_samples"] == x.shape[0]
 
 
 @pytest.fixture

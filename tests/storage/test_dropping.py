@@ -15,7 +15,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.matrices import stored_matrix
+from trakdask.attribution.gram import stored_matrix
 from trakdask.testing import simulate_features
 
 
@@ -45,7 +45,7 @@ def assert_left(opened: xr.Dataset, *parts: xr.Dataset, without: list[int]) -> N
         np.testing.assert_array_equal(opened[name], expected[name])
     x = expected.feature.values.astype("f8")
     np.testing.assert_array_equal(opened.gram, np.einsum("npc,nqc->pqc", x, x))
-    assert opened.gram.attrs["samples"] == len(x)
+    assert opened.gram.attrs["n_samples"] == len(x)
     assert stored_matrix(opened, "gram", Weights()) is not None
     assert "dropped" not in opened.coords
 

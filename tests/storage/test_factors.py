@@ -161,11 +161,6 @@ def _keys(data) -> list:
 
 
 CHANGES: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
-    "feature": lambda ds: ds.assign(feature=2 * ds.feature),
-    "out_to_loss": lambda ds: ds.assign(out_to_loss=ds.out_to_loss**2),
-    "output": lambda ds: ds.assign(output=ds.output**2),
-    "gram": lambda ds: ds.assign(gram=ds.gram.copy(data=2 * ds.gram.data)),
-    "loaded gram": lambda ds: ds.assign(gram=ds.gram.copy(data=2 * ds.gram.values)),
     "checkpoints": lambda ds: ds.isel(checkpoint=[0, 2]),
     "reordered": lambda ds: ds.isel(checkpoint=[2, 0, 1]),
     "proj_dim": lambda ds: ds.isel(proj_dim=slice(6)),

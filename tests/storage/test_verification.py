@@ -237,6 +237,7 @@ def test_records__hold_sizes_and_checksums(store: Path) -> None:
     record = json.loads(min(store.glob("records/*/*/0.json")).read_text())
     assert {path: size for path, (size, _) in record["files"].items()} == {
         "feature/c.0.0.0": 16 * 8 * 4 + 4,
+        "feature_norm/c.0.0": 16 * 8 + 4,
         "output/c.0.0": 16 * 4 + 4,
         "out_to_loss/c.0.0": 16 * 4 + 4,
     }

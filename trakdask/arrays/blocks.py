@@ -1,4 +1,4 @@
-"""Check the inputs of array functions, and provide helpers for numpy blocks that they share."""
+"""Helpers that array functions share; :func:`trakdask.variables.validate` checks their inputs."""
 
 from __future__ import annotations
 
@@ -33,74 +33,12 @@ class Unread:
 #: A block, or the nested lists of blocks that dask passes along contracted axes, or unread blocks.
 Blocks: TypeAlias = "Block | list[Any] | Unread"
 
-_FEATURE_DIMS = ("sample", "proj_dim", "checkpoint")
-
 _COLUMN_BYTES = 2**26
 """Of a chunk that holds all scores of some targets."""
 
 
-def require_features(
-    x: da.Array, *, name: str, caller: str, dims: tuple[str, str, str] = _FEATURE_DIMS
-) -> None:
-    """Check that an array is (rows, p, checkpoint), float, in chunks (rows, p, 1)."""
-    if not isinstance(x, da.Array):
-        raise TypeError(
-            f"expected {name} of {caller} as a dask array {dims}, got {type(x).__name__}; "
-            f"try dask.array.from_array({name}, chunks=(rows, -1, 1))"
-        )
-    if x.ndim != 3:
-        raise ValueError(
-            f"expected {name} of {caller} with three axes {dims}, got shape {x.shape}; "
-            f"try {name}[:, :, None] for a single checkpoint"
-        )
-    if x.dtype.kind != "f":
-        raise TypeError(
-            f"expected {name} of {caller} in floating point, got dtype {x.dtype}; "
-            f"try {name}.astype('float32')"
-        )
-    _require_chunks(x, name, caller, dims)
-
-
-def _require_chunks(x: da.Array, name: str, caller: str, dims: tuple[str, str, str]) -> None:
-    rows, proj, checkpoint = x.chunks
-    if any(size != size for size in rows):
-        raise ValueError(
-            f"expected {name} of {caller} with known chunk sizes, got unknown chunk sizes along "
-            f"{dims[0]!r}; try {name}.compute_chunk_sizes()"
-        )
-    if len(proj) != 1:
-        raise ValueError(
-            f"expected {name} of {caller} in one chunk along {dims[1]!r}, got {len(proj)} {proj}; "
-            f"try ds.chunk({dims[1]}=-1)"
-        )
-    if any(size != 1 for size in checkpoint):
-        raise ValueError(
-            f"expected {name} of {caller} in chunks of 1 along {dims[2]!r}, got {checkpoint}; "
-            f"try ds.chunk({dims[2]}=1)"
-        )
-
-
-def require_split_every(split_every: int) -> None:
-    """Check that the fan-in of a reduction tree is at least 2."""
-    if split_every < 2:
-        raise ValueError(
-            f"expected split_every of at least 2, got {split_every}; try split_every=8"
-        )
-
-
-def align_weights(weights: da.Array, feature: da.Array, *, name: str) -> da.Array:
+def align_weights(weights: da.Array, feature: da.Array) -> da.Array:
     """Return (sample, checkpoint) weights in the sample chunks of ``feature`` and chunks of 1."""
-    if not isinstance(weights, da.Array):
-        raise TypeError(
-            f"expected {name} as a dask array (sample, checkpoint), got "
-            f"{type(weights).__name__}; try dask.array.from_array({name}, chunks=(rows, 1))"
-        )
-    n, _, n_checkpoint = feature.shape
-    if weights.shape != (n, n_checkpoint):
-        raise ValueError(
-            f"expected {name} of shape (sample, checkpoint) = {(n, n_checkpoint)}, as feature has, "
-            f"got {weights.shape}; try selecting the same samples and checkpoints in both"
-        )
     aligned: da.Array = weights.rechunk((feature.chunks[0], 1), method="tasks")
     return aligned
 

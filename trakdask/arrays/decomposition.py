@@ -6,7 +6,7 @@ others have the eigenvalue 0, so that (K + λI)⁻¹ divides what is orthogonal 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,34 @@ _LEAST = float(np.sqrt(np.finfo(np.float64).eps))
 
 
 class Inverse(NamedTuple):
-    """(K + λI)⁻¹ = V diag(along) Vᵀ + rest · I for some λ: ``along`` (component, λ), ``rest``."""
+    """(K + λI)⁻¹ = V diag(along) Vᵀ + rest · I for some λ: ``along`` (component, λ), ``rest`` (λ).
+
+    What V spans is divided by s + λ. What is orthogonal to it has the eigenvalue 0 and is divided
+    by λ; with V Vᵀ as the projection on the span, x/λ - V (Vᵀ x)/λ + V diag(1/(s + λ)) Vᵀ x. So
+    ``along`` is 1/(s + λ) - 1/λ = -s/(λ (s + λ)), and ``rest`` is 1/λ. If V has all columns,
+    nothing is orthogonal to it, and λ may be 0: ``along`` is 1/(s + λ), and ``rest`` is 0.
+    """
 
     along: Matrix
     rest: Matrix
+    vectors: Matrix
+
+    def solve(self, rows: npt.NDArray[Any]) -> Matrix:
+        """Return (K + λI)⁻¹ of each row, for the first λ. A row that is NaN stays so, alone."""
+        with np.errstate(invalid="ignore"):
+            solved = ((rows @ self.vectors) * self.along[:, 0]) @ self.vectors.T
+            solved += rows * self.rest[0]
+        return np.asarray(solved)
+
+    def forms(self, rows: npt.NDArray[Any]) -> Matrix:
+        """Return φᵀ (K + λI)⁻¹ φ of each row, for the first λ."""
+        vectors = self.vectors
+        if not self.rest.any():  # a sum of squares: products as exact as the features are enough
+            vectors = vectors.astype(rows.dtype, copy=False)
+        with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
+            forms = np.square(rows @ vectors, dtype=np.float64) @ self.along[:, 0]
+            forms += self.rest[0] * np.einsum("sp,sp->s", rows, rows, dtype=np.float64)
+        return np.asarray(forms)
 
 
 class Spectrum(NamedTuple):
@@ -50,8 +74,8 @@ class Spectrum(NamedTuple):
         lam = np.atleast_1d(np.asarray(damping, np.float64))
         s = self.values[:, None]
         if len(self.vectors) == len(s):
-            return Inverse(1 / (s + lam), np.zeros_like(lam))
-        return Inverse(-s / (lam * (s + lam)), 1 / lam)
+            return Inverse(1 / (s + lam), np.zeros_like(lam), self.vectors)
+        return Inverse(-s / (lam * (s + lam)), 1 / lam, self.vectors)
 
 
 def component_count(n_sample: int, proj_dim: int, dtype: np.dtype[np.floating]) -> int:

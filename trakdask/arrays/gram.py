@@ -21,13 +21,11 @@ from trakdask.arrays.blocks import (
     flat,
     mean_weight,
     product_dtype,
-    require_features,
-    require_split_every,
     tree_sum,
 )
 from trakdask.arrays.xp import array_module, asnumpy
 
-__all__ = ["accumulation_dtype", "diagonal", "gram", "gram_and_sum", "pooled"]
+__all__ = ["accumulation_dtype", "gram", "gram_and_sum", "pooled"]
 
 #: Above this proj_dim, two float64 matrices do not fit in memory beside the features of a task.
 _FLOAT64_MAX_DIM = 8192
@@ -67,7 +65,7 @@ def gram(
     Raises
     ------
     ValueError
-        If ``proj_dim`` is in several chunks, checkpoints share a chunk, or shapes do not match.
+        If there are no samples.
 
     Notes
     -----
@@ -140,41 +138,6 @@ def gram_and_sum(
     return both[:, :p], both[:, p]
 
 
-def diagonal(feature: da.Array, weights: da.Array | None = None) -> da.Array:
-    """Return the diagonal of :func:`gram`, (proj_dim, checkpoint) float64, lazy.
-
-    Cost: n p C multiplications instead of n p² C, and one pass over ``feature``.
-
-    Examples
-    --------
-    >>> diagonal(da.full((6, 2, 1), 2.0, chunks=(4, 2, 1))).compute().tolist()
-    [[24.0], [24.0]]
-    """
-    require_features(feature, name="feature", caller="diagonal")
-    w = da.ones((feature.shape[0], feature.shape[2]), chunks=1) if weights is None else weights
-    parts = da.blockwise(
-        _partial_diagonal,
-        "spc",
-        feature,
-        "spc",
-        align_weights(w, feature, name="weights"),
-        "sc",
-        adjust_chunks={"s": (1,) * feature.numblocks[0]},
-        align_arrays=False,
-        name="gram-diagonal-" + tokenize(feature.name, weights),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0), np.float64),
-    )
-    total: da.Array = parts.sum(axis=0)
-    return total
-
-
-def _partial_diagonal(x: Block, h: Block) -> Block:
-    here = ~failed_rows(x)
-    result: Block = np.einsum("spc,spc,sc->pc", x[here], x[here], h[here], dtype=np.float64)
-    return result[None]
-
-
 def pooled(weights: da.Array) -> da.Array:
     """Return the mean over checkpoints of (sample, checkpoint) weights, (sample,) float64, lazy.
 
@@ -205,8 +168,6 @@ def _reduced(
     split_every: int,
 ) -> da.Array:
     """Return (p, p, checkpoint), or with ``sum_weights`` (p, p + 1, checkpoint): K, then r."""
-    require_features(feature, name="feature", caller="gram")
-    require_split_every(split_every)
     n, p, _ = feature.shape
     if n == 0:
         raise ValueError(
@@ -215,8 +176,8 @@ def _reduced(
     least = np.result_type(accumulation_dtype(p), product_dtype(feature))
     sum_dtype = np.dtype(least if dtype is None else dtype)
     groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
-    h = None if weights is None else align_weights(weights, feature, name="weights")
-    g = None if sum_weights is None else align_weights(sum_weights, feature, name="sum_weights")
+    h = None if weights is None else align_weights(weights, feature)
+    g = None if sum_weights is None else align_weights(sum_weights, feature)
     parts = da.blockwise(
         _partial,
         "spqc",

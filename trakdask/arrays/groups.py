@@ -26,8 +26,6 @@ from trakdask.arrays.blocks import (
     flat,
     matrix,
     product_dtype,
-    require_features,
-    require_split_every,
     tree_sum,
 )
 
@@ -68,13 +66,6 @@ def group_sum(
     (group, proj_dim, checkpoint) float32 (float64 if the features are), lazy, chunks (n_groups, p,
     1). Can be passed as ``feature`` to :func:`trakdask.arrays.score.score`.
 
-    Raises
-    ------
-    ValueError
-        If shapes or chunks do not match, or codes are out of range.
-    TypeError
-        If ``codes`` are not integers.
-
     Notes
     -----
     Cost: 2 n p C flops, memory-bound. Blocks in which no sample has a group are never read. Blocks
@@ -91,9 +82,8 @@ def group_sum(
     >>> group_sum(x, None, [0, 1, 1, -1], 2).compute()[:, :, 0].tolist()
     [[1.0, 1.0], [2.0, 2.0]]
     """
-    require_features(feature, name="feature", caller="group_sum")
-    require_split_every(split_every)
-    groups = _check_codes(codes, n_groups, feature.shape[0])
+    # From 0, which is no group: few bits hold them, and each task gets no more than those.
+    groups = np.add(codes, 1, dtype=np.min_scalar_type(n_groups), casting="unsafe")
     _, p, n_checkpoint = feature.shape
     dtype = product_dtype(feature)
     used_blocks = blocks_with(groups > 0, feature.chunks[0])
@@ -101,7 +91,7 @@ def group_sum(
         chunks = (n_groups, p, (1,) * n_checkpoint)
         empty: da.Array = da.zeros((n_groups, p, n_checkpoint), dtype=dtype, chunks=chunks)
         return empty
-    g = None if weight is None else align_weights(weight, feature, name="weight")
+    g = None if weight is None else align_weights(weight, feature)
     if g is not None and pooled:
         g = gram.pooled(g)
     parts = _partial_sums(feature, g, groups, n_groups, used_blocks, split_every)
@@ -146,30 +136,6 @@ def _partial_sums(
     if not read and len(used_blocks) < parts.numblocks[0]:
         parts = parts.blocks[used_blocks]
     return parts
-
-
-def _check_codes(codes: npt.ArrayLike, n_groups: int, n_sample: int) -> Block:
-    groups = np.asarray(codes)
-    if groups.dtype.kind not in "iu":
-        raise TypeError(
-            f"expected codes as integers, got dtype {groups.dtype}; "
-            "try np.unique(labels, return_inverse=True)[1]"
-        )
-    if groups.shape != (n_sample,):
-        raise ValueError(
-            f"expected codes of shape ({n_sample},), one per sample, got {groups.shape}; "
-            "try selecting the same samples in both"
-        )
-    if n_groups < 1:
-        raise ValueError(f"expected n_groups of at least 1, got {n_groups}; try codes.max() + 1")
-    if n_sample and (groups.min() < -1 or groups.max() >= n_groups):
-        raise ValueError(
-            f"expected codes in [-1, {n_groups - 1}] for n_groups={n_groups}, got codes in "
-            f"[{groups.min()}, {groups.max()}]; try -1 for samples without a group"
-        )
-    # From 0, which is no group: few bits hold them, and each task gets no more than those.
-    codes_from_1: Block = np.add(groups, 1, dtype=np.min_scalar_type(n_groups), casting="unsafe")
-    return codes_from_1
 
 
 def _read_in_task(

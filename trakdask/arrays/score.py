@@ -18,11 +18,18 @@ from trakdask.arrays.blocks import (
     matrix,
     mean_weight,
     product_dtype,
-    require_features,
 )
+from trakdask.arrays.weights import row_norms
 from trakdask.arrays.xp import array_module, asnumpy
 
-__all__ = ["score"]
+__all__ = ["checked", "score"]
+
+#: Of a block, whose norms are compared with those that they had.
+_ROWS_COMPARED = 24
+_MULTIPLES = np.arange(_ROWS_COMPARED) * (np.sqrt(5) - 1) / 2 % 1
+
+#: Twice the rounding of float16, 2^-11, is that of the square of a row with one large element.
+_HALF_PRECISION = 1e-3
 
 
 def score(
@@ -56,11 +63,6 @@ def score(
     (sample, target) float32 (float64 if an input is), or (sample, target, checkpoint) with
     ``average=False``; lazy, in the row chunks of ``feature`` and ``solved``.
 
-    Raises
-    ------
-    ValueError
-        If shapes or chunks do not match.
-
     Notes
     -----
     Cost: 2 n m p C flops. Every tile reads its sample block and its target block of all
@@ -85,21 +87,12 @@ def score(
     >>> score(x, x[:1], None).compute().tolist()
     [[2.0], [2.0], [2.0]]
     """
-    require_features(feature, name="feature", caller="score")
-    require_features(
-        solved, name="solved", caller="score", dims=("target", "proj_dim", "checkpoint")
-    )
-    if feature.shape[1:] != solved.shape[1:]:
-        raise ValueError(
-            f"expected solved with the (proj_dim, checkpoint) of feature, {feature.shape[1:]}, got "
-            f"{solved.shape[1:]}; try featurizing both with the same projector and checkpoints"
-        )
     # Several tiles in a row of tiles share what is read.
     reads = solved.numblocks[0] == 1
     read = read_in_task(feature, by_checkpoint=not average) if reads else None
     arrays: list[object] = [*(read or (feature, "spc")), solved, "tpc"]
     if loss_weight is not None:
-        weight = align_weights(loss_weight, feature, name="loss_weight")
+        weight = align_weights(loss_weight, feature)
         read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
         arrays += read or (weight, "sd" if pooled else "sc")
     out = "st" if average else "stc"
@@ -117,6 +110,60 @@ def score(
         meta=np.empty((0,) * len(out), dtype),
     )
     return tiles
+
+
+def checked(feature: da.Array, norm: da.Array) -> da.Array:
+    """Return features that raise an error when computed if they are not those of their norms.
+
+    Parameters
+    ----------
+    feature
+        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
+    norm
+        ‖φ_c(z)‖² as it was when the features were made, (sample, checkpoint).
+
+    Returns
+    -------
+    ``feature``, in the same chunks. Of each block, 24 rows that are spread over it are compared, up
+    to the rounding of float16; of a smaller one, all.
+
+    Notes
+    -----
+    Comparing all rows would take longer than their product with one target, which is limited by
+    memory; these take about 1 % of it.
+
+    Examples
+    --------
+    >>> x = da.ones((3, 2, 1), chunks=(2, 2, 1))
+    >>> checked(x, da.full((3, 1), 2.0)).compute().sum().item()
+    6.0
+    """
+    result: da.Array = da.blockwise(
+        _checked, "spc", feature, "spc", align_weights(norm, feature), "sc",
+        align_arrays=False, dtype=feature.dtype, meta=np.empty((0, 0, 0), feature.dtype),
+        name="checked-" + tokenize(feature.name, norm.name),
+    )  # fmt: skip
+    return result
+
+
+def _checked(feature: Block, norm: Block) -> Block:
+    n = len(feature)
+    # Multiples of the golden ratio are spread evenly, and unlike every k-th row, they are not all
+    # in the same half of rows that alternate.
+    some = np.arange(n) if n <= _ROWS_COMPARED else (_MULTIPLES * n).astype(np.intp)
+    found, expected = row_norms(feature[some]), norm[some]
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        differs = np.abs(found - expected) > _HALF_PRECISION * expected
+    differs |= np.isnan(found) != np.isnan(expected)
+    if differs.any():
+        row, column = np.argwhere(differs)[0]
+        raise ValueError(
+            "expected 'feature' as it was when 'gram' was reduced from it, got a row with "
+            f"‖φ‖² = {found[row, column]:.6g} where 'feature_norm' is "
+            f"{expected[row, column]:.6g}; try features.drop_vars(['gram', 'feature_norm'], "
+            "errors='ignore'), which reduces a new gram matrix of the features as they are now"
+        )
+    return feature
 
 
 def _averaged(feature: Blocks, solved: Blocks, weight: Blocks | None = None) -> Block:

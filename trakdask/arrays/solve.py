@@ -1,8 +1,9 @@
-"""Compute dampings and Cholesky factors, and solve for the targets."""
+"""Compute dampings and Cholesky factors, and solve for the targets by these or by eigenvectors."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
@@ -10,7 +11,8 @@ import numpy.typing as npt
 from dask.base import tokenize
 
 from trakdask.arrays.block_arguments import coarse_groups, read_in_task
-from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
+from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype
+from trakdask.arrays.decomposition import Inverse, Matrix
 from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
 
 __all__ = [
@@ -23,11 +25,9 @@ __all__ = [
     "without_trace",
 ]
 
-#: The default factor of the closed form of λ.
+#: The default factor of the closed form of λ, which was fitted by tests/benchmarks/quality.py:
+#: tr(K²)/tr(K) is of the size of the largest eigenvalues, and λ has to be well below these.
 CLOSED_FORM = 0.03
-
-_SQUARE_DIMS = ("proj_dim", "proj_dim_1", "checkpoint")
-_TARGET_DIMS = ("target", "proj_dim", "checkpoint")
 
 
 def closed_form_damping(
@@ -55,8 +55,7 @@ def closed_form_damping(
     Raises
     ------
     ValueError
-        If ``gram`` is not square or not in one chunk per checkpoint, or ``factor`` is negative. At
-        compute time, if ``gram`` is all 0, so that K + λI would be singular; the message names the
+        When computed, if ``gram`` is all 0, so that K + λI would be singular; the message names the
         checkpoint.
 
     Notes
@@ -69,11 +68,6 @@ def closed_form_damping(
     >>> closed_form_damping(k, factor=0.5).compute().tolist()
     [1.0]
     """
-    _require_square(gram, name="gram", caller="closed_form_damping")
-    if not (np.isfinite(factor) and factor >= 0):
-        raise ValueError(
-            f"expected factor as a number of at least 0, got {factor}; try factor={CLOSED_FORM}"
-        )
     texts = tuple(map(str, range(gram.shape[2]) if labels is None else labels))
     damping: da.Array = da.map_blocks(
         _closed_form,
@@ -136,7 +130,7 @@ def cholesky(
     Raises
     ------
     ValueError
-        If shapes or chunks do not match; at compute time if ``gram`` or λ is not finite.
+        When computed, if ``gram`` or λ is not finite.
     numpy.linalg.LinAlgError
         At compute time, if K_c + λ_c I is not positive definite; the message names the checkpoint.
 
@@ -152,14 +146,14 @@ def cholesky(
     >>> cholesky(k, 1.0, ["c0"]).compute()[:, :, 0].tolist()
     [[2.0, 0.0], [0.0, 3.0]]
     """
-    _require_square(gram, name="gram", caller="cholesky")
-    n_checkpoint = gram.shape[2]
-    lam = _damping_array(damping, n_checkpoint)
-    if len(labels) != n_checkpoint:
-        raise ValueError(
-            f"expected {n_checkpoint} labels, one per checkpoint of gram, got {len(labels)}; "
-            "try the names of all checkpoints"
+    values = (
+        damping
+        if isinstance(damping, da.Array)
+        else da.from_array(
+            np.broadcast_to(np.asarray(damping, np.float64), gram.shape[2:]), chunks=1
         )
+    )
+    lam = values.rechunk(1, method="tasks")
     texts = tuple(str(label) for label in labels)
     factor: da.Array = da.map_blocks(
         _factor,
@@ -172,21 +166,6 @@ def cholesky(
         meta=np.empty((0, 0, 0), np.float64),
     )
     return factor
-
-
-def _damping_array(damping: da.Array | npt.ArrayLike, n_checkpoint: int) -> da.Array:
-    if isinstance(damping, da.Array):
-        lam: da.Array = damping
-    else:
-        values = np.asarray(damping, np.float64)
-        lam = da.from_array(np.full(n_checkpoint, values) if values.ndim == 0 else values, chunks=1)
-    if lam.shape != (n_checkpoint,):
-        raise ValueError(
-            f"expected damping of shape ({n_checkpoint},), one number per checkpoint of gram, got "
-            f"{lam.shape}; try one number for all checkpoints"
-        )
-    lam = lam.rechunk(1, method="tasks")
-    return lam
 
 
 def _factor(
@@ -236,13 +215,29 @@ def _not_definite(gram: Block, damping: float, label: str) -> str:
     )
 
 
-def solve(factor: da.Array, target: da.Array) -> da.Array:
+class _Factor(NamedTuple):
+    """(K + λI)⁻¹ of one checkpoint, by the lower Cholesky factor of K + λI."""
+
+    lower: Matrix
+
+    def solve(self, rows: Block) -> Matrix:
+        """Return (K + λI)⁻¹ of each row."""
+        solved = rows.astype(np.float64, order="C", copy=True)
+        solve_in_place(self.lower, solved)
+        return solved
+
+    def forms(self, rows: Block) -> Matrix:
+        """Return φᵀ (K + λI)⁻¹ φ of each row."""
+        return np.asarray(np.einsum("sp,sp->s", rows, self.solve(rows)))
+
+
+def solve(inverse: da.Array, target: da.Array) -> da.Array:
     """Return w_c(t) = (K_c + λ_c I)⁻¹ φ_c(t) for the targets.
 
     Parameters
     ----------
-    factor
-        Lower Cholesky factors, (proj_dim, proj_dim, checkpoint) float64, chunks (p, p, 1).
+    inverse
+        Of :func:`trakdask.arrays.spectrum.inverse`, or the factors of :func:`cholesky`.
     target
         Features of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
@@ -251,15 +246,11 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
     (target, proj_dim, checkpoint) float32 (float64 if the targets are), lazy, in the chunks of
     ``target``, so that computing some of the targets reads only their blocks.
 
-    Raises
-    ------
-    ValueError
-        If shapes or chunks do not match.
-
     Notes
     -----
-    Cost: 2 p² flops per target and checkpoint, in float64, and 16 p bytes per target in addition to
-    the inputs. A NaN in a target's feature makes that target NaN, and no other.
+    Cost in float64, per target and checkpoint: 2 p² flops with factors, 4 p k with k eigenvectors;
+    and 16 p bytes in addition to the inputs. A NaN in a target's feature makes that target NaN, and
+    no other.
 
     Examples
     --------
@@ -268,49 +259,35 @@ def solve(factor: da.Array, target: da.Array) -> da.Array:
     >>> solve(f, t).compute()[:, :, 0].tolist()
     [[0.25, 0.0625]]
     """
-    _require_square(factor, name="factor", caller="solve")
-    require_features(target, name="target", caller="solve", dims=_TARGET_DIMS)
-    if target.shape[1:] != factor.shape[1:]:
-        raise ValueError(
-            f"expected target with the (proj_dim, checkpoint) of factor, {factor.shape[1:]}, got "
-            f"{target.shape[1:]}; try featurizing both with the same projector and checkpoints"
-        )
     dtype = product_dtype(target)
-    # concatenate=False passes the factor itself; concatenating its one block would copy p² numbers.
+    # concatenate=False passes a factor itself; concatenating its one block would copy p² numbers.
     solved: da.Array = da.blockwise(
-        _solve_block,
-        "tpc",
-        target,
-        "tpc",
-        factor,
-        "pqc",
-        concatenate=False,
-        align_arrays=False,
-        name="solve-" + tokenize(factor.name, target.name),
-        dtype=dtype,
-        meta=np.empty((0, 0, 0), dtype),
-    )
+        _solve_block, "tpc", target, "tpc", inverse, "pqc" if inverse.ndim == 3 else "c",
+        concatenate=False, align_arrays=False, dtype=dtype, meta=np.empty((0, 0, 0), dtype),
+        name="solve-" + tokenize(inverse.name, target.name),
+    )  # fmt: skip
     return solved
 
 
-def _solve_block(target: Blocks, factor: Blocks) -> Block:
+def _solve_block(target: Blocks, inverse: Any) -> Block:
     (phi,) = flat(target)
-    return _solved(phi, factor).astype(product_dtype(phi), copy=False).reshape(phi.shape)
+    solved = _inverse_of(inverse).solve(phi[:, :, 0])
+    return solved.astype(product_dtype(phi), copy=False).reshape(phi.shape)
 
 
-def _solved(phi: Block, factor: Blocks) -> npt.NDArray[np.float64]:
-    (lower,) = flat(factor)
-    rows = phi[:, :, 0].astype(np.float64, order="C", copy=True)
-    solve_in_place(lower[:, :, 0], rows)
-    return rows
+def _inverse_of(block: Any) -> Inverse | _Factor:
+    if isinstance(block, Inverse):
+        return block
+    (lower,) = flat(block)
+    return _Factor(lower[:, :, 0])
 
 
-def leverage(factor: da.Array, feature: da.Array) -> da.Array:
+def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
     """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
 
     Parameters
     ----------
-    factor, feature
+    inverse, feature
         As in :func:`solve`.
 
     Returns
@@ -320,8 +297,8 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
 
     Notes
     -----
-    Cost: 2 p² flops per sample and checkpoint, in float64, as for the Gram matrix, and 16 p bytes
-    per sample of a block in addition to the block. The n × n hat matrix is never formed.
+    Cost: 2 p² flops per sample and checkpoint, as for the Gram matrix, and 16 p bytes per sample of
+    a block in addition to the block. The n × n hat matrix is never formed.
 
     Examples
     --------
@@ -329,33 +306,17 @@ def leverage(factor: da.Array, feature: da.Array) -> da.Array:
     >>> leverage(f, da.ones((1, 2, 1), chunks=(1, 2, 1))).compute().tolist()
     [[0.3125]]
     """
-    _require_square(factor, name="factor", caller="leverage")
-    require_features(feature, name="feature", caller="leverage")
     groups = coarse_groups(feature.numblocks[0])
     result: da.Array = da.blockwise(
-        _leverage_block,
-        "sc",
+        _leverage_block, "sc",
         *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
-        factor,
-        "pqc",
-        concatenate=False,
-        align_arrays=False,
-        name="leverage-" + tokenize(factor.name, feature.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0), np.float64),
-    )
+        inverse, "pqc" if inverse.ndim == 3 else "c",
+        concatenate=False, align_arrays=False, dtype=np.float64, meta=np.empty((0, 0), np.float64),
+        name="leverage-" + tokenize(inverse.name, feature.name),
+    )  # fmt: skip
     return result
 
 
-def _leverage_block(feature: Blocks, factor: Blocks) -> Block:
-    own = [np.einsum("sp,sp->s", phi[:, :, 0], _solved(phi, factor)) for phi in flat(feature)]
-    return np.concatenate(own)[:, None]
-
-
-def _require_square(x: da.Array, *, name: str, caller: str) -> None:
-    require_features(x, name=name, caller=caller, dims=_SQUARE_DIMS)
-    if x.shape[0] != x.shape[1] or len(x.chunks[0]) != 1:
-        raise ValueError(
-            f"expected {name} of {caller} as square matrices (p, p, checkpoint), one chunk each, "
-            f"got shape {x.shape} in chunks {x.chunks}; try {name}.rechunk((-1, -1, 1))"
-        )
+def _leverage_block(feature: Blocks, inverse: Any) -> Block:
+    forms = _inverse_of(inverse).forms
+    return np.concatenate([forms(phi[:, :, 0]) for phi in flat(feature)])[:, None]

@@ -6,14 +6,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import coarse_groups, read_in_task
-from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype, require_features
+from trakdask.arrays.blocks import Block, Blocks, flat
 from trakdask.arrays.decomposition import Inverse, Spectrum, decompose
 from trakdask.arrays.solve import require_finite, without_trace
 
@@ -21,10 +19,8 @@ __all__ = [
     "closed_form_damping",
     "eigenvectors",
     "from_eigenvectors",
-    "is_decomposition",
-    "leverage",
+    "inverse",
     "mean_trace",
-    "solve",
     "spectrum",
 ]
 
@@ -76,7 +72,7 @@ def spectrum(
         K, (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
     loss_gradient
         r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1). Without it the
-        result is for :func:`solve` and :func:`leverage` only.
+        result is for :func:`inverse` only.
     n_sample
         Samples that both are sums over.
     labels
@@ -86,8 +82,8 @@ def spectrum(
 
     Returns
     -------
-    (checkpoint,) lazy, one :class:`Spectrum` per chunk, for :func:`solve` and for
-    :mod:`trakdask.arrays.completeness`.
+    (checkpoint,) lazy, one :class:`Spectrum` per chunk, for :func:`inverse` and for
+    :mod:`trakdask.arrays.damping`.
 
     Raises
     ------
@@ -192,7 +188,7 @@ def from_eigenvectors(
     vectors
         (proj_dim, component, checkpoint) float, chunks (p, k, 1).
     loss_gradient, n_sample, labels
-        As in :func:`spectrum`; without ``loss_gradient`` the result is for :func:`solve` only.
+        As in :func:`spectrum`; without ``loss_gradient`` the result is for :func:`inverse` only.
 
     Notes
     -----
@@ -225,27 +221,6 @@ def _from_eigenvectors(
     s, v = s[:, 0], v[:, :, 0]
     total, mean = _total(len(v), loss_gradient), float(s.sum()) / n_sample
     return Spectrum(s, v, v.T @ total, total, mean, str(label[0]))
-
-
-def is_decomposition(gram: da.Array, values: da.Array, vectors: da.Array) -> bool:
-    """Return whether K = V diag(s) Vᵀ, judged by K x for one x; for arrays in memory.
-
-    Parameters
-    ----------
-    gram, values, vectors
-        K, s and V as in :func:`from_eigenvectors`.
-
-    Examples
-    --------
-    >>> k, v = (da.from_array(x[:, :, None]) for x in (np.diag([1.0, 2.0]), np.eye(2)))
-    >>> [is_decomposition(k, da.from_array(np.array([[1.0], [s]])), v) for s in (2, 3)]
-    [True, False]
-    """
-    x = 1 + np.sin(np.arange(gram.shape[1]))
-    known, s, v = dask.compute(da.einsum("pqc,q->pc", gram, x), values, vectors, scheduler="sync")
-    product = np.einsum("pkc,kc->pc", v, s * np.einsum("pkc,p->kc", v, x))
-    scale = np.abs(known).max(axis=0, initial=0)
-    return bool((np.abs(product - known) <= 1e-6 * scale).all())
 
 
 def _labels(labels: Sequence[str]) -> da.Array:
@@ -282,8 +257,8 @@ def _closed_form(spectrum: Spectrum, factor: float) -> Block:
     return np.array([factor * float(np.square(spectrum.values).sum()) / trace])
 
 
-def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
-    """Return (K_c + λ_c I)⁻¹ φ_c(t), without another factorisation.
+def inverse(spectrum: da.Array, damping: da.Array) -> da.Array:
+    """Return (K_c + λ_c I)⁻¹, for :func:`trakdask.arrays.solve.solve`, without a factorization.
 
     Parameters
     ----------
@@ -291,49 +266,22 @@ def solve(spectrum: da.Array, damping: da.Array, target: da.Array) -> da.Array:
         Of :func:`spectrum`.
     damping
         λ, (checkpoint,), chunks of 1.
-    target
-        (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
     Returns
     -------
-    As :func:`trakdask.arrays.solve.solve`.
+    (checkpoint,) lazy, one :class:`trakdask.arrays.decomposition.Inverse` per chunk.
 
     Raises
     ------
     numpy.linalg.LinAlgError
         At compute time, if K_c + λ_c I is singular; names the checkpoint.
-
-    Notes
-    -----
-    Cost: 4 p² flops per target and checkpoint, 4 p n for n components, in float64.
     """
-    require_features(target, name="target", caller="solve")
-    dtype = product_dtype(target)
-    solved: da.Array = da.blockwise(
-        _solve,
-        "tpc",
-        target,
-        "tpc",
-        spectrum,
-        "c",
-        damping.rechunk(1, method="tasks"),
-        "c",
-        concatenate=True,
-        align_arrays=False,
-        name="spectral-solve-" + tokenize(target.name, spectrum.name, damping.name),
-        dtype=dtype,
-        meta=np.empty((0, 0, 0), dtype),
-    )
-    return solved
-
-
-def _solve(target: Block, spectrum: Spectrum, damping: Block) -> Block:
-    inverse, phi = _inverse(spectrum, damping), target[:, :, 0]
-    with np.errstate(invalid="ignore"):  # a NaN target stays NaN, alone
-        along = phi @ spectrum.vectors
-        solved = (along * inverse.along[:, 0]) @ spectrum.vectors.T
-        solved += phi * inverse.rest
-    return np.asarray(solved.astype(product_dtype(target), copy=False)[:, :, None])
+    result: da.Array = da.blockwise(
+        _inverse, "c", spectrum, "c", damping.rechunk(1, method="tasks"), "c",
+        concatenate=True, align_arrays=False, dtype=object, meta=np.empty((0,), object),
+        name="inverse-" + tokenize(spectrum.name, damping.name),
+    )  # fmt: skip
+    return result
 
 
 def _inverse(spectrum: Spectrum, damping: Block) -> Inverse:
@@ -348,50 +296,3 @@ def _inverse(spectrum: Spectrum, damping: Block) -> Inverse:
             f"{smallest:.3g}); try a larger damping"
         )
     return spectrum.inverse(damping)
-
-
-def leverage(spectrum: da.Array, damping: da.Array, feature: da.Array) -> da.Array:
-    """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
-
-    Parameters
-    ----------
-    spectrum, damping
-        As in :func:`solve`.
-    feature
-        (sample, proj_dim, checkpoint), float, chunks (rows, p, 1).
-
-    Returns
-    -------
-    As :func:`trakdask.arrays.solve.leverage`, at the same cost.
-    """
-    require_features(feature, name="feature", caller="leverage")
-    groups = coarse_groups(feature.numblocks[0])
-    result: da.Array = da.blockwise(
-        _leverage,
-        "sc",
-        *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
-        spectrum,
-        "c",
-        damping.rechunk(1, method="tasks"),
-        "c",
-        concatenate=False,
-        align_arrays=False,
-        name="spectral-leverage-" + tokenize(feature.name, spectrum.name, damping.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0), np.float64),
-    )
-    return result
-
-
-def _leverage(feature: Blocks, spectrum: Spectrum, damping: Block) -> Block:
-    inverse, own = _inverse(spectrum, damping), []
-    blocks = [block[:, :, 0] for block in flat(feature)]
-    vectors = spectrum.vectors
-    if not inverse.rest.any():  # a sum of squares: products as exact as the features are enough
-        vectors = vectors.astype(blocks[0].dtype, copy=False)
-    for phi in blocks:
-        with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
-            along = phi @ vectors
-            forms = np.square(along, dtype=np.float64) @ inverse.along[:, 0]
-            own.append(forms + inverse.rest * np.einsum("sp,sp->s", phi, phi, dtype=np.float64))
-    return np.concatenate(own)[:, None]

@@ -1,10 +1,11 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
 from trakdask.attribution.combinations import combine
-from trakdask.attribution.grams import gram
+from trakdask.attribution.damping import damping
+from trakdask.attribution.estimators import Absolute
+from trakdask.attribution.gram import gram
 from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k
-from trakdask.attribution.regularization import Absolute, damping
 from trakdask.attribution.scores import group_score, score, self_influence
 from trakdask.attribution.selection import top_fraction
 

@@ -1,7 +1,8 @@
-"""What an estimator of attribution stands for: its weights of samples, and how λ is chosen."""
+"""What the options of scores stand for: estimators with their weights of samples, and λ."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,10 +17,18 @@ from trakdask.variables import CHECKPOINT, SAMPLE
 __all__ = [
     "DEFAULT_ESTIMATOR",
     "DEFAULT_POWER",
+    "Absolute",
+    "Damping",
     "Estimator",
+    "LearningRates",
+    "Options",
     "Power",
     "ResolvedEstimator",
+    "Rule",
     "Weights",
+    "brief",
+    "gather_options",
+    "is_positive",
     "resolve_estimator",
 ]
 
@@ -87,7 +96,7 @@ class Weights(HtmlTable):
             "gram_weights": self.gram,
             "loss_weights": self.loss,
             "power": self.power,
-            "samples": features.sizes[SAMPLE],
+            "n_samples": features.sizes[SAMPLE],
             "source": features.attrs.get("source", ""),
             "pooled_checkpoints": [str(name) for name in features[CHECKPOINT].values],
         }
@@ -179,3 +188,114 @@ def _require_power(power: object, quadratic_task: object) -> None:
             f"expected power=1 for the task {quadratic_task}, whose loss is a squared error, got "
             f"power={power}; try power=1, or estimator='trak', which gives the same scores"
         )
+
+
+@dataclass(frozen=True)
+class Absolute(HtmlTable):
+    """A damping λ in the units of the gram matrix, the same for all checkpoints.
+
+    Raises
+    ------
+    ValueError
+        If ``value`` is not a finite number of at least 0.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not is_positive(self.value):
+            raise ValueError(
+                f"expected value as a finite number >= 0 in units of the gram matrix, got "
+                f"{self.value!r}; try Absolute(1.0)"
+            )
+
+
+Rule = Literal["auto", "completeness", "trace", "closed_form"]
+Damping = Rule | float | Absolute | xr.Dataset | xr.DataArray
+
+
+LearningRates = Mapping[str, float] | xr.DataArray
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that :func:`score`, :func:`group_score` and others share, checked.
+
+    All are as given, but for the estimator, which is resolved. ``rule`` is what chooses λ, with
+    ``"auto"`` resolved; None if λ is a number, or given.
+    """
+
+    estimator: ResolvedEstimator
+    damping: Damping
+    rule: str | None
+    calibrate: xr.Dataset | None
+    weights: xr.DataArray | None
+    learning_rates: LearningRates | None
+
+    @property
+    def is_damped_by_outputs(self) -> bool:
+        """Whether λ is chosen by the outputs of the model."""
+        return self.rule == "completeness"
+
+
+def gather_options(
+    features: xr.Dataset,
+    estimator: Estimator = DEFAULT_ESTIMATOR,
+    power: Power = DEFAULT_POWER,
+    damping: Damping = "auto",
+    calibrate: xr.Dataset | None = None,
+    weights: xr.DataArray | None = None,
+    learning_rates: LearningRates | None = None,
+    *,
+    allowed: tuple[str, ...] = get_args(Estimator),
+) -> Options:
+    """Resolve the estimator for the features, and check that the other options go with it.
+
+    Raises
+    ------
+    ValueError
+        If the estimator is not one of those allowed, if its power is out of range, or if an option
+        is given that has no effect with this estimator and damping.
+    """
+    resolved = resolve_estimator(estimator, power, features, allowed=allowed)
+    if learning_rates is not None and estimator != "tracin":
+        raise ValueError(
+            f"expected estimator='tracin', the only one with learning_rates, got {estimator!r}; "
+            "try estimator='tracin', or leave learning_rates out"
+        )
+    asked = damping if isinstance(damping, str) else None
+    rule = resolved.damping if asked == "auto" else asked
+    options = Options(resolved, damping, rule, calibrate, weights, learning_rates)
+    if not resolved.has_gram:
+        _require_no_gram_options(options)
+    elif calibrate is not None and not options.is_damped_by_outputs:
+        raise ValueError(
+            "expected damping='completeness' with calibrate, the rule that looks at outputs, got "
+            f"damping={brief(damping)} and estimator={resolved.name!r}; try "
+            "damping='completeness', or leave calibrate out"
+        )
+    return options
+
+
+def _require_no_gram_options(options: Options) -> None:
+    """Reject options of the gram matrix for an estimator that has none."""
+    is_auto = isinstance(options.damping, str) and options.damping == "auto"
+    is_given = {"damping": not is_auto, "calibrate": options.calibrate is not None}
+    is_given["weights"] = options.weights is not None
+    if given := [name for name, value in is_given.items() if value]:
+        raise ValueError(
+            "expected neither damping, calibrate nor weights with estimator="
+            f"{options.estimator.name!r}, which has no gram matrix, got {', '.join(given)}; try "
+            "leaving them out, or estimator='trak'"
+        )
+
+
+def is_positive(value: Any) -> bool:
+    """Return whether a value is a finite number of at least 0."""
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return bool(is_number and 0 <= value < np.inf)
+
+
+def brief(value: Any) -> str:
+    """Return a damping as an error shows it."""
+    return repr(value) if isinstance(value, (str, int, float, Absolute)) else type(value).__name__

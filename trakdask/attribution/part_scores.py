@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, TypedDict, Unpack
 
 import dask.array as da
 import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from trakdask import arrays
-from trakdask.arrays import lineage
-from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator, Power
-from trakdask.attribution.groups import group_codes, require_group_coord
-from trakdask.attribution.labels import (
+from trakdask.attribution.estimators import (
+    Damping,
+    Estimator,
+    Power,
+    gather_options,
+)
+from trakdask.attribution.groups import require_group_coord
+from trakdask.attribution.products import Solver, solver
+from trakdask.attribution.scores import (
     labelled,
     labels_of_samples,
     labels_of_scores,
@@ -24,9 +28,6 @@ from trakdask.attribution.labels import (
     require_flag,
     score_attrs,
 )
-from trakdask.attribution.options import gather_options
-from trakdask.attribution.products import Solver, solver
-from trakdask.attribution.sides import Side, part_dim
 from trakdask.checks import shown
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
@@ -49,7 +50,16 @@ from trakdask.variables import (
 
 __all__ = ["score_parts"]
 
-_REMEDY = "try td.featurize_parts, and td.score with its features"
+
+class ScoreOptions(TypedDict, total=False):
+    """The options of :func:`trakdask.score`."""
+
+    estimator: Estimator
+    power: Power
+    damping: Damping
+    calibrate: xr.Dataset | None
+    weights: xr.DataArray | None
+    learning_rates: Mapping[str, float] | xr.DataArray | None
 
 
 def score_parts(
@@ -61,17 +71,9 @@ def score_parts(
     by: str | None = None,
     parts: Parts = "token",
     text: Text | None = None,
-    estimator: Estimator = DEFAULT_ESTIMATOR,
-    power: Power = DEFAULT_POWER,
-    damping: Damping = "auto",
-    calibrate: xr.Dataset | None = None,
-    weights: xr.DataArray | None = None,
-    learning_rates: Mapping[str, float] | xr.DataArray | None = None,
     average: bool = True,
-    batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
-    device: str = "auto",
     on_error: OnError = "raise",
+    **options: Unpack[ScoreOptions],
 ) -> xr.DataArray:
     """Divide scores among the words of sequences, or among the modules of the model.
 
@@ -93,45 +95,63 @@ def score_parts(
     by
         If targets are divided: name of a coord of the training samples, for the sums of the scores
         of each group of them, as in :func:`group_score`.
-    parts, text
-        As in :func:`featurize_parts`.
-    estimator, power, damping, calibrate, weights, learning_rates, average
-        As in :func:`score`; but not ``"grad_cos"``, nor ``"relatif"`` if training samples are
-        divided, which need whole features of what is divided.
-    batch_size, dtype, device, on_error
+    parts
+        ``"token"``: one part per token. Or groups of modules: a mapping from names to names or
+        globs of parameters, such as ``{"mlp": "*.mlp.*"}``, or a list of words, such as ``["attn",
+        "mlp"]``, each of which stands for the parameters whose names contain it. Parameters of no
+        group are the part ``"others"``.
+    text
+        For tokens: the text of a token id, as a function (``tokenizer.decode``) or a list of all
+        texts. It becomes a coord.
+    average
+        ``False`` keeps ``checkpoint``.
+    on_error
         As in :func:`featurize`. Scores of samples that failed are NaN, and the coord ``error`` (for
         targets ``target_error``) says why.
+    **options
+        ``estimator``, ``power``, ``damping``, ``calibrate``, ``weights`` and ``learning_rates``,
+        as in :func:`score`; but not ``"grad_cos"``, nor ``"relatif"`` if training
+        samples are divided, which need whole features of what is divided.
 
     Returns
     -------
     Lazy DataArray ``score``, float32: (sample, token, target) if ``of`` is divided, (sample,
     target, token) or (``by``, target, token) if targets are; ``module`` in the place of ``token``
     for groups of modules; and ``checkpoint`` with ``average=False``. Coords are those of
-    :func:`score` with features of parts.
+    :func:`score`, and ``module``, the names of the groups; or the token ids (sample, token), under
+    the name of the variable that they come from, and ``text`` (sample, token), both lazy.
 
     Raises
     ------
     TypeError, ValueError
         If not exactly one side is given as samples; if features lack a part of their columns, or
-        their projector cannot be multiplied from both sides; otherwise as :func:`featurize_parts`
-        and :func:`score`.
+        their projector cannot be multiplied from both sides; if parts share a parameter, or select
+        none; if a layer looks at several tokens at once (``nn.MultiheadAttention``, convolutions,
+        recurrent layers, normalization over samples), or a parameter belongs to no layer of its
+        own; otherwise as :func:`score`.
     StoreMismatchError
         If the model is not the one that the features were made with; the field is named.
     BlockError
-        When computed, as :func:`featurize_parts`.
+        When computed, as :func:`featurize`; also if a layer gets something else than one value per
+        token, or the terms of the tokens do not add up to the gradient.
 
     Notes
     -----
+    The gradient of a linear layer is Σ_t δ_t x_tᵀ: x_t is what it took at token t, and δ_t the
+    derivative of f with respect to what it returned there. So the part of a token contains the
+    effect that the weights have at this token on everything predicted later, and not only on the
+    next token: ``td.tasks.CausalLM(position=...)`` divides f by predicted tokens instead.
+
     The score of a part is φ_part · w, where w is the solved vector of the other side. It equals the
     product of the part's gradient with P w, so each w is projected back to the size of the
     parameters, once per checkpoint. For a linear layer, with U its piece of P w, the score of token
     t is δ_tᵀ(U x_t): one more multiplication of the layer's input per w. No gradient of a single
     token is formed, and none is projected.
 
-    Cost: a forward and a backward pass, and about one more forward pass for each w. So with
-    :class:`SJLT` and a hundred targets, features of tokens (:func:`featurize_parts`) cost less; see
+    Cost: a forward and a backward pass, and about one more forward pass for each w; see
     ``tests/benchmarks/tokens.py``. Memory: 4 bytes per parameter for each w, at most 256 MiB at
-    once per checkpoint, unless a single w is larger.
+    once per checkpoint, unless a single w is larger. The model runs in the precision of the
+    features.
 
     Features are rounded when they are projected, and products here are not, so sums differ from the
     scores of whole samples by this rounding: a relative 1e-4 of the features with the default
@@ -156,32 +176,28 @@ def score_parts(
     require_flag("average", average)
     validate(features, ["feature", "out_to_loss"], what="features")
     divides_targets = _divides_targets(targets, of, by)
-    options = gather_options(
-        features, estimator, power, damping, calibrate, weights, learning_rates
-    )
-    _require_linear(options.estimator.name, divides_targets=divides_targets)
+    gathered = gather_options(features, **options)
+    _require_linear(gathered.estimator.name, divides_targets=divides_targets)
     if divides_targets:
         _require_fixed(features, of, ["feature", "out_to_loss"])
     else:
         _require_fixed(features, targets, ["feature"])
     divided = part_products(
         targets if divides_targets or of is None else of,
-        model,
+        _at_checkpoints(model, features),
         parts=parts,
         projector=_projector(features),
         text=text,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
+        dtype=_dtype(features),
         on_error=on_error,
     )
     _require_whole_columns(features, divided)
     require_comparable(features, divided.like, name="parts'")
-    training = Side(lazy_features(features))
-    asked = _Asked(solver(training.ds, options), divided, training, on_error, average=average)
+    made = solver(lazy_features(features), gathered)
+    asked = _Asked(made, divided, average=average, may_fail=on_error == "record")
     if divides_targets:
-        return _of_targets(asked, training if of is None else Side(lazy_features(of)), by)
-    return _of_samples(asked, Side(lazy_features(targets), None, may_have_failed(targets)))
+        return _of_targets(asked, made.features if of is None else lazy_features(of), by)
+    return _of_samples(asked, targets)
 
 
 @dataclass(frozen=True)
@@ -190,64 +206,64 @@ class _Asked:
 
     solver: Solver
     divided: PartProducts
-    training: Side
-    on_error: OnError
     average: bool
-
-    @property
-    def side(self) -> Side:
-        """What is divided."""
-        like = self.divided.like
-        return Side(like, part_dim(like), self.on_error == "record")
+    may_fail: bool
 
     def pooled(self, weight: da.Array) -> da.Array:
         """Return the weights of samples, (sample, 1), or (sample, checkpoint) if not pooled."""
         return weight.mean(axis=1, keepdims=True) if self.solver.pooled else weight
 
-    def averaged(self, data: da.Array) -> da.Array:
-        """Return the mean over checkpoints, the last axis, unless they are to be kept."""
-        return data.mean(axis=-1, dtype=data.dtype) if self.average else data
-
     def labelled(
-        self, dims: tuple[str, ...], data: da.Array, coords: dict[Any, Any], targets: Side
+        self,
+        dims: tuple[str, ...],
+        data: da.Array,
+        coords: dict[Any, Any],
+        targets: xr.Dataset,
+        *,
+        may_have_failed: bool,
     ) -> xr.DataArray:
+        """Return scores, averaged over checkpoints, the last axis, unless they are to be kept."""
         like = self.divided.like
-        if not self.average:
+        if self.average:
+            data = data.mean(axis=-1, dtype=data.dtype)
+        else:
             dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: like[CHECKPOINT]}
-        attrs = score_attrs(self.training, targets, self.solver.attrs)
+        attrs = score_attrs(
+            self.solver.features, targets, self.solver.attrs, may_have_failed=may_have_failed
+        )
         return labelled("score", dims, data, coords, attrs | {"parts": str(like.attrs["parts"])})
 
 
-def _of_samples(asked: _Asked, targets: Side) -> xr.DataArray:
-    of, solver = asked.side, asked.solver
-    dims, coords = labels_of_scores(of, targets)
-    found = asked.divided.arrays(solver.vectors(targets))
+def _of_samples(asked: _Asked, targets: xr.Dataset) -> xr.DataArray:
+    of, solver, explained = asked.divided.like, asked.solver, lazy_features(targets)
+    dims, coords = labels_of_scores(of, explained)
+    found = asked.divided.arrays(solver.vectors(explained))
     q = xr.Dataset({"out_to_loss": ((SAMPLE, CHECKPOINT), found["out_to_loss"])})
-    weight = asked.pooled(solver.weight(Side(q.assign_coords({CHECKPOINT: of.ds[CHECKPOINT]}))))
+    weight = asked.pooled(solver.weight(q.assign_coords({CHECKPOINT: of[CHECKPOINT]})))
     product = found["product"]
-    data = asked.averaged(product * weight.astype(product.dtype)[:, None, None, :])
-    return asked.labelled(dims, data, coords | _errors(found, SAMPLE, "error"), targets)
+    data = product * weight.astype(product.dtype)[:, None, None, :]
+    coords = coords | _errors(found, SAMPLE, "error")
+    return asked.labelled(dims, data, coords, explained, may_have_failed=may_have_failed(targets))
 
 
-def _of_targets(asked: _Asked, of: Side, by: str | None) -> xr.DataArray:
-    targets, solver = asked.side, asked.solver
-    weight = solver.weight(of)
+def _of_targets(asked: _Asked, of: xr.Dataset, by: str | None) -> xr.DataArray:
+    targets, solver = asked.divided.like, asked.solver
     if by is None:
         dims, coords = labels_of_scores(of, targets)
         vectors = solver.vectors(of)
-        vectors = vectors * asked.pooled(weight).astype(vectors.dtype)[:, None, :]
+        weight = asked.pooled(solver.weight(of))
+        vectors = vectors * weight.astype(vectors.dtype)[:, None, :]
     else:
         dims, coords = labels_of_targets(targets)
         known = list(map(str, labels_of_samples(of)[1]))
         by = require_group_coord(by, known, [TARGET, *map(str, coords)])
-        codes, groups = group_codes(of.ds[by].values)
-        sums = arrays.groups.group_sum(of.rows(), weight, codes, len(groups), pooled=solver.pooled)
+        sums, groups = solver.group_sums(of, by)
         vectors = solver.solve(sums)
         dims, coords = (by, *dims), coords | {by: (by, groups)}
     found = asked.divided.arrays(vectors)
-    data = asked.averaged(da.moveaxis(found["product"], 2, 0))
-    errors = _errors(found, TARGET, f"{TARGET_PREFIX}error")
-    return asked.labelled(dims, data, coords | errors, targets)
+    data = da.moveaxis(found["product"], 2, 0)
+    coords = coords | _errors(found, TARGET, f"{TARGET_PREFIX}error")
+    return asked.labelled(dims, data, coords, targets, may_have_failed=asked.may_fail)
 
 
 def _errors(found: dict[str, da.Array], dim: str, name: str) -> dict[Hashable, Any]:
@@ -306,7 +322,7 @@ def _require_linear(estimator: str, *, divides_targets: bool) -> None:
     if estimator == "grad_cos" or (estimator == "relatif" and not divides_targets):
         raise ValueError(
             "expected an estimator whose scores need no norms of the samples that are divided, got "
-            f"{estimator!r}; {_REMEDY}"
+            f"{estimator!r}; try estimator='trak'"
         )
 
 
@@ -315,20 +331,35 @@ def _projector(features: xr.Dataset) -> Projector:
     if spec is None:
         raise ValueError(
             "expected features with their projector in attrs, as td.featurize makes them, got the "
-            f"attrs {list(map(str, features.attrs))}; {_REMEDY}"
+            f"attrs {list(map(str, features.attrs))}; try td.featurize(samples, model)"
         )
     projector = from_spec(spec)
     require_back_projection(projector)
     return projector
 
 
+def _at_checkpoints(model: Model, features: xr.Dataset) -> Model:
+    """Return the model at the checkpoints that were selected from the features, if it has them."""
+    known = {each.name: each for each in getattr(model, "checkpoints", ())}
+    names = [str(name) for name in features[CHECKPOINT].values]
+    if not set(names) <= set(known):
+        return model
+    selected = copy.copy(model)
+    selected.checkpoints = type(model.checkpoints)(known[name] for name in names)
+    return selected
+
+
+def _dtype(features: xr.Dataset) -> DType | None:
+    """Return the precision that the model ran in when the features were made."""
+    dtype: DType | None = features.attrs.get("dtype", "as given")
+    return None if dtype == "as given" else dtype  # type: ignore[comparison-overlap]
+
+
 def _require_whole_columns(features: xr.Dataset, divided: PartProducts) -> None:
     """Refuse features of which columns were selected: vectors must have all of them."""
-    width, data = divided.like.sizes[PROJ_DIM], features["feature"].data
-    is_selected = isinstance(data, da.Array) and bool(lineage.columns(data))
-    if features.sizes[PROJ_DIM] != width or is_selected:
+    width = divided.like.sizes[PROJ_DIM]
+    if features.sizes[PROJ_DIM] != width:
         raise ValueError(
-            f"expected features with all {width} columns of their projector, in order, got "
-            f"{features.sizes[PROJ_DIM]}{' that were selected' if is_selected else ''}; try them "
-            "before isel(proj_dim=...)"
+            f"expected features with all {width} columns of their projector, got "
+            f"{features.sizes[PROJ_DIM]}; try them before isel(proj_dim=...)"
         )

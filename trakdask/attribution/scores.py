@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.attribution.dampings import Damping
+from trakdask._version import __version__
+from trakdask.attribution.damping import regularize
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
+    Damping,
     Estimator,
     Power,
+    gather_options,
 )
-from trakdask.attribution.groups import group_codes, require_group_coord
-from trakdask.attribution.labels import (
-    labelled,
-    labels_of_samples,
-    labels_of_scores,
-    labels_of_targets,
-    require_flag,
-    score_attrs,
+from trakdask.attribution.groups import require_group_coord
+from trakdask.attribution.products import loss_weights, operands, solver
+from trakdask.provenance import FEATURE_SPEC, as_text
+from trakdask.variables import (
+    CHECKPOINT,
+    MODULE,
+    SAMPLE,
+    TARGET,
+    TARGET_PREFIX,
+    TOKEN,
+    VARIABLES,
+    coords_along,
+    lazy_features,
+    may_have_failed,
+    validate,
 )
-from trakdask.attribution.loss_weights import loss_weights
-from trakdask.attribution.options import gather_options
-from trakdask.attribution.products import solver
-from trakdask.attribution.regularization import regularize
-from trakdask.attribution.sides import Side, per_part, sides
-from trakdask.variables import CHECKPOINT, TARGET, VARIABLES, lazy_features, validate
 
-__all__ = ["group_score", "score", "self_influence"]
+__all__ = [
+    "group_score",
+    "labelled",
+    "labels_of_samples",
+    "labels_of_scores",
+    "labels_of_targets",
+    "require_flag",
+    "score",
+    "score_attrs",
+    "self_influence",
+]
+
+
+Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
+"""Dimensions, and coords along them."""
 
 
 def score(
     features: xr.Dataset,
     targets: xr.Dataset,
     *,
-    of: xr.Dataset | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
@@ -57,19 +76,12 @@ def score(
     ----------
     features
         Features of the training samples. If they hold the ``gram`` of this estimator, as
-        :func:`save` keeps it, and their arrays are those of the store, it is used: rows selected
-        lazily with ``features.isel(sample=...)`` are scored under the gram matrix of all samples,
-        and only their blocks are read. Otherwise it is reduced from these features: stored ones are
-        read twice, and those that are computed stay in memory until they are scored. Of arrays that
-        were loaded as a whole, the diagonal of the gram matrix tells whether they are still those
-        of the store.
+        :func:`save` keeps it, it is used: rows that were selected from them are scored under the
+        gram matrix of all samples, and only their blocks are read. Otherwise it is reduced from
+        these features: stored ones are read twice, and those that are computed stay in memory until
+        they are scored.
     targets
-        Features of the samples to explain, made with the same model and projector; or of their
-        parts (:func:`featurize_parts`), each of which then has scores of its own.
-    of
-        Features of parts of some training samples: which of their words, or layers, helped? The
-        scores are those of the parts, and add up to those of their samples. ``features`` remain all
-        training samples, whose gram matrix is used. :func:`score_parts` needs no such features.
+        Features of the samples to explain, made with the same model and projector.
     estimator
         ``"auto"``: ``"soft"`` for classification into one of several classes, or by several labels,
         else ``"trak"``. ``"trak"``: h = 1, g = Q, as published. ``"soft"``: with q = Q in [0, 1]
@@ -99,20 +111,18 @@ def score(
     -------
     Lazy DataArray ``score`` (sample, target), float32 (float64 of float64 features), in tiles of
     sample blocks × target blocks; blocks of more than 4096 targets are divided. Coords of the
-    training samples keep their names, those of the targets get the prefix ``target_``. Parts of
-    targets are a further dimension at the end, (sample, target, token), parts of samples one after
-    them, (sample, token, target). If both sides have parts of one kind, the dimension of those of
-    targets is called ``target_token``.
+    training samples keep their names, those of the targets get the prefix ``target_``.
 
     Raises
     ------
     StoreMismatchError
         If features and targets were made differently; the field is named.
     ValueError
-        If an option does not make sense; if ``gram`` was kept, but the arrays were changed, or
-        loaded, and rows selected, so that a matrix of these rows would silently be another. When
-        computed: if q of ``"soft"`` is not in [0, 1], or
-        features are not finite; ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
+        If an option does not make sense; if ``gram`` is of fewer samples than there are, or has a
+        dimension ``sample``; if rows were selected, and another gram matrix of all is needed than
+        the one at hand. When computed: if ``feature`` was changed since its ``gram`` and
+        ``feature_norm`` were made; if q of ``"soft"`` is not in [0, 1], or features are not finite;
+        ``numpy.linalg.LinAlgError`` if the damped gram matrix is singular.
 
     Warns
     -----
@@ -158,20 +168,20 @@ def score(
     True
     """
     require_flag("average", average)
-    training, explained, scored = sides(features, targets, of)
+    training, explained = operands(features, targets)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    dims, coords = labels_of_scores(scored, explained)
+    dims, coords = labels_of_scores(training, explained)
     if not average:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
-    made = solver(training.ds, options)
+    made = solver(training, options)
     data = arrays.score.score(
-        scored.rows(), made.vectors(explained), made.weight(scored),
+        made.features.feature.data, made.vectors(explained), made.weight(made.features),
         average=average, pooled=made.pooled,
     )  # fmt: skip
-    data = per_part(data, scored, explained)
-    return labelled("score", dims, data, coords, score_attrs(training, explained, made.attrs))
+    attrs = score_attrs(training, explained, made.attrs, may_have_failed=may_have_failed(targets))
+    return labelled("score", dims, data, coords, attrs)
 
 
 def group_score(
@@ -206,21 +216,17 @@ def group_score(
     ValueError
         If there is no such coord, or the result has a coord of the targets of that name.
     """
-    training, explained, _ = sides(features, targets)
+    training, explained = operands(features, targets)
     dims, coords = labels_of_targets(explained)
     known, taken = labels_of_samples(training)[1], [TARGET, *coords]
     by = require_group_coord(by, list(map(str, known)), list(map(str, taken)))
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    made = solver(training.ds, options)
-    codes, groups = group_codes(training.ds[by].values)
-    sums = arrays.groups.group_sum(
-        training.rows(), made.weight(training), codes, len(groups), pooled=made.pooled
-    )
+    made = solver(training, options)
+    sums, groups = made.group_sums(made.features, by)
     data = arrays.score.score(sums, made.vectors(explained), None)
-    data = per_part(data, training, explained)
-    attrs = score_attrs(training, explained, made.attrs)
+    attrs = score_attrs(training, explained, made.attrs, may_have_failed=may_have_failed(targets))
     return labelled("score", (by, *dims), data, {by: (by, groups), **coords}, attrs)
 
 
@@ -273,16 +279,93 @@ def self_influence(
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, allowed=allowed
     )
-    side = Side(lazy_features(features))
-    x = side.rows()
+    features = lazy_features(features)
     if options.estimator.has_gram:
-        own = regularize(side.ds, options).leverage(x)
+        matrix = regularize(features, options)
+        own = matrix.leverage(matrix.features.feature.data)
     else:
-        own = arrays.weights.squared_norm(x)
-    g = loss_weights(options.estimator, side.ds).of(side.ds)
+        own = arrays.weights.squared_norm(features.feature.data)
+    g = loss_weights(options.estimator, features).of(features)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
-    dims, coords = labels_of_samples(side)
+    dims, coords = labels_of_samples(features)
     if not average:
         dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
     return labelled(variable.name, dims, data, coords, variable.attrs)
+
+
+def labelled(
+    name: str, dims: tuple[str, ...], data: Any, coords: Mapping[Hashable, Any], attrs: Any
+) -> xr.DataArray:
+    """Return a DataArray without copying its coords, as the constructor of DataArray does."""
+    return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
+
+
+def require_flag(name: str, value: object) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
+
+
+def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of scores; one side may be divided into tokens or modules.
+
+    Raises
+    ------
+    ValueError
+        If coords of training samples have the names of the targets' coords.
+    """
+    dims, coords = labels_of_samples(samples)
+    target_dims, target_coords = labels_of_targets(targets)
+    if both := [name for name in coords if name in target_coords]:
+        raise ValueError(
+            f"expected names of the training samples' coords that scores do not have for the "
+            f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
+        )
+    return (*dims, *target_dims), coords | target_coords
+
+
+def labels_of_samples(samples: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of training samples."""
+    parts = _part_dims(samples)
+    return (SAMPLE, *parts), coords_along(samples, SAMPLE) | _coords_of(samples, parts)
+
+
+def labels_of_targets(targets: xr.Dataset) -> Labels:
+    """Return the dimensions and coords of targets, with their prefix."""
+    coords: dict[Hashable, Any] = {
+        f"{TARGET_PREFIX}{name}": (TARGET, coord.values)
+        for name, coord in coords_along(targets, SAMPLE).items()
+    }
+    parts = _part_dims(targets)
+    for name, coord in _coords_of(targets, parts).items():
+        dims = [TARGET if dim == SAMPLE else dim for dim in coord.dims]
+        own = name if name in parts else f"{TARGET_PREFIX}{name}"
+        coords[own] = xr.Variable(dims, coord.data, coord.attrs)
+    return (TARGET, *parts), coords
+
+
+def _part_dims(ds: xr.Dataset) -> tuple[str, ...]:
+    """Return the dimension of tokens or modules, if samples are divided into these."""
+    return tuple(dim for dim in (TOKEN, MODULE) if dim in ds.variables["feature"].dims)
+
+
+def _coords_of(ds: xr.Dataset, dims: tuple[str, ...]) -> dict[Hashable, xr.Variable]:
+    """Return the coords that run along some dimensions, such as the text of tokens."""
+    return {n: c.variable for n, c in ds.coords.items() if set(dims) & set(c.dims)}
+
+
+def score_attrs(
+    training: xr.Dataset, targets: xr.Dataset, made: Mapping[str, str], *, may_have_failed: bool
+) -> dict[str, Any]:
+    """Return the attrs of scores: how features were made, and how scores were made from them."""
+    attrs = training.attrs
+    kept = {name: attrs[name] for name in FEATURE_SPEC if name in attrs and name != "parameters"}
+    return as_text(kept) | {
+        **VARIABLES["score"].attrs,
+        **made,
+        "source": attrs.get("source", ""),
+        "target_source": targets.attrs.get("source", ""),
+        **({"target_on_error": "record"} if may_have_failed else {}),
+        "trakdask_version": __version__,
+    }

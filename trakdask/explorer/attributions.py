@@ -12,14 +12,19 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.decomposition import component_count
-from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import Estimator, Power, ResolvedEstimator, resolve_estimator
-from trakdask.attribution.matrices import (
+from trakdask.attribution.estimators import (
+    Damping,
+    Estimator,
+    Power,
+    ResolvedEstimator,
+    resolve_estimator,
+)
+from trakdask.attribution.gram import (
     DERIVED,
     EIGENVALUES,
     EIGENVECTORS,
+    N_SAMPLES,
     stored_decomposition,
-    with_origin,
 )
 from trakdask.explorer.computing import computed, persist, released_if_failed
 from trakdask.explorer.state import MeanTrace, View, damping_of
@@ -125,7 +130,7 @@ class Attributions:
 
 def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
     """Return λ of each checkpoint, from a number in units of tr(K)/n."""
-    n = features["gram"].attrs.get("samples", features.sizes[SAMPLE])
+    n = features["gram"].attrs[N_SAMPLES]
     labels = [str(name) for name in features[CHECKPOINT].values]
     data = value * arrays.spectrum.mean_trace(features["gram"].data, n, labels)
     return computed(xr.DataArray(data, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping"))
@@ -146,7 +151,6 @@ def _with_decomposition(features: xr.Dataset, estimator: ResolvedEstimator) -> x
     spectrum = arrays.spectrum.spectrum(matrix, None, n, labels, n_component=k)
     values, vectors = arrays.spectrum.eigenvectors(spectrum, p, k)
     made = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
-    variables = {name: (VARIABLES[name].dims, data) for name, data in made.items()}
-    features = features.assign(variables)
-    features["gram"].attrs.update(weights.attrs(features))
-    return with_origin(features)
+    attrs = weights.attrs(features)
+    variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in made.items()}
+    return features.assign(variables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +16,27 @@ import numpy as np
 import xarray as xr
 from distributed import Client
 
-from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import DEFAULT_ESTIMATOR, DEFAULT_POWER, Estimator, Power
-from trakdask.attribution.options import LearningRates, gather_options
+import trakdask as td
+from trakdask.attribution.estimators import (
+    DEFAULT_ESTIMATOR,
+    DEFAULT_POWER,
+    Damping,
+    Estimator,
+    LearningRates,
+    Power,
+    gather_options,
+)
 from trakdask.checks import shown
 from trakdask.execution.scheduling import active_client
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import NewTarget, TargetMaker, appended, target_maker
-from trakdask.explorer.questions import Questions
+from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.samples import Samples
 from trakdask.explorer.state import View
 from trakdask.models.model import Model
 from trakdask.plots.images import Normalize
 from trakdask.provenance import require_comparable
-from trakdask.variables import SAMPLE, TOKEN, validate
+from trakdask.variables import SAMPLE, validate
 
 __all__ = ["Explorer", "explore"]
 
@@ -141,7 +149,6 @@ def explore(
     *,
     samples: xr.Dataset | None = None,
     target_samples: xr.Dataset | None = None,
-    parts: xr.Dataset | None = None,
     marks: Marks | str | os.PathLike[str] | None = None,
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: Power = DEFAULT_POWER,
@@ -170,16 +177,15 @@ def explore(
     samples, target_samples
         The samples that they are the features of, in the same order. From their variables images
         and texts are shown, of the few samples that are on a page.
-    parts
-        Features of the tokens of the training samples, of :func:`featurize_parts` with ``text=``:
-        then the words of the samples that helped and harmed a target are coloured by their scores.
     marks
         What people say about training samples, which pages then have buttons for:
         ``td.Marks.beside("train.zarr")``, or the path of another file for samples with labels.
     estimator, power, damping, calibrate, learning_rates
         As in :func:`score`. A page can change estimator, λ and checkpoints.
     text
-        The text of a token id, such as ``tokenizer.decode``, where samples are token ids.
+        The text of a token id, such as ``tokenizer.decode``, where samples are token ids. With
+        ``samples`` and a ``model`` that :func:`score_parts` can divide, the words of the samples
+        that helped and harmed a target are coloured by their scores.
     normalize, cmap
         Of images: mean and standard deviation that they were normalized with, and the colour map
         of grey ones; as in :func:`trakdask.plots.gallery`.
@@ -187,7 +193,7 @@ def explore(
         The model that the features are of: then a page takes a text or an image of your own as a
         target. It is featurized with the projector and the precision of the features, kept in that
         tab of the browser, and written nowhere. Needs one of the next two, or both for a model of
-        pairs.
+        pairs; or else ``samples`` and ``text``, for the words of samples.
     tokenizer
         From a text to the inputs of the model: a mapping, as tokenizers of transformers return it,
         or the token ids; of one sample, without a dimension of samples.
@@ -240,21 +246,21 @@ def explore(
     gather_options(features, estimator, power, damping, calibrate, None, learning_rates)
     _require_samples(samples, features, "samples")
     _require_samples(target_samples, targets, "target_samples")
-    _require_parts(parts, features)
     if text is not None and not callable(text):
         raise TypeError(
             f"expected text as a function of a token id, got {shown(text)}; try "
             "text=tokenizer.decode"
         )
     known = samples if samples is not None else target_samples
-    maker = target_maker(features, model, tokenizer, preprocess, known)
+    has_words = samples is not None and text is not None
+    maker = target_maker(features, model, tokenizer, preprocess, known, has_words=has_words)
     kept = marks if marks is None or isinstance(marks, Marks) else Marks(marks)
     if kept is not None:
         kept.ids(features)  # now, rather than when somebody opens a page
     questions = Questions(
         features, targets,
         estimator=estimator, power=power, damping=damping, calibrate=calibrate,
-        learning_rates=learning_rates, parts=parts,
+        learning_rates=learning_rates, words=_words_of(features, samples, model, text),
     )  # fmt: skip
     return Explorer(
         questions, samples, target_samples, kept, estimator, learning_rates, text, normalize, cmap,
@@ -262,19 +268,24 @@ def explore(
     )  # fmt: skip
 
 
-def _require_parts(parts: object, features: xr.Dataset) -> None:
-    """Check that parts are the tokens of the samples of the features, with their texts."""
-    if parts is None:
-        return
-    remedy = "try td.featurize_parts(samples, model, parts='token', text=tokenizer.decode)"
-    _require_samples(parts, features, "parts")
-    assert isinstance(parts, xr.Dataset)
-    if TOKEN not in parts.dims or "text" not in parts.coords:
-        raise ValueError(
-            f"expected parts with the dimension {TOKEN!r} and the coord 'text', got "
-            f"{dict(parts.sizes)} and {sorted(map(str, parts.coords))}; {remedy}"
-        )
-    require_comparable(features, parts, name="parts'")
+def _words_of(
+    features: xr.Dataset,
+    samples: xr.Dataset | None,
+    model: Model | None,
+    text: Callable[[int], str] | None,
+) -> Words | None:
+    """Return the scores of tokens as a function; None where samples cannot be divided into them."""
+    if samples is None or model is None or text is None:
+        return None
+    words = functools.partial(td.score_parts, model=model, text=text)
+    first = {SAMPLE: [0]}
+    try:
+        words(features, features.isel(first), of=samples.isel(first), estimator="grad_dot")
+    except (TypeError, ValueError):
+        return None
+    return lambda known, target, at, **options: words(
+        known, target, of=samples.isel({SAMPLE: at}), **options
+    )
 
 
 def _require_samples(samples: object, features: xr.Dataset, name: str) -> None:

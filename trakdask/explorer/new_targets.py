@@ -167,8 +167,10 @@ def target_maker(
     tokenizer: Prepare | None,
     preprocess: Prepare | None,
     samples: xr.Dataset | None,
+    *,
+    has_words: bool = False,
 ) -> TargetMaker | None:
-    """Return the maker of new targets, None without a model.
+    """Return the maker of new targets; None without a model, or if it is there for words alone.
 
     Raises
     ------
@@ -193,6 +195,8 @@ def target_maker(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
         )
     if tokenizer is None and preprocess is None:
+        if has_words:
+            return None
         raise ValueError(
             "expected a tokenizer or a preprocess beside the model, got neither; try "
             "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"

@@ -7,6 +7,7 @@ on the active dask client, or on threads. Scores of all samples and targets neve
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,11 +18,17 @@ import pandas as pd
 import xarray as xr
 
 import trakdask as td
+from trakdask import arrays
 from trakdask.attribution.conditions import Condition, selection
-from trakdask.attribution.dampings import Damping
-from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Power
+from trakdask.attribution.estimators import (
+    DEFAULT_POWER,
+    Damping,
+    Estimator,
+    Power,
+    gather_options,
+)
 from trakdask.attribution.groups import group_codes
-from trakdask.attribution.loss_weights import loss_weights
+from trakdask.attribution.products import solver
 from trakdask.explorer import corpus, duplicates
 from trakdask.explorer.attributions import Attributions, Ready
 from trakdask.explorer.computing import compute, computed
@@ -30,13 +37,19 @@ from trakdask.explorer.state import View
 from trakdask.explorer.target_table import ROWS, TablePage, TargetTable, require_position, row_of
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
 
-__all__ = ["Histogram", "Questions"]
+__all__ = ["Histogram", "Questions", "Words"]
 
 MOST_GROUPS = 1000
 
 _BINS = 60
 _ROWS_KEPT = 2
 """Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
+
+
+Words = Callable[..., xr.DataArray]
+
+_WITHOUT_WORDS = ("grad_cos", "relatif")
+"""Estimators whose scores need norms of whole samples."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +67,9 @@ class Questions:
     ----------
     features, targets, estimator, power, damping, calibrate, learning_rates
         As in :func:`trakdask.score`; a view may ask for another estimator and λ.
-    parts
-        Features of the tokens of the training samples, if words are to have scores.
+    words
+        Returns the scores of tokens, given features, a target, positions of training samples and
+        the options of a score; None if words are to have none.
     """
 
     def __init__(
@@ -68,9 +82,9 @@ class Questions:
         damping: Damping = "auto",
         calibrate: xr.Dataset | None = None,
         learning_rates: Any = None,
-        parts: xr.Dataset | None = None,
+        words: Words | None = None,
     ) -> None:
-        self.features, self.parts = features, parts
+        self.features, self._words = features, words
         self.targets = TargetTable(targets)
         self._attributions = Attributions(
             features,
@@ -130,13 +144,15 @@ class Questions:
 
         (sample, token), with the coord ``text``; they add up to the scores of the samples.
         """
-        assert self.parts is not None
+        assert self._words is not None
         ready = self.ready(view)
-        parts = self.parts.sel({CHECKPOINT: ready.features[CHECKPOINT].values})
-        of = parts.isel({SAMPLE: position})
         target = self._target(ready, view.target)
-        scores = td.score(ready.features, target, of=of, **ready.options)
+        scores = self._words(ready.features, target, position, **ready.options)
         return computed(scores.isel({TARGET: 0}))
+
+    def has_words(self, view: View) -> bool:
+        """Return whether words have scores under the estimator of a view."""
+        return self._words is not None and self.ready(view).estimator.name not in _WITHOUT_WORDS
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.
@@ -307,15 +323,12 @@ def _scores_of_sample(ready: Ready, targets: xr.Dataset, position: int) -> da.Ar
     if not ready.estimator.has_gram:
         own: da.Array = td.score(sample, targets, **ready.options).data[0]
         return own
-    ones = da.ones_like(targets["feature"].data[:, 0, :])
-    rows = targets.assign(out_to_loss=((SAMPLE, CHECKPOINT), ones))
-    name = "trak" if ready.estimator.name == "relatif" else ready.estimator.name
-    options = {**ready.options, "estimator": name}
-    products: da.Array = td.score(ready.features, sample, of=rows, **options).data[:, 0]
-    weight = loss_weights(ready.estimator, ready.features).of(sample).mean(axis=1)[0]
-    if ready.estimator.name == "relatif":
-        sample_rows = sample.assign(out_to_loss=xr.ones_like(sample["out_to_loss"]))
-        leverage = td.score(ready.features, sample, of=sample_rows, **options).data[0, 0]
-        weight = da.where(weight < 0, -1.0, 1.0) / da.sqrt(leverage)
-    scores: da.Array = products * weight
+    options = ready.options
+    gathered = gather_options(
+        ready.features, options["estimator"], options["power"], options["damping"], None, None
+    )
+    made = solver(lazy_features(ready.features), gathered)
+    rows, one = lazy_features(targets), lazy_features(sample)
+    products = arrays.score.score(rows["feature"].data, made.vectors(one), None)[:, 0]
+    scores: da.Array = products * made.weight(one).mean(axis=1)[0]
     return scores

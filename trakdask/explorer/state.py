@@ -10,8 +10,7 @@ from typing import Any, get_args
 from urllib.parse import parse_qs, urlencode
 
 from trakdask.attribution.conditions import Condition
-from trakdask.attribution.dampings import Absolute, Damping, Rule
-from trakdask.attribution.estimators import Estimator
+from trakdask.attribution.estimators import Absolute, Damping, Estimator, Rule
 from trakdask.checks import shown
 
 __all__ = ["PAGES", "MeanTrace", "View", "damping_of"]

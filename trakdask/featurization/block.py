@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
 from trakdask.featurization.checks import BlockCheck, checked_of
@@ -25,13 +26,13 @@ from trakdask.featurization.memory import (
     on_worker,
     states_bytes,
 )
-from trakdask.featurization.partition import Stream, stream_of
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import engine_of
 from trakdask.models.moments import scaled, scales
 from trakdask.models.products import Products
 from trakdask.models.tasks import Forward
 from trakdask.models.torch_settings import few_threads, no_fast_path
+from trakdask.projection import ProjectionStream
 
 __all__ = ["Block", "featurize_block", "multiply_block"]
 
@@ -44,14 +45,15 @@ _log = logging.getLogger(__name__)
 def featurize_block(
     job: Job, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray
 ) -> tuple[Any, ...]:
-    """Return feature, output and out_to_loss (and error) of a block of samples at a checkpoint.
+    """Return feature, its squared norm, output and out_to_loss (and error) of a block of samples.
 
     And last a mapping that says on what device, and by what kernels, they were computed.
     """
     checkpoint, moments = weights.item()
     with _task(job, checkpoint, start, arrays) as samples:
         samples = replace(samples, moments=moments)
-        return *_featurize_samples(samples, checkpoint), described(samples.device)
+        feature, *others = _featurize_samples(samples, checkpoint)
+        return feature, row_norms(feature), *others, described(samples.device)
 
 
 def multiply_block(
@@ -226,24 +228,22 @@ def _featurize_micro_batch(
 ) -> Block:
     job, n = samples.job, part.stop - part.start
     run, batch = engine_of(job.engine), samples.batch(part)
-    partition = job.partition.of(batch) if job.partition else None
-    stream: Stream | Products
+    stream: ProjectionStream | Products
     sink: Any
-    if partition is not None and samples.vectors is not None:
+    partition = None
+    if job.partition is not None and samples.vectors is not None:
+        partition = job.partition.of(batch)
         stream = sink = partition.products(samples.vectors, n)
     else:
-        place = (job.projector, job.row_map, n, checkpoint.id, samples.device)
-        stream = stream_of(partition, *place)
+        stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, samples.device)
         sink = scaled(stream, factors) if factors else stream
     sink = check.watched(part, sink)
     f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
     feature = stream.result().numpy(force=True)
     if partition is not None:
-        feature = feature.reshape(n, partition.size, -1)
-    if partition != job.partition:  # the features of tokens of padding, which was cut, are zero
-        whole = np.zeros(samples.feature_shape(n), np.float32)
-        whole[:, : feature.shape[1]] = feature
-        feature = whole
+        products = feature.reshape(n, partition.size, -1)
+        feature = np.zeros(samples.feature_shape(n), np.float32)
+        feature[:, : partition.size] = products  # those of padding, which was cut, are zero
     block = feature, f.numpy(force=True), q.numpy(force=True)
     check.require_right(part, sink, block)
     return block

@@ -31,12 +31,10 @@ def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
     bundle = _bundle(featurize_block, "sc", job, inputs, token)
     width = job.projector.width(job.row_map.n_rows)
-    parts = {"t": job.partition.size} if job.partition else {}
-    index = "stpc" if parts else "spc"
     feature = da.blockwise(
-        take, index, bundle, "sc", 0, None,
-        new_axes={**parts, "p": width}, name=feature_layer(token),
-        dtype=np.float32, meta=np.empty((0,) * len(index), np.float32),
+        take, "spc", bundle, "sc", 0, None,
+        new_axes={"p": width}, name=feature_layer(token),
+        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
     return {"feature": feature} | _others(job, bundle, "sc", token)
 
@@ -150,7 +148,8 @@ def _start(size: int, block_id: tuple[int, ...]) -> np.ndarray:
 
 
 def _others(job: Job, bundle: da.Array, index: str, token: str) -> Arrays:
-    others: dict[str, Any] = dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
+    others: dict[str, Any] = {} if job.partition else {"feature_norm": np.dtype(np.float64)}
+    others |= dict.fromkeys(("output", "out_to_loss"), np.dtype(np.float32))
     if job.on_error == "record":
         others["error"] = ERROR_DTYPE
     get = take if index == "sc" else _take_of_first

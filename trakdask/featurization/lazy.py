@@ -34,7 +34,7 @@ from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
-__all__ = ["Divide", "Gradients", "Prepared", "featurize", "lazy_dataset", "prepare"]
+__all__ = ["Divide", "Gradients", "Prepared", "featurize", "prepare"]
 
 Gradients = Literal["auto", "hooks", "vmap", "loop"]
 Divide = Callable[[Model, Inputs], Partition]
@@ -44,7 +44,6 @@ _log = logging.getLogger(__name__)
 _SCALED = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
-_ROWS_OF_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,8 @@ def featurize(
     Lazy Dataset with the samples' coords, a ``checkpoint`` coord, and float32 variables
 
     - ``feature`` (sample, proj_dim, checkpoint), chunks (sample block, proj_dim, 1);
+    - ``feature_norm`` (sample, checkpoint): ‖φ‖², float64, large for outliers; scores compare it
+      with the features before they use the gram matrix of a store;
     - ``output`` (sample, checkpoint): f itself;
     - ``out_to_loss`` (sample, checkpoint): Q, 1 - p for classification;
     - with ``on_error="record"``, ``error`` (sample, checkpoint): text, "" for samples that
@@ -184,31 +185,6 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
-    return lazy_dataset(
-        samples,
-        model,
-        projector=projector,
-        gradients=gradients,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        on_error=on_error,
-    )
-
-
-def lazy_dataset(
-    samples: xr.Dataset,
-    model: Model,
-    *,
-    projector: Projector | None,
-    gradients: Gradients,
-    batch_size: int | Literal["auto"],
-    dtype: DType | None,
-    device: str,
-    on_error: OnError,
-    divide: Divide | None = None,
-) -> xr.Dataset:
-    """Build the graph of :func:`featurize`; ``divide`` says how to divide samples into parts."""
     made = prepare(
         samples,
         model,
@@ -218,13 +194,11 @@ def lazy_dataset(
         dtype=dtype,
         device=device,
         on_error=on_error,
-        divide=divide,
     )
-    block = max(next(iter(made.inputs.values())).chunks[0]) * made.job.rows_of_sample
+    block = max(next(iter(made.inputs.values())).chunks[0])
     require_block_fits(made.job.projector, made.job.row_map.n_rows, block, largest_memory())
     arrays = lazy_arrays(made.job, made.inputs, token=made.token)
-    partition = made.job.partition
-    data = {n: (_dims(n, partition), array, VARIABLES[n].attrs) for n, array in arrays.items()}
+    data = {n: (VARIABLES[n].dims, array, VARIABLES[n].attrs) for n, array in arrays.items()}
     return xr.Dataset(data, coords=made.coords, attrs=made.attrs)
 
 
@@ -239,11 +213,11 @@ def prepare(
     device: str,
     on_error: OnError,
     divide: Divide | None = None,
-    multiplies: bool = False,
 ) -> Prepared:
     """Check the arguments of :func:`featurize`, and gather what its graph is built from.
 
-    ``multiplies`` says that gradients will be multiplied with vectors, and not projected.
+    ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
+    and not projected.
     """
     require_options(model, gradients, dtype, on_error)
     projector = chosen_projector(projector)
@@ -261,7 +235,7 @@ def prepare(
     held = elements_at_once(engine, model.skeleton(), sizes)
     if engine == "tokens":
         held *= n_parts
-    size = _batch_size(batch_size, "hooks" if multiplies else engine, held, n_parts)
+    size = _batch_size(batch_size, "hooks" if partition else engine, held)
     job = Job(
         model=model,
         projector=projector,
@@ -291,12 +265,6 @@ def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> 
     return str(gradients), "as asked"
 
 
-def _dims(name: str, partition: Partition | None) -> tuple[str, ...]:
-    sample, *others = VARIABLES[name].dims
-    has_parts = name == "feature" and partition is not None
-    return (sample, *([partition.dim] if has_parts and partition else []), *others)
-
-
 def _inputs(samples: xr.Dataset, model: Model) -> Inputs:
     """Return lazy arrays of the task's inputs, looked up among the variables, then the coords."""
     names = getattr(model.task, "variables", None) or tuple(map(str, samples.data_vars))
@@ -311,10 +279,8 @@ def _inputs(samples: xr.Dataset, model: Model) -> Inputs:
     return {name: lazy[name] if name in coords else samples[name].data for name in names}
 
 
-def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int, n_parts: int = 1) -> int:
+def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> int:
     if batch_size == "auto":
-        if engine == "tokens":
-            return max(1, _ROWS_OF_TOKENS // n_parts)
         fits = _MICRO_BATCH_BYTES // (4 * max(held, 1))
         if engine == "hooks":
             # Autograd also stores the activations, which usually take more memory than gradients.

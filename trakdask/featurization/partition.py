@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,8 @@ from trakdask.models.parameters import select_parameters
 from trakdask.models.products import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tokens import number_of_tokens
-from trakdask.projection import ProjectionStream, Projector, RowMap
 
-__all__ = ["OTHERS", "Partition", "Stream", "groups_of_parameters", "stream_of"]
+__all__ = ["OTHERS", "Partition", "groups_of_parameters"]
 
 OTHERS = "others"
 """Name of the part with the parameters that no given part has."""
@@ -53,53 +52,6 @@ class Partition:
     def spec(self) -> dict[str, Any]:
         """Return a JSON-able value that says what the parts are."""
         return {"dim": self.dim, "groups": None if self.groups is None else dict(self.groups)}
-
-
-class Stream(Protocol):
-    """A sink of gradients, which returns features."""
-
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        """Project the gradient of a parameter, or a slice of it."""
-
-    def result(self) -> Tensor:
-        """Return the features, (sample, width) or (sample, part, width)."""
-
-
-def stream_of(
-    partition: Partition | None,
-    projector: Projector,
-    row_map: RowMap,
-    n_samples: int,
-    checkpoint: int,
-    device: torch.device,
-) -> Stream:
-    """Return what to hand the gradients of some samples to."""
-    if partition is None:
-        return ProjectionStream(projector, row_map, n_samples, checkpoint, device)
-    n_rows = n_samples * partition.size if partition.groups is None else n_samples
-    n_streams = 1 if partition.groups is None else partition.size
-    streams = [
-        ProjectionStream(projector, row_map, n_rows, checkpoint, device) for _ in range(n_streams)
-    ]
-    return _PartStream(streams, partition, n_samples)
-
-
-@dataclass(frozen=True)
-class _PartStream:
-    streams: Sequence[ProjectionStream]
-    partition: Partition
-    n_samples: int
-
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
-        number = (self.partition.groups or {}).get(name, 0)
-        self.streams[number].add(name, gradient, first)
-        if not first:
-            for stream in [*self.streams[:number], *self.streams[number + 1 :]]:
-                stream.skip(name)
-
-    def result(self) -> Tensor:
-        features = torch.stack([stream.result() for stream in self.streams], 1)
-        return features.view(self.n_samples, self.partition.size, -1)
 
 
 def groups_of_parameters(

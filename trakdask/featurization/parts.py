@@ -1,4 +1,4 @@
-"""Build lazy features of the parts of samples: of their tokens, or of groups of modules."""
+"""The parts of samples, their tokens or groups of modules, whose features are multiplied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask.base import tokenize
 from trakdask.checks import shown
 from trakdask.featurization.failures import OnError
 from trakdask.featurization.graphs import Inputs, lazy_products
-from trakdask.featurization.lazy import Gradients, Prepared, lazy_dataset, prepare
+from trakdask.featurization.lazy import Prepared, prepare
 from trakdask.featurization.partition import Partition, groups_of_parameters
 from trakdask.featurization.precision import DType
 from trakdask.models.model import Model
@@ -24,110 +24,12 @@ from trakdask.models.tokens import require_layers_of_tokens
 from trakdask.projection import Projector
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
-__all__ = ["PartProducts", "Parts", "Text", "featurize_parts", "part_products"]
+__all__ = ["PartProducts", "Parts", "Text", "part_products"]
 
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
 Text = Callable[[int], str] | Sequence[str]
 
 _TEXT_DTYPE = np.dtypes.StringDType()
-
-
-def featurize_parts(
-    samples: xr.Dataset,
-    model: Model,
-    *,
-    parts: Parts,
-    projector: Projector | None = None,
-    text: Text | None = None,
-    gradients: Gradients = "auto",
-    batch_size: int | Literal["auto"] = "auto",
-    dtype: DType | None = None,
-    device: str = "auto",
-    on_error: OnError = "raise",
-) -> xr.Dataset:
-    """Compute what each part of a sample contributes to the feature of the sample.
-
-    Parts are the tokens of a sequence, or groups of modules. The features of the parts of a sample
-    add up to the feature that :func:`featurize` computes for it with the same projector, so their
-    scores add up to its score. If scores for a few targets are all you need, :func:`score_parts`
-    computes them without these features, at a fraction of the cost.
-
-    Parameters
-    ----------
-    samples, model, projector, batch_size, dtype, device, on_error
-        As in :func:`featurize`.
-    parts
-        ``"token"``: one part per token. Or groups of modules: a mapping from names to names or
-        globs of parameters, such as ``{"mlp": "*.mlp.*"}``, or a list of words, such as ``["attn",
-        "mlp"]``, each of which stands for the parameters whose names contain it. Parameters of no
-        group are the part ``"others"``.
-    text
-        For tokens: the text of a token id, as a function (``tokenizer.decode``) or a list of all
-        texts. It becomes a coord.
-    gradients
-        As in :func:`featurize`, for groups of modules. Tokens take ``"auto"``.
-
-    Returns
-    -------
-    Lazy Dataset as :func:`featurize` returns it, except that ``feature`` is (sample, token,
-    proj_dim, checkpoint) or (sample, module, proj_dim, checkpoint). ``output`` and ``out_to_loss``
-    are those of whole samples. Coords: ``module``, the names of the groups; or the token ids
-    (sample, token), under the name of the variable that they come from, and ``text`` (sample,
-    token), both lazy.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As :func:`featurize`; if parts share a parameter, or select none; if a layer looks at
-        several tokens at once (``nn.MultiheadAttention``, convolutions, recurrent layers,
-        normalization over samples), or a parameter belongs to no layer of its own.
-    BlockError
-        When computed, as :func:`featurize`; also if a layer gets something else than one value per
-        token, or the terms of the tokens do not add up to the gradient.
-
-    Notes
-    -----
-    The gradient of a linear layer is Σ_t δ_t x_tᵀ: x_t is what it took at token t, and δ_t the
-    derivative of f with respect to what it returned there. A token's feature is the projection of
-    its terms in all layers, x being that of the token itself. So it contains the effect that the
-    weights have at this token on everything predicted later, and not only on the next token:
-    ``td.tasks.CausalLM(position=...)`` divides f by predicted tokens instead. Padding has features
-    of zero.
-
-    Cost of tokens: one forward and backward pass of the sequence, but a projection for each of its
-    tokens. Memory: tokens × proj_dim × 4 bytes for each sample of a block, so use small blocks,
-    such as ``samples.chunk(sample=16)``. Groups of modules cost as much as :func:`featurize`, and
-    the memory of as many features. Sums differ from whole features by rounding: of float32, and of
-    the projector (a relative 1e-4 with its default arithmetic).
-
-    Examples
-    --------
-    >>> import numpy as np, torch, trakdask as td
-    >>> net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
-    >>> model = td.Model(net, task=td.tasks.CausalLM(inputs="input_ids", positional=True))
-    >>> samples = td.from_arrays({"input_ids": np.array([[1, 2, 3], [4, 5, 6]])})
-    >>> tokens = td.featurize_parts(samples, model, parts="token", projector=td.Identity())
-    >>> dict(tokens.feature.sizes)
-    {'sample': 2, 'token': 3, 'proj_dim': 81, 'checkpoint': 1}
-    >>> whole = td.featurize(samples, model, projector=td.Identity())
-    >>> bool(np.allclose(tokens.feature.sum("token"), whole.feature, atol=1e-6))
-    True
-    """
-    if _is_token(parts):
-        _require_auto(gradients)
-    dividing = _Dividing(parts, text)
-    features = lazy_dataset(
-        samples,
-        model,
-        projector=projector,
-        gradients=gradients,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        on_error=on_error,
-        divide=dividing,
-    )
-    return features.assign_coords(dividing.coords(samples, model))
 
 
 @dataclass(frozen=True)
@@ -139,7 +41,7 @@ class PartProducts:
     made
         What the graph is built from.
     like
-        A Dataset as :func:`featurize_parts` would return it, with zeros as ``feature``.
+        A Dataset with the coords and attrs of features of the parts, with zeros as ``feature``.
     """
 
     made: Prepared
@@ -157,24 +59,21 @@ def part_products(
     parts: Parts,
     projector: Projector,
     text: Text | None,
-    batch_size: int | Literal["auto"],
     dtype: DType | None,
-    device: str,
     on_error: OnError,
 ) -> PartProducts:
-    """Divide samples into parts, as :func:`featurize_parts` does, but compute no features."""
+    """Divide samples into parts."""
     dividing = _Dividing(parts, text)
     made = prepare(
         samples,
         model,
         projector=projector,
         gradients="auto",
-        batch_size=batch_size,
+        batch_size="auto",
         dtype=dtype,
-        device=device,
+        device="auto",
         on_error=on_error,
         divide=dividing,
-        multiplies=True,
     )
     job, rows = made.job, next(iter(made.inputs.values())).chunks[0]
     assert job.partition is not None
@@ -214,14 +113,6 @@ class _Dividing:
         if _is_token(self._parts):
             return _token_coords(samples, model, self._text)
         return {MODULE: (MODULE, np.array(self._titles, dtype=object))}
-
-
-def _require_auto(gradients: object) -> None:
-    if gradients != "auto":
-        raise ValueError(
-            f"expected gradients='auto' with parts='token', which only hooks can see, got "
-            f"{gradients!r}; try leaving gradients out"
-        )
 
 
 def _tokens(model: Model, inputs: Inputs) -> Partition:

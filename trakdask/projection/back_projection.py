@@ -93,7 +93,7 @@ def require_back_projection(projector: Projector) -> None:
     if _unscaled.dispatch(type(inner)) is _unscaled.dispatch(object):
         raise ValueError(
             "expected features of a projector whose matrix can be multiplied from both sides, got "
-            f"{type(inner).__name__}; try td.featurize_parts, and td.score with its features"
+            f"{type(inner).__name__}; try td.SJLT, or another projector that has one"
         )
 
 

@@ -14,7 +14,6 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.matrices import ORIGIN
 from trakdask.files import Folder
 from trakdask.storage.coords import DROPPED
 from trakdask.storage.factors import renew_factors
@@ -144,11 +143,9 @@ def _write_reductions(group: zarr.Group, ds: xr.Dataset, chosen: np.ndarray) -> 
     names = [name for name in REDUCTIONS if name in ds]
     arrays = {}
     for name in names:
-        # Names of arrays in this process's graph mean nothing in a store; open adds its own.
-        attrs = {key: value for key, value in ds[name].attrs.items() if key != ORIGIN}
         arrays[name] = group.create_array(
             name, shape=ds[name].shape, chunks=(*ds[name].shape[:-1], 1), dtype=ds[name].dtype,
-            compressors=[Crc32cCodec()], fill_value=np.nan, attributes=attrs,
+            compressors=[Crc32cCodec()], fill_value=np.nan, attributes=dict(ds[name].attrs),
             dimension_names=VARIABLES[name].dims, config={"write_empty_chunks": True},
         )  # fmt: skip
     for index in range(ds.sizes[CHECKPOINT] if names else 0):

@@ -22,24 +22,22 @@ from zarr.codecs import Crc32cCodec
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.arrays.decomposition import component_count
-from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Power
-from trakdask.attribution.loss_weights import LOGIT_VARIANCE
-from trakdask.attribution.matrices import (
+from trakdask.attribution.damping import describe_damping, regularize
+from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Options, Power, gather_options
+from trakdask.attribution.gram import (
     DAMPING,
     EIGENVALUES,
     EIGENVECTORS,
-    output_total,
-    with_origin,
+    N_SAMPLES,
 )
-from trakdask.attribution.options import Options, gather_options
-from trakdask.attribution.regularization import describe_damping, regularize
+from trakdask.attribution.products import LOGIT_VARIANCE
 from trakdask.execution import scheduling
 from trakdask.files import Folder
 from trakdask.storage.history import Edit, last_edit, remove_obsolete, write_edit
 from trakdask.storage.mapping import lazy_array
 from trakdask.storage.parts import FACTORS, GRAM
 from trakdask.storage.zarr_stores import Complete, Recorded, Writable, zarr_store
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
+from trakdask.variables import CHECKPOINT, PROJ_DIM, VARIABLES, lazy_features
 
 __all__ = [
     "MOST_DIM",
@@ -66,15 +64,21 @@ def with_factors(edit: Edit | None, ds: xr.Dataset) -> xr.Dataset:
     """
     if edit is None or GRAM not in ds or not _is_of(edit, ds):
         return ds
+    of_gram = _of_gram(ds)
     variables = {
-        name: (VARIABLES[name].dims, data, VARIABLES[name].attrs)
+        name: (VARIABLES[name].dims, data, VARIABLES[name].attrs | of_gram)
         for name, data in _opened(edit.store(), edit.folder).items()
     }
     known = edit.attrs["damping"]
-    attrs = {**VARIABLES[DAMPING].attrs, **known["attrs"]}
+    attrs = {**VARIABLES[DAMPING].attrs, **known["attrs"], **of_gram}
     token = tokenize(edit.folder.url, dict(edit.files), known["values"])
     damping = da.from_array(np.array(known["values"]), chunks=1, name=f"open-damping-{token}")
     return ds.assign(variables | {DAMPING: (CHECKPOINT, damping, attrs)})
+
+
+def _of_gram(ds: xr.Dataset) -> dict[str, Any]:
+    """Return the attrs of what is made from the gram matrix of features."""
+    return {name: ds[GRAM].attrs[name] for name in ("gram_weights", N_SAMPLES)}
 
 
 def has_factors(ds: xr.Dataset) -> bool:
@@ -93,7 +97,7 @@ def _described(ds: xr.Dataset) -> dict[str, Any]:
     names = [str(name) for name in ds[CHECKPOINT].values]
     return {
         **{name: attrs.get(name) for name in ("source", "gram_weights", "power")},
-        "samples": attrs.get("samples", ds.sizes[SAMPLE]),  # stores of 0.1 do not record it
+        "samples": attrs[N_SAMPLES],
         "checkpoints": names,
         "hashes": [str(ds.attrs["checkpoints"][name]) for name in names],
     }
@@ -180,13 +184,13 @@ def update_factors(
         whole = Complete(zarr_store(at), at, store.written, token=str(store.written))
         opened = _opened(whole, at)
         damping = _damping(
-            ds.assign({n: (VARIABLES[n].dims, d) for n, d in opened.items()}), options
+            ds.assign({n: (VARIABLES[n].dims, d, _of_gram(ds)) for n, d in opened.items()}), options
         )
         damping["attrs"]["chosen_by"] = chosen_by
         return {"damping": damping}
 
     edit = write_edit(folder, FACTORS, {"pieces": 1, **_described(ds)}, fill)
-    return with_origin(with_factors(edit, ds))
+    return with_factors(edit, ds)
 
 
 def _without_factors(ds: xr.Dataset) -> xr.Dataset:
@@ -277,13 +281,12 @@ def _computed(written: da.Array, **options: Any) -> list[dict[str, Any]]:
 
 def _damping(ds: xr.Dataset, options: Options) -> dict[str, Any]:
     """Choose λ, from the stored eigenvectors; return its values and attrs."""
-    features = lazy_features(with_origin(ds))
+    features = lazy_features(ds)
     regularized = regularize(features, options, quiet=True)
     lazy = describe_damping(features, regularized)
     is_soft = options.estimator.weights.power is not None
-    chosen, total, variance = dask.compute(
+    chosen, variance = dask.compute(
         lazy,
-        output_total(features.output.data),
         arrays.weights.logit_variance(features.out_to_loss.data) if is_soft else None,
     )
     by_outputs = options.is_damped_by_outputs
@@ -296,6 +299,6 @@ def _damping(ds: xr.Dataset, options: Options) -> dict[str, Any]:
         attrs[LOGIT_VARIANCE] = variance.tolist()
     if by_outputs:
         attrs |= {name: float(chosen[name]) for name in ("relative", "peak", "threshold")}
-        attrs |= {"curve": chosen.curve.values.tolist(), "output_total": float(total)}
+        attrs["curve"] = chosen.curve.values.tolist()
         attrs["tried"] = [text.removeprefix("completeness, ") for text in regularized.rules[:-1]]
     return {"values": chosen.damping.values.tolist(), "attrs": attrs}

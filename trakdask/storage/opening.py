@@ -17,7 +17,6 @@ import psutil
 import xarray as xr
 import zarr
 
-from trakdask.attribution.matrices import with_origin
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.provenance import digest
@@ -137,7 +136,7 @@ def open(
     names = [name for name in (*FEATURE_NAMES, *REDUCTIONS) if name in ds]
     ds = _with_errors(ds[names], shown)
     ds = with_factors(shown.factors, _without_dropped(ds, show=dropped))
-    return with_origin(ds).assign_attrs(saved=runs(shown.parts))
+    return ds.assign_attrs(saved=runs(shown.parts))
 
 
 def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
@@ -249,7 +248,7 @@ def _with_reductions(ds: xr.Dataset, store: Snapshot, *, complete: bool) -> xr.D
         packed = np.packbits(mask).tobytes().hex()
         ds.attrs["source"] += f" without {digest({'dropped': packed})[:16]}"
         reduced.append(_remaining(store.drop))
-    about = {"samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
+    about = {"n_samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
     totals = {name: _total(name, reduced, names) for name in REDUCTIONS}
     return ds.assign({n: v.assign_attrs(about) for n, v in totals.items() if v is not None})
 

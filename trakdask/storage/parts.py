@@ -59,7 +59,7 @@ __all__ = [
     "write_coords",
 ]
 
-FEATURE_NAMES = ("feature", "output", "out_to_loss")
+FEATURE_NAMES = ("feature", "feature_norm", "output", "out_to_loss")
 GRAM = "gram"
 LOSS_GRADIENT = "loss_gradient"
 SCALE = "feature_scale"

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
+from trakdask.arrays.weights import squared_norm
+from trakdask.attribution.damping import require_calibration
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
@@ -18,7 +20,7 @@ from trakdask.attribution.estimators import (
     Weights,
     resolve_estimator,
 )
-from trakdask.attribution.regularization import require_calibration
+from trakdask.attribution.gram import NORM
 from trakdask.errors import StoreMismatchError
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder, is_partial
@@ -35,12 +37,20 @@ from trakdask.storage.factors import MOST_DIM, calibrated_options, update_if_pos
 from trakdask.storage.history import record_run
 from trakdask.storage.lease import lease
 from trakdask.storage.opening import open
-from trakdask.storage.parts import ERROR, FEATURE_NAMES, GRAM, Part, create, described
+from trakdask.storage.parts import ERROR, GRAM, Part, create, described
 from trakdask.storage.reductions import save_reductions
 from trakdask.storage.snapshot import Snapshot, require_ours, snapshot
 from trakdask.storage.verification import completed_blocks, faults, withdraw
 from trakdask.storage.zarr_stores import read_attributes
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features, load_coords, validate
+from trakdask.variables import (
+    CHECKPOINT,
+    PROJ_DIM,
+    SAMPLE,
+    VARIABLES,
+    lazy_features,
+    load_coords,
+    validate,
+)
 
 __all__ = ["save"]
 
@@ -146,7 +156,7 @@ def save(
     time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
-    validate(features, FEATURE_NAMES, what="features")
+    validate(features, ["feature", "output", "out_to_loss"], what="features")
     _require_options(features, dtype, append_dim, retries, gram=gram, progress=progress)
     if calibrate is not None:
         _require_calibration(features, estimator, power, calibrate, gram=gram)
@@ -222,6 +232,9 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     # Why samples failed is among the variables, as featurize has it.
     features = features.reset_coords(ERROR) if ERROR in features.coords else features
     features = load_coords(lazy_features(features))
+    if NORM not in features:  # features that featurize did not make
+        norm = squared_norm(features.feature.data)
+        features = features.assign({NORM: (VARIABLES[NORM].dims, norm)})
     require_names(features.coords)
     return portable_coords(features)
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pandas as pd
 
-from trakdask.attribution.dampings import Rule
-from trakdask.attribution.estimators import Estimator
+from trakdask.attribution.estimators import Estimator, Rule
 from trakdask.explorer.filters import SIGNS
 from trakdask.explorer.pages.html import form, link, option_field, text_field, tip, value
 from trakdask.explorer.pages.words import MEANINGS

@@ -113,7 +113,7 @@ def _ranked(explorer: Explorer, view: View, *, largest: bool) -> str:
 
 def _words_sections(explorer: Explorer, view: View) -> list[Section]:
     """Return the sections of words, if tokens have features."""
-    if explorer.questions.parts is None:
+    if not explorer.questions.has_words(view):
         return []
     return [
         Section(

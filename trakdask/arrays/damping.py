@@ -7,7 +7,10 @@ the outputs of the trained model. λ is relative here: ρ · tr(K_c)/n, one ρ f
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import dask.array as da
 import numpy as np
@@ -21,15 +24,19 @@ from trakdask.arrays.blocks import (
     block_starts,
     failed_rows,
     flat,
-    require_features,
 )
 from trakdask.arrays.decomposition import Inverse, Spectrum
 from trakdask.arrays.gram import pooled
+from trakdask.arrays.solve import CLOSED_FORM
+from trakdask.errors import warn_once
 
 __all__ = [
+    "CHOICE",
     "CURVE",
     "GRID",
     "LEAST_PEAK",
+    "Candidate",
+    "choose",
     "curve",
     "held_out",
     "is_followed",
@@ -37,12 +44,16 @@ __all__ = [
     "loss_gradient",
     "peak",
     "spread_rows",
+    "warn_of_choice",
 ]
 
-#: Candidates for ρ, a quarter of a decade apart.
+#: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 2, 17)
-#: Totals that correlate less than this with the outputs do not determine λ.
+#: Totals that correlate less than this with the outputs do not determine λ. Peaks were 0.66 to 0.99
+#: where the linearised model follows the real one, and 0.34 where the projection was too small.
 LEAST_PEAK = 0.4
+#: A few rows of a block take as long to read as all of it. Rows of eight blocks are not of one
+#: class or source alone where samples are sorted.
 _LEFT_OUT_BLOCKS = 8
 
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
@@ -76,8 +87,7 @@ def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
     >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
     [3.0, 3.0]
     """
-    require_features(feature, name="feature", caller="loss_gradient")
-    g = pooled(align_weights(sum_weights, feature, name="sum_weights"))
+    g = pooled(align_weights(sum_weights, feature))
     parts = da.blockwise(
         _weighted_sum,
         "spc",
@@ -118,7 +128,6 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     -----
     Cost: 34 p flops per row, after 34 p² once per checkpoint.
     """
-    require_features(feature, name="feature", caller="held_out")
     directions: da.Array = da.blockwise(
         _directions,
         "pgc",
@@ -186,9 +195,8 @@ def left_out(
     Exact (Sherman-Morrison): with the leverage l = φᵀ (K + λI)⁻¹ φ it is
     (φᵀ (K + λI)⁻¹ r - g l) / (1 - h l). Cost: 2 p² flops per row and checkpoint.
     """
-    require_features(feature, name="feature", caller="left_out")
-    h = [None, None] if weights is None else [align_weights(weights, feature, name="weights"), "sc"]
-    g = pooled(align_weights(sum_weights, feature, name="sum_weights"))
+    h = [None, None] if weights is None else [align_weights(weights, feature), "sc"]
+    g = pooled(align_weights(sum_weights, feature))
     curves = [item for curve in unless for item in (curve, "k")]
     totals: da.Array = da.blockwise(
         _left_out,
@@ -300,3 +308,167 @@ def peak(curve: Block) -> float:
     """Return the largest correlation of a computed curve, NaN if none is defined."""
     values = curve["correlation"][0]
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
+
+
+#: By how many standard errors the correlation at the chosen ρ may be below the largest one. All
+#: points of a curve are of the same rows, so they differ by less than one, which is too lenient.
+STANDARD_ERRORS = 0.5
+
+#: How much larger than that at ρ = 1 a correlation must be, in Fisher's z, to choose a larger ρ. On
+#: a flat curve the largest ρ would win for no reason. Chosen by tests/benchmarks/quality_wider.py;
+#: in Fisher's z because near 1 a correlation grows by ever less: from 0.9 to 0.94 is as far as
+#: from 0 to 0.25.
+CLEARLY_LARGER = 0.25
+
+_ONE = int(np.flatnonzero(GRID == 1)[0])
+
+#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the least
+#: one that may be chosen; and all correlations.
+CHOICE = np.dtype(
+    [
+        ("relative", np.float64),
+        ("candidate", np.int64),
+        ("peak", np.float64),
+        ("threshold", np.float64),
+        ("correlation", np.float64, GRID.shape),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set of outputs to choose λ by: totals (row, ρ, checkpoint) and outputs (row, checkpoint).
+
+    ``name`` is what warnings call it.
+    """
+
+    name: str
+    totals: da.Array
+    outputs: da.Array
+
+
+def choose(
+    candidates: Sequence[Candidate], curves: Sequence[da.Array], *, quiet: bool = False
+) -> da.Array:
+    """Choose ρ by the first candidate whose totals follow the outputs.
+
+    Parameters
+    ----------
+    candidates
+        In order of preference.
+    curves
+        Of each, by :func:`curve`.
+    quiet
+        Leave warnings to whoever uses the choice, who calls :func:`warn_of_choice`.
+
+    Returns
+    -------
+    (1,) of dtype :data:`CHOICE`, lazy. If no candidate's totals follow the outputs, ``relative`` is
+    NaN, ``candidate`` the number of candidates, and the curve that of the last one.
+
+    Warns
+    -----
+    UserWarning
+        When computed, in the process that asked for it: if a candidate's peak is below 0.4 or
+        undefined, or ρ is an end of the grid.
+
+    Notes
+    -----
+    ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
+    the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
+    If that is above 1, it has to be clearly better, artanh(peak) - artanh(curve at 1) > 0.25;
+    otherwise ρ is 1.
+    """
+    names = tuple(candidate.name for candidate in candidates)
+    arrays = [item for each in curves for item in (each, "k")]
+    result: da.Array = da.blockwise(
+        _choose,
+        "k",
+        *arrays,
+        names=names,
+        quiet=quiet,
+        concatenate=True,
+        align_arrays=False,
+        name="completeness-choice-" + tokenize(names, quiet, *(each.name for each in curves)),
+        dtype=CHOICE,
+        meta=np.empty((0,), CHOICE),
+    )
+    return result
+
+
+def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
+    for index, (each, name) in enumerate(zip(curves, names, strict=True)):
+        largest, values = peak(each), each["correlation"][0]
+        if is_followed(each):
+            chosen, threshold = _chosen(values, largest, each["n_rows"][0])
+            if not quiet:
+                _warn_at_the_end(GRID[chosen], name)
+            return np.array([(GRID[chosen], index, largest, threshold, values)], CHOICE)
+        if not quiet:
+            _warn(_too_weak(largest, name, names[index + 1 :]))
+    return np.array([(np.nan, len(names), largest, np.nan, values)], CHOICE)
+
+
+def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
+    """Return the position of ρ in the grid, and the least correlation that might be chosen."""
+    threshold = largest - STANDARD_ERRORS * (1 - largest**2) / np.sqrt(n_rows)
+    chosen = int(np.flatnonzero(correlation >= threshold)[-1])
+    with np.errstate(divide="ignore"):  # of a correlation of exactly 1
+        least = float(np.tanh(np.arctanh(largest) - CLEARLY_LARGER))
+    is_one = chosen > _ONE and correlation[_ONE] >= least
+    return (_ONE, least) if is_one else (chosen, threshold)
+
+
+def warn_of_choice(rho: float, peak: float, name: str) -> None:
+    """Warn of what :func:`choose` warns of, given what it chose and the name of the last samples.
+
+    Parameters
+    ----------
+    rho
+        What was chosen; NaN if the outputs did not follow the totals.
+    peak
+        The largest correlation.
+    name
+        What warnings call the samples whose outputs chose, or failed to.
+    """
+    if np.isnan(rho):
+        warn_once(("too weak", name), _too_weak(peak, name, ()), _warn)
+    else:
+        _warn_at_the_end(rho, name)
+
+
+def _warn_at_the_end(rho: float, name: str) -> None:
+    if rho in (GRID[0], GRID[-1]):
+        warn_once(("end of the grid", name), _at_the_end(rho, name), _warn)
+
+
+def _at_the_end(rho: float, name: str) -> str:
+    return (
+        f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
+        f"[{GRID[0]:g}, {GRID[-1]:g}]; the best one may lie beyond it. Look at "
+        "td.plots.damping(td.damping(features)), or type damping='closed_form'."
+    )
+
+
+def _too_weak(largest: float, name: str, rest: Sequence[str]) -> str:
+    defect = (
+        f"outputs of the {name} correlate at most {largest:.2f} with their attribution totals"
+        if np.isfinite(largest)
+        else f"outputs of the {name} or their attribution totals are constant, so their "
+        "correlation is undefined"
+    )
+    instead = f"the {rest[0]}" if rest else f"the closed form {CLOSED_FORM} tr(K²)/tr(K)"
+    return (
+        f"{defect} ({LEAST_PEAK} or more is needed to choose λ by them). λ comes from {instead} "
+        "instead. Try other outputs: calibrate=td.featurize(held_out, model, ...)."
+    )
+
+
+def _warn(message: str) -> None:
+    """Warn in this process and, inside a worker, in the process of the client."""
+    if "distributed" in sys.modules:
+        from distributed.worker import warn  # not imported for the threaded scheduler's sake
+
+        warn(message, UserWarning)
+    else:
+        warnings.warn(message, UserWarning, stacklevel=2)
