@@ -115,7 +115,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
         forward = forward.to(getattr(torch, job.precision.dtype))
     forward = on_device(forward, device)
     samples, places = samples.by_length()
-    checked = checked_of(job.call)
+    checked = checked_of(job.checked_as)
     checked.measure(samples, forward)
     samples = replace(samples, trims=bool(checked.ignores_padding))
     check = BlockCheck(checked, samples, forward)

@@ -41,7 +41,7 @@ is on in a batch and off for the sample alone.
 
 @dataclass
 class Checked:
-    """What a process has found out about the model of one call of featurize.
+    """What a process has found out about a model, run by one engine in one precision.
 
     Parameters
     ----------
@@ -72,11 +72,8 @@ class Checked:
 
 
 @lru_cache(maxsize=64)
-def checked_of(call: str) -> Checked:
-    """Return what this process has found out for one call of featurize.
-
-    It is forgotten with the call, because a second task or model may have the name of the first.
-    """
+def checked_of(checked_as: str) -> Checked:
+    """Return what this process has found out about a model, by ``Job.checked_as``."""
     return Checked()
 
 

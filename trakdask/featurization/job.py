@@ -37,9 +37,8 @@ class Job:
     precision: Precision
     device: str
     on_error: OnError
-    call: str
-    """Another one for each call of featurize, so that what a process finds out about its model is
-    not taken for that of another model or task of the same name."""
+    checked_as: str
+    """Names what a process finds out about the model, so that it does so once."""
     partition: Partition | None = None
     """How gradients are divided into parts; None for whole samples."""
 

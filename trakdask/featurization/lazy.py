@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -236,6 +235,7 @@ def prepare(
     if engine == "tokens":
         held *= n_parts
     size = _batch_size(batch_size, "hooks" if partition else engine, held)
+    precision = Precision.here(dtype)
     job = Job(
         model=model,
         projector=projector,
@@ -244,10 +244,10 @@ def prepare(
         batch_size=size,
         elements_at_once=held,
         inputs={name: (array.shape[1:], array.dtype) for name, array in inputs.items()},
-        precision=Precision.here(dtype),
+        precision=precision,
         device=check_device(device),
         on_error=on_error,
-        call=uuid4().hex,
+        checked_as=_checked_as(model, engine, precision, device),
         partition=partition,
     )
     attrs = {**_attrs(job, samples), "gradients_reason": reason}
@@ -255,6 +255,16 @@ def prepare(
     checkpoint = normalise_coord(CHECKPOINT, names, len(names))
     coords = {**samples.coords, CHECKPOINT: (CHECKPOINT, checkpoint)}
     return Prepared(job, inputs, attrs, coords)
+
+
+def _checked_as(model: Model, engine: str, precision: Precision, device: str) -> str:
+    """Name what a process finds out about a model, so that it need not do so for every call.
+
+    The model's own token is part of it, because its spec does not tell all models apart: what a
+    function reads from a closure, for example, is not in the fingerprint of the code.
+    """
+    how = {"engine": engine, "device": device, **precision.attrs()}
+    return digest({"model": model.token, **model.spec(), **how})
 
 
 def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> tuple[str, str]:
