@@ -74,11 +74,11 @@ class Regularized:
 
     def solve(self, target: da.Array) -> da.Array:
         """Return (K_c + λ_c I)⁻¹ φ_c(t), (target, proj_dim, checkpoint)."""
-        return arrays.solve.solve(self._inverse(), target)
+        return arrays.spectrum.solve(self._inverse(), target)
 
     def leverage(self, feature: da.Array) -> da.Array:
         """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
-        return arrays.solve.leverage(self._inverse(), feature)
+        return arrays.spectrum.leverage(self._inverse(), feature)
 
     def _inverse(self) -> da.Array:
         if self.spectrum is not None:
