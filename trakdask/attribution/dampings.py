@@ -24,7 +24,7 @@ from trakdask.attribution.estimators import (
     gather_options,
     is_positive,
 )
-from trakdask.attribution.gram import ChoosingMatrices, Matrices, matrices
+from trakdask.attribution.grams import ChoosingMatrices, Matrices, matrices
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
