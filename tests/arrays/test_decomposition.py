@@ -11,12 +11,13 @@ from tests.arrays.test_completeness import oracle_left_out, oracle_totals
 from trakdask.arrays.damping import held_out, left_out
 from trakdask.arrays.decomposition import Inverse, Spectrum, component_count, decompose
 from trakdask.arrays.gram import gram_and_sum
-from trakdask.arrays.solve import leverage, solve
 from trakdask.arrays.spectrum import (
     closed_form_damping,
     eigenvectors,
     from_eigenvectors,
     inverse,
+    leverage,
+    solve,
     spectrum,
 )
 

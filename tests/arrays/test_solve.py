@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from trakdask.arrays import gram as gram_module
-from trakdask.arrays.solve import cholesky, closed_form_damping, leverage, solve
+from trakdask.arrays.solve import cholesky, closed_form_damping
+from trakdask.arrays.spectrum import leverage, solve
 from trakdask.testing import raise_if_dask_computes
 
 LABELS = ("first", "second")

@@ -11,13 +11,14 @@ from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
 from trakdask.arrays.damping import GRID, held_out, left_out, loss_gradient
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.solve import closed_form_damping as closed_form_of_matrix
-from trakdask.arrays.solve import leverage, solve
 from trakdask.arrays.spectrum import (
     closed_form_damping,
     eigenvectors,
     from_eigenvectors,
     inverse,
+    leverage,
     mean_trace,
+    solve,
     spectrum,
 )
 

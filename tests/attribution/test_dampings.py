@@ -9,7 +9,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.damping import given_damping, relative_damping
+from trakdask.attribution.dampings import given_damping, relative_damping
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 

@@ -17,7 +17,7 @@ import trakdask as td
 from trakdask.arrays.score import checked
 from trakdask.arrays.weights import squared_norm
 from trakdask.attribution.estimators import gather_options
-from trakdask.attribution.gram import DERIVED, matrices, weight_data
+from trakdask.attribution.grams import DERIVED, matrices, weight_data
 from trakdask.storage.mapping import MappedChunks
 from trakdask.testing import simulate_features
 from trakdask.variables import lazy_features

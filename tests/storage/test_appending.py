@@ -15,7 +15,7 @@ import zarr
 
 import trakdask as td
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.gram import stored_matrix
+from trakdask.attribution.grams import stored_matrix
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 NAMES = ("c0", "c1", "c2")

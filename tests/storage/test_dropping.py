@@ -15,7 +15,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution.estimators import Weights
-from trakdask.attribution.gram import stored_matrix
+from trakdask.attribution.grams import stored_matrix
 from trakdask.testing import simulate_features
 
 

@@ -1,27 +1,22 @@
-"""Compute dampings and Cholesky factors, and solve for the targets by these or by eigenvectors."""
+"""Compute the closed form of λ, and Cholesky factors for a λ that is given without eigenvectors."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import coarse_groups, read_in_task
-from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype
-from trakdask.arrays.decomposition import Inverse, Matrix
-from trakdask.arrays.triangular import cholesky_in_place, solve_in_place
+from trakdask.arrays.blocks import Block
+from trakdask.arrays.triangular import cholesky_in_place
 
 __all__ = [
     "CLOSED_FORM",
     "cholesky",
     "closed_form_damping",
-    "leverage",
     "require_finite",
-    "solve",
     "without_trace",
 ]
 
@@ -213,110 +208,3 @@ def _not_definite(gram: Block, damping: float, label: str) -> str:
         f"damping={CLOSED_FORM}, the closed form λ = {CLOSED_FORM} * tr(K²) / tr(K) = "
         f"{_closed_form_value(gram, CLOSED_FORM):.3g}"
     )
-
-
-class _Factor(NamedTuple):
-    """(K + λI)⁻¹ of one checkpoint, by the lower Cholesky factor of K + λI."""
-
-    lower: Matrix
-
-    def solve(self, rows: Block) -> Matrix:
-        """Return (K + λI)⁻¹ of each row."""
-        solved = rows.astype(np.float64, order="C", copy=True)
-        solve_in_place(self.lower, solved)
-        return solved
-
-    def forms(self, rows: Block) -> Matrix:
-        """Return φᵀ (K + λI)⁻¹ φ of each row."""
-        return np.asarray(np.einsum("sp,sp->s", rows, self.solve(rows)))
-
-
-def solve(inverse: da.Array, target: da.Array) -> da.Array:
-    """Return w_c(t) = (K_c + λ_c I)⁻¹ φ_c(t) for the targets.
-
-    Parameters
-    ----------
-    inverse
-        Of :func:`trakdask.arrays.spectrum.inverse`, or the factors of :func:`cholesky`.
-    target
-        Features of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
-
-    Returns
-    -------
-    (target, proj_dim, checkpoint) float32 (float64 if the targets are), lazy, in the chunks of
-    ``target``, so that computing some of the targets reads only their blocks.
-
-    Notes
-    -----
-    Cost in float64, per target and checkpoint: 2 p² flops with factors, 4 p k with k eigenvectors;
-    and 16 p bytes in addition to the inputs. A NaN in a target's feature makes that target NaN, and
-    no other.
-
-    Examples
-    --------
-    >>> f = da.from_array(np.array([[2.0, 0.0], [0.0, 4.0]])[:, :, None], chunks=(2, 2, 1))
-    >>> t = da.ones((1, 2, 1), chunks=(1, 2, 1), dtype="float32")
-    >>> solve(f, t).compute()[:, :, 0].tolist()
-    [[0.25, 0.0625]]
-    """
-    dtype = product_dtype(target)
-    # concatenate=False passes a factor itself; concatenating its one block would copy p² numbers.
-    solved: da.Array = da.blockwise(
-        _solve_block, "tpc", target, "tpc", inverse, "pqc" if inverse.ndim == 3 else "c",
-        concatenate=False, align_arrays=False, dtype=dtype, meta=np.empty((0, 0, 0), dtype),
-        name="solve-" + tokenize(inverse.name, target.name),
-    )  # fmt: skip
-    return solved
-
-
-def _solve_block(target: Blocks, inverse: Any) -> Block:
-    (phi,) = flat(target)
-    solved = _inverse_of(inverse).solve(phi[:, :, 0])
-    return solved.astype(product_dtype(phi), copy=False).reshape(phi.shape)
-
-
-def _inverse_of(block: Any) -> Inverse | _Factor:
-    if isinstance(block, Inverse):
-        return block
-    (lower,) = flat(block)
-    return _Factor(lower[:, :, 0])
-
-
-def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
-    """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
-
-    Parameters
-    ----------
-    inverse, feature
-        As in :func:`solve`.
-
-    Returns
-    -------
-    (sample, checkpoint) float64, lazy, in the chunks of ``feature``, or of several of its blocks
-    where more than 4096 are read from a store.
-
-    Notes
-    -----
-    Cost: 2 p² flops per sample and checkpoint, as for the Gram matrix, and 16 p bytes per sample of
-    a block in addition to the block. The n × n hat matrix is never formed.
-
-    Examples
-    --------
-    >>> f = da.from_array(np.array([[2.0, 0.0], [0.0, 4.0]])[:, :, None], chunks=(2, 2, 1))
-    >>> leverage(f, da.ones((1, 2, 1), chunks=(1, 2, 1))).compute().tolist()
-    [[0.3125]]
-    """
-    groups = coarse_groups(feature.numblocks[0])
-    result: da.Array = da.blockwise(
-        _leverage_block, "sc",
-        *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
-        inverse, "pqc" if inverse.ndim == 3 else "c",
-        concatenate=False, align_arrays=False, dtype=np.float64, meta=np.empty((0, 0), np.float64),
-        name="leverage-" + tokenize(inverse.name, feature.name),
-    )  # fmt: skip
-    return result
-
-
-def _leverage_block(feature: Blocks, inverse: Any) -> Block:
-    forms = _inverse_of(inverse).forms
-    return np.concatenate([forms(phi[:, :, 0]) for phi in flat(feature)])[:, None]

@@ -1,9 +1,9 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
 from trakdask.attribution.combinations import combine
-from trakdask.attribution.damping import damping
+from trakdask.attribution.dampings import damping
 from trakdask.attribution.estimators import Absolute
-from trakdask.attribution.gram import gram
+from trakdask.attribution.grams import gram
 from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.scores import group_score, score, self_influence

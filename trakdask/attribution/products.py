@@ -12,9 +12,9 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.blocks import divided
-from trakdask.attribution.damping import Regularized, regularize
+from trakdask.attribution.dampings import Regularized, regularize
 from trakdask.attribution.estimators import Absolute, LearningRates, Options, ResolvedEstimator
-from trakdask.attribution.gram import DAMPING, GRAM, N_SAMPLES
+from trakdask.attribution.grams import DAMPING, GRAM, N_SAMPLES
 from trakdask.attribution.groups import group_codes
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, aligned, lazy_features, validate

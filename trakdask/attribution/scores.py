@@ -10,7 +10,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask._version import __version__
-from trakdask.attribution.damping import regularize
+from trakdask.attribution.dampings import regularize
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,

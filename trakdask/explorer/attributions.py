@@ -19,7 +19,7 @@ from trakdask.attribution.estimators import (
     ResolvedEstimator,
     resolve_estimator,
 )
-from trakdask.attribution.gram import (
+from trakdask.attribution.grams import (
     DERIVED,
     EIGENVALUES,
     EIGENVECTORS,

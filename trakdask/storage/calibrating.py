@@ -8,7 +8,7 @@ from typing import Any
 
 import xarray as xr
 
-from trakdask.attribution.damping import require_calibration
+from trakdask.attribution.dampings import require_calibration
 from trakdask.files import Folder
 from trakdask.storage.factors import update_factors
 from trakdask.storage.lease import lease

@@ -22,9 +22,9 @@ from zarr.codecs import Crc32cCodec
 from trakdask import arrays
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.arrays.decomposition import component_count
-from trakdask.attribution.damping import describe_damping, regularize
+from trakdask.attribution.dampings import describe_damping, regularize
 from trakdask.attribution.estimators import DEFAULT_POWER, Estimator, Options, Power, gather_options
-from trakdask.attribution.gram import (
+from trakdask.attribution.grams import (
     DAMPING,
     EIGENVALUES,
     EIGENVECTORS,

@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays.weights import squared_norm
-from trakdask.attribution.damping import require_calibration
+from trakdask.attribution.dampings import require_calibration
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
@@ -20,7 +20,7 @@ from trakdask.attribution.estimators import (
     Weights,
     resolve_estimator,
 )
-from trakdask.attribution.gram import NORM
+from trakdask.attribution.grams import NORM
 from trakdask.errors import StoreMismatchError
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder, is_partial

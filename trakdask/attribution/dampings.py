@@ -24,7 +24,7 @@ from trakdask.attribution.estimators import (
     gather_options,
     is_positive,
 )
-from trakdask.attribution.gram import ChoosingMatrices, Matrices, matrices
+from trakdask.attribution.grams import ChoosingMatrices, Matrices, matrices
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
@@ -74,11 +74,11 @@ class Regularized:
 
     def solve(self, target: da.Array) -> da.Array:
         """Return (K_c + λ_c I)⁻¹ φ_c(t), (target, proj_dim, checkpoint)."""
-        return arrays.solve.solve(self._inverse(), target)
+        return arrays.spectrum.solve(self._inverse(), target)
 
     def leverage(self, feature: da.Array) -> da.Array:
         """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
-        return arrays.solve.leverage(self._inverse(), feature)
+        return arrays.spectrum.leverage(self._inverse(), feature)
 
     def _inverse(self) -> da.Array:
         if self.spectrum is not None:
