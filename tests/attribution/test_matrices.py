@@ -18,7 +18,7 @@ from trakdask.arrays.score import checked
 from trakdask.arrays.weights import squared_norm
 from trakdask.attribution.estimators import gather_options
 from trakdask.attribution.grams import DERIVED, matrices, weight_data
-from trakdask.storage.mapping import MappedChunks
+from trakdask.storage import reading
 from trakdask.testing import simulate_features
 from trakdask.variables import lazy_features
 
@@ -36,15 +36,15 @@ def scores(features: xr.Dataset, targets: xr.Dataset, **options) -> np.ndarray:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The chunks of ``feature`` that are read from stores, in order."""
     chunks: list[str] = []
-    read_file = MappedChunks.read_file
+    mapped = reading._mapped
 
-    def counting(self: MappedChunks, path: str):
+    def counting(path: str, *more: object):
         folder, _, name = path.rpartition("/c.")
         if folder.endswith("/feature"):
             chunks.append(name)
-        return read_file(self, path)
+        return mapped(path, *more)
 
-    monkeypatch.setattr(MappedChunks, "read_file", counting)
+    monkeypatch.setattr(reading, "_mapped", counting)
     return chunks
 
 
