@@ -95,7 +95,7 @@ def test_verify__block(store: Path, name: str, damage: Callable[[Path], None]) -
 def test_verify__sums(store: Path, name: str, damage: Callable[[Path], None]) -> None:
     before = td.open(store).load()
     damage(chunk_of(store, name))
-    with pytest.raises((ValueError, td.IncompleteFeaturesError), match=f"{name}/c"):
+    with pytest.raises((ValueError, td.IncompleteFeaturesError), match=name):
         td.open(store)[name].compute()
     (fault,) = td.verify(store, checksums=True, repair=True).to_dict("records")
     assert fault["path"].startswith(f"{name}/")

@@ -115,9 +115,8 @@ def assembled(group: Group, *, complete: bool = True, load_coords: bool = True) 
         if name == "feature":
             lazy = lazy_feature(group, complete=complete)
         elif name == "damping":  # so small that it is read
-            group.require_chunks(name)
             token = tokenize(group.folder.url, group.attrs["saved"], group.chunk_path(name, (0,)))
-            lazy = da.from_array(group.array(name)[...], chunks=1, name=f"open-damping-{token}")
+            lazy = da.from_array(_whole(group, name), chunks=1, name=f"open-damping-{token}")
         else:
             lazy = lazy_array(group, name, complete=complete)
         data[name] = (dims_of(group.arrays[name]), lazy, group.arrays[name]["attributes"])
@@ -160,18 +159,11 @@ def read_coords(
     """
     coords = {}
     for name in (each for each in group.coords if names is None or each in names):
-        group.require_chunks(name)  # zarr would read a lost chunk as zeros, without a word
-        metadata = group.arrays[name]
-        if rows and dims_of(metadata) == [SAMPLE] and name != DROPPED:
-            continue
-        try:
-            values = group.array(name)[...]
-        except ValueError as err:
-            raise ValueError(
-                f"expected the coord {name!r} of {group.folder.url!r} as it was written, got other "
-                f"bytes ({err}); try td.verify(store, checksums=True)"
-            ) from err
-        coords[name] = xr.Variable(dims_of(metadata), values, metadata["attributes"])
+        dims = dims_of(group.arrays[name])
+        if not rows or dims != [SAMPLE] or name == DROPPED:
+            coords[name] = xr.Variable(dims, _whole(group, name), group.arrays[name]["attributes"])
+        else:
+            group.require_chunks(name)
     encoded = {n: coord for n, coord in coords.items() if coord.dtype.kind != "T"}  # times
     decoded = xr.decode_cf(xr.Dataset(encoded)).variables
     coords |= {name: decoded[name].load() for name in encoded}
@@ -180,6 +172,18 @@ def read_coords(
         token = tokenize(group.folder.url, group.attrs["saved"], name)
         coords[name] = coord[: group.n_samples].chunk({SAMPLE: rows}, name=f"open-coord-{token}")
     return coords
+
+
+def _whole(group: Group, name: str) -> np.ndarray:
+    """Return the values of an array; zarr would read a lost chunk as zeros, without a word."""
+    group.require_chunks(name)
+    try:
+        return np.asarray(group.array(name)[...])
+    except ValueError as err:
+        raise ValueError(
+            f"expected {name!r} of {group.folder.url!r} as it was written, got other bytes "
+            f"({err}); try td.verify(store, checksums=True)"
+        ) from err
 
 
 def _on_disk(group: Group, names: Collection[str]) -> dict[str, xr.Variable]:

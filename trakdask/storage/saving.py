@@ -295,18 +295,17 @@ def _create(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
     for name in _blockwise(features):
         of: Any = np.dtypes.StringDType() if name == ERROR else features[name].dtype
         of = dtype if dtype and name == "feature" else of
-        dims = (SAMPLE, PROJ_DIM, CHECKPOINT) if name == "feature" else (SAMPLE, CHECKPOINT)
+        dims = VARIABLES["feature" if name == "feature" else "output"].dims
         group.arrays[name] = described(name, sizes, block, of, dims)
     if dtype:
-        dims = VARIABLES[SCALE].dims
-        group.arrays[SCALE] = described(SCALE, sizes, block, "f8", dims)
+        group.arrays[SCALE] = described(SCALE, sizes, block, "f8", VARIABLES[SCALE].dims)
     return group
 
 
 def _blockwise(features: xr.Dataset) -> list[str]:
-    """Return the names of what is stored block by block: all that samples have by checkpoint."""
-    ds = features.data_vars
-    names = [str(n) for n in ds if ds[n].dims == (SAMPLE, CHECKPOINT)]
+    """Return the names of what is stored block by block: all numbers of samples and checkpoints."""
+    variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
+    names = [n for n, v in variables.items() if v.dtype.kind == "f" or n == ERROR]
     return ["feature", *names]
 
 

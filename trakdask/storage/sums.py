@@ -198,7 +198,7 @@ def _reduced(
         return [arrays.gram.gram(feature, h)]
     g = arrays.gram.pooled(weights.loss_data(features))[:, None]
     if GRAM not in names:
-        return [arrays.completeness.loss_gradient(feature, g)]
+        return [arrays.damping.loss_gradient(feature, g)]
     return list(arrays.gram.gram_and_sum(feature, h, g))
 
 
