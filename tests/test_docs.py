@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trakdask.files import Folder
-from trakdask.storage.parts import Part
+from trakdask.storage.group import zarr_store
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -83,10 +83,10 @@ def test_design__explains_every_layer() -> None:
 
 def test_walks__count_calls_and_entries() -> None:
     walked = runpy.run_path(str(DOCS / "walks.py"))["walked"]
-    part, calls = Part(Folder("nowhere"), {}, {}), {"storage.parts": 1, "provenance": 1}
-    walk = walked(lambda: part.digest)
+    folder, calls = Folder("nowhere"), {"storage.group": 1, "files": 1}
+    walk = walked(lambda: zarr_store(folder))
     assert (walk.row(), dict(walk.calls)) == ((2, 2, 1, 0), calls)
-    assert dict(walk.entries) == {("storage.parts", "provenance"): 1}
+    assert dict(walk.entries) == {("storage.group", "files"): 1}
 
 
 def test_walks__count_a_generator_once() -> None:

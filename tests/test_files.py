@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trakdask.files import Folder, is_partial, location, retried, retried_async
+from trakdask.files import Folder, is_partial, location, retried
 
 PARTIAL = f"x.{32 * 'a'}.partial"
 
@@ -40,9 +39,6 @@ class Refusing:
         if self.errors:
             raise self.errors.pop(0)
         return 7
-
-    async def later(self) -> int:
-        return self()
 
 
 def test_write__is_read_and_replaced(folder: Folder) -> None:
@@ -155,16 +151,6 @@ def test_at__options(tmp_path: Path) -> None:
         Folder.at(tmp_path, 3)  # type: ignore[arg-type]
 
 
-def test_require_no_links(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path / "f"))
-    folder.require_no_links()  # nothing is there
-    folder.write("a", b"")
-    folder.require_no_links()
-    (tmp_path / "f" / "b").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match=f"link 'b' to '{tmp_path}'"):
-        folder.require_no_links()
-
-
 @pytest.mark.parametrize("given", ["a.zarr", "./a.zarr", "a.zarr/", "b/../a.zarr", Path("a.zarr")])
 def test_location__local_paths_are_absolute(
     given: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,7 +209,6 @@ def test_location__what_is_not_there_or_may_not_be_read_is_left_to_who_opens_it(
 def test_retried__errors_that_pass(n_errors: int, without_waiting: None) -> None:
     errors = [OSError("503 slow down")] * n_errors
     assert retried(Refusing(*errors)) == 7
-    assert asyncio.run(retried_async(Refusing(*errors).later)) == 7
 
 
 @pytest.mark.parametrize(
@@ -238,9 +223,7 @@ def test_retried__errors_that_pass(n_errors: int, without_waiting: None) -> None
 def test_retried__errors_that_last(
     errors: list[OSError], n_left: int, without_waiting: None
 ) -> None:
-    call, later = Refusing(*errors), Refusing(*errors)
+    call = Refusing(*errors)
     with pytest.raises(type(errors[0]), match=str(errors[0].args[-1])):
         retried(call)
-    with pytest.raises(type(errors[0])):
-        asyncio.run(retried_async(later.later))
-    assert len(call.errors) == len(later.errors) == n_left
+    assert len(call.errors) == n_left

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trakdask.attribution.combinations import Weights
     from trakdask.attribution.estimators import Damping, Estimator, Power
     from trakdask.attribution.ranking import Where
-    from trakdask.storage.appending import AppendDim
+    from trakdask.storage.saving import AppendDim
 
 __all__ = ["FeaturesAccessor", "ScoresAccessor"]
 

@@ -1,13 +1,11 @@
 """Folders on any file system, whose files appear whole or not at all.
 
-This is the only module that writes files of results, or asks a network again. Others serve less:
 fsspec's transactions write to the system's temporary folder and move from there, which is no rename
 across disks; zarr renames as well, but forces nothing onto the disk and writes no other files.
 """
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import errno
 import functools
@@ -16,7 +14,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,7 @@ from uuid import uuid4
 
 import fsspec
 
-__all__ = ["UNCACHED", "Folder", "explained", "is_partial", "location", "retried", "retried_async"]
+__all__ = ["UNCACHED", "Folder", "explained", "is_partial", "location", "retried"]
 
 T = TypeVar("T")
 
@@ -139,22 +137,6 @@ class Folder:
             for path in filter(_PARTIAL.search, paths):
                 self.remove(path)
 
-    def require_no_links(self) -> None:
-        """Reject symbolic links below it, so that what is written there stays there.
-
-        Raises
-        ------
-        ValueError
-            If there is a link; the message names it and its target.
-        """
-        for path, entry in _walk(self.url) if self.is_local else ():
-            if entry.is_symlink():
-                raise ValueError(
-                    f"expected plain files and folders in the store {self.url!r}, got the symbolic "
-                    f"link {path!r} to {os.readlink(entry.path)!r}, and nothing is written through "
-                    "links; try replacing the link by what it leads to"
-                )
-
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
         if self.is_local:
@@ -172,10 +154,10 @@ class Folder:
         file: IO[bytes] = retried(lambda: fs.open(f"{path}/{name}"))
         return file
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
         """Write or replace a file; readers see the old content or the new."""
         if self.is_local:
-            with self.writing(name) as file:
+            with self.writing(name, durable=durable) as file:
                 file.write(data)
         else:
             fs, path = self._fs()
@@ -306,18 +288,6 @@ def retried(call: Callable[[], T]) -> T:
                 raise
             time.sleep(wait)
     return call()
-
-
-async def retried_async(call: Callable[[], Awaitable[T]]) -> T:
-    """Return what an asynchronous call returns, repeated as by :func:`retried`."""
-    for wait in _WAITS_S:
-        try:
-            return await call()
-        except OSError as err:
-            if not _may_pass(err):
-                raise
-            await asyncio.sleep(wait)
-    return await call()
 
 
 def _may_pass(err: OSError) -> bool:

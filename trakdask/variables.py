@@ -74,7 +74,7 @@ _ALL = (
     Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
     Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
     Variable(
-        "feature_scale",
+        "scale",
         (SAMPLE, CHECKPOINT),
         "a power of two: feature is what is stored as float16, times this",
     ),

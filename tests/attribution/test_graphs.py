@@ -19,7 +19,6 @@ from distributed import Client
 import trakdask as td
 from tests.stored_arrays import ShapeOfArray, StoredArray, as_stored, stored
 from trakdask.arrays.block_arguments import Slices
-from trakdask.storage.coords import lazy_coord
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 P, C, ROWS = 4, 2, 64
@@ -33,6 +32,18 @@ def metadata(n: int) -> dict[str, tuple[str, np.ndarray]]:
         "day": ("sample", np.arange(n).astype("datetime64[s]").astype("datetime64[ns]")),
         "size": ("sample", np.linspace(0, 1, n)),
     }
+
+
+class CoordInStore:
+    """Looks like an array of a store: small, and read block by block."""
+
+    ndim = 1
+
+    def __init__(self, name: str, n: int) -> None:
+        self.name, self.shape, self.dtype = name, (n,), metadata(n)[name][1].dtype
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        return metadata(*self.shape)[self.name][1][key]
 
 
 def simulated(n: int) -> xr.Dataset:
@@ -55,7 +66,12 @@ def with_coords_in_store(n: int) -> xr.Dataset:
     """The same, with coords that are to be read, too."""
     ds = read(n)
     coords = {
-        name: lazy_coord([ds[name].variable], ds.chunksizes["sample"], name, f"of-{n}")
+        name: (
+            "sample",
+            da.from_array(
+                CoordInStore(name, n), chunks=(ds.chunksizes["sample"],), name=f"{name}-of-{n}"
+            ),
+        )
         for name in metadata(n)
     }
     return ds.assign_coords(coords)

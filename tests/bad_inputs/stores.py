@@ -77,12 +77,6 @@ def text_as_parquet(folder: Path) -> Path:
     return folder / "mine"
 
 
-def with_link(folder: Path) -> Path:
-    store = store_in(folder)
-    (store / "elsewhere").symlink_to(folder)
-    return store
-
-
 def without(path: str) -> Callable[[Path], Path]:
     def damaged(folder: Path) -> Path:
         store = store_in(folder)

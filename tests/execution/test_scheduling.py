@@ -21,7 +21,7 @@ import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
 from trakdask.execution.scheduling import _STARTED, active_client, n_slots, run
-from trakdask.storage import reductions
+from trakdask.storage import sums
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
@@ -55,16 +55,17 @@ def test_save__further_attempts_compute_only_what_is_missing(tmp_path: Path) -> 
 
 
 def test_save__further_attempts_at_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, failures = reductions._write, iter([True, False, True, False, True])
+    write, failures = sums._write, [True, False, True, False]
 
     def flaky_write(*args) -> np.ndarray:
-        if next(failures):
+        if failures and failures.pop(0):
             raise OSError("connection reset")
         return write(*args)
 
-    monkeypatch.setattr(reductions, "_write", flaky_write)
+    monkeypatch.setattr(sums, "_write", flaky_write)
     with dask.config.set(scheduler="sync"):
         opened = td.save(FEATURES, tmp_path / "f.zarr", progress=False, retries=1)
+        failures.append(True)
         with pytest.raises(OSError, match="connection reset"):
             td.save(FEATURES, tmp_path / "g.zarr", progress=False)
     np.testing.assert_allclose(opened.gram, td.gram(FEATURES), rtol=1e-6)

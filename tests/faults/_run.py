@@ -19,8 +19,6 @@ from trakdask.testing import simulate_features
 
 N_BLOCKS = 24
 N_CHECKPOINTS = 2
-WHOLE = "feature-" + 32 * "0"
-"""A layer that passes for featurize's own."""
 
 
 def features(counts: Path, seconds: float) -> xr.Dataset:
@@ -30,7 +28,7 @@ def features(counts: Path, seconds: float) -> xr.Dataset:
     )
     data = da.map_blocks(
         functools.partial(_slow, counts, seconds), plain.feature.data,
-        dtype="f4", meta=np.empty((0, 0, 0), "f4"), name=WHOLE,
+        dtype="f4", meta=np.empty((0, 0, 0), "f4"),
     )  # fmt: skip
     return plain.assign(feature=(plain.feature.dims, data))
 

@@ -5,14 +5,12 @@ The device ``meta`` refuses to meet tensors of the CPU, as a GPU does.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import dask
 import numpy as np
 import pytest
 import torch
@@ -193,14 +191,6 @@ def test_save__gradients_go_to_the_workers_that_declare_a_gpu(tmp_path: Path) ->
         found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False)
         of = processes(client)
         assert (found.out_to_loss == of["declares"]).all()  # 3 blocks of 2 checkpoints
-        told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
-        assert [each["device"] for each in told] == 6 * ["cpu"]
-        assert found.attrs["saved"]["devices"] == ["cpu"]
-        again = td.save(found.compute(), tmp_path / "copy.zarr", gram=False, progress=False)
-        assert again.attrs["saved"]["devices"] == []  # nobody knows
-        copied = [json.loads(each.read_text()) for each in (tmp_path / "copy.zarr").glob(RECORD)]
-        assert copied
-        assert not any("device" in each for each in copied)
         # Nothing is asked for where gradients are taken on a CPU.
         here = td.featurize(samples(), many, projector=td.Rademacher(8), device="cpu")
         assert gpu_options(features) == {"resources": {"GPU": 1}}
@@ -213,9 +203,6 @@ def test_save__where_no_worker_declares_a_gpu(process_client: Client, tmp_path: 
     assert gpu_options(features) == {}
     found = td.save(features, tmp_path / "f.zarr", progress=False)
     assert found.feature.notnull().all()
-
-
-RECORD = "records/*/*/?.json"
 
 
 def pretend() -> None:
@@ -245,30 +232,7 @@ def test_save__workers_with_and_without_kernels_give_the_same_bits(tmp_path: Pat
         workers = client.scheduler_info(n_workers=-1)["workers"]
         client.run(pretend, workers=[a for a, w in workers.items() if w["name"] == "gpu"])
         found = td.save(features, tmp_path / "f.zarr", gram=False, progress=False).compute()
-    told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
-    # A block that another worker stored than made it tells nothing.
-    assert {each["device"] for each in told if "device" in each} == {"cpu", "emulated"}
-    kernels = {tuple(each["kernels"]) for each in told if each.get("device") == "emulated"}
-    assert kernels == {("combine_int32", "sjlt_float32_int32")}
-    saved = found.attrs["saved"]
-    assert saved["devices"] == ["cpu", "emulated"]
-    assert saved["kernels"] == ["combine_int32", "sjlt_float32_int32"]
     np.testing.assert_array_equal(found.feature, expected.feature)
-
-
-def test_save__tells_nothing_of_what_others_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store that is complete stays of the CPU, whatever this process does elsewhere."""
-    ours, others = (td.featurize(samples(), model(), projector=td.Rademacher(p)) for p in (8, 16))
-    with dask.config.set(scheduler="sync"):
-        td.save(ours, tmp_path / "f.zarr", progress=False)
-        monkeypatch.setattr(block, "described", lambda device: {"device": "other"})
-        found = td.save(others, tmp_path / "g.zarr", progress=False)
-        again = td.save(ours, tmp_path / "f.zarr", progress=False)
-    assert found.attrs["saved"]["devices"] == ["other"]
-    assert again.attrs["saved"]["devices"] == ["cpu"]
-    assert again.attrs["saved"]["runs"] == 2
 
 
 def test_described__a_gpu_and_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,5 +291,3 @@ def test_featurize__on_a_gpu_as_on_a_cpu(projector: td.Projector, tmp_path: Path
     stored = td.save(made[0], tmp_path / "f.zarr", progress=False)
     found, expected = stored.feature.values, made[1].feature.values
     assert np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected)
-    told = [json.loads(each.read_text()) for each in (tmp_path / "f.zarr").glob(RECORD)]
-    assert {each["device"] for each in told} == {torch.cuda.get_device_name()}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 from hypothesis.extra.numpy import arrays as np_arrays
 
-from trakdask.storage.blocks import decoded, encoded
+from trakdask.storage.blocks import encoded
+from trakdask.storage.reading import decoded
 from trakdask.testing import raise_if_dask_computes
 
 

@@ -83,15 +83,3 @@ def test_save__append_and_drop_renew_the_eigenvectors(tmp_path: Path) -> None:
     left = td.drop(path, where=lambda ds: ds.label % 2 == 1)
     assert left.sizes["component"] == left.sizes["sample"] < P
     assert_scores(left, td.score(left, TARGETS, **OPTIONS), left.damping.values, rtol=1e-4)
-
-
-def test_score__all_eigenvectors_of_an_earlier_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "f.zarr"
-    with monkeypatch.context() as patched:
-        patched.setattr("trakdask.storage.factors.component_count", lambda n, p, dtype: p)
-        td.save(features(), path, **OPTIONS, progress=False)
-    opened = td.open(path)
-    assert opened.sizes["component"] == P
-    assert_scores(opened, td.score(opened, TARGETS, **OPTIONS), opened.damping.values)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from dask.utils import key_split
 from distributed import Client
 
 import trakdask as td
-from trakdask.arrays.block_arguments import is_stored
-from trakdask.storage.coords import StoredCoord, lazy_coord
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 N, BLOCK, K = 37, 12, 5
@@ -165,49 +159,18 @@ def one_part(tmp_path: Path) -> Path:
     return make(tmp_path / "f.zarr", "appended")
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The rows of coords that are read, in this process."""
-    found: list[tuple[int, int]] = []
-    original = StoredCoord._read
-
-    def reading(self: StoredCoord, start: int, stop: int) -> np.ndarray:
-        found.append((int(start), int(stop)))
-        return original(self, start, stop)
-
-    monkeypatch.setattr(StoredCoord, "_read", reading)
-    return found
-
-
-def test_top_k__reads_the_blocks_of_what_it_has_found(
-    one_part: Path, read: list[tuple[int, int]]
-) -> None:
-    ds = td.open(one_part, load_coords=False)[["feature", "out_to_loss", "gram"]]
-    ds = ds.drop_vars([name for name in ds.coords if name not in ("size", "checkpoint")])
-    top = td.top_k(score(ds).isel(target=[0]), 2)
-    assert read == []
-    found = top.compute(scheduler="sync")
-    starts = np.cumsum([0, *ds.chunks["sample"]])
-    blocks = set(np.searchsorted(starts, found.position.values.ravel(), side="right") - 1)
-    assert sorted(read) == sorted((starts[b], starts[b + 1]) for b in blocks)
-
-
 def test_top_k__tile_mask_reads_coords_in_its_tasks(
-    one_part: Path, read: list[tuple[int, int]]
+    one_part: Path,
 ) -> None:
     ds = td.open(one_part, load_coords=False)
     with raise_if_dask_computes():
         top = td.top_k(score(ds), 2, where=lambda tile: tile.label == tile.target_label)
-    assert read == []
-    names = {key_split(key) for key in top.position.data.dask.to_dict()}
-    assert not any("open-coord" in name for name in names - {"original-open-coord"})
-
-
-def test_open__is_stored_until_rows_are_selected_by_numbers(one_part: Path) -> None:
-    ds = td.open(one_part, load_coords=False)
-    assert all(is_stored(ds[name].data) for name in ("label", "source", "day"))
-    assert not is_stored(ds.label[[3, 1]].data)
-    assert not is_stored(td.open(one_part).chunk(sample=4).label.data)
+    xr.testing.assert_identical(
+        top.compute(),
+        td.top_k(
+            score(td.open(one_part)), 2, where=lambda tile: tile.label == tile.target_label
+        ).compute(),
+    )
 
 
 def test_query__on_worker_processes(one_part: Path, process_client: Client) -> None:
@@ -215,54 +178,3 @@ def test_query__on_worker_processes(one_part: Path, process_client: Client) -> N
     found = QUERIES["top_k, tile mask"](td.open(one_part, load_coords=False)).compute()
     # Not to the bit: workers may round sums differently, depending on how blocks lie in memory.
     xr.testing.assert_allclose(found, expected)
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        slice(None), slice(3, 9), slice(9, 3), slice(None, None, -2), slice(40, 60), slice(0, 0),
-        [5, 0, 36, 40], [], np.array([36, 37]), slice(36, 38),
-    ],
-)  # fmt: skip
-def test_stored_coord__rows_of_several_parts(index: Any) -> None:
-    values = np.arange(50)
-    parts = [xr.Variable("sample", values[:37].astype("i4")), xr.Variable("sample", values[37:])]
-    coord = StoredCoord(parts, "a token of its own")
-    index = np.array(index, int) if isinstance(index, list) else index
-    found = coord[index]
-    assert coord.shape == (50,)
-    assert coord.dtype == found.dtype == np.int64
-    np.testing.assert_array_equal(found, values[index])
-
-
-def test_lazy_coord__names_that_are_alike() -> None:
-    values = {"a b": np.arange(4), "a-b": np.arange(4) * 2.5}
-    lazy = {
-        name: lazy_coord([xr.Variable("sample", each)], (2, 2), name, "t")
-        for name, each in values.items()
-    }
-    found = xr.Dataset(coords=lazy).compute()
-    for name, each in values.items():
-        np.testing.assert_array_equal(found[name], each)
-
-
-def test_stored_coord__is_small_when_sent(tmp_path: Path) -> None:
-    sizes = []
-    for n in (100, 1000):
-        path = tmp_path / f"{n}.zarr"
-        td.save(labelled(n), path, gram=False, progress=False)
-        data = td.open(path, load_coords=False).label.data
-        (stored,) = (each for each in data.dask.to_dict().values() if _is_stored_coord(each))
-        sizes.append(len(pickle.dumps(stored)))
-    assert sizes[1] <= sizes[0] + 100
-    assert isinstance(data, da.Array)
-
-
-def test_open__tasks_know_nothing_of_the_files_of_coords(one_part: Path) -> None:
-    for name in ("feature", "output", "out_to_loss", "gram"):
-        graph = td.open(one_part, load_coords=False)[name].data.dask.to_dict()
-        assert not any(b"label/c" in cloudpickle.dumps(task) for task in graph.values())
-
-
-def _is_stored_coord(task: Any) -> bool:
-    return isinstance(getattr(task, "value", task), StoredCoord)

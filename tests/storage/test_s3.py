@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import dask
 import numpy as np
 import pytest
+import xarray as xr
 from moto.server import ThreadedMotoServer
 
 import trakdask as td
 from trakdask.files import Folder
-from trakdask.storage.lease import lease
+from trakdask.storage.lock import lock
 from trakdask.testing import simulate_features
 
 pytestmark = [
@@ -53,9 +54,8 @@ def test_save__to_s3_and_again(place: Folder) -> None:
     np.testing.assert_array_equal(opened.label, FEATURES.label)
     before = place.sizes()
     save(place)
-    changed = set(place.sizes()) ^ set(before)
-    assert all("/runs/" in path for path in changed)
-    assert not [path for path in before if "lease" in path or path.endswith(".partial")]
+    assert set(place.sizes()) == set(before)
+    assert "lock" not in before
     assert td.verify(place.url, checksums=True, storage_options=place.options).empty
 
 
@@ -81,13 +81,29 @@ def test_verify__damage_on_s3(place: Folder) -> None:
     np.testing.assert_array_equal(save(place).feature, FEATURES.feature)
 
 
-def test_lease__of_s3_is_created_if_absent(place: Folder) -> None:
-    place.create("records/x", b"1")
+def test_changes__on_s3(place: Folder) -> None:
+    options = {"storage_options": place.options}
+    save(place)
+    more = FEATURES.assign_attrs(source="more")
+    opened = td.save(more, place.url, append_dim="sample", progress=False, **options)
+    np.testing.assert_array_equal(opened.feature[40:], FEATURES.feature)
+    opened = td.drop(place.url, where=lambda ds: ds.label == 1, **options)
+    np.testing.assert_allclose(
+        opened.gram, 2 * td.gram(FEATURES.isel(sample=slice(0, None, 2))), rtol=1e-5, atol=1e-4
+    )
+    opened = td.assign_coords(place.url, {"name": ["x"] * 80}, **options)
+    assert set(opened.name.values) == {"x"}
+    theirs = xr.open_zarr(place.url, storage_options=place.options)
+    np.testing.assert_array_equal(theirs.feature[40:], FEATURES.feature)
+
+
+def test_lock__of_s3_is_created_if_absent(place: Folder) -> None:
+    place.create("x", b"1")
     with pytest.raises(FileExistsError):
-        place.create("records/x", b"2")
-    assert place.read("records/x") == b"1"
-    place.remove("records/x")
-    with lease(place, "td.save"), pytest.raises(td.StoreBusyError, match=r"td\.save, since"):
+        place.create("x", b"2")
+    assert place.read("x") == b"1"
+    place.remove("x")
+    with lock(place, "td.save"), pytest.raises(td.StoreBusyError, match=r"td\.save, since"):
         save(place)
 
 

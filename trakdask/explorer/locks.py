@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from trakdask.errors import StoreBusyError
 from trakdask.files import Folder
-from trakdask.storage.lease import lease
+from trakdask.storage.lock import lock
 
 __all__ = ["locked"]
 
@@ -57,7 +57,7 @@ def _lease(folder: Folder, name: str, patience_s: float) -> Iterator[None]:
     with ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(lease(folder / f"{name}.lock", "mark samples"))
+                stack.enter_context(lock(folder / f"{name}.lock", "mark samples"))
                 break
             except StoreBusyError:
                 if time.monotonic() > deadline:

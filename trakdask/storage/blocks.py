@@ -1,298 +1,257 @@
-"""Blocks of features: the tasks that store them, and the lazy arrays that read them.
+"""Blocks of features: the tasks that store them, and which of them are stored.
 
-A task stores the chunks of its block first, and then the record that says that they are there.
+A task puts the chunk of ``out_to_loss`` last, so a block is stored if that is there.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
-from uuid import uuid4
 
 import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
+import zarr
 from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph
 from distributed import as_completed, futures_of
 
-from trakdask._version import __version__
+from trakdask.arrays.blocks import Blocks, flat
+from trakdask.errors import StoreMismatchError
 from trakdask.execution import scheduling
-from trakdask.execution.layers import bundle_of, save_layer
 from trakdask.files import explained
-from trakdask.provenance import digest
-from trakdask.storage.mapping import lazy_array
-from trakdask.storage.parts import (
-    ERROR,
-    FEATURE_NAMES,
-    REDUCTIONS,
-    SCALE,
-    Part,
-)
-from trakdask.storage.zarr_stores import Writable
-from trakdask.variables import VARIABLES
+from trakdask.storage.group import ERROR, SCALE, Group
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
-__all__ = [
-    "Done",
-    "Tasks",
-    "about",
-    "answer",
-    "decoded",
-    "encoded",
-    "opened",
-    "run",
-    "save_blocks",
-    "stored",
-    "storing",
-]
+__all__ = ["compute", "encoded", "missing_blocks", "require_same_rows", "save_blocks", "stored"]
 
 _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
 _LAST_EXPONENT = 128 - _LARGEST_EXPONENT  # of rows that go up to the end of float32
 _BELOW_LARGEST = 2**_LARGEST_EXPONENT - 16  # the largest float16 below 2^15
 
-_EVENTS_AT_ONCE = 500
-"""A scheduler forgets all but the last 1000 events of a topic."""
+_TOLERANCE, _TOLERANCE_IN_16_BITS = 0.01, 0.1
+"""How much rows that are computed again may differ, as a share of their length.
+
+Not in a bit, on the same machine with the same batches. But other batches, processors or kernels
+(TF32) change the last digits: up to a thousandth in float32, some hundredths in bfloat16.
+"""
+
+_log = logging.getLogger(__name__)
 
 
-# --------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------ what is stored
 
 
-@dataclass(frozen=True)
-class Done:
-    """Where tasks ran: ``hosts``; and where gradients were taken, by what ``kernels``."""
+def stored(group: Group) -> set[tuple[int, int]]:
+    """Return the blocks that are stored, as (block, checkpoint), from one listing."""
+    names = (group.folder / "out_to_loss").names()
+    found = set()
+    for name in names:
+        with suppress(ValueError):
+            _, block, checkpoint = name.split(".")
+            found.add((int(block), int(checkpoint)))
+    return found
 
-    hosts: frozenset[str] = frozenset()
-    devices: frozenset[str] = frozenset()
-    kernels: frozenset[str] = frozenset()
+
+def missing_blocks(group: Group, rows: range, index: int, known: set[tuple[int, int]]) -> list[int]:
+    """Return the blocks that lack some of the rows at a checkpoint.
+
+    Parameters
+    ----------
+    group
+        The store, with the sizes that it is to have.
+    rows
+        Of one set of samples, added together.
+    index
+        Number of the checkpoint.
+    known
+        What :func:`stored` returns.
+    """
+    b, total = group.block, group.arrays["out_to_loss"]["shape"][0]
+    blocks = range(rows.start // b, (rows.stop - 1) // b + 1)
+    missing = [block for block in blocks if (block, index) not in known]
+    for block in {blocks[0], blocks[-1]} - {*missing}:
+        # If others' rows are in the same chunk, that it is there says nothing of ours.
+        start, stop = block * b, min((block + 1) * b, total)
+        own = slice(max(rows.start, start), min(rows.stop, stop))
+        if (own.start, own.stop) != (start, stop) and not _has_rows(group, own, index):
+            missing.append(block)
+    return sorted(missing)
+
+
+def _has_rows(group: Group, rows: slice, index: int) -> bool:
+    """Return whether the last of some rows has a value, or an error in its place."""
+    last = slice(rows.stop - 1, rows.stop), slice(index, index + 1)
+    if not np.isnan(np.asarray(group.array("out_to_loss")[last])).any():
+        return True
+    return ERROR in group.arrays and bool(np.asarray(group.array(ERROR)[last] != "").all())
+
+
+# ------------------------------------------------------------------------------------- writing
 
 
 def save_blocks(
-    part: Part, features: xr.Dataset, index: int, done: set[str], retries: int = 0
-) -> Done:
-    """Compute and store the blocks of a checkpoint that are not done yet."""
-    topic, known = f"trakdask-{uuid4().hex}", [done]
-    missing = functools.partial(_missing, part, features, index, topic, known)
-    compute = functools.partial(run, topic=topic, **scheduling.gpu_options(features))
-    return scheduling.run(missing, retries=retries, compute=compute) or Done()
+    group: Group, features: xr.Dataset, rows: range, columns: Mapping[str, int], retries: int
+) -> None:
+    """Compute and store the blocks that are missing, one checkpoint after the other.
+
+    Parameters
+    ----------
+    group
+        The store, with the sizes that it is to have.
+    features
+        Lazy, in any chunks.
+    rows
+        Where their samples belong.
+    columns
+        Where their checkpoints belong, by their names.
+    retries
+        Further attempts.
+    """
+    b = group.block
+    starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
+    sizes = tuple(np.diff(starts).tolist())
+    chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
+    names = [str(name) for name in features[CHECKPOINT].values]
+    options = scheduling.gpu_options(features)
+    for name, index in columns.items():
+        position = names.index(name)
+        submission = functools.partial(_missing, group, chunked, rows, position, index)
+        scheduling.run(submission, retries=retries, compute=functools.partial(compute, **options))
+
+
+def compute(tasks: da.Array, **options: Any) -> None:
+    """Compute tasks for what they store; on a cluster each is forgotten as soon as it is done.
+
+    Else the scheduler would compute blocks again whose worker has died since.
+    """
+    if scheduling.active_client() is None:
+        dask.compute(tasks, **options)
+        return
+    futures = futures_of(*dask.persist(tasks, **options))
+    finished = as_completed(futures)
+    del tasks, futures
+    for future in finished:
+        future.result()
+        del future
 
 
 def _missing(
-    part: Part, features: xr.Dataset, index: int, topic: str, known: list[set[str]]
-) -> Tasks | None:
-    """Return the tasks of the blocks that are missing; a second attempt looks for them itself."""
-    done = known.pop() if known else part.done(index)
-    todo = [block for block in range(part.n_blocks) if str(block) not in done]
+    group: Group, features: xr.Dataset, rows: range, position: int, index: int
+) -> da.Array | None:
+    """Return the tasks of the missing blocks of one of the checkpoints of some features."""
+    n_blocks = len(features.chunksizes[SAMPLE])
+    todo = missing_blocks(group, rows, index, stored(group))
     if not todo:
         return None
-    arrays = {name: features[name].data for name in (*FEATURE_NAMES, ERROR) if name in features}
-    feature = arrays["feature"]
-    if (bundle := bundle_of(arrays)) is not None:
-        axes, given = "sc", [bundle, "sc"]
-    else:  # some of the arrays may be lazy, and others in memory
-        others = (arrays[name].rechunk({0: feature.chunks[0]}) for name in list(arrays)[1:])
-        axes, given = "spc", [feature, "spc", *(item for each in others for item in (each, "sc"))]
-    arrays_of = part.writable((*FEATURE_NAMES, ERROR, SCALE))
-    token = digest({"to": part.folder.url, "of": feature.name, "checkpoint": index, "todo": todo})
-    numbers = da.map_blocks(
-        _number, chunks=((1,) * part.n_blocks,), name=f"number-{token[:32]}",
-        dtype=np.int64, meta=np.empty(0, np.int64),
+    names = [name for name in group.features if name != SCALE and name in features]
+    arrays = [group.array(name, sparse=name == ERROR) for name in names]
+    scale = group.array(SCALE) if SCALE in group.arrays else None
+    first = rows.start // group.block
+    here = da.map_blocks(
+        _start, rows.start, group.block, chunks=((1,) * n_blocks,), dtype=np.int64,
+        meta=np.empty(0, np.int64), name=f"start-{tokenize(rows, group.block)}",
     )  # fmt: skip
-    # Tasks of all blocks: those of a selection of blocks would not be fused with what makes them.
+    pairs = [(features[n].data, "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(
-        functools.partial(_write_block, part, arrays_of, index, tuple(arrays), topic),
-        axes, numbers, "s", *given, name=save_layer(token[:32], fused=bundle is not None),
-        concatenate=True, align_arrays=False, adjust_chunks={"s": 1, "p": 1},
-        dtype=object, meta=np.empty((0,) * len(axes), object),
+        functools.partial(_write_block, arrays, scale, index), "sc", here, "s",
+        *(item for pair in pairs for item in pair), adjust_chunks={"s": 1, "c": 1},
+        align_arrays=False, dtype=bool, meta=np.empty((0, 0), bool),
+        name=f"save-block-{tokenize(group.folder.url, index, *(x.name for x, _ in pairs))}",
     )  # fmt: skip
-    middle = (0,) * (len(axes) - 2)
-    return Tasks(written.dask, tuple((written.name, block, *middle, index) for block in todo))
+    # Of a selection of the features dask would not fuse what makes a block with what stores it.
+    selected: da.Array = written.blocks[[block - first for block in todo], position]
+    return selected
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """Some tasks of an array's graph, as a collection of dask.
-
-    A selection of the array's blocks would add a task for each that only renames it, which takes
-    time between the end of a task and its release.
-    """
-
-    graph: HighLevelGraph
-    keys: tuple[tuple[str | int, ...], ...]
-    results: tuple[Any, ...] = ()
-    """Of the tasks, or futures of them, once they are computed."""
-
-    __dask_optimize__ = staticmethod(da.Array.__dask_optimize__)
-    __dask_scheduler__ = staticmethod(da.Array.__dask_scheduler__)
-
-    def __dask_graph__(self) -> HighLevelGraph | dict[Any, Any]:
-        return dict(zip(self.keys, self.results, strict=True)) if self.results else self.graph
-
-    def __dask_keys__(self) -> list[tuple[str | int, ...]]:
-        return list(self.keys)
-
-    def __dask_tokenize__(self) -> tuple[Any, ...]:
-        return self.keys
-
-    def __dask_postcompute__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return list, ()
-
-    def __dask_postpersist__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return self._computed, ()
-
-    def _computed(self, results: Mapping[Any, Any], **_: Any) -> Tasks:
-        return replace(self, results=tuple(results[key] for key in self.keys))
-
-
-def run(tasks: Tasks, topic: str, **options: Any) -> Done:
-    """Compute tasks for what they store, or raise what the first raises.
-
-    Each returns an :func:`answer`. ``options`` are those of :meth:`distributed.Client.persist`; on
-    threads there are none.
-
-    On a cluster each is released as soon as it is done, without asking for its answer, which the
-    scheduler would compute again if the worker that holds it died; answers come as events of a
-    topic, too. Between the end of a task and its release lie three messages: a worker that dies
-    just then has a block computed twice.
-    """
-    (tasks,) = dask.persist(tasks, **options)
-    if not (futures := futures_of(tasks)):  # threads, or this thread: all is done
-        return _done([socket.gethostname()], [each.item() for each in tasks.results])
-    client, finished = futures[0].client, as_completed(futures)
-    del tasks, futures
-    made, n_finished = [], 0
-    for future in finished:  # not enumerated: that would keep the last one until the next is done
-        if future.status != "finished":
-            future.result()
-        del future  # at once, and not when the next is done
-        n_finished += 1  # noqa: SIM113 (see above)
-        if n_finished % _EVENTS_AT_ONCE == 0:
-            made += scheduling.reported(client, topic)
-    made += scheduling.reported(client, topic)
-    return _done([str(urlsplit(at).hostname) for at in client.nthreads()], made)
-
-
-def answer(made: Mapping[str, Any], topic: str) -> np.ndarray:
-    """Return the answer of a task that :func:`run` computes: where its gradients were taken."""
-    scheduling.report(topic, made)
-    only = np.empty(1, object)
-    only[0] = made
-    return only
-
-
-def _done(hosts: Collection[str], made: Collection[Mapping[str, Any]]) -> Done:
-    devices = frozenset(each["device"] for each in made if "device" in each)
-    kernels = frozenset(name for each in made for name in each.get("kernels", ()))
-    return Done(frozenset(hosts), devices, kernels)
-
-
-def about(started: float) -> dict[str, Any]:
-    """Return what a record says of the task that wrote it."""
-    return {
-        "host": socket.gethostname(),
-        "started": started,
-        "ended": time.time(),
-        "trakdask_version": __version__,
-    }
-
-
-@contextmanager
-def storing(part: Part, what: str) -> Iterator[None]:
-    """Say what could not be stored, and that the rest is safe."""
-    try:
-        yield
-    except OSError as err:
-        remedy = "try"
-        if isinstance(err, FileNotFoundError):
-            host = socket.gethostname()
-            remedy = f"{host} does not see it: try a path or URL that every worker does, and"
-        text = (
-            f"expected to store {what} in {part.folder.url!r}, but could not "
-            f"({type(err).__name__}: {err}); completed blocks are safe. When the "
-            f"cause is gone, {remedy} the same td.save(...) again: it goes on from here"
-        )
-        raise explained(err, text) from err
-
-
-def _number(block_id: tuple[int, ...]) -> np.ndarray:
-    return np.array(block_id)
+def _start(first: int, block: int, block_id: tuple[int, ...]) -> np.ndarray:
+    return np.array([max(first, (first // block + block_id[0]) * block)])
 
 
 def _write_block(
-    part: Part,
-    arrays_of: Writable,
+    arrays: list[zarr.Array[Any]],
+    scale: zarr.Array[Any] | None,
     index: int,
-    names: tuple[str, ...],
-    topic: str,
-    block: np.ndarray,
-    *values: Any,
+    start: np.ndarray,
+    *made: Blocks,
 ) -> np.ndarray:
-    """Store a block, given its variables, or all of them in a tuple as featurize makes it."""
-    started = time.time()
-    *arrays, made = values[0] if len(values) < len(names) else (*values, {})
-    number = block.item()
-    with storing(part, f"block {number} of checkpoint {index}"):
-        start = number * part.layout["block"]
-        rows = slice(start, start + len(arrays[0]))
-        stored = _as_stored(part, dict(zip(names, arrays, strict=True)))
-        # No chunk of errors means none; one that an earlier attempt wrote is removed.
-        files = arrays_of.write(stored, (rows, ..., slice(index, index + 1)), sparse=(ERROR,))
-        part.write_record(index, str(number), files, {**about(started), **made})
-    return answer(made, topic)
+    """Store the rows of a block; zarr reads, merges and replaces a chunk that has others, too."""
+    values = [block for each in made for block in flat(each)]
+    first, begun = start.item(), time.time()
+    rows, column = slice(first, first + len(values[0])), slice(index, index + 1)
+    try:
+        for array, value in zip(arrays, values, strict=True):
+            if scale is not None and array.basename == "feature":
+                value, factors = encoded(value)
+                scale[rows, column] = factors
+            array[rows, ..., column] = value
+    except OSError as err:
+        text = (
+            f"expected to store the samples {rows.start}:{rows.stop} of checkpoint {index} in "
+            f"{arrays[0].store_path}, but could not ({type(err).__name__}: {err}); stored blocks "
+            "are safe: when the cause is gone, the same td.save(...) goes on from here"
+        )
+        raise explained(err, text) from err
+    seconds = time.time() - begun
+    _log.info(
+        "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
+        first, rows.stop, index, socket.gethostname(), seconds,
+    )  # fmt: skip
+    return np.ones((1, 1), bool)
 
 
-def _as_stored(part: Part, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    values.setdefault(ERROR, np.full(values["output"].shape, "", np.dtypes.StringDType()))
-    if part.layout["dtype"] == "float16":
-        values["feature"], values[SCALE] = encoded(values["feature"])
-    return values
+# ------------------------------------------------------------------------------ the same features
 
 
-# --------------------------------------------------------------------------------------- reading
+def require_same_rows(
+    group: Group, features: xr.Dataset, rows: range, columns: Mapping[str, int]
+) -> None:
+    """Compute a block that is stored again, and compare: code may change under the same name.
 
+    The last one, which is the smallest.
 
-def stored(part: Part, *, complete: bool = True) -> dict[str, xr.Variable]:
-    """Return features and reductions of a part, lazy; features in the dtype that they are used in.
-
-    A lost chunk raises when it is read; if it need not be complete, it reads as NaN.
+    Raises
+    ------
+    StoreMismatchError
+        If its rows differ by more than rounding.
     """
-    names = (*FEATURE_NAMES, SCALE, *REDUCTIONS)
-    token = tokenize(part.folder.url, part.token, complete)
-    # Every task gets a copy of what its store knows, so that is of these arrays alone.
-    store, lazy = part.store(complete=complete, only=names), {}
-    for name in filter(part.arrays.__contains__, names) if complete else names:
-        with suppress(KeyError):  # it has none of this name
-            source = store.array(name)
-            label = name.replace("_", "-")  # as task names, of which a dashboard shows the words
-            data = lazy_array(part.folder, name, source, token=f"open-{label}-{token}")
-            lazy[name] = xr.Variable(VARIABLES[name].dims, data, dict(source.attrs))
-    if (scale := lazy.pop(SCALE, None)) is not None:
-        lazy["feature"].data = decoded(lazy["feature"].data, scale.data)
-    return lazy
-
-
-def opened(part: Part, *, complete: bool = True, without: Collection[str] = ()) -> xr.Dataset:
-    """Return the arrays of a part as they are on disk, except those that are named.
-
-    Nothing is read yet. If it is to be complete, files that were changed or lost raise an error
-    when they are.
-    """
-    # The version is given, because the older format has codecs that run code.
-    ds: xr.Dataset = xr.open_zarr(
-        part.store(complete=complete),
-        consolidated=False,
-        chunks=None,
-        zarr_format=3,
-        drop_variables=list(without),
-    )
-    return ds
+    known = stored(group)
+    for name, index in columns.items():  # noqa: B007 (both are used below)
+        missing = {*missing_blocks(group, rows, index, known)}
+        blocks = range(rows.start // group.block, (rows.stop - 1) // group.block + 1)
+        done = [block for block in blocks if block not in missing]
+        if done:
+            break
+    else:
+        return
+    start, stop = (group.block * (done[-1] + end) for end in (0, 1))
+    here = slice(max(start, rows.start), min(stop, rows.stop))
+    names = [str(each) for each in features[CHECKPOINT].values]
+    selected = features.feature.isel(
+        {SAMPLE: slice(here.start - rows.start, here.stop - rows.start),
+         CHECKPOINT: [names.index(name)]}
+    )  # fmt: skip
+    (new,) = dask.compute(selected.data, **scheduling.gpu_options(features))
+    before = np.asarray(group.array("feature")[here, :, slice(index, index + 1)], new.dtype)
+    if SCALE in group.arrays:
+        before = before * np.asarray(group.array(SCALE)[here, slice(index, index + 1)])[:, None]
+    valid = np.isfinite(new) & np.isfinite(before)
+    off = np.linalg.norm((new - before)[valid])
+    in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
+    tolerance = _TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE
+    if off > tolerance * np.linalg.norm(before[valid]):
+        raise StoreMismatchError(
+            f"expected the features that {group.folder.url!r} has, got others when the samples "
+            f"{here.start}:{here.stop} of checkpoint {name!r} were computed again (they differ by "
+            f"{off:.2g}, their length is {np.linalg.norm(before[valid]):.2g}); try another store "
+            "if the code of the model or of the task was changed, or if these are other samples"
+        )
 
 
 # --------------------------------------------------------------------------------------- float16
@@ -320,21 +279,3 @@ def encoded(feature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         bound = np.where(is_bounded, _BELOW_LARGEST, np.inf).astype(np.float16)
         halves = np.clip(halves, -bound, bound)
     return halves, np.ldexp(1.0, exponent)
-
-
-def decoded(halves: da.Array, scale: da.Array) -> da.Array:
-    """Return the features as float32, lazy."""
-    feature: da.Array = da.blockwise(
-        _decode, "spc", halves, "spc", scale, "sc",
-        name="feature-of-half-" + tokenize(halves.name, scale.name), align_arrays=False,
-        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
-    )  # fmt: skip
-    return feature
-
-
-def _decode(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    is_missing = np.isnan(scale)  # a block that was never stored
-    _, exponent = np.frexp(np.where(is_missing, 1, scale))
-    feature: np.ndarray = np.ldexp(halves.astype(np.float32), exponent[:, None, :] - 1)
-    feature[is_missing[:, 0]] = np.nan
-    return feature

@@ -10,11 +10,10 @@ import xarray as xr
 
 from trakdask.attribution.dampings import require_calibration
 from trakdask.files import Folder
-from trakdask.storage.factors import update_factors
-from trakdask.storage.lease import lease
+from trakdask.storage.group import Group
+from trakdask.storage.lock import lock
 from trakdask.storage.opening import open
-from trakdask.storage.parts import GRAM
-from trakdask.storage.snapshot import completed, require_settled, snapshot
+from trakdask.storage.sums import update_factors, weights_of
 from trakdask.variables import validate
 
 __all__ = ["calibrate"]
@@ -28,7 +27,7 @@ def calibrate(
 ) -> xr.Dataset:
     """Store λ and the eigenvectors of the gram matrix, so that no query computes them.
 
-    :func:`save` does this, too; this is for stores of earlier versions, and to choose λ anew.
+    :func:`save` does this, too; this is to choose λ anew, and for a proj_dim above 8192.
 
     Parameters
     ----------
@@ -51,7 +50,7 @@ def calibrate(
     StoreMismatchError
         If ``held_out`` was featurized in another way.
     IncompleteFeaturesError
-        If the store is not complete, or an append to it was cut short: finish that first.
+        If the store is not complete.
     StoreBusyError
         If another process writes the store.
 
@@ -74,18 +73,22 @@ def calibrate(
     """
     if held_out is not None:
         validate(held_out, ["feature", "output"], what="held_out")
+    if held_out is not None:
+        validate(held_out, ["feature", "output"], what="held_out")
     folder = Folder.at(store, storage_options)
-    snapshot(folder)  # nothing is written where there is no store
-    with lease(folder, "td.calibrate"):
-        require_settled(completed(snapshot(folder)), "td.calibrate")
-        ds = open(store, storage_options=storage_options)
-        if GRAM not in ds:
+    Group.read(folder)  # nothing is written where there is no store
+    with lock(folder, "td.calibrate") as require_held:
+        before, group = Group.read(folder), Group.read(folder)
+        before.require_complete()
+        if weights_of(before) is None:
             raise ValueError(
                 f"expected a store with a gram matrix, got {folder.url!r} with "
-                f"{list(map(str, ds.data_vars))}; try td.save(features, store) with gram=True"
+                f"{sorted(before.arrays)}; try td.save(features, store) with gram=True"
             )
         if held_out is not None:
-            require_calibration(ds, held_out)
-        calibrated = update_factors(folder, ds, held_out, again=True)
-        folder.sweep()
-    return calibrated
+            require_calibration(open(store, storage_options=storage_options), held_out)
+        update_factors(before, group, held_out, again=True)
+        require_held()
+        group.commit()
+        group.sweep()
+    return open(store, storage_options=storage_options)

@@ -1,62 +1,123 @@
-"""Metadata of the samples of a store: as saved, or as assigned since."""
+"""Metadata of the samples in a store: as they are saved, compared, and assigned anew."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import xarray as xr
-from dask.base import tokenize
-from zarr.core.buffer import Buffer
-from zarr.storage import MemoryStore
 
-from trakdask.arrays.blocks import block_starts
-from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.samples import normalise_coord
-from trakdask.storage.blocks import opened
-from trakdask.storage.history import Edit
-from trakdask.storage.parts import (
-    BESIDE,
-    ERROR,
-    FEATURE_NAMES,
-    REDUCTIONS,
-    SCALE,
-    Part,
-    write_coords,
-)
-from trakdask.storage.zarr_stores import METADATA, checksum
-from trakdask.variables import SAMPLE
+from trakdask.errors import StoreMismatchError
+from trakdask.files import Folder
+from trakdask.samples import normalise_coord, normalise_coords
+from trakdask.storage.group import DERIVED, DROPPED, ERROR, METADATA, SCALE, Group
+from trakdask.storage.lock import lock
+from trakdask.storage.opening import open, read_coords
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
-__all__ = [
-    "DROPPED",
-    "StoredCoord",
-    "by_source",
-    "kind_of",
-    "lazy_coord",
-    "opened_rows",
-    "portable_coords",
-    "require_kinds",
-    "require_names",
-    "require_same_coords",
-    "restore_coords",
-    "sample_coords",
-    "without_sample_coords",
-]
+__all__ = ["assign_coords", "joined", "portable_coords", "require_names", "require_same_coords"]
 
-DROPPED = "dropped"
-_TAKEN = BESIDE | {DROPPED, METADATA, SCALE, *FEATURE_NAMES, *REDUCTIONS}
+_TAKEN = {METADATA, "lock", "feature", "output", "out_to_loss", DROPPED, SCALE, PROJ_DIM, *DERIVED}
 _LONGEST = 200
 
 
-def by_source(parts: Sequence[Part]) -> list[list[Part]]:
-    """Return the parts of the same samples together, in the order of the first of each."""
-    rows: dict[Any, list[Part]] = {}
-    for part in parts:
-        rows.setdefault(part.source, []).append(part)
-    return list(rows.values())
+def assign_coords(
+    store: str | os.PathLike[str],
+    coords: Mapping[str, Any],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Change the metadata of the samples in a store, or add some; features stay as they are.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote.
+    coords
+        Name -> values (sample,), as of :func:`from_arrays`: numbers, booleans, text or times, along
+        what :func:`open` returns; or along ``td.open(store, dropped=True)``, with the samples that
+        :func:`drop` left out. Coords of other names stay as they are.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+
+    Returns
+    -------
+    What :func:`open` returns from now on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a name cannot be used, or values are not one per sample; also if a coord is new, or of
+        another kind, and values of dropped samples are not given.
+    IncompleteFeaturesError
+        If the store is not complete.
+    StoreBusyError
+        If another process writes the store.
+
+    Notes
+    -----
+    The values count all at once or not at all, whatever is killed. Nothing is computed, so a coord
+    that the model read (such as the label) changes in the metadata only: its gradients are those of
+    the old values. Cost: the named coords are written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=4, proj_dim=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
+    ...     opened = td.assign_coords(f"{folder}/f.zarr", {"animal": ["cat", "dog", "dog", "cat"]})
+    ...     opened.animal.values.tolist()
+    ['cat', 'dog', 'dog', 'cat']
+    """
+    folder = Folder.at(store, storage_options)
+    if not isinstance(coords, Mapping) or not coords:
+        raise TypeError(
+            f"expected coords as a mapping from names to values, got {coords!r:.60} "
+            f"({type(coords).__name__}); try td.assign_coords(store, {{'label': labels}})"
+        )
+    require_names(coords)
+    Group.read(folder)  # nothing is written where there is no store
+    with lock(folder, "td.assign_coords") as require_held:
+        group = Group.read(folder)
+        group.require_complete()
+        none = xr.Variable(SAMPLE, np.zeros(group.n_samples, bool))
+        dropped = read_coords(group, {DROPPED}).get(DROPPED, none).values
+        group.write_small(
+            {name: _whole(name, given, dropped, group) for name, given in coords.items()}
+        )
+        require_held()
+        group.commit()
+        group.sweep()
+    return open(store, storage_options=storage_options)
+
+
+def _whole(name: str, given: Any, dropped: np.ndarray, group: Group) -> xr.Variable:
+    """Return values of all samples: dropped ones keep theirs where none are given."""
+    if isinstance(given, xr.DataArray) and given.dims != (SAMPLE,):
+        raise ValueError(
+            f"expected the coord {name!r} along ({SAMPLE!r},), got the dimensions {given.dims}; "
+            "try .values if it has one value per sample"
+        )
+    n_all, n_shown = len(dropped), int((~dropped).sum())
+    is_whole = not dropped.any() or (hasattr(given, "__len__") and len(given) == n_all)
+    new = normalise_coords({name: given}, (), n_all if is_whole else n_shown)[name]
+    if is_whole:
+        return xr.Variable((SAMPLE,), new)
+    before = read_coords(group, {name}).get(name)  # only here: what is damaged can be assigned anew
+    if before is None or _kind(before.dtype) != _kind(new.dtype):
+        was = "new" if before is None else f"{_kind(before.dtype)} so far"
+        raise ValueError(
+            f"expected values of all {n_all} samples for the coord {name!r}, which is {was}, since "
+            f"{n_all - n_shown} of them were dropped, got {n_shown}; try values along "
+            "td.open(store, dropped=True)"
+        )
+    values = before.values.astype(np.result_type(before.dtype, new.dtype))
+    values[~dropped] = new
+    return xr.Variable((SAMPLE,), values, before.attrs)
 
 
 def require_names(coords: Iterable[object]) -> None:
@@ -76,12 +137,12 @@ def require_names(coords: Iterable[object]) -> None:
                 f"renaming it to {str(name)!r}"
             )
         bad = not name.strip(". ") or name in _TAKEN or name.startswith("__")
-        bad = bad or any(each in "/\\" or not each.isprintable() for each in name)
+        bad = bad or any(each in "/\\ " or not each.isprintable() for each in name)
         if bad or len(name.encode(errors="replace")) > _LONGEST:
             raise ValueError(
                 f"expected a name for the coord {name!r:.60} that can be the name of a folder in a "
-                f"store, printable and without slashes, and not one of {sorted(_TAKEN)}; try "
-                f"features.rename({{{name!r:.60}: 'my_coord'}})"
+                "store, printable, without spaces and slashes, and not one of "
+                f"{sorted(_TAKEN)}; try features.rename({{{name!r:.60}: 'my_coord'}})"
             )
 
 
@@ -99,124 +160,57 @@ def portable_coords(features: xr.Dataset) -> xr.Dataset:
     return features.assign_coords(text)
 
 
-def without_sample_coords(ds: xr.Dataset) -> xr.Dataset:
-    """Return a Dataset without the coords along samples."""
-    return ds.drop_vars([name for name, coord in ds.coords.items() if SAMPLE in coord.dims])
-
-
-def opened_rows(
-    parts: Sequence[Part],
-    assigned: Edit | None,
-    *,
-    only: Collection[str] | None = None,
-    complete: bool = True,
-) -> list[xr.Dataset]:
-    """Return the first part of each row as it is on disk, without coords that were assigned since.
+def joined(
+    before: Group, group: Group, features: xr.Dataset, rows: range
+) -> dict[str, xr.Variable]:
+    """Return the coords that a store gets with these features.
 
     Parameters
     ----------
-    parts
-        Those of the store.
-    assigned
-        The last assignment of coords, if there was one.
-    only
-        Names of the coords that are wanted; all by default.
-    complete
-        Whether files that were lost or changed raise an error.
+    before, group
+        The store as it counts, and as it is to be.
+    features, rows
+        What is saved, and where.
 
     Raises
     ------
-    IncompleteFeaturesError
-        If files of a coord were lost.
-    ValueError
-        If they were changed.
+    StoreMismatchError
+        If the features have other coords than the store, or of another kind.
     """
-    covered, given = 0, set[str]()
-    if assigned is not None:
-        covered, given = len(by_source(parts[: assigned.n_parts])), set(assigned.attrs["coords"])
-    return [
-        _own(row[0], given if number < covered else set(), only, complete=complete)
-        for number, row in enumerate(by_source(parts))
-    ]
+    ours = {str(n): c.variable for n, c in features.coords.items() if n not in (ERROR, CHECKPOINT)}
+    known, changed = read_coords(before), {}
+    if rows.stop > before.n_samples:
+        mask = known.pop(DROPPED, None)
+        old = {name: coord for name, coord in known.items() if SAMPLE in coord.dims}
+        new = {name: coord for name, coord in ours.items() if SAMPLE in coord.dims}
+        if before.n_samples:
+            _require_coords(new, old, before.folder.url)
+        changed = {
+            name: _concatenated([old[name], coord] if name in old else [coord])
+            for name, coord in new.items()
+        }
+        if mask is not None:
+            changed[DROPPED] = _concatenated([mask, xr.Variable(SAMPLE, np.zeros(len(rows), bool))])
+    if group.checkpoints != before.checkpoints:
+        names = np.array(group.checkpoints, np.dtypes.StringDType())
+        changed[CHECKPOINT] = xr.Variable(CHECKPOINT, names)
+        here = features[CHECKPOINT].values.tolist()
+        new_columns = [here.index(n) for n in group.checkpoints[len(before.checkpoints) :]]
+        for name, coord in ours.items():
+            if coord.dims == (CHECKPOINT,):
+                parts = [known[name]] if name in known else []
+                changed[name] = _concatenated([*parts, coord[new_columns]])
+    if not before.n_samples:
+        changed |= {n: c for n, c in ours.items() if not {SAMPLE, CHECKPOINT} & set(c.dims)}
+    return changed
 
 
-def sample_coords(
-    parts: Sequence[Part],
-    assigned: Edit | None,
-    opened_parts: Sequence[xr.Dataset],
-    *,
-    only: Collection[str] | None = None,
-    load: bool = True,
-) -> dict[str, xr.Variable]:
-    """Return the coords of all samples: what was assigned, else what was saved.
-
-    Parameters
-    ----------
-    parts, assigned, only
-        As those of :func:`opened_rows`.
-    opened_parts
-        What that returns.
-    load
-        Whether their values are in memory; else they are lazy, in the blocks of the features.
-    """
-    given, covered = dict[str, xr.Variable](), list[list[Part]]()
-    if assigned is not None:
-        given = _variables(_opened(assigned), only)
-        covered = by_source(parts[: assigned.n_parts])
-    own, rows = [_variables(each, only) for each in opened_parts], by_source(parts)
-    sizes = tuple(size for row in rows for size in _block_sizes(row[0]))
-    token = tokenize([row[0].token for row in rows], assigned and str(assigned.files))
-    coords = {}
-    for name in [*given, *(name for name in own[0] if name not in given)]:
-        first, start = ([given[name]], len(covered)) if name in given else ([], 0)
-        variables = [*first, *(each[name] for each in own[start:])]
-        is_lazy = not load and variables[0].dims == (SAMPLE,)
-        coords[name] = lazy_coord(variables, sizes, name, token) if is_lazy else _joined(variables)
-    return coords
+def _concatenated(parts: list[xr.Variable]) -> xr.Variable:
+    data = np.concatenate([part.values for part in parts])
+    return xr.Variable(parts[0].dims, data, parts[0].attrs)
 
 
-def _block_sizes(part: Part) -> list[int]:
-    n, block = part.layout["samples"], part.layout["block"]
-    return [min(block, n - start) for start in range(0, n, block)]
-
-
-def _opened(assigned: Edit) -> xr.Dataset:
-    ds: xr.Dataset = xr.open_zarr(assigned.store(), consolidated=False, chunks=None, zarr_format=3)
-    return ds
-
-
-def _own(
-    part: Part, superseded: set[str], only: Collection[str] | None, *, complete: bool
-) -> xr.Dataset:
-    """Return a part as it is on disk, without the coords that were assigned since."""
-    names = superseded
-    if complete:
-        names = part.arrays - {*FEATURE_NAMES, *REDUCTIONS, SCALE, ERROR}
-        unwanted = set() if only is None else names - set(only)
-        superseded = superseded | unwanted
-    ds = opened(part, complete=complete, without=superseded)
-    if complete and (lost := sorted(names - superseded - set(map(str, ds.variables)))):
-        raise IncompleteFeaturesError(
-            f"expected the coords {sorted(names)} in the store {part.folder.url!r}, but {lost} "
-            "were lost; try td.verify(store, repair=True), then td.save(features, store) with the "
-            f"features that have them, or td.assign_coords(store, {{{lost[0]!r}: values}})"
-        )
-    return ds
-
-
-def _variables(ds: xr.Dataset, only: Collection[str] | None) -> dict[str, xr.Variable]:
-    along = {str(name): coord for name, coord in ds.coords.items() if SAMPLE in coord.dims}
-    return {name: coord.variable for name, coord in along.items() if only is None or name in only}
-
-
-def _joined(parts: Sequence[xr.Variable]) -> xr.Variable:
-    if len(parts) == 1:
-        return parts[0].load()
-    values = np.concatenate([part.values for part in parts])
-    return xr.Variable(parts[0].dims, values, parts[0].attrs)
-
-
-def require_same_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], url: str) -> None:
+def require_same_coords(group: Group, features: xr.Dataset, rows: range) -> None:
     """Reject coords that are not those of the store: they would not be written.
 
     Raises
@@ -224,166 +218,61 @@ def require_same_coords(features: xr.Dataset, known: Mapping[str, xr.Variable], 
     StoreMismatchError
         If a coord of the features is not in the store, or has other values there.
     """
-    for name, coord in features.coords.items():
-        if SAMPLE not in coord.dims or (
-            name in known and _are_same(coord.variable, known[str(name)])
-        ):
+    ours = {str(n): c.variable for n, c in features.coords.items() if SAMPLE in c.dims}
+    known = read_coords(group, set(ours))
+    for name, coord in ours.items():
+        if name == ERROR:
             continue
-        raise StoreMismatchError(
-            f"expected the coord {name!r} of these features as it is in the store {url!r}, "
-            f"{_difference(coord.variable, known.get(str(name)))}; try td.assign_coords("
-            f"{url!r}, {{{name!r}: values}}) to change the store without computing anything, or "
-            f"features.drop_vars({name!r}) to go on with what it has"
-        )
-
-
-def require_kinds(features: xr.Dataset, known: Mapping[str, xr.Variable], url: str) -> None:
-    """Reject coords to be appended that are of another kind than those of the store."""
-    for name, variable in known.items():
-        ours = features[name].variable
-        if ours.dims != variable.dims or kind_of(ours.dtype) != kind_of(variable.dtype):
+        there = known.get(name)
+        here = None if there is None else there[rows.start : rows.stop]
+        if here is not None and _kind(here.dtype) == _kind(coord.dtype) == "text":
+            here = here.astype(coord.dtype)  # xarray takes text of two dtypes for different
+        if here is None or not coord.equals(here):
             raise StoreMismatchError(
-                f"expected the coord {name!r} of these features as {kind_of(variable.dtype)} "
-                f"{variable.dims}, as it is in the store {url!r}, got {ours.dtype} {ours.dims}; "
-                f"try features.assign_coords({name}=...)"
+                f"expected the coord {name!r} of these features as it is in the store "
+                f"{group.folder.url!r}, {_difference(coord, here)}; try td.assign_coords("
+                f"{group.folder.url!r}, {{{name!r}: values}}) to change the store without "
+                f"computing anything, or features.drop_vars({name!r}) to go on with what it has"
             )
 
 
-def kind_of(dtype: np.dtype[Any]) -> str:
+def _require_coords(
+    ours: Mapping[str, xr.Variable], known: Mapping[str, xr.Variable], url: str
+) -> None:
+    if set(ours) != set(known):
+        remedies = [f"features.drop_vars({sorted(set(ours) - set(known))})"] * (
+            not set(ours) <= set(known)
+        )
+        remedies += [f"features.assign_coords({name}=...)" for name in set(known) - set(ours)]
+        raise StoreMismatchError(
+            f"expected features with the coords {sorted(known)} of the store {url!r}, got "
+            f"{sorted(ours)}; try {', '.join(remedies)}"
+        )
+    for name, coord in known.items():
+        if ours[name].dims != coord.dims or _kind(ours[name].dtype) != _kind(coord.dtype):
+            raise StoreMismatchError(
+                f"expected the coord {name!r} of these features as {_kind(coord.dtype)} "
+                f"{coord.dims}, as it is in the store {url!r}, got {ours[name].dtype} "
+                f"{ours[name].dims}; try features.assign_coords({name}=...)"
+            )
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
     """Return what values of a dtype are, whatever their width."""
     kinds = {"b": "booleans", "M": "times", "m": "durations"}
     kinds |= dict.fromkeys("iuf", "numbers") | dict.fromkeys("OTU", "text")
     return kinds.get(dtype.kind, str(dtype))
 
 
-def _are_same(ours: xr.Variable, known: xr.Variable) -> bool:
-    return _are_alike(ours, known) and not _differing(ours, known).any()
-
-
-def _are_alike(ours: xr.Variable, known: xr.Variable) -> bool:
-    same_kind = kind_of(ours.dtype) == kind_of(known.dtype)
-    return same_kind and (ours.dims, ours.shape) == (known.dims, known.shape)
-
-
-def _differing(ours: xr.Variable, known: xr.Variable) -> np.ndarray:
-    values, expected = np.asarray(ours.values), np.asarray(known.values)
-    different = np.asarray(values != expected, bool)
-    if values.dtype.kind in "fMm":
-        different &= ~(np.isnan(values) & np.isnan(expected))
-    return different
-
-
 def _difference(ours: xr.Variable, known: xr.Variable | None) -> str:
     if known is None:
         return "got one that the store does not have"
-    if not _are_alike(ours, known):
+    if _kind(ours.dtype) != _kind(known.dtype) or ours.shape != known.shape:
         return f"got {ours.dtype} {dict(ours.sizes)} instead of {known.dtype} {dict(known.sizes)}"
-    different = _differing(ours, known)
-    sample = int(np.flatnonzero(different.reshape(len(different), -1).any(axis=1))[0])
+    different = np.asarray(ours.values != known.values).reshape(len(ours), -1).any(axis=1)
+    sample = int(np.flatnonzero(different)[0])
+    values = (f"{each.values[sample]!s:.60}" for each in (ours, known))
     return (
-        f"got {_shown(ours.values[sample])} instead of {_shown(known.values[sample])} at sample "
-        f"{sample}, where the first of {int(different.sum()):,} values differs"
+        f"got {' instead of '.join(values)} at sample {sample}, where the first of "
+        f"{int(different.sum()):,} values differs"
     )
-
-
-def _shown(value: object) -> str:
-    return f"{value!r:.60}" if isinstance(value, str) else f"{value!s:.60}"
-
-
-def restore_coords(part: Part, features: xr.Dataset, sizes: Mapping[str, int]) -> list[str]:
-    """Write files of coords again that are lost or changed, where features still have them.
-
-    Parameters
-    ----------
-    part
-        Part of the store.
-    features
-        Its features, with coords.
-    sizes
-        A listing of its folder.
-
-    Returns
-    -------
-    The paths of the files. Only what has the checksum of the file that was lost is written.
-    """
-    known = {path: each for path, each in part.files.items() if not path.endswith(METADATA)}
-    lost = [path for path in known if not _is_there(part, path, known[path], sizes)]
-    if not lost:
-        return []
-    again = _encoded(features)
-    restored = []
-    for path in lost:
-        data = again.get(path)
-        if data is not None and [len(data), checksum(data)] == known[path]:
-            part.folder.write(path, data)
-            restored.append(path)
-    return restored
-
-
-def _is_there(part: Part, path: str, about: Sequence[int], sizes: Mapping[str, int]) -> bool:
-    size, known = about
-    return sizes.get(path) == size and checksum(part.folder.read(path)) == known
-
-
-def _encoded(features: xr.Dataset) -> dict[str, bytes]:
-    """Return the files of the coords, as they would be written."""
-    files: dict[str, Buffer] = {}
-    write_coords(MemoryStore(files), features.coords.to_dataset())
-    return {path: buffer.to_bytes() for path, buffer in files.items()}
-
-
-# ---------------------------------------------------------- coords that stay in the store
-
-
-def lazy_coord(
-    variables: Sequence[xr.Variable], sizes: tuple[int, ...], name: str, token: str
-) -> xr.Variable:
-    """Return a coord of all samples whose values are read block by block, when they are asked for.
-
-    Parameters
-    ----------
-    variables
-        What xarray opened, one part of the samples after the other; not read yet.
-    sizes
-        Numbers of samples in the blocks of the features.
-    name, token
-        The name of the coord, and a hash that identifies its values.
-    """
-    stored = StoredCoord(variables)
-    label = "".join(each if each.isalnum() else "-" for each in name)
-    full_name = f"open-coord-{label}-{tokenize(name, token)}"
-    data = da.from_array(stored, chunks=(sizes,), name=full_name, meta=np.empty(0, stored.dtype))
-    return xr.Variable(variables[0].dims, data, variables[0].attrs)
-
-
-class StoredCoord:
-    """Looks like an array, but reads the rows that an index selects, decoded by xarray."""
-
-    ndim = 1
-
-    def __init__(self, variables: Sequence[xr.Variable]) -> None:
-        self._variables = tuple(variables)
-        self.shape = (sum(len(each) for each in variables),)
-        self.dtype = np.result_type(*(each.dtype for each in variables))
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        (index,) = key if isinstance(key, tuple) else (key,)
-        if isinstance(index, slice):
-            rows = range(self.shape[0])[index]
-            if not rows:
-                return np.empty(0, self.dtype)
-            return self._read(min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1)[:: rows.step]
-        positions = np.asarray(index)
-        first = positions.min(initial=self.shape[0])
-        found: np.ndarray = self._read(first, positions.max(initial=-1) + 1)[positions - first]
-        return found
-
-    def _read(self, start: int, stop: int) -> np.ndarray:
-        variables = self._variables
-        starts = block_starts(tuple(map(len, variables))).tolist()
-        found = []
-        for variable, (first, last) in zip(variables, itertools.pairwise(starts), strict=True):
-            rows = slice(max(start, first) - first, max(min(stop, last) - first, 0))
-            if rows.start < rows.stop:
-                found.append(np.asarray(variable[rows].values, self.dtype))
-        return np.concatenate(found) if found else np.empty(0, self.dtype)

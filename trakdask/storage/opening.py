@@ -1,59 +1,24 @@
-"""Saved features as one lazy Dataset, whatever was appended, dropped or assigned since."""
+"""Open a store: lazy features, and the coords of all samples."""
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import reduce
-from operator import add
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import dask.array as da
 import numpy as np
-import psutil
 import xarray as xr
-import zarr
+from dask.base import tokenize
 
-from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
+from trakdask.errors import UnfinishedAppendWarning
 from trakdask.files import Folder
-from trakdask.provenance import digest
-from trakdask.storage.blocks import opened, stored
-from trakdask.storage.coords import (
-    DROPPED,
-    opened_rows,
-    sample_coords,
-    without_sample_coords,
-)
-from trakdask.storage.factors import with_factors
-from trakdask.storage.history import Edit, runs
-from trakdask.storage.parts import (
-    BESIDE,
-    ERROR,
-    FEATURE_NAMES,
-    GRAM,
-    LOSS_GRADIENT,
-    REDUCTIONS,
-    SCALE,
-    Part,
-)
-from trakdask.storage.snapshot import (
-    BLOCKS_AT_MOST,
-    BY_CHECKPOINT,
-    Snapshot,
-    completed,
-    snapshot,
-    with_all_checkpoints,
-)
-from trakdask.storage.zarr_stores import METADATA, Arrays
-from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
+from trakdask.storage.group import DERIVED, DROPPED, ERROR, OWN, SCALE, Group, dims_of, zarr_store
+from trakdask.storage.reading import lazy_array, lazy_feature
+from trakdask.variables import SAMPLE, VARIABLES
 
-__all__ = ["open"]
-
-_FORMULA = {GRAM: "gram_weights", LOSS_GRADIENT: "loss_weights"}
-_POOLED = "pooled_checkpoints"
+__all__ = ["assembled", "open", "read_coords", "without_dropped"]
 
 
 def open(
@@ -88,14 +53,15 @@ def open(
 
     Returns
     -------
-    Dataset with ``feature`` (sample, proj_dim, checkpoint), ``output`` and ``out_to_loss`` (sample,
-    checkpoint) and, if saved, ``gram`` (proj_dim, proj_dim_1, checkpoint), ``loss_gradient``
-    (proj_dim, checkpoint), ``gram_eigenvalues`` (component, checkpoint), ``gram_eigenvectors``
-    (proj_dim, component, checkpoint) and ``damping`` (checkpoint), λ, whose ``attrs`` say what
-    chose it; if samples failed, the coord ``error`` (sample, checkpoint) says why, ""
-    where they did not. ``sample`` has no index. Its ``attrs`` say how the features were made
-    (hashes of weights, source, projector, parameters, task, precision, versions) and, in ``saved``,
-    when, by how many hosts, on what devices, by what kernels, and in how many runs.
+    Dataset with ``feature`` (sample, proj_dim, checkpoint), what :func:`featurize` has of each
+    sample and checkpoint (``output``, ``out_to_loss`` and others) and, if saved, ``gram``
+    (proj_dim, proj_dim_1, checkpoint), ``loss_gradient`` (proj_dim, checkpoint),
+    ``gram_eigenvalues`` (component, checkpoint), ``gram_eigenvectors`` (proj_dim, component,
+    checkpoint) and ``damping`` (checkpoint), λ, whose ``attrs`` say what chose it; if failures were
+    recorded, the coord ``error`` (sample, checkpoint) says why, "" where there was none. ``sample``
+    has no index. Its ``attrs`` say how the features were made (hashes of weights, source,
+    projector, parameters, task, precision) and, in ``saved``, when the store last changed.
+    ``xr.open_zarr(store)`` shows the same, but for samples that were dropped and for float16.
 
     Raises
     ------
@@ -105,15 +71,14 @@ def open(
         If blocks or coords are missing; when it is computed, if the file of a block has been lost
         since.
     ValueError
-        If its metadata make no sense, coords or blocks would not fit in memory, or the bytes of
-        metadata or coords are not those that were written; when it is computed, if those of a block
-        are not.
+        If the metadata cannot be read, or were written by an earlier version, or the checksum of
+        coords is wrong; when it is computed, if that of a block is.
 
     Warns
     -----
     UnfinishedAppendWarning
         If an append was cut short, or goes on in another process: what is shown is the store as it
-        was before, and the warning says how to finish it.
+        was before.
     """
     flags = {
         "require_complete": require_complete, "dropped": dropped, "load_coords": load_coords
@@ -121,227 +86,111 @@ def open(
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
-    shown = snapshot(Folder.at(store, storage_options))
+    group = Group.read(Folder.at(store, storage_options))
     if require_complete:
-        shown = completed(shown)
-    if shown.unfinished:
-        text = (
-            f"expected no unfinished append in the store {shown.folder.url!r}, which is shown as "
-            f"it was before: {shown.unfinished}"
-        )
-        warnings.warn(text, UnfinishedAppendWarning, stacklevel=2)
-    for part in shown.parts:
-        _require_sense(part, complete=require_complete, load_coords=load_coords)
-    ds = _assembled(shown, complete=require_complete, load_coords=load_coords)
-    names = [name for name in (*FEATURE_NAMES, *REDUCTIONS) if name in ds]
-    ds = _with_errors(ds[names], shown)
-    ds = with_factors(shown.factors, _without_dropped(ds, show=dropped))
-    return ds.assign_attrs(saved=runs(shown.parts))
+        group.require_complete()
+        if "unfinished" in group.attrs:
+            warnings.warn(
+                f"expected no unfinished append in the store {group.folder.url!r}, which is shown "
+                f"as it was before: {group.about_unfinished()}",
+                UnfinishedAppendWarning,
+                stacklevel=2,
+            )
+    elif not group.n_samples:
+        group = group.target()
+    ds = _with_errors(assembled(group, complete=require_complete, load_coords=load_coords), group)
+    if dropped:
+        if DROPPED not in ds.coords:
+            return ds.assign_coords({DROPPED: (SAMPLE, np.zeros(ds.sizes[SAMPLE], bool))})
+        return ds.drop_vars(DERIVED, errors="ignore")
+    return without_dropped(ds)
 
 
-def _without_dropped(ds: xr.Dataset, *, show: bool) -> xr.Dataset:
+def assembled(group: Group, *, complete: bool = True, load_coords: bool = True) -> xr.Dataset:
+    """Return all that counts in a store, with lazy arrays."""
+    data = {}
+    for name in (*group.features, *(each for each in DERIVED if each in group.arrays)):
+        if name in (ERROR, SCALE):
+            continue
+        if name == "feature":
+            lazy = lazy_feature(group, complete=complete)
+        elif name == "damping":  # so small that it is read
+            token = tokenize(group.folder.url, group.attrs["saved"], group.chunk_path(name, (0,)))
+            lazy = da.from_array(_whole(group, name), chunks=1, name=f"open-damping-{token}")
+        else:
+            lazy = lazy_array(group, name, complete=complete)
+        data[name] = (dims_of(group.arrays[name]), lazy, group.arrays[name]["attributes"])
+    attrs = {key: value for key, value in group.attrs.items() if key not in OWN}
+    ds = xr.Dataset({name: data[name] for name in (*VARIABLES, *data) if name in data}, attrs=attrs)
+    rows = () if load_coords else ds.chunksizes[SAMPLE]
+    ds = ds.assign_coords(read_coords(group, rows=rows))
+    return ds
+
+
+def _with_errors(ds: xr.Dataset, group: Group) -> xr.Dataset:
+    """Return features with the coord that says why samples failed, read when it is asked for."""
+    if ERROR not in group.arrays or group.arrays != group.before:
+        return ds
+    # As a dask array it could not select (ds.where(ds.error == "", drop=True)).
+    return ds.assign_coords({ERROR: _on_disk(group, [ERROR])[ERROR][: group.n_samples]})
+
+
+def without_dropped(ds: xr.Dataset) -> xr.Dataset:
+    """Return a Dataset without the samples that were dropped."""
     if DROPPED not in ds.coords:
-        return (
-            ds.assign_coords({DROPPED: (SAMPLE, np.zeros(ds.sizes[SAMPLE], bool))}) if show else ds
-        )
-    if show:
-        return ds.drop_vars(REDUCTIONS, errors="ignore")
+        return ds
     return ds.isel({SAMPLE: np.flatnonzero(~ds[DROPPED].values)}).drop_vars(DROPPED)
 
 
-# ------------------------------------------------------------------------------ does it make sense
+def read_coords(
+    group: Group, names: Collection[str] | None = None, *, rows: tuple[int, ...] = ()
+) -> dict[str, xr.Variable]:
+    """Return coords of a store, decoded by xarray.
 
-
-def _require_sense(part: Part, *, complete: bool = True, load_coords: bool = True) -> None:
-    """Reject arrays that contradict the layout or do not fit in memory, before any is made.
-
-    And, if it is to be complete, a part whose metadata are not those that were written.
+    Parameters
+    ----------
+    group
+        The store.
+    names
+        Of the coords; all by default.
+    rows
+        Numbers of samples in the chunks of those along samples, as Dask arrays; else they are in
+        memory.
     """
-    url, own = part.folder.url, (*FEATURE_NAMES, ERROR, SCALE, *REDUCTIONS)
-    available = psutil.virtual_memory().available
-    for name, of in _members(part, complete):
-        rows = (*of.shape[:1], *of.chunks[:1])
-        needed_rows = part.layout["samples"], part.layout["block"]
-        if name in (*FEATURE_NAMES, ERROR) and rows != needed_rows:
-            raise ValueError(
-                f"expected {name!r} of the store {url!r} to have (samples, samples per block) "
-                f"{needed_rows}, got {rows}; its metadata are damaged: try td.verify(store)"
-            )
-        in_memory = of.shape if load_coords and name not in own else of.chunks
-        needed = math.prod(in_memory) * of.dtype.itemsize
-        if needed > available or of.nchunks > BLOCKS_AT_MOST:
-            raise ValueError(
-                f"expected {name!r} of the store {url!r} to take at most the {available:,} bytes "
-                f"that are free, in {BLOCKS_AT_MOST:,} chunks, got {needed:,} bytes and "
-                f"{of.nchunks:,} chunks; try a larger machine, or td.verify(store) if the numbers "
-                "are absurd: then its metadata are damaged"
-            )
+    coords = {}
+    for name in (each for each in group.coords if names is None or each in names):
+        dims = dims_of(group.arrays[name])
+        if not rows or dims != [SAMPLE] or name == DROPPED:
+            coords[name] = xr.Variable(dims, _whole(group, name), group.arrays[name]["attributes"])
+        else:
+            group.require_chunks(name)
+    encoded = {n: coord for n, coord in coords.items() if coord.dtype.kind != "T"}  # times
+    decoded = xr.decode_cf(xr.Dataset(encoded)).variables
+    coords |= {name: decoded[name].load() for name in encoded}
+    lazy = [name for name in group.coords if rows and name not in coords]
+    for name, coord in _on_disk(group, lazy).items() if lazy else ():
+        token = tokenize(group.folder.url, group.attrs["saved"], name)
+        coords[name] = coord[: group.n_samples].chunk({SAMPLE: rows}, name=f"open-coord-{token}")
+    return coords
 
 
-def _members(part: Part, complete: bool) -> Iterator[tuple[str, zarr.Array[Any]]]:
-    """Yield the arrays of a part by their names."""
-    store = part.store(complete=complete)
-    for name in sorted(part.arrays if complete else set(part.folder.names()) - BESIDE):
-        with suppress(KeyError):  # a file, or a foreign folder
-            yield name, _member(store, name, part)
-
-
-def _member(store: Arrays, name: str, part: Part) -> zarr.Array[Any]:
+def _whole(group: Group, name: str) -> np.ndarray:
+    """Return the values of an array; zarr would read a lost chunk as zeros, without a word."""
+    group.require_chunks(name)
     try:
-        return store.array(name)
-    except (IncompleteFeaturesError, KeyError, OSError):
-        raise  # an OSError is of the disk or the network, and says nothing about the metadata
-    except Exception as err:
+        return np.asarray(group.array(name)[...])
+    except ValueError as err:
         raise ValueError(
-            f"expected the metadata of {name!r} in the store {part.folder.url!r} as they were "
-            f"written, got what cannot be read ({err}); try td.verify(store, repair=True)"
+            f"expected {name!r} of {group.folder.url!r} as it was written, got other bytes "
+            f"({err}); try td.verify(store, checksums=True)"
         ) from err
 
 
-# -------------------------------------------------------------------------- one array of many parts
-
-
-def _assembled(store: Snapshot, *, complete: bool, load_coords: bool) -> xr.Dataset:
-    """Return the parts of a store as one lazy Dataset.
-
-    A coord ``dropped`` marks samples, if any were.
-    """
-    on_disk = opened_rows(store.parts, store.assigned, complete=complete)
-    coords = sample_coords(store.parts, store.assigned, on_disk, load=load_coords)
-    first, names = store.parts[0], store.checkpoints
-    if len(store.parts) == 1 and store.drop is None:
-        return _stored(first, on_disk[0], complete=complete).assign_coords(coords)
-    rows = [
-        _row(row, each, names, complete, coords)
-        for row, each in zip(store.rows, on_disk, strict=True)
-    ]
-    ds = _concat([row[list(FEATURE_NAMES)] for row in rows], SAMPLE) if len(rows) > 1 else rows[0]
-    ds = (
-        ds[list(FEATURE_NAMES)]
-        .assign_coords(coords)
-        .assign_attrs(
-            source=" + ".join(str(row.attrs.get("source")) for row in rows),
-            layout={**first.layout, "samples": ds.sizes[SAMPLE]},
-        )
-    )
-    return _with_reductions(ds, store, complete=complete)
-
-
-def _stored(part: Part, on_disk: xr.Dataset, *, complete: bool) -> xr.Dataset:
-    """Return features and reductions of a part, without coords along samples."""
-    ds = on_disk.drop_vars(list(on_disk.data_vars))
-    return without_sample_coords(ds.assign(stored(part, complete=complete)))
-
-
-def _with_reductions(ds: xr.Dataset, store: Snapshot, *, complete: bool) -> xr.Dataset:
-    """Return all samples, marked where they are dropped, with what is reduced from the others."""
-    added = store.parts if store.drop is None else store.parts[store.drop.n_parts :]
-    reduced = [
-        xr.Dataset(stored(part, complete=complete), {CHECKPOINT: list(part.spec["checkpoints"])})
-        for part in added
-    ]
-    n_dropped, names = 0, store.checkpoints
-    if store.drop is not None:
-        mask = store.dropped()
-        n_dropped = int(mask.sum())
-        ds = ds.assign_coords({DROPPED: (SAMPLE, mask)})
-        packed = np.packbits(mask).tobytes().hex()
-        ds.attrs["source"] += f" without {digest({'dropped': packed})[:16]}"
-        reduced.append(_remaining(store.drop))
-    about = {"n_samples": ds.sizes[SAMPLE] - n_dropped, "source": ds.attrs["source"]}
-    totals = {name: _total(name, reduced, names) for name in REDUCTIONS}
-    return ds.assign({n: v.assign_attrs(about) for n, v in totals.items() if v is not None})
-
-
-def _remaining(drop: Edit) -> xr.Dataset:
-    """Return what is reduced from the samples that a drop left, lazy."""
-    store = drop.store()
-    members = {n: store.array(n) for n in REDUCTIONS if f"{n}/{METADATA}" in drop.files}
-    data = {
-        name: (VARIABLES[name].dims, da.from_zarr(of), dict(of.attrs))
-        for name, of in members.items()
-    }
-    return xr.Dataset(data, coords={CHECKPOINT: drop.attrs["checkpoints"]})
-
-
-def _row(
-    row: Sequence[Part],
-    first: xr.Dataset,
-    names: list[str],
-    complete: bool,
-    coords: Collection[str],
-) -> xr.Dataset:
-    """Return the samples of one source at the named checkpoints, without coords along samples."""
-    others = (opened(part, complete=complete, without=coords) for part in row[1:])
-    pairs = zip(row, (first, *others), strict=True)
-    parts = [_stored(part, each, complete=complete)[list(FEATURE_NAMES)] for part, each in pairs]
-    attrs = {**first.attrs, **with_all_checkpoints(row).spec}
-    ds = _concat(parts, CHECKPOINT) if len(parts) > 1 else parts[0]
-    here = [str(name) for name in ds[CHECKPOINT].values]
-    ordered = attrs | {field: {n: attrs[field][n] for n in names} for field in BY_CHECKPOINT}
-    return ds.isel({CHECKPOINT: [here.index(name) for name in names]}).assign_attrs(ordered)
-
-
-def _concat(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
-    return xr.concat(
-        parts, dim, data_vars="all", coords="minimal", compat="override", join="override",
-        combine_attrs="override",
+def _on_disk(group: Group, names: Collection[str]) -> dict[str, xr.Variable]:
+    """Return variables of a store as xarray opens them: read when they are asked for."""
+    others = [name for name in group.arrays if name not in names]
+    ds = xr.open_zarr(
+        zarr_store(group.folder, read_only=True), consolidated=True, chunks=None, zarr_format=3,
+        drop_variables=others,
     )  # fmt: skip
-
-
-def _total(name: str, reduced: Sequence[xr.Dataset], names: list[str]) -> xr.DataArray | None:
-    """Return the sum over all samples of what was reduced from some, if all have the same."""
-    if any(name not in part for part in reduced):
-        return None
-    attrs = [part[name].attrs for part in reduced]
-    if len({each.get(_FORMULA[name]) for each in attrs}) > 1:
-        return None
-    if name == LOSS_GRADIENT and any(set(each[_POOLED]) != set(names) for each in attrs):
-        return None  # its weights are means over checkpoints, of which there are more now
-    totals = []
-    for checkpoint in names:
-        parts = [part[name] for part in reduced if checkpoint in part[CHECKPOINT].values]
-        totals.append(reduce(add, (_at(part, checkpoint) for part in parts)))
-    data = da.concatenate(totals, axis=-1)
-    return xr.DataArray(data, dims=VARIABLES[name].dims, attrs={**attrs[0], _POOLED: names})
-
-
-def _at(part: xr.DataArray, checkpoint: str) -> da.Array:
-    index = part[CHECKPOINT].values.tolist().index(checkpoint)
-    data: da.Array = part.data[..., index : index + 1]
-    return data
-
-
-# ------------------------------------------------------------------------------ why samples failed
-
-
-def _with_errors(ds: xr.Dataset, store: Snapshot) -> xr.Dataset:
-    """Return all samples of a store with the coord ``error``, if any of them failed.
-
-    As a dask array it could not select (``ds.where(ds.error == "", drop=True)``). That of one part
-    is read when it is asked for: in memory it would take longer to open than all other coords. Of
-    several, those with failures are read, since arrays that are not cannot be joined.
-    """
-    if not any(_has_failed(part) for part in store.parts):
-        return ds
-    if len(store.parts) == 1:
-        return ds.assign_coords({ERROR: opened(store.parts[0], complete=False)[ERROR].variable})
-    names = [str(name) for name in ds[CHECKPOINT].values]
-    joined = np.concatenate([_errors(row, names) for row in store.rows])
-    variable = VARIABLES[ERROR]
-    return ds.assign_coords({ERROR: (variable.dims, joined, variable.attrs)})
-
-
-def _errors(row: Sequence[Part], names: list[str]) -> np.ndarray:
-    """Return the errors of the samples of one source at the named checkpoints."""
-    errors = np.full((row[0].layout["samples"], len(names)), "", np.dtypes.StringDType())
-    for part in filter(_has_failed, row):
-        known = np.asarray(part.store(complete=False).array(ERROR)[:])
-        for column, name in enumerate(part.spec["checkpoints"]):
-            if name in names:
-                errors[:, names.index(name)] = known[:, column]
-    return errors
-
-
-def _has_failed(part: Part) -> bool:
-    return len((part.folder / ERROR).names()) > 1  # beside its metadata
+    return {name: ds[name].variable for name in names}

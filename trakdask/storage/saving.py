@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 
@@ -17,31 +17,25 @@ from trakdask.attribution.estimators import (
     DEFAULT_POWER,
     Estimator,
     Power,
-    Weights,
     resolve_estimator,
 )
 from trakdask.attribution.grams import NORM
-from trakdask.errors import StoreMismatchError
+from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.execution.progress import polled_bar
-from trakdask.files import Folder, is_partial
-from trakdask.provenance import STORE_SPEC, require_same
-from trakdask.storage.appending import AppendDim, appended
-from trakdask.storage.blocks import save_blocks, stored, storing
-from trakdask.storage.coords import (
-    portable_coords,
-    require_names,
-    require_same_coords,
-    restore_coords,
-)
-from trakdask.storage.factors import MOST_DIM, calibrated_options, update_if_possible
-from trakdask.storage.history import record_run
-from trakdask.storage.lease import lease
+from trakdask.files import Folder
+from trakdask.provenance import REQUIRED_SPEC, STORE_SPEC, require_same, spec
+from trakdask.storage.blocks import missing_blocks, require_same_rows, save_blocks, stored
+from trakdask.storage.coords import joined, portable_coords, require_names, require_same_coords
+from trakdask.storage.group import ERROR, METADATA, OWN, SCALE, Group, described
+from trakdask.storage.lock import lock
 from trakdask.storage.opening import open
-from trakdask.storage.parts import ERROR, GRAM, Part, create, described
-from trakdask.storage.reductions import save_reductions
-from trakdask.storage.snapshot import Snapshot, require_ours, snapshot
-from trakdask.storage.verification import completed_blocks, faults, withdraw
-from trakdask.storage.zarr_stores import read_attributes
+from trakdask.storage.sums import (
+    calibrated_options,
+    dropped_mask,
+    update_factors,
+    update_sums,
+    weights_of,
+)
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -52,9 +46,12 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = ["save"]
+__all__ = ["AppendDim", "save"]
 
-_log = logging.getLogger(__name__)
+AppendDim = Literal["sample", "checkpoint"]
+
+_BY_CHECKPOINT = ("checkpoints", "checkpoint_ids", "second_moments")
+_SAME = tuple(name for name in STORE_SPEC if name not in (*_BY_CHECKPOINT, "source"))
 
 
 def save(
@@ -73,9 +70,9 @@ def save(
 ) -> xr.Dataset:
     """Compute features into a zarr store, block by block; go on where an earlier call stopped.
 
-    Runs on the active Dask client, or on threads. Each checkpoint is one submission; each task
-    stores its block and then a completion record, so that killing anything loses the blocks in
-    flight and nothing else, and calling again computes only what is missing.
+    Runs on the active Dask client, or on threads. Each checkpoint is one submission, and each task
+    stores its block, so that killing anything loses the blocks in flight and nothing else, and
+    calling again computes only what is missing.
 
     Parameters
     ----------
@@ -95,11 +92,11 @@ def save(
         all scores of this store from now on. :func:`calibrate` does it afterwards.
     append_dim
         ``"sample"`` adds these samples to a store, ``"checkpoint"`` these checkpoints of samples
-        that it has (those that it has already are left out), as xarray's ``append_dim`` does. They
-        lie beside what is there, which nobody rewrites; the gram matrix is that of the first plus
-        that of the new. Appending a checkpoint to several sets of samples takes one call for each:
-        until the last, :func:`open` shows the store without it, with a warning. An append that was
-        cut short has to be finished, by the same call, before another begins.
+        that it has (those that it has already are left out), as xarray's ``append_dim`` does. The
+        gram matrix is that of the first plus that of the new. Appending a checkpoint to several
+        sets of samples takes one call for each: until the last, :func:`open` shows the store
+        without it, with a warning. An append that was cut short has to be finished, by the same
+        call, before another begins.
     dtype
         ``"float16"`` stores features in half the bytes, with an exact power of two for each sample
         and checkpoint: no element is off by more than 2^-11 of the largest of its row.
@@ -119,16 +116,16 @@ def save(
     ------
     StoreMismatchError
         If the store holds features that were made differently, or coords with other values; the
-        differing field or coord is named. :func:`assign_coords` changes coords of a store.
+        differing field or coord is named. :func:`assign_coords` changes coords of a store. Also if
+        a block that is stored comes out differently when it is computed again.
     StoreBusyError
         If another process writes the store.
     FileExistsError
         If the store holds something else.
     IncompleteFeaturesError
-        If an append is asked for while the store lacks blocks of something else.
+        If an append is asked for while another is unfinished.
     ValueError
-        If sample chunks are unequal, so that blocks would not be chunks of the store; if a coord
-        has a name that cannot be that of a folder; if there are symbolic links in the store.
+        If a coord has a name that cannot be that of a folder.
     TypeError
         If ``features`` is no Dataset, or a coord is of a kind that cannot be stored.
     BlockError
@@ -141,10 +138,11 @@ def save(
     zarr v3, uncompressed (features do not compress), one chunk per block with a CRC-32C that every
     reader checks, NaN fill.
 
-    Resuming lists the store once: a record counts if the files of its block have their full size;
-    :func:`verify` compares their contents, too. Any workers, scheduler and micro-batch may resume
-    a store, with the same blocks of samples. Chunks are not forced onto the disk: after a
-    power failure, type ``td.verify(store, checksums=True)``.
+    Resuming lists the store once. Any workers, scheduler, blocks and micro-batch may resume it. One
+    block that is stored is computed again, the last, and compared: within 1 % of the length of its
+    rows (10 % in 16 bits), because gradients may differ in their last digits between machines and
+    batches. Chunks are not forced onto the disk: after a power failure, type
+    ``td.verify(store, checksums=True)``.
 
     λ and the eigenvectors are computed once, after the gram matrices: one eigendecomposition per
     checkpoint, about 9 p³ flops and 32 p² bytes in a task, and 8 p² bytes in the store (above
@@ -156,44 +154,57 @@ def save(
     time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
-    validate(features, ["feature", "output", "out_to_loss"], what="features")
+    validate(features, ("feature", "output", "out_to_loss"), what="features")
     _require_options(features, dtype, append_dim, retries, gram=gram, progress=progress)
     if calibrate is not None:
-        _require_calibration(features, estimator, power, calibrate, gram=gram)
-    weights = resolve_estimator(estimator, power, features).weights
+        if not gram:
+            raise ValueError(
+                "expected gram=True with calibrate, which chooses the λ of the gram matrix, got "
+                "gram=False; try leaving calibrate out"
+            )
+        calibrated_options(features, estimator, power, calibrate)
+        require_calibration(features, calibrate)
+    weights = resolve_estimator(estimator, power, features).weights if gram else None
     features = _storable(features)
     folder = Folder.at(store, storage_options)
-    part = described(features, folder, dtype)
-    is_there = require_ours(folder)  # nothing is written into what is no store, not even a lease
-    with lease(folder, "td.save"):
-        before = snapshot(folder) if is_there or require_ours(folder) else Snapshot(folder)
-        if append_dim is not None and before.parts:
-            part, features = appended(before, part, features, append_dim)
-        if features.sizes[CHECKPOINT] > 0:
-            done = _prepare(part, features, before, weights if gram else None)
-            total = len(part.checkpoints) * (part.n_blocks + gram)
-            title = f"save {folder.name}"
-            with polled_bar(title, total, part.count_done, show=progress):
-                _compute(part, features, before, weights if gram else None, done, retries)
-        opened = open(store, storage_options=storage_options)
-        if gram and GRAM in opened and features.sizes[PROJ_DIM] <= MOST_DIM:
-            with storing(part, "the eigenvectors of the gram matrix"):
-                opened = update_if_possible(folder, opened, calibrate=calibrate, retries=retries)
+    is_there = _is_there(folder)  # nothing is written into what is no store, not even a lock
+    with lock(folder, "td.save") as require_held:
+        if not (is_there or _is_there(folder)):
+            _create(folder, features, dtype).commit()
+        before = Group.read(folder)
+        if ERROR in features and ERROR not in before.arrays:
+            sizes = {SAMPLE: before.n_samples, CHECKPOINT: len(before.checkpoints)}
+            of = np.dtypes.StringDType()
+            before.arrays[ERROR] = described(ERROR, sizes, before.block, of, VARIABLES[ERROR].dims)
+        begun = before.attrs.get("unfinished")
+        group, rows, columns = _placed(before, features, append_dim, dtype)
+        if rows.stop <= before.n_samples:
+            require_same_coords(before, features, rows)
+        coords = joined(before, group, features, rows)
+        if before.attrs.get("unfinished") != begun:
+            before.commit()
+        features = _with_errors(group, features)
         folder.sweep()
-    return opened
+        first, last = rows.start // group.block, (rows.stop - 1) // group.block
 
+        def count() -> int:
+            return sum(c in columns.values() and first <= b <= last for b, c in stored(group))
 
-def _require_calibration(
-    features: xr.Dataset, estimator: Estimator, power: Power, calibrate: xr.Dataset, *, gram: bool
-) -> None:
-    """Reject held-out samples that could not choose λ, before anything is computed."""
-    if not gram:
-        raise ValueError(
-            "expected gram=True with calibrate, which chooses the λ of the gram matrix, got "
-            "gram=False; try leaving calibrate out"
-        )
-    calibrated_options(features, estimator, power, calibrate)
-    require_calibration(features, calibrate)
+        total = (last - first + 1) * len(columns)
+        with polled_bar(f"save {folder.name}", total, count, show=progress):
+            save_blocks(group, features, rows, columns, retries)
+        if not _lacks_blocks(group):
+            group.attrs.pop("lacking", None)
+            group.write_small(coords)
+            is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
+            weights = weights or (weights_of(before) if is_same else None)
+            update_sums(before, group, weights, gone=_gone(before, group), retries=retries)
+            update_factors(before, group, calibrate, retries=retries)
+            if (group.arrays, group.attrs) != (before.arrays, before.attrs):
+                require_held()
+                group.commit()
+                group.sweep()
+        return open(store, storage_options=storage_options)
 
 
 def _require_options(
@@ -225,6 +236,17 @@ def _require_options(
                 f"expected features with at least one {dim}, got {dict(features.sizes)}; try "
                 "another selection"
             )
+    if missing := [name for name in REQUIRED_SPEC if name not in features.attrs]:
+        raise ValueError(
+            f"expected attrs as td.featurize writes them, by which a store is known, got none of "
+            f"{missing}; try features.assign_attrs(original.attrs)"
+        )
+    names = [str(name) for name in features[CHECKPOINT].values]
+    if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
+        raise ValueError(
+            f"expected checkpoints of {list(features.attrs['checkpoints'])} (attrs), each once, "
+            f"got {names}; try another selection of checkpoints"
+        )
 
 
 def _storable(features: xr.Dataset) -> xr.Dataset:
@@ -232,96 +254,182 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     # Why samples failed is among the variables, as featurize has it.
     features = features.reset_coords(ERROR) if ERROR in features.coords else features
     features = load_coords(lazy_features(features))
-    if NORM not in features:  # features that featurize did not make
+    if NORM not in features:
         norm = squared_norm(features.feature.data)
         features = features.assign({NORM: (VARIABLES[NORM].dims, norm)})
     require_names(features.coords)
     return portable_coords(features)
 
 
-def _prepare(
-    part: Part, features: xr.Dataset, before: Snapshot, weights: Weights | None
-) -> list[set[str]]:
-    """Make the part; or check that it was made in the same way, and withdraw damaged blocks.
+def _is_there(folder: Folder) -> bool:
+    """Return whether there is a store; raise if there is something else."""
+    names = set(folder.names()) - {"lock"}
+    if METADATA not in names:
+        if names:
+            raise FileExistsError(
+                f"expected a new path for the store, got {folder.url!r}, which holds "
+                f"{sorted(names)[:3]}; try another path"
+            )
+        return False
+    try:
+        Group.read(folder)
+    except FileNotFoundError as err:
+        raise FileExistsError(
+            f"expected a new path, or a store of features, got {folder.url!r}, a zarr group "
+            "without features; try another path"
+        ) from err
+    return True
+
+
+# -------------------------------------------------------------------------- where features belong
+
+
+def _create(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
+    """Return the group of a new store: all arrays of features, without a sample."""
+    block = max(features.feature.variable.chunksizes[SAMPLE])
+    dropped = {*OWN, "saved", "layout", *_BY_CHECKPOINT, "source"}
+    attrs = {k: v for k, v in features.attrs.items() if k not in dropped}
+    attrs |= {"source": "", "n_samples": 0, "sources": [], "checkpoints": {}, "checkpoint_ids": {}}
+    group = Group(folder, attrs, {})
+    sizes = {SAMPLE: 0, CHECKPOINT: 0, PROJ_DIM: features.sizes[PROJ_DIM]}
+    for name in _blockwise(features):
+        of: Any = np.dtypes.StringDType() if name == ERROR else features[name].dtype
+        of = dtype if dtype and name == "feature" else of
+        dims = VARIABLES["feature" if name == "feature" else "output"].dims
+        group.arrays[name] = described(name, sizes, block, of, dims)
+    if dtype:
+        group.arrays[SCALE] = described(SCALE, sizes, block, "f8", VARIABLES[SCALE].dims)
+    return group
+
+
+def _blockwise(features: xr.Dataset) -> list[str]:
+    """Return the names of what is stored block by block: all numbers of samples and checkpoints."""
+    variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
+    names = [n for n, v in variables.items() if v.dtype.kind == "f" or n == ERROR]
+    return ["feature", *names]
+
+
+def _placed(
+    before: Group, features: xr.Dataset, append_dim: AppendDim | None, dtype: str | None
+) -> tuple[Group, range, dict[str, int]]:
+    """Return a store as it is to be with some features, and where they belong in it.
 
     Returns
     -------
-    Names of the blocks that are done, for each checkpoint.
+    The store; the rows of the samples; and the columns of the checkpoints, by their names.
     """
-    is_there = part.folder in [each.folder for each in before.parts]
-    if not is_there and part.folder != before.folder:
-        is_there = require_ours(part.folder)
-    sizes = part.folder.sizes() if is_there else {}
-    if is_there:
-        _require_same(part, weights)
-        for path in restore_coords(part, features, sizes):
-            _log.warning("%s was damaged or lost: it was written again", path)
-    coords = before.coords_of(part, list(map(str, features.coords)))
-    if coords is not None:
-        require_same_coords(features, coords, before.folder.url)
-    if not is_there:
-        with storing(part, "metadata"):
-            create(part, features, weights)
-        return [set() for _ in part.checkpoints]
-    for path in filter(is_partial, sizes):
-        part.folder.remove(path)
-    done = completed_blocks(part, sizes)
-    for fault in faults(part, sizes, done):
-        _log.warning("%s: %s; its block is computed again", fault.path, fault.found)
-        withdraw(part, fault)
-        done[fault.checkpoint].discard(fault.block)
-    return done
-
-
-def _compute(
-    part: Part,
-    features: xr.Dataset,
-    before: Snapshot,
-    weights: Weights | None,
-    done: Sequence[set[str]],
-    retries: int,
-) -> None:
-    """Compute and store what is missing of a part: all blocks, then what is reduced from them."""
-    with record_run(part) as steps:
-        for index, known in enumerate(done):
-            steps.append(save_blocks(part, features, index, known, retries))
-        missing = [index for index, known in enumerate(done) if GRAM not in known]
-        if weights is None or not missing:
-            return
-        saved = xr.Dataset(stored(part))
-        if (dropped := before.dropped_of(part)).any():
-            saved = saved.isel({SAMPLE: np.flatnonzero(~dropped)})
-        for index in missing:  # after all blocks: score weights are means over checkpoints
-            steps.append(save_reductions(part, saved, weights, index, retries))
-
-
-def _require_same(part: Part, weights: Weights | None) -> None:
-    """Reject features that were made in another way than those of the store."""
-    ours, theirs = {**part.spec, "layout": part.layout}, read_attributes(part.folder)
-    what = f"these features and the store {part.folder.url!r}"
-    _require_source(part, theirs.get("source"), what)
-    require_same(ours, theirs, what=what, names=(*STORE_SPEC, "layout"))
-    if weights is None:
-        return
-    if GRAM not in part.arrays:
-        made, needed = "gram=False", "arrays for gram matrices"
-    else:
-        arrays = [name for name in weights.sums if name in part.arrays]
-        stored_weights = part.store().array(GRAM).attrs.get("gram_weights", "1")
-        if stored_weights == weights.gram and arrays == list(weights.sums):
-            return
-        made = f"gram weights {stored_weights!r} and stores {arrays}"
-        needed = f"{weights.gram!r} and {list(weights.sums)}"
-    raise StoreMismatchError(
-        f"expected a store with {needed}, got {part.folder.url!r}, which was made with {made}; try "
-        "td.save(features, store, gram=False), and td.score will reduce them when computed"
-    )
-
-
-def _require_source(part: Part, known: object, what: str) -> None:
-    if part.source != known:
-        raise StoreMismatchError(
-            f"expected the samples of the store, but {what} differ in source: got {part.source!r}, "
-            f"the store has {known!r}; try another store, append_dim='sample' if these are more "
-            f"samples of it, or, if the data are the same, samples.attrs['source'] = {known!r}"
+    group, made = before.target(), spec(features)
+    what = f"these features and the store {before.folder.url!r}"
+    _require_arrays(group, features, dtype)
+    names = [str(name) for name in features[CHECKPOINT].values]
+    common = [name for name in names if name in group.checkpoints]
+    require_same(made, group.attrs, what=what, names=_SAME)
+    require_same(
+        _of_checkpoints(made, common), _of_checkpoints(group.attrs, common), what=what,
+        names=_BY_CHECKPOINT,
+    )  # fmt: skip
+    rows = _known_rows(group, features, append_dim)
+    if "unfinished" in before.attrs and append_dim and (rows is None or names != common):
+        raise IncompleteFeaturesError(
+            f"expected no unfinished append in the store {before.folder.url!r}: "
+            f"{before.about_unfinished()}"
         )
+    if group.n_samples:
+        if rows is None and append_dim != SAMPLE:
+            raise StoreMismatchError(
+                f"{what} differ in source: expected {group.attrs['sources']} (source, samples), "
+                f"got {made.get('source')!r}, {features.sizes[SAMPLE]}; try another store, or "
+                "append_dim='sample' if these are more samples of it"
+            )
+        if rows is None and set(names) != set(group.checkpoints):
+            require_same(made, group.attrs, what=what, names=_BY_CHECKPOINT)
+        if rows is not None and names != common and append_dim != CHECKPOINT:
+            require_same(made, group.attrs, what=what, names=_BY_CHECKPOINT)
+    if rows is None or names != common:
+        sources = [*group.attrs["sources"]]
+        if rows is None:
+            rows = range(group.n_samples, group.n_samples + features.sizes[SAMPLE])
+            sources.append([str(made.get("source", "")), features.sizes[SAMPLE]])
+        new = [name for name in names if name not in common]
+        added = _of_checkpoints(made, new)
+        before.attrs["unfinished"] = {
+            "source": " + ".join(source for source, _ in sources),
+            "sources": sources,
+            **{field: {**group.attrs.get(field, {}), **added[field]} for field in added},
+        }
+        group = before.target()
+    return group, rows, {n: i for i, n in enumerate(group.checkpoints) if n in names}
+
+
+def _of_checkpoints(made: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    fields = [field for field in _BY_CHECKPOINT if field in made]
+    return {field: {name: made[field][name] for name in names} for field in fields}
+
+
+def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
+    """Return where samples are that were begun before, None if these are others.
+
+    Those of another selection of the same source are known by their features.
+    """
+    columns = {n: group.checkpoints.index(n) for n in features[CHECKPOINT].values.tolist()
+               if n in group.checkpoints}  # fmt: skip
+    ours, start, other = (features.attrs.get("source", ""), features.sizes[SAMPLE]), 0, None
+    for source, n in group.attrs["sources"]:
+        rows = range(start, start + n)
+        start += n
+        if (source, n) == ours:
+            try:
+                require_same_rows(group, features, rows, columns)
+                return rows
+            except StoreMismatchError as err:
+                other = err
+    if other is not None and append_dim != SAMPLE:
+        raise other
+    return None
+
+
+def _require_arrays(group: Group, features: xr.Dataset, dtype: str | None) -> None:
+    """Reject features of another width, dtype, or with other variables."""
+    of = group.arrays["feature"]
+    ours = {
+        "proj_dim": features.sizes[PROJ_DIM],
+        "dtype": str(dtype or features.feature.dtype),
+        "variables": sorted({*_blockwise(features)} - {ERROR}),
+    }
+    theirs = {
+        "proj_dim": of["shape"][1],
+        "dtype": of["data_type"],
+        "variables": sorted({*group.features} - {ERROR, SCALE}),
+    }
+    for name, there in theirs.items():
+        if ours[name] != there:
+            raise StoreMismatchError(
+                f"expected features with the {name} {there} of the store {group.folder.url!r}, got "
+                f"{ours[name]}; try featurizing as for the store, or another store"
+            )
+
+
+def _with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
+    """Return features that say where samples failed, if the store does."""
+    if ERROR not in group.arrays or ERROR in features:
+        return features
+    none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
+    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
+
+
+def _lacks_blocks(group: Group) -> bool:
+    """Return whether blocks are missing of what a store is to have."""
+    known, start = stored(group), 0
+    for _, n in group.attrs["sources"]:
+        rows = range(start, start + n)
+        start += n
+        if any(missing_blocks(group, rows, i, known) for i in range(len(group.checkpoints))):
+            return True
+    return False
+
+
+def _gone(before: Group, group: Group) -> np.ndarray:
+    """Return which samples are dropped."""
+    gone = np.zeros(group.n_samples, bool)
+    gone[: before.n_samples] = dropped_mask(before)
+    return gone

@@ -1,0 +1,325 @@
+"""The zarr group of a store, and the one file that says what counts.
+
+``zarr.json`` of the group holds its attributes and, as zarr's consolidated metadata, those of every
+array: readers look nowhere else. So a writer first writes chunks, and then this file, which is
+replaced in one piece, so that a reader sees the store as it was before or as it is after. New rows
+lie in chunks of their own, or in one whose rows so far stay the same. What replaces other values
+(coords, sums) would overwrite them; so its chunks are named by the separator, ``/`` or ``.``, that
+those before are not named by. They are removed once they do not count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import xarray as xr
+import zarr
+from zarr.abc.store import Store
+from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.core.buffer import Buffer
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
+
+from trakdask._version import __version__
+from trakdask.errors import IncompleteFeaturesError
+from trakdask.files import UNCACHED, Folder
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
+
+__all__ = ["DERIVED", "DROPPED", "ERROR", "METADATA", "OWN", "SCALE", "Group", "zarr_store"]
+
+METADATA = "zarr.json"
+DROPPED, ERROR, SCALE = "dropped", "error", "scale"
+DERIVED = ("gram", "loss_gradient", "gram_eigenvalues", "gram_eigenvectors", "damping")
+"""Arrays that are computed from all samples."""
+OWN = ("coordinates", "n_samples", "sources", "unfinished", "lacking")
+"""Attributes by which the store knows what it holds; not those of features."""
+
+Metadata = dict[str, Any]
+
+
+def zarr_store(folder: Folder, *, read_only: bool = False) -> Store:
+    """Return a folder as a zarr store."""
+    if folder.is_local:
+        return LocalStore(folder.url, read_only=read_only)
+    options = {**UNCACHED, **folder.options}
+    return FsspecStore.from_url(folder.url, options, read_only=read_only)
+
+
+@dataclass
+class Group:
+    """What counts in a store: its attributes, and the metadata of its arrays by their names."""
+
+    folder: Folder
+    attrs: dict[str, Any]
+    arrays: dict[str, Metadata]
+    before: Mapping[str, Metadata] = field(default_factory=dict)
+    """Metadata of the arrays that count so far."""
+
+    @classmethod
+    def read(cls, folder: Folder) -> Group:
+        """Return what counts in a store.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no store.
+        ValueError
+            If its metadata cannot be read, or are those of another version.
+        """
+        try:
+            text = folder.read(METADATA)
+        except (FileNotFoundError, NotADirectoryError) as err:
+            others = f", but {folder.names()[:3]}" if folder.names() else ""
+            raise FileNotFoundError(
+                f"expected features in {folder.url!r}, there is no store{others}; try another "
+                "path, or td.save(features, store)"
+            ) from err
+        try:
+            known = json.loads(text)
+            attrs, arrays = known.get("attributes", {}), known.get("consolidated_metadata") or {}
+        except (ValueError, AttributeError) as err:
+            raise ValueError(
+                f"expected the metadata of a zarr group in {folder.url}/{METADATA}, got "
+                f"{text[:40]!r}; try restoring that file from a backup"
+            ) from err
+        if "layout" in attrs:
+            raise ValueError(
+                f"expected a store of this version, got {folder.url!r}, which an earlier one made; "
+                "try td.save(features, another_store)"
+            )
+        if "sources" not in attrs:
+            raise FileNotFoundError(
+                f"expected features in {folder.url!r}, got a zarr group without features; try "
+                "xr.open_zarr for it, or another path"
+            )
+        known_arrays = arrays.get("metadata", {})
+        return cls(folder, attrs, dict(known_arrays), known_arrays)
+
+    # ------------------------------------------------------------------------------- what it holds
+
+    @property
+    def n_samples(self) -> int:
+        """How many samples count, dropped ones among them."""
+        return int(self.attrs["n_samples"])
+
+    @property
+    def block(self) -> int:
+        """How many samples are in a block."""
+        return int(chunks_of(self.arrays["out_to_loss"])[0])
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Names of the checkpoints that count."""
+        return list(self.attrs["checkpoints"])
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the arrays that tasks write in blocks; ``out_to_loss`` is the last."""
+        names = [n for n in self.arrays if dims_of(self.arrays[n]) in _OF_FEATURES]
+        return sorted(names, key=lambda name: name == "out_to_loss")
+
+    @property
+    def coords(self) -> list[str]:
+        """Names of the coords, ``dropped`` among them."""
+        return [name for name in self.arrays if name not in {*self.features, *DERIVED}]
+
+    def array(self, name: str, *, sparse: bool = False) -> zarr.Array[Any]:
+        """Return an array, which is small when it is pickled; nothing is read.
+
+        Parameters
+        ----------
+        name
+            Of the array.
+        sparse
+            Whether a chunk that equals the fill value is left out. Else it is written, because an
+            absent one counts as lost.
+        """
+        path = StorePath(zarr_store(self.folder), name)
+        array: zarr.Array[Any] = zarr.Array.from_dict(path, self.arrays[name])
+        return array.with_config({"write_empty_chunks": not sparse})
+
+    def chunk_path(self, name: str, index: tuple[int, ...]) -> str:
+        """Return the path of a chunk in the store."""
+        return f"{name}/{separator_of(self.arrays[name]).join(['c', *map(str, index)])}"
+
+    def absent_chunks(self, name: str) -> list[str]:
+        """Return the paths of the chunks that an array lacks, in order."""
+        metadata, folder = self.arrays[name], self.folder
+        counts = [
+            -(-n // chunk) for n, chunk in zip(metadata["shape"], chunks_of(metadata), strict=True)
+        ]
+        there = {f"{name}/{path}" for path in (folder / name).sizes()}
+        needed = (self.chunk_path(name, index) for index in np.ndindex(*counts))
+        return [path for path in needed if path not in there]
+
+    def require_chunks(self, name: str) -> None:
+        """Raise if an array lacks chunks."""
+        if absent := self.absent_chunks(name):
+            raise IncompleteFeaturesError(
+                f"expected {absent[0]!r} in the store {self.folder.url!r}, but it was lost; try "
+                "td.verify(store), which says how to restore it"
+            )
+
+    def require_complete(self) -> None:
+        """Raise if blocks are missing of what counts."""
+        if not self.n_samples or self.attrs.get("lacking"):
+            raise IncompleteFeaturesError(
+                f"expected all blocks of features in {self.folder.url!r}, but some are missing; "
+                "try td.save(features, store), with the features that it was made of, which "
+                "computes what is missing"
+            )
+
+    # ------------------------------------------------------------------------------- what it is to
+
+    def target(self) -> Group:
+        """Return the group with what an unfinished call of save adds."""
+        attrs = {**self.attrs, **self.attrs.get("unfinished", {})}
+        attrs.pop("unfinished", None)
+        attrs["n_samples"] = sum(n for _, n in attrs["sources"])
+        larger = self.resized(attrs["n_samples"], len(attrs["checkpoints"]))
+        larger.attrs = attrs
+        return larger
+
+    def about_unfinished(self) -> str:
+        """Say what is unfinished, and how to finish it."""
+        target = self.target()
+        names = [n for n in target.checkpoints if n not in self.checkpoints]
+        dim = CHECKPOINT if names and self.n_samples == target.n_samples else SAMPLE
+        what = f"checkpoints {names}" if dim == CHECKPOINT else (
+            f"{target.n_samples - self.n_samples} samples"
+        )  # fmt: skip
+        return (
+            f"an append of {what} was not finished; call td.save(..., append_dim={dim!r}) with "
+            "these again to finish it, or td.verify(store, repair=True) to give it up"
+        )
+
+    def resized(self, n_samples: int, n_checkpoints: int) -> Group:
+        """Return the group with more samples or checkpoints in the arrays of features."""
+        sizes = {SAMPLE: n_samples, CHECKPOINT: n_checkpoints}
+        larger = {name: with_sizes(self.arrays[name], sizes) for name in self.features}
+        return Group(self.folder, dict(self.attrs), {**self.arrays, **larger}, self.before)
+
+    def other_separator(self, name: str) -> str:
+        """Return what separates the names of chunks that replace those of an array that counts."""
+        is_slash = name in self.before and separator_of(self.before[name]) == "/"
+        return "." if is_slash else "/"
+
+    def write_small(self, variables: Mapping[str, xr.Variable]) -> None:
+        """Write arrays that are in memory, as xarray encodes them, beside those that count."""
+        encoding = {
+            name: {
+                "chunk_key_encoding": {
+                    "name": "default", "separator": self.other_separator(name)
+                },
+                "compressors": [ZstdCodec(), Crc32cCodec()],
+            }
+            for name in variables
+        }  # fmt: skip
+        files: dict[str, Buffer] = {}
+        ds = xr.Dataset(variables).drop_encoding()
+        for variable in ds.variables.values():
+            if variable.dtype.kind == "f":
+                variable.encoding["_FillValue"] = None  # NaN is NaN
+        ds.to_zarr(
+            MemoryStore(files), mode="w", consolidated=False, zarr_format=3, encoding=encoding,
+            write_empty_chunks=True,
+        )  # fmt: skip
+        for path, data in files.items():
+            if not path.endswith(METADATA):
+                self.folder.write(path, data.to_bytes(), durable=False)
+        for name in variables:
+            self.arrays[name] = json.loads(files[f"{name}/{METADATA}"].to_bytes())
+
+    def commit(self) -> None:
+        """Let what was written count, from now on, and nothing else."""
+        self.attrs["saved"] = {
+            "at": datetime.now(UTC).isoformat(), "versions": {"trakdask": __version__}
+        }  # fmt: skip
+        self.attrs["coordinates"] = " ".join(sorted({*self.coords, ERROR} & {*self.arrays}))
+        about = {
+            "zarr_format": 3,
+            "node_type": "group",
+            "attributes": self.attrs,
+            "consolidated_metadata": {
+                "kind": "inline", "must_understand": False, "metadata": self.arrays
+            },
+        }  # fmt: skip
+        if not self.before:  # by this file a store is known for one
+            self.folder.write(METADATA, json.dumps(about).encode())
+        # Those of each array are for readers that do not know consolidated metadata.
+        for name, metadata in self.arrays.items():
+            if metadata != self.before.get(name):
+                self.folder.write(f"{name}/{METADATA}", json.dumps(metadata).encode())
+        if self.before:
+            self.folder.write(METADATA, json.dumps(about).encode())
+        self.before = dict(self.arrays)
+
+    def sweep(self) -> None:
+        """Remove what does not count any more: arrays, chunks, and partial files."""
+        there = self.folder.names()
+        for name in {*DERIVED, DROPPED, *self.arrays}.intersection(there) - {*self.features}:
+            if name not in self.arrays:
+                self.folder.remove(name)
+                continue
+            old = self.other_separator(name)
+            for file in (self.folder / name).names():
+                if (file == "c") if old == "/" else file.startswith("c."):
+                    self.folder.remove(f"{name}/{file}")
+        self.folder.sweep()
+
+
+# -------------------------------------------------------------------------- metadata of an array
+
+_OF_FEATURES = ([SAMPLE, PROJ_DIM, CHECKPOINT], [SAMPLE, CHECKPOINT])
+
+
+def described(
+    name: str, sizes: Mapping[str, int], block: int, dtype: Any, dims: tuple[str, ...],
+    separator: str = ".", attrs: Mapping[str, Any] | None = None,
+) -> Metadata:  # fmt: skip
+    """Return the metadata of a new array, in chunks of a block and a checkpoint.
+
+    Features do not compress, so they are stored as they are, with a checksum.
+    """
+    files: dict[str, Buffer] = {}
+    chunks = {**sizes, SAMPLE: block, CHECKPOINT: 1}
+    zarr.create_array(
+        MemoryStore(files),
+        name=name,
+        shape=tuple(sizes[dim] for dim in dims),
+        chunks=tuple(max(1, chunks[dim]) for dim in dims),
+        dtype=dtype,
+        compressors=[Crc32cCodec()],
+        chunk_key_encoding={"name": "default", "separator": separator},
+        fill_value="" if name == ERROR else np.nan,
+        dimension_names=dims,
+        attributes={**(VARIABLES[name].attrs if name in VARIABLES else {}), **(attrs or {})},
+        zarr_format=3,
+    )
+    metadata: Metadata = json.loads(files[f"{name}/{METADATA}"].to_bytes())
+    return metadata
+
+
+def dims_of(metadata: Metadata) -> list[str]:
+    """Return the dimensions of an array."""
+    return list(metadata.get("dimension_names") or [])
+
+
+def chunks_of(metadata: Metadata) -> list[int]:
+    """Return the sizes of its chunks."""
+    return list(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+
+
+def separator_of(metadata: Metadata) -> str:
+    """Return what separates the numbers in the name of a chunk."""
+    return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
+
+
+def with_sizes(metadata: Metadata, sizes: Mapping[str, int]) -> Metadata:
+    """Return the metadata of the array with other sizes."""
+    pairs = zip(dims_of(metadata), metadata["shape"], strict=True)
+    return {**metadata, "shape": [sizes.get(dim, size) for dim, size in pairs]}
