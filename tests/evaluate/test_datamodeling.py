@@ -153,44 +153,6 @@ def test_lds__ties_of_leave_one_out() -> None:
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"masks": MASKS[:, :35]}, "same samples in masks and scores, got 35 and 40"),
-        ({"outputs": OUTPUTS[:9]}, "same subsets in outputs and masks, got 9 and 30"),
-        ({"scores": SCORES[:, :2]}, "same targets in outputs and scores, got 7 and 2"),
-        ({"masks": MASKS.values}, r"masks .*DataArray \(subset, sample\), got a ndarray"),
-        ({"outputs": OUTPUTS[0, 0]}, r"outputs .* or \(subset, target\), got \('target',\)"),
-        ({"scores": SCORES[:, 0]}, r"scores .*got \('sample',\).*td.score"),
-        ({"resamples": 0}, "resamples >= 1, got 0"),
-        ({"confidence": 95}, "confidence between 0 and 1, got 95"),
-    ],
-)
-def test_lds__refused(change: dict[str, object], message: str) -> None:
-    given = {"scores": SCORES, "masks": MASKS, "outputs": OUTPUTS, **change}
-    with pytest.raises((TypeError, ValueError), match=message):
-        lds(**given)
-
-
-def test_lds__undefined_for_every_target_is_an_error_when_computed() -> None:
-    nothing = xr.full_like(SCORES.astype(float), np.nan)
-    for scores, outputs, message in (
-        (nothing, OUTPUTS, "scores without NaN .*7 targets"),
-        (SCORES, xr.full_like(OUTPUTS.astype(float), np.nan), "outputs without NaN .*7 targets"),
-        (xr.zeros_like(SCORES), OUTPUTS, "scores that differ .*7 targets"),
-        (SCORES, xr.ones_like(OUTPUTS), "outputs that differ .*7 targets"),
-    ):
-        result = lds(scores, MASKS, outputs, resamples=2)
-        with pytest.raises(ValueError, match=message):
-            result.compute(scheduler="sync")
-
-
-def test_lds__labels_in_another_order_are_refused() -> None:
-    scores, outputs = (array.assign_coords(target=list("abcdefg")) for array in (SCORES, OUTPUTS))
-    with pytest.raises(ValueError, match="'target' in outputs and scores, got 'g' and 'a'"):
-        lds(scores, MASKS, outputs.isel(target=slice(None, None, -1)))
-
-
 # --- coverage -------------------------------------------------------------------------------------
 
 

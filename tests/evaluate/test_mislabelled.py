@@ -110,27 +110,3 @@ def test_mislabelled_curve__random_orders_are_in_the_random_interval() -> None:
     assert (inside > 0.87).all()
     below = ((curve.found > low) & (curve.found < high)).mean("draw").values
     assert (below < 0.93).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"is_mislabelled": WRONG[:9]}, "samples in is_mislabelled and values, got 9 and 50"),
-        ({"is_mislabelled": WRONG.astype(int)}, "is_mislabelled .*bool .*got int64"),
-        ({"is_mislabelled": WRONG & ~WRONG}, "is_mislabelled, got 0 wrong ones of 50"),
-        ({"values": VALUES.values}, "values .*DataArray .*got a ndarray"),
-        ({"confidence": 0}, "confidence between 0 and 1, got 0"),
-    ],
-)
-def test_mislabelled_auc__refused(change: dict[str, object], message: str) -> None:
-    given = {"values": VALUES, "is_mislabelled": WRONG, **change}
-    with pytest.raises((TypeError, ValueError), match=message):
-        td.evaluate.mislabelled_auc(**given)
-
-
-def test_mislabelled_auc__nan_is_an_error_when_computed() -> None:
-    values = VALUES.astype(float)
-    values[[7, 9], 0] = np.nan
-    result = td.evaluate.mislabelled_auc(values, WRONG)
-    with pytest.raises(ValueError, match=r"NaN in 2 of 50 .*sample 7\b"):
-        result.compute(scheduler="sync")

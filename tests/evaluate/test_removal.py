@@ -188,36 +188,3 @@ def test_removal_curve__lazy() -> None:
         curve = td.evaluate.removal_curve(ridge, RIDGE_SCORES.chunk(), [0.1])
         assert "mean_output" in repr(curve)
     assert curve.mean_output.chunks is not None
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [0]), "k >= 1, got 0"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [60]), r"1 to 59 .*got the numbers \[60\]"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, []), r"1 to 59 .*got the numbers \[\]"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [1], n_random=0), "n_random >= 1, got 0"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES[:, 0], [1]), "scores .*mean of an ensemble"),
-        (lambda: td.evaluate.brittleness(ridge, SCORES, [1], confidence=2), "confidence .*got 2"),
-        (
-            lambda: td.evaluate.removal_curve(ridge, SCORES, [1.0]),
-            "every fraction between 0 and 1, got 1.0",
-        ),
-        (
-            lambda: td.evaluate.removal_curve(ridge, SCORES, [0.1], confidence=2),
-            "confidence .*got 2",
-        ),
-    ],
-)
-def test_removal__refused(call, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_brittleness__too_many_nan_scores() -> None:
-    """Fewer samples than k would be removed, without a word."""
-    scores = SCORES.astype(float).copy()
-    scores[2:, 1] = np.nan
-    result = td.evaluate.brittleness(ridge, scores, [3])
-    with pytest.raises(ValueError, match=r"at least 3 .*got 2 .*target at position 1"):
-        result.compute(scheduler="sync")

@@ -13,13 +13,12 @@ import cloudpickle
 import dask
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 from distributed import Client
 
 import trakdask as td
 from tests.waiting import Overlap, wait_until
-from trakdask.evaluate.records import model_key
+from trakdask.evaluate.retraining import model_key
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 N, TARGETS = 20, 3
@@ -69,6 +68,15 @@ def run(train_fn, store: Path | str, masks: xr.DataArray = MASKS, **options) -> 
 
 def files(store: Path) -> list[Path]:
     return sorted((store / "models").glob("*.npy"))
+
+
+def test_model_key__of_mask_and_seed() -> None:
+    keys = {
+        model_key(np.array(mask, bool), seed)
+        for mask in ([1, 0], [0, 1], [1, 0, 0], [1] * 8 + [0], [1] * 8)
+        for seed in (0, 1)
+    }
+    assert len(keys) == 10
 
 
 def test_retrain__every_subset_and_seed() -> None:
@@ -194,15 +202,43 @@ def test_retrain__what_was_being_written_is_no_model(tmp_path: Path) -> None:
     assert len(counting.trained()) == 7
 
 
-def test_retrain__other_spec_is_refused_by_name(tmp_path: Path) -> None:
+def test_retrain__killed_while_the_store_was_made(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / f"spec.json.{32 * '0'}.partial").write_text("{")
+    np.testing.assert_array_equal(run(model, tmp_path / "s"), expected(MASKS, 1))
+
+
+@pytest.mark.parametrize("content", [b"", b"not numpy", b"\x93NUMPY\x01"])
+def test_retrain__damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     run(model, tmp_path / "s")
-    other = td.evaluate.subsets(N + 1, 6)
-    with pytest.raises(td.StoreMismatchError, match="differ in tag: expected 'model', got 'mlp'"):
-        retrain(model, MASKS, TARGETS, store=tmp_path / "s", tag="mlp")
-    with pytest.raises(td.StoreMismatchError, match="differ in samples: expected 20, got 21"):
-        run(model, tmp_path / "s", other)
-    with pytest.raises(td.StoreMismatchError, match="differ in targets: expected 3, got 9"):
-        retrain(model, MASKS, 9, store=tmp_path / "s", tag="model")
+    damaged = files(tmp_path / "s")[0]
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=damaged.name):
+        run(model, tmp_path / "s")
+    damaged.unlink()
+    np.testing.assert_array_equal(run(model, tmp_path / "s"), expected(MASKS, 1))
+
+
+def test_retrain__failed_training_leaves_no_model(tmp_path: Path) -> None:
+    with pytest.raises(td.BlockError, match="NaN"), dask.config.set(scheduler="sync"):
+        run(lambda positions, seed: [1.0, np.nan, 2.0], tmp_path / "s")
+    assert not files(tmp_path / "s")
+
+
+@pytest.mark.parametrize("field", ["tag", "samples", "targets"])
+def test_retrain__store_of_other_models_is_refused_by_name(tmp_path: Path, field: str) -> None:
+    run(model, tmp_path / "s")
+    masks = td.evaluate.subsets(N + (field == "samples"), 6)
+    tag, targets = ("mlp" if field == "tag" else "model"), TARGETS + (field == "targets")
+    with pytest.raises(td.StoreMismatchError, match=f"differ in {field}"):
+        retrain(model, masks, targets, store=tmp_path / "s", tag=tag)
+
+
+def test_retrain__something_else_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="something else"):
+        run(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_retrain__known_by_its_name(tmp_path: Path) -> None:
@@ -226,51 +262,6 @@ def test_retrain__shows_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "train models" in shown
     assert "12/12" in shown
-
-
-def test_retrain__outputs_of_another_shape() -> None:
-    with pytest.raises(td.BlockError, match=r"\(4,\), got an array of shape \(3,\)"):
-        retrain(model, MASKS, 4).compute(scheduler="sync")
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ([1.0, np.nan, np.nan], "got NaN for 2 of 3 targets, the first at target 1"),
-        ("accuracy", "to return numbers, got 'accuracy'"),
-        (None, r"got an array of shape \(\)|got None"),
-        ([[1.0], [1.0, 2.0]], "to return numbers, got"),
-        (torch.ones(3, requires_grad=True), "to return numbers, got tensor"),
-    ],
-)
-def test_retrain__outputs_that_are_no_numbers(
-    returned: object, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(td.BlockError, match=message), dask.config.set(scheduler="sync"):
-        run(lambda positions, seed: returned, tmp_path / "s")
-    assert not files(tmp_path / "s")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"masks": np.ones((6, N), bool)}, "masks .*got a ndarray"),
-        ({"masks": MASKS.astype(int)}, "masks .*bool, got int64"),
-        ({"seeds": 0}, "seeds .*got 0"),
-        ({"seeds": [1, 1]}, r"seeds .*got \[1, 1\]"),
-        ({"targets": 0}, "targets >= 1, got 0"),
-        ({"targets": MASKS}, r"targets .*got \('subset', 'sample'\)"),
-    ],
-)
-def test_retrain__refused(change: dict[str, object], message: str) -> None:
-    given = {"masks": MASKS, "targets": TARGETS, **change}
-    with pytest.raises((TypeError, ValueError), match=message):
-        retrain(model, **given)
-
-
-def test_retrain__needs_a_function() -> None:
-    with pytest.raises(TypeError, match=r"train_fn .*function of .*got array"):
-        retrain(np.zeros(3), MASKS, TARGETS)
 
 
 def test_retrain__function_is_sent_once_not_with_every_task() -> None:

@@ -10,23 +10,20 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.checks import shown
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
     lazy_data,
     lazy_results,
-    require_aligned,
     require_bootstrap,
-    require_dims,
-    require_list,
-    require_positive,
+    require_some,
 )
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, coords_along
 
 __all__ = ["randomization_check", "seed_agreement"]
 
 N_MODELS = "n_models"
+_NEEDED = "that differ between samples and are not NaN"
 
 
 def randomization_check(
@@ -59,8 +56,6 @@ def randomization_check(
 
     Raises
     ------
-    TypeError
-        If an argument has another type.
     ValueError
         If samples or targets do not agree, or an option is out of range; when computed, if the
         correlation is undefined for every target.
@@ -89,16 +84,9 @@ def randomization_check(
     >>> float(result.correlation_mean)
     -1.0
     """
-    remedy = "try the result of td.score"
-    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=remedy)
-    randomized = require_dims(
-        randomized, (SAMPLE, TARGET), name="randomized", more=True, remedy=remedy
-    )
-    more = _at_most_one(randomized)
-    for dim in (SAMPLE, TARGET):
-        require_aligned(
-            dim, ("randomized", randomized), ("scores", scores), f"try the same {dim}s of both"
-        )
+    scores, randomized = scores.transpose(SAMPLE, TARGET), randomized.transpose(SAMPLE, TARGET, ...)
+    more = randomized.dims[2:]
+    xr.align(scores, randomized, join="exact", copy=False, exclude=more)
     stacked = lazy_data(randomized) if more else lazy_data(randomized)[:, :, None]
     both = da.concatenate([lazy_data(scores)[:, :, None], stacked], axis=2)
     options = require_bootstrap(resamples, seed, confidence)
@@ -151,8 +139,6 @@ def seed_agreement(
 
     Raises
     ------
-    TypeError
-        If an argument has another type.
     ValueError
         If the dimensions are others, there are fewer than two models, or an option is out of
         range; when computed, if the agreement is undefined for every target.
@@ -181,15 +167,13 @@ def seed_agreement(
     >>> result.reliability.values.round(3).tolist()
     [0.5, 0.667]
     """
-    if not isinstance(dim, str) or dim in (SAMPLE, TARGET):
-        raise ValueError(
-            f"expected the dimension of the models for dim, got {shown(dim)}; try dim='checkpoint'"
-        )
-    remedy = "try td.score(features, targets, average=False)"
-    scores = require_dims(scores, (SAMPLE, TARGET, dim), name="scores", remedy=remedy)
+    scores = scores.transpose(SAMPLE, TARGET, dim)
     if scores.sizes[dim] < 2:
-        raise ValueError(f"expected at least 2 models along {dim!r}, got 1; {remedy}")
-    counts = _counts(n_models)
+        raise ValueError(
+            f"expected at least 2 models along {dim!r}, got {scores.sizes[dim]}; try "
+            "td.score(features, targets, average=False)"
+        )
+    counts = list(n_models)
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
         _agreed, arrays.agreement.rank_correlations(lazy_data(scores)), counts, options,
@@ -199,22 +183,6 @@ def seed_agreement(
     for name, values in coords_along(scores, dim).items():
         coords[f"{name}_1"] = f"{dim}_1", values.values
     return result.assign_coords({**coords, N_MODELS: counts, BOUND: BOUNDS})
-
-
-def _at_most_one(randomized: xr.DataArray) -> tuple[Hashable, ...]:
-    if len(more := randomized.dims[2:]) > 1:
-        raise ValueError(
-            f"expected at most one dimension besides sample and target in randomized, got "
-            f"{tuple(map(str, more))}; try selecting one of them"
-        )
-    return more
-
-
-def _counts(n_models: object) -> list[int]:
-    counts = require_list(n_models, "n_models")
-    if not counts:
-        raise ValueError("expected at least one number in n_models, got []; try n_models=[1, 5]")
-    return [require_positive(k, name="every n_models", example="n_models=[1, 5]") for k in counts]
 
 
 def _agreement_variables(scores: xr.DataArray, dim: str, n_counts: int) -> dict[str, Any]:
@@ -233,7 +201,7 @@ def _randomized(
     correlations: np.ndarray, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     own = correlations[:, 0, 1:].reshape(-1, *sizes)
-    _require_some(own)
+    require_some(own, _NEEDED)
     mean, interval = arrays.intervals.bootstrap_mean(own, **options)
     return {"correlation": own, "correlation_mean": mean, "interval": interval}
 
@@ -242,7 +210,7 @@ def _agreed(
     correlations: np.ndarray, counts: list[int], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     agreement = arrays.agreement.mean_of_pairs(correlations)
-    _require_some(agreement)
+    require_some(agreement, _NEEDED)
     mean, interval = arrays.intervals.bootstrap_mean(agreement, **options)
     pairs = np.moveaxis(correlations, 0, -1)
     reliability = arrays.ranks.reliability
@@ -254,12 +222,3 @@ def _agreed(
         "reliability_interval": reliability(interval[:, None], np.array(counts)),
         "pairs": arrays.ranks.mean_of_known(pairs),
     }
-
-
-def _require_some(correlations: np.ndarray) -> None:
-    """Reject correlations that are undefined for every target."""
-    if np.isnan(correlations).all():
-        raise ValueError(
-            "expected scores that differ between samples and are not NaN for at least one target, "
-            f"got none of {len(correlations)} targets; try features without failed samples"
-        )

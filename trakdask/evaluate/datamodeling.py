@@ -14,14 +14,10 @@ from trakdask.evaluate.labels import (
     DRAW,
     SEED,
     SUBSET,
+    checked_masks,
     lazy_data,
     lazy_results,
-    require_aligned,
-    require_bool,
-    require_dims,
-    require_fraction,
-    require_positive,
-    require_seed,
+    require_bootstrap,
 )
 from trakdask.variables import SAMPLE, TARGET, coords_along
 
@@ -76,11 +72,9 @@ def lds(
 
     Raises
     ------
-    TypeError
-        If an argument has another type.
     ValueError
-        If samples, subsets or targets do not agree, there is a single subset, or an option is out
-        of range; when computed, if the correlation is undefined for every target.
+        If samples, subsets or targets do not agree, masks are not bool, or an option is out of
+        range; when computed, if the correlation is undefined for every target.
 
     Notes
     -----
@@ -114,50 +108,20 @@ def lds(
     >>> float(result.lds_mean)
     1.0
     """
-    scores, masks, outputs = _checked(scores, masks, outputs)
-    resamples = require_positive(resamples, name="resamples", example="resamples=1000")
-    seed = require_seed(seed, name="seed")
-    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
-    prediction = arrays.subsets.subset_sums(lazy_data(masks), lazy_data(scores))
+    scores, masks = scores.transpose(SAMPLE, TARGET, ...), checked_masks(masks)
+    if SEED not in outputs.dims:
+        outputs = outputs.expand_dims(SEED)
+    outputs = outputs.transpose(SUBSET, SEED, TARGET)
     more = scores.dims[2:]
+    xr.align(scores, masks, outputs, join="exact", copy=False, exclude={SEED, *more})
+    options = require_bootstrap(resamples, seed, confidence)
+    prediction = arrays.subsets.subset_sums(lazy_data(masks), lazy_data(scores))
     result = lazy_results(
-        _evaluate, prediction, lazy_data(outputs), resamples, seed, confidence,
+        _evaluate, prediction, lazy_data(outputs), options,
         variables=_variables(scores, more, resamples),
     )  # fmt: skip
-    attrs = {"resamples": resamples, "seed": seed, "confidence": confidence}
     coords = {**coords_along(scores, TARGET, *more), BOUND: BOUNDS}
-    return result.assign_coords(coords).assign_attrs(attrs)
-
-
-def _checked(
-    scores: xr.DataArray, masks: xr.DataArray, outputs: xr.DataArray
-) -> tuple[xr.DataArray, xr.DataArray, xr.DataArray]:
-    scores = require_dims(
-        scores, (SAMPLE, TARGET), name="scores", more=True, remedy="try the result of td.score"
-    )
-    masks = require_dims(
-        masks, (SUBSET, SAMPLE), name="masks", remedy="try td.evaluate.subsets(scores, 100)"
-    )
-    outputs = require_dims(
-        outputs, (SUBSET, SEED, TARGET), (SUBSET, TARGET), name="outputs",
-        remedy="try the result of td.evaluate.retrain",
-    )  # fmt: skip
-    if SEED not in outputs.dims:
-        outputs = outputs.expand_dims(SEED, axis=1)
-    require_bool(masks, "masks")
-    arrays_by_name = {"scores": scores, "masks": masks, "outputs": outputs}
-    for dim, one, other, remedy in (
-        (SAMPLE, "masks", "scores", "try scores of the samples that the subsets were drawn from"),
-        (SUBSET, "outputs", "masks", "try the same subsets of both"),
-        (TARGET, "outputs", "scores", "try the same targets of both"),
-    ):
-        require_aligned(dim, (one, arrays_by_name[one]), (other, arrays_by_name[other]), remedy)
-    if masks.sizes[SUBSET] < 2:
-        raise ValueError(
-            "expected at least 2 subsets, which a correlation over subsets needs, got 1 in "
-            "masks; try td.evaluate.subsets(scores, 100)"
-        )
-    return scores, masks, outputs
+    return result.assign_coords(coords).assign_attrs(options)
 
 
 def _variables(scores: xr.DataArray, more: tuple[Any, ...], resamples: int) -> dict[str, Any]:
@@ -178,7 +142,7 @@ def _variables(scores: xr.DataArray, more: tuple[Any, ...], resamples: int) -> d
 
 
 def _evaluate(
-    prediction: np.ndarray, outputs: np.ndarray, resamples: int, seed: int, confidence: float
+    prediction: np.ndarray, outputs: np.ndarray, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Compute all results of predictions (subset, target, ...), outputs (subset, seed, target)."""
     more = prediction.shape[2:]
@@ -188,9 +152,9 @@ def _evaluate(
     truth = arrays.ranks.Ranking.of(outputs.mean(axis=1))
     _require_defined(prediction, outputs)
     rows, means, draws = arrays.ranks.bootstrap(
-        truth, predicted, seeds, repeats=resamples, seed=seed
+        truth, predicted, seeds, repeats=options["resamples"], seed=options["seed"]
     )
-    intervals = arrays.ranks.percentiles(draws, confidence)
+    intervals = arrays.ranks.percentiles(draws, options["confidence"])
     return {
         "lds": rows[:-1].T.reshape(-1, *more),
         "lds_mean": means[:-1].reshape(more),
@@ -204,18 +168,10 @@ def _evaluate(
 
 def _require_defined(prediction: np.ndarray, outputs: np.ndarray) -> None:
     """Reject data for which the correlation of every target is undefined, and say why."""
-    for name, values, remedy in (
-        ("outputs", outputs.mean(axis=1), "try models that can be trained on these subsets"),
-        ("scores", prediction, "try features without failed samples"),
-    ):
-        n_targets = values.shape[1]
-        if np.isnan(values).any(axis=0).all():
-            raise ValueError(
-                f"expected {name} without NaN for at least one target, got a NaN for every one of "
-                f"{n_targets} targets; {remedy}"
-            )
+    for name, values in (("outputs", outputs.mean(axis=1)), ("scores", prediction)):
         if (np.isnan(values).any(axis=0) | (values == values[:1]).all(axis=0)).all():
             raise ValueError(
-                f"expected {name} that differ between subsets for at least one target, got equal "
-                f"values or NaN for every one of {n_targets} targets; {remedy}"
+                f"expected {name} that differ between subsets and are not NaN for at least one "
+                f"target, got equal values or NaN for all of {values.shape[1]} targets and "
+                f"{len(values)} subsets; try other subsets, or features without failed samples"
             )

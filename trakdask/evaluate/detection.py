@@ -9,22 +9,24 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.detection import Bools, Codes, Floats
+from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
-from trakdask.evaluate import classes
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
+    K,
     lazy_data,
     lazy_results,
     require_bootstrap,
-    require_dims,
-    require_list,
+    require_some,
 )
-from trakdask.variables import SAMPLE, TARGET, coords_along
+from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX, coords_along
 
 __all__ = ["class_detection", "shortcut_detection"]
 
-K = "k"
+
+_NEEDED = "of samples of the target's class and of another, without NaN"
 
 
 def class_detection(
@@ -73,11 +75,11 @@ def class_detection(
 
     Raises
     ------
-    TypeError
-        If an argument has another type.
+    KeyError
+        If there is no such coord.
     ValueError
-        If there is no such coord, a label is missing, no target has samples both of its class and
-        of other ones, or an option is out of range; when computed, if all scores are NaN.
+        If a label is missing, no target has samples both of its class and of other ones, or an
+        option is out of range; when computed, if all scores are NaN.
 
     Notes
     -----
@@ -114,10 +116,11 @@ def class_detection(
     >>> float(result.auc_mean), result.precision.values.tolist()
     (1.0, [[1.0, 1.0], [1.0, 0.5]])
     """
-    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", more=True, remedy=_REMEDY)
-    counts = _counts(ks, scores.sizes[SAMPLE])
-    codes, target_codes = classes.codes(scores, by, within)
-    chance = classes.shares(codes, target_codes, by)
+    scores = scores.transpose(SAMPLE, TARGET, ...)
+    n = scores.sizes[SAMPLE]
+    counts = [require_integer("every k", k, 1, n + 1, remedy="try ks=[1]") for k in ks]
+    codes, target_codes = _class_codes(scores, by, within)
+    chance = _class_shares(codes, target_codes, by)
     values = arrays.detection.class_ranks(lazy_data(scores), codes, target_codes, counts)
     more = scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
@@ -161,11 +164,11 @@ def shortcut_detection(
 
     Raises
     ------
-    TypeError
-        If an argument has another type.
+    KeyError
+        If there is no such coord.
     ValueError
-        If there is no such coord, it is not bool, no target or no sample carries the mark, or every
-        sample does; when computed, if the scores of all marked targets are NaN.
+        If it is not bool, no target or no sample carries the mark, or every sample does; when
+        computed, if the scores of all marked targets are NaN.
 
     Notes
     -----
@@ -196,8 +199,8 @@ def shortcut_detection(
     >>> float(result.auprc_mean), float(result.unmarked_mean)
     (1.0, 0.3333)
     """
-    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", more=True, remedy=_REMEDY)
-    positive, is_marked = classes.marks(scores, by)
+    scores = scores.transpose(SAMPLE, TARGET, ...)
+    positive, is_marked = _marks(scores, by)
     if not is_marked.any() or positive.all() or not positive.any():
         raise ValueError(
             f"expected marked and unmarked samples, and marked targets, got {positive.sum()} of "
@@ -215,14 +218,59 @@ def shortcut_detection(
     return result.assign_coords(coords).assign_attrs(by=by)
 
 
-_REMEDY = "try the result of td.score"
+def _class_codes(scores: xr.DataArray, by: str, within: str | None) -> tuple[Codes, Codes]:
+    """Return class and group of every sample, (sample, 2), and of every target, (target, 2)."""
+    n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
+    groups = np.zeros(n + m, np.int8) if within is None else _shared_codes(scores, within)
+    both = np.stack([_shared_codes(scores, by), groups], axis=1)
+    return both[:n], both[n:]
 
 
-def _counts(ks: object, n: int) -> list[int]:
-    counts = require_list(ks, "ks")
-    if not counts:
-        raise ValueError("expected at least one k in ks, got []; try ks=[1, 10]")
-    return [require_integer("every k", k, 1, n + 1, remedy="try ks=[1]") for k in counts]
+def _shared_codes(scores: xr.DataArray, name: str) -> np.ndarray:
+    """Return the number of each label: of the samples, then of the targets."""
+    labels = scores[name].values, scores[f"{TARGET_PREFIX}{name}"].values
+    codes, _ = group_codes(np.concatenate(labels))
+    if n_missing := (codes < 0).sum():
+        raise ValueError(
+            f"expected a label for every sample and target in {name!r}, got {n_missing} without "
+            "one; try selecting those that have one"
+        )
+    return codes
+
+
+def _class_shares(of_samples: Codes, of_targets: Codes, by: str) -> Floats:
+    """Return which share of the samples of each target's group is of its class, (target,)."""
+    n_classes = int(max(of_samples[:, 0].max(), of_targets[:, 0].max())) + 1
+    pairs, target_pairs = (
+        codes[:, 1].astype(np.int64) * n_classes + codes[:, 0] for codes in (of_samples, of_targets)
+    )
+    n_relevant = _counts(pairs, target_pairs)
+    n_ranked = _counts(of_samples[:, 1], of_targets[:, 1])
+    if not ((n_relevant > 0) & (n_relevant < n_ranked)).any():
+        raise ValueError(
+            f"expected samples with the {by!r} of the target and samples with another one, for at "
+            f"least one of {len(of_targets)} targets, got between {n_relevant.min()} and "
+            f"{n_relevant.max()} of {len(of_samples)} samples with that of a target; try a coord "
+            "that has the same labels for samples and targets"
+        )
+    return np.asarray(n_relevant / np.maximum(n_ranked, 1))
+
+
+def _counts(values: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """Return how often each query is among the values."""
+    ordered = np.sort(values)
+    return np.searchsorted(ordered, queries, "right") - np.searchsorted(ordered, queries)
+
+
+def _marks(scores: xr.DataArray, by: str) -> tuple[Bools, Bools]:
+    """Return which samples and which targets carry a mark, (sample,) and (target,)."""
+    of_samples, of_targets = scores[by].values, scores[f"{TARGET_PREFIX}{by}"].values
+    if of_samples.dtype != bool or of_targets.dtype != bool:
+        raise ValueError(
+            f"expected {by!r} of samples and targets to be bool, got {of_samples.dtype} and "
+            f"{of_targets.dtype}; try comparing them with one value"
+        )
+    return of_samples, of_targets
 
 
 def _detection_variables(scores: xr.DataArray, n_counts: int) -> dict[str, Any]:
@@ -248,7 +296,7 @@ def _detected(
     values: np.ndarray, chance: np.ndarray, n_counts: int, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
     """Compute all results of values (target, ..., statistic)."""
-    _require_some(values)
+    require_some(values, _NEEDED)
     values = np.moveaxis(values, -1, 1)
     means, interval = arrays.intervals.bootstrap_mean(values, **options)
     precision, recall = slice(2, 2 + n_counts), slice(2 + n_counts, None)
@@ -281,7 +329,7 @@ def _shortcut_variables(scores: xr.DataArray) -> dict[str, Any]:
 def _shortcut(
     values: np.ndarray, is_marked: np.ndarray, chance: float, options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    _require_some(values[is_marked])
+    require_some(values[is_marked], _NEEDED)
     results = {"auprc": values, "chance": np.asarray(chance)}
     for name, bounds, chosen in (
         ("auprc_mean", "interval", is_marked), ("unmarked_mean", "unmarked_interval", ~is_marked)
@@ -290,13 +338,3 @@ def _shortcut(
         some = values[chosen] if chosen.any() else np.full_like(values[:1], np.nan)
         results[name], results[bounds] = arrays.intervals.bootstrap_mean(some, **options)
     return results
-
-
-def _require_some(values: np.ndarray) -> None:
-    """Reject statistics that are undefined for every target."""
-    if np.isnan(values).all():
-        raise ValueError(
-            f"expected scores without NaN for at least one target, got none of {len(values)} "
-            "targets with a score of its class and one of another; try features without failed "
-            "samples"
-        )

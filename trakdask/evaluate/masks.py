@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,8 @@ import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.checks import shown
-from trakdask.evaluate.labels import (
-    SUBSET,
-    as_array,
-    require_fraction,
-    require_positive,
-    require_seed,
-)
+from trakdask.checks import require_integer, shown
+from trakdask.evaluate.labels import SUBSET, require_fraction
 from trakdask.variables import SAMPLE, coords_along
 
 __all__ = ["leave_one_out", "subsets"]
@@ -54,11 +49,10 @@ def subsets(
 
     Raises
     ------
-    TypeError
-        If an argument has another type.
     ValueError
-        If the subsets would contain no or all samples, there is no such coord, or labels are
-        missing.
+        If the subsets would contain no or all samples, or there is not one label per sample.
+    KeyError
+        If the samples have no such coord.
 
     Notes
     -----
@@ -74,11 +68,10 @@ def subsets(
     >>> bool((masks == td.evaluate.subsets(10, 9, fraction=0.3)[:4]).all())
     True
     """
-    n = _n_samples(samples)
-    n_subsets = require_positive(n_subsets, name="n_subsets", example="n_subsets=100")
-    fraction = require_fraction(fraction, name="fraction", example="fraction=0.5")
-    seed = require_seed(seed, name="seed")
-    groups = None if by is None else _groups(samples, by, n)
+    n, coords = _size_and_coords(samples)
+    n_subsets = require_integer("n_subsets", n_subsets, 1, remedy="try n_subsets=100")
+    fraction = require_fraction("fraction", fraction)
+    groups = None if by is None else _groups(coords[by] if isinstance(by, str) else by, n)
     n_drawn = n if groups is None else int(groups.max()) + 1
     size = round(fraction * n_drawn)
     if not 0 < size < n_drawn:
@@ -89,9 +82,7 @@ def subsets(
         )
     data = arrays.subsets.random_subsets(n, n_subsets, size, seed, groups=groups)
     attrs = {"description": "trained on", "fraction": fraction, "seed": seed}
-    return xr.DataArray(
-        data, dims=(SUBSET, SAMPLE), coords=_coords(samples), name="mask", attrs=attrs
-    )
+    return xr.DataArray(data, dims=(SUBSET, SAMPLE), coords=coords, name="mask", attrs=attrs)
 
 
 def leave_one_out(
@@ -116,8 +107,8 @@ def leave_one_out(
 
     Raises
     ------
-    TypeError, ValueError
-        If positions are not a list of integers, or a position is out of range.
+    ValueError
+        If positions are not integers, or out of range.
 
     Notes
     -----
@@ -130,69 +121,32 @@ def leave_one_out(
     >>> td.evaluate.leave_one_out(3, [1]).values.tolist()
     [[True, False, True]]
     """
-    n = _n_samples(samples)
-    remedy = f"try positions=np.arange({min(n, 100)})"
-    chosen = (
-        np.arange(n) if positions is None else as_array(positions, name="positions", remedy=remedy)
-    )
-    if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or not len(chosen):
+    n, coords = _size_and_coords(samples)
+    chosen = np.arange(n) if positions is None else np.asarray(positions)
+    # A mask would be read as the positions 0 and 1, and -1 as the last sample.
+    if chosen.dtype.kind not in "iu" or ((chosen < 0) | (chosen >= n)).any():
         raise ValueError(
-            f"expected integers (subset,) for positions, got {chosen.dtype} of shape "
-            f"{chosen.shape}; {remedy}"
-        )
-    if (bad := np.flatnonzero((chosen < 0) | (chosen >= n))).size:
-        raise ValueError(
-            f"expected positions in 0..{n - 1} ({n} samples), got {chosen[bad[0]]} at index "
-            f"{bad[0]}; {remedy}"
+            f"expected positions in 0..{n - 1} ({n} samples), got {shown(positions)}; try "
+            "np.flatnonzero of a mask"
         )
     data = arrays.subsets.leave_out_each(n, chosen.astype(np.int64))
-    coords = {**_coords(samples), "left_out": (SUBSET, chosen)}
     attrs = {"description": "trained on: all but one"}
+    coords |= {"left_out": (SUBSET, chosen)}
     return xr.DataArray(data, dims=(SUBSET, SAMPLE), coords=coords, name="mask", attrs=attrs)
 
 
-def _n_samples(samples: int | xr.Dataset | xr.DataArray) -> int:
+def _size_and_coords(samples: int | xr.Dataset | xr.DataArray) -> tuple[int, dict[Any, Any]]:
     if isinstance(samples, (xr.Dataset, xr.DataArray)):
-        if SAMPLE not in samples.sizes:
-            raise ValueError(
-                f"expected samples with the dimension 'sample', got "
-                f"{list(map(str, samples.sizes))}; try the training samples, their "
-                "features, or their number"
-            )
-        samples = int(samples.sizes[SAMPLE])
-    return require_positive(samples, name="samples", example="samples=len(labels)")
+        return samples.sizes[SAMPLE], dict(coords_along(samples, SAMPLE))
+    return operator.index(samples), {}
 
 
-def _coords(samples: int | xr.Dataset | xr.DataArray) -> dict[Any, Any]:
-    is_labelled = isinstance(samples, (xr.Dataset, xr.DataArray))
-    return coords_along(samples, SAMPLE) if is_labelled else {}  # type: ignore[arg-type]
-
-
-def _groups(
-    samples: int | xr.Dataset | xr.DataArray, by: str | np.ndarray | xr.DataArray, n: int
-) -> np.ndarray:
-    coords = _coords(samples)
-    if isinstance(by, str) and by not in coords:
+def _groups(by: object, n: int) -> np.ndarray:
+    """Return the number of each sample's label."""
+    codes = np.asarray(pd.factorize(np.asarray(by))[0], np.int64)
+    if codes.shape != (n,) or (codes < 0).any():
         raise ValueError(
-            f"expected by to be one of the samples' coords {list(map(str, coords))}, got {by!r}; "
-            "try the labels themselves: by=labels"
-        )
-    remedy = "try the name of a coord of the samples"
-    labels = as_array(coords[by] if isinstance(by, str) else by, name="by", remedy=remedy)
-    if labels.shape != (n,):
-        raise ValueError(
-            f"expected one label per sample in by, ({n},), got shape {labels.shape}; {remedy}"
-        )
-    try:
-        codes = np.asarray(pd.factorize(labels)[0], np.int64)
-    except TypeError as err:
-        raise TypeError(
-            f"expected hashable labels in by, got {shown(by)} ({err}); {remedy}"
-        ) from err
-    if (codes < 0).any():
-        raise ValueError(
-            f"expected a label for each of the {n} samples in by, got {int((codes < 0).sum())} "
-            f"without one, the first at sample {int(np.argmax(codes < 0))}; try "
-            "labels.fillna('none')"
+            f"expected a label for each of the {n} samples in by, got {len(codes)}, of which "
+            f"{(codes < 0).sum()} are missing; try labels.fillna('none')"
         )
     return codes

@@ -11,19 +11,15 @@ from trakdask import arrays
 from trakdask.evaluate.labels import (
     BOUND,
     BOUNDS,
-    as_array,
+    FRACTION,
     lazy_data,
     lazy_results,
-    require_dims,
     require_fraction,
-    require_list,
-    require_size,
 )
 from trakdask.variables import SAMPLE, coords_along
 
 __all__ = ["mislabelled_auc", "mislabelled_curve"]
 
-FRACTION = "fraction"
 TWENTIETHS = tuple(i / 20 for i in range(1, 20))
 
 
@@ -53,8 +49,6 @@ def mislabelled_auc(
 
     Raises
     ------
-    TypeError
-        If ``values`` is not a DataArray.
     ValueError
         If sizes do not agree, or all labels are wrong or all are right; when computed, if a value
         is NaN.
@@ -71,7 +65,7 @@ def mislabelled_auc(
     1.0
     """
     values, wrong = _checked(values, is_mislabelled)
-    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
+    confidence = require_fraction("confidence", confidence)
     more = values.dims[1:]
     sizes = tuple(values.sizes[dim] for dim in more)
     result = lazy_results(
@@ -120,8 +114,6 @@ def mislabelled_curve(
 
     Raises
     ------
-    TypeError
-        If an argument has another type.
     ValueError
         If sizes do not agree, all labels are wrong or all are right, or fractions are not between 0
         and 1; when computed, if a value is NaN.
@@ -147,13 +139,8 @@ def mislabelled_curve(
     ([0.5, 1.0], 0.75)
     """
     values, wrong = _checked(values, is_mislabelled)
-    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
-    shares = [
-        require_fraction(share, name="every fraction", example="fractions=[0.1, 0.5]")
-        for share in require_list(fractions, "fractions")
-    ]
-    if not shares:
-        raise ValueError("expected at least one fraction, got []; try fractions=[0.1, 0.5]")
+    confidence = require_fraction("confidence", confidence)
+    shares = [require_fraction("every fraction", share) for share in fractions]
     more, k = values.dims[1:], len(shares)
     sizes = tuple(values.sizes[dim] for dim in more)
     result = lazy_results(
@@ -171,25 +158,16 @@ def mislabelled_curve(
     return result.assign_coords(coords)
 
 
-def _checked(values: object, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
-    checked = require_dims(
-        values, (SAMPLE,), name="values", more=True, remedy="try xr.DataArray(v, dims='sample')"
-    )
-    remedy = "try is_mislabelled=(given_label != true_label)"
-    wrong = as_array(is_mislabelled, name="is_mislabelled", remedy=remedy)
-    if wrong.dtype != bool or wrong.ndim != 1:
+def _checked(values: xr.DataArray, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
+    values, wrong = values.transpose(SAMPLE, ...), np.asarray(is_mislabelled)
+    n = values.sizes[SAMPLE]
+    if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
         raise ValueError(
-            f"expected is_mislabelled to be bool (sample,), got {wrong.dtype} of shape "
-            f"{wrong.shape}; {remedy}"
+            f"expected is_mislabelled to be bool ({n},), with right and wrong labels, got "
+            f"{wrong.dtype} {wrong.shape} with {np.count_nonzero(wrong)} wrong ones; try "
+            "is_mislabelled=(given_label != true_label)"
         )
-    remedy = "try the same samples of both"
-    require_size(SAMPLE, ("is_mislabelled", len(wrong)), ("values", checked.sizes[SAMPLE]), remedy)
-    if wrong.all() or not wrong.any():
-        raise ValueError(
-            f"expected right and wrong labels in is_mislabelled, got {int(wrong.sum())} wrong ones "
-            f"of {len(wrong)}; try flipping some labels before training"
-        )
-    return checked, wrong
+    return values, wrong
 
 
 def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
@@ -13,24 +12,12 @@ from numpy.typing import NDArray
 
 from trakdask import arrays
 from trakdask.attribution.ranking import top_k
-from trakdask.checks import require_number
-from trakdask.evaluate.labels import (
-    BOUND,
-    BOUNDS,
-    lazy_results,
-    require_dims,
-    require_fraction,
-    require_list,
-    require_positive,
-    require_seed,
-)
+from trakdask.checks import require_integer, require_number
+from trakdask.evaluate.labels import BOUND, BOUNDS, FRACTION, K, lazy_results, require_fraction
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
 from trakdask.variables import SAMPLE, TARGET, coords_along
 
 __all__ = ["brittleness", "removal_curve"]
-
-K = "k"
-FRACTION = "fraction"
 
 
 def brittleness(
@@ -83,8 +70,6 @@ def brittleness(
     ------
     BlockError, StoreMismatchError
         As :func:`retrain`.
-    TypeError
-        If an argument has another type.
     ValueError
         If scores have other dimensions or ks are not between 1 and the number of samples minus 1;
         when computed, if fewer than k scores of a target are not NaN.
@@ -117,17 +102,17 @@ def brittleness(
     >>> result.flips.values.tolist()
     [[True, True]]
     """
-    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=_SCORES)
+    scores = scores.transpose(SAMPLE, TARGET)
     n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
-    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
+    confidence = require_fraction("confidence", confidence)
     threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
-    counts = _counts(
-        [require_positive(k, name="k", example="ks=[10]") for k in require_list(ks, "ks")], n
-    )
-    ranked = _ranked(scores, max(counts))
+    counts = _counts([require_integer("k", k, 1, remedy="try ks=[10]") for k in ks], n)
     names = [f"all but the top {k} of target {t}" for t in range(m) for k in counts]
-    models = _Models(train_fn, n, m, seeds, store, tag, progress)
-    outputs = models.outputs(ranked, names, counts, n_random, random_seed)
+    ranked = _ranked(scores, max(counts), store)
+    masks, names = _removals(ranked, names, counts, n, n_random, random_seed)
+    outputs = train_models(
+        train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
+    )
     shape = m, len(counts)
     result = lazy_results(
         _flips, outputs, len(counts), n_random, threshold, confidence,
@@ -143,7 +128,8 @@ def brittleness(
         dtypes={"flips": bool},
     )  # fmt: skip
     coords = {**coords_along(scores, TARGET), K: counts, BOUND: BOUNDS}
-    return models.finished(result.assign_coords(coords))
+    result = result.assign_coords(coords)
+    return result if store is None else result.compute()
 
 
 def removal_curve(
@@ -193,8 +179,6 @@ def removal_curve(
     ------
     BlockError, StoreMismatchError
         As :func:`retrain`.
-    TypeError
-        If an argument has another type.
     ValueError
         If scores have other dimensions, or fractions are not between 0 and 1; when computed, if too
         many scores are NaN.
@@ -216,30 +200,26 @@ def removal_curve(
     >>> curve.mean_output.values.tolist()
     [6.0, 3.0]
     """
-    scores = require_dims(scores, (SAMPLE, TARGET), name="scores", remedy=_SCORES)
+    scores = scores.transpose(SAMPLE, TARGET)
     n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
-    confidence = require_fraction(confidence, name="confidence", example="confidence=0.95")
-    example = "fractions=[0.1, 0.2, 0.5]"
-    shares = [
-        require_fraction(share, name="every fraction", example=example)
-        for share in require_list(fractions, "fractions")
-    ]
+    confidence = require_fraction("confidence", confidence)
+    shares = [require_fraction("every fraction", share) for share in fractions]
     counts = _counts([round(share * n) for share in shares], n)
-    mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
-    ranked = _ranked(mean, max(counts), largest=helpful)
     kind = "helpful" if helpful else "harmful"
-    models = _Models(train_fn, n, m, seeds, store, tag, progress)
     names = [f"all but the {k} most {kind}" for k in counts]
-    outputs = models.outputs(ranked, names, counts, n_random, random_seed)
+    mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
+    ranked = _ranked(mean, max(counts), store, largest=helpful)
+    masks, names = _removals(ranked, names, counts, n, n_random, random_seed)
+    outputs = train_models(
+        train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
+    )
     result = lazy_results(
         _curve, outputs, len(counts), n_random, confidence,
         variables=_curve_variables(m, len(counts), kind),
     )  # fmt: skip
     coords = {**coords_along(scores, TARGET), FRACTION: shares, BOUND: BOUNDS}
-    return models.finished(result.assign_coords(coords))
-
-
-_SCORES = "try the result of td.score, or the mean of an ensemble: scores.mean('checkpoint')"
+    result = result.assign_coords(coords)
+    return result if store is None else result.compute()
 
 
 def _curve_variables(m: int, n_counts: int, kind: str) -> dict[str, Any]:
@@ -264,13 +244,12 @@ def _counts(counts: list[int], n: int) -> list[int]:
     return counts
 
 
-def _ranked(scores: xr.DataArray, k: int, *, largest: bool = True) -> da.Array:
+def _ranked(scores: xr.DataArray, k: int, store: Store | None, *, largest: bool = True) -> da.Array:
     """Return the positions (ranking, rank) of the first k samples by score."""
     ranked: da.Array = top_k(scores, k, largest=largest).position.data
-    checked: da.Array = da.map_blocks(
-        _require_ranked, ranked, dtype=ranked.dtype, meta=ranked._meta
-    )
-    return checked
+    ranked = da.map_blocks(_require_ranked, ranked, dtype=np.int64, meta=np.empty((0, 0), np.int64))
+    # With a store all masks are made twice, from scores that are computed once.
+    return ranked if store is None else da.from_array(ranked.compute())
 
 
 def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -285,55 +264,25 @@ def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     return positions
 
 
-@dataclass(frozen=True)
-class _Models:
-    """The models of one experiment."""
+def _removals(
+    ranked: da.Array, names: list[str], counts: list[int], n: int, n_random: int, random_seed: int
+) -> tuple[da.Array, list[str]]:
+    """Return masks (1 + rankings × counts + n_random × counts, sample), and what they are.
 
-    train_fn: TrainFn
-    n: int
-    n_targets: int
-    seeds: Seeds
-    store: Store | None
-    tag: str | None
-    progress: bool
-
-    def outputs(
-        self,
-        ranked: da.Array,
-        names: list[str],
-        counts: list[int],
-        n_random: int,
-        random_seed: int,
-    ) -> da.Array | np.ndarray:
-        """Return outputs (1 + rankings × counts + n_random × counts, seed, target).
-
-        Models of all samples, without the first of each ranking, without random samples.
-        """
-        n_random = require_positive(n_random, name="n_random", example="n_random=3")
-        random_seed = require_seed(random_seed, name="random_seed")
-        if self.store is not None:
-            ranked = da.from_array(ranked.compute())  # so that the scores are computed once
-        # Each draw depends on (seed, its index), not on the counts.
-        orders = (
-            np.random.default_rng([random_seed, draw]).permutation(self.n)
-            for draw in range(n_random)
-        )
-        random = np.stack([order[: max(counts)] for order in orders])
-        masks = [
-            da.ones((1, self.n), dtype=bool),
-            arrays.subsets.without_first(ranked, counts, self.n),
-            arrays.subsets.without_first(da.from_array(random), counts, self.n),
-        ]
-        draws = [f"all but {k} random ones, draw {i}" for i in range(n_random) for k in counts]
-        return train_models(
-            self.train_fn, da.concatenate(masks), ["all samples", *names, *draws],
-            self.n_targets, seeds=self.seeds, store=self.store, tag=self.tag,
-            progress=self.progress,
-        )  # fmt: skip
-
-    def finished(self, result: xr.Dataset) -> xr.Dataset:
-        """Return the result: lazy, unless its models are in a store."""
-        return result if self.store is None else result.compute()
+    First that of all samples, then those without the first of each ranking, then those without
+    random samples.
+    """
+    n_random = require_integer("n_random", n_random, 1, remedy="try n_random=3")
+    # Each draw depends on (seed, its index), not on the counts.
+    orders = (np.random.default_rng([random_seed, draw]).permutation(n) for draw in range(n_random))
+    random = np.stack([order[: max(counts)] for order in orders])
+    masks = [
+        da.ones((1, n), dtype=bool),
+        arrays.subsets.without_first(ranked, counts, n),
+        arrays.subsets.without_first(da.from_array(random), counts, n),
+    ]
+    draws = [f"all but {k} random ones, draw {i}" for i in range(n_random) for k in counts]
+    return da.concatenate(masks), ["all samples", *names, *draws]
 
 
 def _split(outputs: np.ndarray, n_counts: int, n_random: int) -> tuple[np.ndarray, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import io
+import json
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import Any
 
 import dask
@@ -18,25 +21,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from trakdask.checks import require_integer, shown
 from trakdask.errors import BlockError
-from trakdask.evaluate.labels import (
-    SEED,
-    SUBSET,
-    as_array,
-    lazy_data,
-    require_bool,
-    require_dims,
-    require_positive,
-)
-from trakdask.evaluate.records import Records, model_key, open_records
+from trakdask.evaluate.labels import SEED, SUBSET, checked_masks, lazy_data
 from trakdask.execution.progress import polled_bar
-from trakdask.variables import SAMPLE, TARGET, coords_along
+from trakdask.files import Folder, location
+from trakdask.provenance import require_same
+from trakdask.variables import TARGET, coords_along
 
-__all__ = ["Seeds", "Store", "TrainFn", "retrain", "train_models"]
+__all__ = ["Seeds", "Store", "TrainFn", "model_key", "retrain", "train_models"]
 
 TrainFn = Callable[[NDArray[np.int64], int], ArrayLike]
 Seeds = int | Sequence[int]
 Store = str | os.PathLike[str]
 
+_SPEC = "spec.json"
 _one_at_a_time = threading.Lock()
 
 
@@ -90,10 +87,11 @@ def retrain(
     BlockError
         When trained, if ``train_fn`` raises an error, or does not return one number per target that
         is not NaN. The message names the subset and the seed.
-    TypeError
-        If an argument has another type.
+    FileExistsError
+        If the store is a folder of something else.
     ValueError
-        If masks have other dimensions or are not bool, or an option is out of range.
+        If masks have other dimensions or are not bool, seeds are not different integers, or a file
+        of the store is damaged.
 
     Notes
     -----
@@ -118,15 +116,14 @@ def retrain(
     >>> outputs.compute().mean().item() > 0
     True
     """
-    masks = require_dims(
-        masks, (SUBSET, SAMPLE), name="masks", remedy="try td.evaluate.subsets(samples, 100)"
-    )
-    require_bool(masks, "masks")
-    n_targets, coords = _targets(targets)
-    coords |= coords_along(masks, SUBSET) | {SEED: _seed_numbers(seeds)}
+    masks = checked_masks(masks)
+    coords: dict[Any, Any] = {**coords_along(masks, SUBSET), SEED: _seed_numbers(seeds)}
+    if isinstance(targets, xr.DataArray):
+        coords |= coords_along(targets, TARGET)
+        targets = targets.sizes[TARGET]
     names = [f"subset {index}" for index in range(masks.sizes[SUBSET])]
     data = train_models(
-        train_fn, lazy_data(masks), names, n_targets,
+        train_fn, lazy_data(masks), names, operator.index(targets),
         seeds=seeds, store=store, tag=tag, progress=progress,
     )  # fmt: skip
     attrs = {"description": "output of a model trained on the subset"}
@@ -135,28 +132,14 @@ def retrain(
     )
 
 
-def _targets(targets: int | xr.DataArray) -> tuple[int, dict[Any, Any]]:
-    if not isinstance(targets, xr.DataArray):
-        return require_positive(targets, name="targets", example="targets=len(test_labels)"), {}
-    if TARGET not in targets.dims:
-        raise ValueError(
-            f"expected targets with the dimension 'target', got {tuple(map(str, targets.dims))}; "
-            "try the result of td.score, or the number of targets"
-        )
-    return targets.sizes[TARGET], coords_along(targets, TARGET)
-
-
-def _seed_numbers(seeds: object) -> NDArray[np.int64]:
+def _seed_numbers(seeds: Seeds) -> NDArray[np.int64]:
     """Return the seed numbers: 0, 1, ... if only their count is given."""
-    if isinstance(seeds, str) or not isinstance(seeds, (Sequence, np.ndarray)):
+    if np.ndim(seeds) == 0:
         return np.arange(require_integer("seeds", seeds, 1, 2**20, remedy="try seeds=3"))
-    numbers = as_array(seeds, name="seeds", remedy="try seeds=3")
-    is_whole = numbers.ndim == 1 and numbers.dtype.kind in "iu" and len(numbers)
-    if not is_whole or len(set(numbers.tolist())) < len(numbers):
-        raise ValueError(
-            f"expected seeds to be an integer >= 1, or different integers, got {shown(seeds)}; try "
-            "seeds=3"
-        )
+    numbers = np.asarray(seeds)
+    # The same seed twice is the same model twice, which would look like training without noise.
+    if numbers.dtype.kind not in "iu" or len(np.unique(numbers)) < len(numbers):
+        raise ValueError(f"expected different integers for seeds, got {shown(seeds)}; try seeds=3")
     return numbers.astype(np.int64)
 
 
@@ -175,34 +158,61 @@ def train_models(
 
     ``names`` identify the models in messages.
     """
-    _require_options(train_fn, store, tag)
     numbers = _seed_numbers(seeds)
     if store is None:
         return _lazy_outputs(train_fn, masks, names, numbers, n_targets, None)
     spec = {"tag": tag or _tag(train_fn), "samples": masks.shape[1], "targets": n_targets}
-    records = open_records(store, spec)
-    wanted = _keys(masks, numbers)
-    data = _lazy_outputs(train_fn, masks, names, numbers, n_targets, records)
-    title = f"train {records.store.name}"
-    with polled_bar(title, len(wanted), lambda: len(records.done() & wanted), show=progress):
+    folder = _open_store(store, spec)
+    models = folder / "models"
+    # All masks are made twice, as names of files and for training: kept, they may fill the memory.
+    rows = masks.rechunk({1: -1}).to_delayed().ravel()
+    (keys,) = dask.compute([dask.delayed(_files)(block, numbers) for block in rows])
+    wanted = set().union(*keys)
+    data = _lazy_outputs(train_fn, masks, names, numbers, n_targets, models)
+    with polled_bar(
+        f"train {folder.name}", len(wanted), lambda: len(wanted.intersection(models.names())),
+        show=progress,
+    ):  # fmt: skip
         (outputs,) = dask.compute(data)
     return np.asarray(outputs)
 
 
-def _require_options(train_fn: object, store: object, tag: object) -> None:
-    if not callable(train_fn):
-        raise TypeError(
-            f"expected train_fn to be a function of (positions, seed), got {shown(train_fn)}; try "
-            "def train(positions, seed): ..., and pass train"
+def _open_store(store: Store, spec: dict[str, Any]) -> Folder:
+    """Open the store of models with this spec, or create it.
+
+    A file is named after the mask and the seed of its model. Calls with more subsets or seeds, and
+    other experiments with the same ``train_fn``, can therefore share a store and train no model
+    twice.
+    """
+    folder = Folder(location(store))
+    names = folder.names()
+    if _SPEC in names:
+        what = f"these models and those of the store {folder.url!r}"
+        require_same(spec, folder.read_json(_SPEC), what=what, names=tuple(spec))
+    elif names:
+        raise FileExistsError(
+            f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
+            "contains something else; try another path"
         )
-    if not isinstance(store, (str, os.PathLike, NoneType)):
-        raise TypeError(
-            f"expected store to be a path or URL, got {shown(store)}; try store='models'"
-        )
-    if not isinstance(tag, (str, NoneType)):
-        raise TypeError(
-            f"expected tag to be a string, got {shown(tag)}; try tag='resnet, 20 epochs'"
-        )
+    else:
+        folder.write(_SPEC, json.dumps(spec).encode())
+    return folder
+
+
+def model_key(mask: np.ndarray, seed: int) -> str:
+    """Return the name of a model: a hash of its mask and seed.
+
+    Examples
+    --------
+    >>> model_key(np.array([True, False]), 0) == model_key(np.array([True, False]), 1)
+    False
+    """
+    what = f"{len(mask)} samples, seed {seed}:".encode() + np.packbits(mask).tobytes()
+    return hashlib.sha256(what).hexdigest()[:32]
+
+
+def _files(masks: NDArray[np.bool_], seeds: NDArray[np.int64]) -> set[str]:
+    return {f"{model_key(mask, seed)}.npy" for mask in masks for seed in seeds.tolist()}
 
 
 def _tag(train_fn: TrainFn) -> str:
@@ -215,35 +225,19 @@ def _tag(train_fn: TrainFn) -> str:
     return name
 
 
-def _keys(masks: da.Array, seeds: NDArray[np.int64]) -> set[str]:
-    """Return the names of all models, without holding all masks in memory."""
-    rows = masks.rechunk({1: -1})
-    keys = da.map_blocks(
-        functools.partial(_keys_of_rows, seeds=seeds), rows,
-        chunks=(rows.chunks[0], (len(seeds),)), name="keys-" + tokenize(rows.name, seeds),
-        dtype=object, meta=np.empty((0, 0), object),
-    )  # fmt: skip
-    return set(keys.compute().ravel().tolist())
-
-
-def _keys_of_rows(masks: NDArray[np.bool_], seeds: NDArray[np.int64]) -> np.ndarray:
-    keys = [[model_key(mask, seed) for seed in seeds.tolist()] for mask in masks]
-    return np.array(keys, dtype=object)
-
-
 def _lazy_outputs(
     train_fn: TrainFn,
     masks: da.Array,
     names: Sequence[str],
     seeds: NDArray[np.int64],
     n_targets: int,
-    records: Records | None,
+    models: Folder | None,
 ) -> da.Array:
     """Build the graph: one task per (mask, seed); each worker receives the function once."""
-    token = tokenize(train_fn, masks.name, names, seeds, n_targets, records)
+    token = tokenize(train_fn, masks.name, names, seeds, n_targets, models)
     function = dask.delayed(train_fn, name=f"train-fn-{token}", traverse=False)
     outputs: da.Array = da.blockwise(
-        functools.partial(_train_block, n_targets, records), "mst",
+        functools.partial(_train_block, n_targets, models), "mst",
         masks.rechunk((1, -1)), "mn",
         da.from_array(np.array(names, dtype=object), chunks=1, name=f"model-name-{token}"), "m",
         da.from_array(seeds, chunks=1, name=f"seed-{token}"), "s",
@@ -255,7 +249,7 @@ def _lazy_outputs(
 
 def _train_block(
     n_targets: int,
-    records: Records | None,
+    models: Folder | None,
     masks: NDArray[np.bool_],
     names: np.ndarray,
     seeds: NDArray[np.int64],
@@ -265,7 +259,7 @@ def _train_block(
     """Read the outputs of one model, or train it and store them."""
     (mask,), (name,), seed = masks, names, int(seeds[0])
     key = model_key(mask, seed)
-    outputs = None if records is None else records.read(key, n_targets)
+    outputs = None if models is None else _stored(models, f"{key}.npy")
     if outputs is None:
         try:
             outputs = _train(train_fn, np.flatnonzero(mask), key, n_targets)
@@ -274,27 +268,32 @@ def _train_block(
                 f"training on {name} ({int(mask.sum())} samples), seed {seed}, failed: "
                 f"{type(err).__name__}: {err}"
             ) from err
-        if records is not None:
-            records.write(key, outputs)
+        if models is not None:
+            with models.writing(f"{key}.npy") as file:
+                np.save(file, outputs)
     return outputs[None, None]
+
+
+def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
+    """Read the outputs of a completed model; None if it has not been completed."""
+    try:
+        outputs: NDArray[np.float64] = np.load(io.BytesIO(models.read(file)))
+        return outputs
+    except FileNotFoundError:
+        return None
+    except (ValueError, EOFError) as err:
+        raise ValueError(f"{models.url}/{file} is damaged ({err}); try deleting it") from err
 
 
 def _train(
     train_fn: TrainFn, positions: NDArray[np.int64], key: str, n_targets: int
 ) -> NDArray[np.float64]:
     with _one_at_a_time:
-        returned = train_fn(positions, int(key[:8], 16) >> 1)
-    remedy = "try returning the outputs of all targets, as a NumPy array"
-    try:
-        outputs = np.asarray(returned, np.float64)
-    except (TypeError, ValueError, RuntimeError) as err:
-        raise TypeError(
-            f"expected train_fn to return numbers, got {shown(returned)} ({err}); {remedy}"
-        ) from err
+        outputs = np.asarray(train_fn(positions, int(key[:8], 16) >> 1), np.float64)
     if outputs.shape != (n_targets,):
         raise ValueError(
             f"expected train_fn to return one output per target, ({n_targets},), got an array of "
-            f"shape {outputs.shape}; {remedy}"
+            f"shape {outputs.shape}; try returning the outputs of all targets"
         )
     if (unknown := np.flatnonzero(np.isnan(outputs))).size:
         raise ValueError(
