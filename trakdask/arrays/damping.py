@@ -359,7 +359,7 @@ def choose(
     curves
         Of each, by :func:`curve`.
     quiet
-        Leave warnings to whoever uses the choice, who calls :func:`warn_of_choice`.
+        Does not warn; the caller does, by :func:`warn_of_choice`.
 
     Returns
     -------

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 import zarr
+from zarr.abc.buffer import Buffer
 from zarr.abc.store import Store
 from zarr.codecs import Crc32cCodec, ZstdCodec
-from zarr.core.buffer import Buffer
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
 
 from trakdask._version import __version__

@@ -149,7 +149,7 @@ def save(
     proj_dim 8192 :func:`calibrate` makes them). A query then costs two small products instead, and
     no λ is chosen anew. An append or a drop renews them, those of checkpoints that changed.
 
-    A cluster blames a block for the death of its worker, and gives it up after
+    Dask counts a worker's death against the task it was running, and gives the task up after
     ``distributed.scheduler.allowed-failures`` (3) of them. Where machines are taken away at any
     time, set it to 10 or more in the configuration of the scheduler, before that starts; setting it
     in a notebook does nothing for a scheduler that runs elsewhere.
