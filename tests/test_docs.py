@@ -285,7 +285,7 @@ def test_table_of_tokens__is_that_of_the_results() -> None:
     ratios = {(row[1], row[2]): row[4] for row in known if row}
     shown = cells("how_to/tokens.md")
     assert shown[0] == ["what", "SJLT", "Rademacher"]
-    assert len(shown[2:]) == 6
+    assert len(shown[2:]) == 5
     for what, *values in shown[2:]:
         assert values == [ratios[name, what] for name in shown[0][1:]], what
 
