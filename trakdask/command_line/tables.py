@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
-from rich.markup import escape
 from rich.table import Table
 
 from trakdask.variables import RANK, TARGET
@@ -22,12 +21,12 @@ _MOST_ITEMS = 4
 
 def table(frame: pd.DataFrame, title: str) -> Table:
     """Return a table with the columns of a frame, and long texts folded."""
-    made = Table(title=escape(title), title_justify="left")
+    printed = Table(title=title, title_justify="left")
     for column in frame:
-        made.add_column(escape(str(column)), overflow="fold")
+        printed.add_column(str(column), overflow="fold")
     for row in frame.itertuples(index=False):
-        made.add_row(*(escape(_brief(value)) for value in row))
-    return made
+        printed.add_row(*map(_brief, row))
+    return printed
 
 
 def about(data: xr.Dataset | xr.DataArray, title: str) -> Table:
