@@ -80,7 +80,7 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
     """Compute the features of training samples and targets that their stores lack."""
     with _job(file, settings, debug) as values:
         for name, features in cli.jobs.saved(values).items():
-            output.print(cli.tables.about(features, f"features of {name}"))
+            output.print(cli.tables.summary(features, f"features of {name}"))
 
 
 @app.command()
@@ -105,7 +105,7 @@ def groups(file: File, settings: Settings = None, debug: Debug = False) -> None:
 def info(store: StorePath, debug: Debug = False) -> None:
     """Print what is in a store of features, and how it was made."""
     with _reported(debug):
-        output.print(cli.tables.about(td.open(store), store))
+        output.print(cli.tables.summary(td.open(store), store))
 
 
 @app.command()

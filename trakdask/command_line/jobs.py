@@ -44,6 +44,8 @@ _CLUSTER = (*_COUNTS, "memory_limit", "local_directory", "dashboard_address")
 _OF_TRAINING = ("gram", "estimator", "power", "calibrate")
 """Options of ``save`` that targets do not need."""
 
+_RESULTS = ("score", "top_k", "groups")
+_WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
 _IN_MEMORY = 2**30
 
 
@@ -102,12 +104,11 @@ def features(configuration: Configuration, name: str) -> xr.Dataset:
 
 
 def _made(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return what the function returns that ``kind`` names; a projector may be made of others."""
+    """Return what the function returns that ``kind`` names."""
     kind = options.pop("kind", None)
     require_choice("kind", kind, list(kinds), remedy=f"try kind: {next(iter(kinds))}")
-    for name, value in options.items():
-        if isinstance(value, dict) and "kind" in value:
-            options[name] = _made(dict(value), kinds)
+    if isinstance(inner := options.get("then"), dict):  # of a mask
+        options["then"] = _made(dict(inner), kinds)
     return kinds[str(kind)](**options)
 
 
@@ -145,11 +146,11 @@ def saved(
     for name in _STORES if check else described:
         store: Any = stores.get(_STORES[name])
         with about(f"stores.{_STORES[name]}"):
-            require_not_kept_by_others(store)
-        if name in described:
-            found[name] = features(configuration, name)
-        else:
-            found[name] = td.open(store, storage_options=options.get("storage_options"))
+            if name in described:
+                require_not_kept_by_others(store)
+                found[name] = features(configuration, name)
+            else:
+                found[name] = td.open(store, storage_options=options.get("storage_options"))
     if check is not None:
         check(**found)
     for name in described:
@@ -179,7 +180,7 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     The result, lazy where it may not fit in memory, and its path, if it was written.
     """
     path = _output(configuration, name)
-    lazy = partial(_RESULTS[name], configuration)
+    lazy = partial(_lazy_result, name, configuration)
     stored = saved(configuration, check=lazy)
     try:
         found = lazy(**stored)
@@ -198,7 +199,7 @@ def _output(configuration: Configuration, name: str) -> str | None:
     outputs = section(configuration, "outputs")
     with about("outputs"):
         for key in outputs:
-            require_choice("a key", key, list(_RESULTS), remedy="try top_k: top.parquet")
+            require_choice("a key", key, _RESULTS, remedy="try top_k: top.parquet")
         if (path := outputs.get(name)) is None:
             return None
         _require_ending(path, _WRITERS)
@@ -212,35 +213,24 @@ def _require_ending(path: str, endings: Iterable[str]) -> None:
     require_choice(name, Path(path).suffix, list(endings), remedy="try result.parquet")
 
 
-def _scores(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.DataArray:
+def _lazy_result(
+    name: str, configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
+) -> Any:
+    options = section(configuration, "score")
+    if name == "groups":
+        options.pop("average", None)
+        with about("groups"):
+            options |= section(configuration, "groups")
+            return td.group_score(data, targets, **_opened(options))
     with about("score"):
-        return td.score(data, targets, **_opened(section(configuration, "score")))
-
-
-def _ranking(configuration: Configuration, data: xr.Dataset, targets: xr.Dataset) -> xr.Dataset:
-    options = section(configuration, "top_k")
-    scores = _scores(configuration, data, targets)
+        scores = td.score(data, targets, **_opened(options))
+    if name == "score":
+        return scores
     with about("top_k"):
+        options = section(configuration, "top_k")
         if (text := options.get("where")) is not None:
             options["where"] = selection(scores, text)
         return td.top_k(scores, **options)
-
-
-def _group_scores(
-    configuration: Configuration, data: xr.Dataset, targets: xr.Dataset
-) -> xr.DataArray:
-    options = section(configuration, "score") | section(configuration, "groups")
-    options.pop("average", None)
-    with about("groups"):
-        return td.group_score(data, targets, **_opened(options))
-
-
-_RESULTS: Mapping[str, Callable[..., Any]] = {
-    "score": _scores,
-    "top_k": _ranking,
-    "groups": _group_scores,
-}
-_WRITERS: Mapping[str, Callable[..., None]] = {".zarr": td.to_zarr, ".parquet": td.to_parquet}
 
 
 def export(result: str, path: str) -> None:
