@@ -67,7 +67,10 @@ def _from_function(
     if item is not None:
         items = samples if isinstance(samples, (tuple, list)) else ()
         if item not in range(len(items)):
-            raise ValueError(f"expected item in 0..{len(items) - 1} of {function}, got {item!r}")
+            kind = type(samples).__name__
+            raise ValueError(
+                f"expected item as a position in the {kind} of {function}, got {item!r}"
+            )
         samples = items[item]
     if not isinstance(samples, xr.Dataset):
         raise TypeError(
