@@ -95,7 +95,7 @@ def test_info_verify_export__of_a_store(job: Path, run: Run) -> None:
     files = (folder / "train.zarr" / "feature").rglob("*")
     chunk = next(path for path in files if path.is_file() and path.name != "zarr.json")
     chunk.write_bytes(chunk.read_bytes()[:-1])
-    found = run("verify", folder / "train.zarr")
+    found = run("verify", folder / "train.zarr", "--checksums")
     assert found.exit_code == 1
     assert chunk.relative_to(folder / "train.zarr").as_posix() in found.output
     for name in ("copy.parquet", "copy.nc"):

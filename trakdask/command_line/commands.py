@@ -111,11 +111,11 @@ def info(store: StorePath, debug: Debug = False) -> None:
 @app.command()
 def verify(
     store: StorePath,
-    checksums: Annotated[bool, typer.Option(help="Read every file.")] = False,
-    repair: Annotated[bool, typer.Option(help="Withdraw damaged blocks.")] = False,
+    checksums: Annotated[bool, typer.Option(help="Read every chunk.")] = False,
+    repair: Annotated[bool, typer.Option(help="Remove what cannot be read.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Look for damaged, lost and foreign files in a store; the exit code is 1 if there are any."""
+    """Look for chunks that are lost or damaged; the exit code is 1 if there are any."""
     with _reported(debug):
         faults = td.verify(store, checksums=checksums, repair=repair)
         if not len(faults):
