@@ -44,11 +44,11 @@ def checkpoints(n):
     return {f"[c{i}]": build().state_dict() for i in range(n)}
 
 
-def targets():
+def targets(kind=""):
     return td.from_arrays({"image": X[:6] + 1, "label": LABEL[:6]}, coords={"name": list("uvwxyz")})
 
 
-def not_samples():
+def not_samples(kind):
     return 3
 '''
 JOB = """
@@ -58,7 +58,7 @@ data:
   names: [image, label]
   coords: samples.csv
   chunks: 20
-targets: {kind: function, function: tiny:targets}
+targets: {kind: function, function: tiny:targets, arguments: {kind: six}}
 model:
   build: tiny:build
   checkpoints: {function: tiny:checkpoints, arguments: {n: 2}}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import lazy_loader
 
 if TYPE_CHECKING:
-    from trakdask.command_line import exploring as exploring
     from trakdask.command_line import jobs as jobs
+    from trakdask.command_line import sources as sources
     from trakdask.command_line import tables as tables
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["exploring", "jobs", "tables"])
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["jobs", "sources", "tables"])

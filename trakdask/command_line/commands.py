@@ -7,17 +7,17 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 import trakdask as td
 from trakdask import command_line as cli
-from trakdask.command_line import configuration
-from trakdask.command_line.configuration import ConfigurationError
+from trakdask.checks import import_callable
+from trakdask.command_line.configuration import Configuration, ConfigurationError, about, read
 
 __all__ = ["app"]
 
@@ -37,7 +37,9 @@ class _Output(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-output, errors = _Output(), Console(stderr=True)
+# Names and texts of users may look like markup, [bold], or emoji, :on:.
+output = _Output(markup=False, emoji=False)
+errors = Console(stderr=True, markup=False, emoji=False)
 
 File = Annotated[Path, typer.Argument(help="A configuration in YAML or TOML; see `trakdask init`.")]
 Settings = Annotated[
@@ -54,12 +56,10 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write an example of a configuration, with comments, that works as it stands."""
+    text = files("trakdask.command_line").joinpath("example.yaml").read_text("utf-8")
     with _reported(debug):
-        if file.exists():
-            raise ConfigurationError(
-                f"expected a new file, got {str(file)!r}, which exists; try another name"
-            )
-        file.write_text(configuration.example(), "utf-8")
+        with about("init"), file.open("x", encoding="utf-8") as new:
+            new.write(text)
         _say(f"{file} is written; try: trakdask top-k {file}")
 
 
@@ -80,7 +80,7 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
     """Compute the features of training samples and targets that their stores lack."""
     with _job(file, settings, debug) as values:
         for name, features in cli.jobs.saved(values).items():
-            output.print(cli.tables.about(features, f"features of {name}"))
+            output.print(cli.tables.summary(features, f"features of {name}"))
 
 
 @app.command()
@@ -105,17 +105,17 @@ def groups(file: File, settings: Settings = None, debug: Debug = False) -> None:
 def info(store: StorePath, debug: Debug = False) -> None:
     """Print what is in a store of features, and how it was made."""
     with _reported(debug):
-        output.print(cli.tables.about(td.open(store), store))
+        output.print(cli.tables.summary(td.open(store), store))
 
 
 @app.command()
 def verify(
     store: StorePath,
-    checksums: Annotated[bool, typer.Option(help="Read every file.")] = False,
-    repair: Annotated[bool, typer.Option(help="Withdraw damaged blocks.")] = False,
+    checksums: Annotated[bool, typer.Option(help="Read every chunk.")] = False,
+    repair: Annotated[bool, typer.Option(help="Remove what cannot be read.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Look for damaged, lost and foreign files in a store; the exit code is 1 if there are any."""
+    """Look for chunks that are lost or damaged; the exit code is 1 if there are any."""
     with _reported(debug):
         faults = td.verify(store, checksums=checksums, repair=repair)
         if not len(faults):
@@ -148,51 +148,53 @@ def explore(
         ),
     ] = None,
     marks: Annotated[
-        str | None,
-        typer.Option(help="The file of marks, or its URL; by default beside the store."),
+        str | None, typer.Option(help="File or URL of marks; by default beside the store.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="package.module:function, which returns the td.Model of the features: then a "
-            "text or an uploaded image becomes a target."
-        ),
+        typer.Option(help="package.module:function, which returns the td.Model: for new targets."),
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="package.module:callable, from a text to inputs of the model."),
+        str | None, typer.Option(help="package.module:callable, from a text to inputs.")
     ] = None,
     preprocess: Annotated[
-        str | None,
-        typer.Option(help="package.module:callable, from an image of PIL to the input."),
+        str | None, typer.Option(help="package.module:callable, from an image to the input.")
     ] = None,
-    view: Annotated[
-        str, typer.Option(help="Where to start: what follows ? in an address of the explorer.")
-    ] = "",
+    view: Annotated[str, typer.Option(help="What follows ? in an address of the explorer.")] = "",
     save: Annotated[
         Path | None, typer.Option(help="Write the view to this HTML file, and serve nothing.")
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Address of a Dask scheduler; else threads compute.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0 lets other machines connect.")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines connect.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Look at attributions in a browser: prints the address, and serves it until Ctrl-C."""
-    with _reported(debug):
-        shown = cli.exploring.view(view)
-        with cli.exploring.client(cluster):
-            explorer = cli.exploring.explorer(
-                store, targets, samples, marks, model, tokenizer, preprocess
-            )
-            if save is not None:
-                explorer.save_html(save, shown)
-                return _say(f"{save} is written")
-            query = f"?{shown.to_query()}" if view else ""
-            explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
+    job = {"folder": ".", "cluster": {} if cluster is None else {"address": cluster}}
+    options: dict[str, Any] = {}
+    with _reported(debug), cli.jobs.running(job):
+        features, target_features = td.open(store), td.open(targets)
+        if samples is not None:
+            with about(f"--samples {samples}"):
+                options["samples"], options["target_samples"] = cli.sources.named(samples)
+        for name, text in (("model", model), ("tokenizer", tokenizer), ("preprocess", preprocess)):
+            if text is not None:
+                with about(f"--{name} {text}"):
+                    options[name] = import_callable(text, f"--{name}")
+        if model is not None:
+            options["model"] = options["model"]()
+        kept = td.Marks.beside(store) if marks is None else td.Marks(marks, store=store)
+        explorer = td.explore(features, target_features, marks=kept, **options)
+        shown = td.explorer.View.from_query(view)
+        if shown.messages:
+            raise ConfigurationError(f"in --view {view}: {'; '.join(shown.messages)}")
+        if save is not None:
+            explorer.save_html(save, shown)
+            return _say(f"{save} is written")
+        query = f"?{shown.to_query()}" if view else ""
+        explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
 
 
 def _run(name: str, file: Path, settings: list[str] | None, debug: bool) -> None:
@@ -205,15 +207,13 @@ def _run(name: str, file: Path, settings: list[str] | None, debug: bool) -> None
 
 
 def _say(text: str) -> None:
-    output.print(escape(text), soft_wrap=True)
+    output.print(text, soft_wrap=True)
 
 
 @contextmanager
-def _job(
-    file: Path, settings: list[str] | None, debug: bool
-) -> Iterator[configuration.Configuration]:
+def _job(file: Path, settings: list[str] | None, debug: bool) -> Iterator[Configuration]:
     with _reported(debug):
-        values = configuration.read(file, settings or [])
+        values = read(file, settings or [])
         with cli.jobs.running(values):
             yield values
 
@@ -231,9 +231,9 @@ def _reported(debug: bool) -> Iterator[None]:
         if debug:
             raise
         kind, code = ("Configuration", 2) if isinstance(err, ConfigurationError) else ("Job", 1)
-        errors.print(f"[bold red]{kind} error:[/] {escape(str(err))}", soft_wrap=True)
+        errors.print(f"{kind} error: {err}", style="red", soft_wrap=True)
         raise typer.Exit(code) from None
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    errors.print(f"[yellow]Warning:[/] {escape(str(message))}", soft_wrap=True)
+    errors.print(f"Warning: {message}", style="yellow", soft_wrap=True)

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from importlib.resources import files
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from trakdask._version import __version__
-from trakdask.checks import shown
+from trakdask.checks import require_choice, shown
 from trakdask.files import Folder, location
 
 __all__ = [
-    "FOLDER",
-    "SECTIONS",
     "Configuration",
     "ConfigurationError",
-    "example",
+    "about",
     "keep",
     "read",
-    "require_key",
-    "require_known_options",
     "require_not_kept_by_others",
     "section",
 ]
 
 Configuration = Mapping[str, Any]
 
-FOLDER = "folder"
-"""The section to which relative paths refer; by default the folder of the file."""
-
-SECTIONS = (
+_SECTIONS = (
     *("data", "targets", "model", "projector", "featurize", "save", "stores", "cluster"),
-    *("score", "top_k", "groups", "outputs", FOLDER),
+    *("score", "top_k", "groups", "outputs"),
 )
+_FOLDER = "folder"
 _HEAD = "# By trakdask"
 _SECRETS = "storage_options"
 """What is never kept: it may contain passwords."""
@@ -49,6 +40,23 @@ _SECRETS = "storage_options"
 
 class ConfigurationError(ValueError):
     """A configuration file, or a command, that cannot be understood."""
+
+
+@contextmanager
+def about(place: str) -> Iterator[None]:
+    """Say which part of a job an error is about, and that nothing was computed.
+
+    Raises
+    ------
+    ConfigurationError
+        Instead of what a parser or the library raises about a value.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError, ImportError, OSError, yaml.YAMLError) as err:
+        raise ConfigurationError(f"in {place}: {err}") from err
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -70,11 +78,6 @@ _Loader.add_implicit_resolver(
 )
 
 
-def example() -> str:
-    """Return the configuration file that ``trakdask init`` writes."""
-    return files("trakdask.command_line").joinpath("example.yaml").read_text("utf-8")
-
-
 def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
     """Read a YAML or TOML file and apply settings such as ``"projector.proj_dim=512"``.
 
@@ -83,64 +86,37 @@ def read(path: Path, settings: Iterable[str] = ()) -> Configuration:
     ConfigurationError
         If there is no such file, it cannot be parsed, or it has a section that does not exist.
     """
-    values = _parsed(path)
-    values.setdefault(FOLDER, str(path.absolute().parent))
+    with about(str(path)):
+        text = path.read_text("utf-8")
+        parsed = tomllib.loads(text) if path.suffix.lower() == ".toml" else yaml.load(text, _Loader)
+        values = {_FOLDER: str(path.absolute().parent), **parsed}
     for setting in settings:
-        _apply(values, setting)
-    for name in values:
-        require_key(name, SECTIONS, "the configuration")
+        with about(f"--set {setting}"):
+            _apply(values, setting)
+    with about("the configuration"):
+        for name, options in values.items():
+            require_choice("a section", name, (*_SECTIONS, _FOLDER), remedy="see `trakdask init`")
+            if name != _FOLDER and not isinstance(options, dict | None):
+                raise TypeError(f"expected options by name in {name!r}, got {shown(options)}")
     return values
 
 
+def _apply(values: dict[str, Any], setting: str) -> None:
+    """Set one value by its path; what follows the = is read as YAML."""
+    path, sign, text = setting.partition("=")
+    if not sign:
+        raise ValueError("expected section.key=value; try --set projector.proj_dim=512")
+    *parents, last = path.strip().split(".")
+    for name in parents:
+        if not isinstance(values.get(name), dict):  # a section may be there without options
+            values[name] = {}
+        values = values[name]
+    values[last] = yaml.load(text, _Loader)
+
+
 def section(configuration: Configuration, name: str) -> dict[str, Any]:
-    """Return a section, which is empty if it is not there.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is not a mapping.
-    """
-    values = configuration.get(name)
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigurationError(
-            f"expected options by name in the section {name!r}, got {shown(values)}; try the form "
-            f"that `trakdask init` writes"
-        )
-    return dict(values)
-
-
-def require_known_options(
-    function: Callable[..., Any], options: Iterable[str], where: str, *given: str
-) -> None:
-    """Reject options that a function does not have, or that are not for users to give here.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is one; the message says where it is.
-    """
-    accepted = [name for name in inspect.signature(function).parameters if name not in given]
-    for name in options:
-        require_key(name, accepted, where)
-
-
-def require_key(name: object, accepted: Iterable[str], where: str) -> None:
-    """Reject a name that is not one of those accepted, and suggest the nearest one.
-
-    Raises
-    ------
-    ConfigurationError
-        If it is not.
-    """
-    accepted = list(accepted)
-    if name not in accepted:
-        near = difflib.get_close_matches(str(name), accepted, n=1) or accepted[:1]
-        raise ConfigurationError(
-            f"expected one of {accepted} in {where}, got {name!r}; try "
-            f"{near[0] if near else 'leaving it out'}"
-        )
+    """Return a copy of a section, which is empty if it is not there."""
+    return dict(configuration.get(name) or {})
 
 
 def keep(configuration: Configuration, written: str | os.PathLike[str]) -> None:
@@ -156,13 +132,13 @@ def require_not_kept_by_others(written: str | os.PathLike[str]) -> None:
 
     Raises
     ------
-    ConfigurationError
+    FileExistsError
         If there is such a file.
     """
     folder, name = _beside(written)
     with suppress(FileNotFoundError):
         if not folder.read(name).startswith(_HEAD.encode()):
-            raise ConfigurationError(
+            raise FileExistsError(
                 f"expected to write the configuration to {folder.url}/{name}, got a file there "
                 f"that trakdask did not write; try renaming it, or another path than {written}"
             )
@@ -177,51 +153,3 @@ def _without_secrets(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     return {key: _without_secrets(value) for key, value in values.items() if key != _SECRETS}
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    toml = path.suffix.lower() == ".toml"
-    try:
-        text = path.read_text("utf-8")
-        values = tomllib.loads(text) if toml else yaml.load(text, _Loader)
-    except OSError as err:
-        raise ConfigurationError(
-            f"expected a configuration file, got {str(path)!r} ({err.strerror}); try `trakdask "
-            "init`, which writes one"
-        ) from err
-    except (ValueError, yaml.YAMLError) as err:
-        raise ConfigurationError(
-            f"expected a file in {'TOML' if toml else 'YAML'}, got {str(path)!r}, which cannot be "
-            f"parsed: {' '.join(str(err).split())}; try the form that `trakdask init` writes"
-        ) from err
-    if not isinstance(values, dict):
-        raise ConfigurationError(
-            f"expected the sections {list(SECTIONS)} in {str(path)!r}, got {shown(values)}; try "
-            "the form that `trakdask init` writes"
-        )
-    return values
-
-
-def _apply(values: dict[str, Any], setting: str) -> None:
-    """Set one value by its path; what follows the = is read as YAML."""
-    path, sign, text = setting.partition("=")
-    *parents, last = path.strip().split(".")
-    try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
-        sign = ""
-    if not sign or not all((*parents, last)):
-        raise ConfigurationError(
-            f"expected --set section.key=value, got {setting!r}; try --set projector.proj_dim=512"
-        )
-    for name in parents:
-        child = values.setdefault(name, {})
-        if child is None:
-            child = values[name] = {}
-        if not isinstance(child, dict):
-            raise ConfigurationError(
-                f"expected a section named {name!r} for --set {setting}, got {shown(child)}; try "
-                f"--set {path.partition('.')[0]}=value"
-            )
-        values = child
-    values[last] = value

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
-from rich.markup import escape
 from rich.table import Table
 
 from trakdask.variables import RANK, TARGET
 
-__all__ = ["about", "result", "table"]
+__all__ = ["result", "summary", "table"]
 
 _MOST_TARGETS = 5
 _MOST_GROUPS = 20
@@ -22,15 +21,15 @@ _MOST_ITEMS = 4
 
 def table(frame: pd.DataFrame, title: str) -> Table:
     """Return a table with the columns of a frame, and long texts folded."""
-    made = Table(title=escape(title), title_justify="left")
+    printed = Table(title=title, title_justify="left")
     for column in frame:
-        made.add_column(escape(str(column)), overflow="fold")
+        printed.add_column(str(column), overflow="fold")
     for row in frame.itertuples(index=False):
-        made.add_row(*(escape(_brief(value)) for value in row))
-    return made
+        printed.add_row(*map(_brief, row))
+    return printed
 
 
-def about(data: xr.Dataset | xr.DataArray, title: str) -> Table:
+def summary(data: xr.Dataset | xr.DataArray, title: str) -> Table:
     """Return the sizes, the variables, the coords and the attributes of a result."""
     variables = data.data_vars if isinstance(data, xr.Dataset) else [data.name]
     coords = {n: "text" if c.dtype.kind == "T" else c.dtype for n, c in data.coords.items()}
@@ -46,7 +45,7 @@ def about(data: xr.Dataset | xr.DataArray, title: str) -> Table:
 def result(name: str, data: Any) -> Table:
     """Return what a command prints of its result: the first targets, with their metadata."""
     if name == "score":
-        return about(data, "scores")
+        return summary(data, "scores")
     first = data.isel({TARGET: slice(_MOST_TARGETS)}).compute()
     if name == "top_k":
         return table(first.to_dataframe(dim_order=[TARGET, RANK]).reset_index(), _share(data))
