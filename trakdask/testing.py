@@ -13,8 +13,8 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask.arrays.blocks import take
 from trakdask.checks import require_integer
-from trakdask.execution.layers import take
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["raise_if_dask_computes", "simulate_features"]

@@ -188,3 +188,11 @@ def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tuple(
         min(most, size - start) for size in sizes for start in range(0, max(size, 1), most)
     )
+
+
+def take(results: Any, key: Any) -> Any:
+    """Return one of the arrays that a task computed together, by position or by name.
+
+    Not ``operator.getitem``, which the optimizer of Dask takes for a slice of an array.
+    """
+    return results[key]

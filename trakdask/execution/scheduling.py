@@ -20,8 +20,6 @@ __all__ = [
     "gpu_options",
     "n_slots",
     "note_start",
-    "report",
-    "reported",
     "run",
 ]
 
@@ -102,17 +100,6 @@ def gpu_options(features: xr.Dataset) -> dict[str, Any]:
     return {"resources": {"GPU": 1}} if declared else {}
 
 
-def report(topic: str, what: Mapping[str, Any]) -> None:
-    """Send an event from a task to the scheduler, if there is one that takes events."""
-    with suppress(ValueError):  # this process is not a worker
-        get_worker().log_event(topic, dict(what))
-
-
-def reported(client: Client, topic: str) -> list[dict[str, Any]]:
-    """Return the last events of a topic: a scheduler keeps 1000."""
-    return [event for _, event in client.get_events(topic) or ()]
-
-
 def n_slots(resources: Mapping[str, int] | None = None) -> int:
     """Return how many tasks that need the resources the active scheduler runs at once.
 
@@ -142,7 +129,8 @@ def note_start(what: str) -> None:
 
     The scheduler itself blames every task that was waiting on the worker that died.
     """
-    report(_STARTED, {"what": what})
+    with suppress(ValueError):  # this process is not a worker
+        get_worker().log_event(_STARTED, {"what": what})
 
 
 def _killed(err: KilledWorker, client: Client | None) -> str:

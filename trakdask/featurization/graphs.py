@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from dask.base import tokenize
 
-from trakdask.execution.layers import feature_layer, featurize_layer, take
+from trakdask.arrays.blocks import take
 from trakdask.featurization.block import featurize_block, multiply_block
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import Job
@@ -33,7 +33,7 @@ def lazy_arrays(job: Job, inputs: Inputs, token: str) -> Arrays:
     width = job.projector.width(job.row_map.n_rows)
     feature = da.blockwise(
         take, "spc", bundle, "sc", 0, None,
-        new_axes={"p": width}, name=feature_layer(token),
+        new_axes={"p": width}, name=f"feature-{token}",
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
     return {"feature": feature} | _others(job, bundle, "sc", token)
@@ -110,7 +110,7 @@ def _bundle(
         "s",
         *more,
         *_indexed(inputs),
-        name=featurize_layer(token),
+        name=f"featurize-{token}",
         dtype=object,
         meta=np.empty((0,) * len(index), dtype=object),
         concatenate=True,

@@ -13,7 +13,7 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
-from trakdask.execution.layers import take
+from trakdask.arrays.blocks import take
 from trakdask.samples.coords import check_name
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.variables import SAMPLE
