@@ -20,7 +20,7 @@ def test_demo__writes_what_it_says(tmp_path: Path, run_python) -> None:
     smaller = "from trakdask import demo; demo.PROJ_DIM = 512; demo.main()"
     printed = run_python("-c", smaller, cwd=tmp_path)
     assert "Dask dashboard: http" in printed
-    assert "24/24" in printed
+    assert "21/21" in printed
     output = tmp_path / "demo-output"
     frame = pd.read_parquet(output / "top.parquet")
     assert len(frame) == 200 * 100

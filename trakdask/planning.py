@@ -131,8 +131,8 @@ class PlannedProjection:
     feature_bytes
         Bytes of all features, float32: samples × proj_dim × checkpoints × 4.
     store_bytes
-        Bytes that :func:`~trakdask.save` writes, without metadata: features, output, out_to_loss
-        and gram matrices.
+        Bytes that :func:`~trakdask.save` writes, without metadata: features, their norms, output,
+        out_to_loss and gram matrices.
     gradient_bytes
         Bytes of one gradient, float32: rows × 4.
     buffer_bytes
@@ -312,7 +312,7 @@ def _planned(
     typical, worst = cost.product_error
     feature_bytes = n_samples * width * n_checkpoints * _BYTES_OF_FLOAT32
     gram_bytes = width**2 * n_checkpoints * arrays.gram.accumulation_dtype(width).itemsize
-    output_bytes = 2 * n_samples * n_checkpoints * _BYTES_OF_FLOAT32
+    output_bytes = n_samples * n_checkpoints * (2 * _BYTES_OF_FLOAT32 + 8)  # norms are float64
     return PlannedProjection(
         projector=repr(projector),
         proj_dim=width,

@@ -14,8 +14,8 @@ from tests.bad_inputs.bad_input import BadInput, check, parametrize
 
 FEATURES = td.testing.simulate_features(n_samples=60, proj_dim=4)
 TARGETS = td.testing.simulate_features(n_samples=8, proj_dim=4)
-MODEL = td.Model(torch.nn.Linear(2, 3))
-OTHER = td.Model(torch.nn.Linear(2, 3), parameters="weight")
+LINEAR = torch.nn.Linear(2, 3)
+MODEL, OTHER = td.Model(LINEAR), td.Model(LINEAR, parameters="weight")
 OF_A_MODEL = td.featurize(
     td.from_arrays({"image": np.ones((4, 2), "f4")}, coords={"label": [0, 1, 2, 0]}),
     OTHER,

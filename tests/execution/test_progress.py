@@ -119,7 +119,7 @@ def test_save__the_same_bar_with_and_without_a_client(
     for _ in range(2):  # and again where all is there
         td.save(features, tmp_path / "f.zarr")
         assert "save f.zarr" in (shown := capsys.readouterr().out)
-        assert "8/8" in shown
+        assert "6/6" in shown
 
 
 def test_polled_bar__says_what_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:

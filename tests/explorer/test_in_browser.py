@@ -258,7 +258,7 @@ def test_pages__of_a_store_that_vanishes_and_comes_back(browser: Any, tmp_path: 
         shutil.move(tmp_path / "train.zarr", tmp_path / "away")
         tab.page.click("tbody th a:text-is('3')")
         tab.page.wait_for_selector("[role=alert]")
-        assert "lost" in tab.page.inner_text("[role=alert] >> nth=0")
+        assert "does not exist" in tab.page.inner_text("[role=alert] >> nth=0")
         assert "Traceback" not in tab.page.inner_text(".trakdask")
         shutil.move(tmp_path / "away", tmp_path / "train.zarr")
         tab.page.click("text=Next →")

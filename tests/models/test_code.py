@@ -144,8 +144,19 @@ def test_save__changed_code(before: str, after: str, key: str, tmp_path: Path) -
     with pytest.raises(td.StoreMismatchError, match=rf"differ in code\[{key}\]"):
         td.score(stored, corrected)
     corrected.attrs["code"] = stored.attrs["code"]
-    td.save(corrected, tmp_path / "f.zarr")
+    with pytest.raises(td.StoreMismatchError, match="computed again"):
+        td.save(corrected, tmp_path / "f.zarr")
     assert td.score(stored, corrected, damping=1.0).shape == (6, 6)
+
+
+def test_save__code_that_makes_no_difference(tmp_path: Path) -> None:
+    stored = td.save(featurized(SOURCE), tmp_path / "f.zarr")
+    same = featurized(SOURCE)
+    same.attrs["code"] = {**same.attrs["code"], "Net": "other"}
+    with pytest.raises(td.StoreMismatchError, match=r"differ in code\['Net'\]"):
+        td.save(same, tmp_path / "f.zarr")
+    same.attrs["code"] = stored.attrs["code"]
+    assert td.save(same, tmp_path / "f.zarr").identical(stored)
 
 
 def test_score__code_of_another_version_of_python() -> None:

@@ -214,7 +214,7 @@ def require_same_rows(
 ) -> None:
     """Compute a block that is stored again, and compare: code may change under the same name.
 
-    The last one, which is the smallest.
+    The last one, which is the smallest; of those without failures, which this call might raise.
 
     Raises
     ------
@@ -225,13 +225,11 @@ def require_same_rows(
     for name, index in columns.items():  # noqa: B007 (both are used below)
         missing = {*missing_blocks(group, rows, index, known)}
         blocks = range(rows.start // group.block, (rows.stop - 1) // group.block + 1)
-        done = [block for block in blocks if block not in missing]
-        if done:
+        done = [block for block in reversed(blocks) if block not in missing]
+        if (here := _last_whole(group, done, rows, index)) is not None:
             break
     else:
         return
-    start, stop = (group.block * (done[-1] + end) for end in (0, 1))
-    here = slice(max(start, rows.start), min(stop, rows.stop))
     names = [str(each) for each in features[CHECKPOINT].values]
     selected = features.feature.isel(
         {SAMPLE: slice(here.start - rows.start, here.stop - rows.start),
@@ -252,6 +250,16 @@ def require_same_rows(
             f"{off:.2g}, their length is {np.linalg.norm(before[valid]):.2g}); try another store "
             "if the code of the model or of the task was changed, or if these are other samples"
         )
+
+
+def _last_whole(group: Group, blocks: list[int], rows: range, index: int) -> slice | None:
+    """Return the rows of the first of some stored blocks in which no sample failed."""
+    for block in blocks:
+        start, stop = group.block * block, group.block * (block + 1)
+        here = slice(max(start, rows.start), min(stop, rows.stop))
+        if np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
+            return here
+    return None
 
 
 # --------------------------------------------------------------------------------------- float16

@@ -127,7 +127,7 @@ class Group:
         """Names of the coords, ``dropped`` among them."""
         return [name for name in self.arrays if name not in {*self.features, *DERIVED}]
 
-    def array(self, name: str, *, sparse: bool = False) -> zarr.Array[Any]:
+    def array(self, name: str, *, sparse: bool = False, read_only: bool = False) -> zarr.Array[Any]:
         """Return an array, which is small when it is pickled; nothing is read.
 
         Parameters
@@ -137,8 +137,10 @@ class Group:
         sparse
             Whether a chunk that equals the fill value is left out. Else it is written, because an
             absent one counts as lost.
+        read_only
+            Whether nothing is written, not even the folder of the store where that has gone.
         """
-        path = StorePath(zarr_store(self.folder), name)
+        path = StorePath(zarr_store(self.folder, read_only=read_only), name)
         array: zarr.Array[Any] = zarr.Array.from_dict(path, self.arrays[name])
         return array.with_config({"write_empty_chunks": not sparse})
 

@@ -178,7 +178,7 @@ def _whole(group: Group, name: str) -> np.ndarray:
     """Return the values of an array; zarr would read a lost chunk as zeros, without a word."""
     group.require_chunks(name)
     try:
-        return np.asarray(group.array(name)[...])
+        return np.asarray(group.array(name, read_only=True)[...])
     except ValueError as err:
         raise ValueError(
             f"expected {name!r} of {group.folder.url!r} as it was written, got other bytes "

@@ -78,7 +78,7 @@ class Chunks:
     """An array of numbers in a store, of which tasks read parts of single chunks."""
 
     def __init__(self, group: Group, name: str, *, complete: bool) -> None:
-        self._array, self._complete = group.array(name), complete
+        self._array, self._complete = group.array(name, read_only=True), complete
         self._folder, self._prefix = group.folder, group.chunk_path(name, ())
         self._separator = separator_of(group.arrays[name])
         self.shape, self.dtype, self.ndim = (

@@ -320,14 +320,15 @@ def _placed(
     """
     group, made = before.target(), spec(features)
     what = f"these features and the store {before.folder.url!r}"
-    _require_arrays(group, features, dtype)
     names = [str(name) for name in features[CHECKPOINT].values]
     common = [name for name in names if name in group.checkpoints]
     require_same(made, group.attrs, what=what, names=_SAME)
-    require_same(
-        _of_checkpoints(made, common), _of_checkpoints(group.attrs, common), what=what,
-        names=_BY_CHECKPOINT,
-    )  # fmt: skip
+    _require_arrays(group, features, dtype)
+    if common:
+        require_same(
+            _of_checkpoints(made, common), _of_checkpoints(group.attrs, common), what=what,
+            names=_BY_CHECKPOINT,
+        )  # fmt: skip
     rows = _known_rows(group, features, append_dim)
     if "unfinished" in before.attrs and append_dim and (rows is None or names != common):
         raise IncompleteFeaturesError(
