@@ -160,6 +160,8 @@ def test_project__smaller_factors_are_a_sub_grid_for_matrices() -> None:
 
 
 def test_project__float32_fallback_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not integer_products.int8_matmul_is_usable():
+        pytest.skip("torch multiplies int8 matrices wrongly or slowly here")
     gradients, results = draw(LAYERS["across blocks"]), []
     for usable in (True, False):
         monkeypatch.setattr(integer_products, "int8_matmul_is_usable", lambda usable=usable: usable)
