@@ -5,9 +5,9 @@ passed as one run of float32 and the stride from sample to sample, because loops
 strided array would not be vectorised.
 
 Two functions for the sums by bucket are vectors written out for LLVM, which has instructions for
-them on every processor; everything else is plain numba. Measured on a processor with AVX-512, an
-SJLT without them takes 1.6 times as long by torch's ``embedding_bag``, and more than twice as long
-by loops of numba, each of which checks whether its arrays overlap.
+them on every processor; everything else is plain numba. Without them an SJLT takes clearly longer,
+by torch's ``embedding_bag`` as well as by loops of numba, each of which checks whether its arrays
+overlap.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ _BELOW_LARGEST = 2**_LARGEST_EXPONENT - 16  # the largest float16 below 2^15
 _TOLERANCE, _TOLERANCE_IN_16_BITS = 0.01, 0.1
 """How much rows that are computed again may differ, as a share of their length.
 
-Not in a bit, on the same machine with the same batches. But other batches, processors or kernels
-(TF32) change the last digits: up to a thousandth in float32, some hundredths in bfloat16.
+On the same machine, with the same batches, not one bit differs. But other batches, processors or
+kernels of torch change the last digits, which are fewer in 16 bits; changed code changes the first.
 """
 
 _log = logging.getLogger(__name__)
