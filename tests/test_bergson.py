@@ -91,7 +91,7 @@ def test_open_bergson__stores_of_other_settings_cannot_be_mixed(tmp_path: Path) 
     assert (query / "config.yaml").read_text() != text
     assert td.score(train, td.open_bergson(query), estimator="grad_dot").shape == (6, 6)
     (other / "config.yaml").write_text(text.replace("loss_fn: ce", "loss_fn: log_odds"))
-    with pytest.raises(td.StoreMismatchError, match="checkpoints"):
+    with pytest.raises(td.errors.StoreMismatchError, match="checkpoints"):
         td.score(train, td.open_bergson(other), estimator="grad_dot")
 
 

@@ -35,7 +35,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def model(n: int = 2, task: td.Task | str = "image_classification") -> td.Model:
+def model(n: int = 2, task: td.tasks.Task | str = "image_classification") -> td.Model:
     states = {}
     for seed in range(n):
         torch.manual_seed(seed)
@@ -120,9 +120,11 @@ def test_featurize__every_failure_is_logged(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_featurize__what_every_sample_of_a_block_raises_is_no_record() -> None:
-    with pytest.raises(td.BlockError, match=r"samples 8:16 of .* failed: .*got 99 at sample 8"):
+    with pytest.raises(
+        td.errors.BlockError, match=r"samples 8:16 of .* failed: .*got 99 at sample 8"
+    ):
         featurize(samples(raises=list(range(8, 16)))).compute(scheduler="sync")
-    with pytest.raises(td.BlockError, match="the variable 'text'"):
+    with pytest.raises(td.errors.BlockError, match="the variable 'text'"):
         td.featurize(samples(), model(task=_NoNames()), on_error="record").compute()
     alone = featurize(samples(raises=[0]).isel(sample=[0])).compute(scheduler="sync")
     assert (alone.error != "").all()
@@ -148,7 +150,7 @@ def test_featurize__errors_of_the_machine_are_not_of_a_sample(error: type[Except
     task = _Flaky()
     task.error = error
     features = td.featurize(samples(), model(task=task), on_error="record")
-    with pytest.raises(td.BlockError, match=f"{error.__name__}: no space left"):
+    with pytest.raises(td.errors.BlockError, match=f"{error.__name__}: no space left"):
         features.compute(scheduler="sync")
 
 
@@ -165,7 +167,7 @@ def test_featurize__engine_is_checked_on_samples_that_pass() -> None:
             return self.head(x - x.mean(0))
 
     data = samples(raises=[0], not_finite=[1])
-    with pytest.raises(td.BlockError, match=r"output of sample \d+ .*alone"):
+    with pytest.raises(td.errors.BlockError, match=r"output of sample \d+ .*alone"):
         td.featurize(data, td.Model(Mixing()), on_error="record").compute()
 
 
@@ -284,7 +286,7 @@ def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:
 
 def test_save__goes_on_recording_where_a_run_that_raises_stopped(tmp_path: Path) -> None:
     store = tmp_path / "f.zarr"
-    with pytest.raises(td.BlockError):
+    with pytest.raises(td.errors.BlockError):
         td.save(featurize(samples(raises=[17]), on_error="raise"), store, progress=False)
     assert "error" not in td.open(store, require_complete=False)
     recorded = td.save(featurize(samples(raises=[17])), store, progress=False)

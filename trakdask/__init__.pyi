@@ -1,4 +1,5 @@
 # The public API, by module. lazy_loader reads this file at run time, so imports are relative.
+from . import errors as errors
 from . import evaluate as evaluate
 from . import examples as examples
 from . import plots as plots
@@ -15,12 +16,6 @@ from .attribution import self_influence as self_influence
 from .attribution import top_fraction as top_fraction
 from .attribution import top_k as top_k
 from .bergson import open_bergson as open_bergson
-from .errors import BlockError as BlockError
-from .errors import CheckpointError as CheckpointError
-from .errors import IncompleteFeaturesError as IncompleteFeaturesError
-from .errors import StoreBusyError as StoreBusyError
-from .errors import StoreMismatchError as StoreMismatchError
-from .errors import UnfinishedAppendWarning as UnfinishedAppendWarning
 from .explorer import explore as explore
 from .explorer.marks import Marks as Marks
 from .export import to_parquet as to_parquet
@@ -29,7 +24,6 @@ from .featurization import featurize as featurize
 from .models import tasks as tasks
 from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model
-from .models.tasks import Task as Task
 from .planning import plan as plan
 from .projection import SJLT as SJLT
 from .projection import FastJL as FastJL

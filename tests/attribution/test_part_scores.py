@@ -235,7 +235,7 @@ def test_score_parts__gradients_scaled_by_moments() -> None:
     features, targets = (td.featurize(x, scaled, projector=projector) for x in (TRAIN, ASKED))
     words = td.score_parts(features, targets, scaled, of=TRAIN, damping=0.1)
     assert_near(words.sum("token"), td.score(features, targets, damping=0.1).values)
-    with pytest.raises(td.StoreMismatchError, match="second_moments"):
+    with pytest.raises(td.errors.StoreMismatchError, match="second_moments"):
         td.score_parts(features, targets, model(), of=TRAIN, damping=0.1)
 
 
@@ -312,7 +312,7 @@ def test_score_parts__failed_samples_and_targets_are_nan() -> None:
     assert "IndexError" in str(found.error.values[3])
     assert (found.error.drop_isel(sample=3) == "").all()
     assert_near(found.drop_isel(sample=3), good.drop_isel(sample=3).values, 1e-5)
-    with pytest.raises(td.BlockError, match="samples 3:6 "):
+    with pytest.raises(td.errors.BlockError, match="samples 3:6 "):
         ask(features, targets, of=broken).compute()
     failed = targets.copy(deep=True)
     failed.feature[1] = np.nan
@@ -331,7 +331,7 @@ def test_score_parts__a_layer_that_mixes_tokens_is_found_by_its_sum() -> None:
     assert isinstance(Mixed().own, AcrossTokens)
     mixed = td.Model(Mixed, [state(0, Mixed)], task=TASK)
     features = td.featurize(TRAIN, mixed, projector=td.SJLT(16)).compute()
-    with pytest.raises(td.BlockError, match=r"own\.weight"):
+    with pytest.raises(td.errors.BlockError, match=r"own\.weight"):
         td.score_parts(features, features, mixed, of=TRAIN, damping=0.1).compute()
 
 
@@ -363,7 +363,7 @@ def test_score_parts__layer_without_tokens_fails_with_its_name() -> None:
     pooled = td.Model(Pooled, [state(0, Pooled)], task=TASK)
     features = td.featurize(TRAIN, pooled, projector=td.SJLT(16)).compute()
     lazy = td.score_parts(features, features, pooled, of=TRAIN, damping=0.1)
-    with pytest.raises(td.BlockError, match="'head'"):
+    with pytest.raises(td.errors.BlockError, match="'head'"):
         lazy.compute()
 
 

@@ -373,7 +373,7 @@ def test_damping__options_that_do_not_meet() -> None:
         ValueError, match=r"with calibrate.*got damping='auto' and estimator='trak'"
     ):
         td.damping(TRAIN, calibrate=calibrate)
-    with pytest.raises(td.StoreMismatchError, match=r"calibration.*differ.*projector"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"calibration.*differ.*projector"):
         td.damping(
             TRAIN, estimator="soft", calibrate=calibrate.assign_attrs(projector={"kind": "other"})
         )

@@ -177,23 +177,25 @@ def test_group_score__strings_and_missing_coord() -> None:
 )
 def test_score__features_made_differently_refuse_to_meet(field: str, value: object) -> None:
     with pytest.raises(
-        td.StoreMismatchError, match=rf"differ in {field}.*expected .*, got .*; try"
+        td.errors.StoreMismatchError, match=rf"differ in {field}.*expected .*, got .*; try"
     ):
         td.score(FEATURES, TARGETS.assign_attrs({field: value}))
 
 
 def test_score__seed_of_the_projector_is_named() -> None:
     a, b = ({"kind": "rademacher", "proj_dim": 6, "seed": seed} for seed in (0, 1))
-    with pytest.raises(td.StoreMismatchError, match=r"projector\['seed'\]: expected 0, got 1"):
+    with pytest.raises(
+        td.errors.StoreMismatchError, match=r"projector\['seed'\]: expected 0, got 1"
+    ):
         td.score(FEATURES.assign_attrs(projector=a), TARGETS.assign_attrs(projector=b))
 
 
 def test_score__checkpoints_in_another_order_or_number() -> None:
     with pytest.raises(
-        td.StoreMismatchError, match=r"checkpoints .*: expected .*, got \['c1', 'c0'\]"
+        td.errors.StoreMismatchError, match=r"checkpoints .*: expected .*, got \['c1', 'c0'\]"
     ):
         td.score(FEATURES.isel(checkpoint=[0, 1]), TARGETS.isel(checkpoint=[1, 0]))
-    with pytest.raises(td.StoreMismatchError, match="differ in proj_dim: expected 6, got 3"):
+    with pytest.raises(td.errors.StoreMismatchError, match="differ in proj_dim: expected 6, got 3"):
         td.score(FEATURES, TARGETS.isel(proj_dim=slice(3)))
 
 

@@ -141,12 +141,32 @@ WRONG_LABELS = [
 RETRAINED = [
     *rows(
         "retrain",
-        ("no function", {"train_fn": None}, td.BlockError, ["training on subset", "NoneType"]),
-        ("raises", {"train_fn": failing}, td.BlockError, ["training on subset", "loss is NaN"]),
-        ("returns NaN", returning([1.0, np.nan, 2.0]), td.BlockError, ["NaN", "target 1"]),
-        ("returns None", returning(None), td.BlockError, ["training on subset", "(3,)", "()"]),
-        ("returns a text", returning("good"), td.BlockError, ["training on subset", "'good'"]),
-        ("returns too few", returning([1.0, 2.0]), td.BlockError, ["(3,)", "(2,)"]),
+        (
+            "no function",
+            {"train_fn": None},
+            td.errors.BlockError,
+            ["training on subset", "NoneType"],
+        ),
+        (
+            "raises",
+            {"train_fn": failing},
+            td.errors.BlockError,
+            ["training on subset", "loss is NaN"],
+        ),
+        ("returns NaN", returning([1.0, np.nan, 2.0]), td.errors.BlockError, ["NaN", "target 1"]),
+        (
+            "returns None",
+            returning(None),
+            td.errors.BlockError,
+            ["training on subset", "(3,)", "()"],
+        ),
+        (
+            "returns a text",
+            returning("good"),
+            td.errors.BlockError,
+            ["training on subset", "'good'"],
+        ),
+        ("returns too few", returning([1.0, 2.0]), td.errors.BlockError, ["(3,)", "(2,)"]),
         ("masks are numbers", {"masks": MASKS.astype(float)}, ValueError, ["bool", "float64"]),
         ("one mask", {"masks": MASKS[0]}, ValueError, ["subset"]),
         ("targets without target", {"targets": MASKS}, KeyError, ["target"]),
@@ -169,7 +189,12 @@ RETRAINED = [
         ("confidence 95", {"confidence": 95}, ValueError, ["confidence", "95"]),
         # Fewer samples than k would be removed, without a word.
         ("NaN", {"scores": nan_at(SCORES, slice(1, N), 1)}, ValueError, ["2 scores", "1"]),
-        ("returns NaN", returning(np.full(M, np.nan)), td.BlockError, ["training on all", "NaN"]),
+        (
+            "returns NaN",
+            returning(np.full(M, np.nan)),
+            td.errors.BlockError,
+            ["training on all", "NaN"],
+        ),
     ),
     *rows(
         "removal_curve",

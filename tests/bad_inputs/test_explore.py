@@ -34,7 +34,7 @@ ROWS = [
     explore("targets are none", TypeError, ["targets", "None", "td.open"], targets=None),
     explore("features without outputs", ValueError, ["'output'", "features", "try"], features=FEATURES.drop_vars("output")),
     explore("targets without features", ValueError, ["'feature'", "targets"], targets=TARGETS[["output"]]),
-    explore("another projector", td.StoreMismatchError, ["projector"], targets=td.testing.simulate_features(8, 5)),
+    explore("another projector", td.errors.StoreMismatchError, ["projector"], targets=td.testing.simulate_features(8, 5)),
     explore("samples are an array", TypeError, ["samples", "ndarray", "td.featurize"], samples=np.zeros(60)),
     explore("samples are others", ValueError, ["60", "59", "same order"], samples=SAMPLES),
     explore("samples without samples", ValueError, ["{'row': 3}"], samples=xr.Dataset({"x": ("row", [1, 2, 3])})),
@@ -47,7 +47,7 @@ ROWS = [
     explore("model without a way to its inputs", ValueError, ["tokenizer", "preprocess"], model=MODEL),
     explore("preprocess without a model", ValueError, ["preprocess", "model=td.Model"], preprocess=np.asarray),
     explore("tokenizer is a name", TypeError, ["tokenizer", "'gpt2'"], model=MODEL, tokenizer="gpt2"),
-    explore("model of other features", td.StoreMismatchError, ["the model's", "parameters"], model=MODEL, preprocess=np.asarray, features=OF_A_MODEL, targets=OF_A_MODEL),
+    explore("model of other features", td.errors.StoreMismatchError, ["the model's", "parameters"], model=MODEL, preprocess=np.asarray, features=OF_A_MODEL, targets=OF_A_MODEL),
     explore("marks are a number", TypeError, ["got 3", "try"], marks=3),
 ]  # fmt: skip
 

@@ -306,7 +306,11 @@ ROWS = [
         ["no.pt"],
     ),
     BadInput(
-        M, "moments empty", model(second_moments=[{}]), td.CheckpointError, ["state dict", "[]"]
+        M,
+        "moments empty",
+        model(second_moments=[{}]),
+        td.errors.CheckpointError,
+        ["state dict", "[]"],
     ),
     BadInput(
         M,

@@ -146,30 +146,30 @@ SAVE = [
     ("coord named by a number", named(5), TypeError, ["5 (int)", "'5'"]),
     ("coord of bytes", with_coord([b"a"] * 8), TypeError, ["'mine'", "S1"]),
     ("coord of several kinds", with_coord([None, *"abcdefg"]), ValueError, ["'mine'"]),
-    ("other task", save_again(FEATURES.assign_attrs(task="other")), td.StoreMismatchError,
+    ("other task", save_again(FEATURES.assign_attrs(task="other")), td.errors.StoreMismatchError,
      ["task", "other"]),
-    ("other source", save_again(FEATURES.assign_attrs(source="mine")), td.StoreMismatchError,
+    ("other source", save_again(FEATURES.assign_attrs(source="mine")), td.errors.StoreMismatchError,
      ["'mine'", "append_dim='sample'"]),
     ("other label", save_again(FEATURES.assign_coords(label=("sample", np.full(8, 5)))),
-     td.StoreMismatchError, ["'label'", "5 instead of 0", "sample 0", "td.assign_coords"]),
+     td.errors.StoreMismatchError, ["'label'", "5 instead of 0", "sample 0", "td.assign_coords"]),
     ("new coord", save_again(FEATURES.assign_coords(mine=("sample", np.zeros(8)))),
-     td.StoreMismatchError, ["'mine'", "td.assign_coords"]),
-    ("other precision", save_again(FEATURES, dtype="float16"), td.StoreMismatchError, ["float16"]),
+     td.errors.StoreMismatchError, ["'mine'", "td.assign_coords"]),
+    ("other precision", save_again(FEATURES, dtype="float16"), td.errors.StoreMismatchError, ["float16"]),
     ("append with other width", save_again(
         FEATURES.isel(proj_dim=slice(2)).assign_attrs(source="more"), append_dim="sample",
-    ), td.StoreMismatchError, ["4", "2"]),
+    ), td.errors.StoreMismatchError, ["4", "2"]),
     ("append with other coords", save_again(
         FEATURES.rename(label="mine").assign_attrs(source="more"), append_dim="sample",
-    ), td.StoreMismatchError, ["'label'", "'mine'"]),
+    ), td.errors.StoreMismatchError, ["'label'", "'mine'"]),
     ("append with fewer checkpoints", save_again(
         FEATURES.isel(checkpoint=[0]).assign_attrs(source="more"), append_dim="sample",
-    ), td.StoreMismatchError, ["c1"]),
-    ("a live writer", lambda f: td.save(FEATURES, with_lock(ALIVE)(f)), td.StoreBusyError,
+    ), td.errors.StoreMismatchError, ["c1"]),
+    ("a live writer", lambda f: td.save(FEATURES, with_lock(ALIVE)(f)), td.errors.StoreBusyError,
      ["process 7 on elsewhere", "lock"]),
 ]  # fmt: skip
 
 OPEN = [
-    ("lost mask of dropped samples", opened(without("dropped/c/0")), td.IncompleteFeaturesError,
+    ("lost mask of dropped samples", opened(without("dropped/c/0")), td.errors.IncompleteFeaturesError,
      ["dropped/c/0", "td.verify"]),
     ("older zarr", opened(older_zarr), FileNotFoundError, ["mine.zarr"]),
     ("no path", opened(lambda _: None), TypeError, ["None"]),
@@ -184,7 +184,7 @@ OPEN = [
     ("require_complete as text", opened(store_in, require_complete="no"), TypeError, ["'no'"]),
     ("dropped as number", opened(store_in, dropped=1), TypeError, ["dropped", "1"]),
     ("load_coords as text", opened(store_in, load_coords="lazy"), TypeError, ["'lazy'"]),
-    ("lost chunk of a coord", opened(without("label/c/0")), td.IncompleteFeaturesError,
+    ("lost chunk of a coord", opened(without("label/c/0")), td.errors.IncompleteFeaturesError,
      ["label/c/0", "td.verify"]),
     ("flipped bit in a coord", opened(flipped("label/c/0")), ValueError, ["'label'"]),
 ]  # fmt: skip
@@ -199,7 +199,7 @@ VERIFY = [
     ("file", verify(file), NotADirectoryError, ["notes.txt"]),
     ("checksums as text", verify(store_in, checksums="all"), TypeError, ["checksums", "'all'"]),
     ("repair as number", verify(store_in, repair=1), TypeError, ["repair", "1"]),
-    ("a live writer", verify(with_lock(ALIVE), repair=True), td.StoreBusyError, ["process 7"]),
+    ("a live writer", verify(with_lock(ALIVE), repair=True), td.errors.StoreBusyError, ["process 7"]),
 ]  # fmt: skip
 
 DROP = [

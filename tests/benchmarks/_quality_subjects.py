@@ -71,7 +71,7 @@ def _standardised(x: NDArray[Any], y: NDArray[Any], n_target: int) -> Data:
 class Regression(Subject):
     """One number per row, with half the squared error; the output is the prediction."""
 
-    task: ClassVar[str | td.Task] = "regression"
+    task: ClassVar[str | td.tasks.Task] = "regression"
     skill: ClassVar[str] = "R²"
 
     def samples(self, part: int) -> xr.Dataset:
@@ -97,7 +97,7 @@ class Regression(Subject):
 class Language(Subject):
     """The next word; the output is the sum of the margins of a snippet's words."""
 
-    task: ClassVar[str | td.Task] = td.tasks.CausalLM(inputs=("input_ids",), positional=True)
+    task: ClassVar[str | td.tasks.Task] = td.tasks.CausalLM(inputs=("input_ids",), positional=True)
     skill: ClassVar[str] = "nats per word"
 
     def samples(self, part: int) -> xr.Dataset:

@@ -190,7 +190,7 @@ class Subject:
     lr: float = 3e-3
     batch_size: int = 64
 
-    task: ClassVar[str | td.Task] = "image_classification"
+    task: ClassVar[str | td.tasks.Task] = "image_classification"
     skill: ClassVar[str] = "accuracy"
 
     def samples(self, part: int) -> xr.Dataset:

@@ -189,7 +189,7 @@ class Wider(Subject):
 class Strokes(Wider):
     """Several answers of yes or no; the output is the sum of their margins."""
 
-    task: ClassVar[str | td.Task] = "multi_label"
+    task: ClassVar[str | td.tasks.Task] = "multi_label"
 
     def samples(self, part: int) -> xr.Dataset:
         inputs, labels = self.data()[part]

@@ -271,7 +271,7 @@ def test_process__that_is_killed_is_resumed_by_the_same_line(
     chunks = list((store / "feature").glob("c.*"))
     before = {path: path.stat().st_mtime_ns for path in chunks}
     assert before
-    with pytest.raises(td.IncompleteFeaturesError):
+    with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(store)
     failed = run_process(*line, BROKEN="1")
     assert failed.returncode == 1

@@ -154,7 +154,7 @@ def test_brittleness__failure_names_the_removal() -> None:
     # Which of them comes first is up to Dask.
     removal = r"(the top 3 of target \d+|3 random ones, draw \d+)"
     message = rf"training on all but {removal} .*: ValueError: no convergence"
-    with pytest.raises(td.BlockError, match=message), dask.config.set(scheduler="sync"):
+    with pytest.raises(td.errors.BlockError, match=message), dask.config.set(scheduler="sync"):
         td.evaluate.brittleness(failing, scores, [1, 3], n_random=1).compute()
 
 

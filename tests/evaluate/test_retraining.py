@@ -149,7 +149,8 @@ def test_retrain__goes_on_after_a_failure(tmp_path: Path) -> None:
     with (
         dask.config.set(scheduler="sync"),
         pytest.raises(
-            td.BlockError, match=r"training on subset \d \(10 samples\), seed 0, failed: RuntimeErr"
+            td.errors.BlockError,
+            match=r"training on subset \d \(10 samples\), seed 0, failed: RuntimeErr",
         ),
     ):
         run(counting, tmp_path / "s")
@@ -220,7 +221,7 @@ def test_retrain__damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_retrain__failed_training_leaves_no_model(tmp_path: Path) -> None:
-    with pytest.raises(td.BlockError, match="NaN"), dask.config.set(scheduler="sync"):
+    with pytest.raises(td.errors.BlockError, match="NaN"), dask.config.set(scheduler="sync"):
         run(lambda positions, seed: [1.0, np.nan, 2.0], tmp_path / "s")
     assert not files(tmp_path / "s")
 
@@ -230,7 +231,7 @@ def test_retrain__store_of_other_models_is_refused_by_name(tmp_path: Path, field
     run(model, tmp_path / "s")
     masks = td.evaluate.subsets(N + (field == "samples"), 6)
     tag, targets = ("mlp" if field == "tag" else "model"), TARGETS + (field == "targets")
-    with pytest.raises(td.StoreMismatchError, match=f"differ in {field}"):
+    with pytest.raises(td.errors.StoreMismatchError, match=f"differ in {field}"):
         retrain(model, masks, targets, store=tmp_path / "s", tag=tag)
 
 

@@ -102,7 +102,7 @@ def main(port: str, scheduler: str, bucket: str) -> None:
             xr.testing.assert_identical(remote.drop_attrs(), local.drop_attrs())
         model = td.Model(trained(9), ["1.pt"])
         unseen = td.featurize(td.from_arrays(pictures(0), chunks=32), model)
-        with pytest.raises(td.BlockError, match=r"FileNotFoundError.*1\.pt"):
+        with pytest.raises(td.errors.BlockError, match=r"FileNotFoundError.*1\.pt"):
             unseen.compute()
 
 

@@ -120,7 +120,9 @@ def test_save__block_that_kills_its_workers_is_named(tmp_path: Path) -> None:
     features = td.featurize(samples, model, projector=td.Identity())
     with (
         one_worker(allowed_failures=1),
-        pytest.raises(td.BlockError, match=r"samples 8:16 of checkpoint '0' failed: 2 worker"),
+        pytest.raises(
+            td.errors.BlockError, match=r"samples 8:16 of checkpoint '0' failed: 2 worker"
+        ),
     ):
         td.save(features, tmp_path / "f.zarr", progress=False)
 
@@ -132,7 +134,7 @@ def test_save__task_that_kills_its_workers_without_a_word(tmp_path: Path) -> Non
     features = FEATURES.assign(feature=(FEATURES.feature.dims, data))
     with (
         one_worker(allowed_failures=0),
-        pytest.raises(td.BlockError, match=r"task .* failed: 1 worker"),
+        pytest.raises(td.errors.BlockError, match=r"task .* failed: 1 worker"),
     ):
         td.save(features, tmp_path / "f.zarr", progress=False)
 

@@ -179,7 +179,10 @@ def test_mark__that_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatc
 def test_mark__waits_no_longer_than_ten_seconds(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
     marks = Marks(tmp_path / "m.parquet")
-    with FileLock(f"{marks.path}.lock"), pytest.raises(td.StoreBusyError, match=r"m\.parquet"):
+    with (
+        FileLock(f"{marks.path}.lock"),
+        pytest.raises(td.errors.StoreBusyError, match=r"m\.parquet"),
+    ):
         marks.mark(1, "remove")
     assert marks.mark(1, "remove") == 1
 

@@ -200,7 +200,7 @@ def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) ->
 )
 def test_target__refused(explorer: Explorer, given: dict[str, str], words: str) -> None:
     assert explorer.maker is not None
-    with pytest.raises((ValueError, td.BlockError), match=words):
+    with pytest.raises((ValueError, td.errors.BlockError), match=words):
         explorer.maker.made(given)
 
 

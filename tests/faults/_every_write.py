@@ -193,7 +193,7 @@ def shown(store: Path) -> str:
     """Hash all that a user sees of a store."""
     try:
         ds = td.open(store).compute()
-    except (FileNotFoundError, td.IncompleteFeaturesError):
+    except (FileNotFoundError, td.errors.IncompleteFeaturesError):
         return "nothing"
     chosen_by = ds.damping.attrs["chosen_by"] if "damping" in ds else ""
     return f"{hashed(ds)} {chosen_by}"
@@ -253,13 +253,13 @@ def look(store: Path, name: str, known: dict[str, Any]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         now = shown(store)
-    assert {each.category for each in caught} <= {td.UnfinishedAppendWarning}, [
+    assert {each.category for each in caught} <= {td.errors.UnfinishedAppendWarning}, [
         str(each.message) for each in caught
     ]
     assert now in (known["before"], known["after"]), "neither the state before nor that after"
     if now == known["after"]:
         assert not caught
-    warnings.simplefilter("error", td.UnfinishedAppendWarning)
+    warnings.simplefilter("error", td.errors.UnfinishedAppendWarning)
     operation(store)
     assert shown(store) == known["after"]
     assert content(store) == known["content"], sorted(

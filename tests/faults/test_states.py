@@ -88,11 +88,11 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             with warnings.catch_warnings():
                 if len(self.pending) > 1:  # others lack this checkpoint
-                    warnings.simplefilter("ignore", td.UnfinishedAppendWarning)
+                    warnings.simplefilter("ignore", td.errors.UnfinishedAppendWarning)
                 td.save(given, self.store, append_dim=append_dim, progress=False)
         except Crash:
             return False
-        except td.IncompleteFeaturesError:
+        except td.errors.IncompleteFeaturesError:
             assert len(self.pending) > 1  # others lack blocks
         return True
 
@@ -165,13 +165,15 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.store.exists():
             return
         if self.pending and not self.is_append:
-            with pytest.raises((td.IncompleteFeaturesError, FileNotFoundError)):
+            with pytest.raises((td.errors.IncompleteFeaturesError, FileNotFoundError)):
                 td.open(self.store)
             return
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opened = td.open(self.store)
-        assert [each.category for each in caught] == [td.UnfinishedAppendWarning][: len(caught)]
+        assert [each.category for each in caught] == [td.errors.UnfinishedAppendWarning][
+            : len(caught)
+        ]
         assert not caught or self.pending
         self.looks_as_before_or_after(opened)
 

@@ -62,7 +62,7 @@ MIXING = {
 def test_check_once__models_that_mix_samples(
     model: td.Model, gradients: str, batch_size: int, on_error: str
 ) -> None:
-    with pytest.raises(td.BlockError, match=r"the \w+ of sample \d+ .*alone"):
+    with pytest.raises(td.errors.BlockError, match=r"the \w+ of sample \d+ .*alone"):
         featurize(model, gradients=gradients, batch_size=batch_size, on_error=on_error)
 
 
@@ -73,7 +73,7 @@ def test_check_micro_batch__mixing_from_five_samples_on(gradients: str) -> None:
     expected = featurize(made, gradients=gradients, batch_size=4)
     found = featurize(made, gradients=gradients, batch_size=3)
     np.testing.assert_allclose(found.out_to_loss, expected.out_to_loss, rtol=1e-5)
-    with pytest.raises(td.BlockError, match=r"sample \d+ .*batch of 8\b"):
+    with pytest.raises(td.errors.BlockError, match=r"sample \d+ .*batch of 8\b"):
         featurize(made, gradients=gradients, batch_size=8)
 
 
@@ -81,7 +81,7 @@ def test_check_once__after_a_block_of_one_sample() -> None:
     """One sample tells nothing about mixing, so that the next block is checked again."""
     model = MIXING["mean"]
     featurize(model, samples(1))
-    with pytest.raises(td.BlockError, match="mixes the samples"):
+    with pytest.raises(td.errors.BlockError, match="mixes the samples"):
         featurize(model)
 
 
@@ -117,7 +117,7 @@ def test_loop__shared_decisions_do_not_reach_q() -> None:
         found = featurize(model, gradients="loop", batch_size=batch_size)
         xr.testing.assert_equal(found, expected)
     for batch_size in (3, 8):
-        with pytest.raises(td.BlockError, match=r"branches on values.*try gradients='loop'"):
+        with pytest.raises(td.errors.BlockError, match=r"branches on values.*try gradients='loop'"):
             featurize(model, gradients="hooks", batch_size=batch_size)
 
 
@@ -155,7 +155,7 @@ def test_featurize__in_place_after_what_backward_needs(gradients: str) -> None:
         y += 1
         return y
 
-    with pytest.raises(td.BlockError, match="inplace operation"):
+    with pytest.raises(td.errors.BlockError, match="inplace operation"):
         featurize(td.Model(Net(after)), gradients=gradients)
 
 
@@ -180,7 +180,7 @@ def test_featurize__model_that_reorders_its_batch(seed: int) -> None:
     """Two samples are in order by chance for every other seed; eight are not."""
     image = np.random.default_rng(seed).standard_normal((N, 4)).astype("f4")
     data = td.from_arrays({"image": image}, coords={"label": np.arange(N) % 3}, chunks=8)
-    with pytest.raises(td.BlockError, match=r"reorder or mix .*try gradients='vmap'"):
+    with pytest.raises(td.errors.BlockError, match=r"reorder or mix .*try gradients='vmap'"):
         featurize(td.Model(Reorders(seed)), data)
     found = featurize(td.Model(Reorders(seed)), data, gradients="vmap")
     expected = featurize(td.Model(Reorders(seed)), data, gradients="loop")
@@ -219,7 +219,7 @@ def marked(which: list[int]) -> xr.Dataset:
 
 @pytest.mark.parametrize("sample", range(8))
 def test_featurize__weight_that_is_used_outside_its_layer_for_one_sample(sample: int) -> None:
-    with pytest.raises(td.BlockError, match=r"'first.weight'.* outside its layer"):
+    with pytest.raises(td.errors.BlockError, match=r"'first.weight'.* outside its layer"):
         featurize(td.Model(UsesTwice()), marked([sample]).isel(sample=slice(8)))
 
 
@@ -231,7 +231,7 @@ def test_featurize__weight_that_is_used_outside_its_layer_for_one_sample(sample:
 def test_featurize__what_is_wrong_from_the_second_block_on(model: nn.Module, which) -> None:
     lazy = td.featurize(marked(list(which)), td.Model(model), projector=td.Identity())
     lazy.isel(sample=slice(8)).compute(scheduler="sync")
-    with pytest.raises(td.BlockError, match="samples 8:16 "):
+    with pytest.raises(td.errors.BlockError, match="samples 8:16 "):
         lazy.isel(sample=slice(8, 16)).compute(scheduler="sync")
 
 
@@ -251,7 +251,7 @@ def test_featurize__second_task_of_the_same_name() -> None:
     right.__qualname__ = Detached.__qualname__
     net = Net()
     assert featurize(td.Model(net, task=right())).feature.values.any()
-    with pytest.raises(td.BlockError, match="grad"):
+    with pytest.raises(td.errors.BlockError, match="grad"):
         featurize(td.Model(net, task=Detached()))
 
 

@@ -100,7 +100,7 @@ def test_device_of_task__automatic_is_the_gpu_if_kernels_can_run(
 @NO_GPU
 def test_featurize__gpu_asked_for_and_not_there() -> None:
     features = td.featurize(samples(), model(), device="cuda")
-    with pytest.raises(td.BlockError, match=r"samples \d+:\d+ .*GPU"):
+    with pytest.raises(td.errors.BlockError, match=r"samples \d+:\d+ .*GPU"):
         features.compute(scheduler="sync")
 
 
@@ -253,7 +253,7 @@ def test_featurize__no_sample_is_blamed_for_its_device(
     monkeypatch.setattr(stream.ProjectionStream, "add", fail)
     options = {"projector": td.Rademacher(8), "gradients": "loop", "on_error": "record"}
     features = td.featurize(samples(1), model(), **options)
-    with pytest.raises(td.BlockError, match="of the machine"):
+    with pytest.raises(td.errors.BlockError, match="of the machine"):
         features.compute(scheduler="sync")
 
 

@@ -83,7 +83,7 @@ def test_featurize__every_projector_is_saved_and_scored(
     assert features.feature.notnull().all()
     targets = td.featurize(samples(4), model(), projector=projector)
     assert td.score(features, targets, damping=0.1).compute().shape == (20, 4)
-    with pytest.raises(td.StoreMismatchError, match="projector"):
+    with pytest.raises(td.errors.StoreMismatchError, match="projector"):
         td.score(features, td.featurize(samples(4), model(), projector=td.Rademacher(16)))
 
 
@@ -95,7 +95,7 @@ def test_save__store_of_another_projector_says_what_to_pass(tmp_path: Path) -> N
     """Such as a store that was begun when the default was another one."""
     begun, store = td.Rademacher(proj_dim=16, seed=3), tmp_path / "features.zarr"
     td.save(td.featurize(samples(), model(), projector=begun), store)
-    with pytest.raises(td.StoreMismatchError) as caught:
+    with pytest.raises(td.errors.StoreMismatchError) as caught:
         td.save(td.featurize(samples(), model()), store)
     remedy = str(caught.value).partition("try featurizing with projector=")[2]
     td.save(td.featurize(samples(), model(), projector=eval(remedy)), store)
@@ -280,7 +280,7 @@ def test_featurize__non_finite_gradient_names_sample_and_checkpoint(value, proje
     data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
     features = td.featurize(data, model(), projector=projector)
     expected = r"samples 8:16 of checkpoint 'c0' failed: .* of sample 13 at checkpoint 'c0'"
-    with pytest.raises(td.BlockError, match=expected):
+    with pytest.raises(td.errors.BlockError, match=expected):
         features.isel(checkpoint=[0]).compute(scheduler="sync")
     good = features.isel(sample=slice(16, 20)).feature.compute(scheduler="sync")
     assert np.isfinite(good).all()
@@ -290,7 +290,7 @@ def test_featurize__error_arrives_from_a_worker_process(process_client: Client) 
     x = samples().image.values.copy()
     x[13] = np.nan
     data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
-    with pytest.raises(td.BlockError, match="the output of sample 13 at checkpoint 'c1'"):
+    with pytest.raises(td.errors.BlockError, match="the output of sample 13 at checkpoint 'c1'"):
         td.featurize(data, model()).feature.isel(checkpoint=1).compute()
 
 
@@ -314,7 +314,7 @@ class _NoNames:
 
 def test_featurize__missing_variable_of_a_task_that_does_not_declare_any() -> None:
     features = td.featurize(samples(), model(task=_NoNames()))
-    with pytest.raises(td.BlockError, match=r"'text'.*\['image'\]"):
+    with pytest.raises(td.errors.BlockError, match=r"'text'.*\['image'\]"):
         features.compute(scheduler="sync")
 
 
@@ -330,7 +330,7 @@ class _BadShape:
 
 def test_featurize__task_output_of_wrong_shape() -> None:
     features = td.featurize(samples(), model(task=_BadShape()))
-    with pytest.raises(td.BlockError, match=r"shape \(\d,\).*got shape \(\d, 3\)"):
+    with pytest.raises(td.errors.BlockError, match=r"shape \(\d,\).*got shape \(\d, 3\)"):
         features.compute(scheduler="sync")
 
 
@@ -338,7 +338,7 @@ def test_featurize__error_of_torch_shows_what_the_model_was_given() -> None:
     data = td.from_arrays(
         {"image": samples().image.values.astype("f8")}, coords={"label": np.arange(20) % 3}
     )
-    with pytest.raises(td.BlockError, match=r"(?s)dtype.*image float64 \(20, 2, 3\)"):
+    with pytest.raises(td.errors.BlockError, match=r"(?s)dtype.*image float64 \(20, 2, 3\)"):
         td.featurize(data, model()).compute(scheduler="sync")
 
 
@@ -357,7 +357,7 @@ class _Branches(nn.Module):
 def test_featurize__model_that_vmap_cannot_run() -> None:
     branching = td.Model(_Branches())
     for gradients in ("auto", "hooks", "vmap"):
-        with pytest.raises(td.BlockError, match="try gradients='loop'"):
+        with pytest.raises(td.errors.BlockError, match="try gradients='loop'"):
             td.featurize(samples(), branching, gradients=gradients).compute(scheduler="sync")
     features = td.featurize(samples(), branching, gradients="loop").compute(scheduler="sync")
     assert np.isfinite(features.feature).all()
@@ -496,7 +496,7 @@ def test_featurize__engine_that_is_wrong_for_the_model_is_found() -> None:
             x = x.flatten(1)
             return self.head(x - x.mean(0))
 
-    with pytest.raises(td.BlockError, match=r"output of sample \d+ .*alone"):
+    with pytest.raises(td.errors.BlockError, match=r"output of sample \d+ .*alone"):
         td.featurize(samples(), td.Model(Mixing())).compute(scheduler="sync")
 
 
@@ -548,7 +548,7 @@ class _UsesWeightTwice(nn.Module):
 )
 def test_featurize__model_that_hooks_cannot_follow(module, words: str, engine: str) -> None:
     model = td.Model(module())
-    with pytest.raises(td.BlockError, match=f"(?s){words}"):
+    with pytest.raises(td.errors.BlockError, match=f"(?s){words}"):
         td.featurize(samples(), model, projector=td.Identity()).compute(scheduler="sync")
     for name in {engine, "loop"}:
         features = td.featurize(samples(), model, projector=td.Identity(), gradients=name)
@@ -568,7 +568,7 @@ class _Checkpointed(nn.Module):
 @pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
 def test_featurize__model_that_checkpoints_activations(gradients: str) -> None:
     features = td.featurize(samples(), td.Model(_Checkpointed()), gradients=gradients)
-    with pytest.raises(td.BlockError, match=r"saved tensor hooks|on device meta"):
+    with pytest.raises(td.errors.BlockError, match=r"saved tensor hooks|on device meta"):
         features.compute(scheduler="sync")
 
 

@@ -177,12 +177,12 @@ def test_hooks__rows_that_do_not_belong_to_single_samples_are_refused() -> None:
             return self.head(x.index_put((used,), self.expert(x[used]).tanh()))
 
     model = td.Model(made(Dropped), task="causal_lm")
-    with pytest.raises(td.BlockError, match=r"rows.*gradients='loop'"):
+    with pytest.raises(td.errors.BlockError, match=r"rows.*gradients='loop'"):
         features(model)
     lengths = [9, 9, 3, 5, 7, 8, 4, 3]  # pairs with even sums, after a pair that cannot tell
     mask = (np.arange(LENGTH) < np.array(lengths)[:, None]).astype(np.int64)
     data = td.from_arrays({"input_ids": mask, "attention_mask": mask}, chunks=8)
-    with pytest.raises(td.BlockError, match=r"rows.*gradients='loop'"):
+    with pytest.raises(td.errors.BlockError, match=r"rows.*gradients='loop'"):
         td.featurize(data, model, projector=td.Identity(), gradients="hooks", batch_size=2).compute(
             scheduler="sync"
         )

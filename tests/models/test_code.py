@@ -139,12 +139,14 @@ def featurized(source: str, n: int = 6):
 def test_save__changed_code(before: str, after: str, key: str, tmp_path: Path) -> None:
     stored = td.save(featurized(SOURCE), tmp_path / "f.zarr")
     corrected = featurized(SOURCE.replace(before, after))
-    with pytest.raises(td.StoreMismatchError, match=rf"differ in code\[{key}\].*attrs\['code'\]"):
+    with pytest.raises(
+        td.errors.StoreMismatchError, match=rf"differ in code\[{key}\].*attrs\['code'\]"
+    ):
         td.save(corrected, tmp_path / "f.zarr")
-    with pytest.raises(td.StoreMismatchError, match=rf"differ in code\[{key}\]"):
+    with pytest.raises(td.errors.StoreMismatchError, match=rf"differ in code\[{key}\]"):
         td.score(stored, corrected)
     corrected.attrs["code"] = stored.attrs["code"]
-    with pytest.raises(td.StoreMismatchError, match="computed again"):
+    with pytest.raises(td.errors.StoreMismatchError, match="computed again"):
         td.save(corrected, tmp_path / "f.zarr")
     assert td.score(stored, corrected, damping=1.0).shape == (6, 6)
 
@@ -153,7 +155,7 @@ def test_save__code_that_makes_no_difference(tmp_path: Path) -> None:
     stored = td.save(featurized(SOURCE), tmp_path / "f.zarr")
     same = featurized(SOURCE)
     same.attrs["code"] = {**same.attrs["code"], "Net": "other"}
-    with pytest.raises(td.StoreMismatchError, match=r"differ in code\['Net'\]"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"differ in code\['Net'\]"):
         td.save(same, tmp_path / "f.zarr")
     same.attrs["code"] = stored.attrs["code"]
     assert td.save(same, tmp_path / "f.zarr").identical(stored)

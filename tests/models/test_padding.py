@@ -178,5 +178,5 @@ def test_trimmed__failures_name_the_sample(widths: list[tuple[int, int]]) -> Non
     failed = np.flatnonzero(found.error.values[:, 0] != "")
     assert failed.tolist() == [4, 9]
     assert "got 0 tokens" in found.error.values[4, 0]
-    with pytest.raises(td.BlockError, match=r"sample 1\b"):
+    with pytest.raises(td.errors.BlockError, match=r"sample 1\b"):
         features(given.isel(sample=slice(3, 5)), model)

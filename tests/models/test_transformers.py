@@ -232,7 +232,9 @@ def test_causal_lm__sequence_without_tokens_to_predict(build, gradients: str) ->
     mask = arrays()["attention_mask"]
     mask[1] = 0
     data = samples("input_ids", attention_mask=mask)
-    with pytest.raises(td.BlockError, match=r"token to predict, got 0 tokens.* at sample 1;"):
+    with pytest.raises(
+        td.errors.BlockError, match=r"token to predict, got 0 tokens.* at sample 1;"
+    ):
         featurize(data, model(build, "causal_lm"), gradients)
     found = td.featurize(
         data,
@@ -306,7 +308,7 @@ def test_featurize__random_projection_of_a_language_model() -> None:
 )
 def test_featurize__attention_that_vmap_cannot_run_says_what_to_type(build, task: str) -> None:
     fused = model(functools.partial(build, "sdpa"), task, like=build)
-    with pytest.raises(td.BlockError) as caught:
+    with pytest.raises(td.errors.BlockError) as caught:
         featurize(text_samples(), fused, "vmap")
     assert "attn_implementation='eager'" in str(caught.value)
     assert "gradients='loop'" in str(caught.value)

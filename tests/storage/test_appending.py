@@ -111,10 +111,10 @@ def test_append__of_all_checkpoints_only_the_new_are_computed(store) -> None:
 
 def test_append__checkpoint_of_samples_in_two_pieces(store) -> None:
     save(part(B, NAMES[:2], "b"), store, append_dim="sample")
-    with pytest.warns(td.UnfinishedAppendWarning, match=r"checkpoints \['c2'\]"):
+    with pytest.warns(td.errors.UnfinishedAppendWarning, match=r"checkpoints \['c2'\]"):
         opened = save(part(A, NAMES[2:], "a"), store, append_dim="checkpoint")
     assert_whole(opened, n_checkpoints=2)  # as it was before
-    with pytest.raises(td.IncompleteFeaturesError, match=r"\['c2'\]"):
+    with pytest.raises(td.errors.IncompleteFeaturesError, match=r"\['c2'\]"):
         save(part(slice(0, 20), NAMES[:2], "c"), store, append_dim="sample")
     opened = save(part(B, NAMES[2:], "b"), store, append_dim="checkpoint")
     assert_whole(opened)
@@ -185,7 +185,7 @@ def test_append__to_nothing_is_a_new_store(tmp_path) -> None:
     ],
 )
 def test_append__what_does_not_fit_is_refused(store, features, append_dim, words) -> None:
-    with pytest.raises(td.StoreMismatchError, match=words):
+    with pytest.raises(td.errors.StoreMismatchError, match=words):
         save(features, store, append_dim=append_dim)
     assert_whole(td.open(store), A, 2)
 
@@ -219,12 +219,12 @@ def interrupted(store, features: xr.Dataset, append_dim: str) -> None:
 def test_append__is_resumed(store) -> None:
     features = part(B, NAMES[:2], "b")
     interrupted(store, features, "sample")
-    with pytest.warns(td.UnfinishedAppendWarning, match="append_dim='sample'"):
+    with pytest.warns(td.errors.UnfinishedAppendWarning, match="append_dim='sample'"):
         assert_whole(td.open(store), A, 2)
     xr.testing.assert_identical(
         xr.open_zarr(store).load(), xr.open_zarr(store, consolidated=False).load()
     )
-    with pytest.raises(td.IncompleteFeaturesError, match="20 samples"):
+    with pytest.raises(td.errors.IncompleteFeaturesError, match="20 samples"):
         save(part(slice(20, 40), NAMES[:2], "c"), store, append_dim="sample")
     assert_whole(save(features, store, append_dim="sample"), n_checkpoints=2)
     assert td.verify(store, checksums=True).empty
@@ -246,7 +246,7 @@ def test_append__is_given_up_for_another(store) -> None:
 def test_append__other_changes_need_not_wait_for_it(store) -> None:
     features = part(B, NAMES[:2], "b")
     interrupted(store, features, "sample")
-    with pytest.warns(td.UnfinishedAppendWarning):
+    with pytest.warns(td.errors.UnfinishedAppendWarning):
         left = td.drop(store, where=lambda ds: ds.label == 1)
     assert left.sizes["sample"] == 20
     opened = save(features, store, append_dim="sample")
@@ -266,16 +266,16 @@ def test_append__damaged_blocks_are_computed_from_the_features_that_they_are_of(
     assert td.verify(store).empty  # of bytes, checksums know
     (fault,) = td.verify(store, checksums=True, repair=True).to_dict("records")
     assert (fault["path"], fault["block"]) == (f"feature/c.{block}.0.0", block)
-    with pytest.raises(td.IncompleteFeaturesError):
+    with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(store)
     for rows, source in ((A, "a"), (B, "b")):
-        with pytest.raises(td.IncompleteFeaturesError):
+        with pytest.raises(td.errors.IncompleteFeaturesError):
             td.open(store)
         if (source, block) in {("a", 3), ("b", 0)}:
             continue
         try:
             opened = save(part(rows, NAMES[:2], source), store)
-        except td.IncompleteFeaturesError:
+        except td.errors.IncompleteFeaturesError:
             assert (source, block) == ("a", 2)
         else:
             assert_whole(opened, n_checkpoints=2)
@@ -291,5 +291,5 @@ def test_append__selections_of_one_source_are_told_apart(tmp_path) -> None:
     for _ in range(2):
         opened = save(second, path, append_dim="sample")
         np.testing.assert_array_equal(opened.feature, WHOLE.feature[:40, :, :2])
-    with pytest.raises(td.StoreMismatchError):
+    with pytest.raises(td.errors.StoreMismatchError):
         save(whole.isel(sample=slice(40, 60)), path)

@@ -77,10 +77,10 @@ def test_assign_coords__another_dtype(store: Path) -> None:
 
 def test_assign_coords__then_append_samples(store: Path) -> None:
     td.assign_coords(store, {"animal": RIGHT[:24], "weight": np.zeros(24)})
-    with pytest.raises(td.StoreMismatchError, match=r"features.assign_coords\(weight=...\)"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"features.assign_coords\(weight=...\)"):
         save(part(24, 40), store, append_dim="sample")
     more = part(24, 40).assign_coords(weight=("sample", np.ones(16)))
-    with pytest.raises(td.StoreMismatchError, match=r"'weight' .* as numbers .*got"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"'weight' .* as numbers .*got"):
         save(more.assign_coords(weight=("sample", ["heavy"] * 16)), store, append_dim="sample")
     opened = save(more, store, append_dim="sample")
     animals, weights = RIGHT[:24] + ANIMALS[24:], np.repeat([0.0, 1.0], [24, 16])
@@ -93,7 +93,7 @@ def test_assign_coords__then_append_samples(store: Path) -> None:
 def test_assign_coords__then_append_a_checkpoint(store: Path) -> None:
     td.assign_coords(store, {"animal": RIGHT[:24], "weight": np.zeros(24)})
     third = part(0, 24, (2,)).assign_attrs(source="0:24")
-    with pytest.raises(td.StoreMismatchError, match=r"'animal'.*dgo instead of dog.* 1,"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"'animal'.*dgo instead of dog.* 1,"):
         save(third, store, append_dim="checkpoint")
     opened = save(third.drop_vars("animal"), store, append_dim="checkpoint")
     assert opened.sizes["checkpoint"] == 3
@@ -135,13 +135,13 @@ def test_save__coords_that_differ_are_refused_by_name(
     (name,) = coords
     features = part(0, 24)
     changed = features.assign_coords({name: ("sample", np.asarray(coords[name])[:24])})
-    with pytest.raises(td.StoreMismatchError, match=rf"coord '{name}'.*td.assign_coords\("):
+    with pytest.raises(td.errors.StoreMismatchError, match=rf"coord '{name}'.*td.assign_coords\("):
         save(changed, store)
     td.assign_coords(store, {name: changed[name].values})
     opened = save(changed, store)
     assert_coords(opened, np.arange(24), **coords)
     if words is not None:
-        with pytest.raises(td.StoreMismatchError, match=words):
+        with pytest.raises(td.errors.StoreMismatchError, match=words):
             save(features, store)
     opened = save(features.drop_vars(name, errors="ignore"), store)
     assert_coords(opened, np.arange(24), **coords)
@@ -168,10 +168,10 @@ def test_featurize__metadata_are_no_part_of_the_source(tmp_path: Path) -> None:
         assert changed.feature.data.name == features.feature.data.name
     assert featurized(label=np.zeros(6, int)).attrs["source"] != features.attrs["source"]
     save(features, tmp_path / "f.zarr")
-    with pytest.raises(td.StoreMismatchError, match="differ in source"):
+    with pytest.raises(td.errors.StoreMismatchError, match="differ in source"):
         save(featurized(label=np.zeros(6, int)), tmp_path / "f.zarr")
     corrected = featurized(year=np.arange(6))
-    with pytest.raises(td.StoreMismatchError, match=r"'year'.*td.assign_coords"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"'year'.*td.assign_coords"):
         save(corrected, tmp_path / "f.zarr")
     td.assign_coords(tmp_path / "f.zarr", {"year": np.arange(6)})
     opened = save(corrected, tmp_path / "f.zarr")

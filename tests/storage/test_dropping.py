@@ -155,7 +155,7 @@ def test_drop__a_lost_mask_brings_nothing_back_without_a_word(store: Path) -> No
     td.drop(store, where=lambda ds: ds.number < 5)
     (chunk,) = (path for path in store.glob("dropped/c*/**/*") if path.is_file())
     chunk.unlink()
-    with pytest.raises(td.IncompleteFeaturesError, match="dropped"):
+    with pytest.raises(td.errors.IncompleteFeaturesError, match="dropped"):
         td.open(store)
     (fault,) = td.verify(store).to_dict("records")
     assert fault["path"].startswith("dropped/")

@@ -251,7 +251,7 @@ def test_open__before_a_change_says_to_open_again(store: Path, change: str) -> N
     else:
         td.save(images(seed=5).assign_attrs(source="more"), store, append_dim="sample")
     np.testing.assert_array_equal(opened.feature, old_rows)
-    with pytest.raises(td.IncompleteFeaturesError, match=r"td\.open\(store\)"):
+    with pytest.raises(td.errors.IncompleteFeaturesError, match=r"td\.open\(store\)"):
         td.score(opened, TARGETS).compute()
     td.score(td.open(store), TARGETS).compute()
 

@@ -49,7 +49,7 @@ def test_lock__of_a_live_process_and_of_a_dead_one(folder: Folder) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
-    with pytest.raises(td.StoreBusyError, match=rf"process {process.pid} .*a test"):
+    with pytest.raises(td.errors.StoreBusyError, match=rf"process {process.pid} .*a test"):
         td.save(FEATURES, folder.url, progress=False)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -76,14 +76,14 @@ def test_lock__is_free(folder: Folder, changes: dict[str, object], is_free: bool
             pass
         assert folder.names() == []
     else:
-        with pytest.raises(td.StoreBusyError, match="another"), lock(folder, "this"):
+        with pytest.raises(td.errors.StoreBusyError, match="another"), lock(folder, "this"):
             pass
         assert folder.names() == ["lock"]
 
 
 def test_lock__that_says_nothing(folder: Folder) -> None:
     folder.write("lock", b"x")
-    with pytest.raises(td.StoreBusyError, match="b'x'"), lock(folder, "this"):
+    with pytest.raises(td.errors.StoreBusyError, match="b'x'"), lock(folder, "this"):
         pass
 
 
@@ -99,6 +99,6 @@ def test_lock__is_renewed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> No
 def test_lock__is_noticed_when_it_is_taken_away(folder: Folder) -> None:
     with lock(folder, "this") as require_held:
         folder.write("lock", json.dumps({"token": "theirs", "purpose": "theirs"}).encode())
-        with pytest.raises(td.StoreBusyError, match="theirs"):
+        with pytest.raises(td.errors.StoreBusyError, match="theirs"):
             require_held()
     assert folder.read_json("lock")["token"] == "theirs"

@@ -81,7 +81,7 @@ def test_open__errors_of_appended_samples_and_checkpoints(
     assert_as(opened, WHOLE.isel(sample=A, checkpoint=slice(2)))
     opened = save(part(B, NAMES[:2], "b"), store, append_dim="sample", dtype=dtype)
     assert_as(opened, WHOLE.isel(checkpoint=slice(2)))
-    with pytest.warns(td.UnfinishedAppendWarning):
+    with pytest.warns(td.errors.UnfinishedAppendWarning):
         opened = save(part(B, NAMES, "b"), store, append_dim="checkpoint", dtype=dtype)
     assert_as(opened, WHOLE.isel(checkpoint=slice(2)))
     opened = save(part(A, NAMES, "a"), store, append_dim="checkpoint", dtype=dtype)

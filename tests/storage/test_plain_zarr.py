@@ -21,7 +21,7 @@ N, P, B = 70, 6, 20
 VALUES = np.random.default_rng(0).integers(-4, 5, (N, P, 2)).astype("f4")
 DAYS = np.datetime64("2026-01-01", "ns") + np.arange(N) * np.timedelta64(1, "D")
 
-pytestmark = pytest.mark.filterwarnings("ignore::trakdask.UnfinishedAppendWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::trakdask.errors.UnfinishedAppendWarning")
 
 
 def features(rows: slice, columns: tuple[int, ...], source: str) -> xr.Dataset:

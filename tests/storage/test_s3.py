@@ -76,7 +76,7 @@ def test_verify__damage_on_s3(place: Folder) -> None:
     options = {"storage_options": place.options}
     found = td.verify(place.url, checksums=True, repair=True, **options)
     assert sorted(found.path) == ["feature/c.1.0.0", "feature/c.2.0.1"]
-    with pytest.raises(td.IncompleteFeaturesError):
+    with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(place.url, **options)
     np.testing.assert_array_equal(save(place).feature, FEATURES.feature)
 
@@ -103,7 +103,7 @@ def test_lock__of_s3_is_created_if_absent(place: Folder) -> None:
         place.create("x", b"2")
     assert place.read("x") == b"1"
     place.remove("x")
-    with lock(place, "td.save"), pytest.raises(td.StoreBusyError, match=r"td\.save, since"):
+    with lock(place, "td.save"), pytest.raises(td.errors.StoreBusyError, match=r"td\.save, since"):
         save(place)
 
 

@@ -84,7 +84,7 @@ def test_save__resumes_and_computes_only_what_is_missing(tmp_path: Path) -> None
     ):
         save(broken, tmp_path / "f.zarr")
     assert len(stored(Group.read(Folder.at(tmp_path / "f.zarr")))) == len(first) == 2
-    with pytest.raises(td.IncompleteFeaturesError):
+    with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(tmp_path / "f.zarr")
     looked_at = td.open(tmp_path / "f.zarr", require_complete=False)
     there = looked_at.out_to_loss.notnull().values
@@ -121,7 +121,7 @@ def test_save__a_change_that_no_source_shows_is_noticed(
         save(td.featurize(samples, model, projector=td.SJLT(4)), tmp_path / "f.zarr")
         save(td.featurize(samples, model, projector=td.SJLT(4)), tmp_path / "f.zarr")
         monkeypatch.setitem(SHIFT, "by", 1.0)
-        with pytest.raises(td.StoreMismatchError, match="computed again"):
+        with pytest.raises(td.errors.StoreMismatchError, match="computed again"):
             save(td.featurize(samples, model, projector=td.SJLT(4)), tmp_path / "f.zarr")
 
 
@@ -129,7 +129,7 @@ def test_save__rounding_is_no_change_of_the_code(tmp_path: Path) -> None:
     save(FEATURES, tmp_path / "f.zarr", dtype="float16")
     rounded = FEATURES.assign(feature=FEATURES.feature * np.float32(1 + 1e-3))
     save(rounded, tmp_path / "f.zarr", dtype="float16")
-    with pytest.raises(td.StoreMismatchError):
+    with pytest.raises(td.errors.StoreMismatchError):
         save(FEATURES.assign(feature=FEATURES.feature * 2), tmp_path / "f.zarr", dtype="float16")
 
 
@@ -160,7 +160,7 @@ def test_save__variables_that_features_have_besides(tmp_path: Path) -> None:
     np.testing.assert_array_equal(opened.loss, loss)
     norm = (FEATURES.feature.astype("f8") ** 2).sum("proj_dim")
     np.testing.assert_allclose(opened.feature_norm, norm, rtol=1e-12)
-    with pytest.raises(td.StoreMismatchError, match="loss"):
+    with pytest.raises(td.errors.StoreMismatchError, match="loss"):
         save(FEATURES, tmp_path / "f.zarr")
 
 
@@ -192,7 +192,7 @@ def test_save__shows_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_save__other_spec_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
     save(FEATURES, tmp_path / "f.zarr")
     other = FEATURES.assign_attrs({field: value})
-    with pytest.raises(td.StoreMismatchError, match=rf"differ in {field}"):
+    with pytest.raises(td.errors.StoreMismatchError, match=rf"differ in {field}"):
         save(other, tmp_path / "f.zarr")
     np.testing.assert_array_equal(td.open(tmp_path / "f.zarr").feature, FEATURES.feature)
 
@@ -201,7 +201,7 @@ def test_save__another_selection_is_not_taken_for_the_same(tmp_path: Path) -> No
     """Same attrs, same sizes, other samples."""
     first, second = (FEATURES.isel(sample=slice(a, a + 16)) for a in (0, 16))
     save(first, tmp_path / "f.zarr")
-    with pytest.raises(td.StoreMismatchError, match="others when the samples 0:16"):
+    with pytest.raises(td.errors.StoreMismatchError, match="others when the samples 0:16"):
         save(second.drop_vars("label"), tmp_path / "f.zarr")
     np.testing.assert_array_equal(save(first, tmp_path / "f.zarr").feature, first.feature)
     both = save(second, tmp_path / "f.zarr", append_dim="sample")
@@ -243,7 +243,9 @@ def test_save__into_something_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["dtype", "autocast", "float32_matmul_precision"])
 def test_save__another_precision_is_refused_by_name(field: str, tmp_path: Path) -> None:
     save(FEATURES.assign_attrs({field: "this"}), tmp_path / "f.zarr")
-    with pytest.raises(td.StoreMismatchError, match=f"differ in {field}: expected .*, got 'that'"):
+    with pytest.raises(
+        td.errors.StoreMismatchError, match=f"differ in {field}: expected .*, got 'that'"
+    ):
         save(FEATURES.assign_attrs({field: "that"}), tmp_path / "f.zarr")
 
 
@@ -257,7 +259,7 @@ def test_save__float16(tmp_path: Path) -> None:
     np.testing.assert_array_equal(opened.output, FEATURES.output)
     np.testing.assert_allclose(opened.gram, td.gram(opened), rtol=1e-12)
     assert td.verify(tmp_path / "f.zarr", checksums=True).empty
-    with pytest.raises(td.StoreMismatchError, match=r"dtype float16.*got float32"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"dtype float16.*got float32"):
         save(FEATURES, tmp_path / "f.zarr")
     with pytest.raises(ValueError, match=r"expected dtype='float16', or None.*got 'float8'"):
         save(FEATURES, tmp_path / "f.zarr", dtype="float8")
@@ -363,5 +365,8 @@ def test_save__store_that_a_worker_does_not_see(tmp_path: Path) -> None:
         return block
 
     data = da.map_blocks(move, FEATURES.feature.data, meta=np.empty((0, 0, 0), "f4"))
-    with dask.config.set(scheduler="sync"), pytest.raises((OSError, td.IncompleteFeaturesError)):
+    with (
+        dask.config.set(scheduler="sync"),
+        pytest.raises((OSError, td.errors.IncompleteFeaturesError)),
+    ):
         save(FEATURES.assign(feature=(FEATURES.feature.dims, data)), store)

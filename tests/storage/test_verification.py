@@ -81,10 +81,10 @@ def test_verify__block(store: Path, name: str, damage: Callable[[Path], None]) -
     assert (fault["path"], fault["block"], fault["checkpoint"]) == (path, 2, 1)
     assert "td.save(features, store)" in fault["remedy"]
     # No reader takes it for numbers.
-    with pytest.raises((ValueError, td.IncompleteFeaturesError), match=path):
+    with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=path):
         opened[name].compute()
     td.verify(store, checksums=True, repair=True)
-    with pytest.raises(td.IncompleteFeaturesError):
+    with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(store)
     assert td.open(store, require_complete=False).out_to_loss.isnull().sum() == 8
     assert save_and_count(store) == 1
@@ -95,7 +95,7 @@ def test_verify__block(store: Path, name: str, damage: Callable[[Path], None]) -
 def test_verify__sums(store: Path, name: str, damage: Callable[[Path], None]) -> None:
     before = td.open(store).load()
     damage(chunk_of(store, name))
-    with pytest.raises((ValueError, td.IncompleteFeaturesError), match=name):
+    with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=name):
         td.open(store)[name].compute()
     (fault,) = td.verify(store, checksums=True, repair=True).to_dict("records")
     assert fault["path"].startswith(f"{name}/")
@@ -107,7 +107,7 @@ def test_verify__sums(store: Path, name: str, damage: Callable[[Path], None]) ->
 @pytest.mark.parametrize("name", ["label", "animal", "day", "zero"])
 def test_verify__coord(store: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(chunk_of(store, name))
-    with pytest.raises((ValueError, td.IncompleteFeaturesError), match=name):
+    with pytest.raises((ValueError, td.errors.IncompleteFeaturesError), match=name):
         td.open(store)
     (fault,) = td.verify(store, checksums=True).to_dict("records")
     assert f"td.assign_coords(store, {{{name!r}: values}})" in fault["remedy"]
@@ -136,7 +136,7 @@ def test_open__store_of_an_earlier_version(store: Path) -> None:
 def test_open__lost_chunk_raises_when_it_is_read(store: Path, scheduler: str) -> None:
     (store / "feature/c.1.0.1").unlink()
     opened = td.open(store)
-    with dask.config.set(scheduler=scheduler), pytest.raises(td.IncompleteFeaturesError):
+    with dask.config.set(scheduler=scheduler), pytest.raises(td.errors.IncompleteFeaturesError):
         td.score(opened, opened.isel(sample=slice(4)), damping=0.1).compute()
 
 

@@ -13,8 +13,8 @@ import torch
 import xarray as xr
 
 import trakdask as td
-from trakdask import StoreMismatchError
 from trakdask import trak as ours
+from trakdask.errors import StoreMismatchError
 from trakdask.testing import raise_if_dask_computes
 
 trak = pytest.importorskip("trak")
