@@ -86,7 +86,9 @@ PUBLIC = {
     "score_ensemble": lambda: td.score(FEATURES, TARGETS, average=False),
     "group_score": lambda: td.group_score(FEATURES, TARGETS, by="label"),
     "combine": lambda: td.combine(TARGETS, by="label"),
-    "top_fraction": lambda: td.top_fraction(td.score(FEATURES, TARGETS), 0.1, by="label"),
+    "top_k, over targets": lambda: td.top_k(
+        td.score(FEATURES, TARGETS), fraction=0.1, over_targets="max", by="label"
+    ),
     "top_k": lambda: td.top_k(td.score(FEATURES, TARGETS), 3),
     "top_k_where": lambda: td.top_k(td.score(FEATURES, TARGETS), 3, where=FEATURES.label == 1),
     "top_k_tile": lambda: td.top_k(

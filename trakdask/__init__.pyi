@@ -13,7 +13,6 @@ from .attribution import group_score as group_score
 from .attribution import score as score
 from .attribution import score_parts as score_parts
 from .attribution import self_influence as self_influence
-from .attribution import top_fraction as top_fraction
 from .attribution import top_k as top_k
 from .bergson import open_bergson as open_bergson
 from .explorer import explore as explore

@@ -1,98 +1,230 @@
-"""What a name, a power and the attrs of features resolve to, against a table."""
+"""Every estimator against a few lines of float64 numpy, to 1e-10; and what names stand for."""
 
 from __future__ import annotations
 
-import dataclasses
-
+import dask.array as da
+import numpy as np
 import pytest
 import xarray as xr
 
-from trakdask.attribution import estimators
-from trakdask.attribution.estimators import Weights, resolve_estimator
-from trakdask.attribution.scores import group_score, score, self_influence
+import trakdask as td
 from trakdask.testing import simulate_features
 
-HALF = Weights("q^0.5 (1 - q)", "q^0.5", 0.5)
-QUARTER = Weights("q^0.25 (1 - q)", "q^0.25", 0.25)
-PLAIN = Weights("1", "Q", None)
+N, M, P, C = 60, 11, 5, 3
+RATES = {"c0": 0.1, "c1": 0.3, "c2": 0.02}
 
 
-def features(**attrs: object) -> xr.Dataset:
-    return xr.Dataset(attrs=attrs)
-
-
-IMAGES = features(task="ImageClassification(10)")
-TEXTS = features(task="TextClassification")
-LANGUAGE = features(task="CausalLM(inputs=('input_ids',))")
-REGRESSION = features(task="Regression()")
-
-
-@pytest.mark.parametrize(
-    ("ds", "estimator", "power", "name", "weights", "choosing", "damping"),
-    [
-        (IMAGES, "auto", 0.25, "soft", QUARTER, HALF, "completeness"),
-        (IMAGES, "auto", 0.5, "soft", HALF, HALF, "completeness"),
-        (IMAGES, "trak", 0.25, "trak", PLAIN, HALF, "completeness"),
-        (IMAGES, "grad_dot", 0.25, "grad_dot", PLAIN, HALF, "completeness"),
-        (IMAGES, "auto", "auto", "soft", HALF, HALF, "completeness"),
-        (IMAGES, "trak", "auto", "trak", PLAIN, HALF, "completeness"),
-        (TEXTS, "soft", 0.25, "soft", QUARTER, HALF, "completeness"),
-        (features(), "soft", "auto", "soft", HALF, HALF, "completeness"),
-        (features(), "auto", 0.25, "trak", PLAIN, HALF, "closed_form"),
-        (features(), "soft", 0.25, "soft", QUARTER, HALF, "completeness"),
-        (features(), "relatif", 0.25, "relatif", PLAIN, HALF, "closed_form"),
-        (REGRESSION, "auto", 0.25, "trak", PLAIN, PLAIN, "trace"),
-        (LANGUAGE, "auto", 0.25, "trak", PLAIN, HALF, "trace"),
-        (REGRESSION, "soft", 1, "soft", PLAIN, PLAIN, "completeness"),
-        (REGRESSION, "soft", "auto", "soft", PLAIN, PLAIN, "completeness"),
-    ],
-)
-def test_resolve_estimator__table(ds, estimator, power, name, weights, choosing, damping) -> None:
-    found = resolve_estimator(estimator, power, ds)
-    assert dataclasses.astuple(found) == (
-        name,
-        dataclasses.astuple(weights),
-        dataclasses.astuple(choosing),
-        damping,
-        power == "auto" and weights == HALF,
-        name != "grad_dot",
+def dataset(n: int, seed: int, chunks: int, shift: float = 0.0) -> xr.Dataset:
+    """Float64 features; ``shift`` makes Q negative for some."""
+    made = simulate_features(n, P, C, chunks=chunks)
+    rng = np.random.default_rng(seed)
+    values = {"feature": rng.standard_normal((n, P, C)), "out_to_loss": rng.random((n, C)) - shift}
+    return made.assign(
+        {
+            name: made[name].copy(data=da.from_array(v, chunks=made[name].data.chunks))
+            for name, v in values.items()
+        }
     )
 
 
+TRAIN, TARGETS, SIGNED = dataset(N, 0, 16), dataset(M, 1, 4), dataset(N, 0, 16, shift=0.5)
+
+
+def parts(train: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return train.feature.values, TARGETS.feature.values, train.out_to_loss.values
+
+
+def kernels(train: xr.Dataset, h: np.ndarray, lam: float = 2.0) -> tuple[np.ndarray, np.ndarray]:
+    """φ(z)ᵀ (K + λI)⁻¹ φ(t), (n, m, C), and φ(z)ᵀ (K + λI)⁻¹ φ(z), (n, C)."""
+    x, t, _ = parts(train)
+    across, own = [], []
+    for c in range(C):
+        inverse = np.linalg.inv((x[..., c] * h[:, [c]]).T @ x[..., c] + lam * np.eye(P))
+        across.append(x[..., c] @ inverse @ t[..., c].T)
+        own.append(np.diag(x[..., c] @ inverse @ x[..., c].T))
+    return np.stack(across, -1), np.stack(own, -1)
+
+
+def oracle(train: xr.Dataset, estimator: str, power: float | None = None) -> np.ndarray:
+    """Per-checkpoint scores (n, m, C) whose mean is the score."""
+    x, t, q = parts(train)
+    pooled = q.mean(1)[:, None, None]
+    sign = np.where(pooled < 0, -1, 1)
+    dot = np.einsum("spc,tpc->stc", x, t)
+    if estimator == "trak":
+        return kernels(train, np.ones_like(q))[0] * pooled
+    if estimator == "soft":
+        across, _ = kernels(train, q ** (0.5 if power is None else power) * (1 - q))
+        if power is None:
+            spread = np.sqrt(np.mean(np.log((1 - q) / q).std(0) ** 2))
+            power = np.interp(spread, (0.8, 1.4), (1, 0.5))
+        return across * (q**power).mean(1)[:, None, None]
+    if estimator == "relatif":
+        across, own = kernels(train, np.ones_like(q))
+        return across * pooled / np.sqrt(own.mean(1)[:, None, None] * pooled**2)
+    if estimator == "grad_dot":
+        return dot * pooled
+    if estimator == "grad_cos":
+        norms = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(t, axis=1)
+        return dot / norms * sign
+    return C * dot * q[:, None] * np.array(list(RATES.values()))
+
+
+def options(estimator: str) -> dict[str, object]:
+    if estimator == "tracin":
+        return {"learning_rates": RATES}
+    return {} if estimator.startswith("grad") else {"damping": td.Absolute(2.0)}
+
+
+ESTIMATORS = ["trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
+
+
 @pytest.mark.parametrize(
-    ("ds", "estimator", "power", "named"),
+    ("estimator", "train"),
+    [(each, TRAIN) for each in ESTIMATORS]
+    + [(each, SIGNED) for each in ESTIMATORS if each != "soft"],
+)
+def test_score__float64_equals_dense_numpy(estimator: str, train: xr.Dataset) -> None:
+    expected = oracle(train, estimator)
+    found = td.score(train, TARGETS, estimator=estimator, **options(estimator))
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected.mean(-1), rtol=1e-10, atol=1e-12)
+    apart = td.score(train, TARGETS, estimator=estimator, average=False, **options(estimator))
+    np.testing.assert_allclose(apart, expected, rtol=1e-10, atol=1e-12)
+    assert apart.dims == ("sample", "target", "checkpoint")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_group_score__float64_equals_sums_of_dense_numpy(estimator: str) -> None:
+    found = td.group_score(TRAIN, TARGETS, by="label", estimator=estimator, **options(estimator))
+    dense = oracle(TRAIN, estimator).mean(-1)
+    expected = [dense[TRAIN.label.values == label].sum(0) for label in (0, 1)]
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("power", [0, 0.25, 1])
+def test_score__power(power: float) -> None:
+    found = td.score(TRAIN, TARGETS, estimator="soft", power=power, damping=td.Absolute(2))
+    np.testing.assert_allclose(found, oracle(TRAIN, "soft", power).mean(-1), rtol=1e-10)
+
+
+@pytest.mark.parametrize("narrow", [0.1, 0.5, 0.6, 0.7, 1.0])
+def test_score__power_follows_how_sure_the_model_is(narrow: float) -> None:
+    q = TRAIN.out_to_loss
+    logit = narrow * np.log((1 - q) / q) + 1
+    train = TRAIN.assign(out_to_loss=1 / (1 + np.exp(logit)))
+    found = td.score(train, TARGETS, estimator="soft", damping=td.Absolute(2))
+    expected = oracle(train, "soft")
+    np.testing.assert_allclose(found, expected.mean(-1), rtol=1e-10)
+    h = (train.out_to_loss**0.5 * (1 - train.out_to_loss)).values
+    across, leverage = kernels(train, h)
+    g = (expected / across)[:, 0]
+    own = td.self_influence(train, estimator="soft", damping=td.Absolute(2))
+    np.testing.assert_allclose(own, leverage.mean(1) * g.mean(1) ** 2, rtol=1e-10)
+
+
+def test_score__automatic_soft_is_the_damping_it_reports() -> None:
+    rng = np.random.default_rng(0)
+    scale = xr.DataArray(0.6 ** np.arange(P, dtype="f4"), dims="proj_dim")
+    train, targets = (
+        made.assign(feature=made.feature * scale)
+        for made in (simulate_features(200, P, C, chunks=64), simulate_features(60, P, C, seed=1))
+    )
+    step = (train.feature * train.out_to_loss).sum("sample") / (200 * scale**2 + (scale**2).sum())
+    f = (targets.feature * step).sum("proj_dim").values
+    f += 0.2 * f.std() * rng.standard_normal(f.shape)
+    targets = targets.assign(output=targets.output.copy(data=da.from_array(f, chunks=(16, 1))))
+    chosen = td.damping(train, estimator="soft", calibrate=targets).compute()
+    assert np.isfinite(chosen.relative)
+    found = td.score(train, targets, estimator="soft", calibrate=targets, average=False)
+    for c in range(C):
+        one = [ds.isel(checkpoint=[c]) for ds in (train, targets)]
+        lam = td.Absolute(float(chosen.damping[c]))
+        apart = td.score(*one, estimator="soft", damping=lam)
+        g = np.sqrt(train.out_to_loss.values.astype("f8"))  # Q is spread evenly, so widely
+        ratio = (g.mean(1) / g[:, c])[:, None]
+        np.testing.assert_allclose(found[..., c], apart * ratio, rtol=1e-4, atol=1e-6)
+    assert found.dtype == np.float32
+
+
+def test_score__grad_cos_of_a_zero_feature_is_nan_without_warning() -> None:
+    x = TRAIN.feature.values.copy()
+    x[3, :, 1] = 0
+    train = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(16, P, 1))))
+    found = td.score(train, TARGETS, estimator="grad_cos").values
+    assert np.isnan(found[3]).all()
+    assert np.isfinite(np.delete(found, 3, 0)).all()
+
+
+def test_score__learning_rates_as_array_in_any_order() -> None:
+    rates = xr.DataArray([0.02, 0.1, 0.3], coords={"checkpoint": ["c2", "c0", "c1"]})
+    found = td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=rates)
+    expected = td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=RATES)
+    np.testing.assert_array_equal(found, expected)
+    assert found.attrs["learning_rates"] == "0.1, 0.3, 0.02"
+
+
+def test_score__attrs_say_the_formula() -> None:
+    soft = td.score(TRAIN, TARGETS, estimator="soft", power=0.5, damping=0.1).attrs
+    assert soft["formula"].endswith("mean_c[q^0.5]")
+    assert soft["gram_weights"] == "q^0.5 (1 - q)"
+    assert soft["damping"] == "0.1 tr(K^2)/tr(K)"
+    assert "gram_weights" not in td.score(TRAIN, TARGETS, estimator="grad_dot").attrs
+
+
+@pytest.mark.parametrize("estimator", ["trak", "soft", "grad_dot"])
+def test_self_influence__equals_dense_numpy(estimator: str) -> None:
+    x, _, q = parts(TRAIN)
+    g = (np.sqrt(q) if estimator == "soft" else q).mean(1)[:, None]
+    own = np.square(x).sum(1)
+    if estimator != "grad_dot":
+        own = kernels(TRAIN, np.sqrt(q) * (1 - q) if estimator == "soft" else np.ones_like(q))[1]
+    found = td.self_influence(TRAIN, estimator=estimator, **options(estimator))
+    np.testing.assert_allclose(found, (own * g**2).mean(1), rtol=1e-10)
+    apart = td.self_influence(TRAIN, estimator=estimator, average=False, **options(estimator))
+    np.testing.assert_allclose(apart, own * g**2, rtol=1e-10)
+    assert (found >= 0).all()
+    assert found.dims == ("sample",)
+    assert set(found.coords) == {"label"}
+
+
+def test_score__soft_for_regression_is_trak() -> None:
+    task = "Regression(inputs=('x',), target='y', positional=True)"
+    train, targets = (ds.assign_attrs(task=task) for ds in (SIGNED, TARGETS))
+    for power in (1, "auto"):
+        soft = td.score(train, targets, estimator="soft", power=power, damping="trace")
+        np.testing.assert_array_equal(soft, td.score(train, targets, estimator="trak"))
+    with pytest.raises(ValueError, match=r"task Regression.*got power=0.5"):
+        td.score(train, targets, estimator="soft", power=0.5, damping="closed_form")
+
+
+@pytest.mark.parametrize(
+    ("task", "asked", "estimator", "damping"),
     [
-        (IMAGES, "sfot", 0.5, "'sfot'"),
-        (IMAGES, None, 0.5, "None"),
-        (IMAGES, "auto", 1.5, "1.5"),
-        (IMAGES, "soft", True, "True"),
-        (IMAGES, "soft", "0.5", "'0.5'"),
-        (REGRESSION, "soft", 0.5, r"Regression\(\).*power=0.5"),
+        ("ImageClassification(image='x')", "auto", "soft", "completeness"),
+        ("TextClassification()", "auto", "soft", "completeness"),
+        ("Classification()", "trak", "trak", "completeness"),
+        ("MultiLabel()", "auto", "soft", "completeness"),
+        ("CausalLM()", "auto", "trak", "tr(K)/n"),
+        ("CausalLM()", "soft", "soft", "completeness"),
+        ("Regression()", "auto", "trak", "tr(K)/n"),
+        ("simulated", "auto", "trak", "0.03 tr(K^2)/tr(K)"),
+        ("simulated", "relatif", "relatif", "0.03 tr(K^2)/tr(K)"),
     ],
 )
-def test_resolve_estimator__errors_name_the_value(ds, estimator, power, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        resolve_estimator(estimator, power, ds)
+def test_score__automatic_estimator_and_damping(task, asked, estimator, damping) -> None:
+    train, targets = (ds.assign_attrs(task=task) for ds in (TRAIN, TARGETS))
+    attrs = td.score(train, targets, estimator=asked).attrs
+    assert (attrs["estimator"], attrs["damping"]) == (estimator, damping)
+    assert attrs["gram_weights"] == ("q^0.5 (1 - q)" if estimator == "soft" else "1")
 
 
-def test_resolve_estimator__only_those_allowed() -> None:
-    with pytest.raises(ValueError, match=r"\['auto', 'trak'\], got 'soft'"):
-        resolve_estimator("soft", 0.5, IMAGES, allowed=("auto", "trak"))
-
-
-@pytest.mark.parametrize("estimator", ["auto", "trak", "soft", "grad_dot"])
-def test_score__resolves_its_estimator_once(
-    estimator: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    def counting(name: str, *args, **kwargs):
-        calls.append(name)
-        return resolve_estimator(name, *args, **kwargs)
-
-    monkeypatch.setattr(estimators, "resolve_estimator", counting)
-    train, targets = simulate_features(60, 4, 3, chunks=16), simulate_features(60, 4, 3, seed=1)
-    score(train, targets, estimator=estimator)
-    group_score(train, targets, by="label", estimator=estimator)
-    self_influence(train, estimator=estimator)
-    assert calls == [estimator] * 3
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_score__damping_that_was_chosen_before(chunks: int) -> None:
+    chosen = td.damping(TRAIN, damping=0.2, estimator="soft").compute()
+    expected = td.score(TRAIN, TARGETS, estimator="soft", damping=0.2)
+    turned = chosen.isel(checkpoint=[2, 0, 1])
+    for given in (turned, turned.damping, turned.damping.chunk(checkpoint=chunks)):
+        found = td.score(TRAIN, TARGETS, estimator="soft", damping=given)
+        np.testing.assert_array_equal(found, expected)
+        assert found.attrs["damping"] == "given"

@@ -18,7 +18,6 @@ from distributed import Client
 
 import trakdask as td
 from tests.stored_arrays import ShapeOfArray, StoredArray, as_stored, stored
-from trakdask.arrays.block_arguments import Slices
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 P, C, ROWS = 4, 2, 64
@@ -139,7 +138,8 @@ COORDS_STAY = ("score", "score, rows", "top_k", "self_influence")
 @pytest.mark.parametrize(
     ("name", "features"),
     [
-        *((name, features) for features in (simulated, read) for name in LAZY),
+        *((name, read) for name in LAZY),
+        *((name, simulated) for name in ("score, soft", "top_k, tile mask", "group_score")),
         *((name, with_coords_in_store) for name in COORDS_STAY),
     ],
 )
@@ -156,28 +156,6 @@ def test_tasks__do_not_grow_with_the_number_of_blocks(
         largest.append(max(sizes.items(), key=lambda item: item[1]))
     (_, before), (key, after) = largest
     assert after <= before + 256, f"{key} has {after} bytes, with a quarter of the blocks {before}"
-
-
-def tile_masks(blocks: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(Slices, "__getitem__", lambda self, index: self.values)
-    return max(
-        len(cloudpickle.dumps(t))
-        for t in tasks(LAZY["top_k, tile mask"](read(blocks * ROWS))).values()
-    )
-
-
-def test_tasks__that_grow_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was: all coords in each task."""
-    assert tile_masks(100, monkeypatch) > 1.5 * tile_masks(50, monkeypatch)
-
-
-@pytest.mark.parametrize("name", ["top_k", "top_k, mask", "group_score"])
-def test_tasks__one_per_stored_block(name: str) -> None:
-    """And the nodes of a tree of 8, and what is done once."""
-    n = 640
-    features = read(n * ROWS)
-    gram = td.gram(features).copy(data=stored(ShapeOfArray(P, P, C), (P, P, 1)))
-    assert len(tasks(LAZY[name](features.assign(gram=gram)))) < n * 8 / 7 + 50
 
 
 VALUES = simulate_features(200, P, C, chunks=50).assign_coords(metadata(200))

@@ -1,12 +1,15 @@
-"""Numbers of groups against those of pandas, in pieces of any size."""
+"""Numbers of groups against those of pandas; combined targets against combined scores."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
 
+import trakdask as td
 from trakdask.attribution import groups
+from trakdask.testing import raise_if_dask_computes, simulate_features
 
 WORDS = np.array(["b", "", "a", "b", "ä", "c", "a"], np.dtypes.StringDType())
 TIMES = np.array(["2026-01-02", "NaT", "2025-01-01", "2026-01-02"], "datetime64[ns]")
@@ -45,8 +48,86 @@ def test_group_codes__take_few_bytes() -> None:
     assert codes.dtype == np.int8
 
 
-@pytest.mark.parametrize("by", [np.zeros(3), ["label", "source"], None])
-def test_require_group_coord__values_in_place_of_a_name(by: object) -> None:
-    with pytest.raises(ValueError, match=r"assign_coords.*and by='group'"):
-        groups.require_group_coord(by, ["label", "source"], [])
-    assert groups.require_group_coord("label", ["label", "source"], []) == "label"
+# --- combine --------------------------------------------------------------------------------------
+
+X = simulate_features(20, 4, 3, chunks=8).astype("f8")
+T = simulate_features(7, 4, 3, chunks=3, seed=1).astype("f8")
+KIND = np.array(["b", "a", "b", "", "a", "b", "c"], object)
+KIND[3] = None
+NAMED = T.assign_coords(kind=("sample", KIND))
+ESTIMATORS = [
+    {"estimator": "trak", "damping": 0.1},
+    {"estimator": "soft", "damping": 0.1},
+    {"estimator": "relatif", "damping": 0.1},
+    {"estimator": "grad_dot"},
+]
+
+
+@pytest.mark.parametrize("options", ESTIMATORS, ids=lambda o: o["estimator"])
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_combine__scores_of_a_group_are_those_of_its_members(how: str, options) -> None:
+    found = td.score(X, td.combine(NAMED, by="kind", how=how), **options)
+    assert found.target_kind.values.tolist() == ["a", "b", "c"]
+    apart = td.score(X, T, **options).values
+    for column, kind in enumerate("abc"):
+        expected = getattr(apart[:, kind == KIND], how)(1)
+        np.testing.assert_allclose(found[:, column], expected, rtol=1e-8, atol=1e-12)
+
+
+def test_combine__outputs_and_features_are_combined_alike() -> None:
+    made = td.combine(NAMED, by="kind")
+    members = np.flatnonzero(KIND == "b")
+    np.testing.assert_allclose(made.output[1], T.output.values[members].mean(0))
+    np.testing.assert_allclose(made.feature[1], T.feature.values[members].mean(0))
+    assert "out_to_loss" not in made
+    assert made.feature.dims == T.feature.dims
+    assert made.attrs["combined"] == "mean by kind"
+
+
+CONTRASTS = {
+    "array": {"a - b": [1, -1, 0, 0, 0, 0, 0], "all": np.ones(7)},
+    "positions": {"a - b": {0: 1, 1: -1}, "all": dict.fromkeys(range(7), 1)},
+    "labelled": xr.DataArray(
+        [[1, -1, 0, 0, 0, 0, 0], np.ones(7)],
+        coords={"combination": ["a - b", "all"]},
+        dims=("combination", "sample"),
+    ),
+}
+
+
+@pytest.mark.parametrize("weights", CONTRASTS.values(), ids=CONTRASTS)
+def test_combine__weights_may_have_any_form(weights) -> None:
+    scores = td.score(X, td.combine(T, weights=weights), damping=0.1)
+    apart = td.score(X, T, damping=0.1).values
+    assert scores.target_combination.values.tolist() == ["a - b", "all"]
+    np.testing.assert_allclose(scores[:, 0], apart[:, 0] - apart[:, 1], rtol=1e-7, atol=1e-10)
+    np.testing.assert_allclose(scores[:, 1], apart.sum(1), rtol=1e-7, atol=1e-10)
+
+
+def test_combine__failed_targets_count_only_where_their_weight_does() -> None:
+    broken = T.compute()
+    broken.feature[2] = np.nan
+    broken.output[2] = np.nan
+    made = td.combine(broken, weights={"without": {0: 1, 6: 1}, "with": {0: 1, 2: 1}}).compute()
+    assert np.isfinite(made.feature[0]).all()
+    assert np.isfinite(made.output[0]).all()
+    assert np.isnan(made.feature[1]).all()
+    assert np.isnan(made.output[1]).all()
+
+
+def test_combine__is_lazy_and_does_not_depend_on_chunks() -> None:
+    with raise_if_dask_computes():
+        lazy = td.combine(NAMED, by="kind")
+    for chunks in (1, 7):
+        again = td.combine(NAMED.chunk(sample=chunks), by="kind")
+        np.testing.assert_allclose(again.feature, lazy.feature, rtol=1e-12)
+    in_memory = td.combine(NAMED.compute(), by="kind")
+    np.testing.assert_allclose(in_memory.feature, lazy.feature, rtol=1e-12)
+
+
+def test_combine__float32_is_rounded_once() -> None:
+    single = T.astype("f4")
+    found = td.combine(single, weights={"all": np.full(7, 0.1)}).feature
+    expected = (single.feature.values.astype("f8") * 0.1).sum(0).astype("f4")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found[0], expected)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.arrays.score import checked
-from trakdask.arrays.weights import squared_norm
-from trakdask.attribution.estimators import gather_options
-from trakdask.attribution.grams import DERIVED, matrices, weight_data
-from trakdask.storage import reading
+from trakdask.attribution.grams import DERIVED
 from trakdask.testing import simulate_features
-from trakdask.variables import lazy_features
 
 SOFT = {"estimator": "soft", "damping": "completeness"}
 
@@ -30,22 +26,6 @@ def scores(features: xr.Dataset, targets: xr.Dataset, **options) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return td.score(features, targets, **options).compute(scheduler="sync").values
-
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The chunks of ``feature`` that are read from stores, in order."""
-    chunks: list[str] = []
-    mapped = reading._mapped
-
-    def counting(path: str, *more: object):
-        folder, _, name = path.rpartition("/c.")
-        if folder.endswith("/feature"):
-            chunks.append(name)
-        return mapped(path, *more)
-
-    monkeypatch.setattr(reading, "_mapped", counting)
-    return chunks
 
 
 def save(features: xr.Dataset, path: Path, **options) -> xr.Dataset:
@@ -80,21 +60,19 @@ def test_save__soft_keeps_matrices_by_definition(tmp_path: Path) -> None:
 
 
 def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
-    kept: Path, read: list[str]
+    kept: Path, tmp_path: Path
 ) -> None:
     opened = td.open(kept)
-    np.testing.assert_array_equal(
-        scores(opened, TARGETS, **SOFT), scores(reduced(opened), TARGETS, **SOFT)
-    )
-    row = opened.isel(sample=[5])
-    read.clear()
-    scores(row, TARGETS, **SOFT)
-    assert sorted(read) == ["0.0.0", "0.0.1", "0.0.2"]
-    np.testing.assert_allclose(
-        scores(row, TARGETS, estimator="soft", damping=0.1),
-        scores(opened, TARGETS, estimator="soft", damping=0.1)[5:6],
-        rtol=1e-5,
-    )
+    expected = scores(opened, TARGETS, **SOFT)
+    np.testing.assert_array_equal(expected, scores(reduced(opened), TARGETS, **SOFT))
+    shutil.copytree(kept, tmp_path / "f.zarr")
+    chunks = [path for path in (tmp_path / "f.zarr" / "feature").rglob("c*") if path.is_file()]
+    others = [path for path in chunks if not re.search(r"c[./]0[./]\d[./]\d$", str(path))]
+    assert len(others) == 9
+    for path in others:
+        path.unlink()
+    row = td.open(tmp_path / "f.zarr").isel(sample=[5])
+    np.testing.assert_allclose(scores(row, TARGETS, **SOFT), expected[5:6], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +100,9 @@ def test_score__kept_matrices_are_never_used_for_anything_else(kept: Path, chang
     if "weights" in options:
         h = xr.DataArray(np.linspace(0, 1, changed.sizes["sample"]), dims="sample")
         options = {**options, "weights": h}
+    if "weights" in options:
+        expected = scores(change(MADE), targets, **options)
+        np.testing.assert_allclose(scores(changed, targets, **options), expected, rtol=1e-4)
     assert np.isfinite(scores(changed, targets, **options)).all()
     if changed is not opened:
         assert np.isfinite(scores(changed, targets, **SOFT)).all()
@@ -138,15 +119,6 @@ def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(kept: 
     )
     with pytest.raises(ValueError, match="60"):
         td.score(some[0].isel(sample=slice(60)), some[2], **SOFT)
-
-
-def test_save__soft_resumes_and_reduces_other_sums(tmp_path: Path) -> None:
-    opened = save(MADE, tmp_path / "soft.zarr", estimator="soft")
-    again = save(MADE, tmp_path / "soft.zarr", estimator="soft")
-    xr.testing.assert_identical(*(ds.assign_attrs(saved=None) for ds in (again, opened)))
-    other = save(MADE, tmp_path / "soft.zarr", estimator="soft", power=0.25)
-    assert other.gram.attrs["gram_weights"] == "q^0.25 (1 - q)"
-    assert save(MADE, tmp_path / "soft.zarr", gram=False).gram.attrs == other.gram.attrs
 
 
 TRAK = {"estimator": "trak", "damping": 0.03}
@@ -201,19 +173,23 @@ FORMS = {
 )
 def test_score__changed_features_are_refused(stores, options, change, form) -> None:
     changed = CHANGES[change](FORMS[form](stores("saved", options["estimator"])))
-    calls = [
-        lambda: scores(changed, TARGETS, **options),
-        lambda: scores(changed.isel(sample=slice(5, 9)), TARGETS, **options),
-        lambda: td.group_score(changed, TARGETS, by="label", **options).compute(scheduler="sync"),
-        lambda: td.self_influence(changed, **options).compute(scheduler="sync"),
-    ]
-    for call in calls:
+    for rows in (changed, changed.isel(sample=slice(5, 9))):
         with pytest.raises(ValueError, match=r"'feature_norm'.*drop_vars"):
-            call()
+            scores(rows, TARGETS, **options)
+
+
+def test_score__changed_features_without_their_matrix_have_another(stores) -> None:
+    changed = CHANGES["some rows zero"](stores("saved", "trak"))
+    for call in (
+        td.group_score(changed, TARGETS, by="label", **TRAK),
+        td.self_influence(changed, **TRAK),
+    ):
+        with pytest.raises(ValueError, match=r"'feature_norm'.*drop_vars"):
+            call.compute(scheduler="sync")
     td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")
     alone = changed.drop_vars(["gram", "feature_norm"])
     expected = changed.drop_vars(["feature_norm", *DERIVED], errors="ignore")
-    np.testing.assert_array_equal(*(scores(ds, TARGETS, **options) for ds in (alone, expected)))
+    np.testing.assert_array_equal(*(scores(ds, TARGETS, **TRAK) for ds in (alone, expected)))
 
 
 SELECTIONS = {
@@ -253,20 +229,20 @@ def numbers(stores) -> Callable[[str, str], tuple[xr.Dataset, np.ndarray, np.nda
     return read
 
 
-@pytest.mark.parametrize("change", SELECTIONS.values(), ids=SELECTIONS)
 @pytest.mark.parametrize(
-    ("estimator", "kind"),
+    ("estimator", "kind", "change"),
     [
-        *itertools.product(["trak", "soft"], ["saved"]),
-        *(("soft", "float16"), ("trak", "appended"), ("soft", "dropped"), ("trak", "made by gram")),
+        *itertools.product(["soft"], ["saved"], SELECTIONS),
+        *itertools.product(["trak"], ["appended", "made by gram"], ["rows", "of checkpoints"]),
+        *itertools.product(["soft"], ["float16", "dropped"], ["rechunked", "loaded"]),
     ],
 )
 def test_score__lazy_selections_keep_the_matrices_of_all(
-    numbers, change, estimator, kind: str
+    numbers, estimator: str, kind: str, change: str
 ) -> None:
     """Against an oracle in float64, with the gram matrix of all samples."""
     opened, x, h = numbers(kind, estimator)
-    part = change(opened)
+    part = SELECTIONS[change](opened)
     lam, picked = td.Absolute(2.0), [list("012").index(name[1]) for name in part.checkpoint.values]
     values, q = (part[name].values.astype("f8") for name in ("feature", "out_to_loss"))
     g = (q**0.5 if estimator == "soft" else q).mean(1)
@@ -314,60 +290,3 @@ def test_score__features_without_norms_are_not_compared(stores) -> None:
     tripled = bare.assign(feature=bare.feature * 3)
     found, expected = (scores(ds, TARGETS, **TRAK) for ds in (tripled, bare))
     np.testing.assert_allclose(found, 3 * expected, rtol=1e-4, atol=1e-6)
-
-
-def test_checked__failed_rows_are_equal_to_failed_rows() -> None:
-    x = np.ones((5, 4, 1), np.float32)
-    x[2] = np.nan
-    feature = da.from_array(x, chunks=(2, 4, 1))
-    norm = squared_norm(feature)
-    np.testing.assert_array_equal(checked(feature, norm), x)
-    changed = checked(da.nan_to_num(feature), norm)
-    with pytest.raises(ValueError, match=r"= 0 where 'feature_norm' is nan"):
-        changed.compute(scheduler="sync")
-
-
-WEIGHTED = simulate_features(10, 4, 2, chunks=4)
-H = xr.DataArray(np.arange(10.0), dims="sample")
-
-
-def test_weight_data__in_the_chunks_of_the_features() -> None:
-    found = weight_data(WEIGHTED, H)
-    assert found.chunks == ((4, 4, 2), (1, 1))
-    np.testing.assert_array_equal(found, np.stack([np.arange(10.0)] * 2, axis=1))
-
-
-@pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf])
-def test_weight_data__names_the_sample(bad: float) -> None:
-    with pytest.raises(ValueError, match=f"got {bad} at sample 3"):
-        weight_data(WEIGHTED, H.where(H != 3, bad))
-
-
-def sums(x: np.ndarray, h: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """K and r of (sample, proj_dim, checkpoint) features, in float64."""
-    x = x.astype("f8")
-    return np.einsum("npc,nqc,nc->pqc", x, x, h), np.einsum("npc,n->pc", x, g.mean(1))
-
-
-@pytest.mark.parametrize("estimator", ["trak", "soft"])
-def test_matrices__given_weights_are_not_those_of_the_stored_matrix(stores, estimator) -> None:
-    opened = lazy_features(stores("saved", estimator))
-    h = xr.DataArray(np.linspace(0, 2, 200), dims="sample")
-    found = matrices(opened, gather_options(opened, estimator, 0.5, 0.03, None, h))
-    weights = np.stack([h.values] * 3, axis=1)
-    k, _ = sums(opened.feature.values, weights, weights)
-    np.testing.assert_allclose(found.gram.compute(scheduler="sync"), k, rtol=1e-4, atol=1e-3)
-
-
-def test_matrices__given_weights_do_not_choose_the_damping_of_trak() -> None:
-    """It is chosen under soft weights, whatever the weights of the gram matrix are."""
-    options = gather_options(WEIGHTED, "trak", 0.5, "completeness", None, H)
-    found = matrices(WEIGHTED, options)
-    q = WEIGHTED.out_to_loss.values.astype("f8")
-    x, h = WEIGHTED.feature.values, np.stack([np.arange(10.0)] * 2, axis=1)
-    k, r = sums(x, q**0.5 * (1 - q), q**0.5)
-    np.testing.assert_allclose(found.gram, sums(x, h, q)[0], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found.choosing.gram, k, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found.choosing.loss_gradient, r, rtol=1e-4, atol=1e-4)
-    soft = matrices(WEIGHTED, gather_options(WEIGHTED, "soft", 0.5, "completeness", None, H))
-    np.testing.assert_allclose(soft.choosing.gram, sums(x, h, q)[0], rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
-from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt, Pooled
+from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
 from tests.models.token_oracle import contributions
 from tests.projection.test_back_projection import explicit
 from trakdask.featurization import graphs
@@ -335,14 +335,6 @@ def test_score_parts__a_layer_that_mixes_tokens_is_found_by_its_sum() -> None:
         td.score_parts(features, features, mixed, of=TRAIN, damping=0.1).compute()
 
 
-def test_score_parts__one_task_per_block_and_checkpoint() -> None:
-    features, targets = sides(td.SJLT(32))
-    lazy = ask(features, targets, of=TRAIN)
-    names = [str(key) for key in dask.base.collections_to_expr([lazy.data]).__dask_graph__()]
-    assert sum("featurize-" in name for name in names) == 3 * 2
-    assert sum("back-project-" in name for name in names) == 2
-
-
 @pytest.mark.slow
 def test_score_parts__same_answers_on_worker_processes(process_client: Client) -> None:
     def answers() -> tuple[xr.DataArray, ...]:
@@ -357,14 +349,6 @@ def test_score_parts__same_answers_on_worker_processes(process_client: Client) -
         here = answers()
     for ours, theirs in zip(here, there, strict=True):
         xr.testing.assert_identical(ours, theirs)
-
-
-def test_score_parts__layer_without_tokens_fails_with_its_name() -> None:
-    pooled = td.Model(Pooled, [state(0, Pooled)], task=TASK)
-    features = td.featurize(TRAIN, pooled, projector=td.SJLT(16)).compute()
-    lazy = td.score_parts(features, features, pooled, of=TRAIN, damping=0.1)
-    with pytest.raises(td.errors.BlockError, match="'head'"):
-        lazy.compute()
 
 
 def test_score_parts__of_some_checkpoints() -> None:

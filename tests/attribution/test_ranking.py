@@ -1,13 +1,14 @@
-"""Rankings against a stable argsort, with every kind of mask."""
+"""Rankings against a stable argsort, with every kind of mask; of each target and of all."""
 
 from __future__ import annotations
 
+import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.testing import simulate_features
+from trakdask.testing import raise_if_dask_computes, simulate_features
 
 FEATURES = simulate_features(n_samples=50, proj_dim=6, chunks=16).assign_coords(
     label=("sample", np.arange(50) % 3),
@@ -89,11 +90,6 @@ def test_top_k__of_computed_scores() -> None:
     np.testing.assert_array_equal(td.top_k(SCORES.compute(), 3).position, argsorted(ALL, 3))
 
 
-def test_top_k__then_selected() -> None:
-    top = td.top_k(SCORES, 3).isel(target=[2, 5])
-    np.testing.assert_array_equal(top.position, argsorted(ALL, 3)[[2, 5]])
-
-
 def test_top_k__nan_scores_never_rank() -> None:
     scores = SCORES.where(SCORES["size"] > 0.5)
     top = td.top_k(scores, 3)
@@ -120,50 +116,6 @@ def test_top_k__target_that_failed_has_no_samples(form: str) -> None:
     others = np.arange(9) != 4
     expected = td.top_k(td.score(FEATURES, TARGETS, damping=0.1), 3)
     np.testing.assert_array_equal(top.position[others], expected.position[others])
-
-
-@pytest.mark.parametrize("k", [0, -1, 51, 2.0, True, "3"])
-def test_top_k__bad_k(k: object) -> None:
-    with pytest.raises(ValueError, match=r"\bk\b.* 1 to .*50 samples.*got"):
-        td.top_k(SCORES, k)
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        np.ones(49, bool),
-        np.ones(50, int),
-        np.ones((9, 50), bool),
-        xr.DataArray(np.ones(50, bool), dims="label"),
-        xr.DataArray(np.array(True)),
-    ],
-)
-def test_top_k__bad_mask(where: object) -> None:
-    with pytest.raises(ValueError, match=r"where as bool.*\{'sample': 50\}"):
-        td.top_k(SCORES, 3, where=where)
-
-
-def test_top_k__mask_selects_too_few() -> None:
-    with pytest.raises(ValueError, match=r"select k=3 samples or more, got 2 of 50; try k=2"):
-        td.top_k(SCORES, 3, where=np.arange(50) < 2)
-
-
-def test_top_k__function_that_returns_no_mask() -> None:
-    with pytest.raises(ValueError, match=r"boolean DataArray.*got int64"):
-        td.top_k(SCORES, 3, where=lambda tile: tile.label).compute(scheduler="sync")
-
-
-def test_top_k__function_of_a_coord_that_is_not_there() -> None:
-    for where in (lambda tile: tile.source == "web", lambda tile: tile["source"] == "web"):
-        with pytest.raises(ValueError, match=r"mask of the coords \['label'.*source"):
-            td.top_k(SCORES, 3, where=where).compute(scheduler="sync")
-
-
-def test_top_k__of_something_else() -> None:
-    with pytest.raises(ValueError, match=r"scores.mean\('checkpoint'\)"):
-        td.top_k(td.score(FEATURES, TARGETS, average=False), 3)
-    with pytest.raises(TypeError, match="got a ndarray"):
-        td.top_k(DENSE, 3)
 
 
 BARE = td.score(FEATURES.reset_coords(drop=True), TARGETS.reset_coords(drop=True))
@@ -194,58 +146,6 @@ def test_top_k__mask_in_another_order_is_aligned_by_label(dims: tuple[str, ...])
     np.testing.assert_array_equal(found.position, expected.position)
 
 
-def test_top_k__mask_that_cannot_be_aligned_is_refused() -> None:
-    where = SCORES.label == 1
-    with pytest.raises(ValueError, match="coord 'label' at sample 1"):
-        td.top_k(SCORES.sortby("label"), 3, where=where)
-    labelled = xr.DataArray(np.ones(50, bool), coords={"sample": NAMES})
-    with pytest.raises(ValueError, match="labels"):
-        td.top_k(SCORES, 3, where=labelled)
-    with pytest.raises(ValueError, match="without 's49'"):
-        td.top_k(SCORES.assign_coords(sample=NAMES), 3, where=labelled[:49])
-
-
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        (lambda tile: 1 / 0, "ZeroDivisionError"),
-        (lambda tile: SCORES.label == 1, "got .*'sample': 50"),
-        (lambda tile: xr.DataArray(np.array([True, False]), dims="x"), r"bool over \('x',\)"),
-        (lambda tile: tile, "got Dataset"),
-        (lambda tile: True, "got bool"),
-    ],
-)
-def test_top_k__function_that_raises_or_returns_another_shape(where, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        td.top_k(SCORES, 3, where=where).compute(scheduler="sync")
-
-
-@pytest.mark.parametrize(
-    ("scores", "remedy"),
-    [
-        (SCORES.T, r"got \('target', 'sample'\); try scores.transpose\('sample', 'target'\)"),
-        (SCORES.isel(target=0), r"got \('sample',\); try scores.isel\(target=\[0\]\)"),
-        (SCORES.isel(sample=0), r"got \('target',\); try scores.isel\(sample=\[0\]\)"),
-        (SCORES.expand_dims(checkpoint=2), r"try scores.mean\('checkpoint'\)"),
-    ],
-)
-def test_top_k__other_dimensions_say_what_to_type(scores: xr.DataArray, remedy: str) -> None:
-    with pytest.raises(ValueError, match=remedy):
-        td.top_k(scores, 3)
-
-
-def test_top_k__nothing_selected_does_not_ask_for_one() -> None:
-    with pytest.raises(ValueError, match=r"got 0 of 50; try"):
-        td.top_k(SCORES, 1, where=np.zeros(50, bool))
-
-
-def test_top_k__masked_mask_is_refused() -> None:
-    """Its hidden entries would count as what lies below."""
-    hidden = np.ma.masked_array(np.ones(50, bool), mask=np.arange(50) < 20)
-    with pytest.raises(TypeError, match="hides 20 of 50"):
-        td.top_k(SCORES, 3, where=hidden)
-
-
 def test_top_k__computed_together_computes_each_tile_once() -> None:
     tiles = []
 
@@ -258,3 +158,100 @@ def test_top_k__computed_together_computes_each_tile_once() -> None:
     counting = scores.copy(data=scores.data.map_blocks(counted, meta=np.empty((0, 0), "f4")))
     td.top_k(counting, 3).compute().to_dataframe()
     assert len(tiles) == 4 * 2
+
+
+@pytest.mark.parametrize(("fraction", "k"), [(0.01, 1), (0.06, 3), (0.14, 7), (1, 50)])
+def test_top_k__of_a_fraction(fraction: float, k: int) -> None:
+    xr.testing.assert_identical(
+        td.top_k(SCORES, fraction=fraction).compute(), td.top_k(SCORES, k).compute()
+    )
+
+
+# --- of all targets together ----------------------------------------------------------------------
+
+N, M = 50, 4
+
+
+def tied(chunks: int = 7) -> xr.DataArray:
+    """Scores with many ties, and some NaN."""
+    random = np.random.default_rng(0)
+    values = random.standard_normal((N, M)).round(1).astype("f4")
+    values[[5, 30], 1] = np.nan
+    coords = {"source": ("sample", random.choice(["web", "book", "code"], N))}
+    data = da.from_array(values, chunks=(chunks, 2))
+    return xr.DataArray(data, dims=("sample", "target"), coords=coords)
+
+
+def taken(values: np.ndarray, group: np.ndarray, fraction: float) -> np.ndarray:
+    """Sort every group by score, then by position; NaN last."""
+    chosen = np.zeros(len(values), bool)
+    for name in set(group.tolist()) - {None}:
+        members = [i for i in range(len(values)) if group[i] == name]
+        count = int(np.ceil(round(fraction * len(members), 9)))
+        ranked = sorted((-values[i], i) for i in members if not np.isnan(values[i]))
+        chosen[[i for _, i in ranked[:count]]] = True
+    return chosen
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("over_targets", ["max", "mean"])
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 1, 0.001])
+@pytest.mark.parametrize("by", [None, "source"])
+def test_top_k__over_targets_is_that_of_a_sort(by, fraction, over_targets, largest) -> None:
+    scores = tied()
+    top = td.top_k(scores, fraction=fraction, by=by, over_targets=over_targets, largest=largest)
+    top = top.compute()
+    best = getattr(scores.values.astype("f8"), over_targets)(1)
+    group = scores.source.values if by else np.zeros(N)
+    np.testing.assert_allclose(top.score, best, rtol=1e-6, atol=1e-12)
+    expected = taken(top.score.values if largest else -top.score.values, group, fraction)
+    np.testing.assert_array_equal(top.selected, expected)
+    assert top.source.values.tolist() == scores.source.values.tolist()
+
+
+@pytest.mark.parametrize("chunks", [1, 50])
+def test_top_k__over_targets_does_not_depend_on_chunks(chunks: int) -> None:
+    expected = td.top_k(tied(), 3, over_targets="max", by="source").selected
+    for scores in (tied(chunks), tied().compute()):
+        again = td.top_k(scores, 3, over_targets="max", by="source")
+        np.testing.assert_array_equal(again.selected, expected)
+    assert expected.groupby(tied().source).sum().values.tolist() == [3, 3, 3]
+
+
+def test_top_k__over_targets_takes_equal_scores_in_their_order() -> None:
+    same = xr.DataArray(np.zeros((6, 1), "f4"), dims=("sample", "target"))
+    same[0] = -0.0
+    top = td.top_k(same, fraction=0.5, over_targets="max")
+    assert top.selected.values.tolist() == [True] * 3 + [False] * 3
+
+
+def test_top_k__over_targets_leaves_out_samples_without_a_group_or_masked_out() -> None:
+    group = np.array(["a", None] * (N // 2), object)
+    scores = tied().assign_coords(group=("sample", group))
+    top = td.top_k(scores, fraction=0.4, over_targets="max", by="group")
+    np.testing.assert_array_equal(top.selected, taken(top.score.values, group, 0.4))
+    assert not top.selected[1::2].any()
+    masked = td.top_k(scores, fraction=0.4, over_targets="max", where=group == "a")
+    np.testing.assert_array_equal(masked.selected, top.selected)
+
+
+@pytest.mark.parametrize("n", [127, 128, 255, 256, 257])
+def test_top_k__over_targets_of_many_groups(n: int) -> None:
+    group = np.tile(np.arange(n), 2)
+    values = np.random.default_rng(0).standard_normal((2 * n, 1)).astype("f4")
+    scores = xr.DataArray(values, dims=("sample", "target"), coords={"group": ("sample", group)})
+    top = td.top_k(scores, 1, over_targets="max", by="group").selected.values
+    expected = values[:n, 0] > values[n:, 0]
+    np.testing.assert_array_equal(top, np.concatenate([expected, ~expected]))
+
+
+def test_top_k__over_one_target_is_that_of_the_target() -> None:
+    one = tied().isel(target=[0])
+    chosen = np.flatnonzero(td.top_k(one, 5, over_targets="mean").selected)
+    assert sorted(td.top_k(one, 5).position.values[0].tolist()) == chosen.tolist()
+
+
+def test_top_k__over_targets_is_lazy() -> None:
+    with raise_if_dask_computes():
+        lazy = td.top_k(tied(), 4, over_targets="max", by="source")
+    assert lazy.selected.chunks == lazy.score.chunks == ((7,) * 7 + (1,),)

@@ -264,24 +264,6 @@ def test_save__calibrate_chooses(tmp_path: Path) -> None:
     assert td.open(tmp_path / "f.zarr").damping.attrs["rule"] == "completeness, calibration set"
 
 
-def test_damping__of_a_store_from_before_the_trace_stays_the_closed_form(tmp_path: Path) -> None:
-    made = simulate_features(N, P, C).assign_attrs(task="Regression()")
-    saved = save(made, tmp_path / "f.zarr")
-    assert saved.damping.attrs["rule"] == "tr(K)/n"
-    np.testing.assert_allclose(
-        saved.damping, np.square(made.feature).sum("proj_dim").mean("sample"), rtol=1e-6
-    )
-    closed_form = td.damping(saved, "closed_form").compute()
-    attrs = saved.damping.attrs | {"asked": "closed_form", "rule": "0.03 tr(K^2)/tr(K)"}
-    old = saved.assign(damping=saved.damping.copy(data=closed_form.damping).assign_attrs(attrs))
-    found = td.damping(old).compute()
-    assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
-    np.testing.assert_array_equal(found.damping, closed_form.damping)
-    asked = td.damping(old, "trace").compute()
-    np.testing.assert_allclose(asked.damping, saved.damping)
-    assert not np.allclose(asked.damping, closed_form.damping, rtol=0.1)
-
-
 def test_save__closed_form_of_other_tasks(tmp_path: Path) -> None:
     saved = save(simulate_features(N, P, C), tmp_path / "f.zarr")
     assert saved.damping.attrs["rule"] == "0.03 tr(K^2)/tr(K)"

@@ -1,13 +1,12 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
-from trakdask.attribution.combinations import combine
 from trakdask.attribution.dampings import damping
 from trakdask.attribution.estimators import Absolute
 from trakdask.attribution.grams import gram
+from trakdask.attribution.groups import combine
 from trakdask.attribution.part_scores import score_parts
 from trakdask.attribution.ranking import top_k
 from trakdask.attribution.scores import group_score, score, self_influence
-from trakdask.attribution.selection import top_fraction
 
 __all__ = [
     "Absolute",
@@ -18,6 +17,5 @@ __all__ = [
     "score",
     "score_parts",
     "self_influence",
-    "top_fraction",
     "top_k",
 ]

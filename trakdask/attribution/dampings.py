@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.decomposition import component_count
 from trakdask.arrays.solve import CLOSED_FORM
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
@@ -20,22 +18,18 @@ from trakdask.attribution.estimators import (
     Estimator,
     Options,
     Power,
-    brief,
     gather_options,
-    is_positive,
 )
-from trakdask.attribution.grams import ChoosingMatrices, Matrices, matrices
+from trakdask.attribution.grams import (
+    GramMatrix,
+    compared_with_norms,
+    gram_matrix,
+    stored_damping,
+    weight_data,
+)
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
-from trakdask.variables import (
-    CHECKPOINT,
-    PROJ_DIM,
-    SAMPLE,
-    VARIABLES,
-    aligned,
-    lazy_features,
-    validate,
-)
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
 __all__ = [
     "Regularized",
@@ -50,27 +44,24 @@ _LEAST_ROWS = 50
 #: Half a standard error of their correlation is below 0.016, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
-_LEFT_OUT = "training rows left out"
 _NO_CHOICE = np.array([(np.nan, -1, np.nan, np.nan, np.nan)], arrays.damping.CHOICE)
 
 
 @dataclass(frozen=True)
 class Regularized:
-    """A gram matrix, its λ (checkpoint), and how λ was chosen where the outputs chose it.
+    """A gram matrix and its λ (checkpoint), and how λ was chosen.
 
     ``features`` are those to multiply with, which are checked if their gram matrix is stored.
-    ``choice`` is that of :func:`trakdask.arrays.damping.choose`; ``spectrum`` is that of the
-    gram matrix, where it is stored or choosing λ has computed it. ``labels`` are the names of the
-    checkpoints, for errors.
+    ``choice`` is that of :func:`trakdask.arrays.damping.choose`, None where outputs were not asked.
+    ``rules`` are names of what may have chosen λ: of the candidates of ``choice``, and of what
+    decides if none of them does.
     """
 
     features: xr.Dataset
-    gram: da.Array
+    gram: GramMatrix
     damping: da.Array
     rules: tuple[str, ...]
-    labels: list[str]
     choice: da.Array | None = None
-    spectrum: da.Array | None = None
 
     def solve(self, target: da.Array) -> da.Array:
         """Return (K_c + λ_c I)⁻¹ φ_c(t), (target, proj_dim, checkpoint)."""
@@ -81,9 +72,9 @@ class Regularized:
         return arrays.spectrum.leverage(self._inverse(), feature)
 
     def _inverse(self) -> da.Array:
-        if self.spectrum is not None:
-            return arrays.spectrum.inverse(self.spectrum, self.damping)
-        return arrays.solve.cholesky(self.gram, self.damping, self.labels)
+        if self.gram.spectrum is not None:
+            return arrays.spectrum.inverse(self.gram.spectrum, self.damping)
+        return arrays.solve.cholesky(self.gram.data, self.damping, self.gram.labels)
 
 
 def damping(
@@ -181,36 +172,26 @@ def damping(
 
 def describe_damping(features: xr.Dataset, regularized: Regularized) -> xr.Dataset:
     """Return λ and how it was chosen, as :func:`damping` does."""
-    choice = regularized.choice
+    choice, variable = regularized.choice, VARIABLES["damping"]
     if choice is None:
         choice = da.from_array(_NO_CHOICE)
-        rule = da.full((), regularized.rules[0], dtype=object)
-    else:
-        rule = da.map_blocks(
-            _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
-        )
-    variable = VARIABLES["damping"]
+    rule = da.map_blocks(
+        _rule, choice, regularized.rules, drop_axis=0, dtype=object, meta=np.empty((), object)
+    )
+    numbers = {
+        "relative": "λ in units of tr(K)/n",
+        "peak": "largest correlation of the curve",
+        "threshold": "least correlation that might be chosen",
+    }
+    curve = {"description": "correlation of outputs with totals of attributions"}
     return xr.Dataset(
         {
             "damping": (variable.dims, regularized.damping, variable.attrs),
-            "relative": ((), choice["relative"][0], {"description": "λ in units of tr(K)/n"}),
-            "curve": (
-                "relative_damping",
-                choice["correlation"][0],
-                {"description": "correlation of outputs with totals of attributions"},
-            ),
-            "peak": ((), choice["peak"][0], {"description": "largest correlation of the curve"}),
-            "threshold": (
-                (),
-                choice["threshold"][0],
-                {"description": "least correlation that might be chosen"},
-            ),
+            "curve": ("relative_damping", choice["correlation"][0], curve),
             "rule": ((), rule, {"description": "what chose λ"}),
+            **{n: ((), choice[n][0], {"description": text}) for n, text in numbers.items()},
         },
-        coords={
-            CHECKPOINT: features[CHECKPOINT],
-            "relative_damping": arrays.damping.GRID,
-        },
+        coords={CHECKPOINT: features[CHECKPOINT], "relative_damping": arrays.damping.GRID},
     )
 
 
@@ -223,117 +204,113 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
 
     ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
     """
-    needed, labels = matrices(features, options), _labels(features)
-    spectrum = None
-    if needed.decomposition is not None:
-        values, vectors = needed.decomposition
-        spectrum = arrays.spectrum.from_eigenvectors(
-            values, vectors, None, needed.n_samples, labels
-        )
-    if needed.choosing is not None:
-        return _complete(options.calibrate, needed, needed.choosing, spectrum, quiet=quiet)
-    damping, choice = options.damping, None
-    if needed.damping is not None:
-        lam, rule, choice = _stored(needed.damping, labels)
-    elif isinstance(damping, (xr.Dataset, xr.DataArray)):
-        lam, rule = given_damping(features, damping), "given"
-    elif isinstance(damping, Absolute):
-        lam, rule = da.full(len(labels), float(damping.value), chunks=1), "absolute"
-    elif options.rule == "trace":
-        lam = arrays.spectrum.mean_trace(needed.gram, needed.n_samples, labels)
-        rule = "tr(K)/n"
-    else:
-        factor = CLOSED_FORM if options.rule == "closed_form" else relative_damping(damping)
-        lam, rule = _closed_form(needed.gram, factor, labels, spectrum), _closed_form_name(factor)
-    return Regularized(needed.features, needed.gram, lam, (rule,), labels, choice, spectrum)
+    estimator, stored = options.estimator, stored_damping(features, options)
+    given = None if options.weights is None else weight_data(features, options.weights)
+    by_outputs = options.is_damped_by_outputs and stored is None
+    if by_outputs:
+        validate(features, ["output", "out_to_loss"], what="features")
+    is_same = estimator.choosing == estimator.weights
+    gram = gram_matrix(features, estimator.weights, given, chooses_damping=by_outputs and is_same)
+    chooses = gram
+    if by_outputs and not is_same:
+        chooses = gram_matrix(features, estimator.choosing, chooses_damping=True)
+    if gram.is_stored or chooses.is_stored:
+        features = compared_with_norms(features)
+    if by_outputs:
+        return _chosen_by_outputs(features, options.calibrate, gram, chooses, quiet=quiet)
+    if stored is not None:
+        return Regularized(features, gram, *_stored(stored))
+    return Regularized(features, gram, *_by_rule(gram, options))
 
 
-def _stored(damping: xr.DataArray, labels: list[str]) -> tuple[da.Array, str, da.Array | None]:
-    """Return the stored λ, its rule, and how it was chosen, if by completeness; warn as then."""
-    lam: da.Array = damping.variable.chunk({CHECKPOINT: 1}).data
-    attrs = damping.attrs
-    if attrs["asked"] != "completeness":
-        return lam, attrs["rule"], None
-    _warn_of_few_checkpoints(len(labels))
-    if not attrs["tried"]:
-        return lam, attrs["rule"], None
-    relative, peak = attrs["relative"], attrs["peak"]
-    arrays.damping.warn_of_choice(relative, peak, attrs["tried"][-1])
-    values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
-    return lam, attrs["rule"], da.from_array(np.array(values, arrays.damping.CHOICE))
-
-
-def _closed_form(
-    gram: da.Array, factor: float, labels: list[str], spectrum: da.Array | None
-) -> da.Array:
-    if spectrum is not None:
-        return arrays.spectrum.closed_form_damping(spectrum, factor)
-    return arrays.solve.closed_form_damping(gram, factor, labels)
+def _by_rule(gram: GramMatrix, options: Options) -> tuple[da.Array, tuple[str]]:
+    """Return λ by a rule that asks no outputs, and the name of the rule."""
+    damping = options.damping
+    if isinstance(damping, xr.DataArray):
+        return damping.variable.chunk({CHECKPOINT: 1}).data, ("given",)
+    if isinstance(damping, Absolute):
+        return da.full(len(gram.labels), float(damping.value), chunks=1), ("absolute",)
+    if options.rule == "trace":
+        return gram.mean_trace(), ("tr(K)/n",)
+    factor = CLOSED_FORM if options.rule == "closed_form" else float(damping)
+    return gram.closed_form(factor), (_closed_form_name(factor),)
 
 
 def _closed_form_name(factor: float) -> str:
     return f"{factor} tr(K^2)/tr(K)"
 
 
-def _complete(
+def _stored(damping: xr.DataArray) -> tuple[da.Array, tuple[str], da.Array | None]:
+    """Return the stored λ, its rule, and how it was chosen, if by outputs; warn as then."""
+    lam, attrs = damping.variable.chunk({CHECKPOINT: 1}).data, damping.attrs
+    if attrs["asked"] != "completeness":
+        return lam, (attrs["rule"],), None
+    _warn_of_few_checkpoints(damping.size)
+    if not attrs["tried"]:
+        return lam, (attrs["rule"],), None
+    relative, peak = attrs["relative"], attrs["peak"]
+    arrays.damping.warn_of_choice(relative, peak, attrs["tried"][-1])
+    values = [(relative, 0, peak, attrs["threshold"], attrs["curve"])]
+    return lam, (attrs["rule"],), da.from_array(np.array(values, arrays.damping.CHOICE))
+
+
+def _chosen_by_outputs(
+    features: xr.Dataset,
     calibrate: xr.Dataset | None,
-    needed: Matrices,
-    choosing: ChoosingMatrices,
-    spectrum: da.Array | None,
+    gram: GramMatrix,
+    chooses: GramMatrix,
     *,
     quiet: bool,
 ) -> Regularized:
-    """Let outputs choose λ, under the weights that the estimator has for this.
-
-    ``spectrum`` is that of the estimator's own gram matrix, if it is known.
-    """
-    features, labels = needed.features, _labels(needed.features)
-    n, loss_gradient = choosing.n_samples, choosing.loss_gradient
-    if choosing.decomposition is None:
-        n_component = component_count(n, features.sizes[PROJ_DIM], features.feature.dtype)
-        choosing_spectrum = arrays.spectrum.spectrum(
-            choosing.gram, loss_gradient, n, labels, n_component=n_component
-        )
-    else:
-        values, vectors = choosing.decomposition
-        choosing_spectrum = arrays.spectrum.from_eigenvectors(
-            values, vectors, loss_gradient, n, labels
-        )
-    if needed.gram.name == choosing.gram.name:
-        spectrum = choosing_spectrum
+    """Let outputs choose λ of a gram matrix, in units of tr(K)/n, under the weights of another."""
     if not quiet:
-        _warn_of_few_checkpoints(len(labels))
-    candidates, curves = _candidates(features, calibrate, choosing_spectrum, choosing)
-    fallback = _closed_form(needed.gram, CLOSED_FORM, labels, spectrum)
-    names = [f"completeness, {each.name}" for each in candidates]
-    rules = (*names, _closed_form_name(CLOSED_FORM))
-    if not candidates:
-        return Regularized(features, needed.gram, fallback, rules, labels, None, spectrum)
-    choice = arrays.damping.choose(candidates, curves, quiet=quiet)
-    rho = choice["relative"][0]
-    relative = rho * arrays.spectrum.mean_trace(needed.gram, needed.n_samples, labels)
-    lam = da.where(da.isnan(rho), fallback, relative)
-    return Regularized(features, needed.gram, lam, rules, labels, choice, spectrum)
-
-
-def _candidates(
-    features: xr.Dataset,
-    calibrate: xr.Dataset | None,
-    spectrum: da.Array,
-    choosing: ChoosingMatrices,
-) -> tuple[list[arrays.damping.Candidate], list[da.Array]]:
-    """Return the sets of outputs that may choose λ, best first, and their curves."""
-    candidates = []
+        _warn_of_few_checkpoints(len(gram.labels))
+    assert chooses.spectrum is not None
+    candidates: list[arrays.damping.Candidate] = []
+    curves: list[da.Array] = []
     if calibrate is not None:
         require_calibration(features, calibrate)
         rows = lazy_features(calibrate)
-        totals = arrays.damping.held_out(spectrum, rows.feature.data)
+        totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
         candidates.append(arrays.damping.Candidate("calibration set", totals, rows.output.data))
-    curves = [arrays.damping.curve(each.totals, each.outputs) for each in candidates]
+        curves.append(arrays.damping.curve(totals, rows.output.data))
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
-        candidates.append(_left_out(spectrum, features, choosing, curves))
+        candidates.append(_left_out(features, chooses, curves))
         curves.append(arrays.damping.curve(candidates[-1].totals, candidates[-1].outputs))
-    return candidates, curves
+    fallback = gram.closed_form(CLOSED_FORM)
+    names = [f"completeness, {candidate.name}" for candidate in candidates]
+    rules = (*names, _closed_form_name(CLOSED_FORM))
+    if not candidates:
+        return Regularized(features, gram, fallback, rules)
+    choice = arrays.damping.choose(candidates, curves, quiet=quiet)
+    rho = choice["relative"][0]
+    lam = da.where(da.isnan(rho), fallback, rho * gram.mean_trace())
+    return Regularized(features, gram, lam, rules, choice)
+
+
+def _left_out(
+    features: xr.Dataset, gram: GramMatrix, unless: list[da.Array]
+) -> arrays.damping.Candidate:
+    """Return training rows as held-out ones: each is left out of the sums, exactly."""
+    assert gram.spectrum is not None
+    assert gram.g is not None
+    rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
+    predicted = arrays.damping.left_out(
+        gram.spectrum,
+        _taken(features.feature.data, rows),
+        None if gram.h is None else _taken(gram.h, rows),
+        _taken(gram.g, rows),
+        unless=unless,
+    )
+    outputs = _taken(features.output.data, rows)
+    return arrays.damping.Candidate("training rows left out", predicted, outputs)
+
+
+def _taken(data: da.Array, rows: list[slice]) -> da.Array:
+    """Return some rows; copies, since views would keep their blocks in memory until λ is known."""
+    parts = [data[some].map_blocks(np.copy, dtype=data.dtype, meta=data._meta) for some in rows]
+    taken: da.Array = da.concatenate(parts)
+    return taken
 
 
 def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
@@ -347,27 +324,6 @@ def require_calibration(features: xr.Dataset, calibrate: xr.Dataset) -> None:
         )
 
 
-def _left_out(
-    spectrum: da.Array, features: xr.Dataset, choosing: ChoosingMatrices, unless: list[da.Array]
-) -> arrays.damping.Candidate:
-    rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-    predicted = arrays.damping.left_out(
-        spectrum,
-        _taken(features.feature.data, rows),
-        None if choosing.h is None else _taken(choosing.h, rows),
-        _taken(choosing.g, rows),
-        unless=unless,
-    )
-    return arrays.damping.Candidate(_LEFT_OUT, predicted, _taken(features.output.data, rows))
-
-
-def _taken(data: da.Array, rows: list[slice]) -> da.Array:
-    """Return some rows; copies, since views would keep their blocks in memory until λ is known."""
-    parts = [data[each].map_blocks(np.copy, dtype=data.dtype, meta=data._meta) for each in rows]
-    taken: da.Array = da.concatenate(parts)
-    return taken
-
-
 def _warn_of_few_checkpoints(n: int) -> None:
     if n < 3:
         warn_once(
@@ -377,39 +333,3 @@ def _warn_of_few_checkpoints(n: int) -> None:
             "from 0.43 to 0.51 to 0.55, measured on two small models. Train the model again with "
             "other seeds, or set damping= yourself to silence this.",
         )
-
-
-def _labels(features: xr.Dataset) -> list[str]:
-    return [str(name) for name in features[CHECKPOINT].values]
-
-
-def given_damping(features: xr.Dataset, damping: xr.Dataset | xr.DataArray) -> da.Array:
-    """Return λ of the checkpoints of some features, from what :func:`trakdask.damping` returned."""
-    remedy = "try damping=td.damping(features), or to choose λ by other samples, calibrate=samples"
-    values = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
-    if values is None or values.dims != (CHECKPOINT,) or CHECKPOINT not in values.coords:
-        has = list(damping.data_vars) if isinstance(damping, xr.Dataset) else damping.dims
-        raise ValueError(
-            f"expected 'damping' of each checkpoint, with the coord checkpoint, got {has}; {remedy}"
-        )
-    if values.dtype.kind not in "fiu":
-        raise ValueError(f"expected damping in numbers, got dtype {values.dtype}; {remedy}")
-    values = aligned(values, features, what="damping")
-    if values.chunks is None and not all(map(is_positive, values.values)):
-        by_checkpoint = dict(
-            zip(map(str, features[CHECKPOINT].values), values.values.tolist(), strict=True)
-        )
-        raise ValueError(f"expected finite damping >= 0, got {by_checkpoint}; {remedy}")
-    data: da.Array = values.variable.chunk({CHECKPOINT: 1}).data
-    return data
-
-
-def relative_damping(value: Any) -> float:
-    """Return a damping that is relative to tr(K²)/tr(K), as a number of at least 0."""
-    if not is_positive(value):
-        raise ValueError(
-            "expected damping as 'auto', 'completeness', 'trace', 'closed_form', a number >= 0 "
-            "relative to tr(K²)/tr(K), td.Absolute(x), or what td.damping returned, got "
-            f"{brief(value)}; try damping='auto'"
-        )
-    return float(value)

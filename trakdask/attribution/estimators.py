@@ -1,4 +1,4 @@
-"""What the options of scores stand for: estimators with their weights of samples, and λ."""
+"""The options of scores, checked once: estimators with their weights of samples, λ, rates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.checks import shown
 from trakdask.html_tables import HtmlTable
-from trakdask.variables import CHECKPOINT, SAMPLE
+from trakdask.variables import CHECKPOINT, SAMPLE, aligned
 
 __all__ = [
     "DEFAULT_ESTIMATOR",
@@ -26,9 +27,7 @@ __all__ = [
     "ResolvedEstimator",
     "Rule",
     "Weights",
-    "brief",
     "gather_options",
-    "is_positive",
     "resolve_estimator",
 ]
 
@@ -57,16 +56,17 @@ _QUADRATIC_TASKS = ("Regression",)
 
 
 @dataclass(frozen=True)
-class Weights(HtmlTable):
+class Weights:
     """Weights of the gram matrix (h) and of the scores (g) as names, and where they come from.
 
     The names are formulas in q = out_to_loss. They are recorded in the
-    ``attrs`` of stored matrices, which are used for the same name and no other.
+    ``attrs`` of stored matrices, which are used for the same name and no other. ``power`` is a of
+    soft weights, None for others. It is lazy where it depends on outputs that are not computed yet.
     """
 
     gram: str = "1"
     loss: str = "Q"
-    power: float | None = None
+    power: float | da.Array | None = None
 
     @classmethod
     def soft(cls, power: float) -> Weights:
@@ -83,6 +83,7 @@ class Weights(HtmlTable):
         """Return h (sample, checkpoint), None for 1."""
         if self.power is None:
             return None
+        assert isinstance(self.power, float), "a lazy power is one of scores alone"
         return arrays.weights.soft_gram_weights(features.out_to_loss.data, self.power)
 
     def loss_data(self, features: xr.Dataset) -> da.Array:
@@ -103,7 +104,7 @@ class Weights(HtmlTable):
 
 
 @dataclass(frozen=True)
-class ResolvedEstimator(HtmlTable):
+class ResolvedEstimator:
     """An estimator with everything that follows from its name, its power and the features.
 
     Parameters
@@ -177,9 +178,8 @@ def resolve_estimator(
     )
 
 
-def _require_power(power: object, quadratic_task: object) -> None:
-    is_number = isinstance(power, (int, float, np.number)) and not isinstance(power, bool)
-    if not is_number or not 0 <= power <= 1:  # type: ignore[operator]
+def _require_power(power: Any, quadratic_task: object) -> None:
+    if not _is_positive(power) or power > 1:
         raise ValueError(
             f"expected power='auto' or a number in [0, 1], got {power!r}; try power='auto'"
         )
@@ -203,7 +203,7 @@ class Absolute(HtmlTable):
     value: float
 
     def __post_init__(self) -> None:
-        if not is_positive(self.value):
+        if not _is_positive(self.value):
             raise ValueError(
                 f"expected value as a finite number >= 0 in units of the gram matrix, got "
                 f"{self.value!r}; try Absolute(1.0)"
@@ -213,7 +213,6 @@ class Absolute(HtmlTable):
 Rule = Literal["auto", "completeness", "trace", "closed_form"]
 Damping = Rule | float | Absolute | xr.Dataset | xr.DataArray
 
-
 LearningRates = Mapping[str, float] | xr.DataArray
 
 
@@ -221,16 +220,17 @@ LearningRates = Mapping[str, float] | xr.DataArray
 class Options:
     """The options that :func:`score`, :func:`group_score` and others share, checked.
 
-    All are as given, but for the estimator, which is resolved. ``rule`` is what chooses λ, with
-    ``"auto"`` resolved; None if λ is a number, or given.
+    ``damping`` is as given, but a Dataset is replaced by its λ, in the order of the checkpoints.
+    ``rule`` is what chooses λ, with ``"auto"`` resolved; None if λ is a number, or given.
+    ``learning_rates`` has a rate for each checkpoint, for ``"tracin"`` only.
     """
 
     estimator: ResolvedEstimator
-    damping: Damping
+    damping: str | float | Absolute | xr.DataArray
     rule: str | None
     calibrate: xr.Dataset | None
     weights: xr.DataArray | None
-    learning_rates: LearningRates | None
+    learning_rates: np.ndarray | None
 
     @property
     def is_damped_by_outputs(self) -> bool:
@@ -254,48 +254,81 @@ def gather_options(
     Raises
     ------
     ValueError
-        If the estimator is not one of those allowed, if its power is out of range, or if an option
-        is given that has no effect with this estimator and damping.
+        If the estimator is not one of those allowed, if an option is out of range, or has no effect
+        with this estimator and damping.
     """
     resolved = resolve_estimator(estimator, power, features, allowed=allowed)
-    if learning_rates is not None and estimator != "tracin":
-        raise ValueError(
-            f"expected estimator='tracin', the only one with learning_rates, got {estimator!r}; "
-            "try estimator='tracin', or leave learning_rates out"
-        )
-    asked = damping if isinstance(damping, str) else None
-    rule = resolved.damping if asked == "auto" else asked
-    options = Options(resolved, damping, rule, calibrate, weights, learning_rates)
+    rule = None
+    if isinstance(damping, str) and damping in get_args(Rule):
+        rule = resolved.damping if damping == "auto" else damping
+    no_effect = {}
+    if resolved.name != "tracin":
+        no_effect["learning_rates"] = learning_rates is not None
     if not resolved.has_gram:
-        _require_no_gram_options(options)
-    elif calibrate is not None and not options.is_damped_by_outputs:
+        no_effect["damping"] = not (isinstance(damping, str) and damping == "auto")
+        no_effect["weights"] = weights is not None
+    if not resolved.has_gram or rule != "completeness":
+        no_effect["calibrate"] = calibrate is not None
+    if refused := [name for name, is_given in no_effect.items() if is_given]:
         raise ValueError(
-            "expected damping='completeness' with calibrate, the rule that looks at outputs, got "
-            f"damping={brief(damping)} and estimator={resolved.name!r}; try "
-            "damping='completeness', or leave calibrate out"
+            f"expected only options that have an effect with estimator={resolved.name!r} and "
+            f"damping={shown(damping)}, got {', '.join(refused)}; try leaving them out, "
+            "damping='completeness' with calibrate, or estimator='tracin' with learning_rates"
         )
-    return options
+    return Options(
+        estimator=resolved,
+        damping=_checked_damping(features, damping),
+        rule=rule,
+        calibrate=calibrate,
+        weights=weights,
+        learning_rates=_rates(features, learning_rates) if resolved.name == "tracin" else None,
+    )
 
 
-def _require_no_gram_options(options: Options) -> None:
-    """Reject options of the gram matrix for an estimator that has none."""
-    is_auto = isinstance(options.damping, str) and options.damping == "auto"
-    is_given = {"damping": not is_auto, "calibrate": options.calibrate is not None}
-    is_given["weights"] = options.weights is not None
-    if given := [name for name, value in is_given.items() if value]:
+def _checked_damping(features: xr.Dataset, damping: Damping) -> Any:
+    """Return a damping as given; what :func:`trakdask.damping` returned as λ of the checkpoints."""
+    is_rule = isinstance(damping, str) and damping in get_args(Rule)
+    if is_rule or isinstance(damping, Absolute) or _is_positive(damping):
+        return damping
+    given: Any = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
+    is_array = isinstance(given, xr.DataArray) and CHECKPOINT in given.coords
+    if not is_array or given.dims != (CHECKPOINT,):
         raise ValueError(
-            "expected neither damping, calibrate nor weights with estimator="
-            f"{options.estimator.name!r}, which has no gram matrix, got {', '.join(given)}; try "
-            "leaving them out, or estimator='trak'"
+            f"expected damping as one of {get_args(Rule)}, as a number >= 0 relative to "
+            "tr(K²)/tr(K), as td.Absolute(x), or as λ of each checkpoint, with the coord "
+            f"checkpoint, as td.damping returns it, got {shown(damping)}; try damping='auto'"
         )
+    given = aligned(given, features, what="damping")
+    if given.chunks is None and not all(map(_is_positive, given.values)):
+        raise ValueError(
+            f"expected finite damping >= 0, got {given.to_series().to_dict()}; try "
+            "damping=td.damping(features)"
+        )
+    return given
 
 
-def is_positive(value: Any) -> bool:
+def _rates(features: xr.Dataset, learning_rates: LearningRates | None) -> np.ndarray:
+    """Return the learning rate of each checkpoint."""
+    names = [str(name) for name in features[CHECKPOINT].values]
+    rates: Any = learning_rates
+    if isinstance(rates, xr.DataArray) and rates.dims == (CHECKPOINT,) and rates.indexes:
+        rates = aligned(rates, features, what="learning_rates").to_series().to_dict()
+    if not isinstance(rates, Mapping) or not set(names) <= set(rates):
+        raise ValueError(
+            f"expected learning_rates of each checkpoint {names}, as a mapping or a DataArray with "
+            f"the coord checkpoint, got {shown(rates)}; try learning_rates={{{names[0]!r}: 0.1, "
+            "...}"
+        )
+    for name in names:
+        if not _is_positive(rates[name]):
+            raise ValueError(
+                f"expected finite learning_rates >= 0, got {rates[name]!r} for checkpoint "
+                f"{name!r}; try the rate that the optimiser used there"
+            )
+    return np.array([float(rates[name]) for name in names])
+
+
+def _is_positive(value: Any) -> bool:
     """Return whether a value is a finite number of at least 0."""
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     return bool(is_number and 0 <= value < np.inf)
-
-
-def brief(value: Any) -> str:
-    """Return a damping as an error shows it."""
-    return repr(value) if isinstance(value, (str, int, float, Absolute)) else type(value).__name__

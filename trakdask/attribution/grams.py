@@ -9,6 +9,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
+from trakdask.arrays.decomposition import component_count
 from trakdask.attribution.estimators import Options, Weights
 from trakdask.variables import (
     CHECKPOINT,
@@ -29,10 +30,10 @@ __all__ = [
     "LOSS_GRADIENT",
     "NORM",
     "N_SAMPLES",
-    "ChoosingMatrices",
-    "Matrices",
+    "GramMatrix",
+    "compared_with_norms",
     "gram",
-    "matrices",
+    "gram_matrix",
     "stored_damping",
     "stored_decomposition",
     "stored_matrix",
@@ -101,40 +102,55 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
 
 
 @dataclass(frozen=True)
-class ChoosingMatrices:
-    """K and r under the weights h (None for 1) and g by which outputs choose λ."""
+class GramMatrix:
+    """K of all samples under some weights, and what belongs to it.
 
-    gram: da.Array
-    loss_gradient: da.Array
-    n_samples: int
-    h: da.Array | None
-    g: da.Array
-    decomposition: tuple[da.Array, da.Array] | None = None
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """The gram matrix of an estimator, and what λ is chosen with if outputs choose it.
-
-    ``features`` are compared with ``feature_norm`` when they are read, if a stored matrix is used.
-    ``n_samples`` is the number of samples that the gram matrix is a sum over. ``decomposition`` are
-    its eigenvalues and eigenvectors and ``damping`` is λ, where they are stored; with λ there is
-    nothing to choose.
+    ``labels`` are the names of the checkpoints, for errors. ``spectrum`` are the eigenvectors,
+    where they are stored, or λ is to be chosen by outputs under these weights; then there are also
+    h (None for 1) and g, (sample, checkpoint).
     """
 
-    features: xr.Dataset
-    gram: da.Array
+    data: da.Array
     n_samples: int
-    choosing: ChoosingMatrices | None = None
-    decomposition: tuple[da.Array, da.Array] | None = None
-    damping: xr.DataArray | None = None
+    labels: list[str]
+    is_stored: bool
+    spectrum: da.Array | None = None
+    h: da.Array | None = None
+    g: da.Array | None = None
+
+    def mean_trace(self) -> da.Array:
+        """Return tr(K)/n, (checkpoint)."""
+        return arrays.spectrum.mean_trace(self.data, self.n_samples, self.labels)
+
+    def closed_form(self, factor: float) -> da.Array:
+        """Return factor · tr(K²)/tr(K), (checkpoint)."""
+        if self.spectrum is not None:
+            return arrays.spectrum.closed_form_damping(self.spectrum, factor)
+        return arrays.solve.closed_form_damping(self.data, factor, self.labels)
 
 
-def matrices(features: xr.Dataset, options: Options) -> Matrices:
-    """Return the matrices that an estimator and its λ need; features are chunked already.
+def gram_matrix(
+    features: xr.Dataset,
+    weights: Weights,
+    given: da.Array | None = None,
+    *,
+    chooses_damping: bool = False,
+) -> GramMatrix:
+    """Return the gram matrix that features hold, or reduce it; features are chunked already.
 
     A gram matrix belongs to the Dataset: it is used for the rows of the Dataset, whichever were
     selected.
+
+    Parameters
+    ----------
+    features
+        Features of all training samples, or rows of them with the gram matrix of all.
+    weights
+        Those of the estimator, or those under which outputs choose λ.
+    given
+        h in place of that of ``weights``, (sample, checkpoint), of which no matrix is stored.
+    chooses_damping
+        Whether λ is to be chosen with it.
 
     Raises
     ------
@@ -142,64 +158,59 @@ def matrices(features: xr.Dataset, options: Options) -> Matrices:
         If there are more rows than the gram matrix has samples, if it has a dimension ``sample``,
         or if rows were selected and another matrix of all samples is needed than the one at hand.
     """
-    given = None if options.weights is None else weight_data(features, options.weights)
-    weights, choosing = options.estimator.weights, options.estimator.choosing
-    gram = stored_matrix(features, GRAM, weights) if given is None else None
-    decomposition = damping = None
-    if gram is not None:
-        decomposition, damping = _decomposition(features), stored_damping(features, options)
-    if damping is not None or not options.is_damped_by_outputs:
-        own = _gram(features, weights, given, gram)
-        return Matrices(_checked(features, gram), *own, None, decomposition, damping)
-    validate(features, ["output", "out_to_loss"], what="features")
-    if choosing == weights:
-        chosen_by = _choosing_matrices(features, choosing, given, gram)
-        own = chosen_by.gram, chosen_by.n_samples
-        return Matrices(_checked(features, gram), *own, chosen_by, decomposition)
-    known = stored_matrix(features, GRAM, choosing)
-    chosen_by = _choosing_matrices(features, choosing, None, known)
-    own = _gram(features, weights, given, gram)
-    return Matrices(_checked(features, gram, known), *own, chosen_by, decomposition)
-
-
-def _checked(features: xr.Dataset, *stored: da.Array | None) -> xr.Dataset:
-    """Return features that are compared with their norms when read, if a matrix is stored."""
-    if NORM not in features or all(matrix is None for matrix in stored):
-        return features
-    feature = features["feature"].variable
-    data = arrays.score.checked(feature.data, features[NORM].data)
-    return features.assign(feature=feature._replace(data=data))
-
-
-def _gram(
-    features: xr.Dataset, weights: Weights, given: da.Array | None, stored: da.Array | None
-) -> tuple[da.Array, int]:
-    """Return the stored gram matrix, or reduce it; and the number of its samples."""
+    stored = stored_matrix(features, GRAM, weights) if given is None else None
     if stored is not None:
-        return stored, _n_samples(features)
+        return _stored_gram(features, weights, stored, chooses_damping=chooses_damping)
     h = given
     if given is None:
         _require_all_samples(features)
         h = weights.gram_data(features)
-    return arrays.gram.gram(features.feature.data, h), features.sizes[SAMPLE]
+    x, n, labels = features["feature"].data, features.sizes[SAMPLE], _labels(features)
+    if not chooses_damping:
+        return GramMatrix(arrays.gram.gram(x, h), n, labels, is_stored=False)
+    g = weights.loss_data(features)
+    gram, loss_gradient = arrays.gram.gram_and_sum(x, h, g)
+    spectrum = _decomposed(x, gram, loss_gradient, n, labels)
+    return GramMatrix(gram, n, labels, False, spectrum, h, g)
 
 
-def _choosing_matrices(
-    features: xr.Dataset, weights: Weights, given: da.Array | None, gram: da.Array | None
-) -> ChoosingMatrices:
-    """Return what λ is chosen with; ``gram`` is the stored gram matrix of these weights, if any."""
-    h, g = weights.gram_data(features) if given is None else given, weights.loss_data(features)
-    if gram is not None:
+def _stored_gram(
+    features: xr.Dataset, weights: Weights, gram: da.Array, *, chooses_damping: bool
+) -> GramMatrix:
+    h = g = loss_gradient = spectrum = None
+    x, n, labels = features["feature"].data, _n_samples(features), _labels(features)
+    if chooses_damping:
+        h, g = weights.gram_data(features), weights.loss_data(features)
         loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
         if loss_gradient is None:  # other checkpoints are pooled than when it was stored
             _require_all_samples(features)
-            loss_gradient = arrays.damping.loss_gradient(features.feature.data, g)
-        known = _decomposition(features)
-        return ChoosingMatrices(gram, loss_gradient, _n_samples(features), h, g, known)
-    if given is None:
-        _require_all_samples(features)
-    gram, loss_gradient = arrays.gram.gram_and_sum(features.feature.data, h, g)
-    return ChoosingMatrices(gram, loss_gradient, features.sizes[SAMPLE], h, g)
+            loss_gradient = arrays.damping.loss_gradient(x, g)
+    known = _decomposition(features)
+    if known is not None:
+        spectrum = arrays.spectrum.from_eigenvectors(*known, loss_gradient, n, labels)
+    elif chooses_damping:
+        spectrum = _decomposed(x, gram, loss_gradient, n, labels)
+    return GramMatrix(gram, n, labels, True, spectrum, h, g)
+
+
+def _decomposed(
+    x: da.Array, gram: da.Array, loss_gradient: da.Array | None, n: int, labels: list[str]
+) -> da.Array:
+    k = component_count(n, x.shape[1], x.dtype)
+    return arrays.spectrum.spectrum(gram, loss_gradient, n, labels, n_component=k)
+
+
+def _labels(features: xr.Dataset) -> list[str]:
+    return [str(name) for name in features[CHECKPOINT].values]
+
+
+def compared_with_norms(features: xr.Dataset) -> xr.Dataset:
+    """Return features that are compared with their norms when read, as a stored matrix needs."""
+    if NORM not in features:
+        return features
+    feature = features["feature"].variable
+    data = arrays.score.checked(feature.data, features[NORM].data)
+    return features.assign(feature=feature._replace(data=data))
 
 
 def stored_matrix(features: xr.Dataset, name: str, weights: Weights) -> da.Array | None:
@@ -273,19 +284,19 @@ def _is_of_gram(features: xr.Dataset, name: str) -> bool:
 
 
 def stored_damping(features: xr.Dataset, options: Options) -> xr.DataArray | None:
-    """Return the λ that features hold, if the options ask for the rule that chose it.
+    """Return the λ that features hold beside the gram matrix, if the options ask for its rule.
 
-    λ is that of all checkpoints together. What an earlier version stored as its automatic λ stays
-    so: the closed form, where it is the trace now.
+    λ is that of all checkpoints together.
     """
-    asked = options.damping if isinstance(options.damping, str) else None
-    if asked is None or options.calibrate is not None or not _is_of_gram(features, DAMPING):
+    is_rule = isinstance(options.damping, str)
+    if not is_rule or options.calibrate is not None or options.weights is not None:
         return None
-    rule, known = options.rule, features[DAMPING]
-    accepted = {rule, "closed_form"} if (asked, rule) == ("auto", "trace") else {rule}
-    names = {str(name) for name in features[CHECKPOINT].values}
-    is_whole = set(known.attrs["pooled_checkpoints"]) == names
-    return known if known.attrs["asked"] in accepted and is_whole else None
+    is_at_hand = stored_matrix(features, GRAM, options.estimator.weights) is not None
+    if not is_at_hand or not _is_of_gram(features, DAMPING):
+        return None
+    attrs = features[DAMPING].attrs
+    is_whole = set(attrs["pooled_checkpoints"]) == set(_labels(features))
+    return features[DAMPING] if attrs["asked"] == options.rule and is_whole else None
 
 
 def _n_samples(features: xr.Dataset) -> int:
@@ -302,32 +313,23 @@ def weight_data(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
     if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
         weights = aligned(weights, features, what="weights")
     sizes = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
-    if sizes not in ({SAMPLE: shape[SAMPLE]}, shape):
+    if sizes not in ({SAMPLE: shape[SAMPLE]}, shape) or weights.dtype.kind not in "fiub":
         raise ValueError(
-            f"expected weights as a DataArray of {shape}, with or without checkpoint, got {sizes}; "
-            "try xr.DataArray(h, dims='sample')"
-        )
-    if weights.dtype.kind not in "fiub":
-        raise ValueError(
-            f"expected weights in numbers, got dtype {weights.dtype}; try weights.astype(float)"
+            f"expected weights as a DataArray of numbers, {shape} with or without checkpoint, got "
+            f"{sizes} of {getattr(weights, 'dtype', 'objects')}; try xr.DataArray(h, dims='sample')"
         )
     if weights.chunks is None:
         _require_positive(weights)
     chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
-    full = weights.broadcast_like(
-        xr.DataArray(np.empty(features.sizes[CHECKPOINT]), dims=CHECKPOINT)
-    )
-    data: da.Array = full.transpose(SAMPLE, CHECKPOINT).variable.chunk(chunks).data
+    data: da.Array = weights.variable.set_dims(shape).chunk(chunks).data
     return data
 
 
 def _require_positive(weights: xr.DataArray) -> None:
-    values = weights.values
-    bad = ~(np.isfinite(values) & (values >= 0))
-    if bad.any():
-        at = np.argwhere(bad)[0]
-        where = ", ".join(f"{dim} {int(i)}" for dim, i in zip(weights.dims, at, strict=True))
+    bad = np.argwhere(~(np.isfinite(weights.values) & (weights.values >= 0)))
+    if len(bad):
+        where = dict(zip(weights.dims, bad[0].tolist(), strict=True))
         raise ValueError(
             f"expected finite weights >= 0, since the gram matrix must stay positive, got "
-            f"{values[tuple(at)]} at {where}; try weights.clip(min=0).fillna(0)"
+            f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
         )

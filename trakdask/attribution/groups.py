@@ -1,45 +1,194 @@
-"""Number the groups of samples, also of very many."""
+"""Groups of samples: their numbers, also of very many; and targets that are combined by group."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, Literal, get_args
+
 import numpy as np
 import pandas as pd
+import xarray as xr
+from scipy import sparse
 
-from trakdask.checks import shown
+from trakdask import arrays
+from trakdask.checks import require_choice, require_integer, shown
+from trakdask.variables import (
+    CHECKPOINT,
+    SAMPLE,
+    VARIABLES,
+    aligned,
+    coords_along,
+    lazy_features,
+    validate,
+)
 
-__all__ = ["group_codes", "require_group_coord"]
+__all__ = ["CombinationWeights", "combine", "group_codes", "require_group_coord"]
 
 _ROWS_AT_ONCE = 2**20
 
+COMBINATION = "combination"
 
-def require_group_coord(by: object, known: list[str], taken: list[str]) -> str:
-    """Return the name of the coord that groups are made by, checked.
+How = Literal["mean", "sum"]
+CombinationWeights = Mapping[str, Any] | xr.DataArray
+
+
+def combine(
+    targets: xr.Dataset,
+    *,
+    by: str | None = None,
+    how: Literal["mean", "sum"] = "mean",
+    weights: CombinationWeights | None = None,
+) -> xr.Dataset:
+    """Combine targets linearly before anything is solved: one target per group or contrast.
+
+    The output of a combination is Σ_t w_t f(t), and its feature Σ_t w_t φ(t). Scores are linear in
+    φ(t) (but for ``estimator="grad_cos"``), so the score of a combination is that combination of
+    scores, at the price of one target.
 
     Parameters
     ----------
+    targets
+        Features of targets, from :func:`featurize`.
     by
-        What the user gave.
-    known
-        The coords of the training samples.
-    taken
-        Names that the result has for the targets.
+        Name of a coord of the targets: one combination per value, sorted; missing values belong to
+        none.
+    how
+        ``"mean"`` or ``"sum"`` of the targets of each group.
+    weights
+        Instead of ``by``: a mapping from the name of each combination to its weights, an array with
+        one number per target, or a mapping from positions of targets to numbers, such as
+        ``{"cat - dog": {0: 1, 3: -1}}``; or a DataArray (combination, sample), of which the first
+        dimension may have any name.
+
+    Returns
+    -------
+    Lazy Dataset (sample, ...) with ``feature`` and ``output``, one sample per combination, and
+    their names as the coord ``by``, ``"combination"``, or the dimension of the DataArray. In scores
+    its name begins with ``target_``. There is no ``out_to_loss``: a combination has no loss of its
+    own, and scores of targets do not need it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If neither ``by`` nor ``weights`` is given, or both; if there is no such coord; if weights
+        have another length, are not finite, or are all zero.
+
+    Notes
+    -----
+    Sums are computed in float64 and rounded once. A combination with a target that failed is NaN,
+    unless its weight is 0.
+
+    Examples
+    --------
+    What made the model prefer the first target to the second?
+
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> targets = td.testing.simulate_features(n_samples=3, proj_dim=4, seed=1)
+    >>> contrast = td.combine(targets, weights={"first - second": {0: 1, 1: -1}})
+    >>> td.score(features, contrast, damping=0.1).target_combination.values.tolist()
+    ['first - second']
+    """
+    validate(targets, ["feature"], what="targets")
+    if (by is None) == (weights is None):
+        given = "neither" if by is None else "both"
+        raise ValueError(
+            f"expected either by= or weights=, got {given}; try by='label', or weights={{'first - "
+            "second': {0: 1, 1: -1}}"
+        )
+    if by is not None:
+        title, names, matrix = _grouped(targets, by, how)
+    else:
+        title, names, matrix = _weighted(targets, weights)
+    lazy = lazy_features(targets)
+    data = {
+        name: (
+            VARIABLES[name].dims,
+            arrays.combinations.combine_rows(lazy[name].data, matrix),
+            VARIABLES[name].attrs,
+        )
+        for name in ("feature", "output")
+        if name in lazy
+    }
+    coords = {title: (SAMPLE, names), CHECKPOINT: lazy[CHECKPOINT]}
+    attrs = {**targets.attrs, "combined": f"{how} by {by}" if by else f"weights of {len(names)}"}
+    return xr.Dataset(data, coords=coords, attrs=attrs)
+
+
+def _grouped(targets: xr.Dataset, by: str, how: How) -> tuple[str, np.ndarray, sparse.csr_array]:
+    require_choice("how", how, get_args(How), remedy="try how='mean'")
+    require_group_coord(by, coords_along(targets, SAMPLE))
+    codes, names = group_codes(targets[by].values)
+    if not len(names):
+        raise ValueError(
+            f"expected at least one target with a value of {by!r}, got none; try another coord"
+        )
+    member = np.flatnonzero(codes >= 0)
+    count = np.bincount(codes[member], minlength=len(names))
+    entries = 1 / count[codes[member]] if how == "mean" else np.ones(len(member))
+    shape = (len(names), len(codes))
+    return by, names, sparse.csr_array((entries, (codes[member], member)), shape)
+
+
+def _weighted(targets: xr.Dataset, weights: Any) -> tuple[str, np.ndarray, sparse.csr_array]:
+    n = targets.sizes[SAMPLE]
+    if isinstance(weights, Mapping) and weights:
+        title, names = COMBINATION, np.array(list(weights), dtype=object)
+        dense = np.stack([_row(n, name, row) for name, row in weights.items()])
+    elif isinstance(weights, xr.DataArray) and weights.sizes.get(SAMPLE) == n and weights.ndim == 2:
+        weights = weights.transpose(..., SAMPLE)
+        title = str(weights.dims[0])
+        names = weights[title].values
+        unnamed = weights.drop_vars(title, errors="ignore")
+        dense = aligned(unnamed, targets, what="weights").values.astype(np.float64)
+    else:
+        raise ValueError(
+            f"expected weights as a mapping of names to weights, or as a DataArray (combination, "
+            f"sample) of {n} targets, got {shown(weights)}; try weights={{'first - second': {{0: 1,"
+            " 1: -1}}"
+        )
+    for name, row in zip(names, dense, strict=True):
+        if not np.isfinite(row).all() or not row.any():
+            raise ValueError(
+                f"expected finite weights of {name!r}, not all of them 0, got {shown(row.tolist())}"
+                "; try 1 and -1"
+            )
+    return title, names, sparse.csr_array(dense)
+
+
+def _row(n: int, name: str, weights: Any) -> np.ndarray:
+    """Return the weight of each target in one combination."""
+    if isinstance(weights, Mapping):
+        row = np.zeros(n)
+        for position, weight in weights.items():
+            what = f"the position of each target in {name!r}"
+            row[require_integer(what, position, 0, n, remedy="try {0: 1, 1: -1}")] = weight
+        return row
+    row = np.asarray(weights, np.float64)
+    if row.shape != (n,):
+        raise ValueError(
+            f"expected a weight for each of {n} targets in {name!r}, got shape {row.shape}; "
+            "try a mapping from positions to weights"
+        )
+    return row
+
+
+def require_group_coord(
+    by: object, known: Iterable[Hashable], taken: Iterable[Hashable] = ()
+) -> None:
+    """Check that ``by`` is the name of a known coord, and is not taken by another dimension.
 
     Raises
     ------
     ValueError
         If it is not one of those known, or is taken.
     """
-    if isinstance(by, str) and by in known and by not in taken:
-        return by
-    raise ValueError(
-        f"expected by as the name of one coord of the training samples, which are {sorted(known)}, "
-        f"and none of {taken}, which the result has for the targets, got {shown(by)}; try "
-        + (
-            f"features.assign_coords({by}=('sample', values))"
-            if isinstance(by, str)
-            else "features.assign_coords(group=('sample', values)), and by='group'"
+    if not isinstance(by, str) or by not in set(known) or by in set(taken):
+        raise ValueError(
+            f"expected by as the name of a coord of the samples, one of {list(map(str, known))}, "
+            f"that is not the name of a coord of the targets, got {shown(by)}; try "
+            "assign_coords(group=('sample', values)), and by='group'"
         )
-    )
 
 
 def group_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

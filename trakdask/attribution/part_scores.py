@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 import dask.array as da
@@ -12,26 +11,19 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
-from trakdask.attribution.estimators import (
-    Damping,
-    Estimator,
-    Power,
-    gather_options,
-)
-from trakdask.attribution.groups import require_group_coord
-from trakdask.attribution.products import Solver, solver
+from trakdask.attribution.estimators import Damping, Estimator, Power, gather_options
 from trakdask.attribution.scores import (
+    Labels,
+    Solver,
     labelled,
-    labels_of_samples,
+    labels_of_groups,
     labels_of_scores,
-    labels_of_targets,
-    require_flag,
     score_attrs,
+    solver,
 )
 from trakdask.checks import shown
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
-from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
-from trakdask.featurization.precision import DType
+from trakdask.featurization.parts import Parts, Text, part_products
 from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.back_projection import require_back_projection
@@ -44,7 +36,6 @@ from trakdask.variables import (
     TARGET,
     TARGET_PREFIX,
     lazy_features,
-    may_have_failed,
     validate,
 )
 
@@ -173,104 +164,83 @@ def score_parts(
     >>> bool(np.allclose(words.sum("token"), scores, rtol=1e-3, atol=1e-4 * abs(scores).max()))
     True
     """
-    require_flag("average", average)
     validate(features, ["feature", "out_to_loss"], what="features")
     divides_targets = _divides_targets(targets, of, by)
     gathered = gather_options(features, **options)
-    _require_linear(gathered.estimator.name, divides_targets=divides_targets)
-    if divides_targets:
-        _require_fixed(features, of, ["feature", "out_to_loss"])
-    else:
-        _require_fixed(features, targets, ["feature"])
+    name = gathered.estimator.name
+    if name == "grad_cos" or (name == "relatif" and not divides_targets):
+        raise ValueError(
+            "expected an estimator whose scores need no norms of the samples that are divided, got "
+            f"{name!r}; try estimator='trak'"
+        )
+    samples, undivided = (targets, of) if divides_targets else (of, targets)
+    if undivided is not None:
+        needed = ["feature", "out_to_loss"] if divides_targets else ["feature"]
+        validate(undivided, needed, what="of" if divides_targets else "targets")
+        require_comparable(features, undivided, "training" if divides_targets else "target")
+    dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
     divided = part_products(
-        targets if divides_targets or of is None else of,
+        samples,  # type: ignore[arg-type]
         _at_checkpoints(model, features),
         parts=parts,
         projector=_projector(features),
         text=text,
-        dtype=_dtype(features),
+        dtype=None if dtype == "as given" else dtype,
         on_error=on_error,
     )
-    _require_whole_columns(features, divided)
-    require_comparable(features, divided.like, name="parts'")
-    made = solver(lazy_features(features), gathered)
-    asked = _Asked(made, divided, average=average, may_fail=on_error == "record")
-    if divides_targets:
-        return _of_targets(asked, made.features if of is None else lazy_features(of), by)
-    return _of_samples(asked, targets)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What both directions share: how to solve, what is divided, and what is averaged."""
-
-    solver: Solver
-    divided: PartProducts
-    average: bool
-    may_fail: bool
-
-    def pooled(self, weight: da.Array) -> da.Array:
-        """Return the weights of samples, (sample, 1), or (sample, checkpoint) if not pooled."""
-        return weight.mean(axis=1, keepdims=True) if self.solver.pooled else weight
-
-    def labelled(
-        self,
-        dims: tuple[str, ...],
-        data: da.Array,
-        coords: dict[Any, Any],
-        targets: xr.Dataset,
-        *,
-        may_have_failed: bool,
-    ) -> xr.DataArray:
-        """Return scores, averaged over checkpoints, the last axis, unless they are to be kept."""
-        like = self.divided.like
-        if self.average:
-            data = data.mean(axis=-1, dtype=data.dtype)
-        else:
-            dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: like[CHECKPOINT]}
-        attrs = score_attrs(
-            self.solver.features, targets, self.solver.attrs, may_have_failed=may_have_failed
+    like = divided.like
+    if features.sizes[PROJ_DIM] != like.sizes[PROJ_DIM]:
+        raise ValueError(
+            f"expected features with all {like.sizes[PROJ_DIM]} columns of their projector, got "
+            f"{features.sizes[PROJ_DIM]}; try them before isel(proj_dim=...)"
         )
-        return labelled("score", dims, data, coords, attrs | {"parts": str(like.attrs["parts"])})
-
-
-def _of_samples(asked: _Asked, targets: xr.Dataset) -> xr.DataArray:
-    of, solver, explained = asked.divided.like, asked.solver, lazy_features(targets)
-    dims, coords = labels_of_scores(of, explained)
-    found = asked.divided.arrays(solver.vectors(explained))
-    q = xr.Dataset({"out_to_loss": ((SAMPLE, CHECKPOINT), found["out_to_loss"])})
-    weight = asked.pooled(solver.weight(q.assign_coords({CHECKPOINT: of[CHECKPOINT]})))
-    product = found["product"]
-    data = product * weight.astype(product.dtype)[:, None, None, :]
-    coords = coords | _errors(found, SAMPLE, "error")
-    return asked.labelled(dims, data, coords, explained, may_have_failed=may_have_failed(targets))
-
-
-def _of_targets(asked: _Asked, of: xr.Dataset, by: str | None) -> xr.DataArray:
-    targets, solver = asked.divided.like, asked.solver
-    if by is None:
-        dims, coords = labels_of_scores(of, targets)
-        vectors = solver.vectors(of)
-        weight = asked.pooled(solver.weight(of))
-        vectors = vectors * weight.astype(vectors.dtype)[:, None, :]
+    require_comparable(features, like, name="parts'")
+    made = solver(lazy_features(features), gathered)
+    if divides_targets:
+        training = made.features if of is None else lazy_features(of)
+        (dims, coords), vectors = _weighted_samples(made, training, like, by)
+        results = divided.arrays(vectors)
+        data = da.moveaxis(results["product"], 2, 0)
+        coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
+        attrs = score_attrs(features, like, made.attrs)
+        attrs |= {"target_on_error": "record"} if on_error == "record" else {}
     else:
-        dims, coords = labels_of_targets(targets)
-        known = list(map(str, labels_of_samples(of)[1]))
-        by = require_group_coord(by, known, [TARGET, *map(str, coords)])
-        sums, groups = solver.group_sums(of, by)
-        vectors = solver.solve(sums)
-        dims, coords = (by, *dims), coords | {by: (by, groups)}
-    found = asked.divided.arrays(vectors)
-    data = da.moveaxis(found["product"], 2, 0)
-    coords = coords | _errors(found, TARGET, f"{TARGET_PREFIX}error")
-    return asked.labelled(dims, data, coords, targets, may_have_failed=asked.may_fail)
+        explained = lazy_features(targets)
+        dims, coords = labels_of_scores(like, explained)
+        results = divided.arrays(made.vectors(explained))
+        q = like[[]].assign(out_to_loss=((SAMPLE, CHECKPOINT), results["out_to_loss"]))
+        weight = _pooled(made, made.weight(q)).astype(results["product"].dtype)
+        data = results["product"] * weight[:, None, None, :]
+        coords |= _errors(results, SAMPLE, "error")
+        attrs = score_attrs(features, targets, made.attrs)
+    if average:
+        data = data.mean(axis=-1, dtype=data.dtype)
+    attrs |= {"parts": str(like.attrs["parts"])}
+    return labelled("score", (dims, coords), data, attrs, None if average else like[CHECKPOINT])
 
 
-def _errors(found: dict[str, da.Array], dim: str, name: str) -> dict[Hashable, Any]:
+def _weighted_samples(
+    made: Solver, training: xr.Dataset, targets: xr.Dataset, by: str | None
+) -> tuple[Labels, da.Array]:
+    """Return the labels of scores, and the solved vectors of training samples, or of groups."""
+    if by is not None:
+        labels, codes = labels_of_groups(training, targets, by)
+        return labels, made.solve(made.group_sums(training, codes))
+    vectors = made.vectors(training)
+    weight = _pooled(made, made.weight(training)).astype(vectors.dtype)
+    return labels_of_scores(training, targets), vectors * weight[:, None, :]
+
+
+def _pooled(made: Solver, weight: da.Array) -> da.Array:
+    """Return the weights of samples, (sample, 1), or (sample, checkpoint) if not pooled."""
+    return weight.mean(axis=1, keepdims=True) if made.pooled else weight
+
+
+def _errors(results: dict[str, da.Array], dim: str, name: str) -> dict[Hashable, Any]:
     """Return why samples failed, if this is recorded: at the first checkpoint where they did."""
-    if "error" not in found:
+    if "error" not in results:
         return {}
-    error = found["error"]
+    error = results["error"]
     first = da.blockwise(
         _first_error, "s", error, "sc",
         concatenate=True, dtype=ERROR_DTYPE, meta=np.empty(0, ERROR_DTYPE),
@@ -300,30 +270,12 @@ def _divides_targets(targets: object, of: object, by: object) -> bool:
             f"other, got samples as {are_samples or 'none of them'}; try td.score_parts(features, "
             "targets, model, of=samples.isel(sample=[...]))"
         )
-    divides_targets = are_samples == ["targets"]
-    if not divides_targets and by is not None:
+    if are_samples == ["of"] and by is not None:
         raise ValueError(
             f"expected by= with samples as targets, got it with samples as of=, by={by!r}; try "
             f"td.combine(targets, by=...), or scores.groupby({by!r}).sum()"
         )
-    return divides_targets
-
-
-def _require_fixed(features: xr.Dataset, fixed: xr.Dataset | None, names: list[str]) -> None:
-    """Check the features of the side that is not divided."""
-    if fixed is not None:
-        what = "of" if "out_to_loss" in names else "targets"
-        validate(fixed, names, what=what)
-        require_comparable(features, fixed, name="training" if what == "of" else "target")
-
-
-def _require_linear(estimator: str, *, divides_targets: bool) -> None:
-    """Refuse estimators whose scores need the whole features of what is divided."""
-    if estimator == "grad_cos" or (estimator == "relatif" and not divides_targets):
-        raise ValueError(
-            "expected an estimator whose scores need no norms of the samples that are divided, got "
-            f"{estimator!r}; try estimator='trak'"
-        )
+    return are_samples == ["targets"]
 
 
 def _projector(features: xr.Dataset) -> Projector:
@@ -347,19 +299,3 @@ def _at_checkpoints(model: Model, features: xr.Dataset) -> Model:
     selected = copy.copy(model)
     selected.checkpoints = type(model.checkpoints)(known[name] for name in names)
     return selected
-
-
-def _dtype(features: xr.Dataset) -> DType | None:
-    """Return the precision that the model ran in when the features were made."""
-    dtype: DType | None = features.attrs.get("dtype", "as given")
-    return None if dtype == "as given" else dtype  # type: ignore[comparison-overlap]
-
-
-def _require_whole_columns(features: xr.Dataset, divided: PartProducts) -> None:
-    """Refuse features of which columns were selected: vectors must have all of them."""
-    width = divided.like.sizes[PROJ_DIM]
-    if features.sizes[PROJ_DIM] != width:
-        raise ValueError(
-            f"expected features with all {width} columns of their projector, got "
-            f"{features.sizes[PROJ_DIM]}; try them before isel(proj_dim=...)"
-        )

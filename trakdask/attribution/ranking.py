@@ -1,10 +1,11 @@
-"""Questions to lazy scores: the best and worst training samples of each target, by metadata."""
+"""Questions to lazy scores: the best and worst training samples, of each target or of all."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 from uuid import uuid4
 
 import dask
@@ -15,27 +16,38 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.block_arguments import StoredColumn
 from trakdask.arrays.topk import TileMask
+from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.checks import require_choice, require_integer, require_number
 from trakdask.variables import (
-    MODULE,
     RANK,
     SAMPLE,
     TARGET,
-    TOKEN,
     VARIABLES,
     aligned,
     coords_along,
     stays_in_store,
 )
 
-__all__ = ["require_scores", "top_k"]
+__all__ = ["top_k"]
 
 Where = xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
+Over = Literal["max", "mean"]
 
 
 def top_k(
-    scores: xr.DataArray, k: int, *, where: Where | None = None, largest: bool = True
+    scores: xr.DataArray,
+    k: int | None = None,
+    *,
+    fraction: float | None = None,
+    where: Where | None = None,
+    largest: bool = True,
+    over_targets: Over | None = None,
+    by: str | None = None,
 ) -> xr.Dataset:
-    """Rank the training samples of each target and keep the first k, with their metadata.
+    """Rank the training samples and keep the first k, with their metadata.
+
+    Of each target by itself; or with ``over_targets`` of all targets together, which says which
+    training data to take for them.
 
     Parameters
     ----------
@@ -43,6 +55,8 @@ def top_k(
         Scores (sample, target) of :func:`score`.
     k
         How many samples per target.
+    fraction
+        Instead of k: the share of the samples, in (0, 1]. The number is rounded up.
     where
         Which samples count: a boolean mask (sample), such as ``scores.source == "web"``; a mask
         over (sample, target), in memory; or a function from the coords of a tile to a mask,
@@ -52,6 +66,12 @@ def top_k(
         that a function gets has ``sample`` and ``target``, positions where there are no labels.
     largest
         ``True``: the most helpful first; ``False``: the most harmful first.
+    over_targets
+        Rank by one number per sample: its ``"max"``, the score of the target that it helps most, or
+        its ``"mean"`` over targets. ``where`` is then a mask over samples.
+    by
+        With ``over_targets``: take k, or this fraction, of each group, the name of a coord of the
+        samples. Samples whose value is missing belong to no group, and are not taken.
 
     Returns
     -------
@@ -61,11 +81,16 @@ def top_k(
     (``featurize(..., on_error="record")``), the rest is position -1 and NaN (integer coords then
     become float64, strings "").
 
+    With ``over_targets`` a lazy Dataset (sample) with the samples' coords: ``score``, float32, that
+    maximum or mean, and ``selected``, bool, so that ``train.isel(sample=top.selected)`` is the
+    selected data. A sample whose score is NaN for some target is never selected.
+
     Raises
     ------
-    ValueError
-        If k is not in 1..n, a mask has another length or dtype, or selects fewer than k samples,
-        or cannot be aligned. When computed: if the function raises, or returns no mask of its tile.
+    TypeError, ValueError
+        If k is not in 1..n, or fraction not in (0, 1], a mask has another length or dtype, or
+        selects fewer than k samples, or cannot be aligned, or there is no such coord. When
+        computed: if the function raises, or returns no mask of its tile.
 
     Notes
     -----
@@ -73,36 +98,45 @@ def top_k(
     those of a lazy Dataset one after the other, and each would repeat the query.
 
     Local ranking is fused with the score tiles and merged by a tree: n × m scores never exist.
-    Exact and independent of chunks.
+    Exact and independent of chunks. Means over targets are computed in float64 and rounded once.
+    Targets of tasks with different numbers of examples are best averaged first,
+    ``td.combine(targets, by="task")``, so that the maximum is over tasks, as LESS has it.
+
+    References
+    ----------
+    Xia et al. 2024, "LESS: Selecting Influential Data for Targeted Instruction Tuning", section
+    4.2, for ``over_targets``.
 
     Examples
     --------
     >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
-    >>> scores = td.score(features, features.isel(sample=slice(2)))
+    >>> features = td.testing.simulate_features(n_samples=20, proj_dim=4)
+    >>> scores = td.score(features, features.isel(sample=slice(3)))
     >>> top = td.top_k(scores, 3, where=scores.label == 1).compute()
     >>> top.label.values.tolist()
-    [[1, 1, 1], [1, 1, 1]]
+    [[1, 1, 1], [1, 1, 1], [1, 1, 1]]
+    >>> selection = td.top_k(scores, fraction=0.2, over_targets="max", by="label")
+    >>> selection.selected.groupby("label").sum().values.tolist()
+    [2, 2]
     """
-    require_scores(scores)
-    n = scores.sizes[SAMPLE]
-    if n == 0:
-        raise ValueError("expected scores of 1 sample or more, got 0; try another selection")
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= n:
-        raise ValueError(
-            f"expected k as an integer from 1 to the {n} samples, got {k!r}; try k={min(10, n)}"
-        )
-    if not isinstance(largest, (bool, np.bool_)):
-        raise TypeError(f"expected largest as True or False, got {largest!r}; try largest=True")
+    _require_scores(scores)
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=scores.variable.chunk().data)
-    mask = _mask(scores, where)
+    n, mask = scores.sizes[SAMPLE], _mask(scores, where)
+    if over_targets is not None:
+        return _top_over_targets(scores, k, fraction, mask, over_targets, by, largest=largest)
+    if by is not None:
+        raise ValueError(
+            f"expected over_targets with by, which ranks all targets together, got by={by!r} "
+            "alone; try over_targets='max'"
+        )
+    (k,) = _counts([n], k, fraction)
     if isinstance(mask, np.ndarray) and (count := int(mask.sum())) < k:
         smaller = f"k={count}, or a mask that selects more" if count else "a mask that selects some"
         raise ValueError(
             f"expected where to select k={k} samples or more, got {count} of {n}; try {smaller}"
         )
-    value, position = arrays.topk.top_k(scores.data, int(k), largest=largest, mask=mask)
+    value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
     dims = (TARGET, RANK)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     may_pad = isinstance(mask, TileMask) or scores.attrs.get("target_on_error") == "record"
@@ -119,8 +153,63 @@ def top_k(
     )
 
 
-def require_scores(scores: object) -> None:
-    """Reject anything but floating-point scores (sample, target)."""
+def _top_over_targets(
+    scores: xr.DataArray,
+    k: int | None,
+    fraction: float | None,
+    mask: np.ndarray | TileMask | None,
+    over_targets: Over,
+    by: str | None,
+    *,
+    largest: bool,
+) -> xr.Dataset:
+    require_choice("over_targets", over_targets, get_args(Over), remedy="try over_targets='max'")
+    if isinstance(mask, TileMask):
+        raise ValueError(
+            "expected where as a mask over samples with over_targets, got one that depends on "
+            "targets; try where=(scores.label == 3), or scores.where(...)"
+        )
+    # Not nanmax: a target without a score would count as one that the sample does not help.
+    wide = scores.variable.astype(np.float64)  # so that the order of a sum does not matter
+    best = (wide.max if over_targets == "max" else wide.mean)(TARGET, skipna=False).data
+    best = best.astype(np.float32)
+    codes = np.zeros(scores.sizes[SAMPLE], np.int64)
+    if by is not None:
+        require_group_coord(by, coords_along(scores, SAMPLE))
+        codes, _ = group_codes(scores[by].values)
+    if mask is not None:
+        codes = np.where(mask, codes, -1)
+    sizes = np.bincount(codes[codes >= 0])
+    if not sizes.size:
+        raise ValueError("expected by and where to leave samples to take, got none")
+    counts = np.array(_counts(sizes.tolist(), k, fraction), np.int64)
+    selected = arrays.top_fraction.among_best(best if largest else -best, codes, counts)
+    attrs = {"over_targets": over_targets, "by": by or ""}
+    attrs["order"] = "descending" if largest else "ascending"
+    return xr.Dataset(
+        {"score": (SAMPLE, best, VARIABLES["score"].attrs), "selected": (SAMPLE, selected)},
+        coords=coords_along(scores, SAMPLE),
+        attrs={**scores.attrs, **attrs},
+    )
+
+
+def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list[int]:
+    """Return how many samples to take of groups of these sizes."""
+    if (k is None) == (fraction is None):
+        raise ValueError(
+            f"expected either k or fraction, got k={k!r} and fraction={fraction!r}; try k=10"
+        )
+    if fraction is None:
+        n, remedy = sum(sizes), f"try k={min(10, *sizes)}"
+        k = require_integer("k", k, 1, n + 1, remedy=remedy)
+        return [min(k, size) for size in sizes]
+    if require_number("fraction", fraction, low=0, remedy="try fraction=0.05") > 1:
+        raise ValueError(f"expected fraction in (0, 1], got {fraction}; try fraction=0.05")
+    # 0.07 * 100 is 7.000000000000001, of which nobody expects 8.
+    return [math.ceil(round(fraction * size, 9)) for size in sizes]
+
+
+def _require_scores(scores: object) -> None:
     if not isinstance(scores, xr.DataArray):
         raise TypeError(
             f"expected scores as a DataArray (sample, target), got a {type(scores).__name__}; try "
@@ -129,27 +218,9 @@ def require_scores(scores: object) -> None:
     if scores.dims != (SAMPLE, TARGET):
         raise ValueError(
             f"expected scores with the dimensions (sample, target), got {scores.dims}; try "
-            f"{_remedy(scores)}"
+            "scores.transpose('sample', 'target'), scores.isel(target=[0]) with a list, "
+            "scores.mean('checkpoint'), or scores.sum('token')"
         )
-    if scores.dtype.kind != "f":
-        raise TypeError(
-            f"expected scores in floating point, got {scores.dtype}; try scores.astype('float32')"
-        )
-
-
-def _remedy(scores: xr.DataArray) -> str:
-    if "checkpoint" in scores.dims:
-        return "scores.mean('checkpoint')"
-    if {TOKEN, MODULE} & set(scores.dims):
-        dim = TOKEN if TOKEN in scores.dims else MODULE
-        return f"scores.sum({dim!r}), or scores.isel(target=0).rename({dim}='target')"
-    if set(scores.dims) == {SAMPLE, TARGET}:
-        return "scores.transpose('sample', 'target')"
-    if scores.dims == (SAMPLE,):
-        return "scores.isel(target=[0]), with a list, which keeps the dimension"
-    if scores.dims == (TARGET,):
-        return "scores.isel(sample=[0]), with a list, which keeps the dimension"
-    return "what td.score returns"
 
 
 def _columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray | da.Array]:
@@ -177,33 +248,21 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
         )
     if not isinstance(where, xr.DataArray):
         values = np.asarray(where)
-        _require_mask(scores, values.dtype, _sizes(values.shape))
-        where = xr.DataArray(values, dims=(SAMPLE, TARGET)[: values.ndim])
-    else:
-        if set(where.dims) <= {SAMPLE, TARGET}:
-            where = aligned(where, scores, what="where")
-        _require_mask(scores, where.dtype, dict(where.sizes))
-    if where.dims == (SAMPLE,):
-        return where.values
-    if where.dims == (TARGET, SAMPLE):
-        where = where.transpose(SAMPLE, TARGET)
-    return TileMask(_broadcast, ((where.values, "t" if where.dims == (TARGET,) else "st"),))
-
-
-def _sizes(shape: tuple[int, ...]) -> dict[Hashable, int]:
-    names = (SAMPLE, TARGET, *(f"axis {i}" for i in range(2, len(shape))))
-    return dict(zip(names, shape, strict=False))
-
-
-def _require_mask(scores: xr.DataArray, dtype: np.dtype[Any], sizes: dict[Hashable, int]) -> None:
-    needed = {dim: scores.sizes[dim] for dim in (SAMPLE, TARGET)}
-    right_size = all(needed.get(str(dim)) == size for dim, size in sizes.items())
-    if dtype.kind != "b" or not sizes or not right_size:
+        where = xr.DataArray(values, dims=(SAMPLE, TARGET, *range(2, values.ndim))[: values.ndim])
+    elif set(where.dims) <= {SAMPLE, TARGET}:
+        where = aligned(where, scores, what="where")
+    fits = all(scores.sizes.get(dim) == size for dim, size in where.sizes.items())
+    if where.dtype.kind != "b" or not where.dims or not fits:
         raise ValueError(
-            f"expected where as bool over the samples, {{'sample': {needed[SAMPLE]}}}, or over "
-            f"both, {needed}, got {dtype} over {sizes}; try where=(scores.label == 3), or "
+            f"expected where as bool over samples, or over both of {dict(scores.sizes)}, got "
+            f"{where.dtype} over {dict(where.sizes)}; try where=(scores.label == 3), or "
             "where=lambda tile: tile.label == tile.target_label"
         )
+    if where.dims == (SAMPLE,):
+        return where.values
+    index = "t" if where.dims == (TARGET,) else "st"
+    values = where.transpose(SAMPLE, TARGET, missing_dims="ignore").values
+    return TileMask(_broadcast, ((values, index),))
 
 
 def _mask_of_coords(
@@ -220,39 +279,22 @@ def _mask_of_coords(
     for dim, positions in {SAMPLE: samples, TARGET: targets}.items():
         named.setdefault(dim, (dim, np.array(positions)))  # where there are no labels
     tile = xr.Dataset(coords=named)
-    at = f"at samples {samples.start}:{samples.stop} and targets {targets.start}:{targets.stop}"
-    try:
-        result = where(tile)
-    except Exception as err:
+    mask = where(tile)
+    is_mask = isinstance(mask, xr.DataArray) and mask.dtype == bool
+    if not is_mask or any(tile.sizes.get(dim) != size for dim, size in mask.sizes.items()):
+        actual = type(mask).__name__
+        if isinstance(mask, xr.DataArray):
+            actual = f"{mask.dtype} over {dict(mask.sizes)}"
         raise ValueError(
-            f"expected the function where= to return a mask of the coords "
-            f"{list(map(str, tile.coords))}, got {err!r} {at}; try a comparison of these coords, "
-            "of which those of targets begin with 'target_'"
-        ) from err
-    is_mask = isinstance(result, xr.DataArray) and result.dtype == bool
-    if not is_mask or not set(result.dims) <= {SAMPLE, TARGET}:
-        actual = type(result).__name__
-        if isinstance(result, xr.DataArray):
-            actual = f"{result.dtype} over {result.dims}"
-        raise ValueError(
-            "expected the function where= to return a boolean DataArray over sample and target, "
-            f"got {actual} {at}; try lambda tile: tile.label == tile.target_label"
+            f"expected the function where= to return a boolean DataArray over the tile's "
+            f"{dict(tile.sizes)}, got {actual}; try lambda tile: tile.label == tile.target_label"
         )
-    if wrong := {str(d): n for d, n in result.sizes.items() if n != tile.sizes[d]}:
-        raise ValueError(
-            f"expected the function where= to return a mask of the tile's {dict(tile.sizes)}, got "
-            f"{wrong} {at}; try comparing coords of the tile, not of all scores"
-        )
-    mask = result.variable.transpose(SAMPLE, TARGET, missing_dims="ignore")
-    return _broadcast(samples, targets, mask.values, mask.dims)
+    whole = mask.variable.set_dims(tile.sizes).transpose(SAMPLE, TARGET)
+    return np.asarray(whole.values)
 
 
-def _broadcast(
-    samples: range, targets: range, mask: np.ndarray, dims: tuple[Hashable, ...] = (TARGET,)
-) -> np.ndarray:
-    """Return a mask over targets, or over ``dims``, as (sample, target)."""
-    if dims == (SAMPLE,):
-        mask = mask[:, None]
+def _broadcast(samples: range, targets: range, mask: np.ndarray) -> np.ndarray:
+    """Return a mask over targets, or over both, as (sample, target)."""
     return np.broadcast_to(mask, (len(samples), len(targets)))
 
 

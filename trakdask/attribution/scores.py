@@ -1,27 +1,39 @@
-"""Features in, lazy attributions out: scores, scores by group, self-influence."""
+"""Features in, lazy attributions out: scores, scores by group, self-influence.
+
+A score is a product of two operands: the weighted feature of a sample, and the solved feature of a
+target. :class:`Solver` makes either, for each estimator.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import xarray as xr
 
 from trakdask import arrays
 from trakdask._version import __version__
-from trakdask.attribution.dampings import regularize
+from trakdask.arrays.blocks import divided
+from trakdask.attribution.dampings import Regularized, regularize
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
+    Absolute,
     Damping,
     Estimator,
+    Options,
     Power,
+    ResolvedEstimator,
+    Weights,
     gather_options,
 )
-from trakdask.attribution.groups import require_group_coord
-from trakdask.attribution.products import loss_weights, operands, solver
-from trakdask.provenance import FEATURE_SPEC, as_text
+from trakdask.attribution.grams import DAMPING, GRAM, N_SAMPLES
+from trakdask.attribution.groups import group_codes, require_group_coord
+from trakdask.provenance import FEATURE_SPEC, as_text, require_comparable
 from trakdask.variables import (
     CHECKPOINT,
     MODULE,
@@ -37,17 +49,33 @@ from trakdask.variables import (
 )
 
 __all__ = [
+    "LOGIT_VARIANCE",
+    "Solver",
     "group_score",
     "labelled",
-    "labels_of_samples",
+    "labels_of_groups",
     "labels_of_scores",
-    "labels_of_targets",
-    "require_flag",
+    "loss_weights",
     "score",
     "score_attrs",
     "self_influence",
+    "solver",
 ]
 
+_PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
+_FORMULAS = {
+    "trak": f"mean_c[{_PRODUCT} phi_c(t)] mean_c[Q_c(z)]",
+    "relatif": f"mean_c[{_PRODUCT} phi_c(t)] sign(Q(z)) / sqrt(mean_c[{_PRODUCT} phi_c(z)])",
+    "grad_dot": "mean_c[phi_c(z) phi_c(t)] mean_c[Q_c(z)]",
+    "grad_cos": "mean_c[cos(phi_c(z), phi_c(t))] sign(Q(z))",
+    "tracin": "sum_c[learning_rate_c Q_c(z) phi_c(z) phi_c(t)]",
+}
+
+LOGIT_VARIANCE = "logit_variance"
+"""In the attrs of the stored λ: how much log((1 - q)/q) varies at each checkpoint."""
+
+_MOST_TARGETS = 4096
+"""In a block. More would make large tiles, of which a selection of targets needs little."""
 
 Labels = tuple[tuple[str, ...], dict[Hashable, Any]]
 """Dimensions, and coords along them."""
@@ -167,21 +195,18 @@ def score(
     >>> spread.dims == signal_to_noise.dims == without_c1.dims == ("sample", "target")
     True
     """
-    require_flag("average", average)
-    training, explained = operands(features, targets)
+    training, explained = _operands(features, targets)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    dims, coords = labels_of_scores(training, explained)
-    if not average:
-        dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
+    labels = labels_of_scores(training, explained)
     made = solver(training, options)
     data = arrays.score.score(
         made.features.feature.data, made.vectors(explained), made.weight(made.features),
         average=average, pooled=made.pooled,
     )  # fmt: skip
-    attrs = score_attrs(training, explained, made.attrs, may_have_failed=may_have_failed(targets))
-    return labelled("score", dims, data, coords, attrs)
+    attrs = score_attrs(training, targets, made.attrs)
+    return labelled("score", labels, data, attrs, None if average else features[CHECKPOINT])
 
 
 def group_score(
@@ -216,18 +241,15 @@ def group_score(
     ValueError
         If there is no such coord, or the result has a coord of the targets of that name.
     """
-    training, explained = operands(features, targets)
-    dims, coords = labels_of_targets(explained)
-    known, taken = labels_of_samples(training)[1], [TARGET, *coords]
-    by = require_group_coord(by, list(map(str, known)), list(map(str, taken)))
+    training, explained = _operands(features, targets)
+    labels, codes = labels_of_groups(training, explained, by)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
     made = solver(training, options)
-    sums, groups = made.group_sums(made.features, by)
+    sums = made.group_sums(made.features, codes)
     data = arrays.score.score(sums, made.vectors(explained), None)
-    attrs = score_attrs(training, explained, made.attrs, may_have_failed=may_have_failed(targets))
-    return labelled("score", (by, *dims), data, {by: (by, groups), **coords}, attrs)
+    return labelled("score", labels, data, score_attrs(training, targets, made.attrs))
 
 
 def self_influence(
@@ -273,7 +295,6 @@ def self_influence(
     >>> td.self_influence(features).dims
     ('sample',)
     """
-    require_flag("average", average)
     validate(features, ["feature", "out_to_loss"], what="features")
     allowed = ("auto", "trak", "soft", "grad_dot")
     options = gather_options(
@@ -285,26 +306,164 @@ def self_influence(
         own = matrix.leverage(matrix.features.feature.data)
     else:
         own = arrays.weights.squared_norm(features.feature.data)
-    g = loss_weights(options.estimator, features).of(features)
+    g = loss_weights(options.estimator, features).loss_data(features)
     data = arrays.weights.own_influence(own, g, average=average)
     variable = VARIABLES["self_influence"]
-    dims, coords = labels_of_samples(features)
-    if not average:
-        dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: features[CHECKPOINT]}
-    return labelled(variable.name, dims, data, coords, variable.attrs)
+    labels = (SAMPLE,), coords_along(features, SAMPLE)
+    checkpoint = None if average else features[CHECKPOINT]
+    return labelled(variable.name, labels, data, variable.attrs, checkpoint)
+
+
+# --------------------------------------------------------------------------------- the operands
+
+
+def _operands(features: xr.Dataset, targets: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Check the features of training samples and of targets, and return them with lazy arrays."""
+    validate(features, ["feature", "out_to_loss"], what="features")
+    validate(targets, ["feature"], what="targets")
+    require_comparable(features, targets)
+    targets = lazy_features(targets)
+    feature = targets["feature"].variable
+    sizes = feature.chunksizes[SAMPLE]
+    if max(sizes, default=0) > _MOST_TARGETS:
+        sizes = divided(sizes, _MOST_TARGETS)
+        targets = targets.assign(feature=feature.chunk({SAMPLE: sizes}))
+    return lazy_features(features), targets
+
+
+@dataclass(frozen=True)
+class Solver:
+    """The two operands of an estimator's product, each of which can be asked for alone.
+
+    ``features`` are those of all training samples, which are compared with their norms as they are
+    read if their gram matrix is stored. ``matrix`` is None where there is no gram matrix; ``attrs``
+    say how scores are made; ``loss`` are the weights of samples. Where ``pooled``, those of
+    checkpoints are replaced by their mean.
+    """
+
+    features: xr.Dataset
+    options: Options
+    matrix: Regularized | None
+    attrs: dict[str, str]
+    loss: Weights
+    pooled: bool = True
+
+    def solve(self, vectors: da.Array) -> da.Array:
+        """Return (K + λ)⁻¹ of vectors, (row, proj_dim, checkpoint); them where there is no K."""
+        return vectors if self.matrix is None else self.matrix.solve(vectors)
+
+    def vectors(self, targets: xr.Dataset) -> da.Array:
+        """Return what features are multiplied with, for some targets."""
+        solved = self.solve(targets.feature.data)
+        if self.options.estimator.name != "grad_cos":
+            return solved
+        unit: da.Array = solved * _inverse_norm(targets).astype(solved.dtype)[:, None, :]
+        return unit
+
+    def weight(self, of: xr.Dataset) -> da.Array:
+        """Return the weight of each sample, (sample, checkpoint)."""
+        name, q = self.options.estimator.name, of.out_to_loss.data
+        if name == "grad_cos":
+            return _with_nan_spread(_sign(q) * _inverse_norm(of))
+        if (rates := self.options.learning_rates) is not None:
+            # The product is a mean over checkpoints; TracIn is a sum.
+            return _with_nan_spread(q * (len(rates) * rates)[None, :])
+        weight = self.loss.loss_data(of)
+        if name == "relatif" and self.matrix is not None:
+            own = self.matrix.leverage(of.feature.data).mean(axis=1, keepdims=True)
+            norm = arrays.weights.inverse_norm(da.broadcast_to(own, weight.shape))
+            weight = _sign(weight) * norm
+        return weight
+
+    def group_sums(self, of: xr.Dataset, codes: np.ndarray) -> da.Array:
+        """Return the weighted sum of the features of each group of samples."""
+        n_groups = int(codes.max(initial=-1)) + 1
+        return arrays.groups.group_sum(
+            of.feature.data, self.weight(of), codes, n_groups, pooled=self.pooled
+        )
+
+
+def solver(features: xr.Dataset, options: Options) -> Solver:
+    """Return the solver of an estimator; features are those of all training samples, chunked."""
+    name, loss = options.estimator.name, loss_weights(options.estimator, features)
+    attrs: dict[str, str] = {"estimator": name}
+    if not options.estimator.has_gram:
+        attrs["formula"] = _FORMULAS[name]
+        if options.learning_rates is not None:
+            attrs["learning_rates"] = ", ".join(f"{rate:g}" for rate in options.learning_rates)
+        return Solver(features, options, None, attrs, loss, pooled=name == "grad_dot")
+    matrix, damping = regularize(features, options), options.damping
+    rule = f"{damping.value}" if isinstance(damping, Absolute) else matrix.rules[-1]
+    attrs |= {
+        "formula": _FORMULAS.get(name, f"mean_c[{_PRODUCT} phi_c(t)] mean_c[{loss.loss}]"),
+        "damping": rule if matrix.choice is None else "completeness",
+        "gram_weights": loss.gram if options.weights is None else "given",
+    }
+    return Solver(matrix.features, options, matrix, attrs, loss)
+
+
+def loss_weights(estimator: ResolvedEstimator, features: xr.Dataset) -> Weights:
+    """Return the weights of an estimator; features are those of all training samples, chunked.
+
+    Where the estimator leaves the power to the outputs, it is that of scores.
+    """
+    if not estimator.is_adaptive:
+        return estimator.weights
+    known = _stored_variance(features)
+    if known is not None:
+        power = arrays.weights.power_of(known)
+        return dataclasses.replace(estimator.weights, loss=f"q^{power:.3g}", power=power)
+    formula = "q^b, b in [0.5, 1] by the spread of log((1 - q)/q)"
+    lazy = arrays.weights.adaptive_power(features.out_to_loss.data)
+    return dataclasses.replace(estimator.weights, loss=formula, power=lazy)
+
+
+def _stored_variance(features: xr.Dataset) -> np.ndarray[Any, Any] | None:
+    """Return what :func:`trakdask.save` stored of these checkpoints.
+
+    Rows selected from the store have the power of the whole, as they have its gram matrix.
+    """
+    if DAMPING not in features or GRAM not in features:
+        return None
+    attrs = features[DAMPING].attrs
+    variances = attrs.get(LOGIT_VARIANCE, ())  # stores of "trak" have none
+    known = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
+    names = [str(name) for name in features[CHECKPOINT].values]
+    if not set(names) <= set(known) or features.sizes[SAMPLE] > attrs[N_SAMPLES]:
+        return None
+    return np.array([known[name] for name in names])
+
+
+def _inverse_norm(features: xr.Dataset) -> da.Array:
+    return arrays.weights.inverse_norm(arrays.weights.squared_norm(features.feature.data))
+
+
+def _sign(q: da.Array) -> da.Array:
+    """Return the sign of the mean of Q over checkpoints, (sample, 1); that of 0 is +1."""
+    sign: da.Array = da.where(q.mean(axis=1, keepdims=True) < 0, -1.0, 1.0)
+    return sign
+
+
+def _with_nan_spread(weight: da.Array) -> da.Array:
+    """Spread NaN: a sample that failed at one checkpoint has no mean over them."""
+    whole: da.Array = weight + 0 * weight.mean(axis=1, keepdims=True)
+    return whole
+
+
+# ----------------------------------------------------------------------------------- the labels
 
 
 def labelled(
-    name: str, dims: tuple[str, ...], data: Any, coords: Mapping[Hashable, Any], attrs: Any
+    name: str, labels: Labels, data: Any, attrs: Any, checkpoint: xr.DataArray | None = None
 ) -> xr.DataArray:
-    """Return a DataArray without copying its coords, as the constructor of DataArray does."""
+    """Return a DataArray without copying its coords, as the constructor of DataArray does.
+
+    ``checkpoint`` is the coord of the last axis, if checkpoints are not averaged.
+    """
+    dims, coords = labels
+    if checkpoint is not None:
+        dims, coords = (*dims, CHECKPOINT), coords | {CHECKPOINT: checkpoint}
     return xr.Dataset({name: (dims, data, attrs)}, coords=coords)[name]
-
-
-def require_flag(name: str, value: object) -> None:
-    """Refuse anything but True and False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"expected {name} as True or False, got {value!r}; try {name}=True")
 
 
 def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
@@ -315,23 +474,34 @@ def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
     ValueError
         If coords of training samples have the names of the targets' coords.
     """
-    dims, coords = labels_of_samples(samples)
-    target_dims, target_coords = labels_of_targets(targets)
+    parts = _part_dims(samples)
+    coords = coords_along(samples, SAMPLE) | _coords_of(samples, parts)
+    target_dims, target_coords = _labels_of_targets(targets)
     if both := [name for name in coords if name in target_coords]:
         raise ValueError(
             f"expected names of the training samples' coords that scores do not have for the "
             f"targets' coords, got {both[0]!r} for both; try features.rename({{{both[0]!r}: ...}})"
         )
-    return (*dims, *target_dims), coords | target_coords
+    return (SAMPLE, *parts, *target_dims), coords | target_coords
 
 
-def labels_of_samples(samples: xr.Dataset) -> Labels:
-    """Return the dimensions and coords of training samples."""
-    parts = _part_dims(samples)
-    return (SAMPLE, *parts), coords_along(samples, SAMPLE) | _coords_of(samples, parts)
+def labels_of_groups(
+    samples: xr.Dataset, targets: xr.Dataset, by: str
+) -> tuple[Labels, np.ndarray]:
+    """Return the dimensions and coords of sums of scores by a coord, and the samples' groups.
+
+    Raises
+    ------
+    ValueError
+        If the samples have no such coord, or the targets have one of that name.
+    """
+    dims, coords = _labels_of_targets(targets)
+    require_group_coord(by, coords_along(samples, SAMPLE), [TARGET, *coords])
+    codes, groups = group_codes(samples[by].values)
+    return ((by, *dims), {by: (by, groups), **coords}), codes
 
 
-def labels_of_targets(targets: xr.Dataset) -> Labels:
+def _labels_of_targets(targets: xr.Dataset) -> Labels:
     """Return the dimensions and coords of targets, with their prefix."""
     coords: dict[Hashable, Any] = {
         f"{TARGET_PREFIX}{name}": (TARGET, coord.values)
@@ -340,8 +510,8 @@ def labels_of_targets(targets: xr.Dataset) -> Labels:
     parts = _part_dims(targets)
     for name, coord in _coords_of(targets, parts).items():
         dims = [TARGET if dim == SAMPLE else dim for dim in coord.dims]
-        own = name if name in parts else f"{TARGET_PREFIX}{name}"
-        coords[own] = xr.Variable(dims, coord.data, coord.attrs)
+        prefix = "" if name in parts else TARGET_PREFIX
+        coords[f"{prefix}{name}"] = xr.Variable(dims, coord.data, coord.attrs)
     return (TARGET, *parts), coords
 
 
@@ -356,7 +526,7 @@ def _coords_of(ds: xr.Dataset, dims: tuple[str, ...]) -> dict[Hashable, xr.Varia
 
 
 def score_attrs(
-    training: xr.Dataset, targets: xr.Dataset, made: Mapping[str, str], *, may_have_failed: bool
+    training: xr.Dataset, targets: xr.Dataset, made: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the attrs of scores: how features were made, and how scores were made from them."""
     attrs = training.attrs
@@ -366,6 +536,6 @@ def score_attrs(
         **made,
         "source": attrs.get("source", ""),
         "target_source": targets.attrs.get("source", ""),
-        **({"target_on_error": "record"} if may_have_failed else {}),
+        **({"target_on_error": "record"} if may_have_failed(targets) else {}),
         "trakdask_version": __version__,
     }

@@ -28,7 +28,7 @@ from trakdask.attribution.estimators import (
     gather_options,
 )
 from trakdask.attribution.groups import group_codes
-from trakdask.attribution.products import solver
+from trakdask.attribution.scores import solver
 from trakdask.explorer import corpus, duplicates
 from trakdask.explorer.attributions import Attributions, Ready
 from trakdask.explorer.computing import compute, computed

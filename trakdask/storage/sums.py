@@ -32,7 +32,7 @@ from trakdask.attribution.estimators import (
     gather_options,
 )
 from trakdask.attribution.grams import NORM
-from trakdask.attribution.products import LOGIT_VARIANCE
+from trakdask.attribution.scores import LOGIT_VARIANCE
 from trakdask.execution import scheduling
 from trakdask.storage.blocks import compute
 from trakdask.storage.group import (
