@@ -43,7 +43,6 @@ def test_aligned__positions_are_no_labels() -> None:
     [
         (xr.DataArray([1, 2], coords={"sample": ["a", "b"]}), TO, "without 'c'"),
         (xr.DataArray([1, 2, 3], coords={"sample": ["a", "b", "x"]}), TO, "without 'c'"),
-        (xr.DataArray([1, 2, 3], coords={"sample": ["a", "b", "b"]}), TO, "got 'b' several times"),
         (
             xr.DataArray([1, 2, 3], coords={"sample": LABELS[::-1]}),
             TO.drop_vars("sample"),

@@ -59,8 +59,7 @@ def plan(
     Raises
     ------
     TypeError
-        If ``features`` is not a Dataset, one of ``projectors`` is not a projector, or ``pilot`` is
-        not a bool.
+        If ``features`` is not a Dataset, or one of ``projectors`` is not a projector.
     ValueError
         If the features' ``attrs`` do not say how they were made, or name a projector that this
         version does not know; if a projector cannot be used with the model; or if a pilot is
@@ -89,8 +88,6 @@ def plan(
             f"expected features with the attrs that td.featurize writes, got none named {missing}; "
             "try features.assign_attrs(original.attrs)"
         )
-    if not isinstance(pilot, bool):
-        raise TypeError(f"expected pilot to be True or False, got {shown(pilot)}; try pilot=True")
     shapes = features.attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
     all_projectors = [from_spec(features.attrs["projector"]), *_checked(projectors)]
@@ -229,9 +226,9 @@ class Plan:
     @property
     def estimated_s(self) -> float | None:
         """Seconds that all tasks will take, estimated from the pilot."""
-        return (
-            None if self.pilot is None else self.pilot.estimate(self.n_blocks, self.n_checkpoints)
-        )
+        if self.pilot is None:
+            return None
+        return self.pilot.estimate(self.n_blocks, self.n_checkpoints)
 
     def to_dataframe(self) -> pd.DataFrame:
         """Return one row per projector; columns are the fields of :class:`PlannedProjection`."""
@@ -289,11 +286,10 @@ _QUANTITIES: Mapping[str, Callable[[PlannedProjection], str]] = {
 }
 
 
-def _checked(projectors: Any) -> list[Projector]:
+def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Projector]:
     if projectors is None:
         return []
-    is_list = isinstance(projectors, Iterable) and not isinstance(projectors, (str, bytes))
-    listed = list(projectors) if is_list else [projectors]
+    listed = [projectors] if isinstance(projectors, (Projector, str)) else list(projectors)
     for projector in listed:
         if not isinstance(projector, Projector):
             raise TypeError(
@@ -351,11 +347,6 @@ def _run_pilot(features: xr.Dataset) -> Pilot:
         raise ValueError(
             "expected lazy features for pilot=True, got features that are already computed; try "
             "td.plan(features), or td.plan(td.featurize(samples, model), pilot=True)"
-        )
-    if 0 in data.shape:
-        raise ValueError(
-            f"expected features to measure for pilot=True, got an array of shape {data.shape}; try "
-            "td.plan(features)"
         )
     n = data.chunks[0][0]
     first = [features[name].data[:n, ..., :1] for name in ("feature", "output", "out_to_loss")]

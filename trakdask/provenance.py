@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -54,24 +55,13 @@ _TASKS = (
 )
 
 _REMEDY = {
-    "projector": "featurizing both with one projector (kind, proj_dim, seed and arithmetic)",
-    "checkpoints": "featurizing both with the same checkpoints, in one td.Model, or selecting "
-    "those that both have, in the same order: ds.sel(checkpoint=[...])",
-    "checkpoint_ids": "giving both models the same checkpoint_ids, or none",
-    "parameters": "selecting the same parameters= in both models",
-    "task": "giving both models the same task",
-    "second_moments": "giving both models the same second_moments, or none",
+    "checkpoints": "the same checkpoints for both, in one td.Model, or selecting those that both "
+    "have, in the same order: ds.sel(checkpoint=[...])",
     "code": "featurizing both again with the code of today, or, if the change does not alter the "
     "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
     "samples.attrs['source'] if the data are the same",
-    "dtype": "featurizing with the dtype= of the store, or saving to another one",
-    "autocast": "featurizing under the torch.autocast of the store, or saving to another one",
-    "float32_matmul_precision": "torch.set_float32_matmul_precision(...) as for the store",
-    "layout": "the blocks of the store (samples.chunk(sample=...)) and its dtype (dtype=)",
     "tag": "another store, or the store's tag= if both train models in the same way",
-    "samples": "another store for other training samples",
-    "targets": "another store for other targets",
 }
 
 
@@ -107,16 +97,12 @@ def as_values(attrs: Mapping[Any, Any]) -> dict[Any, Any]:
     >>> as_values({"projector": '{"seed": 0}', "formula": "{z}"})
     {'projector': {'seed': 0}, 'formula': '{z}'}
     """
-    return {name: _value(value) for name, value in attrs.items()}
-
-
-def _value(text: Any) -> Any:
-    if not (isinstance(text, str) and text.startswith("{")):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    values = dict(attrs)
+    for name, text in attrs.items():
+        if isinstance(text, str) and text.startswith("{"):
+            with contextlib.suppress(ValueError):
+                values[name] = json.loads(text)
+    return values
 
 
 def digest(values: Mapping[str, Any]) -> str:
@@ -149,7 +135,7 @@ def require_same(
         key, got, wanted = _first_difference(got, wanted)
         raise StoreMismatchError(
             f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
-            f"try {_remedy(name, expected.get(name))}"
+            f"try {_REMEDY.get(name, f'the same {name} for both')}"
         )
 
 
@@ -157,22 +143,10 @@ def _comparable_code(
     actual: Mapping[str, str], expected: Mapping[str, str]
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Return the digests that both have: of what the same version of Python has compiled."""
-    if actual.get("python") != expected.get("python"):
-        return {}, {}
     both = [name for name in expected if name in actual]
+    if actual.get("python") != expected.get("python"):
+        both = []
     return {name: actual[name] for name in both}, {name: expected[name] for name in both}
-
-
-def _remedy(name: str, expected: Any) -> str:
-    """Return how to make two specs agree; a projector is written out, as it is to be passed."""
-    from trakdask.projection.specs import from_spec  # imports torch, which reading a store need not
-
-    if name != "projector":
-        return _REMEDY[name]
-    try:
-        return f"featurizing with projector=td.{from_spec(expected)!r}"
-    except (TypeError, ValueError):  # of another version, or simulated
-        return _REMEDY[name]
 
 
 def _first_difference(actual: Any, expected: Any) -> tuple[str, Any, Any]:
@@ -259,13 +233,9 @@ def _defining(task: Any) -> Any:
 
 
 def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
-    different = {
-        name: (ours[name], theirs[name])
-        for name in PRECISION
-        if name in ours and name in theirs and ours[name] != theirs[name]
-    }
-    if different:
-        values = ", ".join(f"{n} {a!r} and {b!r}" for n, (a, b) in different.items())
+    both = [name for name in PRECISION if name in ours and name in theirs]
+    if different := [name for name in both if ours[name] != theirs[name]]:
+        values = ", ".join(f"{name} {ours[name]!r} and {theirs[name]!r}" for name in different)
         warn_once(
             ("precision", *different),
             f"expected {what} computed in the same precision, got {values} (training features "

@@ -194,12 +194,6 @@ def _by_labels(
     ours = to.indexes[dim]
     if ours.equals(theirs):
         return given
-    if not (ours.is_unique and theirs.is_unique):
-        labels = ours if theirs.is_unique else theirs
-        raise ValueError(
-            f"expected each label of {dim!r} once in {what} and in the scored arrays, got "
-            f"{labels[labels.duplicated()][0]!r} several times; try .drop_vars({dim!r}) on both"
-        )
     positions = theirs.get_indexer(ours)
     if (positions < 0).any():
         raise ValueError(
@@ -217,11 +211,9 @@ def _require_equal_coords(
         other = to.coords.get(name)
         if other is None or not coord.dims == other.dims == (dim,) or len(coord) != len(other):
             continue
-        if name == "error" or _are_same_lazy(coord.variable, other.variable):
+        if name == "error" or _are_same(coord.data, other.data):
             continue
         left, right = coord.values, other.values
-        if left is right:
-            continue
         different = np.asarray(~((left == right) | (pd.isna(left) & pd.isna(right))))
         if different.any():
             i = int(np.flatnonzero(different)[0])
@@ -232,10 +224,11 @@ def _require_equal_coords(
             )
 
 
-def _are_same_lazy(left: xr.Variable, right: xr.Variable) -> bool:
-    """Return whether two lazy arrays are the same, by their names."""
-    names = [each.data.name for each in (left, right) if isinstance(each.data, da.Array)]
-    return len(names) == 2 and names[0] == names[1]
+def _are_same(left: object, right: object) -> bool:
+    """Return whether two arrays are one, lazy ones by their names."""
+    if isinstance(left, da.Array) and isinstance(right, da.Array):
+        return bool(left.name == right.name)
+    return left is right
 
 
 def _first_labels(labels: pd.Index) -> str:

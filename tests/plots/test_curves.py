@@ -1,4 +1,4 @@
-"""Curves: what is drawn from evaluations and from the choice of λ."""
+"""Curves and dots: what is drawn are the numbers of the result; the unit of scores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.testing import simulate_features
 
 
-def lds_result(n_entries: int = 0) -> xr.Dataset:
+def lds_result() -> xr.Dataset:
     rng = np.random.default_rng(0)
     scores = xr.DataArray(rng.standard_normal((30, 8)), dims=("sample", "target"))
     masks = td.evaluate.subsets(30, 20)
     clean = xr.dot(masks, scores, dim="sample").expand_dims(seed=2)
     noise = rng.standard_normal((2, 20, 8))
-    if n_entries:
-        scores = scores.expand_dims(estimator=n_entries)
     return td.evaluate.lds(scores, masks, clean + noise, resamples=20)
 
 
@@ -75,13 +72,78 @@ def test_damping__no_choice_no_mark() -> None:
     assert len(ax.lines) == 1
 
 
-def test_damping__of_the_function_itself() -> None:
-    made, targets = simulate_features(60, 6, 3), simulate_features(50, 6, 3, seed=1)
-    with pytest.warns(UserWarning, match="instead"):
-        figure = td.plots.damping(td.damping(made, estimator="soft", calibrate=targets))
-    assert len(figure.axes) == 1
+N, M = 40, 9
+RNG = np.random.default_rng(0)
+LABEL, TARGET_LABEL = RNG.integers(2, size=N), RNG.integers(2, size=M)
+MARKED = TARGET_LABEL == 1
+SCORES = xr.DataArray(
+    RNG.standard_normal((N, M)) + (LABEL[:, None] == TARGET_LABEL),
+    dims=("sample", "target"),
+    coords={
+        "label": ("sample", LABEL),
+        "target_label": ("target", TARGET_LABEL),
+        "marked": ("sample", LABEL == 1),
+        "target_marked": ("target", MARKED),
+    },
+)
 
 
-def test_damping__refused_without_a_curve() -> None:
-    with pytest.raises(ValueError, match=r"curve.*got .*'absolute'"):
-        td.plots.damping(td.damping(simulate_features(30, 6), damping=td.Absolute(1)))
+def test_class_detection__precision_at_each_k() -> None:
+    result = td.evaluate.class_detection(SCORES, ks=[5, 1, 20])
+    (ax,) = td.plots.class_detection(result).axes
+    points, chance = ax.lines[0], ax.lines[-1]
+    assert points.get_xdata().tolist() == [1, 5, 20]
+    expected = result.precision_mean.sortby("k").values
+    np.testing.assert_array_equal(points.get_ydata(), expected)
+    assert chance.get_ydata()[0] == float(result.chance.mean())
+    assert f"{float(result.auc_mean):.2f}" in ax.get_title()
+    assert "'label'" in ax.get_title()
+
+
+def test_shortcut_detection__marked_targets_apart() -> None:
+    result = td.evaluate.shortcut_detection(SCORES, "marked").compute()
+    (ax,) = td.plots.shortcut_detection(result).axes
+    others, marked, mean, chance = (line.get_ydata() for line in ax.lines)
+    np.testing.assert_array_equal(marked, np.sort(result.auprc.values[MARKED]))
+    np.testing.assert_array_equal(others, np.sort(result.auprc.values[~MARKED]))
+    assert mean[0] == float(result.auprc_mean)
+    assert chance[0] == float(result.chance)
+
+
+@pytest.mark.parametrize("methods", [["self-influence", "loss"], None])
+def test_mislabelled_curve__of_one_and_of_several_methods(methods: list[str] | None) -> None:
+    values = xr.DataArray(RNG.standard_normal((N, 2)), dims=("sample", "method"))
+    values = values.assign_coords(method=methods) if methods else values[:, 0]
+    curve = td.evaluate.mislabelled_curve(values, LABEL == 1, [0.5, 0.25]).compute()
+    (ax,) = td.plots.mislabelled_curve(curve).axes
+    found = curve.found.sortby("fraction").transpose(..., "fraction").values
+    for line, expected in zip(ax.lines, np.atleast_2d(found), strict=False):
+        np.testing.assert_allclose(line.get_xdata(), [0, 0.25, 0.5, 1])
+        np.testing.assert_allclose(line.get_ydata(), [0, *expected, 1])
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert [label.split(",")[0] for label in labels[:-2]] == (methods or ["ranked"])
+    assert labels[-2:] == ["random order", "best"]
+    assert ax.lines[-1].get_ydata()[1] == pytest.approx(float(curve.best.sel(fraction=0.25)))
+
+
+def test_randomization_check__lowest_first() -> None:
+    result = td.evaluate.randomization_check(SCORES, SCORES + RNG.standard_normal((N, M)))
+    (ax,) = td.plots.randomization_check(result).axes
+    np.testing.assert_array_equal(ax.lines[1].get_ydata(), np.sort(result.correlation.values))
+    assert ax.lines[2].get_ydata()[0] == float(result.correlation_mean)
+
+
+def test_seed_agreement__reliability_of_each_number() -> None:
+    runs = SCORES + xr.DataArray(RNG.standard_normal((N, M, 3)), dims=("sample", "target", "run"))
+    result = td.evaluate.seed_agreement(runs, "run", n_models=[8, 2])
+    (ax,) = td.plots.seed_agreement(result).axes
+    assert ax.lines[0].get_xdata().tolist() == [2, 8]
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), result.reliability.values[::-1])
+    assert f"{float(result.agreement_mean):.2f}" in ax.get_title()
+
+
+@pytest.mark.parametrize(
+    ("values", "exponent"), [([3e-4, -2e-5], -4), ([-12.0], 1), ([0.0], 0), ([np.nan, 1.0], 0)]
+)
+def test_power_of_ten(values: list[float], exponent: int) -> None:
+    assert td.plots.power_of_ten(xr.DataArray(values)) == exponent

@@ -1,13 +1,15 @@
 """Plots of results; each function takes labelled data and returns a matplotlib Figure."""
 
-from trakdask.plots.checks import (
+from trakdask.plots.curves import (
     class_detection,
+    damping,
+    lds,
     mislabelled_curve,
     randomization_check,
+    removal_curve,
     seed_agreement,
     shortcut_detection,
 )
-from trakdask.plots.curves import damping, lds, removal_curve
 from trakdask.plots.figures import power_of_ten
 from trakdask.plots.galleries import gallery
 from trakdask.plots.texts import text

@@ -1,4 +1,4 @@
-"""Curves: how the damping was chosen, and what evaluations found."""
+"""Curves and dots: how the damping was chosen, and what evaluations found."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_figure
 from trakdask.variables import TARGET
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["damping", "lds", "removal_curve"]
+__all__ = [
+    "class_detection",
+    "damping",
+    "lds",
+    "mislabelled_curve",
+    "randomization_check",
+    "removal_curve",
+    "seed_agreement",
+    "shortcut_detection",
+]
 
 
 def damping(chosen: xr.Dataset) -> Figure:
@@ -83,9 +93,8 @@ def lds(result: xr.Dataset) -> Figure:
     order = np.arange(result.sizes[TARGET])
     ax.plot(order, result.ceiling, ".", color="0.75", label="noise ceiling")
     ax.plot(order, result["lds"], ".", color=BLUE, label="LDS")
-    ax.axhline(float(result.lds_mean), color=BLUE, linewidth=1)
-    ax.axhspan(*result.interval.values.tolist(), color=BLUE, alpha=0.15, linewidth=0)
-    ax.set_title(f"LDS {float(result.lds_mean):.3f}, mean over targets", fontsize=10)
+    _mean_line(ax, result.lds_mean, result.interval, BLUE)
+    ax.set_title(f"LDS {_with_interval(result.lds_mean, result.interval)}", fontsize=9)
     finish(figure, ax, "targets, by LDS", "Spearman over subsets")
     return figure
 
@@ -118,3 +127,196 @@ def removal_curve(curve: xr.Dataset) -> Figure:
         ax.fill_between(fractions[1:], low, high, color=color, alpha=0.2, linewidth=0)
     finish(figure, ax, "fraction of samples removed", "mean output of the targets")
     return figure
+
+
+def class_detection(result: xr.Dataset) -> Figure:
+    """Draw which share of the top k is of the target's class, beside that of a random order.
+
+    Parameters
+    ----------
+    result
+        Dataset of :func:`trakdask.evaluate.class_detection`, of one kind of scores; computed here.
+
+    Returns
+    -------
+    Figure with the mean precision at each k with its interval, and the area under the ROC curve in
+    its title.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    result = result.transpose("bound", ...).sortby("k").compute()
+    figure = new_figure(5.2, 3.4)
+    ax = figure.subplots()
+    values = result.precision_mean.values
+    low, high = result.precision_interval.values
+    ax.errorbar(
+        result.k, values, [values - low, high - values], fmt="o-", color=BLUE, markersize=4,
+        linewidth=1.2, capsize=3, label="top k of the ranking",
+    )  # fmt: skip
+    chance = float(result.chance.mean())
+    ax.axhline(chance, color="0.5", linestyle="--", linewidth=1, label="random order")
+    ax.set_xscale("log")
+    ax.set_xticks(result.k.values, map(str, result.k.values.tolist()))
+    ax.minorticks_off()
+    ax.set_ylim(0, 1.03)
+    by = result.attrs.get("by", "class")
+    ax.set_title(
+        f"same {by!r}: AUC {_with_interval(result.auc_mean, result.auc_interval)}", fontsize=9
+    )
+    finish(figure, ax, "k", "precision, mean over targets")
+    return figure
+
+
+def shortcut_detection(result: xr.Dataset) -> Figure:
+    """Draw how well the marked samples are found for each target, lowest first.
+
+    Parameters
+    ----------
+    result
+        Dataset of :func:`trakdask.evaluate.shortcut_detection`, of one kind of scores; computed
+        here. Its coord ``target_`` + ``result.by`` tells which targets carry the mark.
+
+    Returns
+    -------
+    Figure with a dot per target, in red if it carries the mark, and the mean of these.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    result = result.sortby("auprc").compute()
+    is_marked = result[f"target_{result.attrs['by']}"].values.astype(bool)
+    figure = new_figure(6.4, 3.6)
+    ax = figure.subplots()
+    for chosen, color, label in (
+        (~is_marked, "0.6", "targets without the mark"), (is_marked, RED, "targets with the mark")
+    ):  # fmt: skip
+        ax.plot(np.flatnonzero(chosen), result.auprc.values[chosen], ".", color=color, label=label)
+    _mean_line(ax, result.auprc_mean, result.interval, RED)
+    ax.axhline(float(result.chance), color="0.5", linestyle="--", linewidth=1, label="random order")
+    ax.set_ylim(0, 1.03)
+    ax.set_title(f"AUPRC {_with_interval(result.auprc_mean, result.interval)}", fontsize=9)
+    finish(figure, ax, "targets, by AUPRC", "AUPRC of the marked samples")
+    return figure
+
+
+def mislabelled_curve(curve: xr.Dataset) -> Figure:
+    """Draw which share of the wrong labels is found by inspecting the most suspicious samples.
+
+    Parameters
+    ----------
+    curve
+        Dataset of :func:`trakdask.evaluate.mislabelled_curve`; computed here. A line is drawn for
+        each entry along a further dimension, of which there may be one.
+
+    Returns
+    -------
+    Figure with a line and an interval per method, the interval of a random order in grey, and the
+    best possible curve as a dotted line.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    more = [str(dim) for dim in curve.found.dims if dim != "fraction"]
+    curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
+    methods = [curve.isel({more[0]: i}) for i in range(curve.sizes[more[0]])] if more else [curve]
+    figure = new_figure(5.2, 3.8)
+    ax = figure.subplots()
+    fractions = np.array([0, *curve.fraction.values, 1])
+    for one in methods:
+        _draw_found(ax, one, str(one[more[0]].values) if more else "ranked", fractions)
+    low, high = curve.random_interval.values
+    ax.plot([0, 1], [0, 1], color="0.5", linestyle="--", linewidth=1, label="random order")
+    ax.fill_between(fractions, [0, *low, 1], [0, *high, 1], color="0.5", alpha=0.15, linewidth=0)
+    ax.plot(
+        fractions, [0, *curve.best.values, 1], color="0.3", linestyle=":", linewidth=1, label="best"
+    )
+    finish(figure, ax, "share of samples inspected", "share of wrong labels found")
+    return figure
+
+
+def randomization_check(result: xr.Dataset) -> Figure:
+    """Draw the correlation with a random model for every target, lowest first.
+
+    Parameters
+    ----------
+    result
+        Dataset of :func:`trakdask.evaluate.randomization_check`, of one random model; computed
+        here.
+
+    Returns
+    -------
+    Figure with a dot per target, and the mean with its interval.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    result = result.sortby("correlation").compute()
+    figure = new_figure(6.4, 3.6)
+    ax = figure.subplots()
+    ax.axhline(0, color="0.5", linestyle="--", linewidth=1)
+    ax.plot(np.arange(result.sizes[TARGET]), result.correlation, ".", color=BLUE, label="targets")
+    _mean_line(ax, result.correlation_mean, result.interval, BLUE)
+    value = _with_interval(result.correlation_mean, result.interval)
+    ax.set_title(f"correlation with a random model {value}", fontsize=9)
+    ax.set_ylim(-1.03, 1.03)
+    finish(figure, ax, "targets, by correlation", "Spearman over samples")
+    return figure
+
+
+def seed_agreement(result: xr.Dataset) -> Figure:
+    """Draw the reliability of mean scores against the number of models.
+
+    Parameters
+    ----------
+    result
+        Dataset of :func:`trakdask.evaluate.seed_agreement`; computed here.
+
+    Returns
+    -------
+    Figure with the reliability and its interval, and the agreement of two models in its title.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is missing: install ``trakdask[plots]``.
+    """
+    result = result.transpose("bound", ...).sortby("n_models").compute()
+    figure = new_figure(5.2, 3.4)
+    ax = figure.subplots()
+    ax.plot(result.n_models, result.reliability, "o-", color=GREEN, markersize=4, linewidth=1.2,
+            label="predicted by Spearman-Brown")  # fmt: skip
+    low, high = result.reliability_interval.values
+    ax.fill_between(result.n_models, low, high, color=GREEN, alpha=0.2, linewidth=0)
+    ax.set_xticks(result.n_models.values)
+    ax.set_ylim(0, 1.03)
+    value = _with_interval(result.agreement_mean, result.interval)
+    ax.set_title(f"agreement of two models {value}", fontsize=9)
+    finish(figure, ax, "models that are averaged", "correlation with as many others")
+    return figure
+
+
+def _draw_found(ax: Axes, curve: xr.Dataset, name: str, fractions: np.ndarray) -> None:
+    """Draw the curve of one method, in the next colour."""
+    label = f"{name}, area {float(curve.area):.2f}"
+    (line,) = ax.plot(fractions, [0, *curve.found.values, 1], linewidth=1.4, label=label)
+    low, high = curve.interval.values
+    ax.fill_between(fractions[1:-1], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def _mean_line(ax: Axes, mean: xr.DataArray, interval: xr.DataArray, color: str) -> None:
+    ax.axhline(float(mean), color=color, linewidth=1, label="mean")
+    ax.axhspan(*interval.values.tolist(), color=color, alpha=0.15, linewidth=0)
+
+
+def _with_interval(value: xr.DataArray, interval: xr.DataArray) -> str:
+    low, high = interval.values.tolist()
+    return f"{float(value):.2f} ({low:.2f} to {high:.2f})"

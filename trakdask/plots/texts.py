@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
@@ -73,16 +73,16 @@ class TextPlot:
         ImportError
             If matplotlib is missing: install ``trakdask[plots]``.
         """
-        lines = list(_lines(self.rows))
-        width, height = _COLUMNS * _CELL[0], len(lines) * _CELL[1]
-        outer = (width + 2 * _MARGIN, height + 2 * _MARGIN)
-        figure = new_figure(*outer)
-        place = (_MARGIN / outer[0], _MARGIN / outer[1], width / outer[0], height / outer[1])
-        ax = figure.add_axes(place)
-        ax.set(xlim=(0, _COLUMNS), ylim=(len(lines), 0))
+        cells = list(_cells(self.rows))
+        n_lines = 1 + max((y for y, *_ in cells), default=0)
+        width, height = _COLUMNS * _CELL[0] + 2 * _MARGIN, n_lines * _CELL[1] + 2 * _MARGIN
+        figure = new_figure(width, height)
+        x, y = _MARGIN / width, _MARGIN / height
+        ax = figure.add_axes((x, y, 1 - 2 * x, 1 - 2 * y))
+        ax.set(xlim=(0, _COLUMNS), ylim=(n_lines, 0))
         ax.set_axis_off()
-        for y, line in enumerate(lines):
-            _draw_line(ax, y, line)
+        for cell in cells:
+            _draw(ax, *cell)
         return figure
 
 
@@ -116,31 +116,19 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     True
     """
     texts = scores["text" if "text" in scores.coords else f"{TARGET_PREFIX}text"].values
-    titles = _titles(scores, label)
-    scores = scores.astype(np.float64).compute()
-    values = scores.values
-    largest = float(np.max(np.abs(values), where=np.isfinite(values), initial=0.0))
+    titles = [""] * len(scores) if label is None else scores[label].values.tolist()
+    values = scores.values.astype(np.float64)
+    largest = float(np.max(np.abs(values), where=np.isfinite(values), initial=0.0)) or 1.0
+    strengths = np.where(np.isfinite(values), values, 0) / largest
     unit = power_of_ten(scores)
     rows = [
-        tuple(
-            _Word(str(word), float(value), _strength(float(value), largest))
-            for word, value in zip(words, numbers, strict=True)
+        (
+            f"{title}   {np.nansum(row) / 10.0**unit:+.2f}".strip(),
+            tuple(map(_Word, map(str, words), row.tolist(), strength.tolist())),
         )
-        for words, numbers in zip(texts, values, strict=True)
+        for title, words, row, strength in zip(titles, texts, values, strengths, strict=True)
     ]
-    heads = [
-        f"{title}   {np.nansum(numbers) / 10.0**unit:+.2f}".strip()
-        for title, numbers in zip(titles, values, strict=True)
-    ]
-    return TextPlot(tuple(zip(heads, rows, strict=True)), unit)
-
-
-def _titles(scores: xr.DataArray, label: str | None) -> list[str]:
-    return [""] * len(scores) if label is None else list(map(str, scores[label].values))
-
-
-def _strength(value: float, largest: float) -> float:
-    return value / largest if largest and np.isfinite(value) else 0.0
+    return TextPlot(tuple(rows), unit)
 
 
 def _plain_row(title: str, words: tuple[_Word, ...], unit: int) -> str:
@@ -183,84 +171,46 @@ def _visible(word: str) -> str:
     return shown.replace("\n", "↵\n")
 
 
-def _lines(
+def _cells(
     rows: tuple[tuple[str, tuple[_Word, ...]], ...],
-) -> Iterator[list[tuple[int, _Word | str]]]:
-    """Yield what is drawn on each line: pieces of tokens, or a title, each with its column."""
-    for number, (title, words) in enumerate(rows):
-        if number:
-            yield []
-        yield [(0, title[:_COLUMNS])]
-        yield from _wrapped(words)
+) -> Iterator[tuple[int, int, str, float | None]]:
+    """Yield line, column, character and strength, None for titles; lines end at the margin."""
+    y = 0
+    for title, words in rows:
+        yield from ((y, x, character, None) for x, character in enumerate(title[:_COLUMNS]))
+        x, y = 0, y + 1
+        for word in words:
+            shown = _visible(word.text)
+            if x and x + sum(map(_width, shown.partition("\n")[0])) > _COLUMNS:
+                x, y = 0, y + 1
+            for character in shown:
+                if character == "\n" or x + _width(character) > _COLUMNS:
+                    x, y = 0, y + 1
+                if character != "\n":
+                    yield y, x, character, word.strength
+                    x += _width(character)
+        y += 2
 
 
-def _wrapped(words: tuple[_Word, ...]) -> Iterator[list[tuple[int, _Word | str]]]:
-    line: list[tuple[int, _Word | str]] = []
-    column = 0
-    for word in words:
-        for piece in _pieces(_visible(word.text), column):
-            if piece is None:
-                yield line
-                line, column = [], 0
-                continue
-            line.append((column, _Word(piece, word.score, word.strength)))
-            column += _width(piece)
-    if line:
-        yield line
+def _width(character: str) -> int:
+    """Return the number of columns of a character; those of East Asia take two."""
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
-def _pieces(shown: str, column: int) -> Iterator[str | None]:
-    """Split a token at line ends and at the margin; None begins a new line."""
-    start, used = 0, column
-    if used and used + _width(shown.partition("\n")[0]) > _COLUMNS:
-        yield None
-        used = 0
-    for i, character in enumerate(shown):
-        if character == "\n" or used + _width(character) > _COLUMNS:
-            yield shown[start:i]
-            yield None
-            start, used = (i + 1, 0) if character == "\n" else (i, 0)
-        used += 0 if character == "\n" else _width(character)
-    if start < len(shown):
-        yield shown[start:]
-
-
-def _width(shown: str) -> int:
-    """Return the number of columns of a text; characters of East Asia take two."""
-    return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in shown)
-
-
-def _draw_line(ax: Axes, y: int, line: list[tuple[int, _Word | str]]) -> None:
+def _draw(ax: Axes, y: int, x: int, character: str, strength: float | None) -> None:
+    """Draw a character in the middle of its cell: how wide words are depends on the dpi."""
     from matplotlib.patches import Rectangle  # optional dependency
 
-    for column, piece in line:
-        if isinstance(piece, str):
-            _draw_characters(ax, column, y, piece, weight="bold")
-            continue
-        color = GREEN if piece.strength > 0 else RED
-        ax.add_patch(
-            Rectangle(
-                (column, y + 0.05), _width(piece.text), 0.9,
-                facecolor=color, alpha=abs(piece.strength) * _STRONGEST, linewidth=0,
-            )
+    if strength is not None:
+        color, alpha = GREEN if strength > 0 else RED, abs(strength) * _STRONGEST
+        cell = (x, y + 0.05), _width(character), 0.9
+        ax.add_patch(Rectangle(*cell, facecolor=color, alpha=alpha, linewidth=0, antialiased=False))
+    if character != " ":
+        ax.text(
+            x + 0.5, y + 0.5, character if _has_glyph(character) else "□",
+            family=_FONT, fontsize=_POINTS, ha="center", va="center_baseline", parse_math=False,
+            weight="bold" if strength is None else "normal",
         )  # fmt: skip
-        _draw_characters(ax, column, y, piece.text)
-
-
-def _draw_characters(ax: Axes, column: int, y: int, shown: str, **style: Any) -> None:
-    """Draw each character in the middle of its cell: how wide words are depends on the dpi."""
-    for i, character in enumerate(_drawable(shown)):
-        if character != " ":
-            ax.text(
-                column + i + 0.5, y + 0.5, character,
-                family=_FONT, fontsize=_POINTS, ha="center", va="center_baseline",
-                parse_math=False, **style,
-            )  # fmt: skip
-
-
-def _drawable(shown: str) -> str:
-    """Replace characters that the font lacks, about which matplotlib would warn."""
-    return "".join(each if _has_glyph(each) else "□" * _width(each) for each in shown)
 
 
 @cache
