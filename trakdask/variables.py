@@ -139,7 +139,7 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
             f"expected {name!r} of {what} with the dimensions {variable.dims}, got {array.dims}; "
             f"try ds.transpose{variable.dims!r}, and isel({CHECKPOINT}=[0]) for one checkpoint"
         )
-    if not np.issubdtype(array.dtype, np.floating):
+    if array.dtype.kind != "f":
         raise ValueError(
             f"expected {name!r} of {what} in floating point, got {array.dtype}; "
             f"try ds.assign({name}=ds.{name}.astype('float32'))"

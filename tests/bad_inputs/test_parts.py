@@ -81,8 +81,8 @@ def prompts(targets: object = None, **options: object) -> Callable[[], object]:
 ROWS = [
     row(Q, "features on both sides", lambda: td.score_parts(known(), known(), language()), ValueError, "none of them", "of="),
     row(Q, "samples on both sides", lambda: td.score_parts(known(), tokens(IDS), language(), of=tokens(IDS)), ValueError, "['targets', 'of']"),
-    row(Q, "targets of numbers", prompts(3), TypeError, "targets", "3"),
-    row(Q, "of numbers", asked([1, 2]), TypeError, "[1, 2]"),
+    row(Q, "targets of numbers", prompts(3), TypeError, "int"),
+    row(Q, "of numbers", asked([1, 2]), TypeError, "list"),
     row(Q, "samples as features", lambda: td.score_parts(tokens(IDS), known(), language(), of=tokens(IDS)), ValueError, "'feature'"),
     row(Q, "a module as model", asked(model=Language()), TypeError, "Language"),
     row(Q, "features that were not featurized", lambda: td.score_parts(X.drop_attrs(), T.drop_attrs(), language(), of=tokens(IDS), **FEW), ValueError, "projector"),  # type: ignore[arg-type]

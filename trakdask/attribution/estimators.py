@@ -258,21 +258,19 @@ def gather_options(
         with this estimator and damping.
     """
     resolved = resolve_estimator(estimator, power, features, allowed=allowed)
-    rule = None
-    if isinstance(damping, str) and damping in get_args(Rule):
-        rule = resolved.damping if damping == "auto" else damping
-    no_effect = {}
-    if resolved.name != "tracin":
-        no_effect["learning_rates"] = learning_rates is not None
-    if not resolved.has_gram:
-        no_effect["damping"] = not (isinstance(damping, str) and damping == "auto")
-        no_effect["weights"] = weights is not None
-    if not resolved.has_gram or rule != "completeness":
-        no_effect["calibrate"] = calibrate is not None
-    if refused := [name for name, is_given in no_effect.items() if is_given]:
+    asked = damping if isinstance(damping, str) else None
+    rule = resolved.damping if asked == "auto" else asked
+    has_effect = {
+        "damping": resolved.has_gram or asked == "auto",
+        "weights": resolved.has_gram or weights is None,
+        "calibrate": (resolved.has_gram and rule == "completeness") or calibrate is None,
+        "learning_rates": resolved.name == "tracin" or learning_rates is None,
+    }
+    if not all(has_effect.values()):
+        useless = ", ".join(name for name, is_used in has_effect.items() if not is_used)
         raise ValueError(
             f"expected only options that have an effect with estimator={resolved.name!r} and "
-            f"damping={shown(damping)}, got {', '.join(refused)}; try leaving them out, "
+            f"damping={shown(damping)}, got {useless}; try leaving them out, or "
             "damping='completeness' with calibrate, or estimator='tracin' with learning_rates"
         )
     return Options(
@@ -285,47 +283,44 @@ def gather_options(
     )
 
 
-def _checked_damping(features: xr.Dataset, damping: Damping) -> Any:
-    """Return a damping as given; what :func:`trakdask.damping` returned as λ of the checkpoints."""
+def _checked_damping(features: xr.Dataset, damping: Any) -> Any:
+    """Return a rule or a number as it is, and what :func:`trakdask.damping` returned as λ."""
     is_rule = isinstance(damping, str) and damping in get_args(Rule)
     if is_rule or isinstance(damping, Absolute) or _is_positive(damping):
         return damping
-    given: Any = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
-    is_array = isinstance(given, xr.DataArray) and CHECKPOINT in given.coords
-    if not is_array or given.dims != (CHECKPOINT,):
+    lam = damping.get("damping") if isinstance(damping, xr.Dataset) else damping
+    if not isinstance(lam, xr.DataArray):
         raise ValueError(
             f"expected damping as one of {get_args(Rule)}, as a number >= 0 relative to "
-            "tr(K²)/tr(K), as td.Absolute(x), or as λ of each checkpoint, with the coord "
-            f"checkpoint, as td.damping returns it, got {shown(damping)}; try damping='auto'"
+            "tr(K²)/tr(K), as td.Absolute(x), or as λ of each checkpoint, as td.damping returns "
+            f"it, got {shown(damping)}; try damping='auto'"
         )
-    given = aligned(given, features, what="damping")
-    if given.chunks is None and not all(map(_is_positive, given.values)):
-        raise ValueError(
-            f"expected finite damping >= 0, got {given.to_series().to_dict()}; try "
-            "damping=td.damping(features)"
-        )
-    return given
+    return _of_checkpoints(features, lam, "damping")
 
 
-def _rates(features: xr.Dataset, learning_rates: LearningRates | None) -> np.ndarray:
+def _rates(features: xr.Dataset, learning_rates: Any) -> np.ndarray:
     """Return the learning rate of each checkpoint."""
-    names = [str(name) for name in features[CHECKPOINT].values]
-    rates: Any = learning_rates
-    if isinstance(rates, xr.DataArray) and rates.dims == (CHECKPOINT,) and rates.indexes:
-        rates = aligned(rates, features, what="learning_rates").to_series().to_dict()
-    if not isinstance(rates, Mapping) or not set(names) <= set(rates):
+    if isinstance(learning_rates, Mapping):
+        values = np.array(list(learning_rates.values()), dtype=object)
+        learning_rates = xr.DataArray(values, coords={CHECKPOINT: list(learning_rates)})
+    return _of_checkpoints(features, learning_rates, "learning_rates").values.astype(np.float64)
+
+
+def _of_checkpoints(features: xr.Dataset, values: Any, what: str) -> xr.DataArray:
+    """Return numbers >= 0 of each checkpoint, in the order of the features."""
+    is_labelled = isinstance(values, xr.DataArray) and CHECKPOINT in values.indexes
+    if not is_labelled or values.dims != (CHECKPOINT,):
+        names = [str(name) for name in features[CHECKPOINT].values]
         raise ValueError(
-            f"expected learning_rates of each checkpoint {names}, as a mapping or a DataArray with "
-            f"the coord checkpoint, got {shown(rates)}; try learning_rates={{{names[0]!r}: 0.1, "
-            "...}"
+            f"expected {what} of each checkpoint of {names}, with the coord checkpoint, got "
+            f"{shown(values)}; try {what}=xr.DataArray(..., coords={{'checkpoint': {names}}})"
         )
-    for name in names:
-        if not _is_positive(rates[name]):
-            raise ValueError(
-                f"expected finite learning_rates >= 0, got {rates[name]!r} for checkpoint "
-                f"{name!r}; try the rate that the optimiser used there"
-            )
-    return np.array([float(rates[name]) for name in names])
+    values = aligned(values, features, what=what)
+    if values.chunks is None and not all(map(_is_positive, values.values)):
+        raise ValueError(
+            f"expected finite {what} >= 0, got {values.to_series().to_dict()}; try numbers"
+        )
+    return values  # type: ignore[no-any-return]
 
 
 def _is_positive(value: Any) -> bool:

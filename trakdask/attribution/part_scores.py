@@ -21,7 +21,6 @@ from trakdask.attribution.scores import (
     score_attrs,
     solver,
 )
-from trakdask.checks import shown
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
 from trakdask.featurization.parts import Parts, Text, part_products
 from trakdask.models.model import Model
@@ -256,14 +255,8 @@ def _first_error(errors: np.ndarray) -> np.ndarray:
 
 def _divides_targets(targets: object, of: object, by: object) -> bool:
     """Return whether the targets are the side that is given as samples, and check that one is."""
-    sides = {"targets": targets} | ({} if of is None else {"of": of})
-    for name, side in sides.items():
-        if not isinstance(side, xr.Dataset):
-            raise TypeError(
-                f"expected {name} as an xarray.Dataset, got {shown(side)}; try of=samples.isel("
-                "sample=[...])"
-            )
-    are_samples = [name for name, side in sides.items() if "feature" not in side]  # type: ignore[operator]
+    sides: dict[str, Any] = {"targets": targets} | ({} if of is None else {"of": of})
+    are_samples = [name for name, side in sides.items() if "feature" not in side]
     if len(are_samples) != 1:
         raise ValueError(
             "expected samples to divide on one side, as of= or as targets, and features on the "

@@ -56,7 +56,7 @@ def top_k(
     k
         How many samples per target.
     fraction
-        Instead of k: the share of the samples, in (0, 1]. The number is rounded up.
+        Instead of k: the share of the samples that count, in (0, 1]. The number is rounded up.
     where
         Which samples count: a boolean mask (sample), such as ``scores.source == "web"``; a mask
         over (sample, target), in memory; or a function from the coords of a tile to a mask,
@@ -122,7 +122,7 @@ def top_k(
     _require_scores(scores)
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=scores.variable.chunk().data)
-    n, mask = scores.sizes[SAMPLE], _mask(scores, where)
+    mask = _mask(scores, where)
     if over_targets is not None:
         return _top_over_targets(scores, k, fraction, mask, over_targets, by, largest=largest)
     if by is not None:
@@ -130,12 +130,8 @@ def top_k(
             f"expected over_targets with by, which ranks all targets together, got by={by!r} "
             "alone; try over_targets='max'"
         )
+    n = int(mask.sum()) if isinstance(mask, np.ndarray) else scores.sizes[SAMPLE]
     (k,) = _counts([n], k, fraction)
-    if isinstance(mask, np.ndarray) and (count := int(mask.sum())) < k:
-        smaller = f"k={count}, or a mask that selects more" if count else "a mask that selects some"
-        raise ValueError(
-            f"expected where to select k={k} samples or more, got {count} of {n}; try {smaller}"
-        )
     value, position = arrays.topk.top_k(scores.data, k, largest=largest, mask=mask)
     dims = (TARGET, RANK)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
@@ -180,8 +176,6 @@ def _top_over_targets(
     if mask is not None:
         codes = np.where(mask, codes, -1)
     sizes = np.bincount(codes[codes >= 0])
-    if not sizes.size:
-        raise ValueError("expected by and where to leave samples to take, got none")
     counts = np.array(_counts(sizes.tolist(), k, fraction), np.int64)
     selected = arrays.top_fraction.among_best(best if largest else -best, codes, counts)
     attrs = {"over_targets": over_targets, "by": by or ""}
@@ -195,18 +189,25 @@ def _top_over_targets(
 
 def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list[int]:
     """Return how many samples to take of groups of these sizes."""
+    n = sum(sizes)
     if (k is None) == (fraction is None):
         raise ValueError(
             f"expected either k or fraction, got k={k!r} and fraction={fraction!r}; try k=10"
         )
-    if fraction is None:
-        n, remedy = sum(sizes), f"try k={min(10, *sizes)}"
-        k = require_integer("k", k, 1, n + 1, remedy=remedy)
-        return [min(k, size) for size in sizes]
-    if require_number("fraction", fraction, low=0, remedy="try fraction=0.05") > 1:
-        raise ValueError(f"expected fraction in (0, 1], got {fraction}; try fraction=0.05")
-    # 0.07 * 100 is 7.000000000000001, of which nobody expects 8.
-    return [math.ceil(round(fraction * size, 9)) for size in sizes]
+    if fraction is not None:
+        share = require_number("fraction", fraction, low=0, remedy="try fraction=0.05")
+        # 0.07 * 100 is 7.000000000000001, of which nobody expects 8.
+        counts = [math.ceil(round(share * size, 9)) for size in sizes]
+        is_possible = share <= 1 and n > 0
+    else:
+        k = require_integer("k", k, 1, remedy="try k=10")
+        counts, is_possible = [min(k, size) for size in sizes], k <= n
+    if not is_possible:
+        raise ValueError(
+            f"expected no more than the {n} samples that where= and by= leave, got k={k} and "
+            f"fraction={fraction}; try {f'k={min(10, n)}' if n else 'a mask that selects some'}"
+        )
+    return counts
 
 
 def _require_scores(scores: object) -> None:
