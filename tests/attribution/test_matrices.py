@@ -281,12 +281,3 @@ def test_score__selected_rows_never_have_a_matrix_of_their_own(stores, estimator
         td.score(rows, TARGETS, estimator=other, damping=0.03)
     alone = rows.drop_vars(["gram", "loss_gradient"], errors="ignore")
     td.score(alone, TARGETS, estimator=other, damping=0.03).compute(scheduler="sync")
-
-
-def test_score__features_without_norms_are_not_compared(stores) -> None:
-    opened = stores("saved", "trak")
-    bare = opened.drop_vars("feature_norm")
-    np.testing.assert_array_equal(*(scores(ds, TARGETS, **TRAK) for ds in (opened, bare)))
-    tripled = bare.assign(feature=bare.feature * 3)
-    found, expected = (scores(ds, TARGETS, **TRAK) for ds in (tripled, bare))
-    np.testing.assert_allclose(found, 3 * expected, rtol=1e-4, atol=1e-6)

@@ -257,7 +257,6 @@ def test_damping__closed_form_is_last() -> None:
 
 
 def test_damping__few_samples() -> None:
-    few = TARGETS.isel(sample=slice(49))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         td.damping(TRAIN, estimator="soft", calibrate=following(TRAIN, dataset(50, 2), 1))
@@ -265,8 +264,6 @@ def test_damping__few_samples() -> None:
     assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
     one = td.damping(TRAIN.isel(sample=[3]), estimator="soft").compute()
     assert np.isfinite(one.damping).all()
-    with pytest.raises(ValueError, match=r"expected 50 or more held-out samples.*got 49"):
-        td.damping(TRAIN, estimator="soft", calibrate=few)
 
 
 def test_damping__few_checkpoints() -> None:
@@ -287,42 +284,6 @@ def test_damping__nan_targets_are_left_out() -> None:
     others = TARGETS.isel(sample=np.arange(M) != 7)
     good = td.damping(TRAIN, calibrate=others, estimator="soft").compute()
     np.testing.assert_allclose(found.curve, good.curve, atol=1e-12)
-
-
-def test_damping__rows_that_are_nan_in_part_and_bad_q_are_errors() -> None:
-    x = TRAIN.feature.values.copy()
-    x[5, 0, 1] = np.nan  # a whole row would be a sample that was recorded as failed
-    holed = TRAIN.assign(feature=TRAIN.feature.copy(data=da.from_array(x, chunks=(32, P, 1))))
-    with pytest.raises(ValueError, match=r"not finite.*checkpoint 'c1'"):
-        td.damping(holed, calibrate=TARGETS, estimator="soft").compute(scheduler="sync")
-    signed = TRAIN.assign(out_to_loss=TRAIN.out_to_loss - 0.5)
-    with pytest.raises(ValueError, match=r"out_to_loss.*got .*\[-0\.\d+.*estimator='trak'"):
-        td.damping(signed, calibrate=TARGETS, estimator="soft").compute(scheduler="sync")
-
-
-@pytest.mark.parametrize("q", [0.0, 1.0])
-def test_damping__all_weights_zero(q: float) -> None:
-    flat = TRAIN.assign(out_to_loss=TRAIN.out_to_loss * 0 + q)
-    message = r"got 0 at checkpoint 'c[012]'.*estimator='soft'.*try estimator='trak'"
-    for damping in ("completeness", "closed_form", 0.5):
-        for function, sides in ((td.damping, [flat]), (td.score, [flat, TARGETS])):
-            with pytest.raises(ValueError, match=message):
-                quiet(function, *sides, damping=damping, estimator="soft")
-    found = quiet(td.score, flat, TARGETS, damping=td.Absolute(1), estimator="trak")
-    assert np.isfinite(found).all()
-
-
-def test_damping__q_of_some_samples_exactly_0_or_1() -> None:
-    q = TRAIN.out_to_loss.values.copy()
-    q[:20], q[20:40] = 0, 1
-    train = TRAIN.assign(out_to_loss=TRAIN.out_to_loss.copy(data=da.from_array(q, chunks=(32, 1))))
-    found = td.damping(train, calibrate=TARGETS, estimator="soft").compute()
-    h, g = weights(train, 0.5)
-    curve = [
-        np.corrcoef(totals(train, TARGETS, rho, h, g), TARGETS.output.mean("checkpoint"))[0, 1]
-        for rho in GRID
-    ]
-    np.testing.assert_allclose(found.curve, curve, atol=1e-10)
 
 
 def test_damping__each_block_is_read_once_and_nothing_is_large() -> None:

@@ -71,13 +71,6 @@ def test_lds__of_one_model_per_subset_has_no_ceiling() -> None:
     assert np.isnan(one.ceiling_mean)
 
 
-def test_lds__of_a_perfect_prediction() -> None:
-    outputs = xr.dot(MASKS, SCORES, dim="sample")
-    result = lds(SCORES, MASKS, outputs, resamples=20).compute()
-    np.testing.assert_allclose(result.lds, 1)
-    np.testing.assert_allclose(result.interval, 1)
-
-
 def test_lds__ceiling_of_each_target() -> None:
     found = lds(SCORES, MASKS, OUTPUTS, resamples=5).ceiling.values
     first, second = OUTPUTS.values[:, 0], OUTPUTS.values[:, 1]
@@ -102,7 +95,7 @@ def test_lds__further_dimensions_share_their_resamples() -> None:
     np.testing.assert_allclose(draws[0], -draws[1], atol=1e-12)
 
 
-@pytest.mark.parametrize("chunks", [(3, 2), (40, 1), (13, 7)])
+@pytest.mark.parametrize("chunks", [(3, 2), (40, 1)])
 def test_lds__chunks_are_invisible(chunks: tuple[int, int]) -> None:
     scores = SCORES.chunk(sample=chunks[0], target=chunks[1])
     result = lds(scores, MASKS.chunk(subset=4), OUTPUTS.chunk(subset=7), resamples=20)
@@ -115,12 +108,6 @@ def test_lds__scheduler_is_invisible(process_client: Client) -> None:
     on_cluster = result.compute()
     for scheduler in ("sync", "threads"):
         assert_same(result.compute(scheduler=scheduler), on_cluster)
-
-
-def test_lds__seed_of_the_bootstrap_changes_the_draws_only() -> None:
-    first, second = (lds(SCORES, MASKS, OUTPUTS, resamples=20, seed=s).compute() for s in (0, 1))
-    xr.testing.assert_identical(first.lds, second.lds)
-    assert (first.draws != second.draws).any()
 
 
 def test_lds__order_of_dimensions_does_not_matter() -> None:
@@ -196,7 +183,7 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def test_world__truth_is_that_of_very_many_subsets() -> None:
     world, targets = World(m=10), np.arange(10)
-    scores, masks, outputs = world.sample(0, 20_000, targets, n_seeds=2)
+    scores, masks, outputs = world.sample(0, 10_000, targets, n_seeds=2)
     for kind in (0, 1):
         found = spearmans(scores.values[:, :, kind], masks.values, outputs.values)
         np.testing.assert_allclose(found, world.truth(2)[kind], atol=0.02)
@@ -209,16 +196,16 @@ def test_world__truth_is_that_of_very_many_subsets() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_subsets", "m", "noise", "least"),
-    [(40, 80, 1.0, 0.88), (100, 50, 2.0, 0.88), (60, 20, 1.0, 0.82)],
+    [(40, 80, 1.0, 0.88), (60, 20, 1.0, 0.82)],
 )
 def test_lds__intervals_cover_and_ceiling_is_unbiased(
     n_subsets: int, m: int, noise: float, least: float
 ) -> None:
-    """150 experiments, each with its own subsets, training noise and targets of one population."""
+    """100 experiments, each with its own subsets, training noise and targets of one population."""
     world = World(noise=noise)
     truth, worse, reached = (values.mean() for values in world.truth(n_seeds=2))
     rows = []
-    for seed in range(150):
+    for seed in range(100):
         targets = np.random.default_rng([7, seed]).integers(world.theta.shape[1], size=m)
         inputs = world.sample(seed, n_subsets, targets, n_seeds=2)
         with dask.config.set(scheduler="sync"):
