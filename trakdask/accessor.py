@@ -12,8 +12,6 @@ import xarray as xr
 
 import trakdask as td
 
-__all__ = ["FeaturesAccessor", "ScoresAccessor"]
-
 
 class _Method:
     """A public function with the array of the accessor as its first argument."""

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-__all__ = ["HtmlTable", "html_table"]
-
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
     """Return a title and rows of a name and a value as HTML, in which all text is escaped.

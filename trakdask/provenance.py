@@ -15,18 +15,6 @@ from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.variables import CHECKPOINT, PROJ_DIM
 
-__all__ = [
-    "FEATURE_SPEC",
-    "PRECISION",
-    "STORE_SPEC",
-    "as_text",
-    "as_values",
-    "digest",
-    "require_comparable",
-    "require_same",
-    "spec",
-]
-
 REQUIRED_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that all features have."""
 

@@ -13,28 +13,6 @@ import xarray as xr
 from trakdask.arrays.block_arguments import is_stored
 from trakdask.checks import shown
 
-__all__ = [
-    "CHECKPOINT",
-    "COMPONENT",
-    "MODULE",
-    "PROJ_DIM",
-    "PROJ_DIM_1",
-    "RANK",
-    "SAMPLE",
-    "TARGET",
-    "TARGET_PREFIX",
-    "TOKEN",
-    "VARIABLES",
-    "Variable",
-    "aligned",
-    "coords_along",
-    "lazy_features",
-    "load_coords",
-    "may_have_failed",
-    "stays_in_store",
-    "validate",
-]
-
 SAMPLE = "sample"
 TARGET = "target"
 CHECKPOINT = "checkpoint"

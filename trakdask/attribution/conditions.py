@@ -16,8 +16,6 @@ import xarray as xr
 
 from trakdask.variables import SAMPLE, TARGET
 
-__all__ = ["Condition", "selection"]
-
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,

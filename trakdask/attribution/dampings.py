@@ -31,14 +31,6 @@ from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
-__all__ = [
-    "Regularized",
-    "damping",
-    "describe_damping",
-    "regularize",
-    "require_calibration",
-]
-
 #: Of 50 rows without any correlation, one set in 500 reaches the 0.4 that chooses λ.
 _LEAST_ROWS = 50
 #: Half a standard error of their correlation is below 0.016, and 2 p² flops for each are less than

@@ -15,22 +15,6 @@ from trakdask.checks import shown
 from trakdask.html_tables import HtmlTable
 from trakdask.variables import CHECKPOINT, SAMPLE, aligned
 
-__all__ = [
-    "DEFAULT_ESTIMATOR",
-    "DEFAULT_POWER",
-    "Absolute",
-    "Damping",
-    "Estimator",
-    "LearningRates",
-    "Options",
-    "Power",
-    "ResolvedEstimator",
-    "Rule",
-    "Weights",
-    "gather_options",
-    "resolve_estimator",
-]
-
 Estimator = Literal["auto", "trak", "soft", "relatif", "grad_dot", "grad_cos", "tracin"]
 AutomaticDamping = Literal["completeness", "trace", "closed_form"]
 DEFAULT_ESTIMATOR: Estimator = "auto"

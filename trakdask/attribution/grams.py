@@ -21,25 +21,6 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = [
-    "DAMPING",
-    "DERIVED",
-    "EIGENVALUES",
-    "EIGENVECTORS",
-    "GRAM",
-    "LOSS_GRADIENT",
-    "NORM",
-    "N_SAMPLES",
-    "GramMatrix",
-    "compared_with_norms",
-    "gram",
-    "gram_matrix",
-    "stored_damping",
-    "stored_decomposition",
-    "stored_matrix",
-    "weight_data",
-]
-
 GRAM, LOSS_GRADIENT, DAMPING = "gram", "loss_gradient", "damping"
 EIGENVALUES, EIGENVECTORS = "gram_eigenvalues", "gram_eigenvectors"
 

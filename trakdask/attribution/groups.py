@@ -22,8 +22,6 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = ["CombinationWeights", "combine", "group_codes", "require_group_coord"]
-
 _ROWS_AT_ONCE = 2**20
 
 COMBINATION = "combination"

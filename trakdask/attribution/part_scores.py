@@ -38,8 +38,6 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = ["score_parts"]
-
 
 class ScoreOptions(TypedDict, total=False):
     """The options of :func:`trakdask.score`."""

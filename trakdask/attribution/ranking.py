@@ -28,8 +28,6 @@ from trakdask.variables import (
     stays_in_store,
 )
 
-__all__ = ["top_k"]
-
 Where = xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 Over = Literal["max", "mean"]
 

@@ -48,20 +48,6 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = [
-    "LOGIT_VARIANCE",
-    "Solver",
-    "group_score",
-    "labelled",
-    "labels_of_groups",
-    "labels_of_scores",
-    "loss_weights",
-    "score",
-    "score_attrs",
-    "self_influence",
-    "solver",
-]
-
 _PRODUCT = "phi_c(z) (K_c + damping_c I)^-1"
 _FORMULAS = {
     "trak": f"mean_c[{_PRODUCT} phi_c(t)] mean_c[Q_c(z)]",

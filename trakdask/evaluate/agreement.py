@@ -20,8 +20,6 @@ from trakdask.evaluate.labels import (
 )
 from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, coords_along
 
-__all__ = ["randomization_check", "seed_agreement"]
-
 N_MODELS = "n_models"
 _NEEDED = "that differ between samples and are not NaN"
 

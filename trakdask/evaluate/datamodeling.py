@@ -21,8 +21,6 @@ from trakdask.evaluate.labels import (
 )
 from trakdask.variables import SAMPLE, TARGET, coords_along
 
-__all__ = ["lds"]
-
 
 def lds(
     scores: xr.DataArray,

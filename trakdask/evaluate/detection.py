@@ -23,9 +23,6 @@ from trakdask.evaluate.labels import (
 )
 from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX, coords_along
 
-__all__ = ["class_detection", "shortcut_detection"]
-
-
 _NEEDED = "of samples of the target's class and of another, without NaN"
 
 

@@ -13,22 +13,6 @@ import xarray as xr
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE
 
-__all__ = [
-    "BOUND",
-    "BOUNDS",
-    "DRAW",
-    "FRACTION",
-    "SEED",
-    "SUBSET",
-    "K",
-    "checked_masks",
-    "lazy_data",
-    "lazy_results",
-    "require_bootstrap",
-    "require_fraction",
-    "require_some",
-]
-
 SUBSET = "subset"
 SEED = "seed"
 DRAW = "draw"

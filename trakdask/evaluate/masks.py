@@ -14,8 +14,6 @@ from trakdask.checks import require_integer, shown
 from trakdask.evaluate.labels import SUBSET, require_fraction
 from trakdask.variables import SAMPLE, coords_along
 
-__all__ = ["leave_one_out", "subsets"]
-
 
 def subsets(
     samples: int | xr.Dataset | xr.DataArray,

@@ -18,8 +18,6 @@ from trakdask.evaluate.labels import (
 )
 from trakdask.variables import SAMPLE, coords_along
 
-__all__ = ["mislabelled_auc", "mislabelled_curve"]
-
 TWENTIETHS = tuple(i / 20 for i in range(1, 20))
 
 

@@ -17,8 +17,6 @@ from trakdask.evaluate.labels import BOUND, BOUNDS, FRACTION, K, lazy_results, r
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
 from trakdask.variables import SAMPLE, TARGET, coords_along
 
-__all__ = ["brittleness", "removal_curve"]
-
 
 def brittleness(
     train_fn: TrainFn,

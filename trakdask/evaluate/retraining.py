@@ -27,8 +27,6 @@ from trakdask.files import Folder, location
 from trakdask.provenance import require_same
 from trakdask.variables import TARGET, coords_along
 
-__all__ = ["Seeds", "Store", "TrainFn", "model_key", "retrain", "train_models"]
-
 TrainFn = Callable[[NDArray[np.int64], int], ArrayLike]
 Seeds = int | Sequence[int]
 Store = str | os.PathLike[str]

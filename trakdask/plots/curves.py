@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "class_detection",
-    "damping",
-    "lds",
-    "mislabelled_curve",
-    "randomization_check",
-    "removal_curve",
-    "seed_agreement",
-    "shortcut_detection",
-]
-
 
 def damping(chosen: xr.Dataset) -> Figure:
     """Draw how the damping was chosen: the curve, what of it might be chosen, and the choice.

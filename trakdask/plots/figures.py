@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "GREEN", "RED", "finish", "new_figure", "power_of_ten"]
 
 GREEN, RED, BLUE = "#1a7f37", "#c62828", "#1565c0"
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["gallery"]
-
 
 _IMAGE_IN = 0.92
 _LINE_IN = 0.135

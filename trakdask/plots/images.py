@@ -9,8 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-__all__ = ["Normalize", "as_colours"]
-
 Normalize = tuple[float | Sequence[float], float | Sequence[float]]
 Array = npt.NDArray[Any]
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["TextPlot", "text"]
 
 _STRONGEST = 0.55
 """Opacity of the largest score. The text keeps the colour of the page, and must stay legible."""
