@@ -10,6 +10,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.solve import CLOSED_FORM
+from trakdask.attribution import grams
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
@@ -19,13 +20,6 @@ from trakdask.attribution.estimators import (
     Options,
     Power,
     gather_options,
-)
-from trakdask.attribution.grams import (
-    GramMatrix,
-    compared_with_norms,
-    gram_matrix,
-    stored_damping,
-    weight_data,
 )
 from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
@@ -50,7 +44,7 @@ class Regularized:
     """
 
     features: xr.Dataset
-    gram: GramMatrix
+    gram: grams.GramMatrix
     damping: da.Array
     rules: tuple[str, ...]
     choice: da.Array | None = None
@@ -196,18 +190,20 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
 
     ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
     """
-    estimator, stored = options.estimator, stored_damping(features, options)
-    given = None if options.weights is None else weight_data(features, options.weights)
+    estimator, stored = options.estimator, grams.stored_damping(features, options)
+    given = None if options.weights is None else grams.weight_data(features, options.weights)
     by_outputs = options.is_damped_by_outputs and stored is None
     if by_outputs:
         validate(features, ["output", "out_to_loss"], what="features")
     is_same = estimator.choosing == estimator.weights
-    gram = gram_matrix(features, estimator.weights, given, chooses_damping=by_outputs and is_same)
+    gram = grams.gram_matrix(
+        features, estimator.weights, given, chooses_damping=by_outputs and is_same
+    )
     chooses = gram
     if by_outputs and not is_same:
-        chooses = gram_matrix(features, estimator.choosing, chooses_damping=True)
+        chooses = grams.gram_matrix(features, estimator.choosing, chooses_damping=True)
     if gram.is_stored or chooses.is_stored:
-        features = compared_with_norms(features)
+        features = grams.compared_with_norms(features)
     if by_outputs:
         return _chosen_by_outputs(features, options.calibrate, gram, chooses, quiet=quiet)
     if stored is not None:
@@ -215,7 +211,7 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
     return Regularized(features, gram, *_by_rule(gram, options))
 
 
-def _by_rule(gram: GramMatrix, options: Options) -> tuple[da.Array, tuple[str]]:
+def _by_rule(gram: grams.GramMatrix, options: Options) -> tuple[da.Array, tuple[str]]:
     """Return λ by a rule that asks no outputs, and the name of the rule."""
     damping = options.damping
     if isinstance(damping, xr.DataArray):
@@ -249,8 +245,8 @@ def _stored(damping: xr.DataArray) -> tuple[da.Array, tuple[str], da.Array | Non
 def _chosen_by_outputs(
     features: xr.Dataset,
     calibrate: xr.Dataset | None,
-    gram: GramMatrix,
-    chooses: GramMatrix,
+    gram: grams.GramMatrix,
+    chooses: grams.GramMatrix,
     *,
     quiet: bool,
 ) -> Regularized:
@@ -281,7 +277,7 @@ def _chosen_by_outputs(
 
 
 def _left_out(
-    features: xr.Dataset, gram: GramMatrix, unless: list[da.Array]
+    features: xr.Dataset, gram: grams.GramMatrix, unless: list[da.Array]
 ) -> arrays.damping.Candidate:
     """Return training rows as held-out ones: each is left out of the sums, exactly."""
     assert gram.spectrum is not None

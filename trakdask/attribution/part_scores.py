@@ -22,15 +22,13 @@ from trakdask.attribution.scores import (
     solver,
 )
 from trakdask.featurization.failures import ERROR_DTYPE, OnError
-from trakdask.featurization.parts import Parts, Text, part_products
+from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
 from trakdask.models.model import Model
-from trakdask.projection import Projector
 from trakdask.projection.back_projection import require_back_projection
 from trakdask.projection.specs import from_spec
 from trakdask.provenance import require_comparable
 from trakdask.variables import (
     CHECKPOINT,
-    PROJ_DIM,
     SAMPLE,
     TARGET,
     TARGET_PREFIX,
@@ -175,23 +173,8 @@ def score_parts(
         needed = ["feature", "out_to_loss"] if divides_targets else ["feature"]
         validate(undivided, needed, what="of" if divides_targets else "targets")
         require_comparable(features, undivided, "training" if divides_targets else "target")
-    dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
-    divided = part_products(
-        samples,  # type: ignore[arg-type]
-        _at_checkpoints(model, features),
-        parts=parts,
-        projector=_projector(features),
-        text=text,
-        dtype=None if dtype == "as given" else dtype,
-        on_error=on_error,
-    )
+    divided = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
     like = divided.like
-    if features.sizes[PROJ_DIM] != like.sizes[PROJ_DIM]:
-        raise ValueError(
-            f"expected features with all {like.sizes[PROJ_DIM]} columns of their projector, got "
-            f"{features.sizes[PROJ_DIM]}; try them before isel(proj_dim=...)"
-        )
-    require_comparable(features, like, name="parts'")
     made = solver(lazy_features(features), gathered)
     if divides_targets:
         training = made.features if of is None else lazy_features(of)
@@ -214,6 +197,32 @@ def score_parts(
         data = data.mean(axis=-1, dtype=data.dtype)
     attrs |= {"parts": str(like.attrs["parts"])}
     return labelled("score", (dims, coords), data, attrs, None if average else like[CHECKPOINT])
+
+
+def _divided(
+    samples: Any,
+    model: Model,
+    features: xr.Dataset,
+    *,
+    parts: Parts,
+    text: Text | None,
+    on_error: OnError,
+) -> PartProducts:
+    """Divide samples as they are to be multiplied with vectors of some features."""
+    projector = from_spec(features.attrs.get("projector", {}))
+    require_back_projection(projector)
+    dtype = features.attrs.get("dtype", "as given")  # the precision that the model ran in
+    divided = part_products(
+        samples,
+        _at_checkpoints(model, features),
+        parts=parts,
+        projector=projector,
+        text=text,
+        dtype=None if dtype == "as given" else dtype,
+        on_error=on_error,
+    )
+    require_comparable(features, divided.like, name="parts'")
+    return divided
 
 
 def _weighted_samples(
@@ -267,18 +276,6 @@ def _divides_targets(targets: object, of: object, by: object) -> bool:
             f"td.combine(targets, by=...), or scores.groupby({by!r}).sum()"
         )
     return are_samples == ["targets"]
-
-
-def _projector(features: xr.Dataset) -> Projector:
-    spec = features.attrs.get("projector")
-    if spec is None:
-        raise ValueError(
-            "expected features with their projector in attrs, as td.featurize makes them, got the "
-            f"attrs {list(map(str, features.attrs))}; try td.featurize(samples, model)"
-        )
-    projector = from_spec(spec)
-    require_back_projection(projector)
-    return projector
 
 
 def _at_checkpoints(model: Model, features: xr.Dataset) -> Model:

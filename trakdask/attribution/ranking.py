@@ -209,16 +209,11 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
 
 
 def _require_scores(scores: object) -> None:
-    if not isinstance(scores, xr.DataArray):
-        raise TypeError(
-            f"expected scores as a DataArray (sample, target), got a {type(scores).__name__}; try "
-            "what td.score returns"
-        )
-    if scores.dims != (SAMPLE, TARGET):
+    if (dims := getattr(scores, "dims", None)) != (SAMPLE, TARGET):
         raise ValueError(
-            f"expected scores with the dimensions (sample, target), got {scores.dims}; try "
-            "scores.transpose('sample', 'target'), scores.isel(target=[0]) with a list, "
-            "scores.mean('checkpoint'), or scores.sum('token')"
+            f"expected scores (sample, target), got {dims or type(scores).__name__}; try what "
+            "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
+            "a list, scores.mean('checkpoint'), or scores.sum('token')"
         )
 
 
@@ -240,14 +235,9 @@ def _mask(scores: xr.DataArray, where: Where | None) -> np.ndarray | TileMask | 
         function = functools.partial(_mask_of_coords, where, list(of_samples), list(of_targets))
         pairs = [(values, "s") for values in of_samples.values()]
         return TileMask(function, (*pairs, *((values, "t") for values in of_targets.values())))
-    if isinstance(where, np.ma.MaskedArray):
-        raise TypeError(
-            f"expected where without hidden entries, got a MaskedArray that hides "
-            f"{int(np.ma.getmaskarray(where).sum())} of {where.size}; try where.filled(False)"
-        )
-    if not isinstance(where, xr.DataArray):
-        values = np.asarray(where)
-        where = xr.DataArray(values, dims=(SAMPLE, TARGET, *range(2, values.ndim))[: values.ndim])
+    if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
+        n_dims = np.ndim(where)
+        where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
     elif set(where.dims) <= {SAMPLE, TARGET}:
         where = aligned(where, scores, what="where")
     fits = all(scores.sizes.get(dim) == size for dim, size in where.sizes.items())
