@@ -10,7 +10,6 @@ import cloudpickle
 import dask.array as da
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 from dask.base import collections_to_expr
 from dask.callbacks import Callback
@@ -81,21 +80,6 @@ def scores(features: xr.Dataset, **options: Any) -> xr.DataArray:
     return td.score(features, simulated(3), **options)
 
 
-WEIGHTS = [torch.nn.Linear(P, 5).state_dict() for _ in range(C)]
-
-
-def featurize(features: xr.Dataset) -> xr.Dataset:
-    samples = xr.Dataset(
-        {"image": (("sample", "pixel"), features.feature.data[:, :, 0])},
-        coords={"label": features.label, "source": features.source},
-        attrs={"source": "made"},
-    )
-    task = td.tasks.ImageClassification(image="image", label="label")
-    model = td.Model(torch.nn.Linear(P, 5), checkpoints=WEIGHTS,
-                     task=task)  # fmt: skip
-    return td.featurize(samples, model, projector=td.Identity())
-
-
 LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
     "gram": td.gram,
     "gram, weights": lambda f: td.gram(f, weights=f.out_to_loss),
@@ -119,7 +103,6 @@ LAZY: dict[str, Callable[[xr.Dataset], xr.Dataset | xr.DataArray]] = {
     "self_influence": lambda f: td.self_influence(f, estimator="trak", damping=0.03),
     "damping": lambda f: td.damping(f, estimator="trak"),
     "damping, completeness": lambda f: td.damping(f, damping="completeness"),
-    "featurize": featurize,
 }
 
 
@@ -139,7 +122,6 @@ COORDS_STAY = ("score", "score, rows", "top_k", "self_influence")
     ("name", "features"),
     [
         *((name, read) for name in LAZY),
-        *((name, simulated) for name in ("score, soft", "top_k, tile mask", "group_score")),
         *((name, with_coords_in_store) for name in COORDS_STAY),
     ],
 )

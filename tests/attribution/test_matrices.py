@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -37,11 +36,24 @@ TARGETS = simulate_features(60, 6, 3, seed=1)
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the matrices of the estimator "soft", which no test changes."""
-    path = tmp_path_factory.mktemp("kept") / "soft.zarr"
-    save(MADE, path, estimator="soft")
-    return path
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], xr.Dataset]:
+    """Open stores by kind and estimator, each of which is written once."""
+
+    @functools.cache
+    def written(kind: str, estimator: str) -> Path:
+        path = tmp_path_factory.mktemp(f"{kind}-{estimator}") / "f.zarr"
+        if kind in ("saved", "float16"):
+            save(MADE, path, estimator=estimator, dtype="float16" if kind == "float16" else None)
+            return path
+        rest = simulate_features(50 if kind == "appended" else 90, 6, 3, chunks=64, seed=5)
+        save(simulate_features(150, 6, 3, chunks=64), path, estimator=estimator)
+        opened = save(rest, path, estimator=estimator, append_dim="sample")
+        if kind == "dropped":
+            td.drop(path, where=xr.DataArray(np.arange(240) >= 200, dims="sample"))
+        assert opened.sizes["sample"] >= 200
+        return path
+
+    return lambda kind, estimator: td.open(written(kind, estimator))
 
 
 def reduced(opened: xr.Dataset) -> xr.Dataset:
@@ -60,12 +72,11 @@ def test_save__soft_keeps_matrices_by_definition(tmp_path: Path) -> None:
 
 
 def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
-    kept: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    opened = td.open(kept)
+    opened = save(MADE, tmp_path / "f.zarr", estimator="soft")
     expected = scores(opened, TARGETS, **SOFT)
     np.testing.assert_array_equal(expected, scores(reduced(opened), TARGETS, **SOFT))
-    shutil.copytree(kept, tmp_path / "f.zarr")
     chunks = [path for path in (tmp_path / "f.zarr" / "feature").rglob("c*") if path.is_file()]
     others = [path for path in chunks if not re.search(r"c[./]0[./]\d[./]\d$", str(path))]
     assert len(others) == 9
@@ -90,8 +101,8 @@ def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
         {"estimator": "soft", "damping": 0.03, "weights": "given"},
     ],
 )
-def test_score__kept_matrices_are_never_used_for_anything_else(kept: Path, change, options) -> None:
-    saved = td.open(kept).drop_vars(["gram_eigenvalues", "gram_eigenvectors", "damping"])
+def test_score__kept_matrices_are_never_used_for_anything_else(stores, change, options) -> None:
+    saved = stores("saved", "soft").drop_vars(["gram_eigenvalues", "gram_eigenvectors", "damping"])
     opened = saved.assign(gram=saved.gram * np.nan, loss_gradient=saved.loss_gradient * np.nan)
     opened.gram.attrs.update(saved.gram.attrs)
     opened.loss_gradient.attrs.update(saved.loss_gradient.attrs)
@@ -111,8 +122,8 @@ def test_score__kept_matrices_are_never_used_for_anything_else(kept: Path, chang
         scores(changed, targets, **SOFT)
 
 
-def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(kept: Path) -> None:
-    opened = td.open(kept)
+def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(stores) -> None:
+    opened = stores("saved", "soft")
     some = [ds.isel(checkpoint=[0, 2]) for ds in (opened, reduced(opened), TARGETS)]
     np.testing.assert_allclose(
         scores(some[0], some[2], **SOFT), scores(some[1], some[2], **SOFT), rtol=1e-5
@@ -134,27 +145,6 @@ CHANGES = {
     ),
     "other features": lambda ds: ds.assign(feature=simulate_features(200, 6, 3, seed=9).feature),
 }
-
-
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], xr.Dataset]:
-    """Open stores by kind and estimator, each of which is written once."""
-
-    @functools.cache
-    def written(kind: str, estimator: str) -> Path:
-        path = tmp_path_factory.mktemp(f"{kind}-{estimator}") / "f.zarr"
-        if kind in ("saved", "float16"):
-            save(MADE, path, estimator=estimator, dtype="float16" if kind == "float16" else None)
-            return path
-        rest = simulate_features(50 if kind == "appended" else 90, 6, 3, chunks=64, seed=5)
-        save(simulate_features(150, 6, 3, chunks=64), path, estimator=estimator)
-        opened = save(rest, path, estimator=estimator, append_dim="sample")
-        if kind == "dropped":
-            td.drop(path, where=xr.DataArray(np.arange(240) >= 200, dims="sample"))
-        assert opened.sizes["sample"] >= 200
-        return path
-
-    return lambda kind, estimator: td.open(written(kind, estimator))
 
 
 FORMS = {
