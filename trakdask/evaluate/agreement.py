@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dask.array as da
@@ -12,7 +12,6 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.evaluate.labels import (
     BOUND,
-    BOUNDS,
     lazy_data,
     lazy_results,
     require_bootstrap,
@@ -88,17 +87,16 @@ def randomization_check(
     stacked = lazy_data(randomized) if more else lazy_data(randomized)[:, :, None]
     both = da.concatenate([lazy_data(scores)[:, :, None], stacked], axis=2)
     options = require_bootstrap(resamples, seed, confidence)
-    m, sizes = scores.sizes[TARGET], tuple(randomized.sizes[dim] for dim in more)
+    sizes = tuple(randomized.sizes[dim] for dim in more)
     result = lazy_results(
-        _randomized, arrays.agreement.rank_correlations(both), sizes, options,
+        _randomized, arrays.agreement.rank_correlations(both), sizes, options, of=randomized,
         variables={
-            "correlation": ((TARGET, *more), (m, *sizes), "Spearman, trained and random model"),
-            "correlation_mean": (more, sizes, "mean of correlation over targets"),
-            "interval": ((BOUND, *more), (2, *sizes), "of correlation_mean"),
+            "correlation": ((TARGET, *more), "Spearman, trained and random model"),
+            "correlation_mean": (more, "mean of correlation over targets"),
+            "interval": ((BOUND, *more), "of correlation_mean"),
         },
     )  # fmt: skip
-    coords = {**coords_along(randomized, *more), **coords_along(scores, TARGET), BOUND: BOUNDS}
-    return result.assign_coords(coords)
+    return result.assign_coords(coords_along(scores, TARGET))
 
 
 def seed_agreement(
@@ -174,25 +172,19 @@ def seed_agreement(
     counts = list(n_models)
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _agreed, arrays.agreement.rank_correlations(lazy_data(scores)), counts, options,
-        variables=_agreement_variables(scores, dim, len(counts)),
+        _agreed, arrays.agreement.rank_correlations(lazy_data(scores)), counts, options, of=scores,
+        variables={
+            "agreement": ((TARGET,), "mean Spearman over pairs of models"),
+            "agreement_mean": ((), "mean of agreement over targets"),
+            "interval": ((BOUND,), "of agreement_mean"),
+            "reliability": ((N_MODELS,), "correlation of the mean of so many models"),
+            "reliability_interval": ((BOUND, N_MODELS), "of reliability"),
+            "pairs": ((dim, f"{dim}_1"), "Spearman of two models, mean over targets"),
+        },
+        labels={N_MODELS: counts}, sizes={f"{dim}_1": scores.sizes[dim]},
     )  # fmt: skip
-    coords: dict[Hashable, Any] = dict(coords_along(scores, TARGET, dim))
-    for name, values in coords_along(scores, dim).items():
-        coords[f"{name}_1"] = f"{dim}_1", values.values
-    return result.assign_coords({**coords, N_MODELS: counts, BOUND: BOUNDS})
-
-
-def _agreement_variables(scores: xr.DataArray, dim: str, n_counts: int) -> dict[str, Any]:
-    m, n = scores.sizes[TARGET], scores.sizes[dim]
-    return {
-        "agreement": ((TARGET,), (m,), "mean Spearman over pairs of models"),
-        "agreement_mean": ((), (), "mean of agreement over targets"),
-        "interval": ((BOUND,), (2,), "of agreement_mean"),
-        "reliability": ((N_MODELS,), (n_counts,), "correlation of the mean of so many models"),
-        "reliability_interval": ((BOUND, N_MODELS), (2, n_counts), "of reliability"),
-        "pairs": ((dim, f"{dim}_1"), (n, n), "Spearman of two models, mean over targets"),
-    }
+    others = {f"{n}_1": (f"{dim}_1", c.values) for n, c in coords_along(scores, dim).items()}
+    return result.assign_coords(others)
 
 
 def _randomized(

@@ -10,7 +10,6 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.evaluate.labels import (
     BOUND,
-    BOUNDS,
     DRAW,
     SEED,
     SUBSET,
@@ -19,7 +18,7 @@ from trakdask.evaluate.labels import (
     lazy_results,
     require_bootstrap,
 )
-from trakdask.variables import SAMPLE, TARGET, coords_along
+from trakdask.variables import SAMPLE, TARGET
 
 
 def lds(
@@ -115,28 +114,19 @@ def lds(
     options = require_bootstrap(resamples, seed, confidence)
     prediction = arrays.subsets.subset_sums(lazy_data(masks), lazy_data(scores))
     result = lazy_results(
-        _evaluate, prediction, lazy_data(outputs), options,
-        variables=_variables(scores, more, resamples),
+        _evaluate, prediction, lazy_data(outputs), options, of=scores,
+        variables={
+            "lds": ((TARGET, *more), "Spearman of predicted and retrained outputs"),
+            "lds_mean": (more, "mean of lds over targets"),
+            "interval": ((BOUND, *more), "of lds_mean"),
+            "ceiling": ((TARGET,), "Spearman of a perfect prediction, given the noise of seeds"),
+            "ceiling_mean": ((), "mean of ceiling over targets, minus the bias"),
+            "ceiling_interval": ((BOUND,), "of ceiling_mean"),
+            "draws": ((DRAW, *more), "lds_mean of each bootstrap sample, minus the bias"),
+        },
+        sizes={DRAW: resamples},
     )  # fmt: skip
-    coords = {**coords_along(scores, TARGET, *more), BOUND: BOUNDS}
-    return result.assign_coords(coords).assign_attrs(options)
-
-
-def _variables(scores: xr.DataArray, more: tuple[Any, ...], resamples: int) -> dict[str, Any]:
-    m, sizes = scores.sizes[TARGET], tuple(scores.sizes[dim] for dim in more)
-    return {
-        "lds": ((TARGET, *more), (m, *sizes), "Spearman of predicted and retrained outputs"),
-        "lds_mean": (more, sizes, "mean of lds over targets"),
-        "interval": ((BOUND, *more), (2, *sizes), "of lds_mean"),
-        "ceiling": ((TARGET,), (m,), "Spearman of a perfect prediction, given the noise of seeds"),
-        "ceiling_mean": ((), (), "mean of ceiling over targets, minus the bias"),
-        "ceiling_interval": ((BOUND,), (2,), "of ceiling_mean"),
-        "draws": (
-            (DRAW, *more),
-            (resamples, *sizes),
-            "lds_mean of each bootstrap sample, minus the bias",
-        ),
-    }
+    return result.assign_attrs(options)
 
 
 def _evaluate(

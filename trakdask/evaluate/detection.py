@@ -14,14 +14,13 @@ from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
 from trakdask.evaluate.labels import (
     BOUND,
-    BOUNDS,
     K,
     lazy_data,
     lazy_results,
     require_bootstrap,
     require_some,
 )
-from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX, coords_along
+from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
 
 _NEEDED = "of samples of the target's class and of another, without NaN"
 
@@ -119,14 +118,12 @@ def class_detection(
     codes, target_codes = _class_codes(scores, by, within)
     chance = _class_shares(codes, target_codes, by)
     values = arrays.detection.class_ranks(lazy_data(scores), codes, target_codes, counts)
-    more = scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _detected, values, chance, len(counts), options,
-        variables=_detection_variables(scores, len(counts)),
+        _detected, values, chance, len(counts), options, of=scores,
+        variables=_detection_variables(scores.dims[2:]), labels={K: counts},
     )  # fmt: skip
-    coords = {**coords_along(scores, TARGET, *more), K: counts, BOUND: BOUNDS}
-    return result.assign_coords(coords).assign_attrs(by=by, within=within or "")
+    return result.assign_attrs(by=by, within=within or "")
 
 
 def shortcut_detection(
@@ -208,11 +205,17 @@ def shortcut_detection(
     more = scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _shortcut, values, is_marked, positive.mean(), options,
-        variables=_shortcut_variables(scores),
+        _shortcut, values, is_marked, positive.mean(), options, of=scores,
+        variables={
+            "auprc": ((TARGET, *more), "area of finding the marked samples"),
+            "auprc_mean": (more, "mean of auprc over targets that carry the mark"),
+            "interval": ((BOUND, *more), "of auprc_mean"),
+            "unmarked_mean": (more, "mean of auprc over the other targets"),
+            "unmarked_interval": ((BOUND, *more), "of unmarked_mean"),
+            "chance": ((), "share of marked samples, the auprc of a random order"),
+        },
     )  # fmt: skip
-    coords = {**coords_along(scores, TARGET, *more), BOUND: BOUNDS}
-    return result.assign_coords(coords).assign_attrs(by=by)
+    return result.assign_attrs(by=by)
 
 
 def _class_codes(scores: xr.DataArray, by: str, within: str | None) -> tuple[Codes, Codes]:
@@ -270,22 +273,18 @@ def _marks(scores: xr.DataArray, by: str) -> tuple[Bools, Bools]:
     return of_samples, of_targets
 
 
-def _detection_variables(scores: xr.DataArray, n_counts: int) -> dict[str, Any]:
-    more = scores.dims[2:]
-    m, sizes = scores.sizes[TARGET], tuple(scores.sizes[dim] for dim in more)
+def _detection_variables(more: tuple[Hashable, ...]) -> dict[str, Any]:
     random = "share of the ranked samples that is of the target's class"
-    variables: dict[str, Any] = {"chance": ((TARGET,), (m,), random)}
-    for name, of_k, description in (
-        ("auc", False, "probability that a sample of the target's class has the higher score"),
-        ("reciprocal_rank", False, "1 / rank of the first sample of the target's class"),
-        ("precision", True, "share of the top k that is of the target's class"),
-        ("recall", True, "share of the target's class that is in the top k"),
+    variables: dict[str, Any] = {"chance": ((TARGET,), random)}
+    for name, dims, description in (
+        ("auc", more, "probability that a sample of the target's class has the higher score"),
+        ("reciprocal_rank", more, "1 / rank of the first sample of the target's class"),
+        ("precision", (K, *more), "share of the top k that is of the target's class"),
+        ("recall", (K, *more), "share of the target's class that is in the top k"),
     ):
-        dims: tuple[Hashable, ...] = (K, *more) if of_k else more
-        shape = (n_counts, *sizes) if of_k else sizes
-        variables[name] = (TARGET, *dims), (m, *shape), description
-        variables[f"{name}_mean"] = dims, shape, f"mean of {name} over targets"
-        variables[f"{name}_interval"] = (BOUND, *dims), (2, *shape), f"of {name}_mean"
+        variables[name] = (TARGET, *dims), description
+        variables[f"{name}_mean"] = dims, f"mean of {name} over targets"
+        variables[f"{name}_interval"] = (BOUND, *dims), f"of {name}_mean"
     return variables
 
 
@@ -297,30 +296,13 @@ def _detected(
     values = np.moveaxis(values, -1, 1)
     means, interval = arrays.intervals.bootstrap_mean(values, **options)
     precision, recall = slice(2, 2 + n_counts), slice(2 + n_counts, None)
-    parts: dict[str, Any] = {
-        "auc": 0,
-        "reciprocal_rank": 1,
-        "precision": precision,
-        "recall": recall,
-    }
+    parts: dict[str, Any] = {"auc": 0, "reciprocal_rank": 1}
+    parts |= {"precision": precision, "recall": recall}
     results = {"chance": chance}
     for name, part in parts.items():
         results |= {name: values[:, part], f"{name}_mean": means[part]}
         results[f"{name}_interval"] = interval[:, part]
     return results
-
-
-def _shortcut_variables(scores: xr.DataArray) -> dict[str, Any]:
-    more = scores.dims[2:]
-    m, sizes = scores.sizes[TARGET], tuple(scores.sizes[dim] for dim in more)
-    return {
-        "auprc": ((TARGET, *more), (m, *sizes), "area of finding the marked samples"),
-        "auprc_mean": (more, sizes, "mean of auprc over targets that carry the mark"),
-        "interval": ((BOUND, *more), (2, *sizes), "of auprc_mean"),
-        "unmarked_mean": (more, sizes, "mean of auprc over the other targets"),
-        "unmarked_interval": ((BOUND, *more), (2, *sizes), "of unmarked_mean"),
-        "chance": ((), (), "share of marked samples, the auprc of a random order"),
-    }
 
 
 def _shortcut(

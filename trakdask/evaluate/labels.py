@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.checks import require_integer, require_number
-from trakdask.variables import SAMPLE
+from trakdask.variables import SAMPLE, coords_along
 
 SUBSET = "subset"
 SEED = "seed"
@@ -25,21 +25,38 @@ FRACTION = "fraction"
 def lazy_results(
     function: Callable[..., Mapping[str, np.ndarray]],
     *inputs: Any,
-    variables: Mapping[str, tuple[tuple[Hashable, ...], tuple[int, ...], str]],
+    of: xr.DataArray,
+    variables: Mapping[str, tuple[tuple[Hashable, ...], str]],
+    labels: Mapping[str, Any] | None = None,
+    sizes: Mapping[Hashable, int] | None = None,
     dtypes: Mapping[str, Any] | None = None,
 ) -> xr.Dataset:
     """Return a lazy Dataset of the arrays that one task computes from all inputs at once.
 
-    ``variables`` maps the name of each array to its dimensions, shape and description; arrays are
-    float64 unless ``dtypes`` says otherwise.
+    Parameters
+    ----------
+    function
+        Returns the arrays by name.
+    *inputs
+        Its arguments, of which some are lazy.
+    of
+        What is evaluated, (sample, ...): results have its coords along other dimensions.
+    variables
+        Dimensions and description of each array.
+    labels, sizes
+        Of further dimensions, with and without labels.
+    dtypes
+        Of arrays that are not float64.
     """
     results = dask.delayed(function, pure=True)(*inputs)
+    labels = {BOUND: BOUNDS, **(labels or {})}
+    sizes = {**of.sizes, **{dim: len(values) for dim, values in labels.items()}, **(sizes or {})}
     arrays = {}
-    for name, (dims, shape, description) in variables.items():
-        dtype = np.dtype((dtypes or {}).get(name, np.float64))
-        data = da.from_delayed(results[name], shape, dtype=dtype)
+    for name, (dims, description) in variables.items():
+        shape, dtype = tuple(sizes[dim] for dim in dims), (dtypes or {}).get(name, np.float64)
+        data = da.from_delayed(results[name], shape, dtype=np.dtype(dtype))
         arrays[name] = (dims, data, {"description": description})
-    return xr.Dataset(arrays)
+    return xr.Dataset(arrays, coords={**coords_along(of, *of.dims[1:]), **labels})
 
 
 def lazy_data(array: xr.DataArray) -> da.Array:

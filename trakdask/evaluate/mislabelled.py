@@ -10,13 +10,12 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.evaluate.labels import (
     BOUND,
-    BOUNDS,
     FRACTION,
     lazy_data,
     lazy_results,
     require_fraction,
 )
-from trakdask.variables import SAMPLE, coords_along
+from trakdask.variables import SAMPLE
 
 TWENTIETHS = tuple(i / 20 for i in range(1, 20))
 
@@ -65,15 +64,13 @@ def mislabelled_auc(
     values, wrong = _checked(values, is_mislabelled)
     confidence = require_fraction("confidence", confidence)
     more = values.dims[1:]
-    sizes = tuple(values.sizes[dim] for dim in more)
-    result = lazy_results(
-        _auc, lazy_data(values), wrong, confidence,
+    return lazy_results(
+        _auc, lazy_data(values), wrong, confidence, of=values,
         variables={
-            "auc": (more, sizes, "probability that a wrong label has the higher value"),
-            "interval": ((BOUND, *more), (2, *sizes), "of auc"),
+            "auc": (more, "probability that a wrong label has the higher value"),
+            "interval": ((BOUND, *more), "of auc"),
         },
     )  # fmt: skip
-    return result.assign_coords({**coords_along(values, *more), BOUND: BOUNDS})
 
 
 def mislabelled_curve(
@@ -139,21 +136,19 @@ def mislabelled_curve(
     values, wrong = _checked(values, is_mislabelled)
     confidence = require_fraction("confidence", confidence)
     shares = [require_fraction("every fraction", share) for share in fractions]
-    more, k = values.dims[1:], len(shares)
-    sizes = tuple(values.sizes[dim] for dim in more)
-    result = lazy_results(
-        _curve, lazy_data(values), wrong, shares, confidence,
+    more = values.dims[1:]
+    return lazy_results(
+        _curve, lazy_data(values), wrong, shares, confidence, of=values,
         variables={
-            "found": ((FRACTION, *more), (k, *sizes), "share of the wrong labels that is found"),
-            "interval": ((BOUND, FRACTION, *more), (2, k, *sizes), "of found"),
-            "area": (more, sizes, "area under found, for fractions from 0 to 1"),
-            "area_interval": ((BOUND, *more), (2, *sizes), "of area"),
-            "random_interval": ((BOUND, FRACTION), (2, k), "of found in a random order"),
-            "best": ((FRACTION,), (k,), "found if all wrong labels came first"),
+            "found": ((FRACTION, *more), "share of the wrong labels that is found"),
+            "interval": ((BOUND, FRACTION, *more), "of found"),
+            "area": (more, "area under found, for fractions from 0 to 1"),
+            "area_interval": ((BOUND, *more), "of area"),
+            "random_interval": ((BOUND, FRACTION), "of found in a random order"),
+            "best": ((FRACTION,), "found if all wrong labels came first"),
         },
+        labels={FRACTION: shares},
     )  # fmt: skip
-    coords = {**coords_along(values, *more), FRACTION: shares, BOUND: BOUNDS}
-    return result.assign_coords(coords)
 
 
 def _checked(values: xr.DataArray, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -13,9 +12,9 @@ from numpy.typing import NDArray
 from trakdask import arrays
 from trakdask.attribution.ranking import top_k
 from trakdask.checks import require_integer, require_number
-from trakdask.evaluate.labels import BOUND, BOUNDS, FRACTION, K, lazy_results, require_fraction
+from trakdask.evaluate.labels import BOUND, FRACTION, K, lazy_results, require_fraction
 from trakdask.evaluate.retraining import Seeds, Store, TrainFn, train_models
-from trakdask.variables import SAMPLE, TARGET, coords_along
+from trakdask.variables import SAMPLE, TARGET
 
 
 def brittleness(
@@ -111,22 +110,19 @@ def brittleness(
     outputs = train_models(
         train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
     )
-    shape = m, len(counts)
     result = lazy_results(
-        _flips, outputs, len(counts), n_random, threshold, confidence,
+        _flips, outputs, len(counts), n_random, threshold, confidence, of=scores,
         variables={
-            "output": ((TARGET, K), shape, "mean over seeds, without the target's top k samples"),
-            "full_output": ((TARGET,), (m,), "mean over seeds, trained on all samples"),
-            "flips": ((TARGET, K), shape, "output and full_output are on different sides"),
-            "flip_fraction": ((K,), shape[1:], "share of targets that flip"),
-            "interval": ((BOUND, K), (2, shape[1]), "of flip_fraction"),
-            "random_flip_fraction": ((K,), shape[1:], "the same, k random samples removed"),
-            "random_interval": ((BOUND, K), (2, shape[1]), "of random_flip_fraction"),
+            "output": ((TARGET, K), "mean over seeds, without the target's top k samples"),
+            "full_output": ((TARGET,), "mean over seeds, trained on all samples"),
+            "flips": ((TARGET, K), "output and full_output are on different sides"),
+            "flip_fraction": ((K,), "share of targets that flip"),
+            "interval": ((BOUND, K), "of flip_fraction"),
+            "random_flip_fraction": ((K,), "the same, k random samples removed"),
+            "random_interval": ((BOUND, K), "of random_flip_fraction"),
         },
-        dtypes={"flips": bool},
+        labels={K: counts}, dtypes={"flips": bool},
     )  # fmt: skip
-    coords = {**coords_along(scores, TARGET), K: counts, BOUND: BOUNDS}
-    result = result.assign_coords(coords)
     return result if store is None else result.compute()
 
 
@@ -212,25 +208,20 @@ def removal_curve(
         train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
     )
     result = lazy_results(
-        _curve, outputs, len(counts), n_random, confidence,
-        variables=_curve_variables(m, len(counts), kind),
+        _curve, outputs, len(counts), n_random, confidence, of=scores,
+        variables={
+            "full_output": ((TARGET,), "mean over seeds, trained on all samples"),
+            "mean_full_output": ((), "mean of full_output over targets"),
+            "output": ((TARGET, FRACTION), f"mean over seeds, the most {kind} samples removed"),
+            "mean_output": ((FRACTION,), "mean of output over targets"),
+            "interval": ((BOUND, FRACTION), "of mean_output"),
+            "random_output": ((TARGET, FRACTION), "mean over seeds, random samples removed"),
+            "mean_random_output": ((FRACTION,), "mean of random_output over targets"),
+            "random_interval": ((BOUND, FRACTION), "of mean_random_output"),
+        },
+        labels={FRACTION: shares},
     )  # fmt: skip
-    coords = {**coords_along(scores, TARGET), FRACTION: shares, BOUND: BOUNDS}
-    result = result.assign_coords(coords)
     return result if store is None else result.compute()
-
-
-def _curve_variables(m: int, n_counts: int, kind: str) -> dict[str, Any]:
-    removals = ("", f"the most {kind} samples removed"), ("random_", "random samples removed")
-    variables: dict[str, Any] = {
-        "full_output": ((TARGET,), (m,), "mean over seeds, trained on all samples"),
-        "mean_full_output": ((), (), "mean of full_output over targets"),
-    }
-    for prefix, what in removals:
-        variables[f"{prefix}output"] = (TARGET, FRACTION), (m, n_counts), f"mean over seeds, {what}"
-        variables[f"mean_{prefix}output"] = (FRACTION,), (n_counts,), f"mean over targets, {what}"
-        variables[f"{prefix}interval"] = (BOUND, FRACTION), (2, n_counts), f"of mean_{prefix}output"
-    return variables
 
 
 def _counts(counts: list[int], n: int) -> list[int]:
