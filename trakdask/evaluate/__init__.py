@@ -12,9 +12,8 @@ model forgets, and ``seed_agreement`` whether those of other seeds are the same.
 """
 
 from trakdask.evaluate.agreement import randomization_check, seed_agreement
-from trakdask.evaluate.datamodeling import lds
+from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
 from trakdask.evaluate.detection import class_detection, shortcut_detection
-from trakdask.evaluate.masks import leave_one_out, subsets
 from trakdask.evaluate.mislabelled import mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.removal import brittleness, removal_curve
 from trakdask.evaluate.retraining import retrain
