@@ -202,8 +202,9 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
         counts, is_possible = [min(k, size) for size in sizes], k <= n
     if not is_possible:
         raise ValueError(
-            f"expected no more than the {n} samples that where= and by= leave, got k={k} and "
-            f"fraction={fraction}; try {f'k={min(10, n)}' if n else 'a mask that selects some'}"
+            f"expected {'k from 1 to' if k else 'a fraction in (0, 1] of'} the {n} samples that "
+            f"where= and by= leave, got {k or fraction}; try "
+            f"{f'k={min(10, n)}' if n else 'a mask that selects some'}"
         )
     return counts
 
