@@ -54,7 +54,8 @@ def top_k(
     k
         How many samples per target.
     fraction
-        Instead of k: the share of the samples that count, in (0, 1]. The number is rounded up.
+        Instead of k: the share of the samples that count, in (0, 1], or of all samples where
+        ``where`` depends on the target. The number is rounded up.
     where
         Which samples count: a boolean mask (sample), such as ``scores.source == "web"``; a mask
         over (sample, target), in memory; or a function from the coords of a tile to a mask,
@@ -193,18 +194,16 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
             f"expected either k or fraction, got k={k!r} and fraction={fraction!r}; try k=10"
         )
     if fraction is not None:
-        share = require_number("fraction", fraction, low=0, remedy="try fraction=0.05")
+        asked = require_number("fraction", fraction, low=0, remedy="try fraction=0.05")
         # 0.07 * 100 is 7.000000000000001, of which nobody expects 8.
-        counts = [math.ceil(round(share * size, 9)) for size in sizes]
-        is_possible = share <= 1 and n > 0
+        counts = [math.ceil(round(asked * size, 9)) for size in sizes]
     else:
-        k = require_integer("k", k, 1, remedy="try k=10")
-        counts, is_possible = [min(k, size) for size in sizes], k <= n
-    if not is_possible:
+        asked = require_integer("k", k, 1, remedy="try k=10")
+        counts = [min(asked, size) for size in sizes]
+    if n == 0 or asked > (n if fraction is None else 1):
         raise ValueError(
-            f"expected {'k from 1 to' if k else 'a fraction in (0, 1] of'} the {n} samples that "
-            f"where= and by= leave, got {k or fraction}; try "
-            f"{f'k={min(10, n)}' if n else 'a mask that selects some'}"
+            f"expected k from 1 to the {n} samples that where= and by= leave, or a fraction in "
+            f"(0, 1] of them, got {asked}; try fewer, or a mask that selects more"
         )
     return counts
 
