@@ -131,7 +131,7 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
             )
 
 
-def aligned(given: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) -> xr.DataArray:
+def aligned(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) -> xr.DataArray:
     """Return an array with its entries reordered by label to match ``to``.
 
     Along each dimension that has an index on both sides, entries are selected by label, and those
@@ -141,29 +141,31 @@ def aligned(given: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) ->
     Raises
     ------
     ValueError
-        If labels are missing or not unique, only ``given`` has labels, or coords differ.
+        If labels are missing, only ``array`` has labels, or coords differ.
+    pandas.errors.InvalidIndexError
+        If labels of ``array`` are not unique.
 
     Examples
     --------
-    >>> given = xr.DataArray([1, 2], coords={"checkpoint": ["b", "a"]})
+    >>> array = xr.DataArray([1, 2], coords={"checkpoint": ["b", "a"]})
     >>> to = xr.DataArray([0, 0], coords={"checkpoint": ["a", "b"]})
-    >>> aligned(given, to, what="weights").values.tolist()
+    >>> aligned(array, to, what="weights").values.tolist()
     [2, 1]
     """
-    for dim in map(str, given.dims):
-        if dim in given.indexes:
-            given = _by_labels(given, to, dim, what)
-        _require_equal_coords(given, to, dim, what)
-    return given
+    for dim in map(str, array.dims):
+        if dim in array.indexes:
+            array = _by_labels(array, to, dim, what)
+        _require_equal_coords(array, to, dim, what)
+    return array
 
 
 def _by_labels(
-    given: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
+    array: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
 ) -> xr.DataArray:
-    theirs = given.indexes[dim]
+    theirs = array.indexes[dim]
     if dim not in to.indexes:
         if theirs.equals(pd.RangeIndex(len(theirs))):
-            return given
+            return array
         raise ValueError(
             f"expected {what} without labels along {dim!r}, since the scored arrays have none "
             f"there, got the labels {_first_labels(theirs)}; try .drop_vars({dim!r}) to match "
@@ -171,7 +173,7 @@ def _by_labels(
         )
     ours = to.indexes[dim]
     if ours.equals(theirs):
-        return given
+        return array
     positions = theirs.get_indexer(ours)
     if (positions < 0).any():
         raise ValueError(
@@ -179,13 +181,13 @@ def _by_labels(
             f"{_first_labels(theirs)} without {ours[positions < 0][0]!r}; try .sel({dim}=...) with "
             "the same labels on both"
         )
-    return given.isel({dim: positions})
+    return array.isel({dim: positions})
 
 
 def _require_equal_coords(
-    given: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
+    array: xr.DataArray, to: xr.Dataset | xr.DataArray, dim: str, what: str
 ) -> None:
-    for name, coord in given.coords.items():
+    for name, coord in array.coords.items():
         other = to.coords.get(name)
         if other is None or not coord.dims == other.dims == (dim,) or len(coord) != len(other):
             continue

@@ -191,14 +191,12 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
     ``quiet`` leaves warnings of how λ is chosen to those who will use what is stored.
     """
     estimator, stored = options.estimator, grams.stored_damping(features, options)
-    given = None if options.weights is None else grams.weight_data(features, options.weights)
+    h = None if options.weights is None else grams.weight_data(features, options.weights)
     by_outputs = options.is_damped_by_outputs and stored is None
     if by_outputs:
         validate(features, ["output", "out_to_loss"], what="features")
     is_same = estimator.choosing == estimator.weights
-    gram = grams.gram_matrix(
-        features, estimator.weights, given, chooses_damping=by_outputs and is_same
-    )
+    gram = grams.gram_matrix(features, estimator.weights, h, chooses_damping=by_outputs and is_same)
     chooses = gram
     if by_outputs and not is_same:
         chooses = grams.gram_matrix(features, estimator.choosing, chooses_damping=True)

@@ -113,7 +113,7 @@ class GramMatrix:
 def gram_matrix(
     features: xr.Dataset,
     weights: Weights,
-    given: da.Array | None = None,
+    h: da.Array | None = None,
     *,
     chooses_damping: bool = False,
 ) -> GramMatrix:
@@ -128,8 +128,8 @@ def gram_matrix(
         Features of all training samples, or rows of them with the gram matrix of all.
     weights
         Those of the estimator, or those under which outputs choose λ.
-    given
-        h in place of that of ``weights``, (sample, checkpoint), of which no matrix is stored.
+    h
+        In place of that of ``weights``, (sample, checkpoint), of which no matrix is stored.
     chooses_damping
         Whether λ is to be chosen with it.
 
@@ -139,11 +139,10 @@ def gram_matrix(
         If there are more rows than the gram matrix has samples, if it has a dimension ``sample``,
         or if rows were selected and another matrix of all samples is needed than the one at hand.
     """
-    stored = stored_matrix(features, GRAM, weights) if given is None else None
+    stored = stored_matrix(features, GRAM, weights) if h is None else None
     if stored is not None:
         return _stored_gram(features, weights, stored, chooses_damping=chooses_damping)
-    h = given
-    if given is None:
+    if h is None:
         _require_all_samples(features)
         h = weights.gram_data(features)
     x, n, labels = features["feature"].data, features.sizes[SAMPLE], _labels(features)
@@ -166,9 +165,9 @@ def _stored_gram(
         if loss_gradient is None:  # other checkpoints are pooled than when it was stored
             _require_all_samples(features)
             loss_gradient = arrays.damping.loss_gradient(x, g)
-    known = _decomposition(features)
-    if known is not None:
-        spectrum = arrays.spectrum.from_eigenvectors(*known, loss_gradient, n, labels)
+    decomposition = _decomposition(features)
+    if decomposition is not None:
+        spectrum = arrays.spectrum.from_eigenvectors(*decomposition, loss_gradient, n, labels)
     elif chooses_damping:
         spectrum = _decomposed(x, gram, loss_gradient, n, labels)
     return GramMatrix(gram, n, labels, True, spectrum, h, g)

@@ -89,9 +89,9 @@ def combine(
     """
     validate(targets, ["feature"], what="targets")
     if (by is None) == (weights is None):
-        given = "neither" if by is None else "both"
+        got = "neither" if by is None else "both"
         raise ValueError(
-            f"expected either by= or weights=, got {given}; try by='label', or weights={{'first - "
+            f"expected either by= or weights=, got {got}; try by='label', or weights={{'first - "
             "second': {0: 1, 1: -1}}"
         )
     if by is not None:
@@ -202,11 +202,11 @@ def group_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     starts = range(0, max(len(values), 1), _ROWS_AT_ONCE)
     parts = [pd.factorize(values[start : start + _ROWS_AT_ONCE]) for start in starts]
-    numbers, groups = pd.factorize(np.concatenate([found for _, found in parts]), sort=True)
+    numbers, groups = pd.factorize(np.concatenate([names for _, names in parts]), sort=True)
     numbers = numbers.astype(np.min_scalar_type(-max(len(groups), 1)))
-    ends = np.cumsum([len(found) for _, found in parts])
+    ends = np.cumsum([len(names) for _, names in parts])
     codes = [
-        np.append(own, own.dtype.type(-1))[part]  # the last is that of missing values, -1
-        for own, (part, _) in zip(np.split(numbers, ends[:-1]), parts, strict=True)
+        np.append(of_part, of_part.dtype.type(-1))[part]  # the last is that of missing values, -1
+        for of_part, (part, _) in zip(np.split(numbers, ends[:-1]), parts, strict=True)
     ]
     return np.concatenate(codes), np.asarray(groups)

@@ -175,24 +175,24 @@ def score_parts(
         require_comparable(features, undivided, "training" if divides_targets else "target")
     divided = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
     like = divided.like
-    made = solver(lazy_features(features), gathered)
+    operands = solver(lazy_features(features), gathered)
     if divides_targets:
-        training = made.features if of is None else lazy_features(of)
-        (dims, coords), vectors = _weighted_samples(made, training, like, by)
+        training = operands.features if of is None else lazy_features(of)
+        (dims, coords), vectors = _weighted_samples(operands, training, like, by)
         results = divided.arrays(vectors)
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
-        attrs = score_attrs(features, like, made.attrs)
+        attrs = score_attrs(features, like, operands.attrs)
         attrs |= {"target_on_error": "record"} if on_error == "record" else {}
     else:
         explained = lazy_features(targets)
         dims, coords = labels_of_scores(like, explained)
-        results = divided.arrays(made.vectors(explained))
+        results = divided.arrays(operands.vectors(explained))
         q = like[[]].assign(out_to_loss=((SAMPLE, CHECKPOINT), results["out_to_loss"]))
-        weight = _pooled(made, made.weight(q)).astype(results["product"].dtype)
+        weight = _pooled(operands, operands.weight(q)).astype(results["product"].dtype)
         data = results["product"] * weight[:, None, None, :]
         coords |= _errors(results, SAMPLE, "error")
-        attrs = score_attrs(features, targets, made.attrs)
+        attrs = score_attrs(features, targets, operands.attrs)
     if average:
         data = data.mean(axis=-1, dtype=data.dtype)
     attrs |= {"parts": str(like.attrs["parts"])}
@@ -226,20 +226,20 @@ def _divided(
 
 
 def _weighted_samples(
-    made: Solver, training: xr.Dataset, targets: xr.Dataset, by: str | None
+    operands: Solver, training: xr.Dataset, targets: xr.Dataset, by: str | None
 ) -> tuple[Labels, da.Array]:
     """Return the labels of scores, and the solved vectors of training samples, or of groups."""
     if by is not None:
         labels, codes = labels_of_groups(training, targets, by)
-        return labels, made.solve(made.group_sums(training, codes))
-    vectors = made.vectors(training)
-    weight = _pooled(made, made.weight(training)).astype(vectors.dtype)
+        return labels, operands.solve(operands.group_sums(training, codes))
+    vectors = operands.vectors(training)
+    weight = _pooled(operands, operands.weight(training)).astype(vectors.dtype)
     return labels_of_scores(training, targets), vectors * weight[:, None, :]
 
 
-def _pooled(made: Solver, weight: da.Array) -> da.Array:
+def _pooled(operands: Solver, weight: da.Array) -> da.Array:
     """Return the weights of samples, (sample, 1), or (sample, checkpoint) if not pooled."""
-    return weight.mean(axis=1, keepdims=True) if made.pooled else weight
+    return weight.mean(axis=1, keepdims=True) if operands.pooled else weight
 
 
 def _errors(results: dict[str, da.Array], dim: str, name: str) -> dict[Hashable, Any]:

@@ -186,12 +186,12 @@ def score(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
     labels = labels_of_scores(training, explained)
-    made = solver(training, options)
+    operands = solver(training, options)
+    feature, weight = operands.features.feature.data, operands.weight(operands.features)
     data = arrays.score.score(
-        made.features.feature.data, made.vectors(explained), made.weight(made.features),
-        average=average, pooled=made.pooled,
-    )  # fmt: skip
-    attrs = score_attrs(training, targets, made.attrs)
+        feature, operands.vectors(explained), weight, average=average, pooled=operands.pooled
+    )
+    attrs = score_attrs(training, targets, operands.attrs)
     return labelled("score", labels, data, attrs, None if average else features[CHECKPOINT])
 
 
@@ -232,10 +232,10 @@ def group_score(
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
-    made = solver(training, options)
-    sums = made.group_sums(made.features, codes)
-    data = arrays.score.score(sums, made.vectors(explained), None)
-    return labelled("score", labels, data, score_attrs(training, targets, made.attrs))
+    operands = solver(training, options)
+    sums = operands.group_sums(operands.features, codes)
+    data = arrays.score.score(sums, operands.vectors(explained), None)
+    return labelled("score", labels, data, score_attrs(training, targets, operands.attrs))
 
 
 def self_influence(
@@ -395,9 +395,9 @@ def loss_weights(estimator: ResolvedEstimator, features: xr.Dataset) -> Weights:
     """
     if not estimator.is_adaptive:
         return estimator.weights
-    known = _stored_variance(features)
-    if known is not None:
-        power = arrays.weights.power_of(known)
+    variance = _stored_variance(features)
+    if variance is not None:
+        power = arrays.weights.power_of(variance)
         return dataclasses.replace(estimator.weights, loss=f"q^{power:.3g}", power=power)
     formula = "q^b, b in [0.5, 1] by the spread of log((1 - q)/q)"
     lazy = arrays.weights.adaptive_power(features.out_to_loss.data)
@@ -413,11 +413,11 @@ def _stored_variance(features: xr.Dataset) -> np.ndarray[Any, Any] | None:
         return None
     attrs = features[DAMPING].attrs
     variances = attrs.get(LOGIT_VARIANCE, ())  # stores of "trak" have none
-    known = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
+    by_name = dict(zip(attrs.get("pooled_checkpoints", ()), variances, strict=False))
     names = [str(name) for name in features[CHECKPOINT].values]
-    if not set(names) <= set(known) or features.sizes[SAMPLE] > attrs[N_SAMPLES]:
+    if not set(names) <= set(by_name) or features.sizes[SAMPLE] > attrs[N_SAMPLES]:
         return None
-    return np.array([known[name] for name in names])
+    return np.array([by_name[name] for name in names])
 
 
 def _inverse_norm(features: xr.Dataset) -> da.Array:
@@ -512,14 +512,14 @@ def _coords_of(ds: xr.Dataset, dims: tuple[str, ...]) -> dict[Hashable, xr.Varia
 
 
 def score_attrs(
-    training: xr.Dataset, targets: xr.Dataset, made: Mapping[str, str]
+    training: xr.Dataset, targets: xr.Dataset, how: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the attrs of scores: how features were made, and how scores were made from them."""
     attrs = training.attrs
     kept = {name: attrs[name] for name in FEATURE_SPEC if name in attrs and name != "parameters"}
     return as_text(kept) | {
         **VARIABLES["score"].attrs,
-        **made,
+        **how,
         "source": attrs.get("source", ""),
         "target_source": targets.attrs.get("source", ""),
         **({"target_on_error": "record"} if may_have_failed(targets) else {}),
