@@ -43,6 +43,7 @@ TILE = xr.Dataset(
         ("good == False", ~GOOD),
         ("  weight != -1.0\t", WEIGHT != -1.0),
         ('"m" < source', SOURCE > "m"),
+        ('"oo" in source', SOURCE == "books"),
     ],
 )
 def test_condition__is_the_comparison_of_arrays(text: str, expected: np.ndarray) -> None:
@@ -95,6 +96,7 @@ def test_condition__on_both_sides() -> None:
         "label = 3",
         "label == 3; import os",
         "True",
+        "3 == 3",
         "unknown == 3",
         "label == 'web'",
         "source == 3",
@@ -114,6 +116,8 @@ def test_condition__on_both_sides() -> None:
 def test_condition__anything_else_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected .*try |soon"):
         Condition(text)(TILE)
+    with pytest.raises(ValueError, match="got 3"):
+        Condition(3)  # type: ignore[arg-type]
 
 
 def test_selection__ranks_as_a_mask_does() -> None:

@@ -269,6 +269,11 @@ def test_score__in_memory_and_lazy_are_equal() -> None:
     )
 
 
+def test_score__many_targets_in_blocks_that_are_divided() -> None:
+    many = simulate_features(5000, P, C, chunks=5000, seed=1)
+    assert max(td.score(TRAIN, many, damping=0.1).chunks[1]) <= 4096
+
+
 def test_score__chunked_coords_do_no_harm() -> None:
     scores = td.score(TRAIN.chunk(sample=10), TARGETS.chunk(sample=3))
     top = td.top_k(scores, 2, where=scores.label == 0)
