@@ -9,12 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.gradients import (
-    ENGINES,
-    choose_engine,
-    require_same_as_loop,
-    vmap_gradients,
-)
+from trakdask.models.gradient_checks import require_same_as_loop
+from trakdask.models.gradients import ENGINES, choose_engine, vmap_gradients
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward, ImageClassification, TrakTask
 

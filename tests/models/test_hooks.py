@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from trakdask.models import hooks
-from trakdask.models.coverage import hookable_layers
 from trakdask.models.gradients import ENGINES
-from trakdask.models.layers import rules_of
+from trakdask.models.hook_plan import hookable_layers
 from trakdask.models.model import Model
+from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
 
 
@@ -390,7 +390,7 @@ def test_hooks__equal_backward(layer: str) -> None:
 def test_hooks__large_gradients_in_parts(
     layer: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(hooks._PART_BYTES, "cpu", n_bytes)
+    monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", n_bytes)
     check(*LAYERS[layer])
 
 
@@ -408,14 +408,14 @@ def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
     assert bool(sink.n_written) == (layer not in ("conv2d", "embedding", "tied weights"))
 
 
-def test_part_bytes__larger_on_a_gpu() -> None:
-    of = {kind: hooks._part_bytes(torch.empty(1, device=kind)) for kind in ("cpu", "meta")}
+def test_slice_bytes__larger_on_a_gpu() -> None:
+    of = {kind: hooks._slice_bytes(torch.empty(1, device=kind)) for kind in ("cpu", "meta")}
     on_gpu = type("Parameter", (), {"device": torch.device("cuda", 1)})()
-    assert of["cpu"] == of["meta"] == 2**22 < hooks._part_bytes(on_gpu) == 2**28
+    assert of["cpu"] == of["meta"] == 2**22 < hooks._slice_bytes(on_gpu) == 2**28
 
 
 def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hooks._PART_BYTES, "cpu", 400)
+    monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", 400)
     model, sizes = Model(Tied().double(), task=Total()), []
     forward = model.forward(model.checkpoints[0])
     x = tokens(3, 4, 5)

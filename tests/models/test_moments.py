@@ -84,7 +84,7 @@ def test_scaled__equals_backward(
     gradients: str, part_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if part_bytes:
-        monkeypatch.setattr(hooks, "_PART_BYTES", {"cpu": part_bytes})
+        monkeypatch.setattr(hooks, "_SLICE_BYTES", {"cpu": part_bytes})
     found = features(model(), gradients=gradients, batch_size=2)
     assert "Adam" in found.attrs["formula"]
     for seed in (0, 1):

@@ -18,9 +18,9 @@ from trakdask.featurization.graphs import Inputs, lazy_products
 from trakdask.featurization.lazy import Prepared, prepare
 from trakdask.featurization.partition import Partition, groups_of_parameters
 from trakdask.featurization.precision import DType
+from trakdask.models.hook_plan import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.tasks import TrakTask
-from trakdask.models.tokens import require_layers_of_tokens
 from trakdask.projection import Projector
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
