@@ -71,16 +71,20 @@ _HARMLESS = {"reset_parameters", "extra_repr"}
 
 def rules_of(module: Any) -> Mapping[str, Rule] | None:
     """Return the rules of a layer by parameter, or None if no rules apply."""
-    kind = _kind_of(type(module))
-    if kind is not None:
-        return None if _is_special(module) else _RULES[kind]
+    kind: Any = type(module)
+    layer = _layer_of(kind)
+    if layer is not None:
+        return None if _is_special(module) else _RULES[layer]
     # Conv1D of transformers is a linear layer that stores its weight transposed.
-    where, name = type(module).__module__, type(module).__name__
-    return _CONV1D if (where, name) == ("transformers.pytorch_utils", "Conv1D") else None
+    return (
+        _CONV1D
+        if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+        else None
+    )
 
 
 @lru_cache(maxsize=1024)
-def _kind_of(kind: Any) -> Any:
+def _layer_of(kind: Any) -> Any:
     """Return the layer of torch that a class is, or whose code it inherits unchanged, or None."""
     layer = next((base for base in kind.__mro__ if base in _RULES), None)
     if layer is None:
