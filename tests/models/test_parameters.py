@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trakdask.models.parameters import select_parameters
+from trakdask.models.modules import select_parameters
 
 
 def mlp() -> nn.Module:
@@ -27,30 +27,6 @@ def mlp() -> nn.Module:
 )
 def test_select_parameters__order_is_the_modules(selection, expected: list[str]) -> None:
     assert list(select_parameters(mlp(), selection)) == expected
-
-
-def test_select_parameters__nothing() -> None:
-    own = mlp()
-    with pytest.raises(ValueError, match=r"parameters=Conv2d, which selects nothing.*'Linear'"):
-        select_parameters(own, torch.nn.Conv2d)
-    with pytest.raises(ValueError, match=r"matches none of 4; try one of \['2.weight'"):
-        select_parameters(own, "2.wieght")
-    with pytest.raises(ValueError, match="none of 4"):
-        select_parameters(own, lambda name, tensor: False)
-    with pytest.raises(ValueError, match="selects nothing"):
-        select_parameters(own, [])
-
-
-def test_select_parameters__part_of_a_name() -> None:
-    """A glob is what is missing, not another name."""
-    with pytest.raises(ValueError, match=r"'weigh'.*'\*weigh\*'"):
-        select_parameters(mlp(), "weigh")
-
-
-@pytest.mark.parametrize("selection", [3, [3], {"0.weight": 1, 2: 3}])
-def test_select_parameters__of_another_kind(selection: object) -> None:
-    with pytest.raises(TypeError, match=r"got .*3"):
-        select_parameters(mlp(), selection)  # type: ignore[arg-type]
 
 
 def test_select_parameters__modules_inside_an_instance_count() -> None:

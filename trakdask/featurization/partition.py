@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trakdask.checks import shown
 from trakdask.models.gradients import number_of_tokens
-from trakdask.models.parameters import select_parameters
+from trakdask.models.modules import select_parameters
 from trakdask.models.products import Products
 from trakdask.models.tasks import Batch
 

@@ -105,7 +105,7 @@ class _Dividing:
         if _is_token(self._parts):
             return _tokens(model, inputs)
         names = tuple(model.shapes)
-        groups, self._titles = groups_of_parameters(model.skeleton(), names, self._parts)
+        groups, self._titles = groups_of_parameters(model.meta_module(), names, self._parts)
         return Partition(MODULE, len(self._titles), groups)
 
     def coords(self, samples: xr.Dataset, model: Model) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _tokens(model: Model, inputs: Inputs) -> Partition:
             "expected a task that runs batches, as parts='token' needs, got one that runs one "
             "sample at a time; try td.tasks.CausalLM()"
         )
-    require_layers_of_tokens(model.skeleton(), tuple(model.shapes))
+    require_layers_of_tokens(model.meta_module(), tuple(model.shapes))
     return Partition(TOKEN, int(first.shape[1]))
 
 

@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import os
 import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import fsspec
@@ -21,22 +23,65 @@ from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder, location
 from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
-from trakdask.models.states import State, States
 
 __all__ = [
     "Checkpoint",
     "CheckpointLike",
+    "State",
+    "States",
     "cache_states",
     "cached_state",
     "digest_state",
     "make_checkpoints",
 ]
 
+State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
 Check = Callable[[str, State, "Checkpoint | None"], None]
 FindBase = Callable[[State, "Folder | None"], "Checkpoint | None"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+_FEWEST_STATES = 2
+
+
+class States:
+    """Cache of state dicts by the digest of their content; the least recently used go first.
+
+    The last two stay however large they are: those of an adapter and of its base model.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        """What all of them together may take, beyond the last two."""
+        self._states: OrderedDict[str, State] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, digest: str, read: Callable[[], State]) -> State:
+        """Return a state dict; one thread reads it, and the others wait for the same tensors."""
+        with self._lock:
+            if digest not in self._states:
+                self._states[digest] = read()
+            self._states.move_to_end(digest)
+            sizes = [_bytes(state) for state in self._states.values()]
+            while len(sizes) > _FEWEST_STATES and sum(sizes) > self.most_bytes:
+                self._states.popitem(last=False)
+                sizes.pop(0)
+            return self._states[digest]
+
+    def digests(self) -> list[str]:
+        """Return which state dicts are in memory, the most recently used last."""
+        return list(self._states)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            self._states.clear()
+
+
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
 _states = States()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -21,28 +20,29 @@ from trakdask.html_tables import html_table
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
+    State,
     cached_state,
     make_checkpoints,
 )
 from trakdask.models.code import code_digests
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
-from trakdask.models.moments import MomentsLike, open_moments
-from trakdask.models.parameters import Selection, select_parameters
-from trakdask.models.skeletons import (
+from trakdask.models.modules import (
+    Selection,
     aliases,
     overwritten,
     require_plain,
+    select_parameters,
     uncompiled,
     without_weights,
 )
-from trakdask.models.states import State
+from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 
 __all__ = ["Model"]
 
 Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
 
-_MOST_SKELETONS = 2
+_MOST_MODULES = 2
 _local = threading.local()
 _building = threading.RLock()
 """``from_pretrained`` changes global state, so only one thread of a process builds at a time."""
@@ -155,7 +155,7 @@ class Model:
         is_module = isinstance(build, torch.nn.Module)
         self.build = _meta_module(build) if is_module else build
         self.token = uuid4().hex
-        module = self.skeleton()
+        module = self.meta_module()
         own = dict(module.named_parameters())
         names = select_parameters(module, parameters)
         self.shapes = {name: tuple(own[name].shape) for name in names}
@@ -173,8 +173,8 @@ class Model:
         self.second_moments = open_moments(second_moments, of, self.shapes)
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
-        """Return the model at one checkpoint, on this thread's own skeleton."""
-        module = self.skeleton()
+        """Return the model at one checkpoint, on this thread's own copy of the architecture."""
+        module = self.meta_module()
         state = _completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
         names_of = aliases(module)
         parameters = {
@@ -214,21 +214,21 @@ class Model:
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
             "task": task_spec(self.task),
-            "code": code_digests(self.skeleton(), task, build),
+            "code": code_digests(self.meta_module(), task, build),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
             **({"second_moments": moments} if moments else {}),
         }
 
-    def skeleton(self) -> torch.nn.Module:
+    def meta_module(self) -> torch.nn.Module:
         """Return this thread's own copy of the architecture, without weights."""
-        skeletons: dict[str, torch.nn.Module] = _local.__dict__.setdefault("skeletons", {})
-        if self.token not in skeletons:
-            while len(skeletons) >= _MOST_SKELETONS:
-                skeletons.pop(next(iter(skeletons)))
-            skeletons[self.token] = _meta_module(self.build)
-        return skeletons[self.token]
+        modules: dict[str, torch.nn.Module] = _local.__dict__.setdefault("modules", {})
+        if self.token not in modules:
+            while len(modules) >= _MOST_MODULES:
+                modules.pop(next(iter(modules)))
+            modules[self.token] = _meta_module(self.build)
+        return modules[self.token]
 
     def _repr_html_(self) -> str:
         names = [checkpoint.name for checkpoint in self.checkpoints]
@@ -314,28 +314,7 @@ def _built(build: Build) -> torch.nn.Module:
 
 def _called(build: str | Callable[[], Any]) -> Any:
     function = import_callable(build, "build") if isinstance(build, str) else build
-    try:
-        missing = _required_arguments(function)
-    except (TypeError, ValueError):  # some callables in C have no signature
-        missing = []
-    if missing:
-        raise TypeError(
-            f"expected a callable without arguments as build, got {_named(function)}, which needs "
-            f"{missing}; try build=lambda: {_named(function)}({', '.join(missing)})"
-        )
-    try:
-        return function()
-    except StopIteration as err:  # it would end a loop of the caller without a word
-        raise RuntimeError(f"build = {_named(function)} raised {err!r}") from err
-
-
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    return [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    return function()
 
 
 def _named(build: object) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
 __all__ = [
     "MASK",
+    "ModelTask",
     "as_names",
     "as_tensors",
     "at_least_float32",
@@ -43,6 +45,27 @@ def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
             "inputs=('x',)"
         )
     return given
+
+
+class ModelTask(HtmlTable):
+    """A task whose model takes variables of the samples, by their names or in their order."""
+
+    inputs: tuple[str, ...]
+    positional: bool
+    _other_variables: ClassVar[tuple[str, ...]] = ("label",)
+    """Options with the names of further variables; those that are None by default are optional."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+        for option in self._other_variables:
+            is_optional = getattr(type(self), option) is None
+            check_variable(getattr(self, option), option, optional=is_optional)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        names = (*self.inputs, *(getattr(self, option) for option in self._other_variables))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
