@@ -1,4 +1,4 @@
-"""The model value: skeletons per thread, shapes that fit, parameters chosen by name."""
+"""The model value: modules per thread, shapes that fit, parameters chosen by name."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_forward__tied_weights_and_buffers(names: list[str]) -> None:
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x), rtol=0, atol=0)
 
 
-def test_forward__threads_do_not_share_a_skeleton() -> None:
-    """One shared skeleton gives wrong outputs silently: functional_call swaps its tensors."""
+def test_forward__threads_do_not_share_a_module() -> None:
+    """One shared module gives wrong outputs silently: functional_call swaps its tensors."""
     model = Model(mlp, [state(0), state(1)])
     x = torch.randn(64, 4)
     expected = [model.forward(c)(x) for c in model.checkpoints]
@@ -100,7 +100,7 @@ def test_model__built_by_name() -> None:
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
 
 
-def test_model__skeleton_holds_no_weights() -> None:
+def test_model__meta_module_holds_no_weights() -> None:
     model = Model(mlp, [state()])
     module = model.forward(model.checkpoints[0]).module
     assert all(p.is_meta for p in module.parameters())

@@ -189,7 +189,7 @@ def test_featurize__equals_backward(build, task, margins, gradients: str) -> Non
     close(found.feature[:, :, 0].values, backward(made, outputs))
 
 
-@pytest.mark.parametrize(("build", "task", "margins", "gradients"), CASES)
+@pytest.mark.parametrize(("build", "task", "margins", "gradients"), CASES[-3:])
 def test_featurize__order_of_samples_is_invisible(build, task, margins, gradients: str) -> None:
     made, data = model(build, task), text_samples()
     order = [3, 0, 4, 1, 2]
@@ -224,8 +224,7 @@ def test_causal_lm__padding_is_invisible(build, side: str) -> None:
     np.testing.assert_allclose(found.out_to_loss, expected.out_to_loss, rtol=1e-4)
 
 
-@pytest.mark.parametrize("gradients", ["loop", "vmap", "hooks"])
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize(("build", "gradients"), [(gpt2, "loop"), (gpt2, "vmap"), (llama, "hooks")])
 def test_causal_lm__sequence_without_tokens_to_predict(build, gradients: str) -> None:
     data = samples("input_ids", "attention_mask")
     expected = featurize(data, model(build, "causal_lm"), gradients)

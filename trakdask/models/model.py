@@ -164,10 +164,7 @@ class Model:
             checkpoints,
             checkpoint_ids,
             key=key,
-            check=lambda name, state, base: _require_fit(
-                module, _completed(module, state, base, name), name
-            ),
-            find_base=_BaseFinder(build, module),
+            accept=functools.partial(_accept, build, module, {}),
         )
         of = [checkpoint.name for checkpoint in self.checkpoints]
         self.second_moments = open_moments(second_moments, of, self.shapes)
@@ -250,26 +247,36 @@ class Model:
         )
 
 
-class _BaseFinder:
-    """Finds the base models of checkpoints that are adapters alone, and reads each of them once."""
+def _accept(
+    build: Build,
+    module: torch.nn.Module,
+    bases: dict[str | None, Checkpoint],
+    name: str,
+    state: State,
+    folder: Folder | None,
+) -> Checkpoint | None:
+    """Check the tensors of a checkpoint; return the base model of one that is an adapter alone.
 
-    def __init__(self, build: Build, module: torch.nn.Module) -> None:
-        self._build = build
-        self._names = module.state_dict().keys()
-        self._bases: dict[str | None, Checkpoint] = {}
-
-    def __call__(self, state: Mapping[str, Tensor], folder: Folder | None) -> Checkpoint | None:
-        if not is_adapter(state, self._names):
-            return None
+    Adapters share their base model, which is read once, by the folder that it is in.
+    """
+    base = None
+    if is_adapter(state, module.state_dict()):
         place = None if folder is None else base_folder(folder)
-        if place not in self._bases:
-            weights = _base_state(self._build) if place is None else place
-            (base,) = make_checkpoints({"base model": weights})
-            if place is None and not isinstance(self._build, torch.nn.Module):
-                # Workers build it, too: it is too large to be sent with every adapter.
-                base = replace(base, source=functools.partial(_base_state, self._build))
-            self._bases[place] = base
-        return self._bases[place]
+        if place not in bases:
+            bases[place] = _base_model(build, place)
+        base = bases[place]
+    _require_fit(module, _completed(module, state, base, name), name)
+    return base
+
+
+def _base_model(build: Build, place: str | None) -> Checkpoint:
+    """Return the base model in a folder, or else the one in the model as it is built."""
+    weights = _base_state(build) if place is None else place
+    (base,) = make_checkpoints({"base model": weights})
+    if place is not None or isinstance(build, torch.nn.Module):
+        return base
+    # Workers build it, too: it is too large to be sent with every adapter.
+    return replace(base, source=functools.partial(_base_state, build))
 
 
 def _base_state(build: Build) -> Mapping[str, Tensor]:
