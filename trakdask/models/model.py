@@ -332,24 +332,19 @@ def _named(build: object) -> str:
 
 def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
     needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    optional = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
-    for name, shape in needed.items():
-        if name not in state:
-            if name in optional:
-                continue
-            actual = f"no such tensor (but {list(state)[:3]}...)"
-        elif tuple(state[name].shape) != shape:
-            actual = f"shape {tuple(state[name].shape)}"
-        else:
-            continue
+    # Of tied weights, one name is enough.
+    tied = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
+    actual = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wrong = [
+        f"{name!r} of shape {shape}, got {actual.get(name, 'no such tensor')}"
+        for name, shape in needed.items()
+        if actual.get(name) != shape and not (name in tied and name not in actual)
+    ]
+    wrong += [f"tensors of the model, got {name!r} too" for name in actual if name not in needed]
+    if wrong:
         raise CheckpointError(
-            f"expected {name!r} of shape {shape} in checkpoint {checkpoint!r}, as the model has, "
-            f"got {actual}; try {_advice(state, needed)}"
-        )
-    if extra := [name for name in state if name not in needed]:
-        raise CheckpointError(
-            f"expected only tensors of the model in checkpoint {checkpoint!r}, got {len(extra)} "
-            f"more, the first of them {extra[0]!r}; try {_advice(state, needed)}"
+            f"expected {wrong[0]}, in checkpoint {checkpoint!r} ({len(wrong)} tensors differ); try "
+            + _advice(state, needed)
         )
 
 
@@ -362,8 +357,5 @@ def _advice(state: Mapping[str, Tensor], needed: Iterable[str]) -> str:
             f"name.startswith({prefixes[0]!r})}} as the checkpoint, with state = torch.load(file)"
         )
     if all(name.startswith("base_model.") for name in state):
-        return (
-            "a build function that returns the model with its adapter: "
-            "lambda: peft.get_peft_model(base, config)"
-        )
+        return "a build function that returns the adapter, too: peft.get_peft_model(base, config)"
     return "the build function that this checkpoint was trained with"
