@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.checks import require_number
 from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
@@ -102,11 +102,7 @@ def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tu
 
 def check_temperature(temperature: float) -> None:
     """Reject a temperature that is not a positive, finite number."""
-    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    if not (is_number and 0 < temperature < math.inf):
-        raise ValueError(
-            f"expected a positive number as temperature, got {temperature!r}; try temperature=1.0"
-        )
+    require_number("temperature", temperature, low=0, remedy="try temperature=1.0")
 
 
 def check_variable(value: object, option: str, *, optional: bool = False) -> None:

@@ -51,7 +51,7 @@ class Classification(ModelTask):
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If an option is invalid. When run, if logits are not (batch, classes), or labels are not
         integers below the number of classes.
 
@@ -138,7 +138,7 @@ class TextClassification(Classification):
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If an option is invalid. When run, if logits are not (batch, classes), or labels are not
         integers below the number of classes.
 
