@@ -124,9 +124,9 @@ NOT_READING = {
 
 @pytest.mark.parametrize("case", [*READING, *NOT_READING])
 def test_reads_values__ways_to_read(case: str) -> None:
-    after = (READING | NOT_READING)[case]
+    forward = forward_of((READING | NOT_READING)[case])
     state = torch.random.get_rng_state()
-    assert reads_values(forward_of(after), ImageClassification(), batch(2)) is (case in READING)
+    assert reads_values(forward, ImageClassification(), batch(2)) is (case in READING)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 

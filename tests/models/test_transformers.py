@@ -304,26 +304,3 @@ def test_featurize__attention_that_vmap_cannot_run_says_what_to_type(build, task
     expected = featurize(text_samples(), model(build, task), "loop").feature[:, :, 0].values
     for gradients in ("loop", "hooks", "auto"):
         close(featurize(text_samples(), fused, gradients).feature[:, :, 0].values, expected)
-
-
-def lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-    )
-    return peft.get_peft_model(gpt2(), config)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-@pytest.mark.parametrize("gradients", ["hooks", "vmap"])
-def test_featurize__adapters_only_when_asked(gradients: str) -> None:
-    state = lora().state_dict()
-    adapters = [name for name in state if "lora_" in name]
-    asked, everything = (
-        td.Model(lora, [state], task="causal_lm", parameters=chosen) for chosen in ("*lora_*", None)
-    )
-    assert list(asked.shapes) == adapters
-    assert len(everything.shapes) > len(adapters)
-    found = featurize(text_samples(), asked, gradients)
-    assert found.sizes["proj_dim"] == sum(state[name].numel() for name in adapters)
-    close(found.feature[..., 0].values, featurize(text_samples(), asked).feature[..., 0].values)

@@ -249,31 +249,6 @@ def test_causal_lm__label_that_is_no_token(run, task: CausalLM) -> None:
     run(Running(), task, data)
 
 
-@pytest.mark.parametrize("estimator", ["trak", "grad_dot"])
-def test_score__of_tokens_adds_up_to_that_of_their_sequence(estimator: str) -> None:
-    """Features of whole sequences explain single tokens, as ``expand_tokens`` says."""
-    arrays = {name: value.numpy() for name, value in batch(12, 14).items()}
-    samples = td.from_arrays(arrays, coords={"author": [f"a{i:02}" for i in range(12)]}, chunks=5)
-    sequences = samples.isel(sample=slice(4))
-    sequence, position = expand_tokens(sequences)
-    tokens = sequences.isel(sample=sequence).assign_coords(token=("sample", position))
-    tokens = tokens.assign_attrs(source="tokens")
-    projector, network = td.Identity(), Running()
-    whole = td.Model(network, task="causal_lm")
-    train, targets = (td.featurize(ds, whole, projector=projector) for ds in (samples, sequences))
-    single = td.featurize(
-        tokens, td.Model(network, task=CausalLM(position="token")), projector=projector
-    )
-    options = {"damping": 0.1} if estimator == "trak" else {}
-    found = td.score(train, single, estimator=estimator, **options).compute()
-    assert found.sizes["target"] == len(sequence)
-    summed = found.groupby("target_author").sum().transpose("sample", ...)
-    expected = td.score(train, targets, estimator=estimator, **options).compute()
-    np.testing.assert_allclose(summed, expected, rtol=1e-4, atol=1e-6 * float(abs(expected).max()))
-    top = td.top_k(td.score(train, single, estimator=estimator, **options), 2)
-    assert top.target_token.values.tolist() == position.tolist()
-
-
 @pytest.mark.parametrize("task", ["causal_lm", "text_classification"])
 @pytest.mark.parametrize("dtype", ["uint16", "int64"])
 def test_attention_mask__is_optional(task: str, dtype: str) -> None:
