@@ -33,7 +33,7 @@ ROWS = [
             "tasks.ImageClassification",
             f"temperature {t!r}",
             lambda _, t=t: td.tasks.ImageClassification(t),
-            ValueError,
+            ValueError if isinstance(t, float) or t == 0 else TypeError,
             ["temperature", repr(t)],
         )
         for t in (0, -1.0, float("nan"), float("inf"), "cold", None, True)
@@ -287,7 +287,7 @@ ROWS = [
         ["ndarray"],
     ),
     BadInput(
-        "tasks.Clip", "seed 1.5", lambda _: td.tasks.Clip(seed=1.5), ValueError, ["seed", "1.5"]
+        "tasks.Clip", "seed 1.5", lambda _: td.tasks.Clip(seed=1.5), TypeError, ["seed", "1.5"]
     ),
     BadInput(
         "tasks.Clip", "seed negative", lambda _: td.tasks.Clip(seed=-1), ValueError, ["seed", "-1"]
@@ -296,7 +296,7 @@ ROWS = [
         "tasks.Clip",
         "n_negatives",
         lambda _: td.tasks.Clip(n_negatives=0.5),
-        ValueError,
+        TypeError,
         ["n_negatives", "0.5"],
     ),
     BadInput(

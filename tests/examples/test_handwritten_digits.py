@@ -27,10 +27,6 @@ def oracle_images() -> np.ndarray:
     return np.asarray(load_digits().images / 16, dtype=np.float32)
 
 
-def n_parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def test_digits_arrays__partition_of_the_digits() -> None:
     (images, labels), (target_images, target_labels) = digits_arrays(n_target=200, seed=3)
     assert images.shape == (1597, 1, 8, 8)
@@ -62,12 +58,6 @@ def test_digits_arrays__seed_decides() -> None:
     assert (first != other).any()
 
 
-@pytest.mark.parametrize("n_target", [0, -1, 1797])
-def test_digits_arrays__n_target_out_of_range(n_target: int) -> None:
-    with pytest.raises(ValueError, match=rf"n_target in \[1, 1797\), got {n_target};"):
-        digits_arrays(n_target=n_target)
-
-
 def test_digits_arrays__without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = builtins.__import__
 
@@ -93,15 +83,6 @@ def test_digits__labelled_and_lazy() -> None:
             oracle_images()[ds["digit_id"].values], ds["image"].values[:, 0]
         )
     np.testing.assert_array_equal(train["label"].values, labels)
-
-
-def test_digits_mlp__parameters() -> None:
-    assert n_parameters(digits_mlp()) == 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10
-
-
-def test_digits_cnn__parameters() -> None:
-    convolutions = 16 * 9 + 16 + 2 * 16 + 32 * 16 * 9 + 32 + 2 * 32
-    assert n_parameters(digits_cnn()) == convolutions + 512 * 140 + 140 + 140 * 10 + 10
 
 
 def test_digits_checkpoints__trains_once_and_well(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from trakdask.featurization.devices import (
 from trakdask.featurization.memory import available_bytes
 from trakdask.featurization.precision import Precision
 from trakdask.models import gradients
-from trakdask.models.tasks import Batch, Forward, classification
+from trakdask.models.tasks import Batch, Forward, supervised
 from trakdask.projection import stream
 from trakdask.projection.cuda import launch
 from trakdask.projection.cuda import projector as with_kernels
@@ -123,7 +123,7 @@ def test_on_device__takes_all_tensors_along() -> None:
 @pytest.mark.parametrize("engine", ["vmap", "hooks"])
 def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "reads_values", lambda *_: False)  # there are none on meta
-    monkeypatch.setattr(classification, "require_labels_in_range", lambda *_: None)  # nor labels
+    monkeypatch.setattr(supervised, "require_labels_in_range", lambda *_: None)  # nor labels
     here, found = model(), {}
     forward = on_device(here.forward(here.checkpoints[0]), META)
     label = torch.zeros(4, dtype=torch.long, device=META)

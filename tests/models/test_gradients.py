@@ -9,12 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.gradients import (
-    ENGINES,
-    choose_engine,
-    require_same_as_loop,
-    vmap_gradients,
-)
+from trakdask.models.gradient_checks import require_same_as_loop
+from trakdask.models.gradients import ENGINES, choose_engine, vmap_gradients
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward, ImageClassification, TrakTask
 
@@ -175,18 +171,6 @@ def test_engine__output_of_wrong_shape(engine: str) -> None:
         run(engine, Model(net(), task=_BadShape()), batch())
 
 
-def test_image_classification__temperature_in_q_only() -> None:
-    data = batch()
-    module = net()
-    _, cold_output, cold = run("vmap", Model(module), data)
-    _, output, q = run("vmap", Model(module, task=ImageClassification(temperature=5.0)), data)
-    torch.testing.assert_close(output, cold_output, rtol=0, atol=0)
-    logits = module(data["image"])
-    p = (logits / 5).softmax(1)[torch.arange(5), data["label"]]
-    torch.testing.assert_close(q, (1 - p).float().detach())
-    assert not torch.allclose(q, cold)
-
-
 def test_image_classification__q_is_exact_for_confident_samples() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:
@@ -199,23 +183,6 @@ def test_image_classification__q_is_exact_for_confident_samples() -> None:
     data = Batch(image=torch.tensor([[40.0, 0.0]]), label=torch.tensor([0]))
     _, _, q = run("loop", Model(Fixed()), data)
     assert q[0].item() == pytest.approx(4.248e-18, rel=1e-3, abs=0)  # 1 - softmax would be 0
-
-
-def test_image_classification__wrong_logits() -> None:
-    with pytest.raises(ValueError, match="expected logits"):
-        run("loop", Model(nn.Conv2d(1, 2, 1)), batch(dtype=torch.float32))
-
-
-@pytest.mark.parametrize("label", [torch.ones(5), torch.ones(5, 1, dtype=torch.int64)])
-def test_image_classification__label_that_is_no_class(label: Tensor) -> None:
-    data = Batch(image=batch()["image"], label=label)
-    with pytest.raises(ValueError, match="expected integer classes"):
-        run("vmap", Model(net()), data)
-
-
-def test_batch__missing_variable() -> None:
-    with pytest.raises(ValueError, match=r"'text'.*\['image', 'label'\]"):
-        batch()["text"]
 
 
 class TrakStyle:
@@ -270,7 +237,7 @@ def test_hooks__one_pass_for_gradients_output_and_q() -> None:
     model = Model(Counting, [Counting().state_dict()])
     data = batch(dtype=torch.float32)
     run("hooks", model, data)
-    seen = model.skeleton().sizes
+    seen = model.meta_module().sizes
     assert seen.count(5) == 1
     assert sum(seen) <= 5 + 2 + 3 + 2  # and what is found out about the model, once
     run("hooks", model, data)
@@ -285,7 +252,7 @@ def test_hooks__leave_nothing_behind() -> None:
     alive: list[weakref.ref[Tensor]] = []
     handles = [
         part.register_forward_hook(lambda part, args, out: alive.append(weakref.ref(out)))
-        for part in model.skeleton().modules()
+        for part in model.meta_module().modules()
     ]
     gc.collect()
     gc.disable()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from trakdask.models import hooks
-from trakdask.models.coverage import hookable_layers
 from trakdask.models.gradients import ENGINES
-from trakdask.models.layers import rules_of
+from trakdask.models.hook_plan import hookable_layers
 from trakdask.models.model import Model
+from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
 
 
@@ -136,6 +136,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     ),
     "conv2d, groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), normal(5, 4, 5, 5)),
     "conv2d, depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2), normal(5, 4, 7, 7)),
+    "conv2d, reflected": (
+        lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
+        normal(5, 3, 5, 6),
+    ),
+    "conv2d, same, circular": (
+        lambda: nn.Conv2d(3, 4, (4, 2), padding="same", padding_mode="circular", dilation=(1, 2)),
+        normal(5, 3, 5, 6),
+    ),
     "conv2d, same": (lambda: nn.Conv2d(3, 4, 4, padding="same"), normal(5, 3, 5, 6)),
     "conv2d, valid": (lambda: nn.Conv2d(3, 4, 2, padding="valid"), normal(5, 3, 5, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 3, (2, 3, 1), stride=(1, 2, 1)), normal(5, 2, 3, 5, 4)),
@@ -376,6 +384,16 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x) + self.bias
 
 
+class Initialised(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # aten::_trilinear
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
 @pytest.mark.parametrize("layer", LAYERS)
@@ -386,11 +404,8 @@ def test_hooks__equal_backward(layer: str) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # aten::_trilinear
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("n_bytes", [1, 300])
-def test_hooks__large_gradients_in_parts(
-    layer: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(hooks._PART_BYTES, "cpu", n_bytes)
+def test_hooks__large_gradients_in_parts(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", 300)
     check(*LAYERS[layer])
 
 
@@ -408,14 +423,8 @@ def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
     assert bool(sink.n_written) == (layer not in ("conv2d", "embedding", "tied weights"))
 
 
-def test_part_bytes__larger_on_a_gpu() -> None:
-    of = {kind: hooks._part_bytes(torch.empty(1, device=kind)) for kind in ("cpu", "meta")}
-    on_gpu = type("Parameter", (), {"device": torch.device("cuda", 1)})()
-    assert of["cpu"] == of["meta"] == 2**22 < hooks._part_bytes(on_gpu) == 2**28
-
-
 def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hooks._PART_BYTES, "cpu", 400)
+    monkeypatch.setitem(hooks._SLICE_BYTES, "cpu", 400)
     model, sizes = Model(Tied().double(), task=Total()), []
     forward = model.forward(model.checkpoints[0])
     x = tokens(3, 4, 5)
@@ -433,7 +442,8 @@ def test_rules_of__no_rule_for_what_it_does_not_know() -> None:
     assert rules_of(Doubled(6, 4)) is None
     assert rules_of(nn.Embedding(5, 3, scale_grad_by_freq=True)) is None
     assert rules_of(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)) is None
-    assert rules_of(nn.Linear(2, 2)) is not None
+    assert rules_of(nn.Linear(2, 2)) is rules_of(Initialised(2, 2)) is not None
+    assert rules_of(Standardised(2, 2, 1)) is None
 
 
 def test_cover__what_is_beside_children_is_the_rest() -> None:

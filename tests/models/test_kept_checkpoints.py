@@ -118,8 +118,10 @@ def kept_rates(folder: Path) -> dict[str, float]:
     return json.loads((folder / "learning_rates.json").read_text())
 
 
-@pytest.mark.parametrize("build", [gpt2, lora, Plain])
-@pytest.mark.parametrize(("every", "steps"), [("epoch", [6, 12, 18]), (5, [5, 10, 15])])
+@pytest.mark.parametrize(
+    ("build", "every", "steps"),
+    [(gpt2, "epoch", [6, 12, 18]), (lora, 5, [5, 10, 15]), (Plain, "epoch", [6, 12, 18])],
+)
 def test_keep_checkpoints__what_the_model_was(build, every, steps, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     watcher = train(build(), tmp_path, td.keep_checkpoints(kept, every=every))

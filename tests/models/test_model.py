@@ -1,8 +1,7 @@
-"""The model value: skeletons per thread, shapes that fit, parameters chosen by name."""
+"""The model value: modules per thread, shapes that fit, parameters chosen by name."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -62,8 +61,8 @@ def test_forward__tied_weights_and_buffers(names: list[str]) -> None:
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x), rtol=0, atol=0)
 
 
-def test_forward__threads_do_not_share_a_skeleton() -> None:
-    """One shared skeleton gives wrong outputs silently: functional_call swaps its tensors."""
+def test_forward__threads_do_not_share_a_module() -> None:
+    """One shared module gives wrong outputs silently: functional_call swaps its tensors."""
     model = Model(mlp, [state(0), state(1)])
     x = torch.randn(64, 4)
     expected = [model.forward(c)(x) for c in model.checkpoints]
@@ -101,7 +100,7 @@ def test_model__built_by_name() -> None:
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
 
 
-def test_model__skeleton_holds_no_weights() -> None:
+def test_model__meta_module_holds_no_weights() -> None:
     model = Model(mlp, [state()])
     module = model.forward(model.checkpoints[0]).module
     assert all(p.is_meta for p in module.parameters())
@@ -129,51 +128,9 @@ def test_model__is_built_by_one_thread_at_a_time() -> None:
 
     model = Model(build, [state()])
     with ThreadPoolExecutor(3) as pool:
-        modules = list(pool.map(lambda _: (begun.wait(), model.skeleton()), range(3)))
+        modules = list(pool.map(lambda _: (begun.wait(), model.meta_module()), range(3)))
     assert len({id(module) for _, module in modules}) == 3
     assert overlap.most == 1
-
-
-def test_model__stop_iteration_of_build_does_not_leak() -> None:
-    with pytest.raises(RuntimeError, match=r"build = .*StopIteration"):
-        Model(lambda: next(iter([])), [state()])
-
-
-def test_model__other_architecture() -> None:
-    with pytest.raises(
-        CheckpointError,
-        match=r"'0.weight' of shape \(8, 4\) in checkpoint '0'.*got shape \(9, 4\)",
-    ):
-        Model(mlp, [{**state(), "0.weight": torch.zeros(9, 4)}])
-    missing = {n: t for n, t in state().items() if n != "2.bias"}
-    with pytest.raises(CheckpointError, match=r"'2\.bias'.*got no such tensor"):
-        Model(mlp, [missing])
-
-
-def test_model__wrapped_names_give_advice() -> None:
-    with pytest.raises(CheckpointError, match=r"removeprefix\('module.'\)"):
-        Model(mlp, [{f"module.{n}": t for n, t in state().items()}])
-
-
-def test_model__bad_build() -> None:
-    with pytest.raises(TypeError, match=r"got 3 \(int\)"):
-        Model(3, [state()])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"nn\.Module from build.*got int"):
-        Model(lambda: 3, [state()])  # type: ignore[arg-type,return-value]
-    with pytest.raises(ValueError, match=r"expected checkpoints"):
-        Model(mlp)
-
-
-def test_model__no_checkpoint() -> None:
-    with pytest.raises(ValueError, match="checkpoints"):
-        Model(mlp, [])
-
-
-def test_model__unknown_task() -> None:
-    with pytest.raises(ValueError, match=r"\['classification'.*got 'clasification'"):
-        Model(mlp, [state()], task="clasification")
-    with pytest.raises(TypeError, match="got int"):
-        Model(mlp, [state()], task=3)
 
 
 def test_model__repr() -> None:
@@ -181,30 +138,3 @@ def test_model__repr() -> None:
     assert (
         repr(model) == "<trakdask.Model: 2 checkpoints, ImageClassification, 27 of 67 parameters>"
     )
-
-
-def needs_arguments(width: int, *, depth: int, dropout: float = 0.0) -> nn.Module:
-    return nn.Linear(width, depth)
-
-
-def test_model__build_that_needs_arguments() -> None:
-    expected = r"needs_arguments.*\['width', 'depth'\].*lambda: needs_arguments\(width, depth\)"
-    with pytest.raises(TypeError, match=expected):
-        Model(needs_arguments, [state()])
-    built = Model(functools.partial(needs_arguments, 4, depth=2), [nn.Linear(4, 2).state_dict()])
-    assert built.shapes["weight"] == (2, 4)
-
-
-@pytest.mark.parametrize("name", ["no_such_package:build", "trakdask.examples:no_such", "a b"])
-def test_model__build_that_cannot_be_imported(name: str) -> None:
-    with pytest.raises(ImportError, match=f"got '{name}'"):
-        Model(name, [state()])
-
-
-def test_model__lazy_module() -> None:
-    for build, checkpoints in ((nn.LazyLinear(3), None), (lambda: nn.LazyLinear(3), [state()])):
-        with pytest.raises(ValueError, match=r"'weight' of a lazy module.*example_input"):
-            Model(build, checkpoints)
-    module = nn.LazyLinear(3)
-    module(torch.ones(1, 4))
-    assert Model(module).shapes["weight"] == (3, 4)

@@ -78,13 +78,14 @@ def backward(seed: int) -> np.ndarray:
     return torch.stack(rows).numpy()
 
 
-@pytest.mark.parametrize("part_bytes", [None, 64])
-@pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
+@pytest.mark.parametrize(
+    ("gradients", "part_bytes"), [("hooks", None), ("hooks", 64), ("vmap", None), ("loop", None)]
+)
 def test_scaled__equals_backward(
     gradients: str, part_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if part_bytes:
-        monkeypatch.setattr(hooks, "_PART_BYTES", {"cpu": part_bytes})
+        monkeypatch.setattr(hooks, "_SLICE_BYTES", {"cpu": part_bytes})
     found = features(model(), gradients=gradients, batch_size=2)
     assert "Adam" in found.attrs["formula"]
     for seed in (0, 1):

@@ -61,10 +61,3 @@ def test_featurize__pretrained_weights_by_every_engine() -> None:
             np.testing.assert_allclose(
                 found[engine][name], found["loop"][name], rtol=1e-5, atol=1e-9
             )
-
-
-def test_score__a_sample_is_its_own_best_explanation() -> None:
-    features = td.featurize(samples(), model(), projector=td.SJLT(proj_dim=512)).compute()
-    equal = features.assign(out_to_loss=xr.ones_like(features.out_to_loss))
-    top = td.top_k(td.score(equal, equal, estimator="trak", damping=0.03), k=1)
-    assert top.position.values[:, 0].tolist() == list(range(12))

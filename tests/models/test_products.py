@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import trakdask as td
 from tests.models.test_tokens import LENGTH, TASK, drawn, made
 from tests.models.token_oracle import contributions
-from trakdask.models import layers
+from trakdask.models import rules
 from trakdask.models.gradients import engine_of, vmap_gradients
 from trakdask.models.model import Model
 from trakdask.models.products import PRODUCTS, Products
@@ -71,10 +71,10 @@ def test_products__of_a_linear_layer_with_several_positions_per_row(n_in: int, n
         torch.randn(*shape, dtype=torch.float64)
         for shape in ((5, 4, n_in), (5, 4, n_out), (2, n_out, n_in))
     )
-    gradient = layers.linear_weight(layer, x, delta, {})
-    products = PRODUCTS[layers.linear_weight](layer, x, delta, vectors)
+    gradient = rules.linear_weight(layer, x, delta, {})
+    products = PRODUCTS[rules.linear_weight](layer, x, delta, vectors)
     torch.testing.assert_close(products, gradient @ vectors.flatten(1).T)
-    transposed = PRODUCTS[layers.transposed_linear_weight](layer, x, delta, vectors.mT)
+    transposed = PRODUCTS[rules.transposed_linear_weight](layer, x, delta, vectors.mT)
     torch.testing.assert_close(transposed, products)
 
 
@@ -82,8 +82,8 @@ def test_products__padding_of_an_embedding_has_none() -> None:
     layer = nn.Embedding(6, 3, padding_idx=2, dtype=torch.float64)
     ids, delta = torch.tensor([[1], [2], [5]]), torch.randn(3, 1, 3, dtype=torch.float64)
     vectors = torch.randn(2, 6, 3, dtype=torch.float64)
-    gradient = layers.embedding_weight(layer, ids, delta, {})
-    products = PRODUCTS[layers.embedding_weight](layer, ids, delta, vectors)
+    gradient = rules.embedding_weight(layer, ids, delta, {})
+    products = PRODUCTS[rules.embedding_weight](layer, ids, delta, vectors)
     torch.testing.assert_close(products, gradient @ vectors.flatten(1).T)
     assert not products[1].any()
     assert products[[0, 2]].all()

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from trakdask.models.states import State, States
+from trakdask.models.checkpoints import State, States
 
 BYTES = 4 * 10
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import trakdask as td
 from tests.models.token_oracle import contributions
 from trakdask.models.gradients import engine_of, hooks_gradients
+from trakdask.models.hook_plan import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch
-from trakdask.models.tokens import require_layers_of_tokens
 
 VOCABULARY, LENGTH, WIDTH = 11, 7, 6
 
@@ -96,7 +96,7 @@ def test_tokens__each_is_the_gradient_of_its_own_copy_of_the_weights(n: int) -> 
 
 
 def test_tokens__large_weights_come_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trakdask.models.hooks._PART_BYTES", {"cpu": 2**9})
+    monkeypatch.setattr("trakdask.models.hooks._SLICE_BYTES", {"cpu": 2**9})
     module, batch = made(), drawn()
     expected, found = contributions(module, TASK, batch, LENGTH), by_engine(module, batch)
     for name, gradient in expected.items():

@@ -189,7 +189,7 @@ def test_featurize__equals_backward(build, task, margins, gradients: str) -> Non
     close(found.feature[:, :, 0].values, backward(made, outputs))
 
 
-@pytest.mark.parametrize(("build", "task", "margins", "gradients"), CASES)
+@pytest.mark.parametrize(("build", "task", "margins", "gradients"), CASES[-3:])
 def test_featurize__order_of_samples_is_invisible(build, task, margins, gradients: str) -> None:
     made, data = model(build, task), text_samples()
     order = [3, 0, 4, 1, 2]
@@ -224,8 +224,7 @@ def test_causal_lm__padding_is_invisible(build, side: str) -> None:
     np.testing.assert_allclose(found.out_to_loss, expected.out_to_loss, rtol=1e-4)
 
 
-@pytest.mark.parametrize("gradients", ["loop", "vmap", "hooks"])
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize(("build", "gradients"), [(gpt2, "loop"), (gpt2, "vmap"), (llama, "hooks")])
 def test_causal_lm__sequence_without_tokens_to_predict(build, gradients: str) -> None:
     data = samples("input_ids", "attention_mask")
     expected = featurize(data, model(build, "causal_lm"), gradients)
@@ -292,16 +291,6 @@ def test_clip__two_towers(gradients: str) -> None:
     assert ((found.out_to_loss > 0) & (found.out_to_loss < 1)).all()
 
 
-def test_featurize__random_projection_of_a_language_model() -> None:
-    exact = featurize(text_samples(), model(llama, "causal_lm"), "vmap").feature[:, :, 0]
-    projector = td.Rademacher(proj_dim=1024)
-    found = td.featurize(text_samples(), model(llama, "causal_lm"), projector=projector)
-    products = found.feature[:, :, 0].values @ found.feature[:, :, 0].values.T
-    expected = exact.values @ exact.values.T
-    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
-    assert np.abs((products - expected) / scale).max() < 5 / 1024**0.5
-
-
 @pytest.mark.parametrize(
     ("build", "task"),
     [(bert, "text_classification"), (gpt2, "causal_lm"), (llama, "causal_lm")],
@@ -315,26 +304,3 @@ def test_featurize__attention_that_vmap_cannot_run_says_what_to_type(build, task
     expected = featurize(text_samples(), model(build, task), "loop").feature[:, :, 0].values
     for gradients in ("loop", "hooks", "auto"):
         close(featurize(text_samples(), fused, gradients).feature[:, :, 0].values, expected)
-
-
-def lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-    )
-    return peft.get_peft_model(gpt2(), config)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-@pytest.mark.parametrize("gradients", ["hooks", "vmap"])
-def test_featurize__adapters_only_when_asked(gradients: str) -> None:
-    state = lora().state_dict()
-    adapters = [name for name in state if "lora_" in name]
-    asked, everything = (
-        td.Model(lora, [state], task="causal_lm", parameters=chosen) for chosen in ("*lora_*", None)
-    )
-    assert list(asked.shapes) == adapters
-    assert len(everything.shapes) > len(adapters)
-    found = featurize(text_samples(), asked, gradients)
-    assert found.sizes["proj_dim"] == sum(state[name].numel() for name in adapters)
-    close(found.feature[..., 0].values, featurize(text_samples(), asked).feature[..., 0].values)

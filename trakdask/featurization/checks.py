@@ -15,7 +15,7 @@ from torch import Tensor
 from trakdask.featurization.failures import ModelError
 from trakdask.featurization.job import Samples
 from trakdask.featurization.memory import activation_bytes
-from trakdask.models.gradients import (
+from trakdask.models.gradient_checks import (
     WeightedSum,
     require_same_as_loop,
     require_same_sum,

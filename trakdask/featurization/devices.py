@@ -61,7 +61,7 @@ def on_device(forward: Forward, device: torch.device) -> Forward:
     """Return the model on a device; for the CPU the same object, since its tensors are there."""
     if device.type == "cpu":
         return forward
-    # Non-persistent buffers are not in checkpoints; the skeleton has them on the CPU.
+    # Non-persistent buffers are not in checkpoints; the module has them on the CPU.
     own = {name: b for name, b in forward.module.named_buffers() if not b.is_meta}
     parameters, buffers = (
         {name: tensor.to(device) for name, tensor in tensors.items()}

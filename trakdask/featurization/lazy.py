@@ -231,7 +231,7 @@ def prepare(
     _log.info("gradients by %s: %s", engine, reason)
     n_parts = partition.size if partition else 1
     sizes = {name: row_map.size(name) for name in row_map.names}
-    held = elements_at_once(engine, model.skeleton(), sizes)
+    held = elements_at_once(engine, model.meta_module(), sizes)
     if engine == "tokens":
         held *= n_parts
     size = _batch_size(batch_size, "hooks" if partition else engine, held)
@@ -271,7 +271,7 @@ def _engine(gradients: Gradients, model: Model, partition: Partition | None) -> 
     if partition is not None and partition.groups is None:
         return "tokens", "the only engine that sees the terms of single tokens"
     if gradients == "auto":
-        return choose_engine(model.skeleton(), model.task, tuple(model.shapes))
+        return choose_engine(model.meta_module(), model.task, tuple(model.shapes))
     return str(gradients), "as asked"
 
 

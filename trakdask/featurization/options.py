@@ -50,7 +50,7 @@ def chosen_projector(projector: Projector | None) -> Projector:
 
 def require_running_statistics(model: Model) -> None:
     """Reject batch normalization by statistics of the batch, which mixes samples."""
-    for path, module in model.skeleton().named_modules():
+    for path, module in model.meta_module().named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             raise ValueError(
                 "expected batch normalization with running statistics, got layer "

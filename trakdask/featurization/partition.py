@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from trakdask.checks import shown
-from trakdask.models.parameters import select_parameters
+from trakdask.models.gradients import number_of_tokens
+from trakdask.models.modules import select_parameters
 from trakdask.models.products import Products
 from trakdask.models.tasks import Batch
-from trakdask.models.tokens import number_of_tokens
 
 __all__ = ["OTHERS", "Partition", "groups_of_parameters"]
 

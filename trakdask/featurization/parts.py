@@ -18,9 +18,9 @@ from trakdask.featurization.graphs import Inputs, lazy_products
 from trakdask.featurization.lazy import Prepared, prepare
 from trakdask.featurization.partition import Partition, groups_of_parameters
 from trakdask.featurization.precision import DType
+from trakdask.models.hook_plan import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.tasks import TrakTask
-from trakdask.models.tokens import require_layers_of_tokens
 from trakdask.projection import Projector
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
@@ -105,7 +105,7 @@ class _Dividing:
         if _is_token(self._parts):
             return _tokens(model, inputs)
         names = tuple(model.shapes)
-        groups, self._titles = groups_of_parameters(model.skeleton(), names, self._parts)
+        groups, self._titles = groups_of_parameters(model.meta_module(), names, self._parts)
         return Partition(MODULE, len(self._titles), groups)
 
     def coords(self, samples: xr.Dataset, model: Model) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _tokens(model: Model, inputs: Inputs) -> Partition:
             "expected a task that runs batches, as parts='token' needs, got one that runs one "
             "sample at a time; try td.tasks.CausalLM()"
         )
-    require_layers_of_tokens(model.skeleton(), tuple(model.shapes))
+    require_layers_of_tokens(model.meta_module(), tuple(model.shapes))
     return Partition(TOKEN, int(first.shape[1]))
 
 

@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import os
 import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import fsspec
@@ -21,22 +23,66 @@ from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder, location
 from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
-from trakdask.models.states import State, States
 
 __all__ = [
     "Checkpoint",
     "CheckpointLike",
+    "State",
+    "States",
     "cache_states",
     "cached_state",
     "digest_state",
+    "folder_at",
     "make_checkpoints",
+    "place_of",
 ]
 
+State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
-Check = Callable[[str, State, "Checkpoint | None"], None]
-FindBase = Callable[[State, "Folder | None"], "Checkpoint | None"]
+Accept = Callable[[str, State, "Folder | None"], "Checkpoint | None"]
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+_FEWEST_STATES = 2
+
+
+class States:
+    """Cache of state dicts by the digest of their content; the least recently used go first.
+
+    The last two stay however large they are: those of an adapter and of its base model.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = 0
+        """What all of them together may take, beyond the last two."""
+        self._states: OrderedDict[str, State] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, digest: str, read: Callable[[], State]) -> State:
+        """Return a state dict; one thread reads it, and the others wait for the same tensors."""
+        with self._lock:
+            if digest not in self._states:
+                self._states[digest] = read()
+            self._states.move_to_end(digest)
+            sizes = [_bytes(state) for state in self._states.values()]
+            while len(sizes) > _FEWEST_STATES and sum(sizes) > self.most_bytes:
+                self._states.popitem(last=False)
+                sizes.pop(0)
+            return self._states[digest]
+
+    def digests(self) -> list[str]:
+        """Return which state dicts are in memory, the most recently used last."""
+        return list(self._states)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            self._states.clear()
+
+
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
 _states = States()
 
 
@@ -76,8 +122,7 @@ def make_checkpoints(
     ids: Iterable[int] | None = None,
     *,
     key: str | None = None,
-    check: Check | None = None,
-    find_base: FindBase | None = None,
+    accept: Accept = lambda name, state, folder: None,
 ) -> tuple[Checkpoint, ...]:
     """Read and hash checkpoints given as a list or as a mapping from name to checkpoint.
 
@@ -91,11 +136,10 @@ def make_checkpoints(
         Projection ids; by default the first 32 bits of each content hash.
     key
         Key of the state dict in files and mappings that hold more than that.
-    check
-        Called with the name, the tensors and the base of each checkpoint while it is in memory.
-    find_base
-        Called with the tensors of each checkpoint, and its folder if it is one; returns the base
-        model if these are the tensors of an adapter alone.
+    accept
+        Called with the name, the tensors and the folder (or None) of each checkpoint while it is in
+        memory. Raises an error if they are wrong, and returns the base model if they are those of
+        an adapter alone.
 
     Raises
     ------
@@ -107,7 +151,7 @@ def make_checkpoints(
     named = _named(checkpoints)
     if not named:
         raise ValueError("expected at least one checkpoint, got none; try checkpoints=['model.pt']")
-    opened = [_open(name, value, key, check, find_base) for name, value in named.items()]
+    opened = [_open(name, value, key, accept) for name, value in named.items()]
     digests = [each.digest for each in opened]
     if twice := {digest for digest in digests if digests.count(digest) > 1}:
         names = [each.name for each in opened if each.digest in twice]
@@ -156,10 +200,7 @@ def _read_verified(checkpoint: Checkpoint) -> State:
     source = checkpoint.source() if callable(checkpoint.source) else checkpoint.source
     if not isinstance(source, Mapping):
         source = _merged(read_state(place, checkpoint.key) for place in source)
-    return _verified(dict(source), checkpoint)
-
-
-def _verified(state: State, checkpoint: Checkpoint) -> State:
+    state = dict(source)
     if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
             f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was created "
@@ -222,7 +263,7 @@ def _named(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
 ) -> dict[str, CheckpointLike]:
     if isinstance(checkpoints, (str, Path)):
-        folder = _folder(_place(checkpoints))
+        folder = folder_at(place_of(checkpoints))
         of_run = checkpoint_folders(folder) if folder and not weight_files(folder) else []
         return _named(of_run or [checkpoints])
     if isinstance(checkpoints, Mapping):
@@ -238,21 +279,15 @@ def _named(
             f"{type(checkpoints).__name__} {shown(checkpoints)}; try checkpoints=['model.pt']"
         )
     values = list(checkpoints)
-    places = [_place(value) for value in values if isinstance(value, (str, Path))]
-    stems = [Path(each).name if _folder(each) else Path(each).stem for each in places]
+    places = [place_of(value) for value in values if isinstance(value, (str, Path))]
+    stems = [Path(each).name if folder_at(each) else Path(each).stem for each in places]
     unique = len(stems) == len(values) == len(set(stems))
     return dict(zip(stems if unique else map(str, range(len(values))), values, strict=True))
 
 
-def _open(
-    name: str,
-    value: CheckpointLike,
-    key: str | None,
-    check: Check | None,
-    find_base: FindBase | None,
-) -> Checkpoint:
-    place = _place(value) if isinstance(value, (str, Path)) else None
-    folder = None if place is None else _folder(place)
+def _open(name: str, value: CheckpointLike, key: str | None, accept: Accept) -> Checkpoint:
+    place = place_of(value) if isinstance(value, (str, Path)) else None
+    folder = None if place is None else folder_at(place)
     if folder is not None:
         files = [f"{folder.url}/{each}" for each in require_weight_files(folder)]
     else:
@@ -261,15 +296,13 @@ def _open(
         state = _merged(read_state(file, key) for file in files)
     else:  # copied, because the caller may continue to train the module
         state = {n: t.detach().cpu().clone() for n, t in _state(value, name, key).items()}
-    base = None if find_base is None else find_base(state, folder)
-    if check is not None:
-        check(name, state, base)
+    base = accept(name, state, folder)
     digest = _digest(state, base)
     _states.get(digest, lambda: state)
     return Checkpoint(name, tuple(files) or state, digest, 0, base, key)
 
 
-def _folder(place: str) -> Folder | None:
+def folder_at(place: str) -> Folder | None:
     """Return the folder at a path or URL; of URLs, those that do not end like a file of weights."""
     is_url = "://" in place
     is_folder = Path(place).suffix not in _SUFFIXES if is_url else os.path.isdir(place)
@@ -288,7 +321,8 @@ def _merged(states: Iterable[State]) -> State:
     return merged
 
 
-def _place(value: str | Path) -> str:
+def place_of(value: str | Path) -> str:
+    """Return the absolute path, or the URL, of a file or folder."""
     is_url = isinstance(value, str) and "://" in value
     return location(value) if is_url else str(Path(value).absolute())
 

@@ -4,6 +4,11 @@ Hooks on the layers record their inputs. When the backward pass reaches a layer'
 gradients of the layer's parameters are computed for each sample, passed to the sink and discarded.
 The memory needed is therefore that of one layer, and the cost is about one backward pass. Autograd
 itself does not differentiate the weights, which saves a third of its work.
+
+A layer that treats the tokens of a sequence one by one uses its weights once per token, so that the
+gradient of a weight is a sum with one term per token: Σ_t δ_t x_tᵀ for a linear layer, where x_t is
+what the layer took at token t and δ_t the gradient with respect to what it returned there. These
+terms come from the same backward pass as the sum, if batches of tokens are asked for.
 """
 
 from __future__ import annotations
@@ -11,117 +16,36 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from trakdask.models.coverage import Layer
-from trakdask.models.layers import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
-from trakdask.models.local import Call, first_leaf, is_floating, local_gradients, unfolded
+from trakdask.models.hook_plan import Axes, Layer, hooked
+from trakdask.models.local_gradients import (
+    Call,
+    batch_first,
+    first_leaf,
+    is_floating,
+    local_gradients,
+)
+from trakdask.models.products import PRODUCTS, Products, wide
+from trakdask.models.rules import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
 from trakdask.models.tasks import Forward
+from trakdask.models.torch_internals import tree_flatten, tree_unflatten
 
-__all__ = [
-    "Axes",
-    "CachingForward",
-    "CallAxes",
-    "CallShapes",
-    "GradientCollector",
-    "caching",
-    "recorded_shapes",
-    "whole_parameters",
-]
+__all__ = ["GradientCollector", "whole_parameters"]
 
-Sink = Callable[..., None]
-Part = Callable[..., Tensor]
+RowsOfGradient = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
-FindsBuffer = Callable[[str, int], Tensor | None]
-"""Returns where the sink wants a gradient from some element on, (rows, n), if it says so."""
-CallAxes = tuple[list[int | None], list[int | None]]
-"""The batch axis of each input and of each output of a call; None if it has no batch axis."""
-CallShapes = tuple[list[Any], list[Any]]
-Axes = dict[str, list[CallAxes]]
-"""The axes of each call of a layer, by the path of the layer."""
-Shapes = dict[str, list[CallShapes]]
 
-
-_PART_BYTES = {"cpu": 2**22, "cuda": 2**28}
+_SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 """Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch."""
-
 
 _ROUGHLY = 0.05
 """Relative error that no reordering stays below. Rounding errors can grow from layer to layer."""
-
-
-class CachingForward(Forward):
-    """A model that returns its last result again for the same inputs, so f and Q share one pass."""
-
-    _last: tuple[list[Any], Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a batch, or return the last result if the inputs are the same."""
-        inputs = [*pytree.tree_leaves((args, kwargs)), *sorted(kwargs)]
-        if self._last is None or not _are_same(self._last[0], inputs):
-            self._last = inputs, super().__call__(*args, **kwargs)
-        return self._last[1]
-
-    def forget(self) -> None:
-        """Release the last result, and with it the autograd graph that produced it."""
-        self._last = None
-
-
-def caching(forward: Forward) -> CachingForward:
-    """Return the same model, so that it remembers its last result."""
-    return CachingForward(
-        forward.module, forward.parameters, forward.buffers, forward.checkpoint, forward.dtype
-    )
-
-
-def _are_same(left: list[Any], right: list[Any]) -> bool:
-    """Compare tensors by identity, and other values by equality."""
-    return len(left) == len(right) and all(
-        a is b or not (isinstance(a, Tensor) or isinstance(b, Tensor) or a != b)
-        for a, b in zip(left, right, strict=True)
-    )
-
-
-def recorded_shapes(
-    run: Callable[[], object], module: nn.Module, layers: Sequence[Layer]
-) -> Shapes:
-    """Return the shapes of the inputs and outputs of every call of the layers during ``run()``."""
-    shapes: Shapes = {layer.path: [] for layer in layers}
-
-    def hook_of(layer: Layer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs, outputs = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(output)
-            shapes[layer.path].append(([_shape(x) for x in inputs], [_shape(y) for y in outputs]))
-
-        return hook
-
-    with _hooked(module, layers, hook_of), torch.no_grad():
-        run()
-    return shapes
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-@contextmanager
-def _hooked(
-    module: nn.Module, layers: Sequence[Layer], hook_of: Callable[[Layer], Callable[..., Any]]
-) -> Iterator[None]:
-    handles = [
-        module.get_submodule(layer.path).register_forward_hook(hook_of(layer), with_kwargs=True)
-        for layer in layers
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def whole_parameters(
@@ -158,7 +82,11 @@ class GradientCollector:
         Receives the gradients of a parameter, (rows, numel), one row per sample, when all uses of
         the parameter have been processed. Gradients larger than 4 MB (on a GPU, 256 MB) are passed
         in slices, each with the index of its first element, if the rules of the layer allow it. If
-        the sink has a method ``buffer_for``, those of linear layers are written where it says.
+        the sink has a method ``buffer_for(name, first)``, those of linear layers are written where
+        it says.
+    n_tokens
+        Length of the sequences, if each of their tokens is to have a row of its own: all tokens of
+        the first sequence first. Then a sink of :class:`Products` receives products.
     """
 
     def __init__(
@@ -167,27 +95,33 @@ class GradientCollector:
         layers: Sequence[Layer],
         axes: Axes,
         n_samples: int,
-        sink: Sink,
+        sink: Callable[..., None],
+        n_tokens: int | None = None,
     ) -> None:
         self._forward = forward
         self._layers = layers
         self._axes = axes
         self._n_samples = n_samples
-        self._n_rows = n_samples * self._rows_of_sample()
+        self._n_tokens = n_tokens
+        self._n_rows = n_samples * (n_tokens or 1)
         self._sink = sink
+        self._products = sink if isinstance(sink, Products) and n_tokens else None
         self._n_calls: dict[str, int] = defaultdict(int)
+        # How many uses of a parameter are still to come, and the sum of those that have been.
         self._due = {name: 0 for layer in layers for name in layer.selected.values()}
         self._sums: dict[str, Tensor] = {}
-        self._buffer_for: FindsBuffer | None = getattr(sink, "buffer_for", None)
+        self._buffer_for = getattr(sink, "buffer_for", None)
         whole = whole_parameters(forward.module, layers)
         self._copied = whole_parameters(forward.module, layers, WRITES_TO)
-        self._parts: dict[str, list[Part]] = {
+        self._slices: dict[str, list[RowsOfGradient]] = {
             name: []
             for name in self._due
             if name not in whole and (self._has_buffer(name) or self._is_large(name))
         }
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
+        # A hook takes its call out of here, so that the inputs of a layer are released as soon as
+        # its gradients are known, and all of them if a pass fails.
         self._calls: dict[int, Call] = {}
         self._handles: list[Any] = []
         # Parameters are detached, so that autograd does not differentiate them, too. Added to the
@@ -197,7 +131,7 @@ class GradientCollector:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Record the calls of layers, and register hooks with autograd."""
-        with _hooked(self._forward.module, self._layers, self._hook_of), torch.enable_grad():
+        with hooked(self._forward.module, self._layers, self._hook_of), torch.enable_grad():
             yield
 
     @contextmanager
@@ -228,7 +162,7 @@ class GradientCollector:
 
             return hook
 
-        with _hooked(self._forward.module, self._layers, hook_of):
+        with hooked(self._forward.module, self._layers, hook_of):
             yield
 
     def differentiate(self, output: Tensor) -> None:
@@ -237,8 +171,8 @@ class GradientCollector:
             output.sum().backward()  # also through tensors that the model made require gradients
         # What remains was not called, or has no effect on the output.
         for name in list(self._due):
-            if self._parts.get(name):
-                self._deliver_parts(name)
+            if self._slices.get(name):
+                self._deliver_slices(name)
             else:
                 self._deliver(name, self._sums.pop(name, None))
 
@@ -248,7 +182,7 @@ class GradientCollector:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
-        self._parts.clear()
+        self._slices.clear()
 
     def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -262,7 +196,8 @@ class GradientCollector:
             first = first_leaf(args, kwargs)
             # Autograd counts changes in place; the input must still be the one that was used.
             version = first._version if isinstance(first, Tensor) else 0
-            buffers = dict(module._buffers)
+            # Those of this checkpoint, which are taken out of the module after the forward pass.
+            buffers = dict(module.named_buffers(recurse=False))
             call = Call(layer, module, (args, kwargs), version, buffers, *self._axes[layer.path][i])
             return self._tap(call, output)
 
@@ -270,10 +205,7 @@ class GradientCollector:
 
     def _tap(self, call: Call, output: Any) -> Any:
         """Give every tensor of the output a batch axis, and make autograd call back for it."""
-        if isinstance(output, Tensor):
-            leaves, spec = [output], None
-        else:
-            leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         taps = []
         for i, (leaf, axis) in enumerate(zip(leaves, call.out_axes, strict=True)):
             if is_floating(leaf):
@@ -287,12 +219,14 @@ class GradientCollector:
             self._due[name] += 1
         if taps:
             self._handles.append(self._call_back(call, *zip(*taps, strict=True)))
-        return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
+        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
         """Register a function to call once the gradients of a call's outputs are known."""
         rules, key = rules_of(call.module), len(self._handles)
         self._calls[key] = call
+        # Where rows of a sample were folded into the batch axis, only rules that treat all
+        # positions alike are right: to others, the axis behind the samples would be channels.
         is_folded = leaves[0].shape[axes[0]] != self._n_samples
         if (
             rules is not None
@@ -311,19 +245,26 @@ class GradientCollector:
         alone = value if value.shape[:1] == (1,) else value[None]
         return alone.expand(self._n_samples, *alone.shape[1:])
 
-    def _rows_of_sample(self) -> int:
-        """Return how many gradients each sample has."""
-        return 1
-
     def _as_rows(self, call: Call, value: Tensor) -> Tensor:
-        """Return a value that a layer took or returned, (batch, ...), with an entry per row."""
-        return value
+        """Return a value that a layer took or returned, (batch, ...), with an entry per row.
 
-    def _by_rules(self, call: Call, rules: Any, delta: Tensor, axis: int) -> None:
+        (batch, tokens, ...) becomes (batch * tokens, 1, ...), a batch of single tokens.
+        """
+        if self._n_tokens is None:
+            return value
+        if tuple(value.shape[:2]) != (self._n_samples, self._n_tokens):
+            raise ValueError(
+                f"expected a value for each of {self._n_tokens} tokens at layer "
+                f"{call.layer.path!r}, as parts='token' needs, got shape {tuple(value.shape)} for "
+                f"{self._n_samples} sequences; try td.Model(..., parameters=...) without it, or "
+                "names of modules as parts="
+            )
+        return value.reshape(-1, 1, *value.shape[2:])
+
+    def _by_rules(self, call: Call, rules: Mapping[str, Rule], delta: Tensor, axis: int) -> None:
         x = call.input(self._n_samples)
         x = self._as_rows(call, x if call.in_axes[0] is not None else self._expanded(x))
-        delta = unfolded(delta, axis, self._n_samples).movedim(axis, 0)
-        delta = self._as_rows(call, delta)
+        delta = self._as_rows(call, batch_first(delta, axis, self._n_samples))
         if x.is_floating_point() and x.dtype != delta.dtype:
             x = x.to(delta.dtype)  # as autocast does inside the layer
         for inside, name in call.layer.selected.items():
@@ -331,44 +272,75 @@ class GradientCollector:
 
     def _receive(self, call: Call, name: str, rule: Rule, x: Tensor, delta: Tensor) -> None:
         """Compute the gradient of a parameter from one of its uses, or postpone it."""
-        part = partial(rule, call.module, x, delta, call.buffers)
-        if name in self._parts:
-            self._postpone(name, part)
+        if self._products is not None and rule in PRODUCTS:  # without the gradient
+            delta = wide(delta)
+            x = x.to(delta.dtype) if x.is_floating_point() else x
+            vectors = self._products.vectors(name, delta.dtype)
+            self._products.add(name, PRODUCTS[rule](call.module, x, delta, vectors))
+            return
+        rows_of_gradient = partial(rule, call.module, x, delta, call.buffers)
+        if name in self._slices:
+            self._postpone(name, rows_of_gradient)
         else:
-            self._add(name, part())
+            self._add(name, rows_of_gradient())
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
-        """Differentiate a module without rules on its own, sample by sample."""
+        """Differentiate a module without rules on its own, row by row."""
+        if self._n_tokens is not None:
+            call, deltas, axes = self._by_token(call, deltas, axes)
         forward, layer = self._forward, call.layer
         tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
-        tensors |= _inside(forward.buffers, layer.path)
+        prefix = f"{layer.path}." if layer.path else ""
+        for name, tensor in forward.buffers.items():
+            if name.startswith(prefix):
+                tensors[name.removeprefix(prefix)] = tensor
         gradients = local_gradients(call, tensors, deltas, axes, self._n_rows)
         for inside, name in layer.selected.items():
             self._add(name, gradients[inside].reshape(self._n_rows, -1))
 
+    def _by_token(
+        self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
+    ) -> tuple[Call, list[Tensor | None], list[int]]:
+        """Return the call, and the gradients of its outputs, as if of a batch of single tokens."""
+
+        def rows(value: Any, axis: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if axis is None:
+                return self._as_rows(call, self._expanded(value))
+            return self._as_rows(call, batch_first(value, axis, self._n_samples))
+
+        leaves, spec = tree_flatten(call.inputs)
+        leaves = [rows(leaf, axis) for leaf, axis in zip(leaves, call.in_axes, strict=True)]
+        in_axes = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
+        deltas = [rows(delta, axis) for delta, axis in zip(deltas, axes, strict=True)]
+        inputs = tree_unflatten(leaves, spec)
+        return replace(call, inputs=inputs, in_axes=in_axes), deltas, [0] * len(deltas)
+
     def _is_large(self, name: str) -> bool:
         parameter = self._forward.parameters[name]
-        return self._n_rows * parameter.numel() * parameter.element_size() > _part_bytes(parameter)
+        return self._n_rows * parameter.nbytes > _slice_bytes(parameter)
 
-    def _postpone(self, name: str, part: Part) -> None:
+    def _postpone(self, name: str, rows_of_gradient: RowsOfGradient) -> None:
         """Postpone a large gradient until all uses of the parameter are known."""
         self._due[name] -= 1
-        self._parts[name].append(part)
+        self._slices[name].append(rows_of_gradient)
         if not self._due[name]:
-            self._deliver_parts(name)
+            self._deliver_slices(name)
 
-    def _deliver_parts(self, name: str) -> None:
-        parts, n_rows = self._parts.pop(name), len(self._forward.parameters[name])
+    def _deliver_slices(self, name: str) -> None:
+        """Compute the gradients of some rows of a weight after the other, and pass them on."""
+        uses, n_rows = self._slices.pop(name), len(self._forward.parameters[name])
         width, start = self._forward.parameters[name][0].numel(), 0
         del self._due[name]
         while start < n_rows:
             n, buffer = self._next_rows(name, start)
             rows = slice(start, min(start + n, n_rows))
-            gradient = parts[0](rows) if buffer is None else parts[0](rows, buffer)
-            if len(parts) > 1:
+            gradient = uses[0](rows) if buffer is None else uses[0](rows, buffer)
+            if len(uses) > 1:
                 gradient = gradient.clone()  # rules reuse the buffer of a gradient
-            for part in parts[1:]:
-                gradient += part(rows)
+            for use in uses[1:]:
+                gradient += use(rows)
             self._sink(name, gradient, start * width)
             start = rows.stop
 
@@ -380,15 +352,19 @@ class GradientCollector:
         parameter = self._forward.parameters[name]
         width = parameter[0].numel()
         buffer = None
-        if self._buffer_for and self._has_buffer(name):
+        if self._buffer_for is not None and self._has_buffer(name):
             buffer = self._buffer_for(name, start * width)
         if buffer is None:
             bytes_of_row = self._n_rows * width * parameter.element_size()
-            return max(1, _part_bytes(parameter) // bytes_of_row), None
+            return max(1, _slice_bytes(parameter) // bytes_of_row), None
         n = buffer.shape[1] // width
         return (n, buffer[:, : n * width]) if n else (1, None)
 
     def _add(self, name: str, gradient: Tensor) -> None:
+        """Add the gradient of one use of a parameter, and pass the sum on if it is the last."""
+        if self._products is not None:  # they are linear: no need to wait for the other uses
+            self._products(name, gradient)
+            return
         self._due[name] -= 1
         if name in self._sums:
             gradient = self._sums.pop(name).add_(gradient)
@@ -398,30 +374,27 @@ class GradientCollector:
             self._deliver(name, gradient)
 
     def _deliver(self, name: str, gradient: Tensor | None) -> None:
+        del self._due[name]
         if gradient is None:
+            if isinstance(self._sink, Products):
+                return  # a gradient of zero adds nothing
             parameter = self._forward.parameters[name]
             gradient = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
-        del self._due[name]
         self._sink(name, gradient)
 
 
 def _is_row(call: Call, args: Any, kwargs: Any, row: int, n_samples: int) -> bool:
     """Return whether a layer's first input for a sample alone is that of a row of the batch."""
-    axis, leaf = call.in_axes[0], first_leaf(args, kwargs)
+    axis = call.in_axes[0]
     if axis is None:
         return True
-    in_batch = call.input(n_samples)[row]
-    alone = unfolded(leaf, axis, 1).movedim(axis, 0)[0]
+    in_batch = call.input(n_samples)[row].detach()
+    alone = batch_first(first_leaf(args, kwargs), axis, 1)[0]
     if alone.shape != in_batch.shape:
         return False
-    alone, in_batch = alone.double(), in_batch.detach().double()
-    return bool((alone - in_batch).norm() <= _ROUGHLY * alone.norm())
+    error = (alone.double() - in_batch.double()).norm()
+    return bool(error <= _ROUGHLY * alone.double().norm())
 
 
-def _part_bytes(parameter: Tensor) -> int:
-    return _PART_BYTES.get(parameter.device.type, _PART_BYTES["cpu"])
-
-
-def _inside(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
-    prefix = f"{path}." if path else ""
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+def _slice_bytes(parameter: Tensor) -> int:
+    return _SLICE_BYTES.get(parameter.device.type, _SLICE_BYTES["cpu"])

@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from trakdask.models.hooks import caching
 from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.models.tasks.protocol import SampleError
+from trakdask.models.tasks.protocol import CachingForward, SampleError
+from trakdask.models.torch_internals import TorchDispatchMode, fake_tensor_mode
 
 __all__ = [
     "once_per_task",
@@ -34,8 +33,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-_found: WeakKeyDictionary[torch.nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
-_MOST_FOUND = 8
+_answers: WeakKeyDictionary[torch.nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
+_MOST_ANSWERS = 8
 
 
 def once_per_task(
@@ -46,19 +45,21 @@ def once_per_task(
     Threads have a module each, but all models of one ``build`` share it, whatever their tasks. So
     the key is all that decides how the module is called: the class of the task and its settings,
     and the variables of the batch. The class is compared itself and not by name, because a
-    notebook may define it again.
+    notebook may define it again. Neither shapes nor weights belong to it: the axes of the samples,
+    and whether values are read, are taken to be the same for all; the checks of every block notice
+    if they are not.
     """
     variables = {name: value.ndim for name, value in batch.items()}
     key = [purpose, type(task), getattr(task, "__dict__", task), variables, also]
-    found = _found.setdefault(forward.module, [])
-    for known, value in found:
-        if _are_equal(known, key):
-            return cast(T, value)
-    value = find()
+    answers = _answers.setdefault(forward.module, [])
+    for earlier, answer in answers:
+        if _are_equal(earlier, key):
+            return cast(T, answer)
+    answer = find()
     key[2] = copy.copy(key[2])  # settings of a task may change later
-    found.append((key, value))
-    del found[:-_MOST_FOUND]
-    return value
+    answers.append((key, answer))
+    del answers[:-_MOST_ANSWERS]
+    return answer
 
 
 def _are_equal(left: Any, right: Any) -> bool:
@@ -89,12 +90,12 @@ class _ValueRead(Exception):
     """An operation whose result, or the shape of it, can steer what a model does next."""
 
 
-class _NoValues(TorchDispatchMode):
-    """Raise an error where a tensor's values leave it, or decide on the shape of another one."""
+class _RefusesValues:
+    """Raises an error where a tensor's values leave it, or decide on the shape of another one.
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip its compiler, torch would import it: that takes a second
+    A class of its own, since torch imports its compiler, which takes a second, to wrap this method
+    if a class of modes defines it itself.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -102,6 +103,10 @@ class _NoValues(TorchDispatchMode):
         if _STEERING.intersection(func.tags):
             raise _ValueRead(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class _NoValues(_RefusesValues, TorchDispatchMode):
+    """Operations on tensors may not read values."""
 
 
 class _NoArrays(TorchFunctionMode):
@@ -131,10 +136,9 @@ def _runs_without_reading(forward: Forward, task: Task, batch: Batch) -> bool:
 
 
 def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to run first
-
+    """Return whether the model can run on tensors without values; False if it might not."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with fake_tensor_mode() as mode, torch.no_grad():
             fake = Batch({name: mode.from_tensor(value) for name, value in batch.items()})
             task.output(forward, fake)
     except Exception:  # whatever the reason, it is safe to assume that values are read
@@ -225,7 +229,7 @@ def require_close(
 
 def _alone(forward: Forward, task: Task, one: Batch) -> tuple[float, float]:
     """Return f and Q of a single sample, by one pass if both call the model in the same way."""
-    once = caching(forward)
+    once = CachingForward(forward)
     with torch.no_grad():
         return float(task.output(once, one)[0]), float(task.out_to_loss(once, one)[0])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -21,28 +20,29 @@ from trakdask.html_tables import html_table
 from trakdask.models.checkpoints import (
     Checkpoint,
     CheckpointLike,
+    State,
     cached_state,
     make_checkpoints,
 )
 from trakdask.models.code import code_digests
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
-from trakdask.models.moments import MomentsLike, open_moments
-from trakdask.models.parameters import Selection, select_parameters
-from trakdask.models.skeletons import (
+from trakdask.models.modules import (
+    Selection,
     aliases,
     overwritten,
     require_plain,
+    select_parameters,
     uncompiled,
     without_weights,
 )
-from trakdask.models.states import State
+from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
 
 __all__ = ["Model"]
 
 Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
 
-_MOST_SKELETONS = 2
+_MOST_MODULES = 2
 _local = threading.local()
 _building = threading.RLock()
 """``from_pretrained`` changes global state, so only one thread of a process builds at a time."""
@@ -155,7 +155,7 @@ class Model:
         is_module = isinstance(build, torch.nn.Module)
         self.build = _meta_module(build) if is_module else build
         self.token = uuid4().hex
-        module = self.skeleton()
+        module = self.meta_module()
         own = dict(module.named_parameters())
         names = select_parameters(module, parameters)
         self.shapes = {name: tuple(own[name].shape) for name in names}
@@ -164,17 +164,14 @@ class Model:
             checkpoints,
             checkpoint_ids,
             key=key,
-            check=lambda name, state, base: _require_fit(
-                module, _completed(module, state, base, name), name
-            ),
-            find_base=_BaseFinder(build, module),
+            accept=functools.partial(_accept, build, module, {}),
         )
         of = [checkpoint.name for checkpoint in self.checkpoints]
         self.second_moments = open_moments(second_moments, of, self.shapes)
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
-        """Return the model at one checkpoint, on this thread's own skeleton."""
-        module = self.skeleton()
+        """Return the model at one checkpoint, on this thread's own copy of the architecture."""
+        module = self.meta_module()
         state = _completed(module, cached_state(checkpoint), checkpoint.base, checkpoint.name)
         names_of = aliases(module)
         parameters = {
@@ -214,21 +211,21 @@ class Model:
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
             "task": task_spec(self.task),
-            "code": code_digests(self.skeleton(), task, build),
+            "code": code_digests(self.meta_module(), task, build),
             "checkpoints": {c.name: c.digest for c in self.checkpoints},
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
             **({"second_moments": moments} if moments else {}),
         }
 
-    def skeleton(self) -> torch.nn.Module:
+    def meta_module(self) -> torch.nn.Module:
         """Return this thread's own copy of the architecture, without weights."""
-        skeletons: dict[str, torch.nn.Module] = _local.__dict__.setdefault("skeletons", {})
-        if self.token not in skeletons:
-            while len(skeletons) >= _MOST_SKELETONS:
-                skeletons.pop(next(iter(skeletons)))
-            skeletons[self.token] = _meta_module(self.build)
-        return skeletons[self.token]
+        modules: dict[str, torch.nn.Module] = _local.__dict__.setdefault("modules", {})
+        if self.token not in modules:
+            while len(modules) >= _MOST_MODULES:
+                modules.pop(next(iter(modules)))
+            modules[self.token] = _meta_module(self.build)
+        return modules[self.token]
 
     def _repr_html_(self) -> str:
         names = [checkpoint.name for checkpoint in self.checkpoints]
@@ -250,26 +247,36 @@ class Model:
         )
 
 
-class _BaseFinder:
-    """Finds the base models of checkpoints that are adapters alone, and reads each of them once."""
+def _accept(
+    build: Build,
+    module: torch.nn.Module,
+    bases: dict[str | None, Checkpoint],
+    name: str,
+    state: State,
+    folder: Folder | None,
+) -> Checkpoint | None:
+    """Check the tensors of a checkpoint; return the base model of one that is an adapter alone.
 
-    def __init__(self, build: Build, module: torch.nn.Module) -> None:
-        self._build = build
-        self._names = module.state_dict().keys()
-        self._bases: dict[str | None, Checkpoint] = {}
-
-    def __call__(self, state: Mapping[str, Tensor], folder: Folder | None) -> Checkpoint | None:
-        if not is_adapter(state, self._names):
-            return None
+    Adapters share their base model, which is read once, by the folder that it is in.
+    """
+    base = None
+    if is_adapter(state, module.state_dict()):
         place = None if folder is None else base_folder(folder)
-        if place not in self._bases:
-            weights = _base_state(self._build) if place is None else place
-            (base,) = make_checkpoints({"base model": weights})
-            if place is None and not isinstance(self._build, torch.nn.Module):
-                # Workers build it, too: it is too large to be sent with every adapter.
-                base = replace(base, source=functools.partial(_base_state, self._build))
-            self._bases[place] = base
-        return self._bases[place]
+        if place not in bases:
+            bases[place] = _base_model(build, place)
+        base = bases[place]
+    _require_fit(module, _completed(module, state, base, name), name)
+    return base
+
+
+def _base_model(build: Build, place: str | None) -> Checkpoint:
+    """Return the base model in a folder, or else the one in the model as it is built."""
+    weights = _base_state(build) if place is None else place
+    (base,) = make_checkpoints({"base model": weights})
+    if place is not None or isinstance(build, torch.nn.Module):
+        return base
+    # Workers build it, too: it is too large to be sent with every adapter.
+    return replace(base, source=functools.partial(_base_state, build))
 
 
 def _base_state(build: Build) -> Mapping[str, Tensor]:
@@ -314,28 +321,7 @@ def _built(build: Build) -> torch.nn.Module:
 
 def _called(build: str | Callable[[], Any]) -> Any:
     function = import_callable(build, "build") if isinstance(build, str) else build
-    try:
-        missing = _required_arguments(function)
-    except (TypeError, ValueError):  # some callables in C have no signature
-        missing = []
-    if missing:
-        raise TypeError(
-            f"expected a callable without arguments as build, got {_named(function)}, which needs "
-            f"{missing}; try build=lambda: {_named(function)}({', '.join(missing)})"
-        )
-    try:
-        return function()
-    except StopIteration as err:  # it would end a loop of the caller without a word
-        raise RuntimeError(f"build = {_named(function)} raised {err!r}") from err
-
-
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    return [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    return function()
 
 
 def _named(build: object) -> str:
@@ -346,24 +332,19 @@ def _named(build: object) -> str:
 
 def _require_fit(module: torch.nn.Module, state: Mapping[str, Tensor], checkpoint: str) -> None:
     needed = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    optional = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
-    for name, shape in needed.items():
-        if name not in state:
-            if name in optional:
-                continue
-            actual = f"no such tensor (but {list(state)[:3]}...)"
-        elif tuple(state[name].shape) != shape:
-            actual = f"shape {tuple(state[name].shape)}"
-        else:
-            continue
+    # Of tied weights, one name is enough.
+    tied = {n for group in aliases(module).values() if set(group) & set(state) for n in group}
+    actual = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wrong = [
+        f"{name!r} of shape {shape}, got {actual.get(name, 'no such tensor')}"
+        for name, shape in needed.items()
+        if actual.get(name) != shape and not (name in tied and name not in actual)
+    ]
+    wrong += [f"tensors of the model, got {name!r} too" for name in actual if name not in needed]
+    if wrong:
         raise CheckpointError(
-            f"expected {name!r} of shape {shape} in checkpoint {checkpoint!r}, as the model has, "
-            f"got {actual}; try {_advice(state, needed)}"
-        )
-    if extra := [name for name in state if name not in needed]:
-        raise CheckpointError(
-            f"expected only tensors of the model in checkpoint {checkpoint!r}, got {len(extra)} "
-            f"more, the first of them {extra[0]!r}; try {_advice(state, needed)}"
+            f"expected {wrong[0]}, in checkpoint {checkpoint!r} ({len(wrong)} tensors differ); try "
+            + _advice(state, needed)
         )
 
 
@@ -376,8 +357,5 @@ def _advice(state: Mapping[str, Tensor], needed: Iterable[str]) -> str:
             f"name.startswith({prefixes[0]!r})}} as the checkpoint, with state = torch.load(file)"
         )
     if all(name.startswith("base_model.") for name in state):
-        return (
-            "a build function that returns the model with its adapter: "
-            "lambda: peft.get_peft_model(base, config)"
-        )
+        return "a build function that returns the adapter, too: peft.get_peft_model(base, config)"
     return "the build function that this checkpoint was trained with"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -12,7 +11,14 @@ from torch import Tensor
 from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder
-from trakdask.models.checkpoints import Checkpoint, CheckpointLike, cached_state, make_checkpoints
+from trakdask.models.checkpoints import (
+    Checkpoint,
+    CheckpointLike,
+    cached_state,
+    folder_at,
+    make_checkpoints,
+    place_of,
+)
 from trakdask.models.folders import checkpoint_folders
 
 __all__ = ["EPSILON", "MOMENTS_FILE", "MomentsLike", "open_moments", "scaled", "scales"]
@@ -54,19 +60,19 @@ def open_moments(
         return {}
     names = list(names)
 
-    def check(name: str, state: Mapping[str, Tensor], base: object) -> None:
+    def check(name: str, state: Mapping[str, Tensor], folder: object) -> None:
         for parameter, shape in shapes.items():
             _require_moments(name, parameter, state.get(parameter), shape)
 
     return {
-        name: make_checkpoints({name: _file(value)}, check=check)[0]
+        name: make_checkpoints({name: _file(value)}, accept=check)[0]
         for name, value in _by_name(given, names).items()
     }
 
 
 def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
     if isinstance(given, str | Path):
-        given = checkpoint_folders(Folder(_place(given))) or [given]
+        given = checkpoint_folders(Folder(place_of(given))) or [given]
     elif not isinstance(given, Iterable) or isinstance(given, Tensor):
         raise TypeError(
             "expected a list with the second moments of each checkpoint, or a mapping from their "
@@ -84,22 +90,17 @@ def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
     return dict(values) if isinstance(values, Mapping) else dict(zip(names, values, strict=True))
 
 
-def _place(path: str | Path) -> str:
-    return str(path) if "://" in str(path) else str(Path(path).absolute())
-
-
 def _file(value: CheckpointLike) -> CheckpointLike:
     """Return the file of a folder, and anything else as it is."""
     if not isinstance(value, str | Path):
         return value
-    place = _place(value)
+    place = place_of(value)
     if place.endswith("optimizer.pt"):
         raise CheckpointError(
             f"expected second moments by the names of parameters, got {place!r}, where Trainer "
             f"numbers them in the order of the optimizer, which the file does not say; {_REMEDY}"
         )
-    is_folder = not os.path.splitext(place)[1] if "://" in place else os.path.isdir(place)
-    return f"{place}/{MOMENTS_FILE}" if is_folder else place
+    return f"{place}/{MOMENTS_FILE}" if folder_at(place) else place
 
 
 def _require_moments(

@@ -7,25 +7,20 @@ of a single token is never formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trakdask.models.coverage import Layer
-from trakdask.models.hooks import Axes
-from trakdask.models.layers import (
+from trakdask.models.rules import (
     Rule,
     embedding_weight,
     linear_weight,
     transposed_linear_weight,
 )
-from trakdask.models.local import Call
-from trakdask.models.tasks import Forward
-from trakdask.models.tokens import TokenGradientCollector
 
-__all__ = ["PRODUCTS", "Products", "TokenProductCollector"]
+__all__ = ["PRODUCTS", "Products", "wide"]
 
 Product = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Takes a layer, x (rows, positions, ...), delta likewise, and vectors (m, *shape of the weight);
@@ -33,7 +28,7 @@ returns the products of the gradients of the rows with the vectors, (rows, m).""
 
 
 class Products:
-    """A sink of gradients that adds up their products with given vectors.
+    """A sink of gradients that adds up their products with some vectors.
 
     Parameters
     ----------
@@ -61,7 +56,7 @@ class Products:
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Add the products of a parameter's gradients, (rows, n), or of a slice of them."""
-        start, gradient = first or 0, _wide(gradient)
+        start, gradient = first or 0, wide(gradient)
         vectors = self.vectors(name, gradient.dtype).flatten(1)
         self.add(name, gradient @ vectors[:, start : start + gradient.shape[1]].mT)
 
@@ -78,49 +73,8 @@ class Products:
         return self._sums.float()
 
 
-class TokenProductCollector(TokenGradientCollector):
-    """Record a batch of sequences, and multiply the gradients of their tokens with vectors.
-
-    Parameters
-    ----------
-    forward, layers, axes, n_samples, n_tokens
-        As for :class:`trakdask.models.tokens.TokenGradientCollector`.
-    sink
-        Has the vectors, and receives the products.
-    """
-
-    def __init__(
-        self,
-        forward: Forward,
-        layers: Sequence[Layer],
-        axes: Axes,
-        n_samples: int,
-        sink: Products,
-        *,
-        n_tokens: int,
-    ) -> None:
-        super().__init__(forward, layers, axes, n_samples, sink, n_tokens=n_tokens)
-        self._products = sink
-
-    def _receive(self, call: Call, name: str, rule: Rule, x: Tensor, delta: Tensor) -> None:
-        multiply = PRODUCTS.get(rule)
-        if multiply is None:
-            super()._receive(call, name, rule, x, delta)
-            return
-        delta = _wide(delta)
-        x = x.to(delta.dtype) if x.is_floating_point() else x
-        vectors = self._products.vectors(name, delta.dtype)
-        self._products.add(name, multiply(call.module, x, delta, vectors))
-
-    def _add(self, name: str, gradient: Tensor) -> None:
-        # Products are linear, so there is no need to wait for the other uses of the parameter.
-        self._products(name, gradient)
-
-    def _deliver(self, name: str, gradient: Tensor | None) -> None:
-        """Do nothing: all products have been added."""
-
-
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
+    """Return a tensor in float32 or better."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import cloudpickle
 import numpy as np
 import pytest
@@ -106,13 +104,6 @@ def test_clip__q_is_the_slope_of_the_loss(temperature: float | None) -> None:
     torch.testing.assert_close(q, torch.stack(expected).float())
 
 
-def test_clip__loss_is_the_cross_entropy_of_margins() -> None:
-    logits = torch.randn(6, generator=torch.Generator().manual_seed(0))
-    margin = logits[0] - logits[1:].logsumexp(0)
-    loss = functional.cross_entropy(logits, torch.tensor(0))
-    torch.testing.assert_close(functional.softplus(-margin), loss)
-
-
 def test_clip__output_is_that_of_the_original_package() -> None:
     """traker's expression, as it stands in its CLIPModelOutput.get_output."""
     _, f, _ = run(clip(), pairs())
@@ -182,13 +173,6 @@ def test_clip__spec_names_what_it_was_compared_with() -> None:
     assert "tensor" not in task_spec(one)
 
 
-def test_clip__replace_keeps_the_negatives() -> None:
-    task = clip(n=4)
-    warm = dataclasses.replace(task, temperature=2.0)
-    assert warm.digest == task.digest
-    assert torch.equal(warm.negatives["c0"][0], task.negatives["c0"][0])
-
-
 def test_clip__pickles_with_its_negatives() -> None:
     pool = {"c": (torch.randn(500, 64), torch.randn(500, 64))}
     task = Clip(pool, n_negatives=500)
@@ -221,25 +205,12 @@ def test_clip_embeddings__are_those_of_the_checkpoint() -> None:
         assert not found[f"c{seed}"][0].requires_grad
 
 
-def test_clip_embeddings__other_task() -> None:
-    with pytest.raises(TypeError, match=r"clip', got .*Regression"):
-        clip_embeddings(td.Model(towers(), task="regression"), pairs())
-
-
 def test_clip__without_negatives() -> None:
     with pytest.raises(ValueError, match=r"'c0'.*got those for \[\].*clip_embeddings"):
         run(Clip(), pairs())
     other = Clip({"best": clip().negatives["c0"]}, n_negatives=2)
     with pytest.raises(ValueError, match=r"'c0'.*got those for \['best'\]"):
         run(other, pairs())
-
-
-def test_clip__bad_negatives() -> None:
-    for n in (0, 9):
-        with pytest.raises(ValueError, match=rf"n_negatives.* got {n};"):
-            clip(n=n)
-    with pytest.raises(ValueError, match=r"shapes \(4, 2\) and \(3, 2\)"):
-        Clip({"c": (torch.ones(4, 2), torch.ones(3, 2))}, n_negatives=2)
 
 
 class Bare(Towers):

@@ -94,14 +94,6 @@ def test_causal_lm__labels_are_those_of_transformers(run) -> None:
     torch.testing.assert_close(q, (-slope / kept.sum(1)).float())
 
 
-def test_causal_lm__loss_is_a_function_of_the_margins() -> None:
-    sample = one_row(batch(), 0)
-    logits = Running()(sample["input_ids"])[0][0, :-1]
-    loss = functional.cross_entropy(logits, sample["input_ids"][0, 1:], reduction="sum")
-    expected = functional.softplus(-torch.stack(margins(Running(), sample))).sum()
-    torch.testing.assert_close(loss, expected)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_causal_lm__padding_adds_nothing(run, side: str) -> None:
     data = batch(n=1)
@@ -125,14 +117,6 @@ def test_causal_lm__sequence_without_predicted_tokens(run, engine: str, mask: li
     expected = rf"token to predict, got {sum(mask)} tokens, 0 labels -100, at sample 1\b.*record"
     with pytest.raises(SampleError, match=expected):
         run(Running(), "causal_lm", data, engine)
-
-
-def test_causal_lm__all_labels_ignored(run) -> None:
-    data = some_labels()
-    data["labels"][2, 1:] = -100
-    with pytest.raises(SampleError, match=r"got 4 tokens, 5 labels -100, at sample 2\b"):
-        run(Running(), CausalLM(labels="labels"), data)
-    run(Running(), CausalLM(), data)
 
 
 def test_causal_lm__longer_than_the_model_was_made_for(run) -> None:
@@ -207,13 +191,6 @@ def test_causal_lm__position_is_the_place_of_the_token(check_gradients) -> None:
     check_gradients(Running(), CausalLM(position="token"), data, output)
 
 
-@pytest.mark.parametrize("place", [-1, 0, 6, 100])
-def test_causal_lm__place_that_nothing_predicts(run, place: int) -> None:
-    data = Batch(batch(1), token=torch.tensor([place]))
-    with pytest.raises(SampleError, match=rf"'token', got {place} at sample 0\b"):
-        run(Running(), CausalLM(position="token"), data)
-
-
 def test_causal_lm__confident_tokens_are_exact(run) -> None:
     class Sure(nn.Module):
         def __init__(self) -> None:
@@ -229,17 +206,6 @@ def test_causal_lm__confident_tokens_are_exact(run) -> None:
     assert f.item() == 80
     assert q.item() == pytest.approx(4.248354e-18, rel=1e-6, abs=0)  # 1 - softmax would be 0
     assert gradients["height"].tolist() == [[2.0]]
-
-
-def test_causal_lm__wrong_shapes(run) -> None:
-    class Pooled(Running):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            return super().forward(input_ids, attention_mask)[0][:, -1]
-
-    with pytest.raises(ValueError, match=r"labels of shape \(1, 6\).*\(1, 9\)"):
-        run(Pooled(), "causal_lm", batch())
-    with pytest.raises(ValueError, match=r"'input_ids'.*torch.int64 of shape \(1, 1\).*padding"):
-        run(Running(), "causal_lm", batch(length=1, n=1))
 
 
 def test_expand_tokens__lists_what_is_predicted() -> None:
@@ -281,31 +247,6 @@ def test_causal_lm__label_that_is_no_token(run, task: CausalLM) -> None:
         run(Running(), task, data)
     data["token"][0], data["labels"][0, 2] = 1, task.ignore_index
     run(Running(), task, data)
-
-
-@pytest.mark.parametrize("estimator", ["trak", "grad_dot"])
-def test_score__of_tokens_adds_up_to_that_of_their_sequence(estimator: str) -> None:
-    """Features of whole sequences explain single tokens, as ``expand_tokens`` says."""
-    arrays = {name: value.numpy() for name, value in batch(12, 14).items()}
-    samples = td.from_arrays(arrays, coords={"author": [f"a{i:02}" for i in range(12)]}, chunks=5)
-    sequences = samples.isel(sample=slice(4))
-    sequence, position = expand_tokens(sequences)
-    tokens = sequences.isel(sample=sequence).assign_coords(token=("sample", position))
-    tokens = tokens.assign_attrs(source="tokens")
-    projector, network = td.Identity(), Running()
-    whole = td.Model(network, task="causal_lm")
-    train, targets = (td.featurize(ds, whole, projector=projector) for ds in (samples, sequences))
-    single = td.featurize(
-        tokens, td.Model(network, task=CausalLM(position="token")), projector=projector
-    )
-    options = {"damping": 0.1} if estimator == "trak" else {}
-    found = td.score(train, single, estimator=estimator, **options).compute()
-    assert found.sizes["target"] == len(sequence)
-    summed = found.groupby("target_author").sum().transpose("sample", ...)
-    expected = td.score(train, targets, estimator=estimator, **options).compute()
-    np.testing.assert_allclose(summed, expected, rtol=1e-4, atol=1e-6 * float(abs(expected).max()))
-    top = td.top_k(td.score(train, single, estimator=estimator, **options), 2)
-    assert top.target_token.values.tolist() == position.tolist()
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "text_classification"])

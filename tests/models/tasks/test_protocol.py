@@ -6,20 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
-
-
-def test_batch__missing_variable_names_what_is_there() -> None:
-    with pytest.raises(ValueError, match=r"the variable 'b'.*variables \['a'\]"):
-        Batch(a=torch.ones(1))["b"]
-
-
-def test_forward__knows_its_checkpoint() -> None:
-    model = Model(lambda: nn.Linear(2, 1), {"last": nn.Linear(2, 1).state_dict()})
-    forward = model.forward(model.checkpoints[0])
-    assert forward.checkpoint == "last"
-    assert Forward(nn.Linear(2, 1), {}, {}).checkpoint is None
 
 
 def test_forward__with_parameters_replaces_only_those() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -47,15 +46,3 @@ def test_regression__shapes_of_one_number_per_sample(run) -> None:
         _, f, q = run(module, Regression("x"), samples)
         assert torch.equal(f, expected[1])
         assert torch.equal(q, expected[2])
-
-
-def test_regression__several_numbers_per_sample(run) -> None:
-    with pytest.raises(ValueError, match=r"model's output of shape \(1, 2\)"):
-        run(net(2), "regression", data())
-    with pytest.raises(ValueError, match=r"'y' of shape \(4, 2\)"):
-        run(net(), "regression", Batch(data(), y=torch.ones(4, 2)))
-
-
-def test_regression__names() -> None:
-    task = Regression(["a", "b"], target="c", positional=False)
-    assert task.variables == ("a", "b", "c")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from trakdask.models.tasks.classification import (
+from trakdask.models.tasks.clip import Clip, clip_embeddings
+from trakdask.models.tasks.language import CausalLM, expand_tokens
+from trakdask.models.tasks.protocol import Batch, Forward, Task
+from trakdask.models.tasks.resolve import TASKS, TrakTask, resolve_task, task_spec
+from trakdask.models.tasks.supervised import (
     BinaryClassification,
     Classification,
     ImageClassification,
     MultiLabel,
+    Regression,
     TextClassification,
 )
-from trakdask.models.tasks.clip import Clip, clip_embeddings
-from trakdask.models.tasks.language import CausalLM, expand_tokens
-from trakdask.models.tasks.protocol import Batch, Forward, Task
-from trakdask.models.tasks.regression import Regression
-from trakdask.models.tasks.resolve import TASKS, TrakTask, resolve_task, task_spec
 
 __all__ = [
     "TASKS",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trakdask.checks import require_integer
 from trakdask.html_tables import HtmlTable
 from trakdask.models.checkpoints import Checkpoint, digest_state
 from trakdask.models.tasks.logits import (
@@ -96,8 +97,8 @@ class Clip(HtmlTable):
             check_temperature(self.temperature)
         check_variable(self.image, "image")
         check_variable(self.text, "text")
-        _check_integer(self.n_negatives, "n_negatives", 1, 2**63)
-        _check_integer(self.seed, "seed", 0, 2**64)
+        require_integer("n_negatives", self.n_negatives, 1, remedy="try n_negatives=300")
+        require_integer("seed", self.seed, 0, 2**64, remedy="try seed=0")
         if self.negatives is None:  # a model with this task can compute the negatives
             return
         if not isinstance(self.negatives, Mapping):
@@ -200,14 +201,6 @@ def random_rows(n: int, size: int, seed: int) -> NDArray[np.int64]:
     return np.sort(np.argsort(keys, kind="stable")[:size])
 
 
-def _check_integer(value: object, option: str, low: int, high: int) -> None:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or not low <= int(cast(int, value)) < high:
-        raise ValueError(
-            f"expected an integer of at least {low} as {option}, got {value!r}; try {option}={low}"
-        )
-
-
 class _Model(Protocol):
     """The part of ``td.Model`` that :func:`clip_embeddings` uses."""
 
@@ -249,7 +242,7 @@ def clip_embeddings(
     if not isinstance(task, Clip):
         kind = type(model if task is None else task).__name__
         raise TypeError(f"expected a td.Model of task='clip', got {kind}")
-    _check_integer(batch_size, "batch_size", 1, 2**63)
+    require_integer("batch_size", batch_size, 1, remedy="try batch_size=256")
     whole = as_tensors(samples, task.variables)
     starts = range(0, len(whole[task.image]), batch_size)
     batches = [Batch({n: t[i : i + batch_size] for n, t in whole.items()}) for i in starts]

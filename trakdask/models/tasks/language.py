@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.logits import (
     MASK,
-    as_names,
+    ModelTask,
     as_tensors,
     call_model,
-    check_variable,
     margin,
     one_minus_p,
     shape_of,
@@ -29,7 +27,7 @@ __all__ = ["CausalLM", "expand_tokens"]
 
 
 @dataclass(frozen=True)
-class CausalLM(HtmlTable):
+class CausalLM(ModelTask):
     """Next-token prediction, per sequence or per token.
 
     For every predicted token t, m_t = log p_t/(1-p_t) is the margin of the actual token. The output
@@ -93,22 +91,15 @@ class CausalLM(HtmlTable):
     position: str | None = None
     ignore_index: int = -100
     positional: bool = False
+    _other_variables: ClassVar[tuple[str, ...]] = ("labels", "position")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.labels, "labels", optional=True)
-        check_variable(self.position, "position", optional=True)
+        super().__post_init__()
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise TypeError(
                 f"expected an integer as ignore_index, got {self.ignore_index!r}; try "
                 "ignore_index=-100"
             )
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        names = (*self.inputs, self.labels, self.position)
-        return tuple(dict.fromkeys(name for name in names if name is not None))
 
     @property
     def token_variables(self) -> tuple[str, ...]:

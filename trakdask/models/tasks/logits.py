@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.checks import require_number
+from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.protocol import Batch, Forward, SampleError
 
 __all__ = [
     "MASK",
+    "ModelTask",
     "as_names",
     "as_tensors",
     "at_least_float32",
@@ -43,6 +45,27 @@ def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
             "inputs=('x',)"
         )
     return given
+
+
+class ModelTask(HtmlTable):
+    """A task whose model takes variables of the samples, by their names or in their order."""
+
+    inputs: tuple[str, ...]
+    positional: bool
+    _other_variables: ClassVar[tuple[str, ...]] = ("label",)
+    """Options with the names of further variables; those that are None by default are optional."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", as_names(self.inputs))
+        for option in self._other_variables:
+            is_optional = getattr(type(self), option) is None
+            check_variable(getattr(self, option), option, optional=is_optional)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        names = (*self.inputs, *(getattr(self, option) for option in self._other_variables))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
@@ -79,11 +102,7 @@ def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tu
 
 def check_temperature(temperature: float) -> None:
     """Reject a temperature that is not a positive, finite number."""
-    is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    if not (is_number and 0 < temperature < math.inf):
-        raise ValueError(
-            f"expected a positive number as temperature, got {temperature!r}; try temperature=1.0"
-        )
+    require_number("temperature", temperature, low=0, remedy="try temperature=1.0")
 
 
 def check_variable(value: object, option: str, *, optional: bool = False) -> None:

@@ -8,9 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-__all__ = ["Batch", "Forward", "Task"]
+from trakdask.models.torch_internals import tree_leaves, tree_map
+
+__all__ = ["Batch", "CachingForward", "Forward", "SampleError", "Task"]
 
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -25,6 +26,11 @@ class Batch(dict[str, Tensor]):
     def __init__(self, *args: Any, **kwargs: Tensor) -> None:
         super().__init__(*args, **kwargs)
         self.update({n: t.long() for n, t in self.items() if t.dtype in _UNSIGNED})
+
+    @property
+    def size(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self.values())))
 
     def __missing__(self, name: str) -> Tensor:
         raise ValueError(
@@ -63,7 +69,7 @@ class Forward:
     Parameters
     ----------
     module
-        The skeleton. ``parameters`` and ``buffers`` replace its own tensors of the same names.
+        The architecture. ``parameters`` and ``buffers`` replace its tensors of the same names.
     parameters, buffers
         Tensors by name.
     checkpoint
@@ -111,11 +117,39 @@ class Forward:
         return Forward(self.module, parameters, buffers, self.checkpoint, dtype)
 
 
+class CachingForward(Forward):
+    """A model that returns its last result again for the same inputs, so f and Q share one pass.
+
+    Parameters
+    ----------
+    forward
+        The model.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        tensors = forward.parameters, forward.buffers
+        super().__init__(forward.module, *tensors, forward.checkpoint, forward.dtype)
+        self._last: tuple[list[Any], Any, Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a batch, or return the last result if the inputs are the same."""
+        leaves = tree_leaves((args, kwargs))
+        # Tensors are compared by identity, which holds as long as they are kept with the result.
+        key = [id(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves] + sorted(kwargs)
+        if self._last is None or self._last[0] != key:
+            self._last = key, leaves, super().__call__(*args, **kwargs)
+        return self._last[2]
+
+    def forget(self) -> None:
+        """Release the last result, and with it the autograd graph that produced it."""
+        self._last = None
+
+
 def _copied(value: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    given = value if dtype is None else _cast(value, dtype)
-    return given.clone() if given is value else given
+    cast = value if dtype is None else _cast(value, dtype)
+    return cast.clone() if cast is value else cast
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

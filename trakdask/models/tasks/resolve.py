@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from trakdask.html_tables import HtmlTable
-from trakdask.models.tasks.classification import (
+from trakdask.models.tasks.clip import Clip
+from trakdask.models.tasks.language import CausalLM
+from trakdask.models.tasks.protocol import Batch, Forward, Task
+from trakdask.models.tasks.supervised import (
     BinaryClassification,
     Classification,
     ImageClassification,
     MultiLabel,
+    Regression,
     TextClassification,
 )
-from trakdask.models.tasks.clip import Clip
-from trakdask.models.tasks.language import CausalLM
-from trakdask.models.tasks.protocol import Batch, Forward, Task
-from trakdask.models.tasks.regression import Regression
 
 __all__ = ["TASKS", "TrakTask", "resolve_task", "task_spec"]
 

@@ -1,4 +1,4 @@
-"""What is done to a module before it is run with the weights of a checkpoint."""
+"""What is done to a module before it is run, and how its parameters are chosen."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import trakdask as td
 from trakdask.models.model import Model
+from trakdask.models.modules import select_parameters
 
 
 def compiled() -> nn.Module:
@@ -109,3 +110,37 @@ def test_model__embeddings_with_max_norm_leave_the_checkpoint_alone() -> None:
         gradients[max_norm] = features_of(model, **variables)
         np.testing.assert_allclose(gradients[max_norm], expected, rtol=1e-5, atol=1e-6)
     assert not np.allclose(gradients[0.5], gradients[None])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        ("2.*", ["2.weight", "2.bias"]),
+        (["2.bias", "0.bias"], ["0.bias", "2.bias"]),
+        ("*.weight", ["0.weight", "2.weight"]),
+        (lambda name, tensor: tensor.ndim == 1, ["0.bias", "2.bias"]),
+        (torch.nn.Linear, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+        (torch.nn.Sequential, ["0.weight", "0.bias", "2.weight", "2.bias"]),
+    ],
+)
+def test_select_parameters__order_is_the_modules(selection, expected: list[str]) -> None:
+    assert list(select_parameters(mlp(), selection)) == expected
+
+
+def test_select_parameters__modules_inside_an_instance_count() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8))
+    of_layer = select_parameters(module, nn.TransformerEncoderLayer)
+    assert list(of_layer) == [name for name, _ in module.named_parameters() if name[0] == "1"]
+
+
+def test_select_parameters__integers_have_no_gradient() -> None:
+    module = mlp()
+    module.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+    with pytest.raises(ValueError, match=r"'codes' with dtype torch\.int64"):
+        select_parameters(module, "*")
+    assert "codes" not in select_parameters(module, "[02].*")

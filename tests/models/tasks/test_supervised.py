@@ -11,7 +11,6 @@ from trakdask.models.model import Model
 from trakdask.models.tasks import (
     Batch,
     BinaryClassification,
-    Classification,
     Forward,
     ImageClassification,
     MultiLabel,
@@ -109,17 +108,6 @@ def test_classification__equals_image_classification(run) -> None:
     assert torch.equal(found[2], expected[2])
 
 
-def test_text_classification__three_tensors_in_a_given_order(run) -> None:
-    class Typed(Bag):
-        def forward(self, ids: Tensor, types: Tensor, mask: Tensor) -> Tensor:
-            return super().forward(ids + types, mask)["logits"]
-
-    data = Batch(text(), token_type_ids=torch.zeros(6, 7, dtype=torch.int64))
-    task = TextClassification(("input_ids", "token_type_ids", "attention_mask"), positional=True)
-    assert task.variables == ("input_ids", "token_type_ids", "attention_mask", "label")
-    assert torch.equal(run(Typed(), task, data)[1], run(Bag(), "text_classification", text())[1])
-
-
 def test_binary_classification__q_is_the_slope_of_the_loss(run) -> None:
     data = numbers(torch.tensor([0, 1, 1, 0]))
     logits = net(1)(data["x"]).detach()
@@ -145,23 +133,6 @@ def test_binary_classification__gradients(check_gradients, dtype: torch.dtype) -
     check_gradients(net(1), BinaryClassification(), data, output)
 
 
-def test_binary_classification__is_a_two_class_problem(run) -> None:
-    """A logit z is the pair of logits (0, z)."""
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.pad(self.inner(x), (1, 0))
-
-    data = numbers(torch.tensor([0, 1, 1, 0]))
-    _, f, q = run(net(1), "binary_classification", data)
-    _, two_f, two_q = run(Pair(), ImageClassification(image="x"), data)
-    torch.testing.assert_close((f, q), (two_f, two_q))
-
-
 def test_multi_label__q_is_the_slope_of_the_loss_where_all_margins_rise(run) -> None:
     data = numbers(LABELS)
     logits = net(3)(data["x"]).detach()
@@ -173,18 +144,6 @@ def test_multi_label__q_is_the_slope_of_the_loss_where_all_margins_rise(run) -> 
     _, _, q = run(net(3), "multi_label", data)
     rises = 2 * LABELS.double() - 1  # f, a sum of three, rises by 3
     torch.testing.assert_close(q, minus_slope(loss, rises).float() / 3)
-
-
-def test_multi_label__q_is_the_projection_of_the_loss_gradient(run) -> None:
-    data = numbers(LABELS)
-    logits = net(3)(data["x"]).detach().requires_grad_()
-    signs = 2 * LABELS.double() - 1
-    loss = functional.binary_cross_entropy_with_logits(logits, LABELS.double(), reduction="sum")
-    (gradient,) = torch.autograd.grad(loss, logits)
-    pairs = zip(signs, gradient, strict=True)
-    fits = [torch.linalg.lstsq(s[:, None], -g[:, None])[0][0, 0] for s, g in pairs]
-    _, _, q = run(net(3), "multi_label", data)
-    torch.testing.assert_close(q, torch.stack(fits).float())
 
 
 def test_multi_label__gradients(check_gradients) -> None:
@@ -204,33 +163,9 @@ def test_multi_label__one_label_is_binary(run) -> None:
     assert torch.equal(q, one_q)
 
 
-@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "cold"])
-def test_temperature__not_positive(temperature) -> None:
-    for task in (Classification, ImageClassification, TextClassification):
-        with pytest.raises(ValueError, match=r"positive number.*temperature=1"):
-            task(temperature=temperature)
-
-
 def test_classification__one_logit(run) -> None:
     with pytest.raises(ValueError, match=r"\(1, 1\).*BinaryClassification"):
         run(net(1), ImageClassification(image="x"), numbers(torch.tensor([0, 1])))
-
-
-def test_binary_classification__several_logits(run) -> None:
-    with pytest.raises(ValueError, match=r"one number per sample.*output of shape \(1, 3\)"):
-        run(net(3), "binary_classification", numbers(torch.tensor([0, 1])))
-
-
-def test_multi_label__shapes_differ(run) -> None:
-    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\) in 'label'"):
-        run(net(2), "multi_label", numbers(LABELS))
-
-
-@pytest.mark.parametrize(("task", "n"), [(BinaryClassification(), 1), (MultiLabel(), 2)])
-def test_labels__other_than_0_and_1(run, task, n: int) -> None:
-    label = torch.tensor([[-1, 1], [1, -1]])[:, :n]
-    with pytest.raises(ValueError, match=r"0 or 1 in 'label'.*labels > 0"):
-        run(net(n), task, numbers(label))
 
 
 def test_variables__are_checked_by_name() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from torch.nn import functional
 
 __all__ = [
     "ALL_ROWS",
+    "BATCH_NORMS",
     "BY_POSITION",
-    "RULES",
+    "CONVOLUTIONS",
+    "INSTANCE_NORMS",
     "SLICEABLE",
     "WRITES_TO",
     "Rule",
@@ -58,31 +61,48 @@ _scratch, _patch_scratch = _Scratch(), _Scratch()
 _PATCH_ELEMENTS = 1 << 21  # elements of the patches extracted at once: 8 MB
 
 
-def rules_of(module: nn.Module) -> Mapping[str, Rule] | None:
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+_HARMLESS = {"reset_parameters", "extra_repr"}
+"""Methods that a subclass of a layer may replace without changing what the layer computes."""
+
+
+def rules_of(module: Any) -> Mapping[str, Rule] | None:
     """Return the rules of a layer by parameter, or None if no rules apply."""
-    for kind, rules in RULES.items():
-        if isinstance(module, kind) and type(module).forward is kind.forward:
-            return None if _is_special(module) else rules
+    kind: Any = type(module)
+    layer = _layer_of(kind)
+    if layer is not None:
+        return None if _is_special(module) else _RULES[layer]
     # Conv1D of transformers is a linear layer that stores its weight transposed.
-    if (
-        type(module).__name__ == "Conv1D"
-        and type(module).__module__ == "transformers.pytorch_utils"
-    ):
-        return {"weight": transposed_linear_weight, "bias": _last_bias}
-    return None
+    return (
+        _CONV1D
+        if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+        else None
+    )
+
+
+@lru_cache(maxsize=1024)
+def _layer_of(kind: Any) -> Any:
+    """Return the layer of torch that a class is, or whose code it inherits unchanged, or None."""
+    layer = next((base for base in kind.__mro__ if base in _RULES), None)
+    if layer is None:
+        return None
+    below = kind.__mro__[: kind.__mro__.index(layer)]
+    names = {name for base in below for name, value in vars(base).items() if callable(value)}
+    replaced = {name for name in names - _HARMLESS if hasattr(layer, name)}
+    return None if any(not name.startswith("__") for name in replaced) else layer
 
 
 def _is_special(module: Any) -> bool:
     """Return whether a layer of a known class has settings that its rules do not support."""
     if isinstance(module, nn.Embedding):
         return module.scale_grad_by_freq or module.max_norm is not None
-    if isinstance(module, nn.modules.conv._ConvNd):
-        kind = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, kind))
-        return type(module)._conv_forward is not kind._conv_forward
-    if isinstance(module, nn.modules.batchnorm._NormBase):  # also of InstanceNorm
-        without = module.running_mean is None
-        return without if isinstance(module, nn.modules.batchnorm._BatchNorm) else not without
-    return False
+    if isinstance(module, BATCH_NORMS):  # these normalise with statistics of the batch
+        return module.running_mean is None
+    # These normalise with running statistics, and not with those of the sample.
+    return isinstance(module, INSTANCE_NORMS) and module.running_mean is not None
 
 
 def _outer(delta: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
@@ -156,10 +176,8 @@ def _conv_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Ten
 def _patches(module: Any, x: Tensor) -> Tensor:
     """Return a view of the padded input, (batch, channels, kernel..., positions...)."""
     n_axes = len(module.kernel_size)
-    if module.padding_mode != "zeros":
-        x = functional.pad(x, module._reversed_padding_repeated_twice, module.padding_mode)
-    else:
-        x = functional.pad(x, _both_sides(module))
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = functional.pad(x, _both_sides(module), mode)
     for axis in range(n_axes):
         reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
         x = x.unfold(2 + axis, reach, module.stride[axis])[..., :: module.dilation[axis]]
@@ -170,7 +188,9 @@ def _both_sides(module: Any) -> list[int]:
     """Return the padding of all axes, last axis first, as ``functional.pad`` expects it."""
     if not isinstance(module.padding, str):
         return [side for axis in reversed(module.padding) for side in (axis, axis)]
-    return list(module._reversed_padding_repeated_twice)
+    pairs = zip(module.kernel_size, module.dilation, strict=True)
+    totals = [(n - 1) * step if module.padding == "same" else 0 for n, step in pairs]
+    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
 
 
 def embedding_weight(
@@ -226,24 +246,17 @@ def _instance_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffer
     return _channel_bias(module, x, normal.mul_(delta), buffers)
 
 
-_BATCH_NORM: dict[str, Rule] = {"weight": _batch_norm_weight, "bias": _channel_bias}
-_INSTANCE_NORM: dict[str, Rule] = {"weight": _instance_norm_weight, "bias": _channel_bias}
+_CONV1D: Mapping[str, Rule] = {"weight": transposed_linear_weight, "bias": _last_bias}
 
-RULES: dict[Any, Mapping[str, Rule]] = {
+_RULES: dict[Any, Mapping[str, Rule]] = {
     nn.Linear: {"weight": linear_weight, "bias": _last_bias},
-    nn.Conv1d: {"weight": _conv_weight, "bias": _channel_bias},
-    nn.Conv2d: {"weight": _conv_weight, "bias": _channel_bias},
-    nn.Conv3d: {"weight": _conv_weight, "bias": _channel_bias},
     nn.Embedding: {"weight": embedding_weight},
     nn.LayerNorm: {"weight": _layer_norm_weight, "bias": _layer_norm_bias},
     nn.RMSNorm: {"weight": _rms_norm_weight},
     nn.GroupNorm: {"weight": _group_norm_weight, "bias": _channel_bias},
-    nn.BatchNorm1d: _BATCH_NORM,
-    nn.BatchNorm2d: _BATCH_NORM,
-    nn.BatchNorm3d: _BATCH_NORM,
-    nn.InstanceNorm1d: _INSTANCE_NORM,
-    nn.InstanceNorm2d: _INSTANCE_NORM,
-    nn.InstanceNorm3d: _INSTANCE_NORM,
+    **{kind: {"weight": _conv_weight, "bias": _channel_bias} for kind in CONVOLUTIONS},
+    **{kind: {"weight": _batch_norm_weight, "bias": _channel_bias} for kind in BATCH_NORMS},
+    **{kind: {"weight": _instance_norm_weight, "bias": _channel_bias} for kind in INSTANCE_NORMS},
 }
 
 WRITES_TO: frozenset[Rule] = frozenset({linear_weight, transposed_linear_weight})

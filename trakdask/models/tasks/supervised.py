@@ -1,18 +1,17 @@
-"""Classification: one of many classes, one of two, and several labels at once."""
+"""Tasks with known answers: one of many classes, one of two, several labels, or a number."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
-from trakdask.html_tables import HtmlTable
 from trakdask.models.tasks.logits import (
-    as_names,
+    ModelTask,
     call_model,
     check_temperature,
-    check_variable,
     margin,
     one_minus_p,
     per_sample,
@@ -27,12 +26,13 @@ __all__ = [
     "Classification",
     "ImageClassification",
     "MultiLabel",
+    "Regression",
     "TextClassification",
 ]
 
 
 @dataclass(frozen=True)
-class Classification(HtmlTable):
+class Classification(ModelTask):
     """Classification of rows of a table, or of anything else, into two or more classes.
 
     The output is the margin log p/(1-p) of the correct class, f = logit_y - logsumexp(other
@@ -51,7 +51,7 @@ class Classification(HtmlTable):
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If an option is invalid. When run, if logits are not (batch, classes), or labels are not
         integers below the number of classes.
 
@@ -70,14 +70,8 @@ class Classification(HtmlTable):
     positional: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
+        super().__post_init__()
         check_temperature(self.temperature)
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the margin of the correct class, (batch,)."""
@@ -144,7 +138,7 @@ class TextClassification(Classification):
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         If an option is invalid. When run, if logits are not (batch, classes), or labels are not
         integers below the number of classes.
 
@@ -180,7 +174,7 @@ class TextClassification(Classification):
 
 
 @dataclass(frozen=True)
-class MultiLabel(HtmlTable):
+class MultiLabel(ModelTask):
     """Several independent yes-or-no labels per sample, one logit each.
 
     With the signed logits m_k (z_k for label 1, -z_k for label 0), which are log p_k/(1-p_k) of the
@@ -216,15 +210,6 @@ class MultiLabel(HtmlTable):
     inputs: tuple[str, ...] = ("x",)
     label: str = "label"
     positional: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", as_names(self.inputs))
-        check_variable(self.label, "label")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables that the task reads."""
-        return (*self.inputs, self.label)
 
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the signed logits, (batch,)."""
@@ -301,3 +286,51 @@ def _require_binary(label: Tensor, name: str) -> None:
             "task='classification' for more than two classes",
             where[0],
         )
+
+
+@dataclass(frozen=True)
+class Regression(ModelTask):
+    """Regression on one number per sample with half the squared error, ℓ = ½ (y - ŷ)².
+
+    The output is the prediction f = ŷ, and Q = -dℓ/df = y - ŷ.
+
+    Parameters
+    ----------
+    inputs
+        Names of the variables that the model takes.
+    target
+        Name of the true values (batch,).
+    positional
+        Whether the inputs are passed in their order; otherwise by name.
+
+    Raises
+    ------
+    ValueError
+        When run, if there is not one prediction and one true value per sample.
+
+    Notes
+    -----
+    Unlike 1 - p, Q has a sign: a sample whose prediction is too high (Q < 0) lowers the predictions
+    of similar samples. A score > 0 still means that training on the sample raised f of the target.
+    A loss without the factor ½ doubles Q, which changes no ranking.
+
+    References
+    ----------
+    Park et al. 2023, section 3: f is the model output, Q the derivative of the loss with respect to
+    it.
+    """
+
+    inputs: tuple[str, ...] = ("x",)
+    target: str = "y"
+    positional: bool = True
+    _other_variables: ClassVar[tuple[str, ...]] = ("target",)
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the prediction, (batch,)."""
+        predicted = call_model(forward, batch, self.inputs, self.positional)
+        return per_sample(predicted, len(batch[self.target]), "the model's output")
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the true value minus the prediction, (batch,)."""
+        predicted = self.output(forward, batch)
+        return per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted

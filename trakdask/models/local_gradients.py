@@ -1,0 +1,160 @@
+"""Compute per-sample gradients of a module without rules by differentiating its recorded call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trakdask.models.hook_plan import Layer
+from trakdask.models.torch_internals import tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = ["Call", "batch_first", "first_leaf", "is_floating", "local_gradients"]
+
+
+def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first of the inputs of a module, or None; mostly without torch's slow search."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]
+    return next(iter(tree_leaves((args, kwargs))), None)
+
+
+def is_floating(value: object) -> bool:
+    """Return whether a value is a tensor that can have a gradient."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded call of a layer: its inputs, buffers and batch axes."""
+
+    layer: Layer
+    module: nn.Module
+    inputs: Any  # (args, kwargs)
+    version: int
+    buffers: Mapping[str, Tensor]
+    in_axes: list[int | None]
+    out_axes: list[int | None]
+
+    def input(self, n_samples: int) -> Tensor:
+        """Return the first input, with the batch axis first, or as it is if it has none."""
+        leaf: Tensor = first_leaf(*self.inputs)
+        axis = self.in_axes[0]
+        if leaf._version != self.version:
+            raise RuntimeError(
+                f"expected the input of layer {self.layer.path!r} as the layer used it, got one "
+                "that was changed in place afterwards; try x = x + y instead of x += y, or "
+                "gradients='vmap'"
+            )
+        return leaf if axis is None else batch_first(leaf, axis, n_samples)
+
+
+def batch_first(value: Tensor, axis: int, n_samples: int) -> Tensor:
+    """Return a tensor with one entry per sample along its first axis.
+
+    Models flatten batch and positions into one axis, for example in front of experts.
+
+    Examples
+    --------
+    >>> batch_first(torch.zeros(6, 4), 0, 2).shape, batch_first(torch.zeros(4, 2), 1, 2).shape
+    (torch.Size([2, 3, 4]), torch.Size([2, 4]))
+    """
+    if value.shape[axis] != n_samples:
+        value = _split(value, axis, n_samples)
+    return value.movedim(axis, 0) if axis else value
+
+
+def _split(value: Tensor, axis: int, n_samples: int) -> Tensor:
+    """Split the batch axis into two: the samples, and the rows of each sample, mostly one."""
+    if value.shape[axis] % n_samples:
+        raise RuntimeError(
+            f"expected as many rows of a layer's input or output for every sample, got "
+            f"{value.shape[axis]} rows for {n_samples} samples; try gradients='loop'"
+        )
+    split: Tensor = value.unflatten(axis, (n_samples, -1))
+    return split
+
+
+def local_gradients(
+    call: Call,
+    tensors: Mapping[str, Tensor],
+    deltas: Sequence[Tensor | None],
+    axes: Sequence[int],
+    n_samples: int,
+) -> dict[str, Tensor]:
+    """Differentiate one module sample by sample, for modules of any kind.
+
+    Parameters
+    ----------
+    call
+        The recorded call of the module.
+    tensors
+        The parameters and buffers of the module by name.
+    deltas, axes
+        The gradient of the model output with respect to each tensor that the module returned (None
+        for a tensor without effect on the output), and the batch axes of these gradients.
+    n_samples
+        Batch size.
+
+    Returns
+    -------
+    The gradient of each selected parameter, (batch, *shape).
+    """
+    used = {i: delta for i, delta in enumerate(deltas) if delta is not None}
+    out_axes = [axes[i] for i in used]
+    leaves, spec = tree_flatten(call.inputs)
+    # A sample that is taken out along an axis that was split keeps this axis, as the module needs.
+    inputs = [
+        leaf if axis is None else _split(leaf, axis, n_samples)
+        for leaf, axis in zip(leaves, call.in_axes, strict=True)
+    ]
+    weights = [_split(delta, axes[i], n_samples) for i, delta in used.items()]
+
+    def weighted_output(
+        selected: Mapping[str, Tensor], inputs: list[Any], weights: list[Tensor]
+    ) -> Tensor:
+        args, kwargs = tree_unflatten(inputs, spec)
+        returned = torch.func.functional_call(call.module, {**tensors, **selected}, args, kwargs)
+        outputs = [y for y in tree_leaves(returned) if is_floating(y)]
+        terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]
+        total: Tensor = torch.stack(terms).sum()
+        return total
+
+    selected = {inside: tensors[inside] for inside in call.layer.selected}
+    in_dims = (None, call.in_axes, out_axes)
+    every = torch.func.vmap(torch.func.grad(weighted_output), in_dims=in_dims)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the only backend that vmap supports
+            gradients: dict[str, Tensor] = every(selected, inputs, weights)
+            return gradients
+    except RuntimeError:  # some operators, such as those of RNNs, cannot be vectorized
+        samples = [
+            (_sample(inputs, call.in_axes, i), _sample(weights, out_axes, i))
+            for i in range(n_samples)
+        ]
+        return _looped(weighted_output, selected, samples)
+
+
+def _looped(
+    weighted_output: Callable[..., Tensor],
+    selected: Mapping[str, Tensor],
+    samples: Sequence[tuple[list[Any], list[Any]]],
+) -> dict[str, Tensor]:
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in selected.items()}
+    with torch.enable_grad():
+        rows = [
+            torch.autograd.grad(
+                weighted_output(leaves, *sample), list(leaves.values()), materialize_grads=True
+            )
+            for sample in samples
+        ]
+    stacked = (torch.stack(column) for column in zip(*rows, strict=True))
+    return dict(zip(leaves, stacked, strict=True))
+
+
+def _sample(values: Sequence[Any], axes: Sequence[int | None], i: int) -> list[Any]:
+    return [x if a is None else x.select(a, i) for x, a in zip(values, axes, strict=True)]
