@@ -315,7 +315,7 @@ ROWS = [
         "jagged",
         table(pd.DataFrame({"x": [[1, 2], [1]]})),
         ValueError,
-        ["'x'", "sample 1", "(1,)"],
+        ["'x'", "sample 1", "got 1"],
     ),
     BadInput(
         D,

@@ -15,7 +15,7 @@ import pytest
 from distributed import Client
 
 from trakdask.samples.dataframe_source import from_dataframe
-from trakdask.samples.files import FileRows
+from trakdask.samples.rows import FileRows
 
 VARIABLES = {"input_ids": "tokens", "image": "pixels", "label": "label"}
 COORDS = ("lang", "day", "score_of_row", "kind")
@@ -95,17 +95,16 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
 ) -> None:
     write(tmp_path, frame_of(), (11, 12), 3)
     ds = from_dataframe(tmp_path, variables=VARIABLES, chunks=3)
-    read = []
-    one = FileRows._read_group
+    read, one = [], FileRows._table
     monkeypatch.setattr(
         FileRows,
-        "_read_group",
-        lambda self, group, *rest: (read.append(group), one(self, group, *rest))[1],
+        "_table",
+        lambda self, path, group, names: (read.append(group), one(self, path, group, names))[1],
     )
     ds.isel(sample=slice(3, 6)).compute()
     assert read == [1]
     ds.isel(sample=slice(9, 12)).compute()
-    assert read == [1, 3, 4]
+    assert read == [1, 3, 0]  # the last is that of the second file
 
 
 def test_from_dataframe__pandas(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ def test_from_dataframe__parquet_bad_row_is_named(
 
 
 def test_from_dataframe__pandas_bad_row_is_named() -> None:
-    with pytest.raises(ValueError, match=r"variable 'x'.*got \(1,\) for sample 2"):
+    with pytest.raises(ValueError, match=r"variable 'x'.*got 1 for sample 2"):
         from_dataframe(bad("tokens", [[1, 2], [1, 2], [1]]), variables={"x": "tokens"})
     with pytest.raises(ValueError, match="variable 'x', got none for sample 1"):
         from_dataframe(bad("tokens", [[1, 2], None, [1]]), variables={"x": "tokens"})

@@ -25,6 +25,7 @@ __all__ = [
     "check_chunks",
     "check_dtype",
     "dims_of",
+    "members",
     "read_array",
     "read_bundle",
     "require_samples",
@@ -124,6 +125,13 @@ def read_bundle(
         meta=np.empty((0,), object),
         name=f"read-bundle-{token}-{size}",
     )
+    return members(bundle, fields, token, size)
+
+
+def members(
+    bundle: da.Array, fields: Mapping[str, Field], token: str, size: int
+) -> dict[str, da.Array]:
+    """Return the lazy arrays of blocks that are mappings from variables to arrays."""
     return {name: _member(name, bundle, field, token, size) for name, field in fields.items()}
 
 
