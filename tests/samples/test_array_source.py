@@ -134,7 +134,7 @@ def test_from_arrays__chunks_not_positive(chunks: Any) -> None:
 
 def test_from_arrays__refuses_unknown_chunks() -> None:
     x = da.arange(10, chunks=5)
-    with pytest.raises(ValueError, match=r"known size.*compute_chunk_sizes"):
+    with pytest.raises(ValueError, match=r"compute_chunk_sizes"):
         from_arrays({"x": x[x > 3]})
 
 
@@ -202,5 +202,5 @@ def test_from_arrays__fields_that_become_coords(make: Any) -> None:
     assert same.attrs["source"] == ds.attrs["source"]
     with pytest.raises(ValueError, match=r"got 'labels'; try one of \['x', 'label'\]"):
         from_arrays({"x": np.zeros((3, 2)), "label": labels}, coords=["labels"])
-    with pytest.raises(ValueError, match=r"model input, got coords=\['label'\]"):
+    with pytest.raises(ValueError, match="one model input"):
         from_arrays({"label": labels}, coords=["label"])

@@ -30,7 +30,7 @@ from trakdask.samples.columns import (
     columns_of_pandas,
     parse_columns,
 )
-from trakdask.samples.coords import check_name, normalise_coords
+from trakdask.samples.coords import check_name
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.samples.rows import DatasetRows, FileRows, TableReader, is_of_datasets
 
@@ -38,7 +38,7 @@ __all__ = ["from_dataframe"]
 
 Array = np.ndarray[Any, Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-_Table = tuple[dict[str, da.Array], dict[str, Any], int]
+_Table = tuple[dict[str, da.Array], dict[str, Any]]
 
 
 def from_dataframe(
@@ -138,8 +138,7 @@ def from_dataframe(
             f"DataFrame, as source, got {type(source).__name__}; try "
             + ("source.to_pandas()" if hasattr(source, "to_pandas") else "a path")
         )
-    arrays, metadata, n = table
-    return assemble(arrays, normalise_coords(metadata, arrays, n))
+    return assemble(*table)
 
 
 def _check_coords(coords: Any) -> dict[str, str]:
@@ -180,7 +179,7 @@ def _from_pandas(
     require_samples(len(frame), "the table")
     arrays = columns.arrays(columns_of_pandas(frame[columns.names]), 0)
     metadata = {name: frame[column] for name, column in coords.items()}
-    return lazy_variables(arrays, size), metadata, len(frame)
+    return lazy_variables(arrays, size), metadata
 
 
 def _from_rows(
@@ -191,7 +190,7 @@ def _from_rows(
     reader = TableReader(rows, columns)
     reader.probe()
     arrays = read_bundle(reader, fingerprint(reader), reader.fields, len(rows), size)
-    return arrays, reader.read_coords(coords), len(rows)
+    return arrays, reader.read_coords(coords)
 
 
 def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) -> _Table:
@@ -218,7 +217,7 @@ def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) 
         if length
     ]
     bundle = da.concatenate(blocks)
-    return lazy_variables(members(bundle, fields, bundle.name, 0), size), metadata, sum(lengths)
+    return lazy_variables(members(bundle, fields, bundle.name, 0), size), metadata
 
 
 def _require_no_text(first: pd.DataFrame) -> None:
