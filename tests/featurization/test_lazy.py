@@ -18,8 +18,8 @@ from torch import nn
 
 import trakdask as td
 from trakdask.arrays.weights import row_norms
-from trakdask.featurization import memory
-from trakdask.featurization.memory import activation_bytes, available_bytes, states_bytes
+from trakdask.featurization import devices as memory
+from trakdask.featurization.devices import activation_bytes, available_bytes, states_bytes
 from trakdask.models import checkpoints
 from trakdask.models.tasks import Batch
 from trakdask.projection import RowMap

@@ -29,9 +29,9 @@ from trakdask.attribution.scores import (
     score_attrs,
 )
 from trakdask.checks import shown
-from trakdask.featurization.failures import ERROR_DTYPE, OnError
+from trakdask.featurization.failures import ERROR_DTYPE
+from trakdask.featurization.job import DType, OnError
 from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
-from trakdask.featurization.precision import DType
 from trakdask.models.model import Model
 from trakdask.projection import Projector
 from trakdask.projection.back_projection import require_back_projection

@@ -195,7 +195,7 @@ def require_inputs(variables: Mapping[Any, Any]) -> int:
     if not variables:
         raise ValueError(
             "expected at least one model input, got none; try td.from_arrays({'image': images}), "
-            "with what is not in coords"
+            "or samples.reset_coords('name')"
         )
     n: int = min(array.shape[0] for array in variables.values())
     require_samples(n, f"the variables {list(variables)}")
