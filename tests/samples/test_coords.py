@@ -118,22 +118,3 @@ def test_normalise_coords__frame_gives_its_columns() -> None:
     frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"]}, index=[5, 6])
     coords = normalise_coords(frame, (), 2)
     assert {name: values.tolist() for name, values in coords.items()} == frame.to_dict("list")
-
-
-def test_normalise_coords__refuses_what_is_no_mapping_of_names() -> None:
-    with pytest.raises(TypeError, match=r"mapping.*got list"):
-        normalise_coords([1, 2], (), 2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got 3 \(int\)"):
-        normalise_coords({3: [1]}, (), 1)  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="several columns"):
-        normalise_coords(pd.DataFrame([[1, 2]], columns=["a", "a"]), (), 1)
-    with pytest.raises(ValueError, match=r"'x' for both"):
-        normalise_coords({"x": [1]}, {"x": 0}, 1)
-
-
-@pytest.mark.parametrize("dtype", [object, "U2", None])
-def test_normalise_coord__lone_surrogate(dtype: Any) -> None:
-    values = ["a", "b\ud800"]
-    given_values = values if dtype is None else np.array(values, dtype)
-    with pytest.raises(ValueError, match=r"coord 'c'"):
-        normalise_coord("c", given_values, 2)

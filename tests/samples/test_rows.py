@@ -60,16 +60,6 @@ def test_file_rows__saved_dataset_says_which_files_and_in_which_order(tmp_path: 
         from_dataframe(tmp_path, variables=VARIABLES)
 
 
-def test_file_rows__damaged(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.arrow")
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"a\.arrow' cannot be read"):
-        from_dataframe(path, variables=VARIABLES)
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a\.arrow' cannot be read"):
-        from_dataframe(path, variables=VARIABLES)
-
-
 def test_file_rows__categories_that_differ_between_files(tmp_path: Path) -> None:
     for name, values in (("a", ["x", "y"]), ("b", ["y", "z"])):
         table = pa.table({"x": [1, 2], "kind": pa.array(values).dictionary_encode()})
