@@ -572,24 +572,6 @@ def test_featurize__model_that_checkpoints_activations(gradients: str) -> None:
         features.compute(scheduler="sync")
 
 
-@pytest.mark.parametrize("proj_dim", [0, -5])
-def test_rademacher__proj_dim_not_positive(proj_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"proj_dim .*got {proj_dim}; try proj_dim=2048"):
-        td.Rademacher(proj_dim=proj_dim)
-
-
-def test_featurize__bad_options() -> None:
-    with pytest.raises(ValueError, match="gradients, got 'hook'"):
-        td.featurize(samples(), model(), gradients="hook")
-    for batch_size in (0, 2.5, "big"):
-        with pytest.raises(ValueError, match="positive integer"):
-            td.featurize(samples(), model(), batch_size=batch_size)
-    with pytest.raises(TypeError, match=r"td\.Model.*got Sequential"):
-        td.featurize(samples(), build())
-    with pytest.raises(TypeError, match="projector, got int"):
-        td.featurize(samples(), model(), projector=512)
-
-
 def test_featurize__torch_threads_are_given_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
