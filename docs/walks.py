@@ -23,6 +23,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import dask
+import numpy as np
+import torch
 
 import trakdask as td
 
@@ -91,6 +93,8 @@ def walks() -> Iterator[tuple[str, Walk]]:
     options = {"n_checkpoints": 2, "proj_dim": 4}
     features = td.testing.simulate_features(n_samples=16, chunks=8, **options)
     targets = td.testing.simulate_features(n_samples=4, seed=1, **options)
+    samples = td.from_arrays({"image": np.ones((16, 4), "f4"), "label": np.zeros(16, int)})
+    model = td.Model(torch.nn.Linear(4, 2), task="image_classification")
     with tempfile.TemporaryDirectory() as folder, dask.config.set(scheduler="synchronous"):
         saved = td.save(features, f"{folder}/once.zarr", progress=False)
         for name, ds in (("computed", features), ("saved", saved)):
@@ -100,7 +104,9 @@ def walks() -> Iterator[tuple[str, Walk]]:
             "save": lambda: td.save(features, f"{folder}/f.zarr", progress=False),
             "save, resumed": lambda: td.save(features, f"{folder}/f.zarr", progress=False),
             "open": lambda: td.open(f"{folder}/f.zarr"),
+            "featurize": lambda: td.featurize(samples, model),
         }
+        td.featurize(samples, model)
         for name, step in steps.items():
             yield name, walked(step)
 

@@ -45,7 +45,7 @@ ROWS = [
         "no variables",
         options(xr.Dataset(coords={"c": ("sample", [1])})),
         ValueError,
-        ["['c']", "reset_coords"],
+        ["reset_coords"],
     ),
     BadInput(F, "no samples", options(data().isel(sample=[])), ValueError, ["at least one sample"]),
     BadInput(

@@ -126,9 +126,9 @@ ROWS = [
     BadInput(A, "None", lambda _: td.from_arrays(None), TypeError, ["mapping", "NoneType"]),
     BadInput(A, "no arrays", arrays(), ValueError, ["at least one", "{'image'"]),
     BadInput(A, "no samples", arrays(x=X[:0]), ValueError, ["at least one sample", "'x'"]),
-    BadInput(A, "other lengths", arrays(x=X, y=X[:3]), ValueError, ["'x': 4", "'y': 3", "[:3]"]),
+    BadInput(A, "other lengths", arrays(x=X, y=X[:3]), ValueError, ["length 3 on 'y'"]),
     BadInput(A, "a number", arrays(x=3.5), TypeError, ["'x'", "float"]),
-    BadInput(A, "no dimensions", arrays(x=np.array(1.0)), ValueError, ["'x'", "atleast_1d"]),
+    BadInput(A, "no dimensions", arrays(x=np.array(1.0)), TypeError, ["'x'", "atleast_1d"]),
     BadInput(A, "text", arrays(x=["a", "b"]), TypeError, ["'x'", "<U1", "coords={'x'"]),
     BadInput(A, "objects", arrays(x=np.array([{}, 1])), TypeError, ["'x'", "object"]),
     BadInput(A, "times", arrays(x=np.array(["2020"], "M8[Y]")), TypeError, ["'x'", "datetime64"]),
@@ -147,7 +147,7 @@ ROWS = [
     BadInput(A, "sparse matrix", arrays(x=scipy.sparse.eye(4)), TypeError, ["'x'", "toarray()"]),
     BadInput(A, "meta tensor", arrays(x=torch.ones(4, device="meta")), ValueError, ["'x'", "meta"]),
     BadInput(A, "DataArray", arrays(x=xr.DataArray(X)), TypeError, ["'x'", "DataArray"]),
-    BadInput(A, "unknown chunks", arrays(x=unknown_chunks()), ValueError, ["'x'", "compute_chunk"]),
+    BadInput(A, "unknown chunks", arrays(x=unknown_chunks()), ValueError, ["compute_chunk"]),
     BadInput(A, "reserved name", arrays(sample=X), ValueError, ["'sample'", "'sample_id'"]),
     BadInput(A, "name no str", lambda _: td.from_arrays({3: X}), TypeError, ["3", "int", "str"]),
     BadInput(
@@ -209,7 +209,7 @@ ROWS = [
         "coords all fields",
         lambda _: td.from_arrays({"x": X}, coords=["x"]),
         ValueError,
-        ["['x']", "model input"],
+        ["model input"],
     ),
     # ---------------------------------------------------------------------------------- from_torch
     BadInput(
@@ -315,7 +315,7 @@ ROWS = [
         "jagged",
         table(pd.DataFrame({"x": [[1, 2], [1]]})),
         ValueError,
-        ["'x'", "sample 1", "(1,)"],
+        ["'x'", "sample 1", "got 1"],
     ),
     BadInput(
         D,

@@ -25,13 +25,13 @@ from trakdask.errors import KernelError
 from trakdask.execution.scheduling import gpu_options
 from trakdask.featurization import block, devices
 from trakdask.featurization.devices import (
+    available_bytes,
     check_device,
     described,
     device_of_task,
     on_device,
 )
-from trakdask.featurization.memory import available_bytes
-from trakdask.featurization.precision import Precision
+from trakdask.featurization.job import Precision
 from trakdask.models import gradients
 from trakdask.models.tasks import Batch, Forward, supervised
 from trakdask.projection import stream
@@ -158,7 +158,7 @@ def test_available_bytes__of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    monkeypatch.setattr("trakdask.featurization.memory.CPU_COUNT", 4)
+    monkeypatch.setattr("trakdask.featurization.devices.CPU_COUNT", 4)
     assert available_bytes(torch.device("cuda")) == (600 + 200) // 4
 
 

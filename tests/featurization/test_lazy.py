@@ -18,8 +18,8 @@ from torch import nn
 
 import trakdask as td
 from trakdask.arrays.weights import row_norms
-from trakdask.featurization import memory
-from trakdask.featurization.memory import activation_bytes, available_bytes, states_bytes
+from trakdask.featurization import devices as memory
+from trakdask.featurization.devices import activation_bytes, available_bytes, states_bytes
 from trakdask.models import checkpoints
 from trakdask.models.tasks import Batch
 from trakdask.projection import RowMap
@@ -570,24 +570,6 @@ def test_featurize__model_that_checkpoints_activations(gradients: str) -> None:
     features = td.featurize(samples(), td.Model(_Checkpointed()), gradients=gradients)
     with pytest.raises(td.errors.BlockError, match=r"saved tensor hooks|on device meta"):
         features.compute(scheduler="sync")
-
-
-@pytest.mark.parametrize("proj_dim", [0, -5])
-def test_rademacher__proj_dim_not_positive(proj_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"proj_dim .*got {proj_dim}; try proj_dim=2048"):
-        td.Rademacher(proj_dim=proj_dim)
-
-
-def test_featurize__bad_options() -> None:
-    with pytest.raises(ValueError, match="gradients, got 'hook'"):
-        td.featurize(samples(), model(), gradients="hook")
-    for batch_size in (0, 2.5, "big"):
-        with pytest.raises(ValueError, match="positive integer"):
-            td.featurize(samples(), model(), batch_size=batch_size)
-    with pytest.raises(TypeError, match=r"td\.Model.*got Sequential"):
-        td.featurize(samples(), build())
-    with pytest.raises(TypeError, match="projector, got int"):
-        td.featurize(samples(), model(), projector=512)
 
 
 def test_featurize__torch_threads_are_given_back() -> None:

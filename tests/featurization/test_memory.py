@@ -11,7 +11,7 @@ import torch
 from distributed import Client
 from distributed.system import MEMORY_LIMIT
 
-from trakdask.featurization import memory
+from trakdask.featurization import devices as memory
 
 
 def test_largest_memory__of_this_machine() -> None:

@@ -113,7 +113,8 @@ def test_from_dataframe__dask_turned_lists_into_text() -> None:
         from_dataframe(converted, variables={"x": "tokens"}, max_length=5)
 
 
-def test_from_dataframe__columns_of_different_shapes(tmp_path: Path) -> None:
-    table = pd.DataFrame({"a": [[1, 2], [3, 4]], "b": [1, 2]})
-    with pytest.raises(ValueError, match=r"'x', got \{'a': \(2,\), 'b': \(\)\}"):
-        from_dataframe(table, variables={"x": ["a", "b"]})
+def test_from_dataframe__arrays_of_more_dimensions_in_a_frame() -> None:
+    images = np.arange(24, dtype="f4").reshape(4, 2, 3)
+    found = from_dataframe(pd.DataFrame({"image": list(images)}), variables={"x": "image"})
+    np.testing.assert_array_equal(found.x, images)
+    assert found.x.dtype == np.float32

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trakdask.samples.memory_maps import mapped
+from trakdask.samples.fingerprints import mapped
 
 WHOLE = np.arange(120, dtype="<i4").reshape(10, 4, 3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,11 @@ import pyarrow as pa
 import pytest
 import torch
 from distributed import Client
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import trakdask as td
 from tests.waiting import Overlap
 from trakdask.samples import from_torch
-from trakdask.samples.blocks import Field, read_bundle
-from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.torch_source import _DatasetReader
 
 N = 23
 
@@ -257,22 +253,6 @@ def test_from_torch__shapes_override_item_0() -> None:
         ds.compute()
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        yield 1
-
-
-def test_from_torch__refuses_other_arguments() -> None:
-    with pytest.raises(ValueError, match=r"some of \['x'\], got \['z'\]"):
-        from_torch([1], names="x", shapes={"z": ()})
-    with pytest.raises(ValueError, match=r"chunks.*got 0"):
-        from_torch([1], names="x", chunks=0)
-    unpicklable = Items()
-    unpicklable.lock = threading.Lock()  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match=r"cannot be pickled.*zero-argument callable"):
-        from_torch(unpicklable, names=("image", "label"))
-
-
 @pytest.mark.slow
 def test_from_torch__read_by_worker_processes(process_client: Client, tmp_path: Path) -> None:
     images, labels = stacked()
@@ -313,49 +293,9 @@ def test_from_torch__nan_is_not_random() -> None:
     from_torch([(np.array([np.nan, 1.0]), 1)], names=("x", "y"))
 
 
-def test_from_torch__source_does_not_depend_on_being_read() -> None:
-    """A dataset that counts its reads is hashed after the first, as it always was."""
-    sources = {from_torch(CountsPlainly(), names="x").attrs["source"] for _ in range(2)}
-    assert len(sources) == 1
-    read = CountsPlainly()
-    read[0]
-    first = CountsPlainly()
-    ds = from_torch(first, names="x")
-    assert first.n_reads > 1
-    reader = _DatasetReader(read, ("x",))
-    reader.fields = {"x": Field((), np.dtype(np.int64))}
-    expected = read_bundle(reader, fingerprint(reader), reader.fields, 3, 512)
-    assert ds.x.data.name == expected["x"].name
-
-
-class CountsPlainly:
-    n_reads = 0
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> int:
-        self.n_reads += 1
-        return index
-
-
-def test_from_torch__data_loader() -> None:
-    loader = DataLoader(TensorDataset(torch.zeros(5, 3)), batch_size=2)
-    with pytest.raises(TypeError, match=r"DataLoader.*loader\.dataset"):
-        from_torch(loader, names="x")
-
-
-def test_from_torch__masked_item() -> None:
-    hidden = np.ma.array([1.0, 2.0], mask=[False, True])
-    with pytest.raises(ValueError, match="variable 'x' of sample 0"):
-        from_torch([hidden], names="x")
-
-
 def test_from_torch__fields_that_become_coords() -> None:
     items = [{"x": np.full(2, i), "label": i % 3, "unused": "text"} for i in range(7)]
     ds = from_torch(items, names=["x", "label"], coords=["label"], chunks=3)
     assert list(ds.data_vars) == ["x"]
     assert ds.label.values.tolist() == [0, 1, 2, 0, 1, 2, 0]
     np.testing.assert_array_equal(ds.x, [[i, i] for i in range(7)])
-    with pytest.raises(ValueError, match=r"got 'labels'; try one of \['x', 'label'\]"):
-        from_torch(items, names=["x", "label"], coords=["labels"])

@@ -150,7 +150,7 @@ def test_validate_samples__large_lazy_coords_are_not_loaded() -> None:
             r"\['row'\].*rename\(row='sample'",
         ),
         (xr.Dataset(), ValueError, "dimension"),
-        (xr.Dataset(coords={"c": ("sample", [1])}), ValueError, r"only the coords.*reset_coords"),
+        (xr.Dataset(coords={"c": ("sample", [1])}), ValueError, "one model input"),
         (xr.Dataset({"x": ("sample", [])}), ValueError, "at least one sample"),
         (xr.Dataset({"x": ("sample", ["a"])}), TypeError, "numbers.*dtype <U1"),
         (
@@ -161,7 +161,7 @@ def test_validate_samples__large_lazy_coords_are_not_loaded() -> None:
         (
             xr.Dataset({"x": ("sample", [1])}, coords={"c": (("sample", "z"), [[1]])}),
             ValueError,
-            r"coord 'c', got .*reset_coords",
+            "coord 'c', got",
         ),
         (
             xr.Dataset({"x": ("sample", [1])}, coords={"target": ("sample", [1])}),

@@ -21,7 +21,8 @@ from trakdask.attribution.scores import (
     score_attrs,
     solver,
 )
-from trakdask.featurization.failures import ERROR_DTYPE, OnError
+from trakdask.featurization.failures import ERROR_DTYPE
+from trakdask.featurization.job import OnError
 from trakdask.featurization.parts import PartProducts, Parts, Text, part_products
 from trakdask.models.model import Model
 from trakdask.projection.back_projection import require_back_projection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import current_thread, main_thread
 from typing import Any
 
@@ -17,15 +17,17 @@ from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
 from trakdask.execution.scheduling import note_start
 from trakdask.featurization.checks import BlockCheck, checked_of
-from trakdask.featurization.devices import described, device_of_task, on_device
-from trakdask.featurization.failures import ERROR_DTYPE, is_of_samples, not_finite, reason
-from trakdask.featurization.job import Job, Samples
-from trakdask.featurization.memory import (
+from trakdask.featurization.devices import (
     budget_bytes,
+    described,
+    device_of_task,
     is_out_of_memory,
+    on_device,
     on_worker,
     states_bytes,
 )
+from trakdask.featurization.failures import Block, BlockResults, is_of_samples
+from trakdask.featurization.job import Job, Samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import engine_of
 from trakdask.models.moments import scaled, scales
@@ -34,10 +36,7 @@ from trakdask.models.tasks import Forward
 from trakdask.models.torch_settings import few_threads, no_fast_path
 from trakdask.projection import ProjectionStream
 
-__all__ = ["Block", "featurize_block", "multiply_block"]
-
-Block = tuple[np.ndarray, ...]
-"""Feature, output and out_to_loss, followed by error if failures are recorded."""
+__all__ = ["featurize_block", "multiply_block"]
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters, device))
     moments = samples.moments
     factors = scales(moments, job.row_map.names, device) if moments else None
-    rows = _Rows.empty(samples, checkpoint)
+    rows = BlockResults.empty(samples, checkpoint)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
@@ -148,74 +147,6 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
 def _slices(start: int, stop: int, size: int) -> list[slice]:
     """Split rows into micro-batches, in reverse order, to be popped from a stack."""
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)][::-1]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The results of a block so far, and the samples of it that failed."""
-
-    job: Job
-    checkpoint: Checkpoint
-    positions: np.ndarray
-    feature: np.ndarray
-    output: np.ndarray
-    out_to_loss: np.ndarray
-    raised: dict[int, Exception] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def empty(cls, samples: Samples, checkpoint: Checkpoint) -> _Rows:
-        n = len(samples)
-        feature, output, out_to_loss = (
-            np.full(shape, np.nan, np.float32) for shape in (samples.feature_shape(n), n, n)
-        )
-        return cls(samples.job, checkpoint, samples.positions, feature, output, out_to_loss)
-
-    def put(self, part: slice, block: Block) -> None:
-        """Store the results of a micro-batch; non-finite samples raise an error or become NaN."""
-        bad = not_finite(*block)
-        if bad and self.job.on_error == "raise":
-            raise self._not_finite(part.start, bad)
-        arrays = (self.feature, self.output, self.out_to_loss)
-        for array, values in zip(arrays, block, strict=True):
-            array[part] = values
-            array[part][list(bad)] = np.nan
-        for row, name in bad.items():
-            self._record(part.start + row, f"the {name} is NaN or infinite")
-
-    def fail(self, row: int, err: Exception) -> None:
-        """Record the error that the model raised for a sample, whose results stay NaN."""
-        # Only the first traceback is stored, because each one keeps the tensors of its frames.
-        self.raised[row] = err.with_traceback(None) if self.raised else err
-        self._record(row, reason(err))
-
-    def _record(self, row: int, why: str) -> None:
-        self.reasons[row] = why
-        name = self.checkpoint.name
-        _log.warning("sample %d failed at checkpoint %r: %s", self.positions[row], name, why)
-
-    def _not_finite(self, start: int, bad: dict[int, str]) -> ValueError:
-        row, name = next(iter(bad.items()))
-        position = self.positions[start + row]
-        more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
-        return ValueError(
-            f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
-            f"{more} at checkpoint {self.checkpoint.name!r}; try on_error='record', which leaves "
-            f"such samples out, and samples.isel(sample={position}) to inspect it"
-        )
-
-    def result(self) -> Block:
-        """Return the block, or raise the first error if all of several samples failed."""
-        n = len(self.positions)
-        if 1 < n == len(self.raised):
-            raise self.raised[0]
-        block = (self.feature[..., None], self.output[:, None], self.out_to_loss[:, None])
-        if self.job.on_error == "raise":
-            return block
-        error = np.full((n, 1), "", ERROR_DTYPE)
-        for row, why in self.reasons.items():
-            error[row] = why
-        return *block, error
 
 
 def _featurize_micro_batch(

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.featurization.devices import activation_bytes
 from trakdask.featurization.failures import ModelError
 from trakdask.featurization.job import Samples
-from trakdask.featurization.memory import activation_bytes
 from trakdask.models.gradient_checks import (
     WeightedSum,
     require_same_as_loop,

@@ -1,19 +1,43 @@
-"""Choose the device of a task: the GPU of its worker if it has one, else the CPU."""
+"""Where a task runs, and in how much memory: the GPU of its worker if it has one, else the CPU."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import psutil
 import torch
+from dask.system import CPU_COUNT
+from distributed import get_worker
+from distributed.system import MEMORY_LIMIT
+from torch import Tensor
 
-from trakdask.models.tasks import Forward
+from trakdask.execution.scheduling import active_client
+from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.projection.cuda import launched, missing
 
-__all__ = ["check_device", "described", "device_of_task", "on_device"]
+__all__ = [
+    "activation_bytes",
+    "available_bytes",
+    "budget_bytes",
+    "check_device",
+    "described",
+    "device_of_task",
+    "is_out_of_memory",
+    "largest_memory",
+    "on_device",
+    "on_worker",
+    "states_bytes",
+]
 
 _log = logging.getLogger(__name__)
+
+_SHARE_OF_STATES = 0.2
+_LEAST_BUDGET, _BUDGET_OF_WEIGHTS = 96 * 2**20, 8
+_CPU = torch.device("cpu")
 
 
 def check_device(device: object) -> str:
@@ -75,3 +99,94 @@ def described(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {"device": "cpu"}
     return {"device": torch.cuda.get_device_name(device), "kernels": sorted(launched.copy())}
+
+
+def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
+    """Return the bytes that autograd saves in the forward pass of a sample, without parameters."""
+    leaves = {
+        name: tensor.detach().requires_grad_(tensor.is_floating_point())
+        for name, tensor in forward.parameters.items()
+    }
+    known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), *forward.buffers.values())}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.enable_grad(), hooks:
+        task.output(forward.with_parameters(leaves), batch)
+    return math.ceil(sum(saved.values()) / len(next(iter(batch.values()))))
+
+
+def available_bytes(device: torch.device = _CPU) -> int:
+    """Return the memory of a task: the share of its thread in that of the worker or the machine.
+
+    On a GPU, it is the share in the memory that is free there.
+    """
+    n_threads, limit = _threads_and_memory()
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        limit = free + cached  # torch caches memory that it has freed, and can use it again
+    return int(limit // n_threads)
+
+
+def budget_bytes(parameters: Mapping[str, Tensor], device: torch.device = _CPU) -> int:
+    """Return the memory that activations and gradients of a micro-batch may take.
+
+    It is at most half of what the task has: the rest is for weights, inputs and features, and for
+    what activations take beyond the measured ones.
+    """
+    half = available_bytes(device) // 2
+    if device.type == "cuda":
+        return half
+    # On a CPU, more samples at a time are hardly faster once they leave the caches. Small models
+    # need few bytes per sample; large ones read all weights and draw their random matrices once per
+    # micro-batch, which only pays if activations outweigh them.
+    weights = sum(tensor.nbytes for tensor in parameters.values())
+    return min(half, max(_LEAST_BUDGET, _BUDGET_OF_WEIGHTS * weights))
+
+
+def states_bytes() -> int:
+    """Return the memory in which a worker, or this process, keeps the weights of checkpoints."""
+    return int(_SHARE_OF_STATES * _threads_and_memory()[1])
+
+
+def _threads_and_memory() -> tuple[int, int]:
+    try:
+        worker: Any = get_worker()
+    except ValueError:
+        return CPU_COUNT, min(psutil.virtual_memory().available, MEMORY_LIMIT)
+    return worker.state.nthreads, worker.memory_manager.memory_limit or MEMORY_LIMIT
+
+
+def largest_memory() -> float:
+    """Return the memory limit of the largest worker of the active client, or of this machine.
+
+    Infinite if the active client has no workers yet, or a worker without a limit.
+    """
+    client = active_client()
+    if client is None:
+        return float(MEMORY_LIMIT)
+    workers: dict[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    limits = [worker["memory_limit"] for worker in workers.values()]
+    return float(max(limits)) if limits and all(limits) else math.inf
+
+
+def on_worker() -> bool:
+    """Return whether this code runs on a distributed worker."""
+    try:
+        get_worker()
+    except ValueError:
+        return False
+    return True
+
+
+def is_out_of_memory(err: Exception) -> bool:
+    """Return whether an error means out of memory, also where torch has no class for it."""
+    words = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(err, torch.OutOfMemoryError) or any(word in str(err) for word in words)

@@ -2,25 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.featurization.failures import OnError
-from trakdask.featurization.partition import Partition
-from trakdask.featurization.precision import Precision
 from trakdask.models.checkpoints import Checkpoint
+from trakdask.models.gradients import number_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.padding import order_by_length, trimmed
+from trakdask.models.products import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import Projector, RowMap
 
-__all__ = ["Job", "Samples"]
+__all__ = ["DType", "Job", "OnError", "Partition", "Precision", "Samples"]
+
+
+OnError = Literal["raise", "record"]
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Settings of torch that affect gradients, to be applied in tasks as in the caller.
+
+    Parameters
+    ----------
+    dtype
+        The dtype to which weights and inputs are cast; None to leave them unchanged.
+    autocast
+        The dtype of ``torch.autocast``, for GPUs or else for the CPU; None if it is off. It applies
+        on any device that tasks run on.
+    matmul
+        ``torch.get_float32_matmul_precision()``: "highest" is float32, others allow TF32 or
+        bfloat16 inside float32 products.
+    """
+
+    dtype: DType | None
+    autocast: str | None
+    matmul: str
+
+    @classmethod
+    def here(cls, dtype: DType | None) -> Precision:
+        """Return the settings that are active in the caller."""
+        autocast = None
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        return cls(dtype, autocast, torch.get_float32_matmul_precision())
+
+    def attrs(self) -> dict[str, str]:
+        """Return the settings as they are recorded in ``attrs``."""
+        return {
+            "dtype": self.dtype or "as given",
+            "autocast": self.autocast or "off",
+            "float32_matmul_precision": self.matmul,
+        }
+
+    @contextmanager
+    def applied(self, device: str = "cpu") -> Iterator[None]:
+        """Apply these settings on a type of device while the ``with`` body runs."""
+        before = torch.get_float32_matmul_precision()
+        # This is a setting of the whole process, so it is changed only if necessary.
+        if before != self.matmul:
+            torch.set_float32_matmul_precision(self.matmul)
+        dtype = getattr(torch, self.autocast) if self.autocast else None
+        try:
+            with torch.autocast(device, dtype=dtype, enabled=self.autocast is not None):
+                yield
+        finally:
+            if before != self.matmul:
+                torch.set_float32_matmul_precision(before)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The parts of a sample.
+
+    Parameters
+    ----------
+    dim
+        Name of their dimension.
+    size
+        Their number.
+    groups
+        Number of the part of each parameter; None if every parameter has a term for every part.
+    names
+        Names of the parts, if they have some.
+    """
+
+    dim: str
+    size: int
+    groups: Mapping[str, int] | None = None
+    names: tuple[str, ...] = ()
+
+    def of(self, batch: Batch) -> Partition:
+        """Return the parts of a batch, of which padding may have been cut."""
+        return self if self.groups else replace(self, size=number_of_tokens(batch))
+
+    def products(self, vectors: Mapping[str, Tensor], n_samples: int) -> Products:
+        """Return what multiplies the gradients of some samples with vectors."""
+        if self.groups is None:
+            return Products(vectors, n_samples * self.size)
+        return Products(vectors, n_samples, self.groups, self.size)
+
+    def spec(self) -> dict[str, Any]:
+        """Return a JSON-able value that says what the parts are."""
+        return {"dim": self.dim, "groups": None if self.groups is None else dict(self.groups)}
 
 
 @dataclass(frozen=True, kw_only=True)

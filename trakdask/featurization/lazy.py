@@ -5,29 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 import xarray as xr
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trakdask._version import __version__
-from trakdask.featurization.devices import check_device
-from trakdask.featurization.failures import OnError
+from trakdask.featurization.devices import check_device, largest_memory
 from trakdask.featurization.graphs import Inputs, lazy_arrays
-from trakdask.featurization.job import Job
-from trakdask.featurization.memory import largest_memory
-from trakdask.featurization.options import (
-    chosen_projector,
-    require_options,
-    require_running_statistics,
-)
-from trakdask.featurization.partition import Partition
-from trakdask.featurization.precision import DType, Precision
-from trakdask.models.gradients import choose_engine, elements_at_once
+from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
+from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model
 from trakdask.models.tasks import task_spec
-from trakdask.projection import Projector, RowMap
+from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.memory import require_block_fits
 from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
@@ -218,11 +210,11 @@ def prepare(
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
     and not projected.
     """
-    require_options(model, gradients, dtype, on_error)
-    projector = chosen_projector(projector)
+    _require_options(model, gradients, dtype, on_error)
+    projector = _chosen_projector(projector)
     samples = validate_samples(samples)
     model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
-    require_running_statistics(model)
+    _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
     inputs = _inputs(samples, model)
@@ -322,3 +314,48 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
     }
+
+
+def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:
+    """Reject values that are none of those allowed."""
+    if gradients not in ("auto", *ENGINES):
+        raise ValueError(
+            f"expected one of {['auto', *ENGINES]} as gradients, got {gradients!r}; try "
+            "gradients='auto'"
+        )
+    if dtype not in (None, *get_args(DType)):
+        raise ValueError(
+            f"expected None or one of {get_args(DType)} as dtype, got {dtype!r}; try "
+            "dtype='float32'"
+        )
+    if on_error not in get_args(OnError):
+        raise ValueError(
+            f"expected 'raise' or 'record' as on_error, got {on_error!r}; try on_error='record'"
+        )
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"expected a td.Model as model, got {type(model).__name__}; try td.Model(build, "
+            "checkpoints=[...], task=...)"
+        )
+
+
+def _chosen_projector(projector: Projector | None) -> Projector:
+    """Return the projector, or the default."""
+    if projector is None:
+        return SJLT(proj_dim=2048, seed=0)
+    if isinstance(projector, type) or not isinstance(projector, Projector):
+        given = projector.__name__ if isinstance(projector, type) else type(projector).__name__
+        raise TypeError(f"expected a projector, got {given}; try projector=td.SJLT(proj_dim=2048)")
+    return projector
+
+
+def _require_running_statistics(model: Model) -> None:
+    """Reject batch normalization by statistics of the batch, which mixes samples."""
+    for path, module in model.meta_module().named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise ValueError(
+                "expected batch normalization with running statistics, got layer "
+                f"{path or type(module).__name__!r} with track_running_stats=False, which "
+                "normalizes by the other samples of a batch; try training the model with "
+                "track_running_stats=True, or nn.GroupNorm"
+            )

@@ -9,17 +9,17 @@ from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
+import torch
 import xarray as xr
 from dask.base import tokenize
 
 from trakdask.checks import shown
-from trakdask.featurization.failures import OnError
 from trakdask.featurization.graphs import Inputs, lazy_products
+from trakdask.featurization.job import DType, OnError, Partition
 from trakdask.featurization.lazy import Prepared, prepare
-from trakdask.featurization.partition import Partition, groups_of_parameters
-from trakdask.featurization.precision import DType
 from trakdask.models.hook_plan import require_layers_of_tokens
 from trakdask.models.model import Model
+from trakdask.models.modules import select_parameters
 from trakdask.models.tasks import TrakTask
 from trakdask.projection import Projector
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
@@ -29,6 +29,8 @@ __all__ = ["PartProducts", "Parts", "Text", "part_products"]
 Parts = Literal["token"] | Sequence[str] | Mapping[str, str | Sequence[str]]
 Text = Callable[[int], str] | Sequence[str]
 
+_OTHERS = "others"
+"""Name of the part with the parameters that no given part has."""
 _TEXT_DTYPE = np.dtypes.StringDType()
 
 
@@ -63,7 +65,11 @@ def part_products(
     on_error: OnError,
 ) -> PartProducts:
     """Divide samples into parts."""
-    dividing = _Dividing(parts, text)
+    if text is not None and not _is_token(parts):
+        raise ValueError(
+            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
+            "leaving text out"
+        )
     made = prepare(
         samples,
         model,
@@ -73,7 +79,7 @@ def part_products(
         dtype=dtype,
         device="auto",
         on_error=on_error,
-        divide=dividing,
+        divide=functools.partial(_partition, parts),
     )
     job, rows = made.job, next(iter(made.inputs.values())).chunks[0]
     assert job.partition is not None
@@ -82,37 +88,22 @@ def part_products(
     zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
     dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
     like = xr.Dataset({"feature": (dims, zeros)}, coords=made.coords, attrs=made.attrs)
-    return PartProducts(made, like.assign_coords(dividing.coords(samples, model)))
+    if job.partition.names:
+        coords: Any = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
+    else:
+        coords = _token_coords(samples, model, text)
+    return PartProducts(made, like.assign_coords(coords))
 
 
 def _is_token(parts: object) -> bool:
     return isinstance(parts, str) and parts == TOKEN
 
 
-class _Dividing:
-    """Divides the samples of a model into parts, and knows the coords of the parts afterwards."""
-
-    def __init__(self, parts: Parts, text: Text | None) -> None:
-        self._parts, self._text = parts, text
-        self._titles: list[str] = []
-        if text is not None and not _is_token(parts):
-            raise ValueError(
-                f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
-                "leaving text out"
-            )
-
-    def __call__(self, model: Model, inputs: Inputs) -> Partition:
-        if _is_token(self._parts):
-            return _tokens(model, inputs)
-        names = tuple(model.shapes)
-        groups, self._titles = groups_of_parameters(model.meta_module(), names, self._parts)
-        return Partition(MODULE, len(self._titles), groups)
-
-    def coords(self, samples: xr.Dataset, model: Model) -> dict[str, Any]:
-        """Return the coords of the parts."""
-        if _is_token(self._parts):
-            return _token_coords(samples, model, self._text)
-        return {MODULE: (MODULE, np.array(self._titles, dtype=object))}
+def _partition(parts: Parts, model: Model, inputs: Inputs) -> Partition:
+    if _is_token(parts):
+        return _tokens(model, inputs)
+    groups, names = _groups_of_parameters(model.meta_module(), tuple(model.shapes), parts)
+    return Partition(MODULE, len(names), groups, tuple(names))
 
 
 def _tokens(model: Model, inputs: Inputs) -> Partition:
@@ -184,3 +175,64 @@ def _one_text(number: int, text: Text) -> str:
             "text=tokenizer.decode"
         )
     return word
+
+
+def _groups_of_parameters(
+    module: torch.nn.Module, names: Sequence[str], parts: Any
+) -> tuple[dict[str, int], list[str]]:
+    """Return the number of the part of each parameter, and the names of the parts.
+
+    Parameters
+    ----------
+    module
+        The model.
+    names
+        The selected parameters.
+    parts
+        A mapping from the name of a part to a name or glob of parameters, or several of these; or a
+        list of words, each of which stands for all parameters whose names contain it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is none of these, if a part selects nothing, or if two parts share a parameter.
+    """
+    groups: dict[str, int] = {}
+    titles = _patterns(parts)
+    for number, (title, patterns) in enumerate(titles.items()):
+        for name in set(select_parameters(module, patterns)) & set(names):
+            if name in groups:
+                raise ValueError(
+                    f"expected each parameter in one part, got {name!r} in {title!r} and in "
+                    f"{list(titles)[groups[name]]!r}; try globs that exclude each other"
+                )
+            groups[name] = number
+        if number not in groups.values():
+            raise ValueError(
+                f"expected parameters of the model in each part, got {title!r}: {patterns}, which "
+                f"selects none of those that are differentiated; try globs of {list(names)[:4]}"
+            )
+    rest = {name: len(titles) for name in names if name not in groups}
+    return groups | rest, [*titles, *([_OTHERS] if rest else [])]
+
+
+def _patterns(parts: Any) -> dict[str, list[str]]:
+    remedy = "try parts='token', parts=['attn', 'mlp'], or parts={'mlp': '*.mlp.*'}"
+    if isinstance(parts, str) or not isinstance(parts, Sequence | Mapping):
+        raise ValueError(
+            f"expected parts='token', a list or a mapping, got {shown(parts)}; {remedy}"
+        )
+    named = parts if isinstance(parts, Mapping) else {word: f"*{word}*" for word in parts}
+    patterns = {n: [p] if isinstance(p, str) else p for n, p in named.items()}
+    words: list[Any] = [
+        *patterns,
+        *(p for each in patterns.values() if isinstance(each, list) for p in each),
+    ]
+    if not patterns or not all(isinstance(each, list) and each for each in patterns.values()):
+        raise ValueError(f"expected names or globs for each part, got {shown(parts)}; {remedy}")
+    if not all(isinstance(word, str) and word for word in words) or _OTHERS in patterns:
+        raise ValueError(
+            f"expected names of parts as text, none of them {_OTHERS!r} or empty, got "
+            f"{shown(parts)}; {remedy}"
+        )
+    return patterns

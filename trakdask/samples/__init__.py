@@ -3,11 +3,10 @@
 ``from_dataframe`` is imported from its module, because ``dask.dataframe`` takes a while to import.
 """
 
-from trakdask.samples.array_source import from_arrays, lazy_variables
+from trakdask.samples.array_source import from_arrays, lazy_variables, validate_samples
 from trakdask.samples.blocks import source_of
 from trakdask.samples.coords import normalise_coord, normalise_coords
 from trakdask.samples.torch_source import from_torch
-from trakdask.samples.validation import validate_samples
 
 __all__ = [
     "from_arrays",

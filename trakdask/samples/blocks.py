@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays.blocks import take
-from trakdask.samples.coords import check_name
+from trakdask.samples.coords import CoordsLike, check_name, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.variables import SAMPLE
 
@@ -25,8 +25,10 @@ __all__ = [
     "check_chunks",
     "check_dtype",
     "dims_of",
+    "members",
     "read_array",
     "read_bundle",
+    "require_inputs",
     "require_samples",
     "source_of",
 ]
@@ -124,6 +126,13 @@ def read_bundle(
         meta=np.empty((0,), object),
         name=f"read-bundle-{token}-{size}",
     )
+    return members(bundle, fields, token, size)
+
+
+def members(
+    bundle: da.Array, fields: Mapping[str, Field], token: str, size: int
+) -> dict[str, da.Array]:
+    """Return the lazy arrays of blocks that are mappings from variables to arrays."""
     return {name: _member(name, bundle, field, token, size) for name, field in fields.items()}
 
 
@@ -168,15 +177,29 @@ def dims_of(name: str, ndim: int) -> tuple[str, ...]:
     return SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, ndim))
 
 
-def assemble(variables: Mapping[str, da.Array], coords: Mapping[str, Array]) -> xr.Dataset:
+def assemble(variables: Mapping[str, da.Array], coords: CoordsLike) -> xr.Dataset:
     """Create a Dataset from lazy arrays with equal chunks along samples, and from coords."""
+    n = require_inputs(variables)
     for name in variables:
         check_name(name, "variable")
+    values = normalise_coords(coords, variables, n)
     ds = xr.Dataset(
         {name: (dims_of(name, array.ndim), array) for name, array in variables.items()},
-        coords={name: (SAMPLE, values) for name, values in coords.items()},
+        coords={name: (SAMPLE, array) for name, array in values.items()},
     )
     return ds.assign_attrs(source=source_of(ds))
+
+
+def require_inputs(variables: Mapping[Any, Any]) -> int:
+    """Return the number of samples of model inputs; reject those without any."""
+    if not variables:
+        raise ValueError(
+            "expected at least one model input, got none; try td.from_arrays({'image': images}), "
+            "or samples.reset_coords('name')"
+        )
+    n: int = min(array.shape[0] for array in variables.values())
+    require_samples(n, f"the variables {list(variables)}")
+    return n
 
 
 def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,14 @@ import pyarrow.compute as pc
 
 from trakdask.samples.blocks import Field, check_dtype
 
-__all__ = ["Columns", "ColumnsLike", "MaxLength", "parse_columns"]
+__all__ = [
+    "Columns",
+    "ColumnsLike",
+    "MaxLength",
+    "columns_of_arrow",
+    "columns_of_pandas",
+    "parse_columns",
+]
 
 Array = np.ndarray[Any, Any]
 ColumnsLike = Mapping[str, str | Sequence[str]]
@@ -69,42 +76,26 @@ class Columns:
         several = [[c] if isinstance(c, str) else c for c in self.variables.values()]
         return list(dict.fromkeys(column for columns in several for column in columns))
 
-    def from_arrow(self, table: pa.Table, start: int) -> dict[str, Array]:
-        """Convert the rows of an Arrow table, whose first row is sample ``start``."""
-        samples = np.arange(start, start + len(table))
-
-        def read(name: str, column: str) -> Array | _Ragged:
-            values = table.column(column).combine_chunks()
-            return _from_arrow(name, values, samples, is_ragged=name in self.max_length)
-
-        return self._arrays(read, start)
-
-    def from_pandas(self, frame: pd.DataFrame, start: int) -> dict[str, Array]:
-        """Convert the rows of a DataFrame, whose first row is sample ``start``."""
-
-        def read(name: str, column: str) -> Array | _Ragged:
-            return _from_pandas(name, frame[column], start, is_ragged=name in self.max_length)
-
-        return self._arrays(read, start)
+    def arrays(self, table: Mapping[str, Any], start: int) -> dict[str, Array]:
+        """Return the variables of the rows of a table, whose first row is sample ``start``."""
+        arrays: dict[str, Array] = {}
+        mask = None
+        for name, columns in self.variables.items():
+            several = [columns] if isinstance(columns, str) else columns
+            is_ragged = name in self.max_length
+            parts = [_numpy(name, table[column], start, is_ragged=is_ragged) for column in several]
+            if mask is None and isinstance(parts[0], _Ragged) and _MASK not in self.variables:
+                mask = parts[0].mask(self.max_length[name]).astype(np.int64)
+            values = [self._padded(name, part, start) for part in parts]
+            is_one = isinstance(columns, str)
+            arrays[name] = values[0] if is_one else _stacked(name, several, values)
+        return arrays if mask is None else {**arrays, _MASK: mask}
 
     def fields(self, arrays: Mapping[str, Array]) -> dict[str, Field]:
         """Return the shape and dtype of each variable, from arrays of the first sample."""
         for name, array in arrays.items():
             check_dtype(name, array.dtype)
         return {name: Field(array.shape[1:], array.dtype) for name, array in arrays.items()}
-
-    def _arrays(self, read: Callable[[str, str], Array | _Ragged], start: int) -> dict[str, Array]:
-        arrays: dict[str, Array] = {}
-        mask = None
-        for name, given in self.variables.items():
-            columns = (given,) if isinstance(given, str) else given
-            parts = [read(name, column) for column in columns]
-            first = parts[0]
-            if mask is None and isinstance(first, _Ragged) and _MASK not in self.variables:
-                mask = first.mask(self.max_length[name]).astype(np.int64)
-            values = [self._padded(name, part, start) for part in parts]
-            arrays[name] = values[0] if isinstance(given, str) else _stacked(name, columns, values)
-        return arrays if mask is None else {**arrays, _MASK: mask}
 
     def _padded(self, name: str, part: Array | _Ragged, start: int) -> Array:
         if not isinstance(part, _Ragged):
@@ -162,6 +153,33 @@ def _is_columns(given: Any) -> bool:
     return isinstance(given, str) or (several and all(isinstance(column, str) for column in given))
 
 
+def columns_of_arrow(table: pa.Table) -> dict[str, Any]:
+    """Return the columns of an Arrow table by name."""
+    return {name: table.column(name).combine_chunks() for name in table.column_names}
+
+
+def columns_of_pandas(frame: pd.DataFrame) -> dict[str, Any]:
+    """Return the columns of a DataFrame by name: numbers as numpy arrays, all others in Arrow."""
+    return {str(name): _column_of_pandas(frame[name]) for name in frame.columns}
+
+
+def _column_of_pandas(series: pd.Series[Any]) -> Any:
+    if not isinstance(series.dtype, np.dtype):
+        return pa.array(series.array, from_pandas=False)
+    values = series.to_numpy()
+    if values.dtype.kind != "O":
+        return values
+    if len(values) and np.ndim(values[0]) > 1 and isinstance(values[0], np.ndarray):
+        return np.stack(list(values))
+    return pa.array(values, from_pandas=False)
+
+
+def _numpy(name: str, column: Any, start: int, *, is_ragged: bool) -> Array | _Ragged:
+    if isinstance(column, np.ndarray):
+        return column
+    return _from_arrow(name, column, np.arange(start, start + len(column)), is_ragged=is_ragged)
+
+
 def _from_arrow(
     name: str, column: Any, samples: Array, *, is_ragged: bool = False
 ) -> Array | _Ragged:
@@ -173,7 +191,10 @@ def _from_arrow(
         column = column.storage
     if column.null_count:
         null = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-        raise _missing(name, int(samples[null]))
+        raise ValueError(
+            f"expected a value in every row of variable {name!r}, got none for sample "
+            f"{samples[null]}; try filling or dropping such rows first"
+        )
     if not _is_list(column.type):
         return np.asarray(column.to_numpy(zero_copy_only=False))
     lengths = np.asarray(pc.list_value_length(column).to_numpy(zero_copy_only=False))
@@ -192,45 +213,7 @@ def _from_arrow(
     return inner.reshape(len(column), width, *inner.shape[1:])
 
 
-def _missing(name: str, sample: int) -> ValueError:
-    return ValueError(
-        f"expected a value in every row of variable {name!r}, got none for sample {sample}; try "
-        "filling or dropping such rows first"
-    )
-
-
 def _is_list(kind: Any) -> bool:
     return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
-
-
-def _from_pandas(
-    name: str, series: pd.Series[Any], start: int, *, is_ragged: bool
-) -> Array | _Ragged:
-    values = series.to_numpy()
-    if not len(values) or not isinstance(values[0], list | tuple | np.ndarray):
-        check_dtype(name, values.dtype)
-        return values
-    rows = [_as_row(name, sample, value) for sample, value in enumerate(values, start)]
-    if is_ragged:
-        lengths = np.array([len(row) for row in rows])
-        filled = [row for row in rows if len(row)]  # an empty list has no dtype
-        return _Ragged(np.concatenate(filled) if filled else np.empty(0, np.int64), lengths)
-    field = Field(rows[0].shape, rows[0].dtype)
-    for sample, row in enumerate(rows, start):
-        field.check(name, sample, row)
-    return np.stack(rows).astype(field.dtype, copy=False)
-
-
-def _as_row(name: str, sample: int, value: Any) -> Array:
-    if value is None or value is pd.NA or isinstance(value, float):  # NaN marks a missing list
-        raise _missing(name, sample)
-    try:
-        row = np.asarray(value)
-        return np.stack(list(row)) if row.dtype.kind == "O" and row.size else row
-    except ValueError as err:
-        raise ValueError(
-            f"expected nested lists of one length in variable {name!r}, got some that differ in "
-            f"length for sample {sample}; try padding or cropping all lists to one length"
-        ) from err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import warnings
 from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
@@ -97,7 +95,7 @@ def fields_as_coords(coords: Any, names: Collection[str]) -> list[str]:
     Raises
     ------
     ValueError
-        If a name is not that of a field, or no field is left as a model input.
+        If a name is not that of a field.
     """
     if not isinstance(coords, list | tuple) or not all(isinstance(name, str) for name in coords):
         return []
@@ -105,11 +103,6 @@ def fields_as_coords(coords: Any, names: Collection[str]) -> list[str]:
         raise ValueError(
             f"expected names of fields of the samples as coords, got {unknown[0]!r}; try one of "
             f"{list(names)}, or coords={{{unknown[0]!r}: values}}"
-        )
-    if coords and set(coords) >= set(names):
-        raise ValueError(
-            f"expected at least one field that is a model input, got coords={list(coords)}, which "
-            "are all of them; try leaving one out, as models can also read coords"
         )
     return list(coords)
 
@@ -192,14 +185,12 @@ def check_name(name: object, what: str, *, is_column: bool = False) -> None:
 def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if dask.base.is_dask_collection(values):
         raise TypeError(f"coord {name!r} is lazy, and must be in memory; try {name}.compute()")
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, torch.Tensor | np.ndarray):
         return to_numpy(f"coord {name!r}", values)
     if isinstance(values, xr.DataArray | xr.Variable):
         return np.asarray(values.values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
         return _from_pandas(name, pd.Series(values))
-    if isinstance(values, np.ndarray):
-        return np.asarray(without_mask(f"coord {name!r}", values))
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
         raise TypeError(
             f"expected a list or an array as coord {name!r}, got {type(values).__name__}"
@@ -237,61 +228,48 @@ def without_mask(what: str, array: Any) -> Any:
 
 def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
     if isinstance(series.dtype, pd.CategoricalDtype):
-        categories = np.asarray(series.cat.categories)
-        codes = series.cat.codes.to_numpy()
-        _check_present(name, codes < 0)
-        return _portable(name, categories)[codes] if len(categories) else categories
+        series = series.astype(series.cat.categories.dtype)
     if isinstance(series.dtype, pd.DatetimeTZDtype):
         raise TypeError(
             f"coord {name!r} has times of the time zone {series.dtype.tz}; try "
             f"{name}.dt.tz_convert('UTC').dt.tz_localize(None)"
         )
-    if series.dtype.kind in "biu":  # pandas' own dtypes can have missing values
-        _check_present(name, series.isna())
+    if series.dtype.kind in "biu" and series.hasnans:  # else these would become floats
+        series = series.astype(object)
     return series.to_numpy()
 
 
 def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if array.dtype.kind == "O":
-        array = _from_objects(name, array)
+    if array.dtype.kind == "O" or hasattr(array.dtype, "na_object"):
+        array = _from_objects(name, array.astype(object, copy=False))
     if array.dtype.kind in "biu" or (array.dtype.kind == "f" and array.dtype.itemsize <= 8):
         return array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.kind == "M":
-        return _nanoseconds(name, array)
+        return pd.Series(array).astype("datetime64[ns]").to_numpy()  # raises if it is out of range
     if array.dtype.kind in "UT":
-        return _strings(name, array)
+        return _as_text(name, array)
     raise TypeError(
-        f"expected numbers, booleans, strings or times for coord {name!r}, got dtype "
-        f"{array.dtype}; try {name}.astype(str), or leave it out"
+        f"expected only numbers, only booleans, only strings or only times for coord {name!r}, got "
+        f"dtype {array.dtype} of {sorted({type(value).__name__ for value in array})}; try "
+        f"{name}.astype(str), or leave it out"
     )
 
 
 def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    _check_present(name, np.asarray(pd.isna(array)) & ~_is_nan(array))
-    kinds = {type(value) for value in array}
-    if all(issubclass(kind, str) for kind in kinds):
+    """Return objects of one kind as an array of it, and others as they are."""
+    kind = pd.api.types.infer_dtype(array, skipna=False)
+    if kind == "string":
         return _as_text(name, array)
-    if all(issubclass(kind, datetime.date | np.datetime64) for kind in kinds):
+    if kind in ("date", "datetime", "datetime64"):
         return _from_pandas(name, pd.Series(pd.to_datetime(list(array))))
-    if all(issubclass(kind, int | float | np.number | np.bool_) for kind in kinds):
+    if kind in ("boolean", "integer", "floating", "mixed-integer-float"):
         return np.array(array.tolist())
-    raise TypeError(
-        f"expected only numbers, booleans, strings or times for coord {name!r}, got the types "
-        f"{sorted(kind.__name__ for kind in kinds)}; try {name}.astype(str)"
-    )
-
-
-def _is_nan(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return which objects are NaN among numbers, where NaN is allowed."""
-    if any(isinstance(value, str) for value in array):
-        return np.zeros(array.shape, bool)
-    return np.array([isinstance(value, float | np.floating) for value in array], dtype=bool)
-
-
-def _strings(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if hasattr(array.dtype, "na_object"):
-        _check_present(name, pd.isna(array.astype(object)))
-    return _as_text(name, array)
+    if (missing := np.asarray(pd.isna(array))).any():
+        raise ValueError(
+            f"coord {name!r} lacks {int(missing.sum())} values, first that of sample "
+            f"{int(missing.argmax())}; try {name}.fillna(-1), or {name}.fillna('') for strings"
+        )
+    return array
 
 
 def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -299,25 +277,3 @@ def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return array.astype(np.dtypes.StringDType(), copy=False)
     except (UnicodeEncodeError, TypeError) as err:  # a lone surrogate
         raise ValueError(f"expected text that UTF-8 can hold for coord {name!r}: {err}") from err
-
-
-def _nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        times = array.astype("datetime64[ns]", copy=False)
-    same = (times.astype(array.dtype) == array) | np.isnat(array)
-    if not same.all():
-        raise ValueError(
-            f"expected times from 1677 to 2262 for coord {name!r}, as datetime64[ns] can hold, got "
-            f"{array[~same][0]}; try {name}.astype(str)"
-        )
-    return times
-
-
-def _check_present(name: str, missing: Any) -> None:
-    missing = np.asarray(missing)
-    if missing.any():
-        raise ValueError(
-            f"coord {name!r} lacks {int(missing.sum())} values, first that of sample "
-            f"{int(missing.argmax())}; try {name}.fillna(-1), or {name}.fillna('') for strings"
-        )

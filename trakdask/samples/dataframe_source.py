@@ -19,20 +19,26 @@ from trakdask.samples.blocks import (
     Field,
     assemble,
     check_chunks,
+    members,
     read_bundle,
     require_samples,
 )
-from trakdask.samples.columns import Columns, ColumnsLike, MaxLength, parse_columns
-from trakdask.samples.coords import check_name, normalise_coords
-from trakdask.samples.files import FileRows
+from trakdask.samples.columns import (
+    Columns,
+    ColumnsLike,
+    MaxLength,
+    columns_of_pandas,
+    parse_columns,
+)
+from trakdask.samples.coords import check_name
 from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.hugging_face import DatasetRows, is_of_datasets
+from trakdask.samples.rows import DatasetRows, FileRows, TableReader, is_of_datasets
 
 __all__ = ["from_dataframe"]
 
 Array = np.ndarray[Any, Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-_Table = tuple[dict[str, da.Array], dict[str, Any], int]
+_Table = tuple[dict[str, da.Array], dict[str, Any]]
 
 
 def from_dataframe(
@@ -121,18 +127,18 @@ def from_dataframe(
     elif isinstance(source, dd.DataFrame):
         table = _from_dask(source, columns, names, size)
     elif is_of_datasets(source):
-        table = _from_rows(DatasetRows(source, columns), names, size)
+        table = _from_rows(DatasetRows(source), columns, names, size)
     elif isinstance(source, str | os.PathLike | list | tuple):
         sources = [source] if isinstance(source, str | os.PathLike) else source
-        table = _from_rows(FileRows([os.fspath(path) for path in sources], columns), names, size)
+        paths = [os.fspath(path) for path in sources]
+        table = _from_rows(FileRows(paths), columns, names, size)
     else:
         raise TypeError(
             "expected paths of parquet or Arrow files, a datasets.Dataset, or a pandas or dask "
             f"DataFrame, as source, got {type(source).__name__}; try "
             + ("source.to_pandas()" if hasattr(source, "to_pandas") else "a path")
         )
-    arrays, metadata, n = table
-    return assemble(arrays, normalise_coords(metadata, arrays, n))
+    return assemble(*table)
 
 
 def _check_coords(coords: Any) -> dict[str, str]:
@@ -171,17 +177,20 @@ def _from_pandas(
 ) -> _Table:
     _check_columns([*columns.names, *coords.values()], frame.columns)
     require_samples(len(frame), "the table")
-    arrays = columns.from_pandas(frame, 0)
+    arrays = columns.arrays(columns_of_pandas(frame[columns.names]), 0)
     metadata = {name: frame[column] for name, column in coords.items()}
-    return lazy_variables(arrays, size), metadata, len(frame)
+    return lazy_variables(arrays, size), metadata
 
 
-def _from_rows(rows: FileRows | DatasetRows, coords: dict[str, str], size: int) -> _Table:
-    _check_columns([*rows.columns.names, *coords.values()], rows.names)
-    require_samples(rows.n, "the table")
-    rows.probe()
-    metadata = rows.read_coords(coords)
-    return read_bundle(rows, fingerprint(rows), rows.fields, rows.n, size), metadata, rows.n
+def _from_rows(
+    rows: FileRows | DatasetRows, columns: Columns, coords: dict[str, str], size: int
+) -> _Table:
+    _check_columns([*columns.names, *coords.values()], rows.names)
+    require_samples(len(rows), "the table")
+    reader = TableReader(rows, columns)
+    reader.probe()
+    arrays = read_bundle(reader, fingerprint(reader), reader.fields, len(rows), size)
+    return arrays, reader.read_coords(coords)
 
 
 def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) -> _Table:
@@ -195,9 +204,20 @@ def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) 
     require_samples(sum(lengths), "the table")
     first = next(head for length, head in computed if length)
     _require_no_text(first)
-    fields = columns.fields(columns.from_pandas(first, 0))
+    fields = columns.fields(columns.arrays(columns_of_pandas(first), 0))
     metadata = {name: pd.concat([part[c] for part in loaded]) for name, c in coords.items()}
-    return lazy_variables(_of_parts(parts, lengths, columns, fields), size), metadata, sum(lengths)
+    starts = np.cumsum([0, *lengths]).tolist()
+    blocks = [
+        da.from_delayed(
+            dask.delayed(_convert, pure=True)(part, columns, fields, start),
+            shape=(length,),
+            meta=np.empty((0,), object),
+        )
+        for part, start, length in zip(parts, starts, lengths, strict=False)
+        if length
+    ]
+    bundle = da.concatenate(blocks)
+    return lazy_variables(members(bundle, fields, bundle.name, 0), size), metadata
 
 
 def _require_no_text(first: pd.DataFrame) -> None:
@@ -211,29 +231,6 @@ def _require_no_text(first: pd.DataFrame) -> None:
             )
 
 
-def _of_parts(
-    parts: Sequence[Any], lengths: Sequence[int], columns: Columns, fields: Mapping[str, Field]
-) -> dict[str, da.Array]:
-    starts = np.cumsum([0, *lengths]).tolist()
-    bundles = [
-        (dask.delayed(_convert, pure=True)(part, columns, dict(fields), start), length)
-        for part, start, length in zip(parts, starts, lengths, strict=False)
-        if length
-    ]
-    return {
-        name: da.concatenate([
-            da.from_delayed(
-                bundle[name],
-                shape=(length, *field.shape),
-                dtype=field.dtype,
-                meta=np.empty((0,) * (1 + len(field.shape)), field.dtype),
-            )
-            for bundle, length in bundles
-        ])
-        for name, field in fields.items()
-    }  # fmt: skip
-
-
 def _summarise(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
     return len(part), part.head(1)
 
@@ -241,7 +238,7 @@ def _summarise(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
 def _convert(
     part: pd.DataFrame, columns: Columns, fields: dict[str, Field], start: int
 ) -> dict[str, Array]:
-    arrays = columns.from_pandas(part, start)
+    arrays = columns.arrays(columns_of_pandas(part), start)
     for name, values in arrays.items():
         fields[name].check(name, start, values[0])
     return {n: values.astype(fields[n].dtype, copy=False) for n, values in arrays.items()}

@@ -1,4 +1,4 @@
-"""Content hashes of arrays and datasets, equal in every process.
+"""Content hashes of arrays and datasets, equal in every process, and files of memory maps.
 
 ``dask.base.tokenize`` gives tensors, and classes of scripts and notebooks, another token in every
 process; then no store could be continued by the next one.
@@ -7,18 +7,19 @@ process; then no store could be continued by the next one.
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
-from trakdask.samples.memory_maps import mapped
-
-__all__ = ["fingerprint"]
+__all__ = ["MappedFile", "fingerprint", "mapped"]
 
 
 def fingerprint(obj: Any) -> str:
@@ -52,27 +53,70 @@ def fingerprint(obj: Any) -> str:
     >>> fingerprint(np.arange(3)) == fingerprint(np.arange(6)[::2] // 2)
     True
     """
-    hasher = _Hasher()
+    digest = hashlib.sha256()
+    file = types.SimpleNamespace(write=digest.update)
     try:
-        pickler = _Pickler(hasher, protocol=5, buffer_callback=hasher.write_buffer)
-        pickler.dump(obj)
+        _Pickler(file, 5, lambda buffer: digest.update(buffer.raw())).dump(obj)
     except Exception as err:
         raise TypeError(
             f"{type(obj).__name__} object cannot be pickled, and so not sent to workers ({err!r}); "
             "try a zero-argument callable that returns it"
         ) from err
-    return hasher.digest.hexdigest()
+    return digest.hexdigest()
 
 
-class _Hasher:
-    def __init__(self) -> None:
-        self.digest = hashlib.sha256()
+@dataclass(frozen=True)
+class MappedFile:
+    """Where a read-only memory map, or a contiguous slice of one, has its bytes."""
 
-    def write(self, data: bytes) -> None:
-        self.digest.update(data)
+    path: str
+    dtype: np.dtype[Any]
+    offset: int
+    shape: tuple[int, ...]
+    version: tuple[int, int]
+    """Size in bytes, and time of the last change in microseconds: some disks keep no more."""
 
-    def write_buffer(self, buffer: Any) -> None:
-        self.digest.update(buffer.raw())
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def token(self) -> str:
+        """Identifies the content by the file."""
+        return repr((self.path, self.dtype.str, self.offset, self.shape, self.version))
+
+    def __getitem__(self, rows: Any) -> np.ndarray[Any, Any]:
+        if (version := _version(self.path)) != self.version:
+            raise OSError(
+                f"{self.path!r} has changed since it was mapped: its size and time are {version}, "
+                f"not {self.version}; try opening it again"
+            )
+        whole = np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
+        return np.array(whole[rows])
+
+
+def mapped(array: np.ndarray[Any, Any]) -> MappedFile | None:
+    """Return the file of a read-only memory map, or of a slice of one; None for any other array."""
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    # A writable map can differ from its file, now or later.
+    is_of_file = isinstance(root, np.memmap) and isinstance(root.base, mmap.mmap)
+    if not is_of_file or root.mode != "r" or root.filename is None:
+        return None
+    if not array.flags.c_contiguous or array.size == 0:
+        return None
+    path, offset = (
+        os.path.abspath(root.filename),
+        root.offset + array.ctypes.data - root.ctypes.data,
+    )
+    return MappedFile(path, array.dtype, offset, array.shape, _version(path))
+
+
+def _version(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns // 1000
 
 
 def _array_state(array: np.ndarray[Any, Any]) -> Any:

@@ -25,7 +25,6 @@ from trakdask.samples.blocks import (
 from trakdask.samples.coords import (
     CoordsLike,
     fields_as_coords,
-    normalise_coords,
     to_numpy,
 )
 from trakdask.samples.fingerprints import fingerprint
@@ -104,7 +103,7 @@ def from_torch(
     variables = read_bundle(reader, fingerprint(reader), fields, n, size)
     reader.warn_if_random()  # after hashing the content, because reading may change a dataset
     values = reader.read_fields(chosen, n) if chosen else coords
-    return assemble(variables, normalise_coords(values, variables, n))
+    return assemble(variables, values)
 
 
 def _check_names(names: Any) -> tuple[str | None, ...]:
