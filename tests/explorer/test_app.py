@@ -95,6 +95,15 @@ def test_session__shows_the_answers_of_its_questions(explorer: Explorer) -> None
     assert "data:image/png" in session.page.html
 
 
+def test_session__of_targets_in_memory() -> None:
+    targets = data(M, 1).isel(checkpoint=[0]).compute()
+    features = data(N, 0).isel(checkpoint=[0])
+    explorer = td.explore(features, targets, damping=0.1, estimator="trak")
+    html = opened(explorer, View(page="corpus")).page.html
+    assert "message error" not in html
+    assert "1 checkpoint," in html
+
+
 def test_session__follows_links_forms_and_filters(explorer: Explorer) -> None:
     session = opened(explorer, View())
     session.page._handle_msg({"query": "?page=target&target=3"})
@@ -228,7 +237,7 @@ def test_session__marks_samples_and_takes_it_back(tmp_path: Path) -> None:
     explorer = td.explore(features, data(M, 1), marks=marks, estimator="trak", damping=0.1)
     session = opened(explorer, View(page="target"))
     assert 'data-mark="wrong label"' in session.page.html
-    session.page._handle_msg({"mark": "wrong label", "sample": 7})
+    session.page._handle_msg({"mark": "wrong label", "sample": 7, "wanted": True})
     assert marks.samples("wrong label").tolist() == ["id 7"]
     assert session.page.marked == ["7 wrong label"]
     session.page._handle_msg({"undo": True})

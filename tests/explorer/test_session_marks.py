@@ -32,21 +32,27 @@ def explorer(tmp_path: Path) -> Explorer:
     )
 
 
-def test_toggle__marks_and_takes_back(explorer: Explorer) -> None:
+def test_set__marks_and_takes_back(explorer: Explorer) -> None:
     marks = SessionMarks(explorer)
-    assert marks.toggle(2, "remove") == "Sample 2 is marked as remove."
+    assert marks.set(2, "remove", wanted=True) == "Sample 2 is marked as remove."
     assert marks.marked() == ["2 remove"]
     assert explorer.marks.samples("remove").tolist() == ["<i>c</i>"]
-    assert marks.toggle(2, "remove") == "Sample 2 is no longer marked as remove."
+    assert marks.set(2, "remove", wanted=False) == "Sample 2 is no longer marked as remove."
     assert marks.marked() == []
     assert marks.undo() == "Undone: 1 mark."
     assert marks.marked() == ["2 remove"]
 
 
+def test_set__by_two_who_agree_keeps_the_mark(explorer: Explorer) -> None:
+    for session in (SessionMarks(explorer), SessionMarks(explorer)):
+        session.set(2, "remove", wanted=True)
+        assert session.marked() == ["2 remove"]
+
+
 def test_undo__is_of_the_session(explorer: Explorer) -> None:
     ada, bob = SessionMarks(explorer), SessionMarks(explorer)
-    ada.toggle(0, "duplicate")
-    bob.toggle(4, "duplicate")
+    ada.set(0, "duplicate", wanted=True)
+    bob.set(4, "duplicate", wanted=True)
     assert ada.marked() == bob.marked() == ["0 duplicate", "4 duplicate"]
     assert ada.undo() == "Undone: 1 mark."
     assert bob.marked() == ["4 duplicate"]
@@ -55,24 +61,24 @@ def test_undo__is_of_the_session(explorer: Explorer) -> None:
 
 def test_marked__samples_that_share_a_label(explorer: Explorer) -> None:
     marks = SessionMarks(explorer)
-    marks.toggle(3, "wrong label")
+    marks.set(3, "wrong label", wanted=True)
     assert sorted(marks.marked()) == ["1 wrong label", "3 wrong label"]
     explorer.marks.mark(["of another store"], "remove")
     assert sorted(positions(explorer, explorer.marks)["position"]) == [1, 3]
 
 
-def test_toggle__says_what_went_wrong(explorer: Explorer) -> None:
+def test_set__says_what_went_wrong(explorer: Explorer) -> None:
     marks = SessionMarks(explorer)
-    assert "'old'" in marks.toggle(1, "old")
+    assert "'old'" in marks.set(1, "old", wanted=True)
     explorer.marks.path.write_text("mine")
-    assert "m.parquet" in marks.toggle(1, "remove")
+    assert "m.parquet" in marks.set(1, "remove", wanted=True)
     assert explorer.marks.path.read_text() == "mine"
 
 
 def test_session_marks__without_marks(explorer: Explorer) -> None:
     without = td.explore(explorer.features, explorer.targets, estimator="trak", damping=0.1)
     marks = SessionMarks(without)
-    assert marks.toggle(1, "remove") == "No marks are kept here."
+    assert marks.set(1, "remove", wanted=True) == "No marks are kept here."
     assert (marks.undo(), marks.marked()) == ("Undone: 0 marks.", [])
 
 

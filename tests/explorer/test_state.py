@@ -56,6 +56,14 @@ def test_from_query__leaves_out_what_it_does_not_understand(name: str, bad: str)
     assert name in message
 
 
+def test_from_query__says_what_to_write() -> None:
+    (message,) = View.from_query(urlencode({"where": "label = 2 and x != 3"})).messages
+    assert "label == 2 and x != 3" in message
+    (message,) = View.from_query("k=x").messages
+    assert "'x'" in message
+    assert "invalid literal" not in message
+
+
 def test_from_query__ignores_what_is_not_ours() -> None:
     assert View.from_query("token=abc&messages=x&page=corpus") == View(page="corpus")
     assert View.from_query("messages=x").messages == ()

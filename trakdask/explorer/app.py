@@ -142,7 +142,8 @@ class Session:
         elif "new" in message:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
-            self._say(self.marks.toggle(int(message["sample"]), str(message["mark"])), undo=True)
+            position, label, wanted = (message[name] for name in ("sample", "mark", "wanted"))
+            self._say(self.marks.set(int(position), str(label), wanted=bool(wanted)), undo=True)
         elif "undo" in message:
             self._say(self.marks.undo())
         elif 'aria-busy="true"' in self.page.html:

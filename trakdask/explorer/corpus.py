@@ -11,7 +11,7 @@ from trakdask import arrays
 from trakdask.attribution.groups import group_codes
 from trakdask.explorer.attributions import Ready
 from trakdask.explorer.computing import compute
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, lazy_features
 
 __all__ = ["mean_targets", "self_influence", "self_influences"]
 
@@ -46,7 +46,7 @@ def mean_targets(targets: xr.Dataset, across: str) -> tuple[xr.Dataset, np.ndarr
         return first, np.arange(first.sizes[SAMPLE])
     codes, groups = group_codes(targets[across].values)
     counts = np.bincount(codes[codes >= 0], minlength=len(groups))
-    feature = targets["feature"].data
+    feature = lazy_features(targets)["feature"].data
     weight = da.from_array(
         np.repeat((1 / counts[codes])[:, None], feature.shape[2], axis=1),
         chunks=(feature.chunks[0], 1),

@@ -63,7 +63,8 @@ export function render({ model }) {
   root.addEventListener("click", (event) => {
     const button = event.target.closest("button[data-mark]")
     if (button) {
-      model.send_msg({ mark: button.dataset.mark, sample: Number(button.dataset.sample) })
+      const wanted = button.getAttribute("aria-pressed") !== "true"
+      model.send_msg({ mark: button.dataset.mark, sample: Number(button.dataset.sample), wanted })
       return
     }
     if (event.target.closest("button[data-undo]")) {

@@ -24,13 +24,17 @@ class SessionMarks:
         kept = explorer.marks
         self._own = None if kept is None else kept.by(kept.who)
 
-    def toggle(self, position: int, label: str) -> str:
-        """Mark a sample, or take its mark away; return what was done, in words."""
+    def set(self, position: int, label: str, *, wanted: bool) -> str:
+        """Let a sample have a mark or not, as wanted; return what is so now, in words.
+
+        What is wanted is said, and not that it changes: two who want the same do not undo it.
+        """
         if self._own is None:
             return "No marks are kept here."
         try:
             name = self.explorer.sample_ids[position]
-            if self._own.mark([name], label):
+            if wanted:
+                self._own.mark([name], label)
                 return f"Sample {position} is marked as {label}."
             self._own.unmark([name], label)
             return f"Sample {position} is no longer marked as {label}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -167,10 +168,11 @@ def damping_of(text: str) -> Damping | MeanTrace:
 
 def _integer(low: int, high: float = math.inf) -> Callable[[list[str]], int]:
     def parse(texts: list[str]) -> int:
-        value = int(texts[-1])
-        if not low <= value <= high:
-            raise ValueError(f"expected a number from {low} to {high}, got {value}")
-        return value
+        text = texts[-1]
+        if not text.isdecimal() or not low <= int(text) <= high:
+            allowed = f"from {low}" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"expected a whole number {allowed}, got {shown(text)}")
+        return int(text)
 
     return parse
 
@@ -185,9 +187,17 @@ def _choice(*allowed: str) -> Callable[[list[str]], str]:
 
 
 def _condition(texts: list[str]) -> str:
-    if texts[-1]:
-        Condition(texts[-1])
-    return texts[-1]
+    text = texts[-1]
+    if not text:
+        return text
+    try:
+        Condition(text)
+    except ValueError as err:
+        compared = re.sub(r"(?<![=!<>])=(?!=)", "==", text)
+        if compared == text:
+            raise
+        raise ValueError(f"{text!r} has a single =; write {compared!r}") from err
+    return text
 
 
 def _damping(texts: list[str]) -> str:

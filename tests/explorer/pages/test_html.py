@@ -61,6 +61,11 @@ def test_fields__escape_their_values() -> None:
     assert ("where", EVIL) in Inputs(made).pairs
 
 
+def test_filter_form__every_field_has_a_label() -> None:
+    made = controls.filter_form(View(), pd.DataFrame({"a": [1]}), "where")
+    assert not re.findall(r"<label><(?:select|input)", made)
+
+
 def test_tables_and_bars__escape_names() -> None:
     heat = html.heat_table(pd.DataFrame([[1.0, np.nan]], [EVIL], [EVIL, "b"]), 0, EVIL)
     bars = html.bars([(html.value(EVIL), -2.0, EVIL), (html.value("b"), np.nan, "")])

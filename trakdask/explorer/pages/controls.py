@@ -60,9 +60,9 @@ def filter_form(view: View, table: pd.DataFrame, field: str) -> str:
     names = {str(name): str(name) for name in table if str(name).isidentifier()}
     if not names:
         return forms
-    inputs = option_field("filter_name", "", "Add a condition", names).replace(" data-at-once", "")
-    inputs += option_field("filter_sign", "", "", SIGNS).replace(" data-at-once", "")
-    inputs += text_field("filter_value", "", "", "value")
+    inputs = option_field("filter_name", "", "Add a condition", names, at_once=False)
+    inputs += option_field("filter_sign", "", "Comparison", SIGNS, at_once=False)
+    inputs += text_field("filter_value", "", "Value", "value")
     inputs += f'<input type="hidden" name="filter_of" value="{field}">'
     return forms + form(view, inputs, [], kind="where", button="Add")
 

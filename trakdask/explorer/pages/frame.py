@@ -32,7 +32,8 @@ def header(explorer: Explorer, view: View, *, said: str = "", undo: bool = False
     n_new = f" ({len(explorer.added)} new)" if explorer.added else ""
     facts = (
         f"{sizes[SAMPLE]:,} training samples, {explorer.targets.sizes[SAMPLE]:,} targets{n_new}, "
-        f"{sizes[CHECKPOINT]} checkpoints, {sizes[PROJ_DIM]:,} numbers per feature"
+        f"{sizes[CHECKPOINT]} checkpoint{'' if sizes[CHECKPOINT] == 1 else 's'}, "
+        f"{sizes[PROJ_DIM]:,} numbers per feature"
     )
     messages = "".join(
         f'<div class="message" role="status">{escape(text)}</div>' for text in view.messages

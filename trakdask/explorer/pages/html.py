@@ -137,14 +137,17 @@ def text_field(
     )
 
 
-def option_field(name: str, chosen: str, label: str, options: Mapping[str, str]) -> str:
-    """Return a labelled choice; ``options`` are the texts by value. It takes effect at once."""
+def option_field(
+    name: str, chosen: str, label: str, options: Mapping[str, str], *, at_once: bool = True
+) -> str:
+    """Return a labelled choice; ``options`` are the texts by value."""
     made = "".join(
         f'<option value="{escape(each)}"{" selected" if each == chosen else ""}>'
         f"{escape(text)}</option>"
         for each, text in options.items()
     )
-    return f'<label>{label}<select name="{name}" data-at-once>{made}</select></label>'
+    attrs = " data-at-once" if at_once else ""
+    return f'<label>{label}<select name="{name}"{attrs}>{made}</select></label>'
 
 
 def pager(view: View, shown: int, found: int, rows: int) -> str:
