@@ -36,6 +36,14 @@ settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 dask.config.set(PATIENT)
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise AssertionError("a test module computes while it is imported")
+
+
+# Workers import test modules on their event loop, and would wait there for what never comes.
+dask.config.set(scheduler=_refuse)
 # Tests are about the code of long runs; those of the start of a process unset it.
 os.environ.setdefault("TRAKDASK_NUMBA", "1")
 matplotlib.use("Agg")
@@ -55,6 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """From here on, tests may compute."""
+    dask.config.set(scheduler=None)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from distributed import Client
 from torch import Tensor, nn
 
 import trakdask as td
-from tests.projection.reference import rademacher_bits
+from tests.projection.reference import signs
 from trakdask import examples
 from trakdask.projection import RowMap
 
@@ -43,11 +43,9 @@ def matrix_of(projector: td.Rademacher, shapes: dict, checkpoint: int) -> np.nda
     """P (parameters, proj_dim) in float64, entry by entry from its definition."""
     row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
     n_rows = -(-row_map.n_rows // 128) * 128
-    bits = rademacher_bits(
-        0, n_rows, 0, projector.proj_dim, seed=projector.seed, checkpoint=checkpoint
-    )
+    matrix = signs(0, n_rows, 0, projector.proj_dim, seed=projector.seed, checkpoint=checkpoint)
     rows = [row_map.offset(n) + np.arange(row_map.size(n)) for n in shapes]
-    return (1.0 - 2.0 * bits.T[np.concatenate(rows)]) / np.sqrt(projector.proj_dim)
+    return matrix[np.concatenate(rows)] / np.sqrt(projector.proj_dim)
 
 
 def scores_by_formula(phi: list, target: list, q: list, factor: float = 0.03) -> np.ndarray:

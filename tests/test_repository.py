@@ -20,6 +20,7 @@ TOP_LEVEL = {
     *("pyproject.toml", "README.md", "Makefile", "LICENSE", "CHANGELOG.md", "constraints.txt"),
     *(".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CITATION.cff", "docs"),
 }
+HEAVY = ("dask", "distributed", "zarr")
 OPTIONAL = ("numba", "cupy", "fast_jl", "matplotlib", "sklearn", "bokeh", "trak", "dattri")
 
 
@@ -106,44 +107,14 @@ def test_constraints__pin_everything_the_two_commands_install() -> None:
 
 
 @pytest.mark.slow
-def test_test_modules__compute_nothing_on_a_scheduler_when_imported() -> None:
-    """Workers import them on their event loop, and would wait there for what never comes."""
+def test_import__takes_what_xarray_takes_and_nothing_optional() -> None:
+    """The arithmetic needs no cluster and no store; the public modules are there at once."""
     code = (
-        "import dask, importlib, sys\n"
-        "def refuse(*_, **__): raise AssertionError('computed while imported')\n"
-        "dask.config.set(scheduler=refuse)\n"
-        "for name in sys.argv[1:]: importlib.import_module(name)"
+        "import sys, trakdask as td, trakdask.projection.cuda.sources, trakdask.models.model\n"
+        f"print([name for name in {HEAVY + OPTIONAL} if name in sys.modules])\n"
+        "td.tasks.Task, td.plots, td.examples, td.testing"
     )
-    paths = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
-    names = [".".join(path.with_suffix("").parts) for path in paths]
     done = subprocess.run(
-        [sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_import__leaves_optional_packages_alone() -> None:
-    probe = f"import sys, trakdask; print([m for m in {OPTIONAL} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", probe], capture_output=True, text=True
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
-def test_import__modules_of_the_public_api_are_there_at_once() -> None:
-    code = "import trakdask as td; print(td.tasks.Task, td.plots, td.examples, td.testing)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_import__arithmetic_packages_need_no_dask() -> None:
-    """``import trakdask`` takes what xarray takes, and no cluster or store."""
-    code = (
-        "import sys, trakdask, trakdask.projection, trakdask.models.model\n"
-        "import trakdask.projection.cuda.sources\n"
-        "heavy = ('dask', 'distributed', 'zarr')\n"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -13,7 +13,7 @@ from torch import nn
 import trakdask as td
 from tests.models.test_tokens import LENGTH, TASK, VOCABULARY, Gpt
 from tests.models.token_oracle import contributions
-from tests.projection.test_back_projection import explicit
+from tests.projection.reference import explicit
 from trakdask.featurization import graphs
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import RowMap

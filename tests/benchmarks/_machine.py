@@ -6,6 +6,7 @@ python tests/benchmarks/_machine.py tests/benchmarks/store.py --blocks 100
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -13,7 +14,9 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "numpy", "numba", "dask", "xarray", "zarr", "traker", "dattri")
 
 
@@ -32,6 +35,17 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def in_a_process(script: str, *order: str, checkout: Path = ROOT, **variables: str) -> Any:
+    """Run a script on one thread, with the package of a checkout; return what it prints last."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    # As for users, the byte code of modules is on disk.
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    env = {**inherited, **threads, "PYTHONPATH": str(checkout), **variables}
+    command = [sys.executable, script, *order]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _commit() -> str:

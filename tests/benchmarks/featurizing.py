@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from _machine import ROOT, in_a_process
+
 PROJ_DIM = 2048
 JOBS = {"cnn": (128, 9), "resnet": (32, 2)}
 """Micro-batch and repeats of each model of ``_models.py``."""
@@ -96,13 +92,12 @@ def _by_traker(net, inputs, size: int) -> list[float]:  # type: ignore[no-untype
         return seconds[1:]
 
 
-def in_a_process(model: str, engine: str, checkout: Path) -> dict[str, list[float]]:
+def run(model: str, engine: str, checkout: Path) -> dict[str, list[float]]:
     """Measure in a fresh process, with the package of a checkout."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    env = {**os.environ, **threads, "PYTHONPATH": str(checkout), "TRAKDASK_NUMBA": "1"}
-    command = [sys.executable, __file__, "--order", model, engine]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    order = "--order", model, engine
+    found: dict[str, list[float]] = in_a_process(
+        __file__, *order, checkout=checkout, TRAKDASK_NUMBA="1"
+    )
     return found
 
 
@@ -111,9 +106,9 @@ def compare(model: str, checkouts: dict[str, Path], n: int, with_traker: bool) -
     found: dict[tuple[str, str], list[float]] = {}
     for _ in range(n):
         for version, checkout in checkouts.items():
-            for name, seconds in in_a_process(model, "trakdask", checkout).items():
+            for name, seconds in run(model, "trakdask", checkout).items():
                 found.setdefault((version, name), []).extend(seconds)
-    traker = in_a_process(model, TRAKER, ROOT)[TRAKER][0] if with_traker else None
+    traker = run(model, TRAKER, ROOT)[TRAKER][0] if with_traker else None
     print(f"\n{model}, micro-batch of {JOBS[model][0]}: CPU µs per sample, times traker")
     for (version, name), seconds in found.items():
         median = statistics.median(seconds)
@@ -135,8 +130,6 @@ def main() -> None:
     if options.order:
         print(json.dumps(measure(*options.order)))
         return
-    print(f"{date.today()}, {platform.machine()}, Python {platform.python_version()}")
-    print(f"load {os.getloadavg()[0]:.1f} when it began")
     earlier = {"before": options.before.resolve()} if options.before else {}
     checkouts = {**earlier, "now": ROOT}
     for model in options.models:

@@ -294,20 +294,6 @@ def print_rules(tasks: dict[str, Task]) -> None:
     print(table(("task", "ckpts", "best", "at ρ", *names), rows))
 
 
-def print_residuals(tasks: dict[str, Task]) -> None:
-    rows = []
-    for task in (each for each in tasks.values() if not each.is_regression):
-        q, f = task.q.mean(axis=1), task.output
-        between = f.mean(axis=1).std(), f.std(axis=1, ddof=1).mean()
-        cells = (f"{x:.2f}" for x in (q.std() / q.mean(), *between))
-        rows.append((task.name, f"{q.mean():.4f}", *cells))
-    header = ("task", "mean Q", "spread of Q", "f between samples", "f between checkpoints")
-    print(
-        "\nOf training samples: Q; its standard deviation over its mean; standard deviations of f"
-    )
-    print(table(header, rows))
-
-
 def print_defaults(names: list[str], cache: Path) -> None:
     """By the package itself, with nothing chosen; for tasks whose outputs do not choose λ."""
     rows = []
@@ -327,7 +313,6 @@ def print_defaults(names: list[str], cache: Path) -> None:
 
 
 PARTS: dict[str, Callable[[dict[str, Task]], None]] = {
-    "residuals": print_residuals,
     "rules": print_rules,
     "variants": print_variants,
     "sharpened": print_sharpened,

@@ -20,10 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +30,7 @@ import dask
 import numpy as np
 import psutil
 import xarray as xr
+from _machine import in_a_process
 from distributed import Client, LocalCluster, futures_of, wait
 
 import trakdask as td
@@ -198,42 +195,29 @@ def bound(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
 
 
 def report(args: argparse.Namespace, folder: Path) -> None:
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load average {load}")
     print(f"n={args.samples} p={args.proj_dim} C={args.checkpoints}, blocks of {args.chunks} rows, "
           f"{args.workers} threads or processes; seconds by the clock / of CPU")  # fmt: skip
-    for what, taken in in_subprocess(args, folder, "bound").items():
+    for what, taken in run(args, folder, "bound").items():
         print(f"  bound, {what:32} {taken[0]:6.2f} / {taken[1]:5.2f}")
     print(f"{'':20}{'targets':>8}" + "".join(f"{name:>16}" for name in COLUMNS))
     for where in WHERE:
         for m in args.targets:
-            taken = in_subprocess(args, folder, where, m)
+            taken = run(args, folder, where, m)
             shown = [taken.get(name) for name in COLUMNS]
             columns = [f"{s[0]:6.2f} / {s[1]:5.2f}" if s else "" for s in shown]
             print(f"{where:20}{m:8}" + "".join(f"{each:>16}" for each in columns), flush=True)
 
 
-def in_subprocess(
+def run(
     args: argparse.Namespace, folder: Path, where: str, targets: int | None = None
 ) -> dict[str, list[float]]:
-    names = ("samples", "proj-dim", "checkpoints", "chunks", "workers")
-    sizes = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in names]
+    names = ("samples", "proj-dim", "checkpoints", "chunks", "workers", "folder")
+    options = {**vars(args), "folder": folder}
+    sizes = [f"--{name}={options[name.replace('-', '_')]}" for name in names]
     asked = map(str, args.targets if targets is None else [targets])
-    command = [
-        sys.executable,
-        __file__,
-        "--where",
-        where,
-        *sizes,
-        "--folder",
-        str(folder),
-        "--targets",
-    ]
-    done = subprocess.run(
-        [*command, *asked], check=True, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    result: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, list[float]] = in_a_process(
+        __file__, "--where", where, *sizes, "--targets", *asked
+    )
     return result
 
 

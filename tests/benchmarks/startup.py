@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -200,25 +198,13 @@ def _scores_by_traker(
     return traker.finalize_scores("queries")
 
 
-def _in_a_process(*order: str, **variables: str) -> Any:
-    """Return what a fresh process prints last."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    # As for users, the byte code of modules is on disk.
-    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(
-        [sys.executable, __file__, *order],
-        env={**inherited, **threads, **variables}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def print_compilation() -> None:
     """Print how long the first projections after an installation take."""
     for kind in ("SJLT", "Rademacher"):
         with tempfile.TemporaryDirectory() as cache:
             fresh = {"NUMBA_CACHE_DIR": cache, "TRAKDASK_NUMBA": "1"}
-            first = _in_a_process("compilation", kind, **fresh)
-            later = _in_a_process("compilation", kind, **fresh)
+            first = in_a_process(__file__, "compilation", kind, **fresh)
+            later = in_a_process(__file__, "compilation", kind, **fresh)
         print(f"numba, first projection by {kind:10}: {first:.2f} CPU s, later {later:.2f}")
 
 
@@ -229,7 +215,7 @@ def print_small_jobs() -> None:
     for _ in range(N_JOBS):  # in turns, as other programs come and go
         for by, each in runs.items():
             if by == "trakdask" or has_peer:
-                each.append(_in_a_process("job", by))
+                each.append(in_a_process(__file__, "job", by))
     print(f"\n{N_TRAIN} samples, {N_TARGETS} targets, median of {N_JOBS} processes, after torch")
     totals = {by: _print_stages(by, each) for by, each in runs.items() if each}
     if has_peer:
@@ -249,8 +235,8 @@ def _print_stages(by: str, runs: list[dict[str, list[float]]]) -> float:
 
 def main() -> None:
     """Run the processes one after another and print medians."""
-    _in_a_process("measure")  # writes the byte code
-    runs = [_in_a_process("measure") for _ in range(N_PROCESSES)]
+    in_a_process(__file__, "measure")  # writes the byte code
+    runs = [in_a_process(__file__, "measure") for _ in range(N_PROCESSES)]
     print(f"{'median of ' + str(N_PROCESSES) + ' processes':32} {'CPU s':>8} {'wall s':>8}")
     for i, step in enumerate(STEPS):
         cpu, wall = (statistics.median(run[i][j] for run in runs) for j in (0, 1))
@@ -262,6 +248,8 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         orders[sys.argv[1]](*sys.argv[2:])
     else:
+        from _machine import in_a_process  # imports what the processes that are measured must not
+
         main()
         print_compilation()
         print_small_jobs()

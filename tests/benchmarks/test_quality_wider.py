@@ -73,20 +73,6 @@ def test_subject__smoothing_and_momentum_are_those_of_torch(wider: ModuleType) -
         assert type(optimizer) is kind
 
 
-def test_strokes__every_digit_has_its_own(wider: ModuleType) -> None:
-    (_, labels), _ = wider.WIDER["strokes"].data()
-    (_, digits), _ = wider.WIDER["plain"].data()
-    assert len(np.unique(labels, axis=0)) == 10
-    assert (labels[digits == 8] == 1).all()
-    assert (labels[digits == 1].sum(axis=1) == 2).all()
-
-
-def test_imbalanced__classes_shrink(wider: ModuleType) -> None:
-    counts = np.bincount(wider.WIDER["imbalanced"].data()[0][1])
-    assert (np.diff(counts) < 0).all()
-    assert counts[-1] >= 5
-
-
 def test_shrunk__and_weights_by_loops(wider: ModuleType) -> None:
     ideas, measured = (importlib.import_module(n) for n in ("quality_ideas", "_quality_measured"))
     rng = np.random.default_rng(0)
@@ -145,26 +131,3 @@ def test_ramp__of_two_tasks_by_hand(wider: ModuleType) -> None:
     assert (found["mean"], found["most"]) == (pytest.approx(0.125), pytest.approx(0.15))
     assert found["in"] == "a"
     assert found["below trak"] == pytest.approx(0.1)
-
-
-@pytest.mark.slow
-def test_main__every_table(
-    wider: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(importlib.import_module("_quality_truth"), "TRUTH", tmp_path / "truth")
-    monkeypatch.setitem(wider.WIDER, "plain", dataclasses.replace(small(wider, "plain"), epochs=30))
-    monkeypatch.setitem(wider.ALL, "plain", wider.WIDER["plain"])
-    monkeypatch.setattr(wider, "ON_ONE_RUN", ("tiny",))
-    options = ["--tasks", "plain", "--cache", str(tmp_path / "cache")]
-    wider.main([*options, "--stage", "train"])
-    wider.main(options)
-    first = capsys.readouterr()
-    assert "tiny-" in first.err
-    assert "trak if totals fall" in first.out
-    wider.main(options)
-    again = capsys.readouterr()
-    assert "CPU seconds\n" not in again.err  # nothing is measured twice
-    assert again.out.split("CPU seconds")[0] == first.out.split("CPU seconds")[0]

@@ -10,20 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from _machine import cpu_name
+from _machine import in_a_process
 
-ROOT = Path(__file__).resolve().parents[2]
 ENGINES = {
     "traker 0.3.2, float16": ("trak", {}),
     "traker 0.3.2, float32": ("trak", {"use_half_precision": False}),
@@ -114,28 +107,16 @@ def of_featurize(
     return compute(slice(batch_size, None))
 
 
-def in_a_process(engine: str, options: argparse.Namespace) -> list[float]:
+def run(engine: str, options: argparse.Namespace) -> list[float]:
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     order = [engine, options.n_samples, options.batch_size, options.proj_dim, core]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["TRAKDASK_NUMBA"] = "1"  # imported in the first batch, which is not timed
-    done = subprocess.run(
-        [sys.executable, __file__, "--order", json.dumps(order)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    # Numba is imported in the first batch, which is not timed.
+    return list(in_a_process(__file__, "--order", json.dumps(order), TRAKDASK_NUMBA="1"))
 
 
 def report(seconds: dict[str, list[list[float]]], options: argparse.Namespace) -> None:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "traker"))
     print(
-        f"{date.today()}, {cpu_name()}, one core of {os.cpu_count()}, "
-        f"load {os.getloadavg()[0]:.1f} "
-        f"(others use the machine where it is above 1), Python {platform.python_version()}, "
-        f"{versions}\ndigits_cnn, p = {options.proj_dim}, batches of {options.batch_size}, "
+        f"digits_cnn, p = {options.proj_dim}, batches of {options.batch_size}, "
         f"{options.n_samples} samples, {options.repeats} repeats in turns\n"
     )
     print(f"{'':24}{'samples/s':>10}{'spread':>8}{'per CPU s':>11}   by CPU time")
@@ -171,7 +152,7 @@ def main() -> None:
     seconds: dict[str, list[list[float]]] = {engine: [] for engine in ENGINES}
     for _ in range(options.repeats):
         for engine, found in seconds.items():
-            found.append(in_a_process(engine, options))
+            found.append(run(engine, options))
     report(seconds, options)
 
 

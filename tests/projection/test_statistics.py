@@ -1,16 +1,15 @@
-"""Do the random matrices behave like the matrices that the theory of projections speaks of?
+"""Do random matrices behave as the theory of projections says, and products of features as `cost`?
 
-Matrices are what users get: projections of unit vectors. Every check turns a property into a score
-that is about normal, with variance 1, if the entries are what they claim to be; seeds are fixed, so
-scores are the same in each run. With LIMIT = 5 and about a thousand scores, perfect generators fail
-with a probability of 1e-3.
+Each check turns a property into a score that is about normal, with variance 1, if the entries are
+what they claim to be; seeds are fixed, so scores are the same in each run. With LIMIT = 5 and about
+a thousand scores, perfect generators fail with a probability of 1e-3.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,43 +17,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import (
-    SJLT,
-    Kronecker,
-    Mask,
-    Projector,
-    Rademacher,
-    RowMap,
-    project,
-)
+from trakdask.projection import SJLT, Kronecker, Mask, Projector, Rademacher, RowMap, project
+from trakdask.projection.mask import select_rows
 
 Matrix = npt.NDArray[np.float64]
 Scores = dict[str, float]
 
 LIMIT = 5.0
-P, N_ROWS, N_FEW_ROWS = 1024, 4096, 2048
+P, N_ROWS = 1024, 2048
 TINY = 1e-6  # features are float32
 LAGS = (1, 2, 32, 64, 128)
 
 
-# ------------------------------------------------------------- the oracle: scores of a numpy matrix
+def features(
+    projector: Projector, flat: Tensor, checkpoint: int = 0, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    row_map = RowMap.from_shapes({"flat": shape or flat.shape[1:]}, alignment=512)
+    return project(projector, {"flat": flat}, row_map, checkpoint).double()
 
 
-@dataclass(frozen=True)
-class Law:
-    """What the entries of a matrix are, where they have mean 0 and variance 1.
-
-    ``pair`` is the variance of the product of two entries of one row; ``row_norm`` that of a
-    squared row norm over the width.
-    """
-
-    kurtosis: float
-    pair: float
-    row_norm: float
-
-    @property
-    def is_dense(self) -> bool:
-        return self.kurtosis < 4
+# -------------------------------------------------------------------------- entries of the matrices
 
 
 def z_of_sum(products: Matrix) -> float:
@@ -63,41 +45,23 @@ def z_of_sum(products: Matrix) -> float:
     return float(products.sum()) / norm if norm else 0.0
 
 
-def z_of_mean(samples: Matrix, expected: float) -> float:
+def z_of_mean(numbers: Matrix, expected: float) -> float:
     """Score the mean of independent numbers; where they do not vary it has to be exact."""
-    error = samples.std() / len(samples) ** 0.5 + TINY * max(abs(expected), 1)
-    return float((samples.mean() - expected) / error)
+    error = numbers.std() / len(numbers) ** 0.5 + TINY * max(abs(expected), 1)
+    return float((numbers.mean() - expected) / error)
 
 
-def moment_scores(a: Matrix, law: Law) -> Scores:
-    row_norms, column_norms = (a**2).mean(1), (a**2).mean(0)
-    return {
-        "mean": z_of_sum(a),
-        "second moment": z_of_mean(row_norms, 1),
-        "fourth moment": z_of_mean((a**2 * a**2).mean(1), law.kurtosis),
-        "row norms": z_of_mean((row_norms - 1) ** 2, law.row_norm),
-        "column norms": z_of_mean((column_norms - 1) ** 2, (law.kurtosis - 1) / len(a)),
-    }
+def z_of_correlation(a: Matrix, b: Matrix) -> float:
+    """Score the correlation of numbers of mean 0, some of which may be large and rare."""
+    norm = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float((a * b).sum()) * a.size**0.5 / norm if norm else 0.0
 
 
-def correlation_scores(a: Matrix, variance: float, law: Law, b: Matrix | None = None) -> Scores:
-    """Score the correlations of all pairs of columns, of one matrix or of two.
-
-    For signs, the largest of n correlations exceeds t with a probability below 2 n exp(-t² / 2):
-    the score is the z of one correlation with that probability. Sums of a few large entries, as in
-    sparse matrices, have no such bound.
-    """
-    if b is None:
-        all_pairs = unit_columns(a).T @ unit_columns(a)
-        pairs = all_pairs[np.triu_indices(len(all_pairs), 1)]
-    else:
-        pairs = (unit_columns(a).T @ unit_columns(b)).ravel()
-    squares = pairs**2 * len(a)
-    scores = {"mean square": z_of_mean(squares, variance)}
-    if law.is_dense:
-        excess = squares.max() - 2 * np.log(squares.size)
-        scores["largest"] = float(np.sqrt(max(excess, 0)))
-    return scores
+def same_entry_scores(a: Matrix, b: Matrix, what: str) -> Scores:
+    """Score that neither signs nor sizes of entries at the same place are related."""
+    sizes = [m**2 - (m**2).mean() for m in (a, b)]
+    sizes = [np.where(abs(size) > TINY, size, 0) for size in sizes]
+    return {f"signs, {what}": z_of_sum(a * b), f"sizes, {what}": z_of_correlation(*sizes)}
 
 
 def unit_columns(a: Matrix) -> Matrix:
@@ -105,115 +69,58 @@ def unit_columns(a: Matrix) -> Matrix:
     return a[:, norms > 0] / norms[norms > 0]
 
 
-def z_of_correlation(a: Matrix, b: Matrix) -> float:
-    """Score the correlation of numbers of mean 0, some of which may be large and rare."""
-    norm = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float((a * b).sum()) * a.size**0.5 / norm
-
-
-def same_entry_scores(a: Matrix, b: Matrix) -> Scores:
-    """Score that neither signs nor sizes of entries at the same place are related."""
-    scores = {"signs": z_of_sum(a * b)}
-    sizes = [m**2 - (m**2).mean() for m in (a, b)]
-    if min(size.max() for size in sizes) > TINY:
-        scores["sizes"] = z_of_correlation(*sizes)
-    return scores
-
-
-def lag_scores(a: Matrix) -> Scores:
-    scores = {"column neighbours": z_of_sum(a[:, 1:] * a[:, :-1])}
-    scores["four corners"] = z_of_sum(a[1:, 1:] * a[1:, :-1] * a[:-1, 1:] * a[:-1, :-1])
-    for lag in LAGS:
-        found = same_entry_scores(a[lag:], a[:-lag])
-        scores |= {f"{name}, {lag} rows apart": score for name, score in found.items()}
-    return scores
-
-
-def pair_scores(a: Matrix, b: Matrix, law: Law) -> Scores:
-    """Score that two matrices are independent."""
-    return same_entry_scores(a, b) | correlation_scores(a, 1.0, law, b)
-
-
-# ------------------------------------------------------------------------------ what users get
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A projector for a number of columns, rows and a seed; the law of its matrix.
-
-    The rows are one parameter, of ``shape(n_rows)``; other rows can stand before it if ``has_far``.
-    """
-
-    make: Callable[[int, int, int], Projector]
-    law: Law
-    shape: Callable[[int], tuple[int, ...]] = lambda n_rows: (n_rows,)
-    has_far: bool = True
-
-
-def sjlt_law(sparsity: int, selected: float = 1) -> Law:
-    """Return the law of SJLT after a mask that keeps a part of the rows."""
-    kurtosis = P / sparsity + 3 * (1 - 1 / sparsity)
-    row_norm = 2 * (1 - 1 / sparsity) / P
-    pair = 1 - 1 / sparsity
-    return Law(kurtosis / selected, pair / selected, (1 + row_norm) / selected - 1)
-
-
-SIGNS = Law(kurtosis=1, pair=1, row_norm=0)
-NORMAL = Law(kurtosis=3, pair=1, row_norm=2 / P)
-
-KINDS = {
-    "rademacher": Kind(lambda p, n, seed: Rademacher(p, seed), SIGNS),
-    "sjlt, 1": Kind(lambda p, n, seed: SJLT(p, 1, seed), sjlt_law(1)),
-    "sjlt, 4": Kind(lambda p, n, seed: SJLT(p, 4, seed), sjlt_law(4)),
-    "grass": Kind(
-        lambda p, n, seed: Mask(n // 4, SJLT(p, 4, seed), seed), sjlt_law(4, 1 / 4), has_far=False
-    ),
+# Projectors by columns, rows and seed; the shape of the one parameter; kurtosis of an entry, and
+# variance of the product of two entries of one row, where entries have mean 0 and variance 1.
+KINDS: dict[str, tuple[Callable[[int, int], Projector], bool | None, float, float]] = {
+    "rademacher": (lambda n, seed: Rademacher(P, seed), None, 1, 1),
+    "sjlt, 1": (lambda n, seed: SJLT(P, 1, seed), None, P, 0),
+    "sjlt, 4": (lambda n, seed: SJLT(P, 4, seed), None, P / 4 + 3 * 3 / 4, 3 / 4),
+    "grass": (lambda n, seed: Mask(n // 4, SJLT(P, 4, seed), seed), None, P + 9, 3),
     # A factor of width 1 is one sign: the matrix is the other factor.
-    "kronecker left": Kind(lambda p, n, seed: Kronecker(p, 1, seed), SIGNS, lambda n: (n, 1)),
-    "kronecker right": Kind(lambda p, n, seed: Kronecker(1, p, seed), SIGNS, lambda n: (1, n)),
+    "kronecker left": (lambda n, seed: Kronecker(P, 1, seed), True, 1, 1),
+    "kronecker right": (lambda n, seed: Kronecker(1, P, seed), False, 1, 1),
 }
 
 
-def features(
-    projector: Projector,
-    flat: Tensor,
-    checkpoint: int = 0,
-    shape: tuple[int, ...] | None = None,
-) -> Tensor:
-    row_map = RowMap.from_shapes({"flat": shape or flat.shape[1:]}, alignment=512)
-    return project(projector, {"flat": flat}, row_map, checkpoint).double()
-
-
 @lru_cache(maxsize=2)
-def matrix(name: str, n_rows: int, *, seed: int = 0, checkpoint: int = 0, row: int = 0) -> Matrix:
+def matrix(kind: str, n_rows: int, *, seed: int = 0, checkpoint: int = 0, row: int = 0) -> Matrix:
     """Return rows of a matrix, (n_rows, P), in units in which an entry has variance 1."""
-    kind, eye = KINDS[name], torch.eye(n_rows)
-    projector, shape = kind.make(P, n_rows, seed), kind.shape(n_rows)
-    if row:
-        row_map = RowMap.from_shapes({"before": (row,), "flat": shape}, alignment=512)
-        found = torch.zeros(n_rows, P, dtype=torch.float64)
-        projector.bind(row_map).project_block(eye, row, checkpoint, found)
-        found *= projector.scale(row_map.n_rows)
-    else:
-        found = features(projector, eye, checkpoint, shape)
-    return found.numpy() * P**0.5
+    make, is_left, *_ = KINDS[kind]
+    projector, eye = make(n_rows, seed), torch.eye(n_rows)
+    shape = (n_rows,) if is_left is None else (n_rows, 1) if is_left else (1, n_rows)
+    if not row:
+        return features(projector, eye, checkpoint, shape).numpy() * P**0.5
+    row_map = RowMap.from_shapes({"before": (row,), "flat": shape}, alignment=512)
+    found = torch.zeros(n_rows, P, dtype=torch.float64)
+    projector.bind(row_map).project_block(eye, row, checkpoint, found)
+    return found.numpy() * projector.scale(row_map.n_rows) * P**0.5
 
 
 def require_small(scores: Scores) -> None:
-    bad = {name: score for name, score in scores.items() if not abs(score) < LIMIT}
-    assert not bad
-
-
-def require_law(a: Matrix, law: Law) -> None:
-    require_small(moment_scores(a, law))
-    require_small(lag_scores(a))
-    require_small(correlation_scores(a, law.pair, law))
-    require_small(correlation_scores(a[:P].T, 1, law))
+    assert {name: score for name, score in scores.items() if not abs(score) < LIMIT} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_matrix__is_what_its_law_says(kind: str) -> None:
-    require_law(matrix(kind, N_ROWS), KINDS[kind].law)
+    a, (*_, kurtosis, pair) = matrix(kind, N_ROWS), KINDS[kind]
+    units = unit_columns(a)
+    columns = pairs(units.T @ units)
+    scores = {
+        "mean": z_of_sum(a),
+        "second moment": z_of_mean((a**2).mean(1), 1),
+        "fourth moment": z_of_mean((a**4).mean(1), kurtosis),
+        "column norms": z_of_mean(((a**2).mean(0) - 1) ** 2, (kurtosis - 1) / len(a)),
+        "pairs of columns": z_of_mean(columns**2 * len(a), pair),
+        "column neighbours": z_of_sum(a[:, 1:] * a[:, :-1]),
+        "four corners": z_of_sum(a[1:, 1:] * a[1:, :-1] * a[:-1, 1:] * a[:-1, :-1]),
+    }
+    for lag in LAGS:
+        scores |= same_entry_scores(a[lag:], a[:-lag], f"{lag} rows apart")
+    if kurtosis < 4:
+        # The largest of n correlations of signs exceeds t with probability below 2 n exp(-t² / 2).
+        excess = (columns**2).max() * len(a) - 2 * np.log(columns.size)
+        scores["largest of all pairs of columns"] = float(np.sqrt(max(excess, 0)))
+    require_small(scores)
 
 
 OTHERS = [
@@ -224,79 +131,169 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "other"),
-    [
-        (kind, other)
-        for kind in KINDS
-        for other in OTHERS
-        if KINDS[kind].has_far or "row" not in other
-    ],
-    ids=str,
-)
-def test_matrix__others_are_independent(kind: str, other: dict[str, int]) -> None:
-    first, second, law = matrix(kind, P), matrix(kind, P, **other), KINDS[kind].law
-    require_small(pair_scores(first, second, law))
-    require_small(pair_scores(first.T, second.T, law))
-    require_small(moment_scores(second, law))
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrix__others_are_independent(kind: str) -> None:
+    first = matrix(kind, P)
+    others = {str(other): matrix(kind, P, **other) for other in OTHERS
+              if kind != "grass" or "row" not in other}  # fmt: skip
+    if kind == "kronecker left":
+        others["the other factor"] = matrix("kronecker right", P)
+    for name, second in others.items():
+        scores = same_entry_scores(first, second, name)
+        for axis, a, b in (("columns", first, second), ("rows", first.T, second.T)):
+            squares = (unit_columns(a).T @ unit_columns(b)).ravel() ** 2 * len(a)
+            scores[f"all pairs of {axis}, {name}"] = z_of_mean(squares, 1)
+        require_small(scores)
 
 
-def test_matrix__factors_of_kronecker_are_independent() -> None:
-    left, right = matrix("kronecker left", P), matrix("kronecker right", P)
-    require_small(pair_scores(left, right, SIGNS))
+def test_mask__rows_are_kept_independently_and_in_random_order() -> None:
+    def kept(checkpoint: int = 0, seed: int = 0) -> Matrix:
+        """Return which of 2**18 rows are kept, as numbers of mean 0."""
+        found = np.full(2**18, -0.25)
+        found[select_rows(2**18, 2**16, seed, checkpoint)[0]] += 1
+        return found
 
-
-def test_matrix__kronecker_is_the_product_of_its_factors() -> None:
-    left, right = (
-        features(Kronecker(*width), torch.eye(48), shape=shape) * 8**0.5
-        for width, shape in (((8, 1), (48, 1)), ((1, 8), (1, 48)))
-    )
-    found = features(Kronecker(8, 8), torch.eye(48 * 48), shape=(48, 48)) * 8
-    # Both factors carry the first sign of the other one.
-    expected = torch.kron(left, right) * found[0, 0]
-    torch.testing.assert_close(found, expected, rtol=TINY, atol=0)
-
-
-@pytest.mark.parametrize("arithmetic", ["int8x1", "int8x3"])
-def test_matrix__arithmetic_does_not_change_it(arithmetic: str) -> None:
-    eye = torch.eye(300)
-    found = features(Rademacher(P, arithmetic=arithmetic), eye)
-    assert torch.equal(found, features(Rademacher(P), eye))
-
-
-# --------------------------------------------------------------------- rows that a mask keeps
-
-
-def kept(checkpoint: int = 0, seed: int = 0) -> Matrix:
-    """Return which of 2**18 rows are kept, as numbers of mean 0."""
-    row_map = RowMap.from_shapes({"flat": (2**18,)}, alignment=1)
-    rows = Mask(2**16, seed=seed).bind(row_map).selected_rows(checkpoint)
-    found = np.full(2**18, -0.25)
-    found[rows] += 1
-    return found
-
-
-def test_mask__matrix_has_one_entry_per_column() -> None:
-    found = features(Mask(64), torch.eye(500)).numpy()
-    row_map = RowMap.from_shapes({"flat": (500,)}, alignment=1)
-    assert ((found > 0).sum(0) == 1).all()
-    assert np.flatnonzero(found.any(1)).tolist() == Mask(64).bind(row_map).selected_rows(0).tolist()
-    np.testing.assert_allclose(found.max(0), (500 / 64) ** 0.5, rtol=TINY)
-
-
-def test_mask__rows_are_kept_independently() -> None:
-    mask = kept()
-    assert mask.sum() == 0
+    mask, (_, ranks) = kept(), select_rows(2**18, 2**16, 0, 0)
     scores = {f"lag {lag}": z_of_correlation(mask[lag:], mask[:-lag]) for lag in (*LAGS, 2**16)}
     scores["odd rows"] = z_of_sum(mask[::2] - mask[1::2])
     scores["slope"] = z_of_correlation(mask, np.linspace(-1, 1, len(mask)))
     scores["blocks"] = z_of_mean(mask.reshape(4096, 64).sum(1) ** 2, 64 * 3 / 16)
     scores |= {f"checkpoint {c}": z_of_correlation(mask, kept(c)) for c in (1, 2**31)}
     scores |= {f"seed {seed}": z_of_correlation(mask, kept(seed=seed)) for seed in (1, 2**32)}
+    order = ranks - ranks.mean()
+    scores["order"] = z_of_correlation(order, np.linspace(-1, 1, len(order)))
     require_small(scores)
 
 
-def test_mask__order_of_columns_is_random() -> None:
-    rows = torch.arange(20_000.0)[None]
-    found = features(Mask(5000), rows).numpy()[0]
-    require_small({"slope": z_of_correlation(found - found.mean(), np.linspace(-1, 1, 5000))})
+# ------------------------------------------------- products of features, and products of gradients
+
+
+def product_errors(
+    projector: Projector, vectors: Tensor, n_checkpoints: int = 1, shape: tuple[int, ...] = ()
+) -> Matrix:
+    """Return (checkpoint, i, j): the error of the product of vectors i and j."""
+    exact, errors = vectors.double() @ vectors.double().T, []
+    for checkpoint in range(n_checkpoints):
+        found = features(projector, vectors, checkpoint, shape or None)
+        errors.append((found @ found.T - exact).numpy())
+    return np.stack(errors)
+
+
+def pairs(square: Matrix) -> Matrix:
+    """Return what is above the diagonal, as (..., pair)."""
+    return square[..., *np.triu_indices(square.shape[-1], 1)]
+
+
+def diagonals(square: Matrix) -> Matrix:
+    return np.einsum("...ii->...i", square)
+
+
+def root_mean_square(errors: Matrix) -> float:
+    return float((errors**2).mean() ** 0.5)
+
+
+@cache
+def unit_vectors(family: str) -> Tensor:
+    rng, shape = np.random.default_rng(7), (128, 16384)
+    vectors = torch.from_numpy(rng.standard_normal(shape)).float()
+    if family == "sparse":
+        vectors *= torch.from_numpy(rng.random(shape) < 1e-3)
+    return vectors / vectors.norm(dim=1, keepdim=True)
+
+
+ACCURATE = [*(Rademacher(P, arithmetic=f"int8x{n}") for n in (1, 2, 3)), SJLT(P, 1), SJLT(P, 4)]
+MASKS = [Mask(4096, then) if then else Mask(4096) for then in (None, SJLT(P), Rademacher(P))]
+
+
+@pytest.mark.parametrize(
+    ("projector", "family"),
+    [*((p, f) for p in ACCURATE for f in ("normal", "sparse")), *((p, "normal") for p in MASKS)],
+    ids=str,
+)
+def test_product__error_is_what_cost_says(projector: Projector, family: str) -> None:
+    typical, worst = projector.cost(16384).product_error
+    errors = product_errors(projector, unit_vectors(family))
+    assert root_mean_square(pairs(errors)) == pytest.approx(typical, rel=0.1)
+    if projector in ACCURATE and family == "normal":
+        errors = product_errors(projector, unit_vectors(family), n_checkpoints=4)
+        assert root_mean_square(diagonals(errors)) == pytest.approx(worst, rel=0.15)
+
+
+def test_product__one_nonzero_per_row_has_tails_on_sparse_gradients() -> None:
+    kurtosis = {}
+    for projector in (Rademacher(P), SJLT(P, 1), SJLT(P, 4)):
+        squares = pairs(product_errors(projector, unit_vectors("sparse"), n_checkpoints=8)) ** 2
+        kurtosis[projector] = (squares**2).mean() / squares.mean() ** 2
+    assert kurtosis[Rademacher(P)] == pytest.approx(3, rel=0.1)
+    assert kurtosis[SJLT(P, 1)] > 20
+    assert kurtosis[SJLT(P, 4)] < 6
+
+
+def test_mask__error_on_one_row_is_the_worst_case() -> None:
+    errors = diagonals(product_errors(Mask(256), torch.eye(1024)))
+    assert root_mean_square(errors) == pytest.approx(Mask(256).cost(1024).product_error[1])
+
+
+SIDE = 24
+KRONECKER = Kronecker(8, 8)
+
+
+def kronecker_variance(g: Matrix, h: Matrix) -> float:
+    """Return the variance of the product of features of two matrices, for random signs.
+
+    L L' / left is the identity plus errors of variance 1 / left, one for each pair of rows i < j;
+    likewise R R' for each pair of columns u < v. The products of two errors are the third term.
+    """
+    i, j = u, v = np.triu_indices(SIDE, 1)
+    rows, columns = g @ h.T, g.T @ h
+    both = sum(g[a][:, c] * h[b][:, d] for a, b in ((i, j), (j, i)) for c, d in ((u, v), (v, u)))
+    return float(
+        ((rows + rows.T)[i, j] ** 2).sum() / KRONECKER.left
+        + ((columns + columns.T)[u, v] ** 2).sum() / KRONECKER.right
+        + (both**2).sum() / (KRONECKER.left * KRONECKER.right)
+    )
+
+
+def unit_matrices(side: int, rank: int, *, common_left: bool = False) -> Tensor:
+    """Return matrices of one rank; with a common left factor, their columns span one space."""
+    left, right = torch.randn(2, 10, rank, side, generator=torch.Generator().manual_seed(rank))
+    left = left[:1].expand_as(left) if common_left else left
+    matrices = left.mT @ right
+    return matrices / matrices.flatten(1).norm(dim=1)[:, None, None]
+
+
+@pytest.mark.parametrize(("rank", "common_left"), [(1, False), (1, True), (3, True), (SIDE, False)])
+def test_kronecker__error_is_that_of_the_theory(rank: int, common_left: bool) -> None:
+    matrices = unit_matrices(SIDE, rank, common_left=common_left)
+    errors = product_errors(KRONECKER, matrices.flatten(1), 400, (SIDE, SIDE))
+    exact = matrices.double().numpy()
+    theory = np.array([[kronecker_variance(g, h) for h in exact] for g in exact])
+    for part in (pairs, diagonals):
+        expected = part(theory).mean() ** 0.5
+        assert root_mean_square(part(errors)) == pytest.approx(expected, rel=0.1)
+
+
+def test_kronecker__full_rank_is_near_a_dense_projection_and_rank_one_is_not() -> None:
+    projector, shape = Kronecker(32, 32), (128, 128)
+    typical, worst = projector.cost(16384).product_error
+    full = product_errors(projector, unit_vectors("normal"), 4, shape)
+    assert typical < root_mean_square(pairs(full)) < 1.3 * typical
+    assert root_mean_square(diagonals(full)) < 0.2 * worst
+    one = product_errors(projector, unit_matrices(128, rank=1).flatten(1), 100, shape)
+    assert root_mean_square(diagonals(one)) == pytest.approx(worst, rel=0.1)
+
+
+UNBIASED = [
+    *(Rademacher(64, arithmetic=f"int8x{n}") for n in (1, 2, 3)),
+    *(SJLT(64, 1), SJLT(64, 4), Mask(64), Mask(128, SJLT(64, 4)), Kronecker(8, 8)),
+]
+
+
+@pytest.mark.parametrize("projector", UNBIASED, ids=str)
+def test_product__is_right_on_average_over_checkpoints(projector: Projector) -> None:
+    generator = torch.Generator().manual_seed(1)
+    vectors = torch.randn(6, 512, generator=generator) + torch.randn(512, generator=generator)
+    vectors = vectors / vectors.norm(dim=1, keepdim=True)
+    errors = product_errors(projector, vectors, 256, (16, 32))
+    z = errors.mean(0) / (errors.std(0) / math.sqrt(len(errors)))
+    assert np.abs(z).max() < LIMIT

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from trakdask.projection.identity import Identity
 from trakdask.projection.integer_products import sign_bits, signs_of
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask, select_rows
@@ -25,9 +24,8 @@ from trakdask.projection.philox import (
     STREAM_SJLT,
     fill_words,
 )
-from trakdask.projection.protocol import Projector
+from trakdask.projection.protocol import Identity, Projector, RowMap
 from trakdask.projection.rademacher import Rademacher
-from trakdask.projection.row_map import RowMap
 from trakdask.projection.sjlt import SJLT
 
 __all__ = ["back_project", "require_back_projection"]

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from trakdask.checks import shown
-from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.philox import STREAM_MASK, UInt64Array, fill_words
-from trakdask.projection.protocol import Cost, Projector, allowed
-from trakdask.projection.row_map import RowMap
+from trakdask.projection.protocol import Cost, Identity, Projector, RowMap, allowed
 
 Int64Array = npt.NDArray[np.int64]
 

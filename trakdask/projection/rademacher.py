@@ -12,9 +12,15 @@ from trakdask.projection.cuda.products import add_rademacher
 from trakdask.projection.integer_products import sign_bits, signed_sums, split_digits
 from trakdask.projection.memory import Scratch
 from trakdask.projection.philox import STREAM_RADEMACHER
-from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR, Cost, allowed
+from trakdask.projection.protocol import (
+    ARITHMETIC,
+    ROUNDING_ERROR,
+    ROW_ALIGNMENT,
+    ROW_BLOCK,
+    Cost,
+    allowed,
+)
 from trakdask.projection.quantize import FRACTION_BITS, quantize
-from trakdask.projection.row_map import ROW_ALIGNMENT, ROW_BLOCK
 
 _COLUMN_TILE = 2048
 _scratch = Scratch()

@@ -19,9 +19,8 @@ from trakdask.projection.cuda import GpuProjector, Kernels
 from trakdask.projection.cuda.products import add_sjlt
 from trakdask.projection.memory import Scratch
 from trakdask.projection.philox import STREAM_SJLT, fill_words
-from trakdask.projection.protocol import ROUNDING_ERROR, Cost, allowed
+from trakdask.projection.protocol import ROUNDING_ERROR, ROW_BLOCK, Cost, allowed
 from trakdask.projection.quantize import FRACTION_BITS, compiled_scales, flatten, quantize
-from trakdask.projection.row_map import ROW_BLOCK
 
 _KEPT_BYTES = 2**27  # nonzeros that a process keeps: those of 15 million rows at sparsity 4
 _FRACTION_BITS = FRACTION_BITS[2]

@@ -8,10 +8,9 @@ from typing import Any
 
 from trakdask.checks import require_choice, shown
 from trakdask.projection.fast_jl import FastJL
-from trakdask.projection.identity import Identity
 from trakdask.projection.kronecker import Kronecker
 from trakdask.projection.mask import Mask
-from trakdask.projection.protocol import Projector
+from trakdask.projection.protocol import Identity, Projector
 from trakdask.projection.rademacher import Rademacher
 from trakdask.projection.sjlt import SJLT
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from trakdask.checks import require_integer
 from trakdask.projection.acceleration import on_gpu, timed
 from trakdask.projection.memory import require_sums_fit
-from trakdask.projection.protocol import Projector
-from trakdask.projection.row_map import ROW_BLOCK, RowMap
+from trakdask.projection.protocol import ROW_BLOCK, Projector, RowMap
 
 _PROBE_STEP = 512
 _MOST_SPARE = 2

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
-from tests.projection.reference import rademacher_bits
+from tests.projection.reference import signs
 from trakdask.projection import SJLT, Rademacher, integer_products
 from trakdask.projection.cuda import layout, products
 from trakdask.projection.cuda.launch import FAMILIES, Launch
@@ -29,15 +29,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FAR = 16384 * (2**33 - 1)  # rows above it have another high word
-
-
-def project_on_cpu(
-    projector: GpuProjector, rows: Tensor, row: int, checkpoint: int, out: Tensor
-) -> None:
-    """Project block by block on the CPU: the reference for bits."""
-    for first in range(0, rows.shape[1], 16384):
-        block = rows[:, first : first + 16384]
-        projector.project_block(block, row + first, checkpoint, out)
 
 
 def gradients(n_samples: int, n_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -57,6 +48,24 @@ def equal_bits(found: Tensor, expected: Tensor) -> bool:
     """Compare as integers, so that -0 is not 0; any NaN is like any other."""
     nan = found.isnan() & expected.isnan()
     return bool(((found.view(torch.int64) == expected.view(torch.int64)) | nan).all())
+
+
+def require_bits_of_cpu(
+    projector: GpuProjector,
+    rows: Tensor,
+    row: int = 0,
+    checkpoint: int = 7,
+    kernels: EmulatedKernels | None = None,
+) -> None:
+    """Project by the kernels, and block by block on the CPU; nothing beside the sums may change."""
+    shape = len(rows), projector.proj_dim + 9
+    found, expected = (torch.full(shape, 0.1, dtype=torch.float64) for _ in range(2))
+    window = slice(4, -5)
+    projector.project_on_gpu(kernels or EmulatedKernels(), rows, row, checkpoint, found[:, window])
+    for first in range(0, rows.shape[1], 16384):
+        block = rows[:, first : first + 16384].contiguous()
+        projector.project_block(block, row + first, checkpoint, expected[:, window])
+    assert equal_bits(found, expected)
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +103,8 @@ def test_rademacher_bits__are_those_of_the_definition(data: st.DataObject) -> No
         Launch("rademacher_bits", grid, threads, (*address, guarded), 16 * threads)
     )
     window = (128 * counter, 128 * n_counters, column, n_columns)
-    expected = rademacher_bits(*window, seed=seed, checkpoint=checkpoint)
-    assert (guarded[:-64].view(n_columns, -1).numpy() == expected).all()
+    expected = signs(*window, seed=seed, checkpoint=checkpoint).T
+    assert (1 - 2.0 * guarded[:-64].view(n_columns, -1).numpy() == expected).all()
     assert (guarded[-64:] == 77).all()
 
 
@@ -187,10 +196,7 @@ def test_project_on_gpu__has_the_bits_of_the_cpu(
     projector: GpuProjector, n_samples: int, n_rows: int, row: int, reverse: bool
 ) -> None:
     rows = gradients(n_samples, n_rows)
-    found, expected = (torch.full((n_samples, projector.proj_dim), 0.1).double() for _ in range(2))
-    projector.project_on_gpu(EmulatedKernels(reverse=reverse), rows, row, 2**32 - 1, found)
-    project_on_cpu(projector, rows, row, 2**32 - 1, expected)
-    assert equal_bits(found, expected)
+    require_bits_of_cpu(projector, rows, row, 2**32 - 1, EmulatedKernels(reverse=reverse))
 
 
 @pytest.mark.parametrize("kind", [Rademacher, SJLT])
@@ -198,11 +204,7 @@ def test_project_on_gpu__has_the_bits_of_the_cpu(
 def test_project_on_gpu__large_batches_and_widths(
     kind: type[Any], n_samples: int, width: int
 ) -> None:
-    rows, projector = gradients(n_samples, 131), kind(width)
-    found, expected = (torch.zeros(n_samples, width, dtype=torch.float64) for _ in range(2))
-    projector.project_on_gpu(EmulatedKernels(), rows, 0, 7, found)
-    project_on_cpu(projector, rows, 0, 7, expected)
-    assert equal_bits(found, expected)
+    require_bits_of_cpu(kind(width), gradients(n_samples, 131))
 
 
 @pytest.mark.parametrize("projector", [Rademacher(5), SJLT(5)], ids=str)
@@ -216,7 +218,7 @@ def test_project_on_gpu__samples_far_apart(projector: GpuProjector, tmp_path: Pa
     rows.copy_(gradients(3, 300, torch.float16))
     projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, found)
     expected = torch.zeros(3, 5, dtype=torch.float64)
-    project_on_cpu(projector, rows.contiguous(), 0, 0, expected)
+    projector.project_block(rows.contiguous(), 0, 0, expected)
     assert equal_bits(found.contiguous(), expected)
 
 
@@ -232,44 +234,24 @@ def test_project_on_gpu__any_shape_and_type(data: st.DataObject) -> None:
     n_samples, n_rows = draw(st.integers(1, 40)), draw(st.integers(1, 700))
     rows = gradients(n_samples, n_rows, draw(st.sampled_from(DTYPES)))
     row, checkpoint = 16384 * draw(st.integers(0, 2**33 - 1)), draw(st.integers(0, 2**32 - 1))
-    found, expected = (torch.zeros(n_samples, width, dtype=torch.float64) for _ in range(2))
     kernels = EmulatedKernels(reverse=draw(st.booleans()))
-    projector.project_on_gpu(kernels, rows, row, checkpoint, found)
-    project_on_cpu(projector, rows, row, checkpoint, expected)
-    assert equal_bits(found, expected)
+    require_bits_of_cpu(projector, rows, row, checkpoint, kernels)
 
 
 @pytest.mark.parametrize("projector", [Rademacher(300), SJLT(300)], ids=str)
+@pytest.mark.parametrize(("cache_bytes", "run_bytes"), [(1, 1), (2**22, 2**19), (2**30, 2**40)])
 def test_project_on_gpu__tiles_and_runs_are_invisible(
-    projector: GpuProjector, monkeypatch: pytest.MonkeyPatch
+    projector: GpuProjector, cache_bytes: int, run_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layout, "_RUN_BYTES", run_bytes)
     rows = gradients(4, 3 * 16384 + 5)
-    results = []
-    for cache_bytes, run_bytes in ((1, 1), (2**22, 2**19), (2**30, 2**40)):
-        monkeypatch.setattr(layout, "_RUN_BYTES", run_bytes)
-        results.append(torch.zeros(4, 300, dtype=torch.float64))
-        projector.project_on_gpu(EmulatedKernels(cache_bytes), rows, 0, 0, results[-1])
-    assert equal_bits(results[0], results[1])
-    assert equal_bits(results[0], results[2])
+    require_bits_of_cpu(projector, rows, kernels=EmulatedKernels(cache_bytes))
 
 
 def test_project_on_gpu__exact_where_sums_are_the_largest() -> None:
     rows = torch.full((2, 16384), 1 - 2.0**-24)
     for projector in (SJLT(1, sparsity=7), SJLT(1, sparsity=8), Rademacher(1, 3, "int8x3")):
-        found, expected = (torch.zeros(2, 1, dtype=torch.float64) for _ in range(2))
-        projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, found)
-        project_on_cpu(projector, rows, 0, 0, expected)
-        assert equal_bits(found, expected)
-
-
-def test_project_on_gpu__writes_nothing_beside_its_columns() -> None:
-    rows = gradients(3, 400)
-    for projector in (Rademacher(13), SJLT(13)):
-        around = torch.full((3, 20), 0.5, dtype=torch.float64)
-        projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, around[:, 4:17])
-        assert (around[:, :4] == 0.5).all()
-        assert (around[:, 17:] == 0.5).all()
-        assert (around[0, 4:17] != 0.5).any()
+        require_bits_of_cpu(projector, rows)
 
 
 @pytest.mark.parametrize("width", [1, 13, 2048, 4096, 70_001])
@@ -307,8 +289,5 @@ def test_families__every_kernel_was_run_here(monkeypatch: pytest.MonkeyPatch) ->
             *(Rademacher(8, arithmetic=f"int8x{n}") for n in (1, 2, 3)),
             *(SJLT(8, sparsity=sparsity) for sparsity in (1, 8)),
         ):
-            found, expected = (torch.zeros(2, 8, dtype=torch.float64) for _ in range(2))
-            projector.project_on_gpu(kernels, rows, 0, 0, found)
-            project_on_cpu(projector, rows, 0, 0, expected)
-            assert equal_bits(found, expected)
+            require_bits_of_cpu(projector, rows, kernels=kernels)
     assert set(kernels.launched) == {name for names in FAMILIES.values() for name in names}

@@ -35,31 +35,19 @@ def test_kernel_files__of_the_checkout() -> None:
 
 
 def test_kernel_files__packaged_wins_over_checkout(package: Path) -> None:
-    (package / "_kernels").mkdir(parents=True)
-    (package / "_kernels" / "b.cu").write_text("// packaged")
-    (package / "_kernels" / ".hidden").write_text("")
-    (package.parent / "kernels").mkdir()
-    (package.parent / "kernels" / "b.cu").write_text("// beside")
-    (package.parent / "pyproject.toml").write_text("")
-    assert list(sources.kernel_files()) == ["b.cu"]
-    assert sources.kernel_source("b.cu") == "// packaged"
-
-
-def test_kernel_files__checkout_when_nothing_is_packaged(package: Path) -> None:
     shutil.copytree(FOLDER, package.parent / "kernels")
+    with pytest.raises(FileNotFoundError, match=r"no _kernels folder.*pip install"):
+        sources.kernel_files()  # a folder of another distribution
     (package.parent / "pyproject.toml").write_text("")
     assert read_all() == oracle(FOLDER)
-
-
-def test_kernel_files__folder_of_another_distribution_is_not_ours(package: Path) -> None:
-    (package.parent / "kernels").mkdir()
-    (package.parent / "kernels" / "theirs.cu").write_text("")
-    with pytest.raises(FileNotFoundError, match=r"expected.*no _kernels folder.*pip install"):
-        sources.kernel_files()
+    shutil.copytree(FOLDER, package / "_kernels")
+    (package / "_kernels" / "README.md").write_text("packaged")
+    (package / "_kernels" / ".hidden").write_text("")
+    assert read_all() == oracle(FOLDER) | {"README.md": "packaged"}
 
 
 def test_kernel_program__puts_included_files_in_place(package: Path) -> None:
-    (package / "_kernels").mkdir(parents=True)
+    (package / "_kernels").mkdir()
     (package / "_kernels" / "a.cu").write_text('// a\n#include "b.cuh"\nint a;\n')
     (package / "_kernels" / "b.cuh").write_text('#include "c.cuh"\nint b;')
     (package / "_kernels" / "c.cuh").write_text("int c;")

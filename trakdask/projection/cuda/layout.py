@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trakdask.projection.row_map import ROW_BLOCK
+from trakdask.projection.protocol import ROW_BLOCK
 
 THREADS = 512
 """Threads of a block that works on one sample of one row block; a power of two."""

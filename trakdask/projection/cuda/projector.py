@@ -14,8 +14,7 @@ from torch import Tensor
 from trakdask.errors import KernelError
 from trakdask.projection.acceleration import on_gpu
 from trakdask.projection.cuda.launch import Kernels, kernels_for
-from trakdask.projection.protocol import Projector
-from trakdask.projection.row_map import ROW_BLOCK
+from trakdask.projection.protocol import ROW_BLOCK, Projector
 
 _PROOF_ROWS = 2 * ROW_BLOCK + 300  # two whole blocks, processed together, and a short one
 _PROOF_WIDTH = 77

@@ -1,0 +1,257 @@
+"""Rounding, exact products of integers, sorted nonzeros, and when numba computes them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.projection.reference import nonzeros, normal, project_block, rounded, signs
+from trakdask.errors import forget_warnings
+from trakdask.projection import SJLT, Rademacher, acceleration, compiled, integer_products, sjlt
+from trakdask.projection.integer_products import (
+    int8_matmul_is_usable,
+    integer_matmul,
+    sign_bits,
+    signed_sums,
+    signs_of,
+    split_digits,
+)
+from trakdask.projection.memory import Scratch
+from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR
+from trakdask.projection.quantize import quantize
+from trakdask.projection.sjlt import SparseMatrix, nonzeros_of, sort_nonzeros
+
+ADDRESS = {"seed": 5, "checkpoint": 9}
+
+# ----------------------------------------------------------------------------------------- rounding
+
+
+@pytest.mark.parametrize("fraction_bits", [14, 22])
+@pytest.mark.parametrize("n_rows", [1, 127, 2049, 16384])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-44, 1e-30, 1e38])
+def test_quantize__as_by_hand(
+    fraction_bits: int, n_rows: int, magnitude: float, backend: str
+) -> None:
+    block = normal(3, n_rows).clamp(-3, 3) * magnitude
+    block[2] = block[2].sign() * magnitude  # at a power of two, and half-way cases below it
+    found, step = quantize(block, fraction_bits, Scratch())
+    assert torch.equal(found * step[:, None], rounded(block, fraction_bits))
+    largest = found.abs().amax(1)[block.any(1)]
+    assert ((largest >= 2 ** (fraction_bits - 1)) & (largest <= 2**fraction_bits)).all()
+
+
+@pytest.mark.parametrize("fraction_bits", [7, 14, 22])
+def test_quantize__half_to_even_and_the_largest(fraction_bits: int, backend: str) -> None:
+    unit, below = 2.0 ** (1 - fraction_bits), 1 - 2.0**-24
+    halves = torch.tensor([[1.0, *(half * unit for half in (0.5, 1.5, 2.5, -0.5, -1.5, -2.5))]])
+    assert quantize(halves, fraction_bits, Scratch())[0][0, 1:].tolist() == [0, 2, 2, 0, -2, -2]
+    block = torch.tensor([[below, -below, 127 / 128, 0.5 + 2.0**-24]])
+    expected = (block.double() * 2**fraction_bits).round()
+    assert torch.equal(quantize(block, fraction_bits, Scratch())[0].double(), expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_quantize__flags_only_the_sample_that_is_not_finite(bad: float, backend: str) -> None:
+    block = torch.ones(3, 5)
+    block[1, 4], block[2] = bad, 0
+    found, step = quantize(block, 14, Scratch())
+    assert step.isnan().tolist() == [False, True, False]
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_quantize__other_dtypes_and_strides_are_float32_first(
+    dtype: torch.dtype, backend: str
+) -> None:
+    block = normal(4, 900).double().to(dtype)[:, 7:-13:3]
+    found, expected = (quantize(x, 22, Scratch()) for x in (block, block.float().contiguous()))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_rademacher__error_on_gaussian_data_is_the_one_we_tell(arithmetic: str) -> None:
+    block = normal(8, 16384)
+    expected = block.double() @ torch.from_numpy(signs(0, 16384, 0, 64, **ADDRESS))
+    found = project_block(Rademacher(64, 5, arithmetic), block, 0, 9)
+    error = (found - expected).norm() / expected.norm()
+    assert float(error) == pytest.approx(ROUNDING_ERROR[arithmetic], rel=0.3)
+
+
+# ---------------------------------------------------------------------------------- exact products
+
+
+# Rows that start in the middle of a counter, and that end in one; slabs of 2048 rows.
+@pytest.mark.parametrize(("row", "n_rows"), [(0, 1), (5, 200), (128, 4096), (16384 + 77, 5000)])
+@pytest.mark.parametrize("n_digits", [2, 3])
+def test_signed_sums__are_the_matrix_product(row: int, n_rows: int, n_digits: int) -> None:
+    largest = {2: 2**14, 3: 2**22}[n_digits]
+    integers = torch.from_numpy(
+        np.random.default_rng(0).integers(-largest, largest + 1, (3, 2, n_rows), dtype=np.int32)
+    )
+    integers[0] = largest  # sums as large as they get
+    packed = sign_bits(row, n_rows, 7, 40, **ADDRESS, stream=0)
+    found = signed_sums(packed, split_digits(integers, n_digits, row), n_digits)
+    matrix = torch.from_numpy(signs(row, n_rows, 7, 40, **ADDRESS)).T
+    assert torch.equal(found, matrix @ integers.flatten(0, 1).double().T)
+    assert torch.equal(signs_of(packed, row, n_rows), matrix)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 128), (3, 5, 16384), (17, 33, 256)])
+@pytest.mark.parametrize("usable", [True, False])
+def test_integer_matmul__exact_at_the_extremes(
+    shape: tuple[int, int, int], usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if usable and not int8_matmul_is_usable():
+        pytest.skip("torch multiplies int8 matrices wrongly or slowly here")
+    monkeypatch.setattr(integer_products, "int8_matmul_is_usable", lambda: usable)
+    n, m, k = shape
+    rng = np.random.default_rng(k)
+    bits = torch.from_numpy(rng.integers(0, 2, (n, k), dtype=np.int8))
+    digits = torch.from_numpy(rng.integers(-128, 128, (m, k), dtype=np.int8))
+    bits[0], digits[0] = 1, -128
+    out = torch.empty(n, m, dtype=torch.int32)
+    integer_matmul(bits, digits, out)
+    assert torch.equal(out.long(), bits.long() @ digits.long().T)
+
+
+def saturating(bits: Tensor, digits: Tensor, out: Tensor) -> None:
+    """Multiply as processors do that have AVX-512 but not VNNI: in 16 bits, two by two."""
+    pairs = [bits[:, i::2].int()[:, None] * digits[:, i::2].int()[None] for i in range(2)]
+    out.copy_((pairs[0] + pairs[1]).clamp(-(2**15), 2**15 - 1).sum(2))
+
+
+def missing(*_: Tensor) -> None:
+    raise AttributeError("module 'torch' has no attribute '_int_mm'")
+
+
+@pytest.mark.parametrize("product", [missing, lambda a, b, out: out.zero_(), saturating])
+def test_int8_matmul_is_usable__only_where_it_is_there_and_exact(
+    product: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integer_products, "int8_matmul", product)
+    assert int8_matmul_is_usable.__wrapped__() is False
+
+
+# ------------------------------------------------------------ nonzeros, which are sorted and kept
+
+MATRIX = SparseMatrix(proj_dim=12, sparsity=5, seed=2**40 + 3, checkpoint=7)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> sjlt._Kept:
+    fresh = sjlt._Kept(10**5)
+    monkeypatch.setattr(sjlt, "_kept", fresh)
+    return fresh
+
+
+def by_column(matrix: SparseMatrix, row_offset: int, n_rows: int) -> list[list[list[int]]]:
+    """Return the rows of +1 and those of -1 of every column, by the definition."""
+    places: list[list[list[int]]] = [[[], []] for _ in range(matrix.proj_dim)]
+    projector = SJLT(matrix.proj_dim, matrix.sparsity, matrix.seed)
+    columns, values = nonzeros(projector, row_offset, n_rows, matrix.checkpoint)
+    for (row, j), column in np.ndenumerate(columns):
+        places[column][int(values[row, j] < 0)].append(row)
+    return places
+
+
+def listed(found: sjlt.Nonzeros) -> list[list[list[int]]]:
+    runs = [sorted(run.tolist()) for run in np.split(found.rows, found.starts[1:-1])]
+    return [list(pair) for pair in zip(runs[::2], runs[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("row_offset", [0, 2**32 - 16384, 2**33])
+def test_nonzeros_of__are_those_of_the_definition(
+    row_offset: int, kept: sjlt._Kept, backend: str
+) -> None:
+    found = nonzeros_of(MATRIX, row_offset, 100)
+    assert found.rows.dtype == np.uint16
+    assert listed(found) == by_column(MATRIX, row_offset, 100)
+
+
+@pytest.mark.parametrize("proj_dim", [1, 2, 1000, 2**15, 2**15 + 1, 100_003])
+@pytest.mark.parametrize("sparsity", [1, 4, 9])
+def test_sort_nonzeros__numba_and_numpy_agree(
+    proj_dim: int, sparsity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = SparseMatrix(proj_dim, sparsity, 0, 0)
+    shape = (-(-matrix.sparsity // 4), 16384, 4)
+    words = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32)
+    results = []
+    for switch in ("0", "1"):
+        monkeypatch.setenv("TRAKDASK_NUMBA", switch)
+        results.append(sort_nonzeros(words, matrix))
+    for numpy_array, numba_array in zip(*results, strict=True):
+        np.testing.assert_array_equal(numpy_array, numba_array)
+
+
+def test_kept__blocks_are_drawn_once_and_older_matrices_make_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = sort_nonzeros(np.zeros((2, 100, 4), np.uint32), MATRIX).nbytes
+    kept = sjlt._Kept(3 * size + 1)
+    monkeypatch.setattr(sjlt, "_kept", kept)
+    other = MATRIX._replace(checkpoint=8)
+    first, *_ = [nonzeros_of(MATRIX, row, 100) for row in range(0, 1000, 100)]
+    assert nonzeros_of(MATRIX, 0, 100) is first
+    assert [row for row in range(0, 1000, 100) if kept.get(MATRIX, (row, 100))] == [0, 100, 200]
+    nonzeros_of(other, 300, 100)
+    assert kept.get(MATRIX, (0, 100)) is None
+    assert kept.get(other, (300, 100)) is not None
+
+
+def test_kept__used_by_threads_at_once(kept: sjlt._Kept) -> None:
+    rows = [0, 100, 200, 0, 100, 200] * 20
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda row: nonzeros_of(MATRIX, row, 100), rows))
+    assert kept._bytes == 3 * found[0].nbytes
+    for row, sorted_nonzeros in zip(rows[:9], found, strict=False):
+        assert listed(sorted_nonzeros) == by_column(MATRIX, row, 100)
+
+
+# ------------------------------------------------------------------------------------------- numba
+
+
+@pytest.mark.parametrize("in_a_worker", [False, True])
+def test_jit__says_once_that_it_compiles(
+    in_a_worker: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_warnings()
+    monkeypatch.setattr(compiled, "parent_process", lambda: object() if in_a_worker else None)
+    with caplog.at_level(logging.INFO, logger=compiled.__name__):
+        numba.njit(lambda x: x - 1)(2)  # of somebody else
+        assert caplog.messages == []
+        kernel = compiled.jit(eval("lambda x: x + 1"))  # without a file, nothing is kept on disk
+        assert (kernel(2), kernel(0.5)) == (3, 1.5)
+    assert [record.levelname for record in caplog.records] == ["INFO" if in_a_worker else "WARNING"]
+    assert "compiles its kernels" in caplog.messages[0]
+
+
+def test_numba_kernels__when_they_are_worth_their_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRAKDASK_NUMBA")
+    monkeypatch.setattr(acceleration, "_spent_s", 0.0)
+    assert acceleration.numba_kernels() is None
+    monkeypatch.setattr(acceleration, "PATIENCE_S", 1e-9)
+    with acceleration.timed():
+        assert acceleration.numba_kernels() is None
+    assert acceleration.numba_kernels() is compiled
+    monkeypatch.setattr(acceleration, "PATIENCE_S", 1e9)
+    assert acceleration.numba_kernels() is None
+    acceleration.stop_waiting()
+    assert acceleration.numba_kernels() is compiled
+
+
+def test_numba_kernels__none_where_numba_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    acceleration._load.cache_clear()
+    try:
+        assert acceleration.numba_kernels() is None
+    finally:
+        acceleration._load.cache_clear()

@@ -1,0 +1,304 @@
+"""Features are products of rounded gradients with matrices that are built by their definition."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.projection.reference import (
+    explicit,
+    mask_order,
+    matrix,
+    normal,
+    project_block,
+    project_by_hand,
+    project_flat,
+    small_integers,
+)
+from trakdask.projection import (
+    SJLT,
+    FastJL,
+    Identity,
+    Kronecker,
+    Mask,
+    Projector,
+    Rademacher,
+    RowMap,
+    back_projection,
+    kronecker,
+    mask,
+    project,
+    sjlt,
+)
+from trakdask.projection.back_projection import back_project, require_back_projection
+from trakdask.projection.mask import select_rows
+from trakdask.projection.sjlt import SparseMatrix, sort_nonzeros
+
+SEED, CHECKPOINT = 2**64 - 3, 2**32 - 1
+
+LAYERS: dict[str, dict[str, tuple[int, ...]]] = {
+    "several in one block": {
+        "conv": (6, 3, 3, 3), "bias": (6,), "linear": (10, 54), "scalar": (), "norm": (700,)
+    },
+    "across blocks": {"first": (300,), "linear": (300, 130), "last": (5, 1, 7)},
+    "one row and more is a block": {"wide": (3, 20_000), "bias": (3,)},
+    "one column": {"tall": (17_000, 1), "bias": (20_000,)},
+    "one row": {"embedding": (1, 17_000), "conv": (40, 1, 3, 3)},
+    "nothing": {"a": (0, 4), "b": (3, 0), "c": (0,), "linear": (5, 60), "d": (0, 0)},
+}  # fmt: skip
+
+PROJECTORS = [
+    Rademacher(77, SEED),
+    Rademacher(1, SEED, "int8x1"),
+    Rademacher(5, SEED, "int8x3"),
+    SJLT(12, 3, SEED),
+    SJLT(1, 7, SEED),
+    SJLT(100, 1, SEED),
+    Kronecker(1, 1, SEED),
+    Kronecker(3, 5, SEED),
+    Kronecker(8, 2, SEED),
+    Mask(90, seed=SEED),
+    Mask(290, Rademacher(12, 3), SEED),
+    Mask(290, SJLT(12, 4), SEED),
+]
+
+
+def draw(layers: str, n_samples: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(len(layers))
+    return {
+        name: torch.randn(n_samples, *shape, generator=generator)
+        for name, shape in LAYERS[layers].items()
+    }
+
+
+def rows_of(layers: str, projector: Projector) -> RowMap:
+    return RowMap.from_shapes(LAYERS[layers], alignment=projector.row_alignment)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each backend has to draw rows and nonzeros itself."""
+    select_rows.cache_clear()
+    monkeypatch.setattr(sjlt, "_kept", sjlt._Kept(0))
+
+
+CASES = [
+    (layers, projector)
+    for layers in LAYERS
+    for projector in PROJECTORS
+    if isinstance(projector, Kronecker) or layers in ("across blocks", "nothing")
+]
+
+
+@pytest.mark.parametrize(("layers", "projector"), CASES, ids=str)
+def test_project__is_the_matrix_product(layers: str, projector: Projector, backend: str) -> None:
+    gradients, row_map = draw(layers), rows_of(layers, projector)
+    found = project(projector, gradients, row_map, CHECKPOINT)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, project_by_hand(projector, gradients, row_map, CHECKPOINT))
+
+
+@pytest.mark.parametrize(
+    ("projector", "n_samples", "n_rows"),
+    [
+        *((SJLT(70_000, s), 37, 60) for s in (1, 4, 9)),
+        *((SJLT(2**18 + 1, s), 2, 60) for s in (1, 9)),
+        (SJLT(512, 5), 9, 16383),
+        (Rademacher(2100), 5, 2049),
+        (Rademacher(77), 17, 16385),
+        (Mask(20_000, Rademacher(12)), 3, 40_000),
+        (Kronecker(40, 33), 2, 500),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_project__many_columns_rows_and_samples(
+    projector: Projector, n_samples: int, n_rows: int, backend: str
+) -> None:
+    flat = normal(n_samples, n_rows)
+    row_map = RowMap.from_shapes({"flat": (n_rows,)}, alignment=projector.row_alignment)
+    expected = project_by_hand(projector, {"flat": flat}, row_map, 4)
+    assert torch.equal(project_flat(projector, flat), expected)
+
+
+@pytest.mark.parametrize("keep", [1, 500, 20_000])
+def test_project__without_a_matrix_it_keeps_the_entries(keep: int) -> None:
+    flat = normal(3, 40_000)
+    kept = flat[:, mask_order(40_000, SEED, 4)[:keep]].double() * (40_000 / keep) ** 0.5
+    assert torch.equal(project_flat(Mask(keep, seed=SEED), flat), kept.float())
+    assert torch.equal(project_flat(Identity(), flat.double()), flat)
+
+
+@pytest.mark.parametrize(("left", "right"), [(40, 33), (1, 600), (600, 1)])
+def test_kronecker__many_columns(left: int, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    projector, gradients = Kronecker(left, right, SEED), draw("several in one block", 5)
+    row_map = rows_of("several in one block", projector)
+    expected = project_by_hand(projector, gradients, row_map, CHECKPOINT)
+    assert torch.equal(project(projector, gradients, row_map, CHECKPOINT), expected)
+    for name, size in (("_SAMPLE_TILE", 2), ("_COLUMN_TILE", 13), ("_SIGNS_TILE", 2**16)):
+        monkeypatch.setattr(kronecker, name, size)
+    assert torch.equal(project(projector, gradients, row_map, CHECKPOINT), expected)
+
+
+# ------------------------------------------------------------------------------- the largest sums
+
+
+@pytest.mark.parametrize(
+    "projector",
+    [
+        *(Rademacher(3, SEED, f"int8x{n}") for n in (1, 2, 3)),
+        *(SJLT(width, s) for width, s in ((1, 1), (1, 5), (1, 7), (1, 8), (1, 64), (2, 1))),
+        Kronecker(3, 3, SEED),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("n_samples", [2, 6])
+def test_project__exact_where_nothing_cancels(
+    projector: Projector, n_samples: int, backend: str
+) -> None:
+    # Gradients with the signs of a column, and the largest numbers that rounding makes.
+    row_map = RowMap.from_shapes({"w": (4, 4096)}, alignment=512)
+    column = matrix(projector, row_map, 4)[:, 0]
+    block = (torch.where(column < 0, -1, 1) * (1 - 2.0**-24)).float().expand(n_samples, -1)
+    expected = project_by_hand(projector, {"w": block}, row_map, 4)
+    assert torch.equal(project(projector, {"w": block}, row_map, 4), expected)
+    assert expected.abs().max() > 5_000
+
+
+@pytest.mark.parametrize("sparsity", [7, 8, 64])
+@pytest.mark.parametrize("n_samples", [2, 6])
+def test_sjlt__exact_at_the_largest_sums(
+    sparsity: int, n_samples: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Words of 0 are nonzeros of +1 in column 0; the largest integer is 2**14.
+    words = np.zeros((-(-sparsity // 4), 16384, 4), np.uint32)
+    nonzeros = sort_nonzeros(words, SparseMatrix(2, sparsity, 0, 0))
+    monkeypatch.setattr(sjlt, "nonzeros_of", lambda *_: nonzeros)
+    found = project_block(SJLT(2, sparsity), torch.full((n_samples, 16384), 1 - 2.0**-24))
+    expected = torch.tensor([16384.0 * sparsity, 0.0]).double()
+    assert torch.equal(found, expected.expand(n_samples, 2))
+
+
+# ------------------------------------------------------------- what a definition says about others
+
+
+def test_smaller_projections__are_parts_of_larger_ones() -> None:
+    flat = small_integers(3, 20_000)
+    prefix = project_flat(Rademacher(64), flat)[:, :16] * 2
+    assert torch.equal(project_flat(Rademacher(16), flat), prefix)
+    assert torch.equal(
+        project_flat(Mask(1000), flat), project_flat(Mask(16_000), flat)[:, :1000] * 4
+    )
+    folded = project_block(SJLT(60, 5), flat[:, :16384]).unflatten(1, (15, 4)).sum(2)
+    assert torch.equal(project_block(SJLT(15, 5), flat[:, :16384]), folded)
+    assert torch.equal(
+        project_flat(Kronecker(4, 8, 3), flat), project_flat(Rademacher(32, 3), flat)
+    )
+    matrices = RowMap.from_shapes({"linear": (100, 200)}, alignment=512)
+    large, small = (
+        project(Kronecker(n, n), {"linear": flat}, matrices, 0).view(3, n, n) for n in (16, 4)
+    )
+    assert torch.equal(small * 4, large[:, :4, :4] * 16)
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 37, 140_001])  # the last one: two pieces of keys
+def test_select_rows__have_the_smallest_keys(n_rows: int, backend: str) -> None:
+    expected = mask_order(n_rows, SEED, CHECKPOINT)
+    for keep in sorted({1, min(2, n_rows), n_rows // 300 + 1, n_rows // 2 + 1, n_rows}):
+        rows, ranks = select_rows(n_rows, keep, SEED, CHECKPOINT)
+        assert (np.diff(rows) > 0).all()
+        assert rows[np.argsort(ranks)].tolist() == expected[:keep]
+
+
+def test_select_rows__too_few_candidates_at_first_and_equal_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[int] = []
+    rows_up_to, fill_words = mask._rows_up_to, mask.fill_words
+    monkeypatch.setattr(mask, "_margin", lambda keep: 20 - keep)
+    monkeypatch.setattr(
+        mask, "_rows_up_to", lambda limit, *rest: limits.append(limit) or rows_up_to(limit, *rest)
+    )
+    rows, _ = select_rows(5001, 2000, SEED, CHECKPOINT)
+    assert rows.tolist() == sorted(mask_order(5001, SEED, CHECKPOINT)[:2000])
+    assert len(limits) > 5
+
+    def all_alike(out: Any, *args: Any, **address: Any) -> None:
+        fill_words(out, *args, **address)
+        out[:] = 5
+
+    monkeypatch.setattr(mask, "fill_words", all_alike)
+    assert select_rows(3000, 800, SEED, 1)[0].tolist() == [*range(800)]
+
+
+def test_bind__rows_that_a_mask_cannot_take() -> None:
+    row_map = RowMap.from_shapes({"a": (5,)}, alignment=1)
+    assert Mask(5).bind(row_map).selected_rows(0).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"got 6; try keep=5"):
+        Mask(6).bind(row_map)
+    with pytest.raises(ValueError, match="507 rows of padding"):
+        Mask(3).bind(RowMap.from_shapes({"a": (5,), "b": (6,)}, alignment=512))
+
+
+@pytest.mark.parametrize("then", [512, Rademacher, Mask(4), Kronecker()], ids=str)
+def test_mask__what_cannot_follow_it(then: Any) -> None:
+    with pytest.raises(TypeError, match=r"then"):
+        Mask(5, then)
+
+
+# ----------------------------------------------------------------------------- from the other side
+
+
+@pytest.mark.parametrize("tiles", [(2048, 256, 1 << 14), (128, 3, 128)], ids=["one", "many"])
+@pytest.mark.parametrize("projector", [*PROJECTORS, Identity()], ids=str)
+def test_back_project__is_the_product_with_the_explicit_matrix(
+    projector: Projector, tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in zip(("_ROW_TILE", "_COLUMN_TILE", "_SPARSE_ROWS"), tiles, strict=True):
+        monkeypatch.setattr(back_projection, name, size)
+    row_map = rows_of("several in one block", projector)
+    vectors = torch.randn(3, projector.width(row_map.n_rows), generator=torch.Generator())
+    vectors[0] = torch.nan  # other vectors are none of its business
+    found = back_project(projector.bind(row_map), row_map, CHECKPOINT, vectors)
+    assert found.dtype == torch.float32
+    assert found[0].isnan().any()
+    expected = vectors[1:].double() @ explicit(projector, row_map, CHECKPOINT).T
+    size = float(expected.abs().max())
+    for name in row_map.names:
+        rows = slice(row_map.offset(name), row_map.offset(name) + row_map.size(name))
+        torch.testing.assert_close(
+            found[1:, rows].double(), expected[:, rows], rtol=1e-5, atol=1e-6 * size
+        )
+    assert 0 < size < math.inf
+
+
+def test_require_back_projection__names_the_kind() -> None:
+    require_back_projection(Mask(keep=9))
+    with pytest.raises(ValueError, match="FastJL"):
+        require_back_projection(FastJL(512, num_sms=1))
+
+
+# -------------------------------------------------------------------------------------------- cost
+
+
+def test_cost__counts() -> None:
+    sparse = SJLT(proj_dim=4096, sparsity=5).cost(10**6)
+    assert (sparse.operations, sparse.random_bits) == (10 * 10**6, 256 * 10**6)
+    dense, masked = Rademacher(64).cost(500), Mask(500, Rademacher(64)).cost(500)
+    assert (dense.operations, dense.random_bits) == (2 * 2 * 64 * 500, 64 * 500)
+    assert masked.operations == dense.operations
+    assert masked.random_bits == dense.random_bits + 64 * 500
+    assert masked.buffer_bytes > dense.buffer_bytes
+    shapes = {"a": (100, 400), "b": (100,), "c": (0, 3)}
+    row_map = RowMap.from_shapes(shapes, alignment=512)
+    cost = Kronecker(8, 16).bind(row_map).cost(row_map.n_rows)
+    # L first: 400 columns remain. R first: 100 rows, but 16 columns for each element.
+    assert cost.operations == 4 * 40_000 * 8 + 2 * 400 * 128 + 4 * 100 * 128
+    assert cost.random_bits == 8 * 100 + 16 * 400 * 3 + 100 * 128

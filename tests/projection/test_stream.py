@@ -1,0 +1,290 @@
+"""How gradients reach a projector is invisible: batches, tensors, parts, order, layout, threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import trakdask as td
+from tests.projection.reference import mask_order, normal, project_flat
+from trakdask.projection import (
+    ROW_BLOCK,
+    SJLT,
+    FastJL,
+    Identity,
+    Kronecker,
+    Mask,
+    ProjectionStream,
+    Projector,
+    Rademacher,
+    RowMap,
+    project,
+)
+from trakdask.projection.memory import Scratch
+from trakdask.testing import raise_if_dask_computes
+
+SMALL = Rademacher(proj_dim=12, seed=3)
+PROJECTORS = [SMALL, SJLT(12, 3), Kronecker(3, 4), Mask(9000), Mask(9000, SMALL), Identity()]
+every_kind = pytest.mark.parametrize("projector", PROJECTORS, ids=str)
+
+SHAPES = {
+    "a": (3, 100),
+    "b": (60, 1000),
+    "scalar": (),
+    "none": (0, 4),
+    "c": (16384,),
+    "e": (7, 100),
+}
+
+
+def rows_of(projector: Projector) -> RowMap:
+    return RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
+
+
+def draw(n_samples: int) -> dict[str, Tensor]:
+    return {name: normal(n_samples, math.prod(shape)) for name, shape in SHAPES.items()}
+
+
+@every_kind
+@settings(max_examples=8)
+@given(cuts=st.lists(st.integers(1, 69), unique=True, max_size=3))
+def test_project__batches_are_invisible(projector: Projector, cuts: list[int]) -> None:
+    flat = normal(70, 17000)
+    with pytest.MonkeyPatch.context() as patch:
+        for numba in "01":
+            patch.setenv("TRAKDASK_NUMBA", numba)
+            edges = [0, *sorted(cuts), 70]
+            parts = [project_flat(projector, flat[a:b]) for a, b in itertools.pairwise(edges)]
+            assert torch.equal(torch.cat(parts), project_flat(projector, flat))
+
+
+@pytest.mark.parametrize("projector", [p for p in PROJECTORS if not isinstance(p, Kronecker)])
+@settings(max_examples=8)
+@given(cuts=st.lists(st.integers(1, 78), unique=True, max_size=5))
+def test_project__aligned_tensors_are_invisible(projector: Projector, cuts: list[int]) -> None:
+    flat = normal(2, 40_000)
+    edges = [0, *(512 * cut for cut in sorted(cuts)), 40_000]
+    tensors = {str(a): flat[:, a:b] for a, b in itertools.pairwise(edges)}
+    shapes = {name: tensor.shape[1:] for name, tensor in tensors.items()}
+    row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
+    assert torch.equal(project(projector, tensors, row_map, 4), project_flat(projector, flat))
+
+
+@every_kind
+@settings(max_examples=15)
+@given(data=st.data())
+def test_stream__order_parts_zeros_and_buffers_are_invisible(
+    projector: Projector, data: st.DataObject
+) -> None:
+    gradients, row_map = draw(2), rows_of(projector)
+    stream, names = ProjectionStream(projector, row_map, 2, 4), list(SHAPES)
+    order = data.draw(st.permutations(names))
+    for name in order:
+        gradient, size = gradients[name], row_map.size(name)
+        if data.draw(st.booleans()):
+            gradient.zero_()
+            stream.skip(name)
+            continue
+        cuts = data.draw(st.lists(st.integers(0, size), max_size=3))
+        for start, stop in itertools.pairwise([0, *sorted(cuts), size]):
+            while start < stop:
+                part = gradient[:, start:stop]
+                buffer = stream.buffer_for(name, start) if data.draw(st.booleans()) else None
+                if buffer is not None:
+                    assert buffer.shape[1] <= size - start
+                    part = buffer[:, : stop - start].copy_(part[:, : buffer.shape[1]])
+                stream(name, part, start)
+                start += part.shape[1]
+        if not size:
+            stream.add(name, gradient)
+    found, expected = stream.result(), project(projector, gradients, row_map, 4)
+    # In another order, the last bit of a float64 sum may differ.
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert order != names or torch.equal(found, expected)
+    with pytest.raises(ValueError, match="each element once"):
+        stream.skip("a")
+
+
+@every_kind
+@settings(max_examples=12)
+@given(data=st.data())
+def test_project__blocks_of_zeros_are_left_out(projector: Projector, data: st.DataObject) -> None:
+    flat = normal(5, 2 * ROW_BLOCK + 100)
+    starts = st.sampled_from(range(0, flat.shape[1], ROW_BLOCK))
+    for sample, start in data.draw(st.lists(st.tuples(st.integers(0, 4), starts), max_size=15)):
+        flat[sample, start : start + ROW_BLOCK - data.draw(st.sampled_from([0, 1]))] = 0
+    bound = projector.bind(RowMap.from_shapes({"flat": (flat.shape[1],)}, alignment=512))
+    selected = bound.selected_rows(4)
+    rows = flat if selected is None else flat[:, torch.tensor(selected)]
+    sums = torch.zeros(5, projector.width(flat.shape[1]), dtype=torch.float64)
+    for start in range(0, rows.shape[1], ROW_BLOCK):
+        bound.project_block(rows[:, start : start + ROW_BLOCK], start, 4, sums)
+    expected = (sums * bound.scale(flat.shape[1])).float()
+    assert torch.equal(project_flat(projector, flat), expected)
+
+
+@every_kind
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_project__sample_that_is_not_finite_is_nan(
+    projector: Projector, place: int, bad: float, backend: str
+) -> None:
+    flat = normal(40, 20_001)
+    clean, read = project_flat(projector, flat), range(20_001)
+    if isinstance(projector, Mask):
+        read = mask_order(20_001, 0, 4)
+        flat[0, read[9000]] = bad  # not selected
+        read = read[:9000]
+    flat[2, read[place]] = bad
+    found, others = project_flat(projector, flat), torch.arange(40) != 2
+    assert found[2].isnan().all()
+    assert torch.equal(found[others], clean[others])
+
+
+def test_project__too_large_for_float32_is_not_finite() -> None:
+    flat = torch.ones(2, 20_000, dtype=torch.float64)
+    flat[1] = 1e300
+    for projector in PROJECTORS:
+        assert project_flat(projector, flat).isnan().all(1).tolist() == [False, True]
+
+
+LAYOUTS = {
+    "strided": lambda block: block.repeat_interleave(3, dim=1)[:, ::3],
+    "inside": lambda block: torch.cat([block] * 3, dim=1)[:, block.shape[1] : 2 * block.shape[1]],
+    "transposed": lambda block: block.T.contiguous().T,
+    "with history": lambda block: block.clone().requires_grad_(),
+    "float64": lambda block: block.double(),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_project__layout_is_invisible(projector: Projector, layout: str, backend: str) -> None:
+    arranged: Callable[[Tensor], Tensor] = LAYOUTS[layout]
+    for n_samples in (1, 9):
+        flat = normal(n_samples, 17_000)
+        expected = project_flat(projector, flat)
+        with torch.inference_mode(layout == "inside"):
+            assert torch.equal(project_flat(projector, arranged(flat)), expected)
+        assert torch.equal(project_flat(projector, flat), expected)
+
+
+@pytest.mark.parametrize("projector", [SMALL, SJLT(12, 3), Kronecker(3, 4)], ids=str)
+def test_project__threads_do_not_share_buffers(projector: Projector, backend: str) -> None:
+    blocks = [normal(6, n_rows) for n_rows in (300, 5000, 129, 2048) * 3]
+    expected, before = [project_flat(projector, block) for block in blocks], torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda block: project_flat(projector, block), blocks))
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, found, expected))
+
+
+# ------------------------------------------------------------------------------- rows and mistakes
+
+shape = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+
+
+@settings(max_examples=40)
+@given(st.lists(shape, min_size=1, max_size=6), st.sampled_from([1, 128, 512]))
+def test_row_map__tensors_are_aligned_in_their_order(
+    shapes: list[tuple[int, ...]], alignment: int
+) -> None:
+    names = [f"layer{i}" for i in reversed(range(len(shapes)))]
+    rows = RowMap.from_shapes(dict(zip(names, shapes, strict=True)), alignment=alignment)
+    assert rows.names == tuple(names)
+    row = 0
+    for name, lengths in zip(names, shapes, strict=True):
+        while row % alignment:
+            row += 1
+        assert (rows.offset(name), rows.shape(name)) == (row, lengths)
+        row += math.prod(lengths)
+    assert (rows.n_rows, rows.n_parameters) == (row, sum(map(math.prod, shapes)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "first"),
+    [
+        ("c", (2, 4), None),  # no such name
+        ("a", (2, 5), None),
+        ("a", (3, 6), None),
+        ("a", (2, 3), 3),  # before what comes first
+        ("a", (2, 7), 0),
+        ("done", (2, 4), None),  # once more
+        ("half", (2, 4), None),  # what comes first is there
+        ("half", (2, 4), 1),
+    ],
+)
+def test_add__refused(name: str, shape: tuple[int, ...], first: int | None) -> None:
+    rows = RowMap.from_shapes({"a": (2, 3), "half": (4,), "done": (4,)}, alignment=512)
+    stream = ProjectionStream(SMALL, rows, n_samples=2, checkpoint=0)
+    stream.add("done", torch.zeros(2, 4))
+    stream.add("half", torch.zeros(2, 1), 0)
+    with pytest.raises(ValueError, match=f"'{name}'"):
+        stream.add(name, torch.zeros(shape), first)
+    with pytest.raises(ValueError, match=r"3 parameters, got 1.*'a'"):
+        stream.result()
+
+
+@pytest.mark.parametrize(
+    ("alignment", "checkpoint", "message"),
+    [(1, 0, "got 1"), (512, -1, "got -1"), (512, 2**32, "got")],
+)
+def test_stream__alignment_or_checkpoint_that_do_not_fit(
+    alignment: int, checkpoint: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProjectionStream(SMALL, RowMap.from_shapes({"a": (3,)}, alignment=alignment), 1, checkpoint)
+
+
+# -------------------------------------- sizes that cannot fit: no test here could hold the arrays
+
+TOO_LARGE = [
+    (Rademacher(2**31), 2**31),
+    (SJLT(2**31 - 1), 2**31 - 1),
+    (FastJL(2**31 - 512, num_sms=132), 2**31 - 512),
+    (Kronecker(2**16 - 1, 2**16 - 1), (2**16 - 1) ** 2),
+    (Identity(), 10**10),
+    (Mask(2**32), 2**32),
+    (Mask(10, Rademacher(2**31)), 2**31),
+]
+
+
+@pytest.mark.parametrize(("projector", "width"), TOO_LARGE, ids=str)
+def test_stream__too_large(projector: Projector, width: int) -> None:
+    rows = RowMap.from_shapes({"weight": (10**10,)}, alignment=projector.row_alignment)
+    with pytest.raises(
+        ValueError, match=rf"{12 * 4096 * width} bytes\) for 4096 samples with {width} "
+    ):
+        ProjectionStream(projector, rows, 4096, 0)
+
+
+@pytest.mark.parametrize(
+    ("projector", "width"), [*TOO_LARGE[:4], TOO_LARGE[-1], (Identity(), 10**6)], ids=str
+)
+def test_featurize__too_large(projector: Projector, width: int) -> None:
+    samples = td.from_arrays({"x": np.zeros(10**6, "f4"), "y": np.zeros(10**6, "f4")}, chunks=10**6)
+    model = td.Model(torch.nn.Linear(1000, 1000, bias=False), task="regression")
+    with (
+        raise_if_dask_computes(),
+        pytest.raises(ValueError, match=rf" 1000000 samples with {width} columns.*samples\.chunk"),
+    ):
+        td.featurize(samples, model, projector=projector)
+
+
+def test_scratch__usable_after_inference_mode() -> None:
+    scratch = Scratch()
+    with torch.inference_mode():
+        scratch.take("x", (3,), torch.float32)
+    assert scratch.take("x", (2,), torch.float32).zero_().tolist() == [0, 0]
