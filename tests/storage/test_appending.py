@@ -180,7 +180,7 @@ def test_append__to_nothing_is_a_new_store(tmp_path) -> None:
         (
             part(B, NAMES[:2], "b").drop_vars("label"),
             "sample",
-            r"got \[\]; try features.assign_coords\(label=",
+            r"got {}; try features.assign_coords\(label=",
         ),
     ],
 )

@@ -261,7 +261,7 @@ def test_save__float16(tmp_path: Path) -> None:
     assert td.verify(tmp_path / "f.zarr", checksums=True).empty
     with pytest.raises(td.errors.StoreMismatchError, match=r"dtype float16.*got float32"):
         save(FEATURES, tmp_path / "f.zarr")
-    with pytest.raises(ValueError, match=r"expected dtype='float16', or None.*got 'float8'"):
+    with pytest.raises(ValueError, match="got 'float8'"):
         save(FEATURES, tmp_path / "f.zarr", dtype="float8")
     with pytest.raises(ValueError, match=r"expected float32 features.*got float64"):
         save(FEATURES.astype("f8"), tmp_path / "g.zarr", dtype="float16")
@@ -340,11 +340,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("inside", ["", "below"])
-def test_store__file_where_a_folder_should_be(tmp_path: Path, call: str, inside: str) -> None:
+def test_store__file_where_a_folder_should_be(tmp_path: Path, call: str) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(NotADirectoryError, match=r"expected a folder, got the file .*file'"):
-        CALLS[call](tmp_path / "file" / inside)
+        CALLS[call](tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
