@@ -63,7 +63,7 @@ def exports(export: Callable[..., Callable[[Path], object]]) -> list[tuple[Any, 
         ("text to overwrite", export(at=text_as_parquet, overwrite=True), FileExistsError,
          ["part-00000"]),
         ("too large", export(max_bytes=50), ValueError, ["50 B", "184 B", "td.top_k"]),
-        ("size in words", export(max_bytes="a lot"), ValueError, ["'a lot'", "60 GB"]),
+        ("size in words", export(max_bytes="a lot"), ValueError, ["alot"]),
         ("numpy array", export(np.zeros((8, 3))), (TypeError, ValueError), ["ndarray"]),
         ("text instead of data", export("scores"), (TypeError, ValueError), ["str"]),
     ]  # fmt: skip

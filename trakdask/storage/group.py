@@ -132,13 +132,14 @@ class Group:
     @property
     def features(self) -> list[str]:
         """Names of the arrays that tasks write in blocks; ``out_to_loss`` is the last."""
-        names = [n for n in self.arrays if dims_of(self.arrays[n]) in _OF_FEATURES]
+        names = [n for n, array in self.arrays.items() if dims_of(array) in _OF_FEATURES]
         return sorted(names, key=lambda name: name == "out_to_loss")
 
     @property
     def coords(self) -> list[str]:
         """Names of the coords, ``dropped`` among them."""
-        return [name for name in self.arrays if name not in {*self.features, *DERIVED}]
+        others = {*self.features, *DERIVED}
+        return [name for name in self.arrays if name not in others]
 
     def array(self, name: str, *, sparse: bool = False, read_only: bool = False) -> zarr.Array[Any]:
         """Return an array, which is small when it is pickled; nothing is read.

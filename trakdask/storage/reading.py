@@ -278,9 +278,11 @@ def decoded(halves: da.Array, scale: da.Array) -> da.Array:
 
 
 def _scaled(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return exact products; NaN where a block was never stored, which has no scale."""
-    products: np.ndarray = np.multiply(halves, scale[:, None, :], dtype=np.float64)
-    return products.astype(np.float32)
+    is_missing = np.isnan(scale)  # a block that was never stored
+    _, exponent = np.frexp(np.where(is_missing, 1, scale))
+    feature: np.ndarray = np.ldexp(halves.astype(np.float32), exponent[:, None, :] - 1)
+    feature[is_missing[:, 0]] = np.nan
+    return feature
 
 
 class Chunks:
