@@ -59,14 +59,6 @@ def test_save__to_s3_and_again(place: Folder) -> None:
     assert td.verify(place.url, checksums=True, storage_options=place.options).empty
 
 
-def test_read__a_file_on_s3_or_none_or_an_empty_one(place: Folder) -> None:
-    for content in (b"some bytes", b""):
-        place.write("file", content)
-        assert place.read("file") == content
-    with pytest.raises(FileNotFoundError):
-        place.read("no such file")
-
-
 def test_verify__damage_on_s3(place: Folder) -> None:
     save(place)
     data = bytearray(place.read("feature/c.1.0.0"))
