@@ -154,10 +154,16 @@ def test_location__other_urls_are_unchanged(url: str) -> None:
     assert location(url) == url
 
 
-@pytest.mark.parametrize("path", ["", "  ", b"a.zarr"])
+@pytest.mark.parametrize("path", ["", "  ", b"a.zarr", None])
 def test_location__refused(path: object) -> None:
-    with pytest.raises(ValueError, match=repr(path)):
+    with pytest.raises((TypeError, ValueError), match=repr(path)):
         location(path)  # type: ignore[arg-type]
+
+
+def test_location__unknown_protocol() -> None:
+    for url in ("foo://b/a", "simplecache::foo://b/a"):
+        with pytest.raises(ValueError, match="foo"):
+            location(url)
 
 
 def test_at__a_file_in_the_way(tmp_path: Path) -> None:

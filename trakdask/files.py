@@ -222,7 +222,9 @@ def location(path: str | os.PathLike[str]) -> str:
     TypeError
         If it is not a path.
     ValueError
-        If it is empty.
+        If it is empty, or a URL with a protocol that fsspec does not know.
+    ImportError
+        If the package that opens such URLs is not installed.
 
     Examples
     --------
@@ -231,10 +233,12 @@ def location(path: str | os.PathLike[str]) -> str:
     >>> location("memory://bucket/train.zarr")
     'memory://bucket/train.zarr'
     """
-    url = os.fspath(path)
+    url = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(url, str) or not url.strip():
-        raise ValueError(f"expected a path or URL as text, got {url!r}; try 'features.zarr'")
+        error = ValueError if isinstance(url, str) else TypeError
+        raise error(f"expected a path or URL as text, got {url!r:.60}; try 'features.zarr'")
     if "://" in url and not url.startswith(("file://", "local://")):
+        fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])  # is there one?
         return url
     local: str = os.path.abspath(fsspec.core.url_to_fs(url)[1])
     return local
