@@ -69,8 +69,8 @@ class Model:
     task
         A name (``"classification"``, ``"image_classification"``, ``"text_classification"``,
         ``"binary_classification"``, ``"multi_label"``, ``"regression"``, ``"causal_lm"``,
-        ``"clip"``), a :class:`Task`, or an object with TRAK's ``get_output`` and
-        ``get_out_to_loss_grad``.
+        ``"clip"``), a :class:`~trakdask.models.tasks.Task`, or an object with TRAK's
+        ``get_output`` and ``get_out_to_loss_grad``.
     parameters
         The parameters to differentiate: ``None`` for all, a name, a glob (``"head.*"``), a list of
         these, a class of modules (``nn.Linear``), or a predicate ``(name, parameter) -> bool``. No
