@@ -123,8 +123,18 @@ def require_same(
         key, got, wanted = _first_difference(got, wanted)
         raise StoreMismatchError(
             f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
-            f"try {_REMEDY.get(name, f'the same {name} for both')}"
+            f"try {_remedy(name, expected.get(name))}"
         )
+
+
+def _remedy(name: str, expected: Any) -> str:
+    """Return how to make two specs agree; a projector is written out, as it is to be passed."""
+    from trakdask.projection.specs import from_spec  # imports torch, which reading a store need not
+
+    if name == "projector":
+        with contextlib.suppress(TypeError, ValueError):  # of another version, or simulated
+            return f"featurizing with projector=td.{from_spec(expected)!r}"
+    return _REMEDY.get(name, f"the same {name} for both")
 
 
 def _comparable_code(
