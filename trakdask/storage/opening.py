@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Collection, Mapping
@@ -12,6 +13,7 @@ import numpy as np
 import xarray as xr
 from dask.base import tokenize
 
+from trakdask.arrays.stored import stored
 from trakdask.errors import UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.storage.group import DERIVED, DROPPED, ERROR, OWN, SCALE, Group, dims_of, zarr_store
@@ -170,8 +172,14 @@ def read_coords(
     lazy = [name for name in group.coords if rows and name not in coords]
     for name, coord in _on_disk(group, lazy).items() if lazy else ():
         token = tokenize(group.folder.url, group.attrs["saved"], name)
-        coords[name] = coord[: group.n_samples].chunk({SAMPLE: rows}, name=f"open-coord-{token}")
+        read = functools.partial(_read_coord, coord[: group.n_samples])
+        lazy_coord = stored(read, (rows,), coord.dtype, f"open-coord-{token}")
+        coords[name] = coord._replace(data=lazy_coord)
     return coords
+
+
+def _read_coord(coord: xr.Variable, key: tuple[slice, ...]) -> np.ndarray:
+    return np.asarray(coord[key].values)
 
 
 def _whole(group: Group, name: str) -> np.ndarray:

@@ -7,6 +7,7 @@ a query computes from it.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ import google_crc32c
 import numpy as np
 from dask.base import tokenize
 
+from trakdask.arrays.stored import Read, reader, stored
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.storage.group import SCALE, Group, chunks_of, separator_of
 
@@ -41,11 +43,9 @@ def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
     chunks = Chunks(group, name, complete=complete)
     path = group.chunk_path(name, (0,))
     token = tokenize(group.folder.url, group.attrs["saved"], path, chunks.shape, complete)
-    lazy: da.Array = da.from_array(
-        chunks, chunks=chunks_of(group.arrays[name]), name=f"open-{name.replace('_', '-')}-{token}",
-        meta=np.empty((0,) * chunks.ndim, chunks.dtype),
-    )  # fmt: skip
-    return lazy
+    sizes = da.core.normalize_chunks(chunks_of(group.arrays[name]), chunks.shape)
+    name = f"open-{name.replace('_', '-')}-{token}"
+    return stored(chunks.__getitem__, sizes, chunks.dtype, name)
 
 
 def lazy_feature(group: Group, *, complete: bool = True) -> da.Array:
@@ -58,12 +58,20 @@ def lazy_feature(group: Group, *, complete: bool = True) -> da.Array:
 
 def decoded(halves: da.Array, scale: da.Array) -> da.Array:
     """Return features that are stored as float16 as float32, lazy."""
+    if (rows := reader(halves)) and (scales := reader(scale)):
+        read = functools.partial(_read_decoded, rows, scales)
+        name = "feature-of-half-" + tokenize(halves, scale)
+        return stored(read, halves.chunks, np.float32, name)
     feature: da.Array = da.blockwise(
         _decode, "spc", halves, "spc", scale, "sc",
         name="feature-of-half-" + tokenize(halves.name, scale.name), align_arrays=False,
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
     return feature
+
+
+def _read_decoded(halves: Read, scale: Read, key: tuple[slice, ...]) -> np.ndarray:
+    return _decode(halves(key), scale((key[0], key[2])))
 
 
 def _decode(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
