@@ -146,9 +146,10 @@ def _pivoted_factor(matrix: Matrix, rank: int) -> tuple[Matrix, npt.NDArray[np.i
     Columns beyond K's own rank are 0.
     """
     whole, pivots, found, _ = lapack.dpstrf(matrix.T, lower=1)
-    lower = np.tril(whole[:, :rank])  # above the diagonal are numbers of K
+    lower = whole[:, :rank]
+    lower[:rank] = np.tril(lower[:rank])  # above the diagonal are numbers of K
     lower[:, found:] = 0
-    left = np.trace(matrix) - float(np.vdot(lower, lower))
+    left = np.trace(matrix) - float(np.vdot(lower.T, lower.T))
     if left > 1e-3 * np.trace(matrix):
         raise ValueError(
             f"expected a gram matrix of {rank} samples, whose rank is at most {rank}, got one with "
