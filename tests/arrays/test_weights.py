@@ -81,11 +81,17 @@ def test_norms__against_numpy_and_zero() -> None:
 
 
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [3, 5])
 @pytest.mark.parametrize("make", [stored, da.from_array])
+@pytest.mark.parametrize("at_most", [2, 100])
 def test_own_influence__by_definition(
-    make: Callable[..., da.Array], rows: int, average: bool
+    at_most: int,
+    make: Callable[..., da.Array],
+    rows: int,
+    average: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("trakdask.arrays.stored._MOST_GROUPS", at_most)
     rng = np.random.default_rng(0)
     x, g = rng.standard_normal((13, 4, 2)), rng.random((13, 2))
     x[5, :, 1] = np.nan  # a sample that failed

@@ -19,7 +19,7 @@ from trakdask.arrays.block_arguments import Labels
 from trakdask.arrays.blocks import Block, Blocks, blockwise, flat, product_dtype
 from trakdask.arrays.gram import require_finite
 from trakdask.arrays.spectrum import Inverse, Matrix, Spectrum
-from trakdask.arrays.stored import read_in_task
+from trakdask.arrays.stored import coarse_groups, read_in_task
 
 _BLOCK = 128
 
@@ -270,7 +270,8 @@ def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
 
     Returns
     -------
-    (sample, checkpoint) float64, lazy, in the chunks of ``feature``.
+    (sample, checkpoint) float64, lazy, in the chunks of ``feature``, or of several of its blocks
+    where more than 4096 are read from a store.
 
     Notes
     -----
@@ -284,13 +285,13 @@ def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
     >>> leverage(cholesky(k, da.zeros(1), ["c0"]), x).compute().tolist()
     [[0.75]]
     """
+    groups = coarse_groups(feature.numblocks[0])
+    read = read_in_task(feature, groups=groups, by_checkpoint=True)
     return blockwise(
-        _leverage_block, "sc",
-        *(read_in_task(feature, by_checkpoint=True) or (feature, "spc")), inverse, "c",
+        _leverage_block, "sc", *(read or (feature, "spc")), inverse, "c",
         concatenate=False, name="leverage", dtype=np.float64,
     )  # fmt: skip
 
 
 def _leverage_block(feature: Blocks, inverse: Inverse | Factor) -> Block:
-    (phi,) = flat(feature)
-    return inverse.forms(phi[:, :, 0])[:, None]
+    return np.concatenate([inverse.forms(phi[:, :, 0]) for phi in flat(feature)])[:, None]

@@ -19,6 +19,9 @@ from dask.layers import ArrayBlockwiseDep
 
 from trakdask.arrays.blocks import Block, Unread, block_starts, flat
 
+_MOST_GROUPS = 4096
+"""Of blocks along samples. A scheduler takes about a millisecond for each of its tasks."""
+
 Key: TypeAlias = tuple[Any, ...]
 """Slices of a block, or positions along the only axis."""
 Read: TypeAlias = Callable[[Key], Block]
@@ -127,6 +130,20 @@ def read_in_task(
         return None
     axes = (0, array.ndim - 1) if by_checkpoint else (0,)
     return _Reads(array.name, read, array.chunks, groups, axes), "sc"[: len(axes)]
+
+
+def coarse_groups(n_blocks: int) -> list[range]:
+    """Return consecutive blocks for tasks of a layer: each one alone, unless there are many.
+
+    Examples
+    --------
+    >>> coarse_groups(3)
+    [range(0, 1), range(1, 2), range(2, 3)]
+    >>> len(coarse_groups(24_415))
+    4070
+    """
+    size = -(-n_blocks // _MOST_GROUPS) if n_blocks else 1
+    return [range(i, min(i + size, n_blocks)) for i in range(0, n_blocks, size)]
 
 
 class _Reads(ArrayBlockwiseDep):

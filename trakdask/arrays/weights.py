@@ -10,7 +10,8 @@ import numpy as np
 from dask.base import tokenize
 
 from trakdask.arrays.blocks import Block, Blocks, blockwise, flat, mean_weight
-from trakdask.arrays.stored import map_stored, read_in_task
+from trakdask.arrays.gram import pooled
+from trakdask.arrays.stored import coarse_groups, map_stored, read_in_task
 
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6
@@ -181,15 +182,16 @@ def squared_norm(feature: da.Array) -> da.Array:
     >>> squared_norm(da.full((1, 2, 1), 3.0, chunks=(1, 2, 1))).compute().tolist()
     [[18.0]]
     """
+    groups = coarse_groups(feature.numblocks[0])
+    read = read_in_task(feature, groups=groups, by_checkpoint=True)
     return blockwise(
-        _squared_norm, "sc", *(read_in_task(feature, by_checkpoint=True) or (feature, "spc")),
+        _squared_norm, "sc", *(read or (feature, "spc")),
         concatenate=False, name="squared-norm", dtype=np.float64,
     )  # fmt: skip
 
 
 def _squared_norm(feature: Blocks) -> Block:
-    (phi,) = flat(feature)
-    return row_norms(phi)
+    return np.concatenate([row_norms(phi) for phi in flat(feature)])
 
 
 def row_norms(feature: Block) -> Block:
@@ -232,20 +234,22 @@ def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array
     >>> own_influence(3 * own, weight, average=False).compute().tolist()
     [[3.0, 9.0]]
     """
-    shared = (weight.rechunk({0: own.chunks[0]}, method="tasks"), "sd")
+    mean = pooled(weight)
+    read = read_in_task(mean, groups=coarse_groups(mean.numblocks[0]))
+    if read is None or read[0].chunks != own.chunks[:1]:  # own is not of stored features
+        read = mean.rechunk({0: own.chunks[0]}, method="tasks"), "s"
     return blockwise(
-        _mean_influence if average else _influence, "s" if average else "sc", own, "sc",
-        *(read_in_task(shared[0]) or shared),
+        _mean_influence if average else _influence, "s" if average else "sc", own, "sc", *read,
         concatenate=False, name="own-influence", dtype=np.float64,
     )  # fmt: skip
 
 
-def _mean_influence(own: Blocks, weight: Blocks) -> Block:
-    return np.asarray(mean_weight(own) * mean_weight(weight) ** 2)
+def _mean_influence(own: Blocks, mean: Blocks) -> Block:
+    return np.asarray(mean_weight(own) * np.concatenate(list(flat(mean))) ** 2)
 
 
-def _influence(own: Block, weight: Blocks) -> Block:
-    return np.asarray(own * mean_weight(weight)[:, None] ** 2)
+def _influence(own: Block, mean: Blocks) -> Block:
+    return np.asarray(own * np.concatenate(list(flat(mean)))[:, None] ** 2)
 
 
 def inverse_norm(squared: da.Array) -> da.Array:
