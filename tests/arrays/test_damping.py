@@ -102,11 +102,6 @@ def test_left_out__skipped_where_an_earlier_curve_is_high() -> None:
         assert np.isnan(found).any() == is_skipped
 
 
-def test_held_out__nothing_but_zeros_is_nan() -> None:
-    x, h, g, rows = data()
-    assert np.isnan(held_out(decomposed(x, 0 * h, g), lazy(rows)).compute()).all()
-
-
 @pytest.mark.parametrize(
     ("sizes", "most"), [((5,), 3), ((5,), 9), ((4,) * 20, 16), ((4,) * 20, 1000), ((1, 50, 2), 30)]
 )
@@ -189,15 +184,6 @@ def test_choose__none_is_followed() -> None:
     assert np.isnan(found["relative"])
     assert found["candidate"] == 1
     np.testing.assert_array_equal(found["correlation"][0], bump(0.2, 8))
-
-
-def test_choose__by_half_a_standard_error() -> None:
-    """Half a one is (1 - 0.6²)/√100/2 = 0.032 here, so that 0.57 may be chosen and 0.56 not."""
-    values = np.full(17, 0.1)
-    values[[4, 9, 12]] = 0.6, 0.57, 0.56
-    found = choose({"targets": made(values, 100)}).compute(scheduler="sync")
-    assert found["relative"] == GRID[9]
-    np.testing.assert_allclose(found["threshold"], 0.568)
 
 
 @pytest.mark.parametrize(("at_one", "chosen"), [(0.865, 8), (0.862, 12)])

@@ -11,7 +11,6 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from trakdask.arrays.detection import (
     average_precision,
     class_ranks,
-    mean_of_pairs,
     rank_correlations,
 )
 
@@ -56,16 +55,6 @@ def test_class_ranks__by_hand(case: str, chunks: tuple[int, ...]) -> None:
             ranked = (CODES[:, 1] == TARGET_CODES[t, 1]) & ~np.isnan(column)
             relevant = CODES[ranked, 0] == TARGET_CODES[t, 0]
             np.testing.assert_allclose(result[t, e], by_hand(column[ranked], relevant))
-
-
-def test_class_ranks__order_of_samples_is_invisible() -> None:
-    order = RNG.permutation(N)
-    whole = da.from_array(SCORES["ties"])
-    shuffled = da.from_array(SCORES["ties"][order])
-    np.testing.assert_array_equal(
-        class_ranks(whole, CODES, TARGET_CODES, COUNTS),
-        class_ranks(shuffled, CODES[order], TARGET_CODES, COUNTS),
-    )
 
 
 def test_class_ranks__undefined_without_both_kinds() -> None:
@@ -115,8 +104,3 @@ def test_rank_correlations__undefined() -> None:
     assert result[0, 0, 2] == pytest.approx(stats.spearmanr(score[:, 0, 0], score[:, 0, 2])[0])
     assert np.isnan(result[1:3]).all()
     assert not np.isnan(result[3:]).any()
-
-
-def test_mean_of_pairs__leaves_out_the_diagonal() -> None:
-    matrix = np.array([[1.0, 0.2, 0.4], [0.2, 1.0, 0.9], [0.4, 0.9, 1.0]])
-    assert float(mean_of_pairs(matrix)) == pytest.approx(0.5)

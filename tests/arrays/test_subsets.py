@@ -45,11 +45,6 @@ def test_random_subsets__groups_stay_together() -> None:
         assert not set(groups[mask]) & set(groups[~mask])
 
 
-def test_leave_out_each() -> None:
-    masks = subsets.leave_out_each(6, np.array([4, 0])).compute()
-    assert [np.flatnonzero(~mask).tolist() for mask in masks] == [[4], [0]]
-
-
 @given(st.integers(0, 1000), st.integers(1, 3))
 def test_without_first__every_ranking_and_k(seed: int, rows: int) -> None:
     rng = np.random.default_rng(seed)
