@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trakdask.files import Folder
-from trakdask.storage.group import zarr_store
+from trakdask.storage.group import Group, zarr_store
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -90,9 +90,9 @@ def test_walks__count_calls_and_entries() -> None:
 
 
 def test_walks__count_a_generator_once() -> None:
-    walk = runpy.run_path(str(DOCS / "walks.py"))["walked"](Folder(str(DOCS)).sizes)
-    functions = dict.fromkeys(["Folder.sizes", "Folder.is_local", "_sizes", "_walk"], 1)
-    assert dict(walk.functions) == {f"files.{name}": n for name, n in functions.items()}
+    group = Group(Folder("nowhere"), {"sources": [["a", 1], ["b", 2]]}, {})
+    walk = runpy.run_path(str(DOCS / "walks.py"))["walked"](lambda: list(group.rows_of_sources()))
+    assert dict(walk.functions) == {"storage.group.Group.rows_of_sources": 1}
 
 
 # ----------------------------------------------------------------------------- tables of results

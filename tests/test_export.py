@@ -22,6 +22,14 @@ from distributed import Client
 from pyarrow import parquet
 
 import trakdask as td
+from tests.bad_inputs.stores import (
+    foreign_folder,
+    foreign_parquet,
+    foreign_zarr,
+    older_zarr,
+    store_in,
+    text_as_parquet,
+)
 from trakdask import export
 from trakdask.provenance import as_values
 from trakdask.testing import raise_if_dask_computes, simulate_features
@@ -150,14 +158,6 @@ def test_to_parquet__ranks_without_a_sample_are_null(tmp_path: Path) -> None:
         assert (frame[name].isna() == missing).all(), name
 
 
-def test_to_parquet__results_in_memory(tmp_path: Path) -> None:
-    top = td.top_k(td.score(*labelled()), 2).compute()
-    td.to_parquet(top, tmp_path / "p.parquet")
-    assert (
-        read_by_pandas(tmp_path / "p.parquet").score.tolist() == top.score.values.ravel().tolist()
-    )
-
-
 def test_to_parquet__on_worker_processes(process_client: Client, tmp_path: Path) -> None:
     top = td.top_k(td.score(*labelled()), 2)
     td.to_parquet(top, tmp_path / "p.parquet")
@@ -243,40 +243,6 @@ def test_to_zarr__blocks_of_different_sizes(tmp_path: Path, sizes: tuple[int, ..
     np.testing.assert_array_equal(again.label, scores.label)
 
 
-@pytest.mark.parametrize("write", [td.to_parquet, td.to_zarr])
-def test_to__overwrites_results_only(tmp_path: Path, write: Callable[..., None]) -> None:
-    scores = td.score(FEATURES, TARGETS, damping=0.1)
-    (tmp_path / "thesis.tex").write_text("all of it")
-    with pytest.raises(FileExistsError, match=r"earlier result .*\['thesis.tex'\]"):
-        write(scores, tmp_path, overwrite=True)
-    assert (tmp_path / "thesis.tex").read_text() == "all of it"
-    for _ in range(2):
-        write(scores, tmp_path / "result", overwrite=True)
-
-
-def features_store(folder: Path) -> Path:
-    td.save(FEATURES, folder / "train.zarr", progress=False)
-    return folder / "train.zarr"
-
-
-def foreign_zarr(folder: Path) -> Path:
-    xr.Dataset({"mine": ("x", np.arange(3))}).to_zarr(folder / "my.zarr", consolidated=False)
-    return folder / "my.zarr"
-
-
-def foreign_parquet(folder: Path) -> Path:
-    (folder / "mine").mkdir()
-    for name in ("a.parquet", "part-00000-00000.parquet"):
-        pd.DataFrame({"mine": [1]}).to_parquet(folder / "mine" / name)
-    return folder / "mine"
-
-
-def text_as_parquet(folder: Path) -> Path:
-    (folder / "mine").mkdir()
-    (folder / "mine/part-00000-00000.parquet").write_text("not parquet")
-    return folder / "mine"
-
-
 def with_notes_beside(folder: Path) -> Path:
     td.to_zarr(SCORES, folder / "scores.zarr")
     (folder / "scores.zarr/notes.txt").write_text("mine")
@@ -291,19 +257,11 @@ def made_from_ours(folder: Path) -> Path:
     return folder / "theirs.zarr"
 
 
-def older_zarr(folder: Path) -> Path:
-    xr.Dataset({"mine": ("x", np.arange(3))}).to_zarr(folder / "v2.zarr", zarr_format=2)
-    return folder / "v2.zarr"
-
-
 @pytest.mark.parametrize("scheme", ["", "file://"])
 @pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
 @pytest.mark.parametrize(
-    "there",
-    [
-        features_store, foreign_zarr, foreign_parquet, text_as_parquet, with_notes_beside,
-        made_from_ours, older_zarr,
-    ],
+    "there", [store_in, foreign_zarr, foreign_parquet, text_as_parquet, with_notes_beside,
+              made_from_ours, older_zarr, foreign_folder],
 )  # fmt: skip
 def test_overwrite__never_what_another_wrote(
     tmp_path: Path, there: Callable[[Path], Path], export: Callable[..., None], scheme: str

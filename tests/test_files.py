@@ -10,9 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trakdask.files import Folder, is_partial, location, retried
-
-PARTIAL = f"x.{32 * 'a'}.partial"
+from trakdask.files import Folder, location, retried
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -49,7 +47,7 @@ def test_write__is_read_and_replaced(folder: Folder) -> None:
     assert folder.read("a") == b"new"
     assert (folder / "sub").read_json("b") == {}
     assert folder.names() == ["a", "sub"]
-    assert folder.sizes() == {"a": 3, "sub/b": 2}
+    assert folder.files() == {"a", "sub/b"}
     with folder.open("a") as file:
         assert file.read(1) == b"n"
     folder.remove("sub")
@@ -73,7 +71,7 @@ def test_writing__an_error_changes_nothing(folder: Folder) -> None:
     writing = folder.writing("a")
     writing.__enter__().write(b"half")
     assert not writing.__exit__(KeyError, KeyError(), None)
-    assert folder.sizes() == {"a": 3}
+    assert folder.files() == {"a"}
     assert folder.read("a") == b"old"
 
 
@@ -95,11 +93,9 @@ def test_writing__a_killed_writer_leaves_a_partial_file(
             folder.write("a", b"new")
     assert folder.names() == ["a"]
     assert folder.read("a") == b"old"
-    (left,) = (name for name in folder.sizes() if is_partial(name))
-    folder.sweep("b")
-    assert left in folder.sizes()
+    assert len(folder.files()) == 2
     folder.sweep()
-    assert list(folder.sizes()) == ["a"]
+    assert folder.files() == {"a"}
 
 
 def test_writing__the_content_is_on_the_disk_before_it_has_its_name(
@@ -134,21 +130,8 @@ def test_create__only_once(folder: Folder) -> None:
     folder.create("a", b"first")
     with pytest.raises(FileExistsError):
         folder.create("a", b"second")
-    assert folder.sizes() == {"a": 5}
+    assert folder.files() == {"a"}
     assert folder.read("a") == b"first"
-
-
-def test_at__a_file_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    for path in (tmp_path / "a", tmp_path / "a" / "b"):
-        with pytest.raises(NotADirectoryError, match=f"got the file '{tmp_path}/a'"):
-            Folder.at(path)
-
-
-def test_at__options(tmp_path: Path) -> None:
-    assert Folder.at(tmp_path, {"a": 1}).options == {"a": 1}
-    with pytest.raises(TypeError, match=r"expected storage_options.*got 3"):
-        Folder.at(tmp_path, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", ["a.zarr", "./a.zarr", "a.zarr/", "b/../a.zarr", Path("a.zarr")])
@@ -171,38 +154,22 @@ def test_location__other_urls_are_unchanged(url: str) -> None:
     assert location(url) == url
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        (3, TypeError, r"got 3 \(int\)"),
-        (None, TypeError, "got None"),
-        (b"a.zarr", TypeError, r"got b'a.zarr' \(bytes\)"),
-        ("", ValueError, "got ''"),
-        ("  ", ValueError, "got '  '"),
-        ("foo://b/a", ValueError, "'foo://b/a'.*'foo'"),
-        ("simplecache::foo://b/a", ValueError, "'foo'"),
-        ("a\0b", ValueError, "null"),
-        ("a" * 300, OSError, "a{100}.*name too long"),
-    ],
-)
-def test_location__refused(given: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=rf"(?i){words}"):
-        location(given)  # type: ignore[arg-type]
+@pytest.mark.parametrize("path", ["", "  ", b"a.zarr", None])
+def test_location__refused(path: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=repr(path)):
+        location(path)  # type: ignore[arg-type]
 
 
-def test_location__circle_of_links(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(OSError, match=f"{tmp_path}/a/f.zarr"):
-        location(tmp_path / "a" / "f.zarr")
+def test_location__unknown_protocol() -> None:
+    for url in ("foo://b/a", "simplecache::foo://b/a"):
+        with pytest.raises(ValueError, match="foo"):
+            location(url)
 
 
-def test_location__what_is_not_there_or_may_not_be_read_is_left_to_who_opens_it(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "no" / "where", tmp_path / "file" / "below"):
-        assert location(path) == os.fspath(path)
+def test_at__a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(NotADirectoryError, match=f"got the file '{tmp_path}/a'"):
+        Folder.at(tmp_path / "a")
 
 
 @pytest.mark.parametrize("n_errors", [0, 1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -114,12 +113,7 @@ def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
         for dim, sizes in ds.chunks.items()
         if len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]
     }
-    uneven = {
-        name: array.variable.chunk({dim: chunks[dim] for dim in array.dims if dim in chunks})
-        for name, array in ds.data_vars.items()
-        if chunks.keys() & set(array.dims)
-    }
-    return ds.assign(uneven)
+    return ds.chunk(chunks) if chunks else ds
 
 
 def to_parquet(
@@ -173,16 +167,7 @@ def to_parquet(
 
 
 def _require_size(ds: xr.Dataset, n_bytes: int, max_bytes: int | str) -> None:
-    try:
-        limit = parse_bytes(max_bytes)
-    except (ValueError, TypeError, AttributeError):
-        limit = -1
-    if isinstance(max_bytes, bool) or limit < 0:
-        raise ValueError(
-            f"expected max_bytes as a number of bytes or a string, got {max_bytes!r:.60}; try "
-            "max_bytes='60 GB'"
-        )
-    if n_bytes > limit:
+    if n_bytes > (limit := parse_bytes(max_bytes)):
         sizes = " × ".join(f"{size:,} {dim}" for dim, size in ds.sizes.items())
         needed = math.ceil(n_bytes / 2**30)
         raise ValueError(
@@ -236,10 +221,6 @@ def _free_folder(
     path: str | os.PathLike[str], overwrite: bool, is_ours: Callable[[Folder], bool]
 ) -> Folder:
     """Return the folder of a path at which there is nothing, or what may be overwritten."""
-    if not isinstance(overwrite, bool):
-        raise TypeError(
-            f"expected overwrite=True or False, got {overwrite!r:.60}; try overwrite=True"
-        )
     folder = Folder.at(path)
     names = folder.names()
     if names and not overwrite:
@@ -257,10 +238,14 @@ def _free_folder(
 
 def _is_our_zarr(folder: Folder) -> bool:
     """Return whether to_zarr wrote a store, or began to, and nothing else is in the folder."""
-    if not _WRITER.items() <= _attrs(folder).items():
+    try:
+        attrs = folder.read_json("zarr.json")["attributes"]
+    except (OSError, ValueError, KeyError):  # no group of zarr, or a damaged one
         return False
     files = [set((folder / name).names()) for name in folder.names() if name != "zarr.json"]
-    return all(names and names <= {"zarr.json", "c"} for names in files)
+    return _WRITER.items() <= attrs.items() and all(
+        names and names <= {"zarr.json", "c"} for names in files
+    )
 
 
 def _is_our_parquet(folder: Folder) -> bool:
@@ -275,18 +260,9 @@ def _is_our_file(folder: Folder, name: str) -> bool:
         return False
     try:
         with folder.open(name) as file:
-            metadata = pq.read_schema(file).metadata or {}
+            return _METADATA.encode() in (pq.read_schema(file).metadata or {})
     except (OSError, ValueError):  # not a parquet file, despite its name
         return False
-    return _METADATA.encode() in metadata
-
-
-def _attrs(folder: Folder) -> dict[str, Any]:
-    """Return the attributes of a zarr group, or none if it is not a group or is damaged."""
-    try:
-        return dict(folder.read_json("zarr.json")["attributes"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
 
 
 def _as_table(data: object) -> xr.Dataset:
@@ -313,10 +289,7 @@ def _dims(ds: xr.Dataset) -> list[Hashable]:
     return [TARGET, *(dim for dim in ds.dims if dim != TARGET)]
 
 
-Column = tuple[str, da.Array]
-
-
-def _columns(ds: xr.Dataset) -> list[Column]:
+def _columns(ds: xr.Dataset) -> list[tuple[str, da.Array]]:
     """Return the columns' names, and their arrays over one or both dimensions, chunked alike."""
     names = [*_dims(ds), *ds.data_vars, *(name for name in ds.coords if name not in ds.dims)]
     columns = []
@@ -329,7 +302,7 @@ def _columns(ds: xr.Dataset) -> list[Column]:
     return columns
 
 
-def _written(ds: xr.Dataset, columns: list[Column], folder: Folder) -> da.Array:
+def _written(ds: xr.Dataset, columns: list[tuple[str, da.Array]], folder: Folder) -> da.Array:
     """Return tasks that write one file each, (block of targets, block of the other dimension)."""
     dims = dict(zip(_dims(ds), "to", strict=True))
     axes = ["".join(dims[dim] for dim in ds[name].dims) for name, _ in columns]
@@ -349,43 +322,37 @@ def _write_file(
     folder: Folder, names: list[str], axes: list[str], attrs: dict[str, Any], *blocks: np.ndarray
 ) -> np.ndarray:
     *values, (target_block,), (other_block,) = blocks
-    tables = _tables(dict(zip(names, values, strict=True)), axes)
-    if (first := next(tables, None)) is not None:
-        schema = first.schema.with_metadata({_METADATA: json.dumps(as_values(attrs), default=str)})
-        with (
-            folder.writing(f"part-{target_block:05d}-{other_block:05d}.parquet") as file,
-            pq.ParquetWriter(file, schema) as writer,
-        ):
-            for table in itertools.chain([first], tables):
-                writer.write_table(table)
+    n_targets, n_other = values[axes.index("to")].shape
+    columns = dict(zip(names, values, strict=True))
+    step = max(1, _ROWS_AT_ONCE // max(n_other, 1))  # rows of whole targets
+    schema = _table(columns, axes, slice(0, 0), n_other).schema
+    schema = schema.with_metadata({_METADATA: json.dumps(as_values(attrs), default=str)})
+    with (
+        folder.writing(f"part-{target_block:05d}-{other_block:05d}.parquet") as file,
+        pq.ParquetWriter(file, schema) as writer,
+    ):
+        for start in range(0, n_targets, step):
+            targets = slice(start, min(start + step, n_targets))
+            writer.write_table(_table(columns, axes, targets, n_other))
     return np.ones((1, 1), bool)
 
 
-def _tables(columns: dict[str, np.ndarray], axes: list[str]) -> Iterator[pa.Table]:
-    """Cut a block into tables of about a million rows, whole targets each."""
-    shape = next(
-        values.shape for values, axis in zip(columns.values(), axes, strict=True) if axis == "to"
-    )
-    step = max(1, _ROWS_AT_ONCE // max(shape[1], 1))
-    for start in range(0, shape[0], step):
-        part = slice(start, min(start + step, shape[0]))
-        yield _table(columns, axes, part, shape[1])
-
-
-def _table(columns: dict[str, np.ndarray], axes: list[str], part: slice, n_other: int) -> pa.Table:
-    n_targets = part.stop - part.start
-    repeated = np.repeat(np.arange(n_targets), n_other)
-    tiled = np.tile(np.arange(n_other), n_targets)
-    missing = columns["position"][part].ravel() < 0 if "position" in columns else None
+def _table(
+    columns: dict[str, np.ndarray], axes: list[str], targets: slice, n_other: int
+) -> pa.Table:
+    """Return the rows of some targets of a block."""
+    n_targets = targets.stop - targets.start
+    rows = {
+        "t": pa.array(np.repeat(np.arange(n_targets), n_other)),
+        "o": pa.array(np.tile(np.arange(n_other), n_targets)),
+    }
+    missing = columns["position"][targets].ravel() < 0 if "position" in columns else None
     table = {}
     for (name, values), axis in zip(columns.items(), axes, strict=True):
         if axis == "to":
-            table[name] = _arrow(values[part].ravel(), missing)
+            table[name] = _arrow(values[targets].ravel(), missing)
         else:
-            is_target = axis == "t"
-            table[name] = _arrow(values[part] if is_target else values).take(
-                pa.array(repeated if is_target else tiled)
-            )
+            table[name] = _arrow(values[targets] if axis == "t" else values).take(rows[axis])
     return pa.table(table)
 
 

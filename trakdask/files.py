@@ -23,7 +23,7 @@ from uuid import uuid4
 
 import fsspec
 
-__all__ = ["UNCACHED", "Folder", "explained", "is_partial", "location", "retried"]
+__all__ = ["UNCACHED", "Folder", "explained", "location", "retried"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,10 @@ UNCACHED = {"use_listings_cache": False}
 _PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """How a file ends while it is written, here and in zarr: it gets its own name when it is whole."""
 _WAITS_S = (0.1, 0.5, 2.0)
-_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
+_LASTING = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+    errno.ELOOP, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,29 +60,20 @@ class Folder:
 
         Raises
         ------
-        TypeError
-            If the options are no mapping, or the path is no text.
         ValueError
             If nobody can list or write files at such a URL.
         NotADirectoryError
             If a file is in the way.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise TypeError(
-                f"expected storage_options to be a mapping or None, got {options!r:.60}; try "
-                "storage_options={'anon': True}"
-            )
         folder = cls(location(path), options or {})
         if folder.url.startswith(("http://", "https://")):
             raise ValueError(
                 f"expected a place to write to, got {folder.url!r}; try s3:// or gs://"
             )
-        local = Path(folder.url)
-        for each in (local, *local.parents) if folder.is_local else ():
-            if each.is_file():
-                raise NotADirectoryError(
-                    f"expected a folder, got the file {str(each)!r}; try another path"
-                )
+        if folder.is_local and os.path.isfile(folder.url):
+            raise NotADirectoryError(
+                f"expected a folder, got the file {folder.url!r}; try another path"
+            )
         return folder
 
     def __truediv__(self, name: str) -> Folder:
@@ -97,52 +91,48 @@ class Folder:
 
     def names(self) -> list[str]:
         """List the files and folders in it, without partial files; none if it does not exist."""
+        fs, path = self._fs()
 
         def listed() -> list[str]:
-            if self.is_local:
-                return os.listdir(self.url)
-            fs, path = self._fs()
+            if self.is_local:  # fsspec takes eight times as long
+                return os.listdir(path)
             fs.invalidate_cache()
-            paths = (each.rstrip("/") for each in fs.ls(path, detail=False))
-            return [each.rpartition("/")[2] for each in paths if each != path]
+            paths = (inside.rstrip("/") for inside in fs.ls(path, detail=False))
+            return [inside.rpartition("/")[2] for inside in paths if inside != path]
 
         try:
             return sorted(name for name in retried(listed) if not _PARTIAL.search(name))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of all files below it, by their relative paths, from one listing."""
-        if self.is_local:
-            return dict(_sizes(self.url))
+    def files(self) -> set[str]:
+        """Return the relative paths of all files below it, partial ones too."""
         fs, path = self._fs()
+        fs.invalidate_cache()
+        if self.is_local:  # fsspec would ask for the size of each
+            found = [f"{at}/{name}" for at, _, names in os.walk(path) for name in names]
+        else:
+            found = retried(lambda: fs.find(path))
+        return {file[len(path) + 1 :] for file in found}
 
-        def listed() -> dict[str, int]:
-            fs.invalidate_cache()
-            files = fs.find(path, detail=True)
-            return {name[len(path) + 1 :]: info["size"] for name, info in files.items()}
-
-        return retried(listed)
-
-    def sweep(self, prefix: str = "") -> None:
-        """Remove partial files that killed writers have left anywhere below it.
-
-        Parameters
-        ----------
-        prefix
-            Of the relative paths to look at; all by default.
-        """
+    def sweep(self) -> None:
+        """Remove partial files that killed writers have left anywhere below it."""
         if self.is_local:  # only there is a file written under another name first
-            paths = [path for path, _ in _walk(self.url) if path.startswith(prefix)]
-            for path in filter(_PARTIAL.search, paths):
-                self.remove(path)
+            for path in Path(self.url).rglob("*.partial"):
+                if _PARTIAL.search(path.name):
+                    path.unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
-        if self.is_local:
-            return retried(Path(self.url, name).read_bytes)
         fs, path = self._fs()
-        return retried(lambda: _content(fs, f"{path}/{name}"))
+
+        def content() -> bytes:
+            try:  # of a whole file s3fs would first ask how long it is, in a request of its own
+                return bytes(fs.cat_file(f"{path}/{name}", start=0))
+            except OSError:  # an empty file has no range of bytes; what is wrong is wrong again
+                return bytes(fs.cat_file(f"{path}/{name}"))
+
+        return retried(content)
 
     def read_json(self, name: str) -> Any:
         """Return the content of a JSON file."""
@@ -232,11 +222,9 @@ def location(path: str | os.PathLike[str]) -> str:
     TypeError
         If it is not a path.
     ValueError
-        If it is empty, cannot be a file name, or is a URL with a protocol unknown to fsspec.
+        If it is empty, or a URL with a protocol that fsspec does not know.
     ImportError
         If the package that opens such URLs is not installed.
-    OSError
-        If the path is too long or contains a cycle of symbolic links.
 
     Examples
     --------
@@ -245,20 +233,14 @@ def location(path: str | os.PathLike[str]) -> str:
     >>> location("memory://bucket/train.zarr")
     'memory://bucket/train.zarr'
     """
-    given = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(given, str):
-        raise TypeError(
-            f"expected a path or URL as text, got {given!r:.60} ({type(given).__name__}); try "
-            "'features.zarr'"
-        )
-    if not given.strip():
-        raise ValueError(f"expected a path or URL, got {given!r}; try 'features.zarr'")
-    if "://" in given:
-        _require_known(given)
-        if not given.startswith(("file://", "local://")):
-            return given
-    local: str = os.path.abspath(fsspec.core.url_to_fs(given)[1])
-    _require_path(local)
+    url = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(url, str) or not url.strip():
+        error = ValueError if isinstance(url, str) else TypeError
+        raise error(f"expected a path or URL as text, got {url!r:.60}; try 'features.zarr'")
+    if "://" in url and not url.startswith(("file://", "local://")):
+        fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])  # is there one?
+        return url
+    local: str = os.path.abspath(fsspec.core.url_to_fs(url)[1])
     return local
 
 
@@ -267,32 +249,18 @@ def explained(err: OSError, text: str) -> OSError:
     return OSError(err.errno, text) if err.errno else OSError(text)
 
 
-def is_partial(name: str) -> bool:
-    """Return whether a file is still being written, or its writer was killed: it has no content.
-
-    Examples
-    --------
-    >>> is_partial(f"c.0.0.{32 * '0'}.partial"), is_partial("film.partial")
-    (True, False)
-    """
-    return _PARTIAL.search(name) is not None
-
-
 def retried(call: Callable[[], T]) -> T:
     """Return what a call returns, repeating it after errors of a network that may pass."""
     for wait in _WAITS_S:
         try:
             return call()
+        except (FileNotFoundError, FileExistsError, PermissionError):
+            raise  # fsspec raises them without a number
         except OSError as err:
-            if not _may_pass(err):
+            if err.errno in _LASTING:
                 raise
             time.sleep(wait)
     return call()
-
-
-def _may_pass(err: OSError) -> bool:
-    lasting = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
-    return not isinstance(err, (*lasting, PermissionError)) and err.errno not in _LASTING
 
 
 @contextmanager
@@ -312,63 +280,3 @@ def _finish(file: IO[bytes], *, durable: bool) -> None:
     file.flush()
     if durable:
         os.fsync(file.fileno())
-
-
-def _content(fs: Any, path: str) -> bytes:
-    try:  # of a whole file s3fs would first ask how long it is, in a request of its own
-        return bytes(fs.cat_file(path, start=0))
-    except OSError:  # an empty file has no range of bytes; and what is wrong is wrong again
-        return bytes(fs.cat_file(path))
-
-
-def _sizes(folder: str) -> Iterator[tuple[str, int]]:
-    for path, entry in _walk(folder):
-        with suppress(FileNotFoundError):  # another's temporary file, gone by now
-            yield path, entry.stat(follow_symlinks=False).st_size
-
-
-def _walk(folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield everything below a folder, if it exists, except folders, by relative paths."""
-    waiting = [(folder, "")]
-    while waiting:
-        path, prefix = waiting.pop()
-        with suppress(FileNotFoundError), os.scandir(path) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append((entry.path, f"{prefix}{entry.name}/"))
-                else:
-                    yield f"{prefix}{entry.name}", entry
-
-
-def _require_known(url: str) -> None:
-    for part in url.split("::"):
-        protocol = part.partition("://")[0]
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except ValueError as err:
-            raise ValueError(
-                f"expected a path, or a URL that fsspec knows, got {url!r} with the unknown "
-                f"protocol {protocol!r}; try file://, s3:// or gs://"
-            ) from err
-        except ImportError as err:
-            raise ImportError(
-                f"expected a package that opens {protocol!r} URLs such as {url!r}, got none "
-                f"({err}); try installing it"
-            ) from err
-
-
-def _require_path(path: str) -> None:
-    """Reject a path that the file system cannot represent, whether or not it exists."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return  # whoever opens the path reports these
-    except OSError as err:
-        raise OSError(
-            err.errno,
-            f"expected a path to a folder, got {path!r:.200} ({err.strerror}); try another path",
-        ) from err
-    except ValueError as err:  # a NUL character, or text that cannot be encoded as a file name
-        raise ValueError(
-            f"expected a path to a folder, got {path!r:.200} ({err}); try another path"
-        ) from err

@@ -18,8 +18,6 @@ from tests.bad_inputs.stores import (
     file,
     foreign_folder,
     foreign_zarr,
-    loop,
-    older_zarr,
     store_in,
     without,
 )
@@ -84,54 +82,28 @@ def along(values: Any, dim: str = "sample") -> xr.DataArray:
     return xr.DataArray(np.array(values), dims=dim)
 
 
-def raises(error: Exception) -> Callable[[xr.Dataset], Any]:
-    def where(_: xr.Dataset) -> Any:
-        raise error
-
-    return where
-
-
-ATTRS = FEATURES.attrs
 ALIVE = json.dumps({"host": "elsewhere", "process": 7, "renewed": 4e9, "since": 0}).encode()
 
 SAVE = [
     ("nothing", save(None), TypeError, ["NoneType"]),
     ("an array", save(FEATURES.feature), TypeError, ["DataArray"]),
-    ("samples", save(FEATURES[["output"]]), ValueError, ["'feature'", "output"]),
     ("integer features", save(FEATURES.astype(int)), ValueError, ["int64"]),
-    ("swapped arguments", lambda folder: td.save(str(folder), FEATURES), TypeError, ["str"]),
-    ("no path", save(store=None), TypeError, ["None", "features.zarr"]),
-    ("number as path", save(store=5), TypeError, ["5 (int)"]),
-    ("bytes as path", save(store=b"f.zarr"), TypeError, ["b'f.zarr'"]),
     ("empty path", save(store=""), ValueError, ["''"]),
-    ("blank path", save(store="  "), ValueError, ["'  '"]),
-    ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["'s4'", "s3://"]),
-    ("NUL in path", save(store="/tmp/\0f"), ValueError, ["\\x00", "null byte"]),
-    ("path too long", save(store="/tmp/" + "f" * 300), OSError, ["fff", "too long"]),
-    ("surrogate in path", save(store="/tmp/\ud800"), ValueError, ["\\ud800"]),
-    ("links in a circle", lambda f: td.save(FEATURES, loop(f)), OSError, ["a/f.zarr", "links"]),
+    ("unknown protocol", save(store="s4://bucket/f.zarr"), ValueError, ["s4"]),
     ("path of a file", lambda f: td.save(FEATURES, file(f)), NotADirectoryError, ["notes.txt"]),
     ("foreign folder", lambda f: td.save(FEATURES, foreign_folder(f)), FileExistsError, ["notes"]),
     ("foreign zarr", lambda f: td.save(FEATURES, foreign_zarr(f)), FileExistsError, ["mine.zarr"]),
-    ("options as a list", save(storage_options=["anon"]), TypeError, ["['anon']"]),
+    ("options as a list", save(storage_options=["anon"]), TypeError, ["list"]),
     ("unknown dtype", save(dtype="float8"), ValueError, ["'float8'", "'float16'"]),
-    ("dtype as a type", save(dtype=np.float16), ValueError, ["float16"]),
     ("float64 as float16", save(FEATURES.astype("f8"), dtype="float16"), ValueError, ["float64"]),
     ("unknown append_dim", save(append_dim="target"), ValueError, ["'target'", "'checkpoint'"]),
-    ("append_dim as flag", save(append_dim=True), ValueError, ["True", "'sample'"]),
     ("negative retries", save(retries=-1), ValueError, ["-1", "retries=2"]),
-    ("retries as text", save(retries="2"), ValueError, ["'2'"]),
-    ("retries as flag", save(retries=True), ValueError, ["True"]),
-    ("half a retry", save(retries=0.5), ValueError, ["0.5"]),
-    ("gram as text", save(gram="no"), TypeError, ["gram", "'no'"]),
-    ("progress as number", save(progress=1), TypeError, ["progress", "1"]),
+    ("retries as text", save(retries="2"), TypeError, ["'2'"]),
     ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
     ("calibrate without a matrix", save(calibrate=FEATURES, gram=False), ValueError, ["gram=False"]),
     ("calibrate of few samples", save(calibrate=FEATURES, estimator="soft"), ValueError, ["8", "50"]),
     ("calibrate where no outputs choose", save(calibrate=FEATURES), ValueError, ["'trak'"]),
     ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),
-    ("no checkpoints", save(FEATURES.isel(checkpoint=[])), ValueError, ["checkpoint", "0"]),
-    ("no proj_dim", save(FEATURES.isel(proj_dim=[])), ValueError, ["proj_dim", "0"]),
     ("checkpoint twice", save(FEATURES.isel(checkpoint=[0, 0])), ValueError, ["'c0', 'c0'"]),
     ("unknown checkpoints", save(FEATURES.assign_coords(checkpoint=["a", "b"])), ValueError,
      ["'a', 'b'", "'c0', 'c1'"]),
@@ -139,11 +111,7 @@ SAVE = [
     *[(f"coord named {name or 'nothing'}", named(name), ValueError, [f"'{name}'"])
       for name in ("lock", "..", ".", "", "a/b", "zarr.json", "a b",
                    "__x", "gram", "dropped")],
-    ("coord named by a backslash", named("a\\b"), ValueError, [r"a\\b"]),
-    ("coord named by a surrogate", named("a\ud800"), ValueError, ["\\ud800"]),
-    ("coord named by a line break", named("a\n"), ValueError, ["'a\\n'"]),
     ("coord with a long name", named("a" * 300), ValueError, ["aaaa"]),
-    ("coord named by a number", named(5), TypeError, ["5 (int)", "'5'"]),
     ("coord of bytes", with_coord([b"a"] * 8), TypeError, ["'mine'", "S1"]),
     ("coord of several kinds", with_coord([None, *"abcdefg"]), ValueError, ["'mine'"]),
     ("other task", save_again(FEATURES.assign_attrs(task="other")), td.errors.StoreMismatchError,
@@ -171,34 +139,21 @@ SAVE = [
 OPEN = [
     ("lost mask of dropped samples", opened(without("dropped/c/0")), td.errors.IncompleteFeaturesError,
      ["dropped/c/0", "td.verify"]),
-    ("older zarr", opened(older_zarr), FileNotFoundError, ["mine.zarr"]),
-    ("no path", opened(lambda _: None), TypeError, ["None"]),
     ("features", opened(lambda _: FEATURES), TypeError, ["Dataset"]),
     ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr", "no store"]),
     ("foreign folder", opened(foreign_folder), FileNotFoundError, ["notes.txt"]),
     ("foreign zarr", opened(foreign_zarr), FileNotFoundError, ["mine.zarr", "open_zarr"]),
     ("file", opened(file), NotADirectoryError, ["notes.txt"]),
-    ("links in a circle", opened(loop), OSError, ["a/f.zarr", "links"]),
-    ("unknown protocol", opened(lambda _: "s4://b/f"), ValueError, ["'s4'"]),
-    ("options as text", opened(store_in, storage_options="anon"), TypeError, ["'anon'"]),
-    ("require_complete as text", opened(store_in, require_complete="no"), TypeError, ["'no'"]),
-    ("dropped as number", opened(store_in, dropped=1), TypeError, ["dropped", "1"]),
-    ("load_coords as text", opened(store_in, load_coords="lazy"), TypeError, ["'lazy'"]),
     ("lost chunk of a coord", opened(without("label/c/0")), td.errors.IncompleteFeaturesError,
      ["label/c/0", "td.verify"]),
     ("flipped bit in a coord", opened(flipped("label/c/0")), ValueError, ["'label'"]),
 ]  # fmt: skip
 
 VERIFY = [
-    ("no path", verify(lambda _: None), TypeError, ["None"]),
     ("nothing there", verify(lambda f: f / "f.zarr"), FileNotFoundError, ["no store"]),
-    ("nothing to repair", verify(lambda f: f / "f.zarr", repair=True), FileNotFoundError,
-     ["no store"]),
     ("foreign folder", verify(foreign_folder, repair=True), FileNotFoundError, ["notes.txt"]),
     ("foreign zarr", verify(foreign_zarr), FileNotFoundError, ["without features"]),
     ("file", verify(file), NotADirectoryError, ["notes.txt"]),
-    ("checksums as text", verify(store_in, checksums="all"), TypeError, ["checksums", "'all'"]),
-    ("repair as number", verify(store_in, repair=1), TypeError, ["repair", "1"]),
     ("a live writer", verify(with_lock(ALIVE), repair=True), td.errors.StoreBusyError, ["process 7"]),
 ]  # fmt: skip
 
@@ -207,29 +162,19 @@ DROP = [
      ["no store"]),
     ("nothing", drop(None), ValueError, ["None (NoneType)", "where=lambda"]),
     ("an array", drop(np.arange(6) < 2), ValueError, ["(ndarray)"]),
-    ("a list", drop([True] * 6), ValueError, ["(list)"]),
     ("positions", drop(along([0, 1])), ValueError, ["int64 {'sample': 2}", "sample: 6"]),
-    ("numbers", drop(along([0, 1] * 3)), ValueError, ["int64"]),
     ("too many", drop(along([True, False] * 4)), ValueError, ["{'sample': 8}", "sample: 6"]),
-    ("another dimension", drop(along([True, False] * 3, "target")), ValueError, ["'target'"]),
     ("all samples", drop(along([True] * 6)), ValueError, ["true for all 6"]),
-    ("a misspelled coord", drop(lambda ds: ds.lable == 1), ValueError, ["lable", "'label'"]),
-    ("a function that raises", drop(raises(KeyError("x"))), ValueError, ["KeyError", "'label'"]),
     ("a function that returns nothing", drop(lambda _: None), ValueError, ["NoneType"]),
     ("a function that returns an array", drop(lambda ds: ds.label.values == 1), ValueError,
      ["(ndarray)"]),
-    ("a function that takes nothing", drop(lambda: None), ValueError, ["TypeError", "argument"]),
 ]  # fmt: skip
 
 ASSIGN = [
     ("nothing there", lambda f: td.assign_coords(f / "f.zarr", {"a": [1]}), FileNotFoundError,
      ["no store"]),
-    ("nothing", assign(None), TypeError, ["None (NoneType)"]),
-    ("no coords", assign({}), TypeError, ["{}"]),
-    ("a list", assign([1, 2]), TypeError, ["[1, 2]"]),
     ("too few", assign({"label": [1, 2]}), ValueError, ["'label'", "(2,)", "6"]),
     ("one value", assign({"label": 1}), TypeError, ["'label'", "int"]),
-    ("a text", assign({"label": "spam"}), TypeError, ["'label'", "str"]),
     ("two dimensions", assign({"label": np.zeros((8, 2))}), ValueError, ["'label'", "(8, 2)"]),
     ("another dimension", assign({"label": along([1] * 8, "target")}), ValueError, ["'target'"]),
     ("missing text", assign({"label": ["a", None] * 4}), ValueError, ["'label'"]),
@@ -240,16 +185,13 @@ ASSIGN = [
      ["'label'", "numbers so far"]),
     *[(f"coord named {name or 'nothing'}", assign({name: [1] * 8}), ValueError, [f"'{name}'"])
       for name in ("..", "", "a/b", "gram", "target_label", "sample", "zarr.json")],
-    ("coord named by a number", assign({5: [1] * 8}), TypeError, ["5 (int)"]),
 ]  # fmt: skip
 
 
 CALIBRATE = [
     ("nothing there", lambda f: td.calibrate(f / "f.zarr"), FileNotFoundError, ["no store"]),
-    ("no path", lambda f: td.calibrate(None), TypeError, ["None"]),
     ("a store without gram matrix", lambda f: td.calibrate(without_gram(f)), ValueError,
      ["gram", "'feature'"]),
-    ("an array", lambda f: td.calibrate(store_in(f), FEATURES.output), TypeError, ["held_out"]),
     ("samples without outputs", lambda f: td.calibrate(store_in(f), FEATURES[["feature"]]),
      ValueError, ["'output'"]),
     ("few samples", lambda f: td.calibrate(store_in(f), FEATURES), ValueError, ["8", "50"]),

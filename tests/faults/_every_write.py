@@ -27,7 +27,7 @@ import numpy as np
 import xarray as xr
 
 import trakdask as td
-from trakdask.storage import coords, dropping, opening, saving, verification  # noqa: F401
+from trakdask import storage  # noqa: F401
 from trakdask.testing import simulate_features
 
 N, BLOCK = 6, 4  # so that samples are appended in the middle of a block

@@ -80,7 +80,7 @@ def test_assign_coords__then_append_samples(store: Path) -> None:
     with pytest.raises(td.errors.StoreMismatchError, match=r"features.assign_coords\(weight=...\)"):
         save(part(24, 40), store, append_dim="sample")
     more = part(24, 40).assign_coords(weight=("sample", np.ones(16)))
-    with pytest.raises(td.errors.StoreMismatchError, match=r"'weight' .* as numbers .*got"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"'weight'.*numbers.*got.*text"):
         save(more.assign_coords(weight=("sample", ["heavy"] * 16)), store, append_dim="sample")
     opened = save(more, store, append_dim="sample")
     animals, weights = RIGHT[:24] + ANIMALS[24:], np.repeat([0.0, 1.0], [24, 16])
@@ -93,7 +93,7 @@ def test_assign_coords__then_append_samples(store: Path) -> None:
 def test_assign_coords__then_append_a_checkpoint(store: Path) -> None:
     td.assign_coords(store, {"animal": RIGHT[:24], "weight": np.zeros(24)})
     third = part(0, 24, (2,)).assign_attrs(source="0:24")
-    with pytest.raises(td.errors.StoreMismatchError, match=r"'animal'.*dgo instead of dog.* 1,"):
+    with pytest.raises(td.errors.StoreMismatchError, match=r"'animal'.*dgo instead of dog.* 1;"):
         save(third, store, append_dim="checkpoint")
     opened = save(third.drop_vars("animal"), store, append_dim="checkpoint")
     assert opened.sizes["checkpoint"] == 3

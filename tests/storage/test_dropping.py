@@ -110,16 +110,6 @@ def test_drop__then_append_a_checkpoint(store: Path) -> None:
     assert_left(opened, expected, without=list(range(5)))
 
 
-def test_drop__soft_sums(tmp_path: Path) -> None:
-    features = simulate_features(n_samples=40, proj_dim=6, chunks=16)
-    save(features, tmp_path / "f.zarr", estimator="soft")
-    opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.label == 1)
-    left = save(opened, tmp_path / "left.zarr", estimator="soft")
-    for name in ("gram", "loss_gradient"):
-        np.testing.assert_allclose(opened[name], left[name], rtol=1e-5, atol=1e-5)
-        assert opened[name].attrs["pooled_checkpoints"] == ["c0", "c1"]
-
-
 def test_drop__shown(store: Path) -> None:
     assert not td.open(store, dropped=True).dropped.any()
     td.drop(store, where=lambda ds: ds.number < 5)
@@ -134,21 +124,6 @@ def test_drop__without_a_gram(tmp_path: Path) -> None:
     opened = td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number < 5)
     assert opened.sizes["sample"] == 35
     assert "gram" not in opened
-
-
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        (lambda ds: ds.number, r"expected where= as a boolean.*got int64 \{'sample': 40\}"),
-        (lambda ds: ds.number >= 0, "got true for all 40"),
-        (xr.DataArray(np.zeros(3, bool), dims="sample"), r"got bool \{'sample': 3\}"),
-        ("spam", r"got 'spam' \(str\)"),
-    ],
-)
-def test_drop__bad_where(store: Path, where: object, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        td.drop(store, where=where)
-    assert_left(td.open(store), A, without=[])
 
 
 def test_drop__a_lost_mask_brings_nothing_back_without_a_word(store: Path) -> None:

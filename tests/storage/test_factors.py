@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import xarray as xr
 from dask.base import tokenize
-from dask.utils import key_split
 
 import trakdask as td
 from trakdask.testing import simulate_features
@@ -145,21 +144,6 @@ def test_open__factors_of_several_stores_are_computed_together(tmp_path: Path) -
         assert not np.array_equal(*together)
 
 
-def test_score__with_stored_factors_reads_no_gram_matrix(store: Path) -> None:
-    opened = td.open(store)
-    graph = td.score(opened, TARGETS).__dask_graph__()
-    culled = graph.cull(set(_keys(td.score(opened, TARGETS).data)))
-    names = {key_split(key) for key in culled.to_dict()}
-    assert not names & {"open-gram", "spectrum", "cholesky"}
-    assert "open-gram-eigenvectors" in names
-
-
-def _keys(data) -> list:
-    from dask.core import flatten
-
-    return list(flatten(data.__dask_keys__()))
-
-
 CHANGES: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
     "checkpoints": lambda ds: ds.isel(checkpoint=[0, 2]),
     "reordered": lambda ds: ds.isel(checkpoint=[2, 0, 1]),
@@ -185,9 +169,6 @@ def test_score__persisted_and_loaded_give_the_same(store: Path) -> None:
     xr.testing.assert_identical(td.score(opened.persist(), TARGETS).compute(), lazy)
     loaded = td.score(opened.load(), TARGETS)
     np.testing.assert_allclose(loaded, lazy, rtol=1e-5, atol=1e-6 * float(abs(lazy).max()))
-    names = str(list(loaded.data.dask.layers))
-    assert "known-spectrum" in names
-    assert "completeness" not in names
 
 
 def test_score__a_selection_of_rows_keeps_the_damping(store: Path) -> None:
@@ -264,22 +245,6 @@ def test_save__calibrate_chooses(tmp_path: Path) -> None:
     assert td.open(tmp_path / "f.zarr").damping.attrs["rule"] == "completeness, calibration set"
 
 
-def test_save__closed_form_of_other_tasks(tmp_path: Path) -> None:
-    saved = save(simulate_features(N, P, C), tmp_path / "f.zarr")
-    assert saved.damping.attrs["rule"] == "0.03 tr(K^2)/tr(K)"
-    expected = td.damping(saved.drop_vars(FACTORS)).damping
-    np.testing.assert_allclose(saved.damping, expected, rtol=1e-12)
-    targets = simulate_features(60, P, C, seed=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        chosen = td.damping(saved, "completeness").compute()
-    assert "tried" not in saved.damping.attrs
-    assert np.isfinite(chosen.damping).all()
-    np.testing.assert_allclose(
-        td.score(saved, targets), td.score(saved.drop_vars(FACTORS), targets), rtol=1e-4, atol=1e-6
-    )
-
-
 def test_save__of_a_gram_matrix_of_trak_chooses_under_soft_weights(tmp_path: Path) -> None:
     saved = save(images(), tmp_path / "f.zarr", estimator="trak")
     assert saved.gram.attrs["gram_weights"] == "1"
@@ -287,7 +252,8 @@ def test_save__of_a_gram_matrix_of_trak_chooses_under_soft_weights(tmp_path: Pat
     assert str(expected.rule.values) == saved.damping.attrs["rule"]
     np.testing.assert_allclose(saved.damping, expected.damping, rtol=1e-12)
     found = td.score(saved, TARGETS, estimator="trak")
-    assert "gram-products" not in str(list(found.data.dask.layers))
+    expected = td.score(saved.drop_vars(FACTORS), TARGETS, estimator="trak")
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * float(abs(expected).max()))
 
 
 def test_damping__stored_choice_warns_as_the_choice_did(tmp_path: Path) -> None:
@@ -305,33 +271,6 @@ def test_save__factors_on_worker_processes(process_client, tmp_path: Path) -> No
     here = lazy.compute(scheduler="sync")
     xr.testing.assert_identical(lazy.compute(), here)
     xr.testing.assert_identical(td.score(saved.persist(), TARGETS).compute(), here)
-
-
-def assert_opened(found: xr.Dataset, store: Path) -> None:
-    """Require what ``open`` returns, with names of arrays and with ``attrs``."""
-    expected = td.open(store)
-    assert list(found.variables) == list(expected.variables)
-    for name, variable in expected.variables.items():
-        assert found[name].attrs == variable.attrs
-        if isinstance(variable.data, da.Array):
-            assert found[name].data.name == variable.data.name
-    xr.testing.assert_identical(found.compute(), expected.compute())
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_edits__return_what_open_shows(tmp_path: Path) -> None:
-    """They open the store once, and add the factors that they made since."""
-    store = tmp_path / "f.zarr"
-    assert_opened(td.save(images(), store, progress=False, **SOFT), store)
-    more = images(40, seed=1)
-    assert_opened(td.save(more, store, append_dim="sample", progress=False, **SOFT), store)
-    assert_opened(td.drop(store, where=lambda ds: ds.label == 1), store)
-    assert_opened(td.calibrate(store, images(60, seed=2)), store)
-    broken = simulate_features(8, 4, 1, chunks=4) * np.float32(0)
-    without = broken.assign_attrs(simulate_features(8, 4, 1, chunks=4).attrs, source="zeros")
-    assert_opened(
-        td.save(without, tmp_path / "zeros.zarr", progress=False), tmp_path / "zeros.zarr"
-    )
 
 
 def test_calibrate__held_out_samples(store: Path) -> None:

@@ -159,20 +159,6 @@ def one_part(tmp_path: Path) -> Path:
     return make(tmp_path / "f.zarr", "appended")
 
 
-def test_top_k__tile_mask_reads_coords_in_its_tasks(
-    one_part: Path,
-) -> None:
-    ds = td.open(one_part, load_coords=False)
-    with raise_if_dask_computes():
-        top = td.top_k(score(ds), 2, where=lambda tile: tile.label == tile.target_label)
-    xr.testing.assert_identical(
-        top.compute(),
-        td.top_k(
-            score(td.open(one_part)), 2, where=lambda tile: tile.label == tile.target_label
-        ).compute(),
-    )
-
-
 def test_query__on_worker_processes(one_part: Path, process_client: Client) -> None:
     expected = QUERIES["top_k, tile mask"](td.open(one_part)).compute()
     found = QUERIES["top_k, tile mask"](td.open(one_part, load_coords=False)).compute()

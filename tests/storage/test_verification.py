@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
@@ -122,22 +121,6 @@ def test_open__metadata(store: Path, damage: Callable[[Path], None]) -> None:
         td.open(store)
     with pytest.raises((ValueError, FileExistsError), match=r"f\.zarr"):
         td.save(FEATURES, store, progress=False)
-
-
-def test_open__store_of_an_earlier_version(store: Path) -> None:
-    path = store / "zarr.json"
-    path.write_text(path.read_text().replace('"sources"', '"layout"'))
-    for call in (td.open, td.verify, lambda path: td.save(FEATURES, path, progress=False)):
-        with pytest.raises(ValueError, match=r"f\.zarr.*earlier.*td\.save"):
-            call(store)
-
-
-@pytest.mark.parametrize("scheduler", ["sync", "threads"])
-def test_open__lost_chunk_raises_when_it_is_read(store: Path, scheduler: str) -> None:
-    (store / "feature/c.1.0.1").unlink()
-    opened = td.open(store)
-    with dask.config.set(scheduler=scheduler), pytest.raises(td.errors.IncompleteFeaturesError):
-        td.score(opened, opened.isel(sample=slice(4)), damping=0.1).compute()
 
 
 def test_save__sweeps_partial_files_and_leaves_others(store: Path) -> None:

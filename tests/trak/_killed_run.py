@@ -60,7 +60,6 @@ def write_half(original: Any, descriptor: int) -> None:
 
 def run(folder: Path, killer: Killer, del_grads: bool) -> None:
     killer.wrap(np.memmap, "__setitem__", assign_half)
-    killer.wrap(np.memmap, "flush")
     killer.wrap(os, "replace")
     killer.wrap(os, "unlink")
     killer.wrap(os, "fsync", write_half)

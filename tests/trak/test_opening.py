@@ -277,13 +277,3 @@ def test_open_traker__scores_of_mode_trakdask_are_those_of_td_score(
     scores = td.score(features, targets, estimator="soft", damping=damping)
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
     assert features.attrs["projector"]["metadata"]["trakdask"]["mode"] == "trakdask"
-
-
-def test_open_traker__lambda_is_no_part_of_what_must_agree(tmp_path: Path) -> None:
-    """It is settled when features are finalized."""
-    options = {"save_dir": tmp_path, "lambda_reg": 0.5, "logging_level": 50}
-    traker = ours.TRAKer(model(0), "image_classification", N, device="cpu", **options)
-    write_features(traker, (0,))
-    before = td.open_traker(tmp_path).attrs["projector"]
-    traker.finalize_features()
-    assert td.open_traker(tmp_path).attrs["projector"] == before

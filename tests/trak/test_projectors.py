@@ -42,13 +42,6 @@ def test_basic_projector__is_the_product_whether_or_not_the_matrix_is_kept(
         torch.testing.assert_close(found, expected)
 
 
-def test_basic_projector__draws_a_kept_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    projector = BasicProjector(10, 7, 5, "normal", "cpu", block_size=4)
-    projector.project(GRADIENTS, model_id=0)
-    monkeypatch.setattr(projector, "generate_sketch_matrix", lambda state: 1 / 0)
-    projector.project(GRADIENTS, model_id=0)
-
-
 @pytest.mark.parametrize("kind", [BasicProjector, BasicSingleBlockProjector])
 def test_projectors__refuse_other_kinds(kind: Any) -> None:
     with pytest.raises(ValueError, match="'cauchy'"):

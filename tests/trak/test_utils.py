@@ -32,25 +32,6 @@ def test_get_matrix_mult_blockwise__is_the_product(block: int) -> None:
     torch.testing.assert_close(found, a @ b.T)
 
 
-def oracle_chunks(sizes: list[int], most: int) -> list[int] | None:
-    """The original's rule, where no parameter is as large as a chunk."""
-    chunks, current = [], 0
-    for size in sizes:
-        if current + size >= most:
-            chunks.append(current)
-            current = 0
-        current += size
-    return [*chunks, current]
-
-
-@pytest.mark.parametrize("sizes", [[3, 4, 5], [40, 40, 10], [60, 50, 40, 30], [99, 1], [1] * 250])
-def test_chunk_sizes__is_the_rule(sizes: list[int]) -> None:
-    batch_size = (2**32 - 1) // 100
-    most, chunks = utils.chunk_sizes(sizes, batch_size)
-    assert most == 100
-    assert chunks == oracle_chunks(sizes, most)
-
-
 @pytest.mark.parametrize("sizes", [[100], [250], [30, 250, 30], [99, 100, 101]])
 def test_chunk_sizes__cuts_what_is_too_large(sizes: list[int]) -> None:
     most, chunks = utils.chunk_sizes(sizes, (2**32 - 1) // 100)

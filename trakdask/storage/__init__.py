@@ -1,9 +1,8 @@
 """Stores of features: plain zarr groups, written block by block."""
 
-from trakdask.storage.calibrating import calibrate
+from trakdask.storage.changes import calibrate, drop
 from trakdask.storage.coords import assign_coords
-from trakdask.storage.dropping import drop
-from trakdask.storage.opening import open
+from trakdask.storage.reading import open
 from trakdask.storage.saving import save
 from trakdask.storage.verification import verify
 

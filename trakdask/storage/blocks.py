@@ -10,7 +10,6 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import dask
@@ -50,13 +49,8 @@ _log = logging.getLogger(__name__)
 
 def stored(group: Group) -> set[tuple[int, int]]:
     """Return the blocks that are stored, as (block, checkpoint), from one listing."""
-    names = (group.folder / "out_to_loss").names()
-    found = set()
-    for name in names:
-        with suppress(ValueError):
-            _, block, checkpoint = name.split(".")
-            found.add((int(block), int(checkpoint)))
-    return found
+    keys = [name.split(".") for name in (group.folder / "out_to_loss").names()]
+    return {(int(key[1]), int(key[2])) for key in keys if key[0] == "c"}
 
 
 def missing_blocks(group: Group, rows: range, index: int, known: set[tuple[int, int]]) -> list[int]:
@@ -179,11 +173,11 @@ def _write_block(
     scale: zarr.Array[Any] | None,
     index: int,
     start: np.ndarray,
-    *made: Blocks,
+    *blocks: Blocks,
 ) -> np.ndarray:
     """Store the rows of a block; zarr reads, merges and replaces a chunk that has others, too."""
-    values = [block for each in made for block in flat(each)]
-    first, begun = start.item(), time.time()
+    values = [block for nested in blocks for block in flat(nested)]
+    first, began = start.item(), time.time()
     rows, column = slice(first, first + len(values[0])), slice(index, index + 1)
     try:
         for array, value in zip(arrays, values, strict=True):
@@ -198,10 +192,9 @@ def _write_block(
             "are safe: when the cause is gone, the same td.save(...) goes on from here"
         )
         raise explained(err, text) from err
-    seconds = time.time() - begun
     _log.info(
         "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
-        first, rows.stop, index, socket.gethostname(), seconds,
+        first, rows.stop, index, socket.gethostname(), time.time() - began,
     )  # fmt: skip
     return np.ones((1, 1), bool)
 
@@ -221,16 +214,11 @@ def require_same_rows(
     StoreMismatchError
         If its rows differ by more than rounding.
     """
-    known = stored(group)
-    for name, index in columns.items():  # noqa: B007 (both are used below)
-        missing = {*missing_blocks(group, rows, index, known)}
-        blocks = range(rows.start // group.block, (rows.stop - 1) // group.block + 1)
-        done = [block for block in reversed(blocks) if block not in missing]
-        if (here := _last_whole(group, done, rows, index)) is not None:
-            break
-    else:
+    found = _last_whole(group, rows, columns)
+    if found is None:
         return
-    names = [str(each) for each in features[CHECKPOINT].values]
+    name, index, here = found
+    names = [str(checkpoint) for checkpoint in features[CHECKPOINT].values]
     selected = features.feature.isel(
         {SAMPLE: slice(here.start - rows.start, here.stop - rows.start),
          CHECKPOINT: [names.index(name)]}
@@ -252,13 +240,19 @@ def require_same_rows(
         )
 
 
-def _last_whole(group: Group, blocks: list[int], rows: range, index: int) -> slice | None:
-    """Return the rows of the first of some stored blocks in which no sample failed."""
-    for block in blocks:
-        start, stop = group.block * block, group.block * (block + 1)
-        here = slice(max(start, rows.start), min(stop, rows.stop))
-        if np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
-            return here
+def _last_whole(
+    group: Group, rows: range, columns: Mapping[str, int]
+) -> tuple[str, int, slice] | None:
+    """Return a checkpoint, its number, and the rows of its last block in which no sample failed."""
+    b, known = group.block, stored(group)
+    for name, index in columns.items():
+        missing = {*missing_blocks(group, rows, index, known)}
+        for block in reversed(range(rows.start // b, (rows.stop - 1) // b + 1)):
+            here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
+            if block in missing:
+                continue
+            if np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
+                return name, index, here
     return None
 
 

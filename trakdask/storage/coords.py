@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,17 +11,14 @@ import numpy as np
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
-from trakdask.files import Folder
 from trakdask.samples import normalise_coord, normalise_coords
-from trakdask.storage.group import DERIVED, DROPPED, ERROR, METADATA, SCALE, Group
-from trakdask.storage.lock import lock
-from trakdask.storage.opening import open, read_coords
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
+from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, changing
+from trakdask.storage.reading import dropped_mask, open, read_coords
+from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 __all__ = ["assign_coords", "joined", "portable_coords", "require_names", "require_same_coords"]
 
-_TAKEN = {METADATA, "lock", "feature", "output", "out_to_loss", DROPPED, SCALE, PROJ_DIM, *DERIVED}
-_LONGEST = 200
+_TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
 
 
 def assign_coords(
@@ -73,38 +71,26 @@ def assign_coords(
     ...     opened.animal.values.tolist()
     ['cat', 'dog', 'dog', 'cat']
     """
-    folder = Folder.at(store, storage_options)
-    if not isinstance(coords, Mapping) or not coords:
-        raise TypeError(
-            f"expected coords as a mapping from names to values, got {coords!r:.60} "
-            f"({type(coords).__name__}); try td.assign_coords(store, {{'label': labels}})"
-        )
     require_names(coords)
-    Group.read(folder)  # nothing is written where there is no store
-    with lock(folder, "td.assign_coords") as require_held:
-        group = Group.read(folder)
+    with changing(store, storage_options, "td.assign_coords") as group:
         group.require_complete()
-        none = xr.Variable(SAMPLE, np.zeros(group.n_samples, bool))
-        dropped = read_coords(group, {DROPPED}).get(DROPPED, none).values
+        dropped = dropped_mask(group)
         group.write_small(
-            {name: _whole(name, given, dropped, group) for name, given in coords.items()}
+            {name: _of_all(name, values, dropped, group) for name, values in coords.items()}
         )
-        require_held()
-        group.commit()
-        group.sweep()
     return open(store, storage_options=storage_options)
 
 
-def _whole(name: str, given: Any, dropped: np.ndarray, group: Group) -> xr.Variable:
-    """Return values of all samples: dropped ones keep theirs where none are given."""
-    if isinstance(given, xr.DataArray) and given.dims != (SAMPLE,):
+def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Variable:
+    """Return values of all samples: dropped ones keep theirs that have none here."""
+    if isinstance(values, xr.DataArray) and values.dims != (SAMPLE,):
         raise ValueError(
-            f"expected the coord {name!r} along ({SAMPLE!r},), got the dimensions {given.dims}; "
+            f"expected the coord {name!r} along ({SAMPLE!r},), got the dimensions {values.dims}; "
             "try .values if it has one value per sample"
         )
     n_all, n_shown = len(dropped), int((~dropped).sum())
-    is_whole = not dropped.any() or (hasattr(given, "__len__") and len(given) == n_all)
-    new = normalise_coords({name: given}, (), n_all if is_whole else n_shown)[name]
+    is_whole = not dropped.any() or (hasattr(values, "__len__") and len(values) == n_all)
+    new = normalise_coords({name: values}, (), n_all if is_whole else n_shown)[name]
     if is_whole:
         return xr.Variable((SAMPLE,), new)
     before = read_coords(group, {name}).get(name)  # only here: what is damaged can be assigned anew
@@ -115,34 +101,25 @@ def _whole(name: str, given: Any, dropped: np.ndarray, group: Group) -> xr.Varia
             f"{n_all - n_shown} of them were dropped, got {n_shown}; try values along "
             "td.open(store, dropped=True)"
         )
-    values = before.values.astype(np.result_type(before.dtype, new.dtype))
-    values[~dropped] = new
-    return xr.Variable((SAMPLE,), values, before.attrs)
+    joint = before.values.astype(np.result_type(before.dtype, new.dtype))
+    joint[~dropped] = new
+    return xr.Variable((SAMPLE,), joint, before.attrs)
 
 
-def require_names(coords: Iterable[object]) -> None:
+def require_names(names: Iterable[object]) -> None:
     """Reject names of coords that cannot be the name of their folder in a store.
 
     Raises
     ------
-    TypeError
-        If a name is no text.
     ValueError
-        If it is that of another folder, or of none.
+        If a name is that of another folder, or of none.
     """
-    for name in coords:
-        if not isinstance(name, str):
-            raise TypeError(
-                f"expected text as the name of a coord, got {name!r} ({type(name).__name__}); try "
-                f"renaming it to {str(name)!r}"
-            )
-        bad = not name.strip(". ") or name in _TAKEN or name.startswith("__")
-        bad = bad or any(each in "/\\ " or not each.isprintable() for each in name)
-        if bad or len(name.encode(errors="replace")) > _LONGEST:
+    for name in names:
+        is_folder = isinstance(name, str) and re.fullmatch(r"(?!__)\w[\w.:+=@#%()-]{0,59}", name)
+        if not is_folder or name in _TAKEN:
             raise ValueError(
-                f"expected a name for the coord {name!r:.60} that can be the name of a folder in a "
-                "store, printable, without spaces and slashes, and not one of "
-                f"{sorted(_TAKEN)}; try features.rename({{{name!r:.60}: 'my_coord'}})"
+                f"expected a name for the coord {name!r:.60} that can be that of a folder in a "
+                f"store, such as 'my_coord', and is not one of {sorted(_TAKEN)}; try renaming it"
             )
 
 
@@ -177,37 +154,34 @@ def joined(
     StoreMismatchError
         If the features have other coords than the store, or of another kind.
     """
-    ours = {str(n): c.variable for n, c in features.coords.items() if n not in (ERROR, CHECKPOINT)}
-    known, changed = read_coords(before), {}
+    ours = {str(n): c.variable for n, c in features.coords.items() if n != ERROR}
+    names = features[CHECKPOINT].values.tolist()
+    ours[CHECKPOINT] = xr.Variable(CHECKPOINT, np.array(names, np.dtypes.StringDType()))
+    stored, changed = read_coords(before), {}
     if rows.stop > before.n_samples:
-        mask = known.pop(DROPPED, None)
-        old = {name: coord for name, coord in known.items() if SAMPLE in coord.dims}
-        new = {name: coord for name, coord in ours.items() if SAMPLE in coord.dims}
+        if DROPPED in stored:
+            ours[DROPPED] = xr.Variable(SAMPLE, np.zeros(len(rows), bool))
+        new, old = (
+            {name: coord for name, coord in coords.items() if SAMPLE in coord.dims}
+            for coords in (ours, stored)
+        )
         if before.n_samples:
-            _require_coords(new, old, before.folder.url)
-        changed = {
-            name: _concatenated([old[name], coord] if name in old else [coord])
-            for name, coord in new.items()
-        }
-        if mask is not None:
-            changed[DROPPED] = _concatenated([mask, xr.Variable(SAMPLE, np.zeros(len(rows), bool))])
+            _require_same_kinds(new, old, before.folder.url)
+        changed = {name: _appended(old.get(name), coord) for name, coord in new.items()}
     if group.checkpoints != before.checkpoints:
-        names = np.array(group.checkpoints, np.dtypes.StringDType())
-        changed[CHECKPOINT] = xr.Variable(CHECKPOINT, names)
-        here = features[CHECKPOINT].values.tolist()
-        new_columns = [here.index(n) for n in group.checkpoints[len(before.checkpoints) :]]
+        columns = [names.index(name) for name in group.checkpoints[len(before.checkpoints) :]]
         for name, coord in ours.items():
             if coord.dims == (CHECKPOINT,):
-                parts = [known[name]] if name in known else []
-                changed[name] = _concatenated([*parts, coord[new_columns]])
+                changed[name] = _appended(stored.get(name), coord[columns])
     if not before.n_samples:
         changed |= {n: c for n, c in ours.items() if not {SAMPLE, CHECKPOINT} & set(c.dims)}
     return changed
 
 
-def _concatenated(parts: list[xr.Variable]) -> xr.Variable:
-    data = np.concatenate([part.values for part in parts])
-    return xr.Variable(parts[0].dims, data, parts[0].attrs)
+def _appended(stored: xr.Variable | None, new: xr.Variable) -> xr.Variable:
+    if stored is None:
+        return new
+    return xr.Variable(new.dims, np.concatenate([stored.values, new.values]), stored.attrs)
 
 
 def require_same_coords(group: Group, features: xr.Dataset, rows: range) -> None:
@@ -219,42 +193,46 @@ def require_same_coords(group: Group, features: xr.Dataset, rows: range) -> None
         If a coord of the features is not in the store, or has other values there.
     """
     ours = {str(n): c.variable for n, c in features.coords.items() if SAMPLE in c.dims}
-    known = read_coords(group, set(ours))
+    ours.pop(ERROR, None)
+    stored = read_coords(group, set(ours))
     for name, coord in ours.items():
-        if name == ERROR:
-            continue
-        there = known.get(name)
-        here = None if there is None else there[rows.start : rows.stop]
-        if here is not None and _kind(here.dtype) == _kind(coord.dtype) == "text":
-            here = here.astype(coord.dtype)  # xarray takes text of two dtypes for different
-        if here is None or not coord.equals(here):
+        there = stored[name][rows.start : rows.stop] if name in stored else None
+        if there is None or not coord.equals(there):
             raise StoreMismatchError(
                 f"expected the coord {name!r} of these features as it is in the store "
-                f"{group.folder.url!r}, {_difference(coord, here)}; try td.assign_coords("
+                f"{group.folder.url!r}, {_difference(coord, there)}; try td.assign_coords("
                 f"{group.folder.url!r}, {{{name!r}: values}}) to change the store without "
                 f"computing anything, or features.drop_vars({name!r}) to go on with what it has"
             )
 
 
-def _require_coords(
-    ours: Mapping[str, xr.Variable], known: Mapping[str, xr.Variable], url: str
+def _difference(ours: xr.Variable, stored: xr.Variable | None) -> str:
+    if stored is None:
+        return "which has none of this name"
+    if _kind(ours.dtype) != _kind(stored.dtype) or ours.shape != stored.shape:
+        return f"got {ours.dtype} {dict(ours.sizes)} instead of {stored.dtype} {dict(stored.sizes)}"
+    differs = (ours != stored) & (ours.notnull() | stored.notnull())
+    sample = int(differs.values.reshape(len(ours), -1).any(axis=1).argmax())
+    values = (f"{variable.values[sample]!s:.60}" for variable in (ours, stored))
+    return f"got {' instead of '.join(values)} at sample {sample}"
+
+
+def _require_same_kinds(
+    ours: Mapping[str, xr.Variable], stored: Mapping[str, xr.Variable], url: str
 ) -> None:
-    if set(ours) != set(known):
-        remedies = [f"features.drop_vars({sorted(set(ours) - set(known))})"] * (
-            not set(ours) <= set(known)
-        )
-        remedies += [f"features.assign_coords({name}=...)" for name in set(known) - set(ours)]
+    """Reject coords that cannot be appended to those of a store."""
+    kinds, expected = (
+        {name: (coord.dims, _kind(coord.dtype)) for name, coord in coords.items()}
+        for coords in (ours, stored)
+    )
+    if kinds != expected:
+        more, fewer = sorted(kinds.keys() - expected), sorted(expected.keys() - kinds)
+        remedies = [f"features.drop_vars({more})"] if more else []
+        remedies += [f"features.assign_coords({name}=...)" for name in fewer]
         raise StoreMismatchError(
-            f"expected features with the coords {sorted(known)} of the store {url!r}, got "
-            f"{sorted(ours)}; try {', '.join(remedies)}"
+            f"expected features with the coords {expected} of the store {url!r}, got {kinds}; try "
+            f"{', '.join(remedies) or 'values of the same kinds'}"
         )
-    for name, coord in known.items():
-        if ours[name].dims != coord.dims or _kind(ours[name].dtype) != _kind(coord.dtype):
-            raise StoreMismatchError(
-                f"expected the coord {name!r} of these features as {_kind(coord.dtype)} "
-                f"{coord.dims}, as it is in the store {url!r}, got {ours[name].dtype} "
-                f"{ours[name].dims}; try features.assign_coords({name}=...)"
-            )
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
@@ -262,17 +240,3 @@ def _kind(dtype: np.dtype[Any]) -> str:
     kinds = {"b": "booleans", "M": "times", "m": "durations"}
     kinds |= dict.fromkeys("iuf", "numbers") | dict.fromkeys("OTU", "text")
     return kinds.get(dtype.kind, str(dtype))
-
-
-def _difference(ours: xr.Variable, known: xr.Variable | None) -> str:
-    if known is None:
-        return "got one that the store does not have"
-    if _kind(ours.dtype) != _kind(known.dtype) or ours.shape != known.shape:
-        return f"got {ours.dtype} {dict(ours.sizes)} instead of {known.dtype} {dict(known.sizes)}"
-    different = np.asarray(ours.values != known.values).reshape(len(ours), -1).any(axis=1)
-    sample = int(np.flatnonzero(different)[0])
-    values = (f"{each.values[sample]!s:.60}" for each in (ours, known))
-    return (
-        f"got {' instead of '.join(values)} at sample {sample}, where the first of "
-        f"{int(different.sum()):,} values differs"
-    )

@@ -11,7 +11,9 @@ those before are not named by. They are removed once they do not count.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -25,17 +27,27 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, StorePath
 
 from trakdask._version import __version__
+from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder
+from trakdask.storage.lock import lock
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
-__all__ = ["DERIVED", "DROPPED", "ERROR", "METADATA", "OWN", "SCALE", "Group", "zarr_store"]
+__all__ = [
+    "DERIVED",
+    "DROPPED",
+    "ERROR",
+    "METADATA",
+    "SCALE",
+    "STORE_ATTRS",
+    "Group",
+    "changing",
+    "zarr_store",
+]
 
 METADATA = "zarr.json"
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
-DERIVED = ("gram", "loss_gradient", "gram_eigenvalues", "gram_eigenvectors", "damping")
-"""Arrays that are computed from all samples."""
-OWN = ("coordinates", "n_samples", "sources", "unfinished", "lacking")
+STORE_ATTRS = ("coordinates", "n_samples", "sources", "unfinished", "lacking")
 """Attributes by which the store knows what it holds; not those of features."""
 
 Metadata = dict[str, Any]
@@ -68,36 +80,30 @@ class Group:
         FileNotFoundError
             If there is no store.
         ValueError
-            If its metadata cannot be read, or are those of another version.
+            If its metadata cannot be read.
         """
         try:
             text = folder.read(METADATA)
         except (FileNotFoundError, NotADirectoryError) as err:
-            others = f", but {folder.names()[:3]}" if folder.names() else ""
             raise FileNotFoundError(
-                f"expected features in {folder.url!r}, there is no store{others}; try another "
-                "path, or td.save(features, store)"
+                f"expected features in {folder.url!r}, there is no store but "
+                f"{folder.names()[:3] or 'nothing'}; try another path, or td.save(features, store)"
             ) from err
         try:
-            known = json.loads(text)
-            attrs, arrays = known.get("attributes", {}), known.get("consolidated_metadata") or {}
-        except (ValueError, AttributeError) as err:
+            metadata = json.loads(text)
+        except ValueError as err:
             raise ValueError(
                 f"expected the metadata of a zarr group in {folder.url}/{METADATA}, got "
                 f"{text[:40]!r}; try restoring that file from a backup"
             ) from err
-        if "layout" in attrs:
-            raise ValueError(
-                f"expected a store of this version, got {folder.url!r}, which an earlier one made; "
-                "try td.save(features, another_store)"
-            )
+        attrs = metadata.get("attributes", {})
         if "sources" not in attrs:
             raise FileNotFoundError(
-                f"expected features in {folder.url!r}, got a zarr group without features; try "
-                "xr.open_zarr for it, or another path"
+                f"expected features in {folder.url!r}, got a zarr group without features, or of an "
+                "earlier version; try xr.open_zarr for it, or td.save(features, another_store)"
             )
-        known_arrays = arrays.get("metadata", {})
-        return cls(folder, attrs, dict(known_arrays), known_arrays)
+        arrays = metadata["consolidated_metadata"]["metadata"]
+        return cls(folder, attrs, dict(arrays), arrays)
 
     # ------------------------------------------------------------------------------- what it holds
 
@@ -109,23 +115,31 @@ class Group:
     @property
     def block(self) -> int:
         """How many samples are in a block."""
-        return int(chunks_of(self.arrays["out_to_loss"])[0])
+        return chunks_of(self.arrays["out_to_loss"])[0]
 
     @property
     def checkpoints(self) -> list[str]:
         """Names of the checkpoints that count."""
         return list(self.attrs["checkpoints"])
 
+    def rows_of_sources(self) -> Iterator[tuple[str, range]]:
+        """Yield the sets of samples that were saved together: their source, and their rows."""
+        start = 0
+        for source, n in self.attrs["sources"]:
+            yield source, range(start, start + n)
+            start += n
+
     @property
     def features(self) -> list[str]:
         """Names of the arrays that tasks write in blocks; ``out_to_loss`` is the last."""
-        names = [n for n in self.arrays if dims_of(self.arrays[n]) in _OF_FEATURES]
+        names = [n for n, array in self.arrays.items() if dims_of(array) in _OF_FEATURES]
         return sorted(names, key=lambda name: name == "out_to_loss")
 
     @property
     def coords(self) -> list[str]:
         """Names of the coords, ``dropped`` among them."""
-        return [name for name in self.arrays if name not in {*self.features, *DERIVED}]
+        others = {*self.features, *DERIVED}
+        return [name for name in self.arrays if name not in others]
 
     def array(self, name: str, *, sparse: bool = False, read_only: bool = False) -> zarr.Array[Any]:
         """Return an array, which is small when it is pickled; nothing is read.
@@ -148,14 +162,16 @@ class Group:
         """Return the path of a chunk in the store."""
         return f"{name}/{separator_of(self.arrays[name]).join(['c', *map(str, index)])}"
 
+    def chunk_indices(self, name: str) -> Iterator[tuple[int, ...]]:
+        """Return the numbers of all chunks of an array, in order."""
+        metadata = self.arrays[name]
+        sizes = zip(metadata["shape"], chunks_of(metadata), strict=True)
+        return np.ndindex(*(-(-size // chunk) for size, chunk in sizes))
+
     def absent_chunks(self, name: str) -> list[str]:
         """Return the paths of the chunks that an array lacks, in order."""
-        metadata, folder = self.arrays[name], self.folder
-        counts = [
-            -(-n // chunk) for n, chunk in zip(metadata["shape"], chunks_of(metadata), strict=True)
-        ]
-        there = {f"{name}/{path}" for path in (folder / name).sizes()}
-        needed = (self.chunk_path(name, index) for index in np.ndindex(*counts))
+        there = {f"{name}/{path}" for path in (self.folder / name).files()}
+        needed = (self.chunk_path(name, index) for index in self.chunk_indices(name))
         return [path for path in needed if path not in there]
 
     def require_chunks(self, name: str) -> None:
@@ -182,9 +198,9 @@ class Group:
         attrs = {**self.attrs, **self.attrs.get("unfinished", {})}
         attrs.pop("unfinished", None)
         attrs["n_samples"] = sum(n for _, n in attrs["sources"])
-        larger = self.resized(attrs["n_samples"], len(attrs["checkpoints"]))
-        larger.attrs = attrs
-        return larger
+        sizes = {SAMPLE: attrs["n_samples"], CHECKPOINT: len(attrs["checkpoints"])}
+        larger = {name: with_sizes(self.arrays[name], sizes) for name in self.features}
+        return Group(self.folder, attrs, {**self.arrays, **larger}, self.before)
 
     def about_unfinished(self) -> str:
         """Say what is unfinished, and how to finish it."""
@@ -199,12 +215,6 @@ class Group:
             "these again to finish it, or td.verify(store, repair=True) to give it up"
         )
 
-    def resized(self, n_samples: int, n_checkpoints: int) -> Group:
-        """Return the group with more samples or checkpoints in the arrays of features."""
-        sizes = {SAMPLE: n_samples, CHECKPOINT: n_checkpoints}
-        larger = {name: with_sizes(self.arrays[name], sizes) for name in self.features}
-        return Group(self.folder, dict(self.attrs), {**self.arrays, **larger}, self.before)
-
     def other_separator(self, name: str) -> str:
         """Return what separates the names of chunks that replace those of an array that counts."""
         is_slash = name in self.before and separator_of(self.before[name]) == "/"
@@ -214,19 +224,14 @@ class Group:
         """Write arrays that are in memory, as xarray encodes them, beside those that count."""
         encoding = {
             name: {
-                "chunk_key_encoding": {
-                    "name": "default", "separator": self.other_separator(name)
-                },
+                "chunk_key_encoding": _key_encoding(self.other_separator(name)),
                 "compressors": [ZstdCodec(), Crc32cCodec()],
+                "_FillValue": None,  # NaN is NaN
             }
             for name in variables
-        }  # fmt: skip
+        }
         files: dict[str, Buffer] = {}
-        ds = xr.Dataset(variables).drop_encoding()
-        for variable in ds.variables.values():
-            if variable.dtype.kind == "f":
-                variable.encoding["_FillValue"] = None  # NaN is NaN
-        ds.to_zarr(
+        xr.Dataset(variables).drop_encoding().to_zarr(
             MemoryStore(files), mode="w", consolidated=False, zarr_format=3, encoding=encoding,
             write_empty_chunks=True,
         )  # fmt: skip
@@ -274,13 +279,28 @@ class Group:
         self.folder.sweep()
 
 
+@contextmanager
+def changing(
+    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, purpose: str
+) -> Iterator[Group]:
+    """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
+    folder = Folder.at(store, storage_options)
+    Group.read(folder)  # nothing is written where there is no store
+    with lock(folder, purpose) as require_held:
+        group = Group.read(folder)
+        yield group
+        require_held()
+        group.commit()
+        group.sweep()
+
+
 # -------------------------------------------------------------------------- metadata of an array
 
 _OF_FEATURES = ([SAMPLE, PROJ_DIM, CHECKPOINT], [SAMPLE, CHECKPOINT])
 
 
 def described(
-    name: str, sizes: Mapping[str, int], block: int, dtype: Any, dims: tuple[str, ...],
+    name: str, sizes: Mapping[Any, int], block: int, dtype: Any, dims: Sequence[Hashable],
     separator: str = ".", attrs: Mapping[str, Any] | None = None,
 ) -> Metadata:  # fmt: skip
     """Return the metadata of a new array, in chunks of a block and a checkpoint.
@@ -296,14 +316,18 @@ def described(
         chunks=tuple(max(1, chunks[dim]) for dim in dims),
         dtype=dtype,
         compressors=[Crc32cCodec()],
-        chunk_key_encoding={"name": "default", "separator": separator},
+        chunk_key_encoding=_key_encoding(separator),
         fill_value="" if name == ERROR else np.nan,
-        dimension_names=dims,
+        dimension_names=list(map(str, dims)),
         attributes={**(VARIABLES[name].attrs if name in VARIABLES else {}), **(attrs or {})},
         zarr_format=3,
     )
     metadata: Metadata = json.loads(files[f"{name}/{METADATA}"].to_bytes())
     return metadata
+
+
+def _key_encoding(separator: str) -> dict[str, Any]:
+    return {"name": "default", "separator": separator}
 
 
 def dims_of(metadata: Metadata) -> list[str]:
@@ -321,7 +345,7 @@ def separator_of(metadata: Metadata) -> str:
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
 
 
-def with_sizes(metadata: Metadata, sizes: Mapping[str, int]) -> Metadata:
+def with_sizes(metadata: Metadata, sizes: Mapping[Any, int]) -> Metadata:
     """Return the metadata of the array with other sizes."""
     pairs = zip(dims_of(metadata), metadata["shape"], strict=True)
     return {**metadata, "shape": [sizes.get(dim, size) for dim, size in pairs]}

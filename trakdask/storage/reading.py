@@ -1,4 +1,4 @@
-"""Lazy arrays of a store.
+"""Open a store: lazy features, and the coords of all samples.
 
 A chunk of numbers in a local store is its file, up to the checksum at the end, so it is mapped:
 zarr copies it twice, into pages that are new each time, which takes longer than the products that
@@ -9,25 +9,243 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import dask.array as da
 import google_crc32c
 import numpy as np
+import xarray as xr
+import zarr
 from dask.base import tokenize
 
 from trakdask.arrays.stored import Read, reader, stored
-from trakdask.errors import IncompleteFeaturesError
-from trakdask.storage.group import SCALE, Group, chunks_of, separator_of
+from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
+from trakdask.files import Folder
+from trakdask.storage.group import (
+    DERIVED,
+    DROPPED,
+    ERROR,
+    SCALE,
+    STORE_ATTRS,
+    Group,
+    chunks_of,
+    dims_of,
+    separator_of,
+    zarr_store,
+)
+from trakdask.variables import SAMPLE, VARIABLES
 
-__all__ = ["Chunks", "decoded", "lazy_array", "lazy_feature"]
+__all__ = [
+    "VERIFIED",
+    "assembled",
+    "chunks",
+    "decoded",
+    "dropped_mask",
+    "lazy_array",
+    "open",
+    "read_coords",
+    "without_dropped",
+]
 
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
 """Bytes of a file; a smaller one is read in less time, and a process may have few maps."""
 
-_verified: dict[str, tuple[int, int, int]] = {}
+VERIFIED: dict[str, tuple[int, int, int]] = {}
 """Files whose checksums this process has compared, and what they were like then."""
+
+
+def open(
+    store: str | os.PathLike[str],
+    *,
+    require_complete: bool = True,
+    dropped: bool = False,
+    load_coords: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> xr.Dataset:
+    """Open saved features as a lazy Dataset; metadata coords are loaded, arrays are not.
+
+    Parameters
+    ----------
+    store
+        Folder or fsspec URL that :func:`save` wrote.
+    require_complete
+        Reject a store that lacks blocks: they would read as NaN.
+    dropped
+        Show the samples that :func:`drop` left out, too, marked by the coord ``dropped``; without
+        the sums that do not cover them.
+    load_coords
+        ``False`` leaves the coords of samples in the store, as Dask arrays in the blocks of the
+        features: at 10⁸ samples, five coords take some gigabytes. :func:`top_k` then reads, in its
+        tasks, those of the samples that it has found, and for a function ``where=`` those of each
+        tile. :func:`group_score`, and a mask such as ``scores.label == 3``, read that one coord
+        when they are called. Results are the same. After :func:`drop`, or once rows were selected
+        by numbers, a query reads the coords of its rows as a whole. ``groupby`` of xarray needs
+        ``ds.label.load()`` first.
+    storage_options
+        Given to fsspec with a URL, as xarray does.
+
+    Returns
+    -------
+    Dataset with ``feature`` (sample, proj_dim, checkpoint), what :func:`featurize` has of each
+    sample and checkpoint (``output``, ``out_to_loss`` and others) and, if saved, ``gram``
+    (proj_dim, proj_dim_1, checkpoint), ``loss_gradient`` (proj_dim, checkpoint),
+    ``gram_eigenvalues`` (component, checkpoint), ``gram_eigenvectors`` (proj_dim, component,
+    checkpoint) and ``damping`` (checkpoint), λ, whose ``attrs`` say what chose it; if failures were
+    recorded, the coord ``error`` (sample, checkpoint) says why, "" where there was none. ``sample``
+    has no index. Its ``attrs`` say how the features were made (hashes of weights, source,
+    projector, parameters, task, precision) and, in ``saved``, when the store last changed.
+    ``xr.open_zarr(store)`` shows the same, but for samples that were dropped and for float16.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such store.
+    IncompleteFeaturesError
+        If blocks or coords are missing; when it is computed, if the file of a block has been lost
+        since.
+    ValueError
+        If the metadata cannot be read, or the checksum of coords is wrong; when it is computed, if
+        that of a block is.
+
+    Warns
+    -----
+    UnfinishedAppendWarning
+        If an append was cut short, or goes on in another process: what is shown is the store as it
+        was before.
+    """
+    group = Group.read(Folder.at(store, storage_options))
+    if require_complete:
+        group.require_complete()
+        if "unfinished" in group.attrs:
+            warnings.warn(
+                f"expected no unfinished append in the store {group.folder.url!r}, which is shown "
+                f"as it was before: {group.about_unfinished()}",
+                UnfinishedAppendWarning,
+                stacklevel=2,
+            )
+    elif not group.n_samples:
+        group = group.target()
+    ds = assembled(group, complete=require_complete, load_coords=load_coords)
+    if ERROR in group.arrays and group.arrays == group.before:
+        # Read when it is asked for; as a Dask array it could not select (ds.where(ds.error == "")).
+        error = _on_disk(group, [ERROR])[ERROR]
+        ds = ds.assign_coords({ERROR: error[: group.n_samples]})
+    if not dropped:
+        return without_dropped(ds)
+    if DROPPED in ds.coords:
+        return ds.drop_vars(DERIVED, errors="ignore")
+    return ds.assign_coords({DROPPED: (SAMPLE, np.zeros(ds.sizes[SAMPLE], bool))})
+
+
+def assembled(group: Group, *, complete: bool = True, load_coords: bool = True) -> xr.Dataset:
+    """Return all that counts in a store, with lazy arrays."""
+    arrays = {
+        name: lazy_array(group, name, complete=complete)
+        for name in (*group.features, *DERIVED)
+        if name in group.arrays and name not in (ERROR, "damping")
+    }
+    if SCALE in arrays:
+        arrays["feature"] = decoded(arrays["feature"], arrays.pop(SCALE))
+    if "damping" in group.arrays:  # so small that it is read
+        token = tokenize(group.folder.url, group.attrs["saved"], group.chunk_path("damping", (0,)))
+        values = _whole(group, "damping")
+        arrays["damping"] = da.from_array(values, chunks=1, name=f"open-damping-{token}")
+    data = {
+        name: (dims_of(group.arrays[name]), arrays[name], group.arrays[name]["attributes"])
+        for name in (*VARIABLES, *arrays)
+        if name in arrays
+    }
+    attrs = {key: value for key, value in group.attrs.items() if key not in STORE_ATTRS}
+    ds = xr.Dataset(data, attrs=attrs)
+    return ds.assign_coords(read_coords(group, rows=() if load_coords else ds.chunksizes[SAMPLE]))
+
+
+def without_dropped(ds: xr.Dataset) -> xr.Dataset:
+    """Return a Dataset without the samples that were dropped."""
+    if DROPPED not in ds.coords:
+        return ds
+    return ds.isel({SAMPLE: np.flatnonzero(~ds[DROPPED].values)}).drop_vars(DROPPED)
+
+
+def dropped_mask(group: Group) -> np.ndarray:
+    """Return which samples of a store are dropped, (sample,) bool."""
+    if DROPPED not in group.arrays:
+        return np.zeros(group.n_samples, bool)
+    return _whole(group, DROPPED)
+
+
+# ------------------------------------------------------------------------------------------ coords
+
+
+def read_coords(
+    group: Group, names: Collection[str] | None = None, *, rows: tuple[int, ...] = ()
+) -> dict[str, xr.Variable]:
+    """Return coords of a store, decoded by xarray.
+
+    Parameters
+    ----------
+    group
+        The store.
+    names
+        Of the coords; all by default.
+    rows
+        Numbers of samples in the chunks of those along samples, as Dask arrays; else they are in
+        memory.
+    """
+    coords: dict[str, xr.Variable] = {}
+    lazy = []
+    for name in group.coords:
+        if names is not None and name not in names:
+            continue
+        dims = dims_of(group.arrays[name])
+        if rows and dims == [SAMPLE] and name != DROPPED:
+            group.require_chunks(name)
+            lazy.append(name)
+            continue
+        coord = xr.Variable(dims, _whole(group, name), group.arrays[name]["attributes"])
+        if coord.dtype.kind != "T":  # times
+            coord = xr.decode_cf(xr.Dataset({name: coord})).variables[name].load()
+        coords[name] = coord
+    for name, coord in _on_disk(group, lazy).items():
+        token = tokenize(group.folder.url, group.attrs["saved"], name)
+        read = functools.partial(_read_coord, coord[: group.n_samples])
+        lazy_coord = stored(read, (rows,), coord.dtype, f"open-coord-{token}")
+        coords[name] = coord._replace(data=lazy_coord)
+    return coords
+
+
+def _read_coord(coord: xr.Variable, key: tuple[slice, ...]) -> np.ndarray:
+    return np.asarray(coord[key].values)
+
+
+def _whole(group: Group, name: str) -> np.ndarray:
+    """Return the values of an array; zarr would read a lost chunk as zeros, without a word."""
+    group.require_chunks(name)
+    try:
+        return np.asarray(group.array(name, read_only=True)[...])
+    except ValueError as err:
+        raise ValueError(
+            f"expected {name!r} of {group.folder.url!r} as it was written, got other bytes "
+            f"({err}); try td.verify(store, checksums=True)"
+        ) from err
+
+
+def _on_disk(group: Group, names: Collection[str]) -> dict[str, xr.Variable]:
+    """Return variables of a store as xarray opens them: read when they are asked for."""
+    if not names:
+        return {}
+    others = [name for name in group.arrays if name not in names]
+    ds = xr.open_zarr(
+        zarr_store(group.folder, read_only=True), consolidated=True, chunks=None, zarr_format=3,
+        drop_variables=others,
+    )  # fmt: skip
+    return {name: ds[name].variable for name in names}
+
+
+# ----------------------------------------------------------------------------------------- numbers
 
 
 def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
@@ -40,20 +258,17 @@ def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
     complete
         Whether an absent chunk is an error, when it is read; else it reads as NaN.
     """
-    chunks = Chunks(group, name, complete=complete)
+    blocks = chunks(group, name, complete=complete)
     path = group.chunk_path(name, (0,))
-    token = tokenize(group.folder.url, group.attrs["saved"], path, chunks.shape, complete)
-    sizes = da.core.normalize_chunks(chunks_of(group.arrays[name]), chunks.shape)
-    name = f"open-{name.replace('_', '-')}-{token}"
-    return stored(chunks.__getitem__, sizes, chunks.dtype, name)
+    token = tokenize(group.folder.url, group.attrs["saved"], path, blocks.shape, complete)
+    sizes = da.core.normalize_chunks(chunks_of(group.arrays[name]), blocks.shape)
+    return stored(blocks.read, sizes, blocks.dtype, f"open-{name.replace('_', '-')}-{token}")
 
 
-def lazy_feature(group: Group, *, complete: bool = True) -> da.Array:
-    """Return the features of a store in the dtype that they are used in."""
-    feature = lazy_array(group, "feature", complete=complete)
-    if SCALE not in group.arrays:
-        return feature
-    return decoded(feature, lazy_array(group, SCALE, complete=complete))
+def chunks(group: Group, name: str, *, complete: bool) -> Chunks:
+    """Return what tasks read of an array of numbers; as :func:`lazy_array`."""
+    array = group.array(name, read_only=True)
+    return Chunks(array, group.folder, separator_of(group.arrays[name]), complete)
 
 
 def decoded(halves: da.Array, scale: da.Array) -> da.Array:
@@ -63,7 +278,7 @@ def decoded(halves: da.Array, scale: da.Array) -> da.Array:
         name = "feature-of-half-" + tokenize(halves, scale)
         return stored(read, halves.chunks, np.float32, name)
     feature: da.Array = da.blockwise(
-        _decode, "spc", halves, "spc", scale, "sc",
+        _scaled, "spc", halves, "spc", scale, "sc",
         name="feature-of-half-" + tokenize(halves.name, scale.name), align_arrays=False,
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
@@ -71,10 +286,10 @@ def decoded(halves: da.Array, scale: da.Array) -> da.Array:
 
 
 def _read_decoded(halves: Read, scale: Read, key: tuple[slice, ...]) -> np.ndarray:
-    return _decode(halves(key), scale((key[0], key[2])))
+    return _scaled(halves(key), scale((key[0], key[2])))
 
 
-def _decode(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _scaled(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
     is_missing = np.isnan(scale)  # a block that was never stored
     _, exponent = np.frexp(np.where(is_missing, 1, scale))
     feature: np.ndarray = np.ldexp(halves.astype(np.float32), exponent[:, None, :] - 1)
@@ -83,54 +298,41 @@ def _decode(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 class Chunks:
-    """An array of numbers in a store, of which tasks read parts of single chunks."""
+    """An array of numbers in a store, of which each task reads one chunk."""
 
-    def __init__(self, group: Group, name: str, *, complete: bool) -> None:
-        self._array, self._complete = group.array(name, read_only=True), complete
-        self._folder, self._prefix = group.folder, group.chunk_path(name, ())
-        self._separator = separator_of(group.arrays[name])
-        self.shape, self.dtype, self.ndim = (
-            self._array.shape, self._array.dtype, self._array.ndim
-        )  # fmt: skip
+    def __init__(
+        self, array: zarr.Array[Any], folder: Folder, separator: str, complete: bool
+    ) -> None:
+        self._array, self._folder = array, folder
+        self._separator, self._complete = separator, complete
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
 
-    def __getitem__(self, key: tuple[slice, ...]) -> np.ndarray:
-        path, within = self._chunk(key)
-        if path is not None and self._folder.is_local:
-            data = _mapped(f"{self._folder.url}/{path}", self._array.chunks, self.dtype)
-            if data is not None:
-                return data[within]
+    def read(self, rows: tuple[slice, ...]) -> np.ndarray:
+        """Return the content of a chunk, by the slices of the array that it has."""
+        array, url = self._array, self._folder.url
+        index = [part.start // n for part, n in zip(rows, array.chunks, strict=True)]
+        path = f"{array.basename}/{self._separator.join(['c', *map(str, index)])}"
+        if self._folder.is_local:
+            data = _mapped(f"{url}/{path}", array.chunks, self.dtype)
+            if data is not None:  # which has rows beyond the last of the array
+                return data[tuple(slice(part.stop - part.start) for part in rows)]
         try:
-            block = np.asarray(self._array[key])
+            block = np.asarray(array[rows])
         except ValueError as err:
             raise ValueError(
-                f"expected {path or self._prefix!r} in {self._folder.url!r} as it was written, got "
-                f"other bytes ({err}); try td.verify(store, checksums=True, repair=True), then "
-                "td.save(features, store)"
+                f"expected {path!r} in {url!r} as it was written, got other bytes ({err}); try "
+                "td.verify(store, checksums=True, repair=True), then td.save(features, store)"
             ) from err
         # zarr reads an absent chunk as NaN, without a word.
-        if self._complete and path is not None and np.isnan(block).all():
+        if self._complete and np.isnan(block).all():
             folder, _, name = path.rpartition("/")
             if name not in (self._folder / folder).names():
                 raise IncompleteFeaturesError(
-                    f"expected the chunk {path!r} in the store {self._folder.url!r}, but it is "
-                    "gone; try td.open(store) again if the store was changed since, or "
-                    "td.verify(store, repair=True), which says what to do"
+                    f"expected the chunk {path!r} in the store {url!r}, but it is gone; try "
+                    "td.open(store) again if the store was changed since, or td.verify(store, "
+                    "repair=True), which says what to do"
                 )
         return block
-
-    def _chunk(self, key: tuple[slice, ...]) -> tuple[str | None, tuple[slice, ...]]:
-        """Return the file of the chunk that is asked for, if it is one, and where in it."""
-        index: list[int] = []
-        within: list[slice] = []
-        if not all(isinstance(each, slice) for each in key):
-            return None, ()
-        for each, size, chunk in zip(key, self.shape, self._array.chunks, strict=True):
-            start, stop, step = each.indices(size)
-            if step != 1 or start >= stop or start // chunk != (stop - 1) // chunk:
-                return None, ()
-            index.append(start // chunk)
-            within.append(slice(start - index[-1] * chunk, stop - index[-1] * chunk))
-        return self._separator.join([self._prefix, *map(str, index)]), tuple(within)
 
 
 def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:
@@ -147,10 +349,10 @@ def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndar
     else:  # pages are copied when they are written to, so that the file stays as it is
         data = np.asarray(np.memmap(path, np.uint8, mode="c"))
     state = (about.st_ino, about.st_mtime_ns, about.st_size)
-    if _verified.get(path) != state:
+    if VERIFIED.get(path) != state:
         content = data[:-_CRC_BYTES]
         content.flags.writeable = False  # the function takes nothing else
         if data[-_CRC_BYTES:].view("<u4")[0] != google_crc32c.value(content):
             return None
-        _verified[path] = state
+        VERIFIED[path] = state
     return data[:n_bytes].view(dtype).reshape(chunks)

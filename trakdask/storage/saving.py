@@ -17,25 +17,21 @@ from trakdask.attribution.estimators import (
     DEFAULT_POWER,
     Estimator,
     Power,
+    gather_options,
     resolve_estimator,
 )
 from trakdask.attribution.grams import NORM
+from trakdask.checks import require_choice, require_integer
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder
 from trakdask.provenance import REQUIRED_SPEC, STORE_SPEC, require_same, spec
 from trakdask.storage.blocks import missing_blocks, require_same_rows, save_blocks, stored
 from trakdask.storage.coords import joined, portable_coords, require_names, require_same_coords
-from trakdask.storage.group import ERROR, METADATA, OWN, SCALE, Group, described
+from trakdask.storage.group import ERROR, METADATA, SCALE, STORE_ATTRS, Group, described
 from trakdask.storage.lock import lock
-from trakdask.storage.opening import open
-from trakdask.storage.sums import (
-    calibrated_options,
-    dropped_mask,
-    update_factors,
-    update_sums,
-    weights_of,
-)
+from trakdask.storage.reading import open
+from trakdask.storage.sums import update_factors, update_sums, weights_of
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -155,27 +151,24 @@ def save(
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, ("feature", "output", "out_to_loss"), what="features")
-    _require_options(features, dtype, append_dim, retries, gram=gram, progress=progress)
+    _require_options(features, dtype, append_dim, retries)
     if calibrate is not None:
         if not gram:
             raise ValueError(
                 "expected gram=True with calibrate, which chooses the λ of the gram matrix, got "
                 "gram=False; try leaving calibrate out"
             )
-        calibrated_options(features, estimator, power, calibrate)
+        gather_options(features, estimator, power, "auto", calibrate)
         require_calibration(features, calibrate)
     weights = resolve_estimator(estimator, power, features).weights if gram else None
     features = _storable(features)
     folder = Folder.at(store, storage_options)
-    is_there = _is_there(folder)  # nothing is written into what is no store, not even a lock
+    _is_store(folder)  # nothing is written into what is no store, not even a lock
     with lock(folder, "td.save") as require_held:
-        if not (is_there or _is_there(folder)):
-            _create(folder, features, dtype).commit()
+        if not _is_store(folder):
+            _new_group(folder, features, dtype).commit()
         before = Group.read(folder)
-        if ERROR in features and ERROR not in before.arrays:
-            sizes = {SAMPLE: before.n_samples, CHECKPOINT: len(before.checkpoints)}
-            of = np.dtypes.StringDType()
-            before.arrays[ERROR] = described(ERROR, sizes, before.block, of, VARIABLES[ERROR].dims)
+        _add_errors(before, features)
         begun = before.attrs.get("unfinished")
         group, rows, columns = _placed(before, features, append_dim, dtype)
         if rows.stop <= before.n_samples:
@@ -198,7 +191,7 @@ def save(
             group.write_small(coords)
             is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
             weights = weights or (weights_of(before) if is_same else None)
-            update_sums(before, group, weights, gone=_gone(before, group), retries=retries)
+            update_sums(before, group, weights, retries=retries)
             update_factors(before, group, calibrate, retries=retries)
             if (group.arrays, group.attrs) != (before.arrays, before.attrs):
                 require_held()
@@ -208,34 +201,24 @@ def save(
 
 
 def _require_options(
-    features: xr.Dataset, dtype: object, append_dim: object, retries: object, **flags: object
+    features: xr.Dataset, dtype: object, append_dim: object, retries: object
 ) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
-    if not (dtype is None or (isinstance(dtype, str) and dtype == "float16")):
-        raise ValueError(
-            f"expected dtype='float16', or None for that of the features, got {dtype!r:.60}; try "
-            "dtype=None"
-        )
-    if dtype == "float16" and features.feature.dtype != np.float32:
-        raise ValueError(
-            f"expected float32 features for dtype='float16', got {features.feature.dtype}; try "
-            "features.assign(feature=features.feature.astype('float32'))"
-        )
-    if append_dim not in (None, SAMPLE, CHECKPOINT):
-        raise ValueError(
-            f"expected append_dim='sample', 'checkpoint' or None, got {append_dim!r:.60}; try "
-            "append_dim=None for a new store"
-        )
-    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
-        raise ValueError(f"expected retries as 0, 1, 2, ..., got {retries!r:.60}; try retries=2")
-    for dim in (SAMPLE, PROJ_DIM, CHECKPOINT):
-        if not features.sizes[dim]:
+    if dtype is not None:
+        require_choice("dtype", dtype, ("float16",), remedy="try dtype=None for that of features")
+        if features.feature.dtype != np.float32:
             raise ValueError(
-                f"expected features with at least one {dim}, got {dict(features.sizes)}; try "
-                "another selection"
+                f"expected float32 features for dtype='float16', got {features.feature.dtype}; try "
+                "features.assign(feature=features.feature.astype('float32'))"
             )
+    if append_dim is not None:
+        remedy = "try append_dim=None for a new store"
+        require_choice("append_dim", append_dim, (SAMPLE, CHECKPOINT), remedy=remedy)
+    require_integer("retries", retries, 0, remedy="try retries=2")
+    if not all(features.sizes.values()):
+        raise ValueError(
+            f"expected features with samples and checkpoints, got {dict(features.sizes)}; try "
+            "another selection"
+        )
     if missing := [name for name in REQUIRED_SPEC if name not in features.attrs]:
         raise ValueError(
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
@@ -261,42 +244,36 @@ def _storable(features: xr.Dataset) -> xr.Dataset:
     return portable_coords(features)
 
 
-def _is_there(folder: Folder) -> bool:
+def _is_store(folder: Folder) -> bool:
     """Return whether there is a store; raise if there is something else."""
-    names = set(folder.names()) - {"lock"}
-    if METADATA not in names:
-        if names:
-            raise FileExistsError(
-                f"expected a new path for the store, got {folder.url!r}, which holds "
-                f"{sorted(names)[:3]}; try another path"
-            )
-        return False
-    try:
-        Group.read(folder)
-    except FileNotFoundError as err:
+    names = [name for name in folder.names() if name != "lock"]
+    if METADATA in names:
+        try:
+            Group.read(folder)
+        except FileNotFoundError as err:
+            raise FileExistsError(str(err)) from err
+    elif names:
         raise FileExistsError(
-            f"expected a new path, or a store of features, got {folder.url!r}, a zarr group "
-            "without features; try another path"
-        ) from err
-    return True
+            f"expected a new path for the store, got {folder.url!r}, which holds {names[:3]}; try "
+            "another path"
+        )
+    return bool(names)
 
 
 # -------------------------------------------------------------------------- where features belong
 
 
-def _create(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
+def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
     """Return the group of a new store: all arrays of features, without a sample."""
     block = max(features.feature.variable.chunksizes[SAMPLE])
-    dropped = {*OWN, "saved", "layout", *_BY_CHECKPOINT, "source"}
+    dropped = {*STORE_ATTRS, "saved", *_BY_CHECKPOINT, "source"}
     attrs = {k: v for k, v in features.attrs.items() if k not in dropped}
     attrs |= {"source": "", "n_samples": 0, "sources": [], "checkpoints": {}, "checkpoint_ids": {}}
     group = Group(folder, attrs, {})
     sizes = {SAMPLE: 0, CHECKPOINT: 0, PROJ_DIM: features.sizes[PROJ_DIM]}
     for name in _blockwise(features):
-        of: Any = np.dtypes.StringDType() if name == ERROR else features[name].dtype
-        of = dtype if dtype and name == "feature" else of
-        dims = VARIABLES["feature" if name == "feature" else "output"].dims
-        group.arrays[name] = described(name, sizes, block, of, dims)
+        of: Any = dtype if dtype and name == "feature" else features[name].dtype
+        group.arrays[name] = described(name, sizes, block, of, features[name].dims)
     if dtype:
         group.arrays[SCALE] = described(SCALE, sizes, block, "f8", VARIABLES[SCALE].dims)
     return group
@@ -305,8 +282,23 @@ def _create(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
 def _blockwise(features: xr.Dataset) -> list[str]:
     """Return the names of what is stored block by block: all numbers of samples and checkpoints."""
     variables = {str(n): v for n, v in features.data_vars.items() if v.dims == (SAMPLE, CHECKPOINT)}
-    names = [n for n, v in variables.items() if v.dtype.kind == "f" or n == ERROR]
-    return ["feature", *names]
+    return ["feature", *(n for n, v in variables.items() if v.dtype.kind == "f")]
+
+
+def _add_errors(group: Group, features: xr.Dataset) -> None:
+    """Let a store have reasons of failures, if the features do."""
+    if ERROR in features and ERROR not in group.arrays:
+        sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
+        text = np.dtypes.StringDType()
+        group.arrays[ERROR] = described(ERROR, sizes, group.block, text, VARIABLES[ERROR].dims)
+
+
+def _with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
+    """Return features that say where samples failed, if the store does."""
+    if ERROR not in group.arrays or ERROR in features:
+        return features
+    none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
+    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
 
 
 def _placed(
@@ -316,12 +308,14 @@ def _placed(
 
     Returns
     -------
-    The store; the rows of the samples; and the columns of the checkpoints, by their names.
+    The store; the rows of the samples; and the columns of the checkpoints, by their names. What the
+    features add is noted in ``before`` as unfinished.
     """
     group, made = before.target(), spec(features)
     what = f"these features and the store {before.folder.url!r}"
     names = [str(name) for name in features[CHECKPOINT].values]
     common = [name for name in names if name in group.checkpoints]
+    added = _of_checkpoints(made, [name for name in names if name not in common])
     require_same(made, group.attrs, what=what, names=_SAME)
     _require_arrays(group, features, dtype)
     if common:
@@ -330,29 +324,25 @@ def _placed(
             names=_BY_CHECKPOINT,
         )  # fmt: skip
     rows = _known_rows(group, features, append_dim)
-    if "unfinished" in before.attrs and append_dim and (rows is None or names != common):
-        raise IncompleteFeaturesError(
-            f"expected no unfinished append in the store {before.folder.url!r}: "
-            f"{before.about_unfinished()}"
-        )
-    if group.n_samples:
-        if rows is None and append_dim != SAMPLE:
+    if rows is None or names != common:
+        if append_dim and "unfinished" in before.attrs:
+            raise IncompleteFeaturesError(
+                f"expected no unfinished append in the store {before.folder.url!r}: "
+                f"{before.about_unfinished()}"
+            )
+        if group.n_samples and rows is None and append_dim != SAMPLE:
             raise StoreMismatchError(
                 f"{what} differ in source: expected {group.attrs['sources']} (source, samples), "
                 f"got {made.get('source')!r}, {features.sizes[SAMPLE]}; try another store, or "
                 "append_dim='sample' if these are more samples of it"
             )
-        if rows is None and set(names) != set(group.checkpoints):
+        is_of_all = set(names) == set(group.checkpoints)
+        if group.n_samples and not (is_of_all if rows is None else append_dim == CHECKPOINT):
             require_same(made, group.attrs, what=what, names=_BY_CHECKPOINT)
-        if rows is not None and names != common and append_dim != CHECKPOINT:
-            require_same(made, group.attrs, what=what, names=_BY_CHECKPOINT)
-    if rows is None or names != common:
         sources = [*group.attrs["sources"]]
         if rows is None:
             rows = range(group.n_samples, group.n_samples + features.sizes[SAMPLE])
             sources.append([str(made.get("source", "")), features.sizes[SAMPLE]])
-        new = [name for name in names if name not in common]
-        added = _of_checkpoints(made, new)
         before.attrs["unfinished"] = {
             "source": " + ".join(source for source, _ in sources),
             "sources": sources,
@@ -372,13 +362,11 @@ def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None
 
     Those of another selection of the same source are known by their features.
     """
-    columns = {n: group.checkpoints.index(n) for n in features[CHECKPOINT].values.tolist()
-               if n in group.checkpoints}  # fmt: skip
-    ours, start, other = (features.attrs.get("source", ""), features.sizes[SAMPLE]), 0, None
-    for source, n in group.attrs["sources"]:
-        rows = range(start, start + n)
-        start += n
-        if (source, n) == ours:
+    names = [str(name) for name in features[CHECKPOINT].values]
+    columns = {n: group.checkpoints.index(n) for n in names if n in group.checkpoints}
+    other = None
+    for source, rows in group.rows_of_sources():
+        if (source, len(rows)) == (features.attrs.get("source", ""), features.sizes[SAMPLE]):
             try:
                 require_same_rows(group, features, rows, columns)
                 return rows
@@ -395,7 +383,7 @@ def _require_arrays(group: Group, features: xr.Dataset, dtype: str | None) -> No
     ours = {
         "proj_dim": features.sizes[PROJ_DIM],
         "dtype": str(dtype or features.feature.dtype),
-        "variables": sorted({*_blockwise(features)} - {ERROR}),
+        "variables": sorted(_blockwise(features)),
     }
     theirs = {
         "proj_dim": of["shape"][1],
@@ -410,27 +398,11 @@ def _require_arrays(group: Group, features: xr.Dataset, dtype: str | None) -> No
             )
 
 
-def _with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
-    """Return features that say where samples failed, if the store does."""
-    if ERROR not in group.arrays or ERROR in features:
-        return features
-    none = da.full_like(features.output.data, "", dtype=np.dtypes.StringDType())
-    return features.assign({ERROR: (VARIABLES[ERROR].dims, none)})
-
-
 def _lacks_blocks(group: Group) -> bool:
     """Return whether blocks are missing of what a store is to have."""
-    known, start = stored(group), 0
-    for _, n in group.attrs["sources"]:
-        rows = range(start, start + n)
-        start += n
-        if any(missing_blocks(group, rows, i, known) for i in range(len(group.checkpoints))):
-            return True
-    return False
-
-
-def _gone(before: Group, group: Group) -> np.ndarray:
-    """Return which samples are dropped."""
-    gone = np.zeros(group.n_samples, bool)
-    gone[: before.n_samples] = dropped_mask(before)
-    return gone
+    known, columns = stored(group), range(len(group.checkpoints))
+    return any(
+        missing_blocks(group, rows, index, known)
+        for _, rows in group.rows_of_sources()
+        for index in columns
+    )

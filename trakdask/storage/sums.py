@@ -6,7 +6,6 @@ changes, and count together with it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,44 +15,36 @@ import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
-import zarr
-from dask.base import tokenize
 
 from trakdask import arrays
-from trakdask.arrays.blocks import Blocks, flat
 from trakdask.arrays.spectrum import component_count
 from trakdask.attribution.dampings import describe_damping, regularize
-from trakdask.attribution.estimators import (
-    DEFAULT_POWER,
-    Estimator,
-    Options,
-    Power,
-    Weights,
-    gather_options,
+from trakdask.attribution.estimators import DEFAULT_POWER, Options, Weights, gather_options
+from trakdask.attribution.grams import (
+    DAMPING,
+    DERIVED,
+    EIGENVALUES,
+    EIGENVECTORS,
+    GRAM,
+    LOSS_GRADIENT,
+    NORM,
 )
-from trakdask.attribution.grams import NORM
 from trakdask.attribution.scores import LOGIT_VARIANCE
 from trakdask.execution import scheduling
 from trakdask.storage.blocks import compute
-from trakdask.storage.group import (
-    DERIVED,
-    DROPPED,
-    Group,
-    described,
-    separator_of,
-    with_sizes,
-)
-from trakdask.storage.opening import assembled, without_dropped
+from trakdask.storage.group import Group, described, separator_of, with_sizes
+from trakdask.storage.reading import assembled, dropped_mask, without_dropped
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
 
-__all__ = ["calibrated_options", "dropped_mask", "update_factors", "update_sums", "weights_of"]
+__all__ = ["update_factors", "update_sums", "weights_of"]
 
 _MOST_DIM = 8192
 """Above this proj_dim, :func:`save` leaves the decomposition, which takes 32 p² bytes in one task,
 to :func:`calibrate`."""
 
-GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING = DERIVED
 _FACTORS = (EIGENVALUES, EIGENVECTORS)
+_ABOUT = ("n_samples", "gram_weights", "power")
+"""Attributes of a gram matrix that say what it is the sum of."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +79,7 @@ def update_sums(
     weights
         Of the sums; None for none.
     gone
-        Which of its samples are dropped, (sample,) bool.
+        Which of its samples are dropped from now on, (sample,) bool; by default those so far.
     retries
         Further attempts.
 
@@ -103,32 +94,33 @@ def update_sums(
     if weights is None:
         return
     ds = assembled(group)
-    n = ds.sizes[SAMPLE]
-    was_gone = np.ones(n, bool)
-    was_gone[: before.n_samples] = dropped_mask(before)
-    is_gone = np.zeros(n, bool) if gone is None else gone
-    ours = weights.attrs(ds) | {"n_samples": int((~is_gone).sum())}
-    sizes = {**_sizes(ds), "proj_dim_1": ds.sizes[PROJ_DIM]}
+    was_gone, is_gone = np.ones(group.n_samples, bool), np.zeros(group.n_samples, bool)
+    was_gone[: before.n_samples] = is_gone[: before.n_samples] = dropped_mask(before)
+    is_gone = is_gone if gone is None else gone
+    attrs = weights.attrs(ds) | {"n_samples": int((~is_gone).sum())}
+    sizes = {**ds.sizes, "proj_dim_1": ds.sizes[PROJ_DIM]}
     dtype = np.result_type(arrays.gram.accumulation_dtype(ds.sizes[PROJ_DIM]), ds.feature.dtype)
-    known = {name: _is_known(before, name, ours) for name in weights.sums}
-    stays = {name: known[name] and bool((was_gone == is_gone).all()) for name in known}
+    known = [name for name in weights.sums if _is_known(before, name, attrs)]
+    stays = known if (was_gone == is_gone).all() else []
     for name in weights.sums:
         # Of a sum that stays, only chunks of new checkpoints are added.
-        at = separator_of(before.arrays[name]) if stays[name] else before.other_separator(name)
-        group.arrays[name] = described(name, sizes, 1, dtype, VARIABLES[name].dims, at, ours)
+        separator = separator_of(before.arrays[name]) if name in stays else None
+        separator = separator or before.other_separator(name)
+        dims = VARIABLES[name].dims
+        group.arrays[name] = described(name, sizes, 1, dtype, dims, separator, attrs)
     for index, checkpoint in enumerate(group.checkpoints):
         is_old = checkpoint in before.checkpoints
-        names = [name for name in weights.sums if not (is_old and stays[name])]
-        old = assembled(before) if is_old and all(known[name] for name in names) else None
+        names = [name for name in weights.sums if not (is_old and name in stays)]
+        old = assembled(before) if is_old and {*names} <= {*known} else None
+
+        def stored(
+            names: Sequence[str] = names, index: int = index, old: xr.Dataset | None = old
+        ) -> Any:
+            sums = _sums(ds, old, weights, names, index, was_gone, is_gone)
+            return _stored(group, names, sums, index)
+
         if names:
-            submission = functools.partial(
-                _sums_task, group, ds, old, weights, names, index, was_gone, is_gone
-            )
-            scheduling.run(submission, retries=retries, compute=compute)
-
-
-def _sizes(ds: xr.Dataset) -> dict[str, int]:
-    return {str(dim): size for dim, size in ds.sizes.items()}
+            scheduling.run(stored, retries=retries, compute=compute)
 
 
 def _is_known(before: Group, name: str, attrs: Mapping[str, Any]) -> bool:
@@ -141,16 +133,7 @@ def _is_known(before: Group, name: str, attrs: Mapping[str, Any]) -> bool:
     return bool(known) and all(known.get(key) == attrs[key] for key in same)
 
 
-def dropped_mask(group: Group) -> np.ndarray:
-    """Return which samples of a store are dropped, (sample,) bool."""
-    if DROPPED not in group.arrays:
-        return np.zeros(group.n_samples, bool)
-    group.require_chunks(DROPPED)
-    return np.asarray(group.array(DROPPED)[...])
-
-
-def _sums_task(
-    group: Group,
+def _sums(
     ds: xr.Dataset,
     before: xr.Dataset | None,
     weights: Weights,
@@ -158,23 +141,22 @@ def _sums_task(
     index: int,
     was_gone: np.ndarray,
     is_gone: np.ndarray,
-) -> da.Array:
-    """Return the task that stores the sums of a checkpoint, given those of before if possible."""
+) -> list[da.Array]:
+    """Return the sums of a checkpoint, lazy; from those of before if possible."""
 
-    def of(rows: np.ndarray) -> list[da.Array]:
+    def over(rows: np.ndarray) -> list[da.Array]:
         chosen = ds if rows.all() else ds.isel({SAMPLE: np.flatnonzero(rows)})
         return _reduced(chosen, weights, names, index)
 
     added, taken, left = was_gone & ~is_gone, ~was_gone & is_gone, ~is_gone
     if before is None or (taken.any() and not _weighs_less(ds, weights, index, taken, left)):
-        totals = of(left)
-    else:
-        totals = [before[name].data[..., index : index + 1] for name in names]
-        if added.any():
-            totals = [a + b for a, b in zip(totals, of(added), strict=True)]
-        if taken.any():
-            totals = [a - b for a, b in zip(totals, of(taken), strict=True)]
-    return _writing([group.array(name) for name in names], totals, index)
+        return over(left)
+    totals = [before[name].data[..., index : index + 1] for name in names]
+    if added.any():
+        totals = [a + b for a, b in zip(totals, over(added), strict=True)]
+    if taken.any():
+        totals = [a - b for a, b in zip(totals, over(taken), strict=True)]
+    return totals
 
 
 def _weighs_less(
@@ -202,22 +184,11 @@ def _reduced(
     return list(arrays.gram.gram_and_sum(feature, h, g))
 
 
-def _writing(into: Sequence[zarr.Array[Any]], values: Sequence[da.Array], index: int) -> da.Array:
-    """Return the task that writes arrays of one checkpoint, each in one chunk."""
-    written: da.Array = da.blockwise(
-        functools.partial(_write, list(into), index), "c",
-        *(item for each in values for item in (each, "pqc" if each.ndim == 3 else "pc")),
-        dtype=bool, meta=np.empty(0, bool), concatenate=False, align_arrays=False,
-        name=f"save-{into[0].basename}-{tokenize(str(into[0].store_path), index, values)}",
-    )  # fmt: skip
-    return written
-
-
-def _write(into: Sequence[zarr.Array[Any]], index: int, *values: Blocks) -> np.ndarray:
-    for array, each in zip(into, values, strict=True):
-        (block,) = flat(each)
-        array[..., slice(index, index + 1)] = block
-    return np.ones(1, bool)
+def _stored(group: Group, names: Sequence[str], values: Sequence[da.Array], index: int) -> Any:
+    """Return the tasks that store arrays of one checkpoint, each in one chunk."""
+    regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
+    into: Any = [group.array(name) for name in names]
+    return da.store(values, into, regions=regions, lock=False, compute=False)
 
 
 # --------------------------------------------------------------------------- eigenvectors and λ
@@ -266,31 +237,31 @@ def _update_factors(
     before: Group, group: Group, calibrate: xr.Dataset | None, *, again: bool, retries: int
 ) -> None:
     gram = group.arrays[GRAM]["attributes"]
-    is_same = (
-        all(name in before.arrays for name in _FACTORS)
-        and _sum_of(before) == _sum_of(group)
-        and before.arrays[EIGENVECTORS]["attributes"].get("n_samples") == gram["n_samples"]
+    about = {name: gram[name] for name in _ABOUT}
+    is_same = all(name in before.arrays for name in _FACTORS) and (
+        before.chunk_path(GRAM, (0,)) == group.chunk_path(GRAM, (0,))  # or else it was replaced
+        and before.arrays[EIGENVECTORS]["attributes"].items() >= about.items()
     )
     ds = without_dropped(assembled(group))
     options = _options(ds, calibrate)
-    if is_same:
-        for name in _FACTORS:
-            sizes = {CHECKPOINT: len(group.checkpoints)}
+    sizes = {**ds.sizes, CHECKPOINT: len(group.checkpoints)}
+    sizes["component"] = component_count(gram["n_samples"], ds.sizes[PROJ_DIM], ds.feature.dtype)
+    for name in _FACTORS:
+        if is_same:
             group.arrays[name] = with_sizes(before.arrays[name], sizes)
-    else:
-        k = component_count(gram["n_samples"], ds.sizes[PROJ_DIM], ds.feature.dtype)
-        attrs = {key: gram[key] for key in ("n_samples", "gram_weights", "power")}
-        for name in _FACTORS:
-            group.arrays[name] = described(
-                name, {**_sizes(ds), "component": k}, 1, "f8", VARIABLES[name].dims,
-                before.other_separator(name), attrs,
-            )  # fmt: skip
-    k = group.arrays[EIGENVALUES]["shape"][0]
-    lazy = lazy_features(ds)[GRAM].data
+        else:
+            dims, separator = VARIABLES[name].dims, before.other_separator(name)
+            group.arrays[name] = described(name, sizes, 1, "f8", dims, separator, about)
+    matrices = lazy_features(ds)[GRAM].data
     for index, name in enumerate(group.checkpoints):
         if not is_same or name not in before.checkpoints:
-            submission = functools.partial(_factors_task, group, lazy, index, k, gram["n_samples"])
-            scheduling.run(submission, retries=retries, compute=compute)
+            matrix = matrices[..., index : index + 1]
+            spectrum = arrays.spectrum.spectrum(
+                matrix, None, gram["n_samples"], [name], n_component=sizes["component"]
+            )
+            factors = arrays.spectrum.eigenvectors(spectrum, len(matrix), sizes["component"])
+            stored = functools.partial(_stored, group, _FACTORS, factors, index)
+            scheduling.run(stored, retries=retries, compute=compute)
     chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
     known = before.arrays.get(DAMPING, {})
     if is_same and known and before.checkpoints == group.checkpoints:
@@ -299,54 +270,16 @@ def _update_factors(
             group.arrays[DAMPING] = known
             return
     values, attrs = _damping(without_dropped(assembled(group)), options)
-    attrs |= {"chosen_by": chosen_by, "n_samples": gram["n_samples"]}
-    attrs["gram_weights"] = gram["gram_weights"]
-    attrs |= VARIABLES[DAMPING].attrs
+    attrs |= {"chosen_by": chosen_by, **about, **VARIABLES[DAMPING].attrs}
     group.write_small({DAMPING: xr.Variable(VARIABLES[DAMPING].dims, values, attrs)})
-
-
-def _sum_of(group: Group) -> dict[str, Any]:
-    """Return what says of which samples a gram matrix is, and where it lies."""
-    gram = group.arrays.get(GRAM, {"attributes": {}})
-    names = ("n_samples", "gram_weights", "power")
-    described = {name: gram["attributes"].get(name) for name in names}
-    return {**described, "chunks": gram.get("chunk_key_encoding")}
-
-
-def _factors_task(group: Group, gram: da.Array, index: int, k: int, n: int) -> da.Array:
-    own = gram[..., index : index + 1]
-    name = group.checkpoints[index]
-    spectrum = arrays.spectrum.spectrum(own, None, n, [name], n_component=k)
-    factors = arrays.spectrum.eigenvectors(spectrum, gram.shape[0], k)
-    return _writing([group.array(each) for each in _FACTORS], factors, index)
 
 
 def _options(ds: xr.Dataset, calibrate: xr.Dataset | None) -> Options:
     """Return the options of scores under the gram matrix that is stored."""
     power = ds[GRAM].attrs.get("power")
     if power is None:
-        return calibrated_options(ds, "trak", DEFAULT_POWER, calibrate)
-    return calibrated_options(ds, "soft", power, calibrate)
-
-
-def calibrated_options(
-    features: xr.Dataset, estimator: Estimator, power: Power, calibrate: xr.Dataset | None
-) -> Options:
-    """Return the options by which a store chooses λ.
-
-    Raises
-    ------
-    ValueError
-        If held-out samples are given, but λ of this estimator and task is not chosen by outputs.
-    """
-    options = gather_options(features, estimator, power, "auto", None, None)
-    if calibrate is not None and not options.is_damped_by_outputs:
-        raise ValueError(
-            "expected no held-out samples for a store whose λ is not chosen by outputs, got "
-            f"some with estimator={options.estimator.name!r}; try estimator='soft' in td.save, or "
-            "leaving them out"
-        )
-    return dataclasses.replace(options, calibrate=calibrate)
+        return gather_options(ds, "trak", DEFAULT_POWER, "auto", calibrate)
+    return gather_options(ds, "soft", power, "auto", calibrate)
 
 
 def _damping(ds: xr.Dataset, options: Options) -> tuple[np.ndarray, dict[str, Any]]:

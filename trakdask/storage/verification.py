@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from trakdask.files import Folder
-from trakdask.storage.group import DERIVED, DROPPED, ERROR, Group, chunks_of, dims_of
-from trakdask.storage.lock import lock
+from trakdask.storage.group import (
+    DERIVED,
+    DROPPED,
+    ERROR,
+    Group,
+    changing,
+    chunks_of,
+    dims_of,
+)
+from trakdask.storage.reading import VERIFIED, chunks
 from trakdask.variables import CHECKPOINT
 
 __all__ = ["verify"]
 
-_REMEDY = "td.verify(store, repair=True), then td.save(features, store)"
+_REPAIR = "td.verify(store, repair=True)"
+_REMEDY = f"{_REPAIR}, then td.save(features, store)"
+Row = tuple[str, str, int, int, str]
 
 
 def verify(
@@ -60,98 +71,76 @@ def verify(
     -----
     One listing of each array; with ``checksums``, one pass over its bytes, chunk by chunk.
     """
-    folder = Folder.at(store, storage_options)
-    for name, value in {"checksums": checksums, "repair": repair}.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"expected {name}=True or False, got {value!r:.60}; try {name}=True")
-    group = Group.read(folder)
     if not repair:
-        return _table(_faults(group, checksums=checksums))
-    with lock(folder, "td.verify") as require_held:
-        group = Group.read(folder)
-        found = list(_faults(group, checksums=checksums))
-        if group.attrs.get("unfinished"):
+        return _table(_faults(Group.read(Folder.at(store, storage_options)), checksums=checksums))
+    with changing(store, storage_options, "td.verify") as group:
+        table = _table(_faults(group, checksums=checksums))
+        if "unfinished" in group.attrs:
             _give_up(group)
-        for fault in found:
-            _remove(group, fault)
-        require_held()
-        group.commit()
-        group.sweep()
-    return _table(found)
+        for path, _, block, checkpoint, _ in table.itertuples(index=False):
+            _remove(group, path.partition("/")[0], block, checkpoint)
+    return table
 
 
-@dataclass(frozen=True)
-class _Fault:
-    """A chunk that is not what it should be."""
-
-    path: str
-    found: str
-    block: int = -1
-    checkpoint: int = -1
-    remedy: str = _REMEDY
+def _table(rows: Iterator[Row]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=["path", "found", "block", "checkpoint", "remedy"])
 
 
-def _table(faults: Any) -> pd.DataFrame:
-    columns = [field.name for field in fields(_Fault)]
-    return pd.DataFrame([asdict(fault) for fault in faults], columns=columns)
-
-
-def _faults(group: Group, *, checksums: bool) -> Iterator[_Fault]:
+def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
+    VERIFIED.clear()  # bytes may have changed without a new time
     for name in group.arrays:
-        lost = {*(() if name == ERROR else group.absent_chunks(name))}
-        for index in np.ndindex(*_counts(group, name)):
-            path = group.chunk_path(name, index)
-            found = "no such file" if path in lost else ""
-            if checksums and not found:
-                found = _unreadable(group, name, index)
-            if found:
-                yield _described(group, name, path, found, index)
+        lost = set() if name == ERROR else {*group.absent_chunks(name)}
+        is_number = name != ERROR and name in (*group.features, *DERIVED)
+        array = group.array(name, read_only=True)
+        read = chunks(group, name, complete=False).read if is_number else array.__getitem__
+        fault_of = functools.partial(_fault, group, name, lost, read if checksums else None)
+        with ThreadPoolExecutor() as pool:
+            yield from filter(None, pool.map(fault_of, group.chunk_indices(name)))
     if "unfinished" in group.attrs:
-        yield _Fault("", group.about_unfinished(), remedy="the same td.save(...) again")
+        yield "", group.about_unfinished(), -1, -1, "the same td.save(...) again"
 
 
-def _counts(group: Group, name: str) -> list[int]:
-    metadata = group.arrays[name]
-    pairs = zip(metadata["shape"], chunks_of(metadata), strict=True)
-    return [-(-size // chunk) for size, chunk in pairs]
-
-
-def _unreadable(group: Group, name: str, index: tuple[int, ...]) -> str:
-    chunks = chunks_of(group.arrays[name])
-    at = tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, chunks, strict=True))
-    try:
-        group.array(name)[at]
-    except Exception as err:  # of zarr and its codecs, whatever is wrong
-        return f"{type(err).__name__}: {err!s:.200}"
-    return ""
-
-
-def _described(group: Group, name: str, path: str, found: str, index: tuple[int, ...]) -> _Fault:
+def _fault(
+    group: Group,
+    name: str,
+    lost: set[str],
+    read: Callable[[tuple[slice, ...]], object] | None,
+    index: tuple[int, ...],
+) -> Row | None:
+    """Return the row of a chunk, if anything is wrong with it."""
+    path = group.chunk_path(name, index)
+    found = "no such file" if path in lost else ""
+    if read and not found:
+        sizes = zip(index, chunks_of(group.arrays[name]), strict=True)
+        rows = tuple(slice(i * size, (i + 1) * size) for i, size in sizes)
+        try:
+            read(rows)
+        except Exception as err:  # of zarr and its codecs, whatever is wrong
+            found = f"{type(err).__name__}: {err!s:.200}"
+    if not found:
+        return None
     if name in group.features:
-        return _Fault(path, found, index[0], index[-1])
+        return path, found, index[0], index[-1], _REMEDY
     if name in DERIVED:
-        at = index[dims_of(group.arrays[name]).index(CHECKPOINT)]
-        return _Fault(path, found, checkpoint=at)
+        checkpoint = index[dims_of(group.arrays[name]).index(CHECKPOINT)]
+        return path, found, -1, checkpoint, _REMEDY
     if name == DROPPED:
-        again = "td.verify(store, repair=True), which shows all samples, then td.drop(store, ...)"
-        return _Fault(path, found, remedy=again)
-    return _Fault(path, found, remedy=f"td.assign_coords(store, {{{name!r}: values}})")
+        remedy = f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"
+        return path, found, -1, -1, remedy
+    return path, found, -1, -1, f"td.assign_coords(store, {{{name!r}: values}})"
 
 
-def _remove(group: Group, fault: _Fault) -> None:
+def _remove(group: Group, name: str, block: int, checkpoint: int) -> None:
     """Remove a chunk, and let the store know what it lacks."""
-    name = fault.path.partition("/")[0]
     if name in group.features:
-        for each in group.features:
-            middle = (0,) * (len(group.arrays[each]["shape"]) - 2)
-            index = (fault.block, *middle, fault.checkpoint)
-            if each == name or each == "out_to_loss":  # without that a block does not count
-                group.folder.remove(group.chunk_path(each, index))
+        for damaged in {name, "out_to_loss"}:  # without the latter a block does not count
+            middle = (0,) * (len(group.arrays[damaged]["shape"]) - 2)
+            group.folder.remove(group.chunk_path(damaged, (block, *middle, checkpoint)))
         group.attrs["lacking"] = True
     elif name in (*DERIVED, DROPPED):
         # What is left would be of other samples, or of another gram matrix.
-        for each in (*DERIVED, *((DROPPED,) if name == DROPPED else ())):
-            group.arrays.pop(each, None)
+        for derived in (*DERIVED, *((DROPPED,) if name == DROPPED else ())):
+            group.arrays.pop(derived, None)
 
 
 def _give_up(group: Group) -> None:
@@ -161,8 +150,8 @@ def _give_up(group: Group) -> None:
     first = -(-n // group.block)
     for name in group.features:
         for file in (group.folder / name).names():
-            index = file.split(".")[1:]
-            if file[:2] == "c." and (int(index[0]) >= first or int(index[-1]) >= c):
+            prefix, *index = file.split(".")
+            if prefix == "c" and (int(index[0]) >= first or int(index[-1]) >= c):
                 group.folder.remove(f"{name}/{file}")
         if n % group.block:  # rows beyond those that count, in the same chunk
             array = target.array(name, sparse=name == ERROR)

@@ -85,6 +85,23 @@ class _Classification(AbstractModelOutput):
         self.softmax = nn.Softmax(-1)
         self.loss_temperature = temperature
 
+    @staticmethod
+    @abstractmethod
+    def _logits(model: nn.Module, weights: Any, buffers: Any, *inputs: Any) -> Tensor:
+        """Return the logits of a batch, (batch, classes)."""
+
+    @torch.no_grad()
+    def get_out_to_loss_grad(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        weights: dict[str, Tensor] | None,
+        buffers: dict[str, Tensor] | None,
+        batch: Iterable[Tensor],
+    ) -> Tensor:
+        """Return 1 - p of a batch of inputs and labels, (batch, 1)."""
+        *inputs, labels = batch
+        return self.one_minus_p(self._logits(model, weights, buffers, *inputs), labels)
+
     def one_minus_p(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return 1 - p of the labelled class, (batch, 1), in the dtype of the logits."""
         p: Tensor = self.softmax(logits / self.loss_temperature).gather(-1, labels.long()[:, None])
@@ -113,21 +130,13 @@ class ImageClassificationModelOutput(_Classification):
         label: Tensor,
     ) -> Tensor:
         """Return the margin of one image (without a batch axis), a scalar."""
-        logits = torch.func.functional_call(model, (weights, buffers), image.unsqueeze(0))
-        return _margins(logits, label.unsqueeze(0)).sum()
+        logits = ImageClassificationModelOutput._logits(model, weights, buffers, image[None])
+        return _margins(logits, label[None]).sum()
 
-    @torch.no_grad()
-    def get_out_to_loss_grad(  # type: ignore[override]
-        self,
-        model: nn.Module,
-        weights: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        batch: Iterable[Tensor],
-    ) -> Tensor:
-        """Return 1 - p of a batch of images and labels, (batch, 1)."""
-        images, labels = batch
-        logits = torch.func.functional_call(model, (weights, buffers), images)
-        return self.one_minus_p(logits, labels)
+    @staticmethod
+    def _logits(model: nn.Module, weights: Any, buffers: Any, *inputs: Any) -> Tensor:
+        logits: Tensor = torch.func.functional_call(model, (weights, buffers), inputs)
+        return logits
 
 
 class TextClassificationModelOutput(_Classification):
@@ -153,24 +162,15 @@ class TextClassificationModelOutput(_Classification):
         label: Tensor,
     ) -> Tensor:
         """Return the margin of one text (without a batch axis), a scalar."""
-        one = (input_id[None], token_type_id[None], attention_mask[None])
-        inputs = dict(zip(_INPUTS_OF_TEXTS, one, strict=True))
-        logits = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return _margins(logits, label.unsqueeze(0)).sum()
+        text = (input_id[None], token_type_id[None], attention_mask[None])
+        logits = TextClassificationModelOutput._logits(model, weights, buffers, *text)
+        return _margins(logits, label[None]).sum()
 
-    @torch.no_grad()
-    def get_out_to_loss_grad(  # type: ignore[override]
-        self,
-        model: nn.Module,
-        weights: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        batch: Iterable[Tensor],
-    ) -> Tensor:
-        """Return 1 - p of a batch of texts and labels, (batch, 1)."""
-        *texts, labels = batch
+    @staticmethod
+    def _logits(model: nn.Module, weights: Any, buffers: Any, *texts: Tensor) -> Tensor:
         inputs = dict(zip(_INPUTS_OF_TEXTS, texts, strict=True))
-        logits = torch.func.functional_call(model, (weights, buffers), (), inputs)
-        return self.one_minus_p(logits, labels)
+        logits: Tensor = torch.func.functional_call(model, (weights, buffers), (), inputs)
+        return logits
 
 
 class IterativeImageClassificationModelOutput(_Classification):
@@ -196,17 +196,10 @@ class IterativeImageClassificationModelOutput(_Classification):
         """Return the margins of a batch, (batch,)."""
         return _margins(model(images), labels)
 
-    @torch.no_grad()
-    def get_out_to_loss_grad(  # type: ignore[override]
-        self,
-        model: nn.Module,
-        weights: dict[str, Tensor] | None,
-        buffers: dict[str, Tensor] | None,
-        batch: Iterable[Tensor],
-    ) -> Tensor:
-        """Return 1 - p of a batch of images and labels, (batch, 1)."""
-        images, labels = batch
-        return self.one_minus_p(model(images), labels)
+    @staticmethod
+    def _logits(model: nn.Module, weights: Any, buffers: Any, *inputs: Any) -> Tensor:
+        logits: Tensor = model(*inputs)
+        return logits
 
 
 class _static_or_of_instance(staticmethod):  # type: ignore[type-arg]
