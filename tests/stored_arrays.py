@@ -10,13 +10,14 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+import trakdask.arrays.stored
+
 
 class StoredArray:
-    """What dask sees of an array in a store: it can be sliced, and is not in memory."""
+    """An array in a store: its parts can be read, and that is counted."""
 
     def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-        self.shape, self.ndim, self.dtype = values.shape, values.ndim, values.dtype
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
         self.reads: Counter[Any] = Counter()
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -27,8 +28,8 @@ class StoredArray:
 class ShapeOfArray:
     """The same, of an array that is not there: it must not be read."""
 
-    def __init__(self, *shape: int) -> None:
-        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(np.float32)
+    def __init__(self, *shape: int, dtype: str = "f4") -> None:
+        self.shape, self.dtype = shape, np.dtype(dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         raise AssertionError("expected lazy results only, but an array was read")
@@ -37,11 +38,12 @@ class ShapeOfArray:
 _numbers = itertools.count()
 
 
-def stored(values: np.ndarray | ShapeOfArray, chunks: Any) -> da.Array:
-    """Return a lazy array whose blocks are read from a :class:`StoredArray`."""
+def stored(values: Any, chunks: Any) -> da.Array:
+    """Return a lazy array of a store that reads arrays in memory, or what can be read like them."""
     array = StoredArray(values) if isinstance(values, np.ndarray) else values
-    meta = np.empty((0,) * array.ndim, array.dtype)
-    return da.from_array(array, chunks=chunks, name=f"open-{next(_numbers)}", meta=meta)
+    sizes = da.core.normalize_chunks(chunks, array.shape)
+    name = f"open-{next(_numbers)}"
+    return trakdask.arrays.stored.stored(array.__getitem__, sizes, array.dtype, name)
 
 
 def as_stored(features: xr.Dataset, chunks: int | tuple[int, ...]) -> xr.Dataset:

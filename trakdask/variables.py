@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from trakdask.arrays.block_arguments import is_stored
+from trakdask.arrays.stored import reader
 from trakdask.checks import shown
 
 SAMPLE = "sample"
@@ -248,8 +248,7 @@ def stays_in_store(coord: xr.Variable, sizes: tuple[int, ...]) -> bool:
         Of the blocks of samples that tasks work on.
     """
     data = coord.data
-    is_lazy = coord.dims == (SAMPLE,) and isinstance(data, da.Array)
-    return is_lazy and data.chunks == (sizes,) and is_stored(data)
+    return reader(data) is not None and data.chunks == (sizes,)
 
 
 def _load(ds: xr.Dataset, names: Iterable[Hashable]) -> xr.Dataset:

@@ -1,29 +1,118 @@
+"""What tasks get of large inputs, and what they read of stored ones, against slices of numpy."""
+
 from __future__ import annotations
+
+import pickle
 
 import dask.array as da
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.stored_arrays import stored
 from trakdask.arrays import blocks
-from trakdask.arrays.blocks import add, blocks_with, flat, mean_weight
+from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices
+from trakdask.arrays.blocks import add, block_starts, blocks_with, flat
+from trakdask.arrays.gram import pooled
+from trakdask.arrays.score import checked
+from trakdask.arrays.stored import block_of, map_stored, read_in_task, reader
+from trakdask.arrays.weights import squared_norm
+
+_sizes = st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple)
+
+
+@given(_sizes)
+def test_bounds__of_ranges(sizes: tuple[int, ...]) -> None:
+    bounds = Bounds(sizes)
+    together = [i for block in range(len(sizes)) for i in range(*bounds[(block,)])]
+    assert together == list(range(sum(sizes)))
+
+
+@given(_sizes, st.sampled_from([1, 2, 3, 7, 8, 255, 256, 70_000]), st.integers(0, 2**32))
+def test_packed_rows__are_the_integers(sizes: tuple[int, ...], most: int, seed: int) -> None:
+    values = np.random.default_rng(seed).integers(0, most + 1, sum(sizes))
+    packed, starts = PackedRows(values, most, sizes), block_starts(sizes)
+    for i in range(len(sizes)):
+        block = PackedRows.unpack(packed[(i,)])
+        np.testing.assert_array_equal(block, values[starts[i] : starts[i + 1]])
+        assert block.dtype == np.int64
+
+
+def test_packed_rows__bytes() -> None:
+    packed = PackedRows(np.arange(80_000) % 8, 7, (40_000, 40_000))
+    assert len(pickle.dumps(packed)) < 80_000 * 3 / 8 + 1000
+
+
+COLUMNS = [
+    np.arange(5000) * 3,
+    np.arange(5000).astype("datetime64[D]").astype("datetime64[ns]"),
+    np.array([f"s{i % 7}" for i in range(5000)], np.dtypes.StringDType()),
+    np.array(["", "ä"] * 2500, np.dtypes.StringDType()),
+    np.array([f"s{i % 7}" for i in range(5000)], dtype=object),
+]
+
+
+@pytest.mark.parametrize("values", COLUMNS, ids=lambda values: str(values.dtype))
+def test_slices__elsewhere(values: np.ndarray) -> None:
+    slices = Slices(values, ((4000, 0, 1000),))
+    for each in (slices, pickle.loads(pickle.dumps(slices))):
+        parts = [block_of(each[(i,)]) for i in range(3)]
+        assert [len(part) for part in parts] == [4000, 0, 1000]
+        np.testing.assert_array_equal(np.concatenate(parts), values)
+
+
+def blocks_of(array: da.Array, **options: object) -> list[list[np.ndarray]]:
+    """Return what each task reads."""
+    argument, _ = read_in_task(array, **options)
+    shape = argument.numblocks
+    return [list(flat(pickle.loads(pickle.dumps(argument[i])))) for i in np.ndindex(*shape)]
+
+
+def test_read_in_task__blocks() -> None:
+    values = np.random.default_rng(0).standard_normal((10, 3, 2))
+    array = stored(values, ((4, 3, 3), 3, 1))
+    expected = [[values[s, :, c : c + 1] for c in (0, 1)] for s in ROWS]
+    for found, wanted in zip(blocks_of(array), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    groups = blocks_of(array, groups=[[0, 2], [1]], by_checkpoint=True)
+    assert [len(group) for group in groups] == [2, 2, 1, 1]
+    np.testing.assert_array_equal(groups[1][1], values[7:, :, 1:])
+
+
+ROWS = [slice(0, 4), slice(4, 7), slice(7, 10)]
+
+
+def test_read_in_task__what_is_made_of_stored_blocks() -> None:
+    values = np.random.default_rng(0).random((10, 2))
+    weights = stored(values, (5, 1))
+    made = map_stored(np.sqrt, weights, dtype=float, name="roots")
+    (first, _), (_, last) = blocks_of(made)
+    np.testing.assert_array_equal(first, np.sqrt(values[:5, :1]))
+    np.testing.assert_array_equal(last, np.sqrt(values[5:, 1:]))
+    (mean,), _ = blocks_of(pooled(weights))
+    np.testing.assert_allclose(mean, values[:5].mean(axis=1))
+    x = np.random.default_rng(0).standard_normal((10, 3, 2))
+    norm = squared_norm(da.from_array(x, chunks=(5, 3, 1))).compute()
+    feature, norms = stored(x, (5, 3, 1)), stored(norm, (5, 1))
+    np.testing.assert_array_equal(blocks_of(checked(feature, norms))[1][0], x[5:, :, :1])
+    with pytest.raises(ValueError, match="feature_norm"):
+        blocks_of(checked(feature, stored(norm + 1, (5, 1))))
+
+
+def test_read_in_task__of_nothing_that_takes_time_or_is_in_memory() -> None:
+    x = stored(np.ones((10, 2)), (5, 1))
+    shared = [da.ones((10, 2), chunks=(5, 1)), x.persist(scheduler="sync"), x - x.sum(axis=0)]
+    shared += [x.rechunk((10, 1)), x[::2], x[:5], x + 1]
+    assert [read_in_task(array) for array in shared] == [None] * len(shared)
+    assert reader(x[:]) is reader(x.rechunk((5, 1))) is reader(x)
 
 
 def test_add__sums_in_list_order_without_changing_its_inputs() -> None:
-    blocks = [np.full((1, 2), value) for value in (1e16, 1.0, -1e16)]
-    np.testing.assert_array_equal(add(blocks, keepdims=True), [[(1e16 + 1.0) - 1e16] * 2])
-    assert add(blocks).shape == (2,)
-    assert blocks[0][0, 0] == 1e16
-
-
-def test_flat__nested_lists_in_order() -> None:
-    parts = [np.array(i) for i in range(4)]
-    assert [int(x) for x in flat([[parts[0]], [parts[1], [parts[2]]], parts[3]])] == [0, 1, 2, 3]
-
-
-def test_mean_weight__over_checkpoints() -> None:
-    parts = [np.array([[1.0], [2.0]], "f4"), np.array([[3.0], [6.0]], "f4")]
-    np.testing.assert_array_equal(mean_weight(parts), [2, 4])
-    np.testing.assert_array_equal(parts[0], [[1], [2]])
+    parts = [np.full((1, 2), value) for value in (1e16, 1.0, -1e16)]
+    np.testing.assert_array_equal(add(parts, keepdims=True), [[(1e16 + 1.0) - 1e16] * 2])
+    assert add(parts).shape == (2,)
+    assert parts[0][0, 0] == 1e16
 
 
 @pytest.mark.parametrize(("selected", "kept"), [([], []), ([0], [0]), ([2, 5], [1, 3]), ([4], [1])])

@@ -1,13 +1,18 @@
-"""Ranks of classes, against scikit-learn and against counting by hand."""
+"""Ranks of classes and agreement of models, by scikit-learn, scipy and counting by hand."""
 
 from __future__ import annotations
 
 import dask.array as da
 import numpy as np
 import pytest
+from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from trakdask.arrays.detection import average_precision, class_ranks
+from trakdask.arrays.detection import (
+    average_precision,
+    class_ranks,
+    rank_correlations,
+)
 
 N, M, COUNTS = 40, 6, [1, 4, 40]
 RNG = np.random.default_rng(0)
@@ -52,16 +57,6 @@ def test_class_ranks__by_hand(case: str, chunks: tuple[int, ...]) -> None:
             np.testing.assert_allclose(result[t, e], by_hand(column[ranked], relevant))
 
 
-def test_class_ranks__order_of_samples_is_invisible() -> None:
-    order = RNG.permutation(N)
-    whole = da.from_array(SCORES["ties"])
-    shuffled = da.from_array(SCORES["ties"][order])
-    np.testing.assert_array_equal(
-        class_ranks(whole, CODES, TARGET_CODES, COUNTS),
-        class_ranks(shuffled, CODES[order], TARGET_CODES, COUNTS),
-    )
-
-
 def test_class_ranks__undefined_without_both_kinds() -> None:
     scores = da.from_array(SCORES["distinct"][:, :2])
     codes, targets = np.zeros((N, 2), int), np.array([[0, 0], [1, 0]])
@@ -78,3 +73,34 @@ def test_average_precision__as_in_scikit_learn(case: str) -> None:
             finite = np.unique(scores[known, t, e], return_inverse=True)[1]
             expected = average_precision_score(positive[known], finite)
             np.testing.assert_allclose(result[t, e], expected)
+
+
+MODELS = RNG.standard_normal((30, 5, 1)) + RNG.standard_normal((30, 5, 4))
+AGREEMENT = {
+    "distinct": MODELS,
+    "ties": np.round(MODELS).astype("f4"),
+    "unknown": np.where(RNG.random(MODELS.shape) < 0.1, np.nan, MODELS),
+}
+
+
+@pytest.mark.parametrize("case", AGREEMENT)
+@pytest.mark.parametrize("chunks", [(7, 2, 1), (30, 5, 4), (1, 3, 2)])
+def test_rank_correlations__of_every_pair(case: str, chunks: tuple[int, ...]) -> None:
+    score = AGREEMENT[case]
+    result = rank_correlations(da.from_array(score, chunks)).compute()
+    for t in range(5):
+        known = ~np.isnan(score[:, t]).any(axis=1)
+        expected = stats.spearmanr(score[known, t]).statistic
+        np.testing.assert_allclose(result[t], expected)
+
+
+def test_rank_correlations__undefined() -> None:
+    score = MODELS.copy()
+    score[:, 0, 1] = 3  # a constant
+    score[1:, 1, 2] = np.nan  # one sample left
+    score[:, 2] = np.nan
+    result = rank_correlations(da.from_array(score)).compute()
+    assert np.isnan(result[0, 1]).all()
+    assert result[0, 0, 2] == pytest.approx(stats.spearmanr(score[:, 0, 0], score[:, 0, 2])[0])
+    assert np.isnan(result[1:3]).all()
+    assert not np.isnan(result[3:]).any()

@@ -36,12 +36,6 @@ def test_ranking__mean_ranks_of_equal_values() -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-def test_ranking__left_out_rows_do_not_count() -> None:
-    values = np.array([[3.0], [1.0], [2.0], [1.0]])
-    found = Ranking.of(values).centred(np.array([1.0, 0.0, 2.0, 1.0])) + 2.5
-    np.testing.assert_array_equal(found[0, [0, 2, 3]], [4, 2.5, 1])
-
-
 def test_correlation__unknown_and_constant_targets() -> None:
     a = np.array([[1.0, np.nan, 7.0], [2.0, 1.0, 7.0], [3.0, 2.0, 7.0]])
     centred = Ranking.of(a).centred(np.ones(3))
@@ -79,18 +73,6 @@ def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
     # Exact for Pearson's correlation; of ranks within 0.01.
     assert ranks.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
     assert ranks.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
-
-
-def test_mean_of_known() -> None:
-    values = np.array([[1.0, np.nan, 3.0], [np.nan] * 3])
-    np.testing.assert_array_equal(ranks.mean_of_known(values), [2, np.nan])
-
-
-def test_less_bias__moves_by_what_the_draws_are_off() -> None:
-    draws, estimate = ranks.less_bias(np.array([0.2, 0.4]), np.float64(0.5))
-    np.testing.assert_allclose(draws, [0.6, 0.8])
-    assert estimate == pytest.approx(0.7)
-    assert ranks.less_bias(np.array([0.8, 0.9]), np.float64(0.99))[1] == 1
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.9])

@@ -1,196 +1,238 @@
+"""Solving with K + λI by eigenvectors, all or few, and by Cholesky, against dense inverses."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
 
-from trakdask.arrays import gram as gram_module
-from trakdask.arrays.solve import cholesky, closed_form_damping
-from trakdask.arrays.spectrum import leverage, solve
+from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
+from trakdask.arrays.damping import held_out, left_out
+from trakdask.arrays.gram import gram_and_sum
+from trakdask.arrays.solve import (
+    cholesky,
+    cholesky_in_place,
+    inverse,
+    leverage,
+    solve,
+    solve_in_place,
+)
+from trakdask.arrays.spectrum import (
+    component_count,
+    decompose,
+    eigenvectors,
+    from_eigenvectors,
+    spectrum,
+)
 from trakdask.testing import raise_if_dask_computes
 
-LABELS = ("first", "second")
+LAM = np.array([0.5, 2.0])
 
 
-def oracle(k: np.ndarray, lam: np.ndarray, phi: np.ndarray) -> np.ndarray:
-    """(K_c + λ_c I)⁻¹ φ_c(t) by a dense inverse in float64."""
-    out = np.empty(phi.shape)
-    for c in range(k.shape[2]):
-        inverse = np.linalg.inv(k[:, :, c].astype(np.float64) + lam[c] * np.eye(len(k)))
-        out[:, :, c] = phi[:, :, c].astype(np.float64) @ inverse.T
+def lam(*values: float) -> da.Array:
+    return da.from_array(np.array(values), chunks=1)
+
+
+def few_rows() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return float32 features of fewer rows than dimensions, h (some are 0), g, and other rows.
+
+    The last rows repeat earlier ones, so that the rank is less than the number of rows, too.
+    """
+    x, h, g, rows = data(20, 64)
+    x[-3:] = x[:3]
+    h[4:6] = 0  # not in K, yet in r
+    return x.astype("f4"), h, g, rows
+
+
+def oracle(x: np.ndarray, h: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """(Σ h φφᵀ + λI)⁻¹ of rows, by a dense inverse in float64."""
+    out = np.empty(rows.shape)
+    for c in range(2):
+        a = x[..., c].astype(np.float64)
+        k = (a * h[:, [c]]).T @ a + LAM[c] * np.eye(a.shape[1])
+        out[..., c] = rows[..., c].astype(np.float64) @ np.linalg.inv(k)
     return out
 
 
-def features(n: int = 300, p: int = 12, scale: float = 1.0) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    return (scale * rng.standard_normal((n, p, 2))).astype(np.float32)
+def by_eigenvectors(k: da.Array, n: int) -> da.Array:
+    return inverse(spectrum(k, None, n, LABELS), lam(*LAM))
 
 
-def matrices(scale: float = 1.0) -> np.ndarray:
-    x = features(scale=scale).astype(np.float64)
-    return np.einsum("spc,sqc->pqc", x, x)
+def by_known_eigenvectors(k: da.Array, n: int) -> da.Array:
+    values, vectors = eigenvectors(spectrum(k, None, n, LABELS), k.shape[0])
+    return inverse(from_eigenvectors(values, vectors, None, n, LABELS), lam(*LAM))
 
 
-def lazy(x: np.ndarray, rows: int = -1) -> da.Array:
-    return da.from_array(x, chunks=(rows, -1, 1))
+def by_few_eigenvectors(k: da.Array, n: int) -> da.Array:
+    return inverse(spectrum(k, None, n, LABELS, n_component=min(n, k.shape[0])), lam(*LAM))
 
 
-def test_closed_form_damping__formula() -> None:
-    k = matrices()
-    expected = [0.03 * np.trace(m @ m) / np.trace(m) for m in np.moveaxis(k, 2, 0)]
+def by_cholesky(k: da.Array, n: int) -> da.Array:
+    return cholesky(k, lam(*LAM), LABELS)
+
+
+SOLVERS = [by_eigenvectors, by_known_eigenvectors, by_few_eigenvectors, by_cholesky]
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize("features", [data, few_rows])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solve_and_leverage__dense_inverse(
+    solver: Callable[..., da.Array], features: Callable[[], tuple[np.ndarray, ...]], dtype: str
+) -> None:
+    x, h, g, rows = features()
+    rows = rows.astype(dtype)
+    rows[4] = np.nan  # stays alone
     with raise_if_dask_computes():
-        damping = closed_form_damping(lazy(k))
-    assert damping.chunks == ((1, 1),)
-    np.testing.assert_allclose(damping.compute(), expected, rtol=1e-13)
-    single = closed_form_damping(lazy(k.astype(np.float32)), 0.3).compute()
-    assert single.dtype == np.float64
-    np.testing.assert_allclose(single, np.multiply(10, expected), rtol=1e-6)
+        k, _ = gram_and_sum(lazy(x), lazy(h), lazy(g))
+        made, target = solver(k, len(x)), lazy(rows, 4)
+        solved, forms = solve(made, target), leverage(made, target)
+    assert (solved.dtype, solved.chunks) == (rows.dtype, target.chunks)
+    expected = oracle(x, h, rows)
+    exact = dtype == "f8" and features is data
+    rtol = 1e-9 if exact else 1e-5
+    scale = np.nanmax(np.abs(expected))
+    np.testing.assert_allclose(solved, expected, rtol=rtol, atol=(1e-12 if exact else 2e-5) * scale)
+    np.testing.assert_allclose(forms, np.einsum("spc,spc->sc", expected, rows), rtol=rtol)
 
 
-def test_closed_form_damping__zeros_and_nan() -> None:
-    k = np.ones((3, 3, 2))
-    k[:, :, 1] = np.nan
-    np.testing.assert_allclose(closed_form_damping(lazy(k), 1.0).compute(), [3, np.nan])
-    k[:, :, 1] = 0
-    with pytest.raises(ValueError, match="got 0 at checkpoint 'b'"):
-        closed_form_damping(lazy(k), labels=["a", "b"]).compute(scheduler="sync")
+def test_spectrum__one_decomposition_per_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, h, g, rows = data()
+    whole = decomposed(x, h, g)
+    both = held_out(whole, lazy(rows)), left_out(whole, lazy(x), lazy(h), lazy(g))
+    eigh, calls = np.linalg.eigh, []
+    monkeypatch.setattr(np.linalg, "eigh", lambda matrix: calls.append(1) or eigh(matrix))
+    many = solve(inverse(whole, lam(*LAM)), lazy(rows, 2))
+    dask.compute(*both, many, scheduler="sync")
+    assert len(calls) == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_cholesky__factor_of_the_damped_matrix(dtype: str) -> None:
-    k, lam = matrices().astype(dtype), np.array([0.5, 7.0])
-    with raise_if_dask_computes():
-        factor = cholesky(lazy(k), da.from_array(lam), LABELS)
-    assert factor.chunks == ((12,), (12,), (1, 1))
-    found = factor.compute()
-    assert found.dtype == np.float64
-    for c in range(2):
-        lower = found[:, :, c]
-        np.testing.assert_array_equal(lower, np.tril(lower))
-        np.testing.assert_allclose(
-            lower @ lower.T, k[:, :, c] + lam[c] * np.eye(12), rtol=1e-12, atol=1e-9
-        )
+def test_cholesky__one_task_per_checkpoint_and_input_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, h, g, rows = data()
+    k = gram_and_sum(lazy(x), lazy(h), lazy(g))[0].persist(scheduler="sync")
+    before, calls = k.compute(), []
+    module = "trakdask.arrays.solve.cholesky_in_place"
+    monkeypatch.setattr(module, lambda a: calls.append(1) or cholesky_in_place(a))
+    solve(cholesky(k, lam(*LAM), LABELS), lazy(rows, 2)).compute(scheduler="sync")
+    assert len(calls) == 2
+    np.testing.assert_array_equal(k.compute(), before)
 
 
-def test_cholesky__one_task_per_checkpoint_and_input_unchanged() -> None:
-    k = matrices()
-    persisted = lazy(k.copy()).persist(scheduler="sync")
-    cholesky(persisted, 1.0, LABELS).compute()
-    np.testing.assert_array_equal(persisted.compute(), k)
-    graph = dask.optimize(cholesky(persisted, 1.0, LABELS))[0].__dask_graph__()
-    assert sum("cholesky" in str(key) for key in graph) == 2
+@pytest.mark.parametrize("scale", [1e-12, 1e6])
+def test_cholesky__any_scale(scale: float) -> None:
+    x, h, _, rows = data()
+    k = gram_and_sum(lazy(x * scale), lazy(h), lazy(h))[0]
+    factor = cholesky(k, lam(*LAM) * scale**2, LABELS)
+    expected = oracle(x, h, rows)
+    np.testing.assert_allclose(solve(factor, lazy(rows * scale**2)), expected, rtol=1e-9)
 
 
-def test_cholesky__singular_names_checkpoint_damping_and_remedy() -> None:
-    k = matrices()
-    k[3, :, 1] = k[:, 3, 1] = 0
-    with pytest.raises(
-        np.linalg.LinAlgError,
-        match=r"checkpoint 'second' .*λ = 0, smallest diagonal of K = 0, condition up to inf"
-        r".*larger damping.* the closed form .* = \d",
-    ):
-        cholesky(lazy(k), 0.0, LABELS).compute()
+def test_singular__names_checkpoint_and_damping() -> None:
+    x, h, g, rows = data()
+    x[:, -1, 1] = 0
+    for features in ((x, h, g, rows), few_rows()):
+        k, _ = gram_and_sum(*map(lazy, features[:3]))
+        n, p = features[0].shape[:2]
+        few = spectrum(k, None, n, LABELS, n_component=min(n, p))
+        for made in (cholesky(k, lam(0, 0), LABELS), inverse(few, lam(0, 0))):
+            with pytest.raises(np.linalg.LinAlgError, match=r"checkpoint '[ab]' .*λ = 0"):
+                solve(made, lazy(features[3])).compute(scheduler="sync")
 
 
-def test_cholesky__condition_is_norm_over_damping() -> None:
-    k = -np.eye(2)[:, :, None]
-    with pytest.raises(np.linalg.LinAlgError, match=r"λ = 0.001, .* = -1, condition up to 1e\+03"):
-        cholesky(lazy(k), 1e-3, ["c"]).compute()
-
-
-def test_cholesky__non_finite_names_checkpoint() -> None:
-    k = matrices()
-    k[2, 2, 1] = np.nan
-    with pytest.raises(ValueError, match=r"not finite for checkpoint 'second'"):
-        cholesky(lazy(k), closed_form_damping(lazy(k)), LABELS).compute()
-    with pytest.raises(ValueError, match=r"damping .*got -1.0 for checkpoint 'first'"):
-        cholesky(lazy(matrices()), [-1.0, 1.0], LABELS).compute(scheduler="sync")
-
-
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e6])
-@pytest.mark.parametrize("relative", [1e-6, 1.0])
-def test_solve__dense_inverse(scale: float, relative: float) -> None:
-    k, target = matrices(scale), features(30, scale=scale)
-    lam = relative * np.trace(k) / len(k)
-    with raise_if_dask_computes():
-        solved = solve(cholesky(lazy(k), lam, LABELS), lazy(target, 8))
-    assert solved.chunks == ((8, 8, 8, 6), (12,), (1, 1))
-    assert solved.dtype == np.float32
-    expected = oracle(k, lam, target)
-    np.testing.assert_allclose(solved.compute(), expected, atol=2e-7 * np.abs(expected).max())
-
-
-def test_solve__factor_from_a_store_in_c_order() -> None:
-    target = lazy(features(30), 8)
-    factor = cholesky(lazy(matrices()), 1.0, LABELS)
-    stored = np.ascontiguousarray(factor.compute())
-    per_checkpoint = da.concatenate(
-        [lazy(stored[:, :, c : c + 1].copy()) for c in range(2)], axis=2
-    )
-    np.testing.assert_allclose(
-        solve(per_checkpoint, target).compute(), solve(factor, target).compute(), rtol=1e-6
-    )
+def test_not_finite__names_checkpoint() -> None:
+    x, h, g, rows = data()
+    k, _ = gram_and_sum(*map(lazy, (x, h, g)))
+    with pytest.raises(ValueError, match=r"got -1.0 for checkpoint 'a'"):
+        solve(cholesky(k, lam(-1, 1), LABELS), lazy(rows)).compute(scheduler="sync")
+    x[3, 1, 1] = np.nan
+    k, _ = gram_and_sum(*map(lazy, (x, h, g)))
+    for solver in (by_cholesky, by_eigenvectors):
+        with pytest.raises(ValueError, match=r"not finite for checkpoint 'b'"):
+            solve(solver(k, len(x)), lazy(rows)).compute(scheduler="sync")
 
 
 def test_solve__selected_targets_read_only_their_blocks() -> None:
+    x, h, g, _ = data(50)
     read = []
 
     def block(block_id: tuple[int, ...]) -> np.ndarray:
         read.append(block_id)
-        return features(10)[:, :, :1]
+        return x[10 * block_id[0] :][:10, :, :1]
 
-    chunks = ((10,) * 5, (12,), (1, 1))
-    target = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
-    solved = solve(cholesky(lazy(matrices()), 1.0, LABELS), target)
-    solved[12:18, :, 1].compute(scheduler="sync")
+    chunks = ((10,) * 5, (6,), (1, 1))
+    target = da.map_blocks(block, chunks=chunks, dtype="f8", meta=np.empty((0, 0, 0)))
+    k, _ = gram_and_sum(*map(lazy, (x, h, g)))
+    solve(by_cholesky(k, 50), target)[12:18, :, 1].compute(scheduler="sync")
     assert read == [(1, 0, 1)]
 
 
-def test_solve__nan_target_stays_alone() -> None:
-    target = features(9)
-    factor = cholesky(lazy(matrices()), 1.0, LABELS)
-    clean = solve(factor, lazy(target)).compute()
-    target[4, 3, 0] = np.nan
-    found = solve(factor, lazy(target)).compute()
-    assert np.isnan(found[4, :, 0]).any()
-    assert np.isfinite(np.delete(found, 4, 0)).all()
-    np.testing.assert_allclose(np.delete(found, 4, 0), np.delete(clean, 4, 0), rtol=1e-6)
+def test_eigenvectors__of_few_samples_are_the_spectrum_again() -> None:
+    x, h, g, rows = few_rows()
+    k, r = gram_and_sum(lazy(x), lazy(h), lazy(g))
+    made = spectrum(k, r, 20, LABELS, n_component=20)
+    values, vectors = eigenvectors(made, 64, 20)
+    assert (values.chunks, vectors.chunks) == (((20,), (1, 1)), ((64,), (20,), (1, 1)))
+    known = from_eigenvectors(values, vectors, r, 20, LABELS)
+    np.testing.assert_allclose(held_out(known, lazy(rows)), held_out(made, lazy(rows)), rtol=1e-6)
 
 
-def test_solve__same_bits_on_sync_and_threads() -> None:
-    x = lazy(features(), 50)
-    k = gram_module.gram(x)
-    solved = solve(cholesky(k, closed_form_damping(k), LABELS), x[:40])
-    sync, threads = (solved.compute(scheduler=s) for s in ("sync", "threads"))
-    assert sync.tobytes() == threads.tobytes()
+@pytest.mark.parametrize("rank", [1, 5, 12])
+def test_decompose__is_the_matrix_again(rank: int) -> None:
+    x = np.random.default_rng(rank).standard_normal((rank, 30))
+    k = x.T @ x
+    values, vectors = decompose(k, 12)
+    assert values.shape == (12,)
+    assert (np.diff(values) >= 0).all()
+    np.testing.assert_allclose((vectors * values) @ vectors.T, k, atol=1e-12 * values.max())
+    np.testing.assert_allclose(values[-rank:], np.linalg.eigvalsh(k)[-rank:], rtol=1e-9)
+    kept = vectors[:, values > 0]
+    assert kept.shape[1] == rank
+    np.testing.assert_allclose(kept.T @ kept, np.eye(rank), atol=1e-9)
 
 
-@pytest.mark.slow
-def test_cholesky__error_survives_processes(process_client: object) -> None:
-    k = matrices()
-    k[:, :, 1] = 0
-    with pytest.raises(np.linalg.LinAlgError, match="'second'"):
-        cholesky(lazy(k), 0.0, LABELS).compute()
-    factor = cholesky(lazy(k), 1.0, LABELS)
-    found = solve(factor, lazy(features(10), 3)).compute()
-    np.testing.assert_array_equal(
-        found, solve(factor, lazy(features(10), 3)).compute(scheduler="sync")
-    )
+def test_decompose__of_zeros_and_of_too_large_a_rank() -> None:
+    values, vectors = decompose(np.zeros((8, 8)), 3)
+    assert not values.any()
+    assert not vectors.any()
+    with pytest.raises(ValueError, match=r"3 samples.*0\.62 of its trace"):
+        decompose(np.eye(8), 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_leverage__diagonal_of_the_dense_product(dtype: str) -> None:
-    k, phi = matrices(), features(30).astype(dtype)
-    with raise_if_dask_computes():
-        found = leverage(cholesky(lazy(k), 0.7, LABELS), lazy(phi, 8))
-    assert found.chunks == ((8, 8, 8, 6), (1, 1))
-    expected = np.einsum("spc,spc->sc", oracle(k, np.array([0.7, 0.7]), phi), phi)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+def test_component_count__fewer_only_where_it_is_faster_and_exact_enough() -> None:
+    f4, f8 = np.dtype("f4"), np.dtype("f8")
+    assert component_count(1200, 2048, f4) == 1200
+    assert component_count(1200, 2048, f8) == 2048
+    assert component_count(2000, 2048, f4) == 2048
+    assert component_count(5000, 8192, f4) == 8192  # Python's lock would be held for too long
 
 
-def test_solve__float64_targets() -> None:
-    k, target = matrices(), features(30).astype(np.float64)
-    solved = solve(cholesky(lazy(k), 0.7, LABELS), lazy(target, 8))
-    assert solved.dtype == np.float64
-    np.testing.assert_allclose(solved, oracle(k, np.array([0.7, 0.7]), target), rtol=1e-12)
+def definite(p: int, condition: float = 1e3) -> np.ndarray:
+    """A symmetric matrix with known eigenvalues between 1 / condition and 1."""
+    q, _ = np.linalg.qr(np.random.default_rng(p).standard_normal((p, p)))
+    return (q * np.geomspace(1 / condition, 1, p)) @ q.T
+
+
+@pytest.mark.parametrize("p", [1, 127, 128, 129, 300])
+def test_in_place__numpy(p: int) -> None:
+    a = definite(p)
+    found = a + np.triu(np.full((p, p), np.nan), 1)
+    assert cholesky_in_place(found)
+    np.testing.assert_allclose(found, np.linalg.cholesky(a), atol=1e-13)
+    rows = np.random.default_rng(0).standard_normal((7, p))
+    rows[2, -1] = np.inf
+    expected = np.linalg.solve(a, np.delete(rows, 2, 0).T).T
+    with np.errstate(invalid="ignore"):
+        solve_in_place(found, rows)
+    np.testing.assert_allclose(np.delete(rows, 2, 0), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("bad", [0, 127, 128, 299])
+def test_cholesky_in_place__indefinite(bad: int) -> None:
+    a = definite(300)
+    a[bad, bad] = -1e-3
+    assert not cholesky_in_place(a)

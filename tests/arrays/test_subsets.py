@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trakdask.arrays import subsets
-from trakdask.testing import raise_if_dask_computes
 
 
 def without_first(ranked: np.ndarray, counts: list[int], n: int) -> np.ndarray:
@@ -44,11 +43,6 @@ def test_random_subsets__groups_stay_together() -> None:
     for mask in masks:
         assert len(set(groups[mask])) == 2
         assert not set(groups[mask]) & set(groups[~mask])
-
-
-def test_leave_out_each() -> None:
-    masks = subsets.leave_out_each(6, np.array([4, 0])).compute()
-    assert [np.flatnonzero(~mask).tolist() for mask in masks] == [[4], [0]]
 
 
 @given(st.integers(0, 1000), st.integers(1, 3))
@@ -95,13 +89,3 @@ def test_subset_sums__never_holds_the_scores() -> None:
     with dask.config.set(scheduler="sync"):
         assert (subsets.subset_sums(masks, scores).compute() == 200).all()
     assert 1 <= most <= 4
-
-
-def test_masks__lazy_with_names_of_their_own() -> None:
-    with raise_if_dask_computes():
-        masks = subsets.random_subsets(50, 7, 20, seed=3)
-        ranked = subsets.without_first(da.zeros((2, 3), dtype=int), [1], 5)
-        left_out = subsets.leave_out_each(5, np.arange(5))
-    assert masks.name == subsets.random_subsets(50, 7, 20, seed=3).name
-    assert masks.name != subsets.random_subsets(50, 7, 20, seed=4).name
-    assert {masks.dtype, ranked.dtype, left_out.dtype} == {np.dtype(bool)}

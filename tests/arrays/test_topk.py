@@ -5,13 +5,11 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask.callbacks import Callback
-from dask.utils import key_split
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trakdask.arrays.score import score as make_score
-from trakdask.arrays.topk import TileMask, top_k
-from trakdask.testing import raise_if_dask_computes
+from trakdask.arrays.topk import TileMask, among_best, top_k
 
 
 def oracle(
@@ -84,24 +82,6 @@ def test_top_k__float64_scores_rank_as_float32() -> None:
     assert positions.compute().tolist() == [[0, 1]]
 
 
-def test_top_k__lazy_with_known_chunks() -> None:
-    lazy = da.ones((50, 9), chunks=(10, 4), dtype="f4")
-    with raise_if_dask_computes():
-        values, positions = top_k(lazy, 20, mask=np.arange(50) % 2 == 0)
-    assert values.chunks == positions.chunks == ((4, 4, 1), (20,))
-    assert (values.dtype, positions.dtype) == (np.float32, np.int64)
-    assert (values._meta.dtype, positions._meta.dtype) == (np.float32, np.int64)
-
-
-def test_top_k__names_tell_options_apart() -> None:
-    lazy = da.ones((50, 9), chunks=(10, 4), dtype="f4")
-    mask = np.arange(50) % 2 == 0
-    options = [{}, {"largest": False}, {"mask": mask}, {"mask": ~mask}, {"k": 4}]
-    names = [[a.name for a in top_k(lazy, **{"k": 3, **o})] for o in options]
-    assert names == [[a.name for a in top_k(lazy, **{"k": 3, **o})] for o in options]
-    assert len({name for pair in names for name in pair}) == 2 * len(options)
-
-
 def counted_features(read: list[int]) -> da.Array:
     """(60, 4, 2) in blocks of 10 samples that note when they are read."""
 
@@ -147,22 +127,6 @@ def test_top_k__values_and_positions_share_one_pass() -> None:
     assert len(read) == 12
 
 
-def product() -> da.Array:
-    x = np.random.default_rng(0).standard_normal((200, 4, 2), dtype=np.float32)
-    feature = da.from_array(x, chunks=(10, 4, 1))
-    return make_score(feature, solved().rechunk((3, 4, 1)), da.ones((200, 2), chunks=(10, 1)))
-
-
-@pytest.mark.parametrize("mask", [None, np.arange(200) % 2 == 0, np.arange(200) < 45, every(2)])
-def test_top_k__product_and_local_step_are_one_task(mask: object) -> None:
-    lazy = product()
-    (optimised, _) = dask.optimize(*top_k(lazy, 5, mask=mask))  # type: ignore[arg-type]
-    names = [key[0] for key in optimised.__dask_graph__() if isinstance(key, tuple)]
-    assert not any(name.startswith("score") for name in names)
-    n_blocks = 5 if isinstance(mask, np.ndarray) and mask.sum() == 45 else 20
-    assert [key_split(name) for name in names].count("top-k-merge") == n_blocks * 3
-
-
 @pytest.mark.parametrize("mask", [None, np.arange(200) < 150, every(2)])
 def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     rng = np.random.default_rng(0)
@@ -174,22 +138,22 @@ def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     assert max(sizes) < 100 * 60 * 4 / 2
 
 
-def test_top_k__same_bits_on_sync_and_threads() -> None:
-    pair = top_k(product(), 5, mask=every(2))
-    found = [dask.compute(*pair, scheduler=s) for s in ("sync", "threads")]
-    for sync, threads in zip(*found, strict=True):
-        assert sync.tobytes() == threads.tobytes()
-
-
-@pytest.mark.slow
-def test_top_k__processes(process_client: object) -> None:
-    pair = top_k(product(), 5, mask=np.arange(200) % 3 == 0, largest=False)
-    for found, expected in zip(
-        dask.compute(*pair), dask.compute(*pair, scheduler="sync"), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
-
-
 def test_top_k__refuses_more_samples_than_positions() -> None:
     with pytest.raises(NotImplementedError, match=r"32 bits, got 4294967296"):
         top_k(da.ones((2**32, 1), chunks=(2**31, 1), dtype="f4"), 3)
+
+
+@given(_chunkings, st.integers(1, 4), st.integers(0, 2**32))
+def test_among_best__stable_sort_of_each_group(
+    rows: tuple[int, ...], n_groups: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    n = sum(rows)
+    score, codes = rng.choice(_values, n), rng.integers(-1, n_groups, n)
+    counts = rng.integers(0, 6, n_groups)
+    expected = np.zeros(n, bool)
+    for group, count in enumerate(counts):
+        ranked = np.flatnonzero((codes == group) & ~np.isnan(score))
+        expected[ranked[np.argsort(-score[ranked], kind="stable")][:count]] = True
+    found = among_best(da.from_array(score, chunks=(rows,)), codes, counts)
+    np.testing.assert_array_equal(found.compute(scheduler="sync"), expected)

@@ -16,7 +16,8 @@ from dask.callbacks import Callback
 from distributed import Client
 
 import trakdask as td
-from tests.stored_arrays import ShapeOfArray, StoredArray, as_stored, stored
+from tests.stored_arrays import ShapeOfArray, as_stored, stored
+from trakdask.arrays.stored import reader
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
 P, C, ROWS = 4, 2, 64
@@ -64,12 +65,7 @@ def with_coords_in_store(n: int) -> xr.Dataset:
     """The same, with coords that are to be read, too."""
     ds = read(n)
     coords = {
-        name: (
-            "sample",
-            da.from_array(
-                CoordInStore(name, n), chunks=(ds.chunksizes["sample"],), name=f"{name}-of-{n}"
-            ),
-        )
+        name: ("sample", stored(CoordInStore(name, n), (ds.chunksizes["sample"],)))
         for name in metadata(n)
     }
     return ds.assign_coords(coords)
@@ -177,7 +173,7 @@ def test_results__same_bits_whoever_reads_the_blocks(
 ) -> None:
     """Also where a task reads several blocks, as it does where there are very many."""
     monkeypatch.setattr("trakdask.arrays.gram._ROWS_PER_DIM", 1)
-    monkeypatch.setattr("trakdask.arrays.block_arguments._MOST_GROUPS", 1)
+    monkeypatch.setattr("trakdask.arrays.stored._MOST_GROUPS", 1)
     chunks = {"sample": UNEVEN}
     shared = answers(VALUES.map(lambda x: x.chunk(chunks)), TARGETS)
     reading = answers(as_stored(VALUES, UNEVEN), TARGETS)
@@ -213,7 +209,7 @@ def test_stored_blocks__never_leave_their_task(name: str) -> None:
 @pytest.mark.parametrize("chunks", [60, 7])
 def test_score__reads_each_stored_block_once(chunks: int) -> None:
     features = as_stored(VALUES, UNEVEN)
-    (source,) = (x for x in features.feature.data.dask.values() if isinstance(x, StoredArray))
+    source = reader(features.feature.data).__self__
     targets = TARGETS.map(lambda x: x.chunk(sample=chunks))
     td.score(features, targets, estimator="grad_dot").compute(scheduler="sync")
     assert list(source.reads.values()) == [1] * len(UNEVEN) * C

@@ -1,7 +1,6 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
 
 from trakdask.arrays import (
-    agreement,
     combinations,
     damping,
     detection,
@@ -13,13 +12,11 @@ from trakdask.arrays import (
     solve,
     spectrum,
     subsets,
-    top_fraction,
     topk,
     weights,
 )
 
 __all__ = [
-    "agreement",
     "combinations",
     "damping",
     "detection",
@@ -31,7 +28,6 @@ __all__ = [
     "solve",
     "spectrum",
     "subsets",
-    "top_fraction",
     "topk",
     "weights",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
+from dask.base import tokenize
 
 Block: TypeAlias = npt.NDArray[Any]
 
@@ -20,21 +22,53 @@ class Unread:
 
     Attributes
     ----------
-    tasks
-        One for each block; called without arguments, it returns the block.
+    read
+        Returns the part of the stored array that slices select.
+    keys
+        The slices of each block.
     n_rows
         Rows of all blocks of one checkpoint.
     """
 
-    tasks: tuple[Callable[[], Block], ...]
+    read: Callable[[tuple[slice, ...]], Block]
+    keys: tuple[tuple[slice, ...], ...]
     n_rows: int
 
 
 #: A block, or the nested lists of blocks that dask passes along contracted axes, or unread blocks.
 Blocks: TypeAlias = "Block | list[Any] | Unread"
 
+SPLIT_EVERY = 8
+"""Blocks that a node of a tree takes: a task holds one more of the partial results."""
+
 _COLUMN_BYTES = 2**26
 """Of a chunk that holds all scores of some targets."""
+
+
+def blockwise(
+    function: Callable[..., Any],
+    out: str,
+    *arguments: Any,
+    name: str,
+    dtype: npt.DTypeLike,
+    **options: Any,
+) -> da.Array:
+    """Return :func:`dask.array.blockwise` under a name that depends on all of its arguments.
+
+    Chunks are taken as they are, and the function is not tried out on empty blocks. Functions of
+    ``map_blocks`` would be, and lists of blocks along contracted axes would be concatenated there.
+    """
+    array: da.Array = da.blockwise(
+        function,
+        out,
+        *arguments,
+        name=f"{name}-{tokenize(function, out, arguments, options)}",
+        align_arrays=False,
+        dtype=dtype,
+        meta=np.empty((0,) * len(out), dtype),
+        **options,
+    )
+    return array
 
 
 def align_weights(weights: da.Array, feature: da.Array) -> da.Array:
@@ -53,8 +87,8 @@ def flat(blocks: Blocks) -> Iterator[Block]:
         for item in blocks:
             yield from flat(item)
     elif isinstance(blocks, Unread):
-        for task in blocks.tasks:
-            yield task()
+        for key in blocks.keys:
+            yield blocks.read(key)
     else:
         yield blocks
 
@@ -99,36 +133,44 @@ def mean_weight(weights: Blocks) -> Block:
     return total / len(columns)
 
 
-def tree_sum(
+def tree(
     parts: da.Array,
+    combine: Callable[..., Block],
+    finish: Callable[..., Block],
     *,
-    split_every: int,
     name: str,
-    finish: Callable[..., Any] | None = None,
-    dtype: npt.DTypeLike | None = None,
+    dtype: npt.DTypeLike,
 ) -> da.Array:
-    """Return the sum over blocks of size 1 along axis 0, by a tree that adds in list order.
-
-    ``finish`` (blocks, axis, keepdims) computes the result at the root; it must add like ``add``.
-    """
-    dtype = np.dtype(parts.dtype if dtype is None else dtype)
-    total: da.Array = da.reduction(
+    """Reduce blocks along axis 0 by a tree whose nodes take 8 in list order; the last finishes."""
+    result: da.Array = da.reduction(
         parts,
         chunk=_same,
-        combine=add,
-        aggregate=finish or add,
+        combine=combine,
+        aggregate=finish,
         axis=0,
         concatenate=False,
-        split_every=split_every,
+        split_every=SPLIT_EVERY,
         name=name,
         dtype=dtype,
         meta=np.empty((0,) * (parts.ndim - 1), dtype),
     )
-    return total
+    return result
 
 
 def _same(block: Block, axis: Any, keepdims: bool) -> Block:
     return block
+
+
+def tree_sum(parts: da.Array, *, name: str, dtype: npt.DTypeLike) -> da.Array:
+    """Return the sum over blocks of size 1 along axis 0, rounded to ``dtype`` at the end."""
+    finish = functools.partial(_add_as, dtype=np.dtype(dtype))
+    return tree(parts, add, finish, name=name, dtype=dtype)
+
+
+def _add_as(
+    blocks: Blocks, axis: Any = None, keepdims: bool = False, *, dtype: np.dtype[Any]
+) -> Block:
+    return add(blocks, keepdims=keepdims).astype(dtype, copy=False)
 
 
 def add(blocks: Blocks, axis: Any = None, keepdims: bool = False) -> Block:

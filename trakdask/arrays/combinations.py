@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
-from dask.base import tokenize
 from scipy import sparse
 
 from trakdask.arrays.block_arguments import Bounds
-from trakdask.arrays.blocks import Block, Blocks, add, tree_sum
-
-__all__ = ["combine_rows"]
-
-_SPLIT_EVERY = 8
+from trakdask.arrays.blocks import Block, blockwise, tree_sum
 
 
 def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
@@ -43,46 +35,17 @@ def combine_rows(data: da.Array, weights: sparse.csr_array) -> da.Array:
     >>> combine_rows(x, sparse.csr_array([[-1.0, 1.0, 0.0]])).compute().tolist()
     [[2.0, 3.0]]
     """
-    columns = weights.tocsc()
     index = "sxyz"[: data.ndim]
-    parts = da.blockwise(
-        _partial,
-        "k" + index,
-        data,
-        index,
-        Bounds(data.chunks[0]),
-        "s",
-        new_axes={"k": weights.shape[0]},
-        adjust_chunks={"s": (1,) * data.numblocks[0]},
-        align_arrays=False,
-        name="combine-blocks-" + tokenize(data.name, *_parts_of(columns)),
-        dtype=np.float64,
-        meta=np.empty((0,) * (data.ndim + 1), np.float64),
-        weights=columns,
-    )
-    first = da.moveaxis(parts, 1, 0)
-    return tree_sum(
-        first,
-        split_every=_SPLIT_EVERY,
-        name="combine",
-        finish=_rounded(data.dtype),
-        dtype=data.dtype,
-    )
-
-
-def _parts_of(weights: sparse.csc_array) -> tuple[npt.NDArray[Any], ...]:
-    return weights.data, weights.indices, weights.indptr
+    parts = blockwise(
+        _partial, "sk" + index[1:], data, index, Bounds(data.chunks[0]), "s",
+        new_axes={"k": weights.shape[0]}, adjust_chunks={"s": (1,) * data.numblocks[0]},
+        name="combine-blocks", dtype=np.float64, weights=weights.tocsc(),
+    )  # fmt: skip
+    return tree_sum(parts, name="combine", dtype=data.dtype)
 
 
 def _partial(block: Block, bounds: tuple[int, int], *, weights: sparse.csc_array) -> Block:
-    """Return (combination, 1, ...): the sums over the rows of one block."""
+    """Return (1, combination, ...): the sums over the rows of one block."""
     of_block = weights[:, slice(*bounds)]
     sums = of_block @ block.reshape(len(block), -1).astype(np.float64)
-    return np.asarray(sums).reshape(weights.shape[0], 1, *block.shape[1:])
-
-
-def _rounded(dtype: np.dtype[Any]) -> Any:
-    def finish(blocks: Blocks, axis: object = None, keepdims: bool = False) -> Block:
-        return add(blocks, keepdims=keepdims).astype(dtype)
-
-    return finish
+    return np.asarray(sums).reshape(1, weights.shape[0], *block.shape[1:])

@@ -1,52 +1,30 @@
-"""The damping for which the attributions of a target add up to the target's output.
+"""Damping: rules for λ that look at the gram matrix alone, and one that looks at outputs.
 
-In the linearised model the total of a target's attributions, Σ_z score(z, t) = φ(t)ᵀ (K + λI)⁻¹ r,
-is the output that one regularised Newton step gives it. The right λ is the one whose totals follow
-the outputs of the trained model. λ is relative here: ρ · tr(K_c)/n, one ρ for all checkpoints.
+Completeness: in the linearised model the total of a target's attributions, Σ_z score(z, t) =
+φ(t)ᵀ (K + λI)⁻¹ r, is the output that one regularised Newton step gives it. The right λ is the one
+whose totals follow the outputs of the trained model. λ is relative there: ρ · tr(K_c)/n, one ρ for
+all checkpoints.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-from dask.base import tokenize
 
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    align_weights,
-    block_starts,
-    failed_rows,
-    flat,
-)
-from trakdask.arrays.decomposition import Inverse, Spectrum
+from trakdask.arrays.block_arguments import Labels
+from trakdask.arrays.blocks import Block, Blocks, align_weights, block_starts, blockwise, flat
 from trakdask.arrays.gram import pooled
-from trakdask.arrays.solve import CLOSED_FORM
+from trakdask.arrays.spectrum import Inverse, Spectrum
 from trakdask.errors import warn_once
 
-__all__ = [
-    "CHOICE",
-    "CURVE",
-    "GRID",
-    "LEAST_PEAK",
-    "Candidate",
-    "choose",
-    "curve",
-    "held_out",
-    "is_followed",
-    "left_out",
-    "loss_gradient",
-    "peak",
-    "spread_rows",
-    "warn_of_choice",
-]
-
+#: The default factor of the closed form of λ, which was fitted by tests/benchmarks/quality.py:
+#: tr(K²)/tr(K) is of the size of the largest eigenvalues, and λ has to be well below these.
+CLOSED_FORM = 0.03
 #: Candidates for ρ, a quarter of a decade apart, which scores hardly notice.
 GRID: npt.NDArray[np.float64] = 10.0 ** np.linspace(-2, 2, 17)
 #: Totals that correlate less than this with the outputs do not determine λ. Peaks were 0.66 to 0.99
@@ -55,59 +33,124 @@ LEAST_PEAK = 0.4
 #: A few rows of a block take as long to read as all of it. Rows of eight blocks are not of one
 #: class or source alone where samples are sorted.
 _LEFT_OUT_BLOCKS = 8
+#: By how many standard errors the correlation at the chosen ρ may be below the largest one. All
+#: points of a curve are of the same rows, so they differ by less than one, which is too lenient.
+STANDARD_ERRORS = 0.5
+#: How much larger than that at ρ = 1 a correlation must be, in Fisher's z, to choose a larger ρ. On
+#: a flat curve the largest ρ would win for no reason. Chosen by tests/benchmarks/quality_wider.py;
+#: in Fisher's z because near 1 a correlation grows by ever less: from 0.9 to 0.94 is as far as
+#: from 0 to 0.25.
+CLEARLY_LARGER = 0.25
+
+_ONE = int(np.flatnonzero(GRID == 1)[0])
 
 #: The correlation for every ρ of the grid, and the number of rows that it is computed from.
 CURVE = np.dtype([("correlation", np.float64, GRID.shape), ("n_rows", np.int64)])
+#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the least
+#: one that may be chosen; and all correlations.
+CHOICE = np.dtype(
+    [
+        ("relative", np.float64),
+        ("candidate", np.int64),
+        ("peak", np.float64),
+        ("threshold", np.float64),
+        ("correlation", np.float64, GRID.shape),
+    ]
+)
+
+
+# --------------------------------------------------------------------------- of the matrix alone
+
+
+def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Array:
+    """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
+
+    Computing it raises a ValueError that names the checkpoint, if K is all 0.
+
+    Examples
+    --------
+    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
+    [0.5]
+    """
+    return blockwise(
+        _mean_trace, "c", gram, "pqc", Labels(labels), "c",
+        concatenate=False, name="mean-trace", dtype=np.float64, n_sample=n_sample,
+    )  # fmt: skip
+
+
+def _mean_trace(gram: Blocks, label: str, *, n_sample: int) -> Block:
+    (block,) = flat(gram)
+    return np.array([_trace(block, label) / n_sample])
+
+
+def _trace(gram: Block, label: str) -> float:
+    trace = float(np.trace(gram[:, :, 0], dtype=np.float64))
+    if not trace:  # K is a sum of squares, so all of K is 0, too
+        raise ValueError(
+            f"expected a gram matrix with a positive trace, got 0 at checkpoint {label!r}, where "
+            "all features are 0 or failed, or all weights are 0 (estimator='soft' gives weight 0 "
+            "where out_to_loss is 0 or 1); try estimator='trak', and inspect features.feature and "
+            "features.out_to_loss"
+        )
+    return trace
+
+
+def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.Array:
+    """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
+
+    tr(K²)/tr(K) is the mean of the eigenvalues of K, weighted by the eigenvalues themselves, so λ
+    scales with the gradients and the same factor is suitable for all checkpoints.
+
+    Parameters
+    ----------
+    gram
+        (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
+    factor
+        At least 0.
+    labels
+        The checkpoints' names, for errors.
+
+    Returns
+    -------
+    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite for a checkpoint
+    whose ``gram`` is not finite.
+
+    Raises
+    ------
+    ValueError
+        When computed, if ``gram`` is all 0, so that K + λI would be singular; the message names the
+        checkpoint.
+
+    Notes
+    -----
+    Cost: one pass over ``gram`` in float64, with 8 p bytes of additional memory.
+
+    Examples
+    --------
+    >>> k = da.ones((2, 2, 1), chunks=(2, 2, 1))
+    >>> closed_form(k, 0.5, ["c0"]).compute().tolist()
+    [1.0]
+    """
+    return blockwise(
+        _closed_form, "c", gram, "pqc", Labels(labels), "c",
+        concatenate=False, name="closed-form-damping", dtype=np.float64, factor=float(factor),
+    )  # fmt: skip
+
+
+def _closed_form(gram: Blocks, label: str, *, factor: float) -> Block:
+    (block,) = flat(gram)
+    trace = _trace(block, label)
+    # Row by row, because a float64 copy of the whole matrix would double the task's memory.
+    square = sum(float(np.vdot(row, row)) for row in (r.astype(np.float64) for r in block))
+    return np.array([factor * square / trace])
+
+
+# ---------------------------------------------------------------------------------- by outputs
 
 
 def _inverse(spectrum: Spectrum) -> Inverse:
     """Return (K + λI)⁻¹ for every λ = ρ tr(K)/n of the grid; NaN where K is all 0."""
     return spectrum.inverse(GRID * (spectrum.mean if spectrum.mean > 0 else np.nan))
-
-
-def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
-    """Return r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), where the gram matrix is known already.
-
-    Parameters
-    ----------
-    feature, sum_weights
-        As in :func:`trakdask.arrays.gram.gram_and_sum`, with the same samples left out.
-
-    Returns
-    -------
-    (proj_dim, checkpoint) float64, lazy, chunks (p, 1).
-
-    Notes
-    -----
-    Cost: 2 n p C flops and one pass over ``feature``.
-
-    Examples
-    --------
-    >>> x = da.ones((6, 2, 1), chunks=(4, 2, 1), dtype="float32")
-    >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
-    [3.0, 3.0]
-    """
-    g = pooled(align_weights(sum_weights, feature))
-    parts = da.blockwise(
-        _weighted_sum,
-        "spc",
-        feature,
-        "spc",
-        g,
-        "s",
-        adjust_chunks={"s": (1,) * feature.numblocks[0]},
-        align_arrays=False,
-        name="loss-gradient-" + tokenize(feature.name, g.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0), np.float64),
-    )
-    total: da.Array = parts.sum(axis=0)
-    return total
-
-
-def _weighted_sum(phi: Block, g: Block) -> Block:
-    here = ~(failed_rows(phi) | np.isnan(g))
-    return np.asarray(g[here] @ phi[here, :, 0])[None, :, None]
 
 
 def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
@@ -116,7 +159,7 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     Parameters
     ----------
     spectrum
-        Of :func:`trakdask.arrays.spectrum.spectrum`.
+        Of :func:`trakdask.arrays.spectrum.spectrum`, with r.
     feature
         (row, proj_dim, checkpoint), float, chunks (rows, p, 1).
 
@@ -128,31 +171,15 @@ def held_out(spectrum: da.Array, feature: da.Array) -> da.Array:
     -----
     Cost: 34 p flops per row, after 34 p² once per checkpoint.
     """
-    directions: da.Array = da.blockwise(
-        _directions,
-        "pgc",
-        spectrum,
-        "c",
+    directions = blockwise(
+        _directions, "pgc", spectrum, "c",
         new_axes={"p": feature.shape[1], "g": len(GRID)},
-        align_arrays=False,
-        name="newton-directions-" + tokenize(spectrum.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0), np.float64),
-    )
-    totals: da.Array = da.blockwise(
-        _totals,
-        "sgc",
-        feature,
-        "spc",
-        directions,
-        "pgc",
-        concatenate=False,
-        align_arrays=False,
-        name="held-out-totals-" + tokenize(feature.name, directions.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0), np.float64),
-    )
-    return totals
+        name="newton-directions", dtype=np.float64,
+    )  # fmt: skip
+    return blockwise(
+        _totals, "sgc", feature, "spc", directions, "pgc",
+        concatenate=False, name="held-out-totals", dtype=np.float64,
+    )  # fmt: skip
 
 
 def _directions(spectrum: Spectrum) -> Block:
@@ -195,28 +222,13 @@ def left_out(
     Exact (Sherman-Morrison): with the leverage l = φᵀ (K + λI)⁻¹ φ it is
     (φᵀ (K + λI)⁻¹ r - g l) / (1 - h l). Cost: 2 p² flops per row and checkpoint.
     """
-    h = [None, None] if weights is None else [align_weights(weights, feature), "sc"]
+    h = (None, None) if weights is None else (align_weights(weights, feature), "sc")
     g = pooled(align_weights(sum_weights, feature))
     curves = [item for curve in unless for item in (curve, "k")]
-    totals: da.Array = da.blockwise(
-        _left_out,
-        "sgc",
-        feature,
-        "spc",
-        g,
-        "s",
-        spectrum,
-        "c",
-        *h,
-        *curves,
-        new_axes={"g": len(GRID)},
-        concatenate=True,
-        align_arrays=False,
-        name="left-out-totals-" + tokenize(feature.name, spectrum.name, weights, g.name, unless),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0), np.float64),
-    )
-    return totals
+    return blockwise(
+        _left_out, "sgc", feature, "spc", g, "s", spectrum, "c", *h, *curves,
+        new_axes={"g": len(GRID)}, concatenate=True, name="left-out-totals", dtype=np.float64,
+    )  # fmt: skip
 
 
 def _left_out(phi: Block, g: Block, spectrum: Spectrum, h: Block | None, *curves: Block) -> Block:
@@ -264,21 +276,10 @@ def curve(totals: da.Array, outputs: da.Array) -> da.Array:
     does not vary), and the number of these rows.
     """
     aligned = outputs.rechunk((totals.chunks[0], 1), method="tasks")
-    result: da.Array = da.blockwise(
-        _curve,
-        "k",
-        totals,
-        "sgc",
-        aligned,
-        "sc",
-        new_axes={"k": 1},
-        concatenate=True,
-        align_arrays=False,
-        name="completeness-curve-" + tokenize(totals.name, outputs.name),
-        dtype=CURVE,
-        meta=np.empty((0,), CURVE),
-    )
-    return result
+    return blockwise(
+        _curve, "k", totals, "sgc", aligned, "sc",
+        new_axes={"k": 1}, concatenate=True, name="completeness-curve", dtype=CURVE,
+    )  # fmt: skip
 
 
 def _curve(totals: Block, outputs: Block) -> Block:
@@ -310,54 +311,13 @@ def peak(curve: Block) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
 
 
-#: By how many standard errors the correlation at the chosen ρ may be below the largest one. All
-#: points of a curve are of the same rows, so they differ by less than one, which is too lenient.
-STANDARD_ERRORS = 0.5
-
-#: How much larger than that at ρ = 1 a correlation must be, in Fisher's z, to choose a larger ρ. On
-#: a flat curve the largest ρ would win for no reason. Chosen by tests/benchmarks/quality_wider.py;
-#: in Fisher's z because near 1 a correlation grows by ever less: from 0.9 to 0.94 is as far as
-#: from 0 to 0.25.
-CLEARLY_LARGER = 0.25
-
-_ONE = int(np.flatnonzero(GRID == 1)[0])
-
-#: How λ was chosen: ρ; the index of the candidate that chose it; the largest correlation; the least
-#: one that may be chosen; and all correlations.
-CHOICE = np.dtype(
-    [
-        ("relative", np.float64),
-        ("candidate", np.int64),
-        ("peak", np.float64),
-        ("threshold", np.float64),
-        ("correlation", np.float64, GRID.shape),
-    ]
-)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A set of outputs to choose λ by: totals (row, ρ, checkpoint) and outputs (row, checkpoint).
-
-    ``name`` is what warnings call it.
-    """
-
-    name: str
-    totals: da.Array
-    outputs: da.Array
-
-
-def choose(
-    candidates: Sequence[Candidate], curves: Sequence[da.Array], *, quiet: bool = False
-) -> da.Array:
-    """Choose ρ by the first candidate whose totals follow the outputs.
+def choose(curves: Mapping[str, da.Array], *, quiet: bool = False) -> da.Array:
+    """Choose ρ by the first set of samples whose totals follow their outputs.
 
     Parameters
     ----------
-    candidates
-        In order of preference.
     curves
-        Of each, by :func:`curve`.
+        Of each candidate, by :func:`curve`, in order of preference; with what warnings call them.
     quiet
         Does not warn; the caller does, by :func:`warn_of_choice`.
 
@@ -379,28 +339,18 @@ def choose(
     If that is above 1, it has to be clearly better, artanh(peak) - artanh(curve at 1) > 0.25;
     otherwise ρ is 1.
     """
-    names = tuple(candidate.name for candidate in candidates)
-    arrays = [item for each in curves for item in (each, "k")]
-    result: da.Array = da.blockwise(
-        _choose,
-        "k",
-        *arrays,
-        names=names,
-        quiet=quiet,
-        concatenate=True,
-        align_arrays=False,
-        name="completeness-choice-" + tokenize(names, quiet, *(each.name for each in curves)),
-        dtype=CHOICE,
-        meta=np.empty((0,), CHOICE),
-    )
-    return result
+    inputs = [item for curve in curves.values() for item in (curve, "k")]
+    return blockwise(
+        _choose, "k", *inputs, concatenate=True, name="completeness-choice", dtype=CHOICE,
+        names=tuple(curves), quiet=quiet,
+    )  # fmt: skip
 
 
 def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
-    for index, (each, name) in enumerate(zip(curves, names, strict=True)):
-        largest, values = peak(each), each["correlation"][0]
-        if is_followed(each):
-            chosen, threshold = _chosen(values, largest, each["n_rows"][0])
+    for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
+        largest, values = peak(curve), curve["correlation"][0]
+        if is_followed(curve):
+            chosen, threshold = _chosen(values, largest, curve["n_rows"][0])
             if not quiet:
                 _warn_at_the_end(GRID[chosen], name)
             return np.array([(GRID[chosen], index, largest, threshold, values)], CHOICE)
@@ -439,15 +389,12 @@ def warn_of_choice(rho: float, peak: float, name: str) -> None:
 
 def _warn_at_the_end(rho: float, name: str) -> None:
     if rho in (GRID[0], GRID[-1]):
-        warn_once(("end of the grid", name), _at_the_end(rho, name), _warn)
-
-
-def _at_the_end(rho: float, name: str) -> str:
-    return (
-        f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
-        f"[{GRID[0]:g}, {GRID[-1]:g}]; the best one may lie beyond it. Look at "
-        "td.plots.damping(td.damping(features)), or type damping='closed_form'."
-    )
+        message = (
+            f"the damping chosen by the {name} is {rho:g} tr(K)/n, an end of the grid "
+            f"[{GRID[0]:g}, {GRID[-1]:g}]; the best one may lie beyond it. Look at "
+            "td.plots.damping(td.damping(features)), or type damping='closed_form'."
+        )
+        warn_once(("end of the grid", name), message, _warn)
 
 
 def _too_weak(largest: float, name: str, rest: Sequence[str]) -> str:

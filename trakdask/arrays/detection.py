@@ -1,4 +1,4 @@
-"""Measure, for every target, how high the samples of a class or group rank by score."""
+"""Statistics of the ranking of each target: how high a class ranks, and whether models agree."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask.base import tokenize
 from numpy.typing import NDArray
 
-from trakdask.arrays.blocks import whole_columns
-
-__all__ = ["average_precision", "class_ranks"]
+from trakdask.arrays.blocks import blockwise, whole_columns
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -92,24 +89,18 @@ def _per_column(
     score: da.Array, codes: Codes, target_codes: Codes, function: Statistics, n_results: int
 ) -> da.Array:
     """Return the results of each column's candidates, (target, ..., result)."""
-    columns = whole_columns(score)
-    more, result, pair = tuple(range(2, score.ndim)), score.ndim, score.ndim + 1
+    columns, more = whole_columns(score), "xyz"[: score.ndim - 2]
     of_targets = da.from_array(target_codes, chunks=(columns.chunks[1], 2))
-    results: da.Array = da.blockwise(
-        _of_block, (1, *more, result),
-        columns, (0, 1, *more),
-        da.from_array(codes, chunks=-1), (0, pair),
-        of_targets, (1, pair),
-        new_axes={result: n_results}, concatenate=True, align_arrays=False,
-        function=function, n_results=n_results,
-        dtype=np.float64, meta=np.empty((0,) * score.ndim, np.float64),
-        name="ranks-of-class-" + tokenize(columns.name, codes, target_codes, function),
+    return blockwise(
+        _of_block, f"t{more}r",
+        columns, f"st{more}", da.from_array(codes, chunks=-1), "sp", of_targets, "tp",
+        new_axes={"r": n_results}, concatenate=True, name="ranks-of-class", dtype=np.float64,
+        statistics=function, n_results=n_results,
     )  # fmt: skip
-    return results
 
 
 def _of_block(
-    score: Floats, codes: Codes, target_codes: Codes, *, function: Statistics, n_results: int
+    score: Floats, codes: Codes, target_codes: Codes, *, statistics: Statistics, n_results: int
 ) -> Floats:
     results = np.full((*score.shape[1:], n_results), np.nan)
     for t, (own_class, own_group) in enumerate(target_codes):
@@ -118,7 +109,7 @@ def _of_block(
             column = score[(slice(None), t, *entry)]
             ranked = candidates & ~np.isnan(column)
             if relevant[ranked].any() and not relevant[ranked].all():
-                results[(t, *entry)] = function(column[ranked], relevant[ranked])
+                results[(t, *entry)] = statistics(column[ranked], relevant[ranked])
     return results
 
 
@@ -140,3 +131,59 @@ def _average_precision(values: Floats, positive: Bools) -> Floats:
     hits = np.cumsum(positive[order])[last_of_equal]
     gained = np.diff(hits, prepend=0) / hits[-1]
     return np.array([(gained * hits / (last_of_equal + 1)).sum()])
+
+
+def rank_correlations(score: da.Array) -> da.Array:
+    """Return the Spearman correlations between the models of each target, (target, model, model).
+
+    Parameters
+    ----------
+    score
+        (sample, target, model), float, any chunks. A sample with a NaN from one of the models is
+        left out for that target.
+
+    Returns
+    -------
+    float64, lazy, in chunks of few targets. NaN where all scores of a model are equal, or fewer
+    than two samples are left. Equal scores share their mean rank.
+
+    Examples
+    --------
+    >>> score = da.from_array(np.array([[[1.0, 3.0]], [[2.0, 2.0]], [[3.0, 1.0]]]))
+    >>> rank_correlations(score).compute().tolist()
+    [[[1.0, -1.0], [-1.0, 1.0]]]
+    """
+    columns = whole_columns(score.rechunk({2: -1}))
+    return blockwise(
+        _correlations, "tmo", columns, "stm",
+        new_axes={"o": score.shape[2]}, concatenate=True,
+        name="rank-correlations", dtype=np.float64,
+    )  # fmt: skip
+
+
+def mean_of_pairs(correlations: Floats) -> Floats:
+    """Return the mean over the pairs of models of correlations (..., model, model).
+
+    Examples
+    --------
+    >>> float(mean_of_pairs(np.array([[1.0, 0.5], [0.5, 1.0]])))
+    0.5
+    """
+    rows, columns = np.triu_indices(correlations.shape[-1], 1)
+    return np.asarray(correlations[..., rows, columns].mean(axis=-1))
+
+
+def _correlations(score: Floats) -> Floats:
+    return np.stack([_correlations_of_target(score[:, t]) for t in range(score.shape[1])])
+
+
+def _correlations_of_target(score: Floats) -> Floats:
+    """Return the correlations between the columns of (sample, model)."""
+    from scipy.stats import rankdata  # takes a second to import, and only evaluation needs it
+
+    known = score[~np.isnan(score).any(axis=1)]
+    ranks = rankdata(known, axis=0) - (len(known) + 1) / 2
+    covariance = ranks.T @ ranks
+    scale = np.sqrt(np.diag(covariance))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.clip(covariance / scale[:, None] / scale, -1, 1))

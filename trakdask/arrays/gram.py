@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from itertools import pairwise
 
 import dask.array as da
 import numpy as np
-import numpy.typing as npt
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import read_in_task
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
     Unread,
     align_weights,
     block_starts,
+    blockwise,
     failed_rows,
     flat,
     mean_weight,
     product_dtype,
     tree_sum,
 )
+from trakdask.arrays.stored import Key, Read, read_in_task, reader, stored
 from trakdask.arrays.xp import array_module, asnumpy
-
-__all__ = ["accumulation_dtype", "gram", "gram_and_sum", "pooled"]
 
 #: Above this proj_dim, two float64 matrices do not fit in memory beside the features of a task.
 _FLOAT64_MAX_DIM = 8192
@@ -34,13 +33,7 @@ _FLOAT64_MAX_DIM = 8192
 _ROWS_PER_DIM = 8
 
 
-def gram(
-    feature: da.Array,
-    weights: da.Array | None = None,
-    *,
-    dtype: npt.DTypeLike | None = None,
-    split_every: int = 8,
-) -> da.Array:
+def gram(feature: da.Array, weights: da.Array | None = None) -> da.Array:
     """Return the weighted Gram matrix of every checkpoint.
 
     K_c = Σ_z h_c(z) φ_c(z) φ_c(z)ᵀ: TRAK's XᵀX when the weights are 1.
@@ -52,15 +45,11 @@ def gram(
         float64 if that is its dtype. Rows of failed samples, which are entirely NaN, are left out.
     weights
         h, (sample, checkpoint), at least 0 (not checked); None for 1.
-    dtype
-        Dtype of the sums and of the result: by default float64, or that of the products if p is
-        above 8192.
-    split_every
-        Fan-in of the tree that adds the partial matrices. Use 2 to 4 for p of 16384 and more.
 
     Returns
     -------
-    (proj_dim, proj_dim, checkpoint), exactly symmetric, lazy, chunks (p, p, 1).
+    (proj_dim, proj_dim, checkpoint), exactly symmetric, lazy, chunks (p, p, 1). Float64, or in the
+    dtype of the products if p is above 8192, as are the sums.
 
     Raises
     ------
@@ -75,9 +64,9 @@ def gram(
     their group, so that only partial matrices move between workers, and scores read them again.
     Peak memory per task: about 2 R p itemsize of ``feature`` while a group is merged (R p and one
     block if they are stored), then R p itemsize + 12 p² bytes (16 p² with weights); in the tree
-    (split_every + 1) p² itemsize.
+    9 p² itemsize.
 
-    Exactness: products in the dtype above, sums in ``dtype``. The bits are the same on any
+    Exactness: products and sums in the dtypes above. The bits are the same on any
     scheduler for given chunks and BLAS (a worker with ``TRAKDASK_XP=cupy`` multiplies on its GPU).
     A row that is infinite or partly NaN makes the matrix of its checkpoint non-finite.
 
@@ -91,16 +80,11 @@ def gram(
     >>> gram(x).compute()[:, :, 0].tolist()
     [[6.0, 6.0], [6.0, 6.0]]
     """
-    return _reduced(feature, weights, None, dtype, split_every)
+    return _reduced(feature, weights, None)
 
 
 def gram_and_sum(
-    feature: da.Array,
-    weights: da.Array | None,
-    sum_weights: da.Array,
-    *,
-    dtype: npt.DTypeLike | None = None,
-    split_every: int = 8,
+    feature: da.Array, weights: da.Array | None, sum_weights: da.Array
 ) -> tuple[da.Array, da.Array]:
     """Return the Gram matrix and the weighted sum of the features, in one pass over them.
 
@@ -108,7 +92,7 @@ def gram_and_sum(
 
     Parameters
     ----------
-    feature, weights, dtype, split_every
+    feature, weights
         As in :func:`gram`.
     sum_weights
         g, (sample, checkpoint), of any sign. A sample whose g is NaN at any checkpoint, because it
@@ -133,9 +117,44 @@ def gram_and_sum(
     >>> total.compute().ravel().tolist()
     [3.0, 3.0]
     """
-    both = _reduced(feature, weights, sum_weights, dtype, split_every)
+    both = _reduced(feature, weights, sum_weights)
     p = feature.shape[1]
     return both[:, :p], both[:, p]
+
+
+def loss_gradient(feature: da.Array, sum_weights: da.Array) -> da.Array:
+    """Return r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), where the gram matrix is known already.
+
+    Parameters
+    ----------
+    feature, sum_weights
+        As in :func:`gram_and_sum`, with the same samples left out.
+
+    Returns
+    -------
+    (proj_dim, checkpoint) float64, lazy, chunks (p, 1).
+
+    Notes
+    -----
+    Cost: 2 n p C flops and one pass over ``feature``.
+
+    Examples
+    --------
+    >>> x = da.ones((6, 2, 1), chunks=(4, 2, 1), dtype="float32")
+    >>> loss_gradient(x, da.full((6, 1), 0.5)).compute().ravel().tolist()
+    [3.0, 3.0]
+    """
+    parts = blockwise(
+        _weighted_sum, "spc", feature, "spc", pooled(align_weights(sum_weights, feature)), "s",
+        adjust_chunks={"s": (1,) * feature.numblocks[0]}, name="loss-gradient", dtype=np.float64,
+    )  # fmt: skip
+    total: da.Array = parts.sum(axis=0)
+    return total
+
+
+def _weighted_sum(phi: Block, g: Block) -> Block:
+    here = ~(failed_rows(phi) | np.isnan(g))
+    return np.asarray(g[here] @ phi[here, :, 0])[None, :, None]
 
 
 def pooled(weights: da.Array) -> da.Array:
@@ -146,53 +165,36 @@ def pooled(weights: da.Array) -> da.Array:
     >>> pooled(da.from_array(np.array([[0.5, 1.0]]), chunks=(1, 1))).compute().tolist()
     [0.75]
     """
-    mean: da.Array = da.blockwise(
-        mean_weight,
-        "s",
-        weights,
-        "sc",
-        concatenate=False,
-        align_arrays=False,
-        name="pooled-" + tokenize(weights.name),
-        dtype=np.float64,
-        meta=np.empty((0,), np.float64),
+    if read := reader(weights):
+        read = functools.partial(_read_pooled, read, weights.shape[1])
+        return stored(read, weights.chunks[:1], np.float64, "pooled-" + tokenize(weights))
+    return blockwise(
+        mean_weight, "s", weights, "sc", concatenate=False, name="pooled", dtype=np.float64
     )
-    return mean
 
 
-def _reduced(
-    feature: da.Array,
-    weights: da.Array | None,
-    sum_weights: da.Array | None,
-    dtype: npt.DTypeLike | None,
-    split_every: int,
-) -> da.Array:
+def _read_pooled(read: Read, n_checkpoints: int, key: Key) -> Block:
+    return mean_weight([read((*key, slice(i, i + 1))) for i in range(n_checkpoints)])
+
+
+def _reduced(feature: da.Array, weights: da.Array | None, sum_weights: da.Array | None) -> da.Array:
     """Return (p, p, checkpoint), or with ``sum_weights`` (p, p + 1, checkpoint): K, then r."""
     n, p, _ = feature.shape
     if n == 0:
         raise ValueError(
             "expected feature of gram with at least one sample, got 0 samples; try selecting more"
         )
-    least = np.result_type(accumulation_dtype(p), product_dtype(feature))
-    sum_dtype = np.dtype(least if dtype is None else dtype)
     groups = _groups(feature.chunks[0], _ROWS_PER_DIM * p)
     h = None if weights is None else align_weights(weights, feature)
-    g = None if sum_weights is None else align_weights(sum_weights, feature)
-    parts = da.blockwise(
-        _partial,
-        "spqc",
-        *_merged(feature, groups),
-        *((None, None) if h is None else _merged(h, groups)),
-        *((None, None) if g is None else _merged(pooled(g), groups)),
+    g = None if sum_weights is None else pooled(align_weights(sum_weights, feature))
+    inputs = [(None, None) if x is None else _merged(x, groups) for x in (feature, h, g)]
+    parts = blockwise(
+        _partial, "spqc", *itertools.chain(*inputs),
         new_axes={"p": p, "q": p if sum_weights is None else p + 1},
         adjust_chunks={"s": (1,) * len(groups)},
-        align_arrays=False,
-        name="gram-products-" + tokenize(feature.name, weights, sum_weights, sum_dtype.str),
-        dtype=sum_dtype,
-        meta=np.empty((0,) * 4, sum_dtype),
-        sum_dtype=sum_dtype,
-    )
-    return tree_sum(parts, split_every=split_every, name="gram")
+        name="gram-products", dtype=_sum_dtype(feature),
+    )  # fmt: skip
+    return tree_sum(parts, name="gram", dtype=parts.dtype)
 
 
 def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
@@ -204,6 +206,10 @@ def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
     dtype('float64')
     """
     return np.dtype(np.float64 if proj_dim <= _FLOAT64_MAX_DIM else np.float32)
+
+
+def _sum_dtype(feature: da.Array | Block) -> np.dtype[np.floating]:
+    return np.result_type(accumulation_dtype(feature.shape[1]), product_dtype(feature))
 
 
 def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
@@ -231,14 +237,6 @@ def _merged(array: da.Array, groups: tuple[int, ...]) -> tuple[object, str]:
     return read or (array.rechunk({0: groups}, method="tasks"), index)
 
 
-def _partial(
-    x: Blocks, h: Blocks | None, g: Blocks | None, *, sum_dtype: np.dtype[np.floating]
-) -> Block:
-    """Return the partial sums of one group, (1, p, p or p + 1, 1)."""
-    rest = (None if blocks is None else _concatenated(blocks) for blocks in (h, g))
-    return _products(_concatenated(x), *rest, sum_dtype=sum_dtype)
-
-
 def _concatenated(blocks: Blocks) -> Block:
     """Return the rows of all blocks, holding no more than one block beside them."""
     if not isinstance(blocks, Unread):
@@ -246,7 +244,7 @@ def _concatenated(blocks: Blocks) -> Block:
         return block
     parts = flat(blocks)
     first = next(parts)
-    if len(blocks.tasks) == 1:
+    if len(blocks.keys) == 1:
         return first
     whole = np.empty((blocks.n_rows, *first.shape[1:]), first.dtype)
     end = 0
@@ -256,16 +254,17 @@ def _concatenated(blocks: Blocks) -> Block:
     return whole
 
 
-def _products(
-    x: Block, h: Block | None, g: Block | None, *, sum_dtype: np.dtype[np.floating]
-) -> Block:
-    """Return the partial sums of some rows, (1, p, p or p + 1, 1).
+def _partial(features: Blocks, weights: Blocks | None, sum_weights: Blocks | None) -> Block:
+    """Return the partial sums of the rows of one group, (1, p, p or p + 1, 1).
 
     Rows are processed in slabs, so that casting and weighting them takes little memory.
     """
+    x = _concatenated(features)
+    h = None if weights is None else _concatenated(weights)
+    g = None if sum_weights is None else _concatenated(sum_weights)
     rows, p, _ = x.shape
     dtype, xp = product_dtype(x), array_module()
-    total = xp.zeros((p, p if g is None else p + 1), sum_dtype)
+    total = xp.zeros((p, p if g is None else p + 1), _sum_dtype(x))
     product = xp.empty((p, p), dtype)
     slab = max(4 * p, 1024)
     for start in range(0, rows, slab):
@@ -285,6 +284,17 @@ def _products(
                 product *= 0.5
             total[:, :p] += product
             if g is not None:
-                weights = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
-                total[:, p] += xp.asarray(weights) @ a
+                known = np.where(np.isnan(g[chosen]), 0, g[chosen]).astype(dtype)
+                total[:, p] += xp.asarray(known) @ a
     return asnumpy(total).reshape(1, *total.shape, 1)
+
+
+def require_finite(gram: Block, label: str) -> None:
+    """Check that a matrix is finite; the error names its checkpoint."""
+    if not all(np.isfinite(row).all() for row in gram):
+        raise ValueError(
+            f"expected a finite Gram matrix, got one that is not finite for checkpoint {label!r}: "
+            "its features have rows that are infinite or partly NaN (rows that are entirely NaN "
+            "were recorded as failed and are left out anyway); try leaving out the samples where "
+            "~np.isfinite(features.feature).all('proj_dim')"
+        )

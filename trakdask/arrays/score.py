@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,20 +10,19 @@ import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import read_in_task
 from trakdask.arrays.blocks import (
     Block,
     Blocks,
     align_weights,
+    blockwise,
     flat,
     matrix,
     mean_weight,
     product_dtype,
 )
+from trakdask.arrays.stored import Key, Read, read_in_task, reader, stored
 from trakdask.arrays.weights import row_norms
 from trakdask.arrays.xp import array_module, asnumpy
-
-__all__ = ["checked", "score"]
 
 #: Of a block, whose norms are compared with those that they had.
 _ROWS_COMPARED = 24
@@ -95,21 +95,16 @@ def score(
         weight = align_weights(loss_weight, feature)
         read = read_in_task(weight, by_checkpoint=not (average or pooled)) if reads else None
         arrays += read or (weight, "sd" if pooled else "sc")
-    out = "st" if average else "stc"
-    dtype = product_dtype(feature, solved)
-    tiles: da.Array = da.blockwise(
+    # concatenate=None passes lists of blocks, as False would. But dask fuses this layer with the
+    # one that consumes its tiles (top_k) only if both are None.
+    return blockwise(
         _apart if not average else _averaged if pooled else _averaged_apart_weights,
-        out,
+        "st" if average else "stc",
         *arrays,
-        # None passes lists of blocks, as False would. But dask fuses this layer with the one that
-        # consumes its tiles (top_k) only if both are None.
         concatenate=None,
-        align_arrays=False,
-        name="score-" + tokenize(feature.name, solved.name, loss_weight, average, pooled),
-        dtype=dtype,
-        meta=np.empty((0,) * len(out), dtype),
+        name="score",
+        dtype=product_dtype(feature, solved),
     )
-    return tiles
 
 
 def checked(feature: da.Array, norm: da.Array) -> da.Array:
@@ -138,12 +133,18 @@ def checked(feature: da.Array, norm: da.Array) -> da.Array:
     >>> checked(x, da.full((3, 1), 2.0)).compute().sum().item()
     6.0
     """
-    result: da.Array = da.blockwise(
+    if (rows := reader(feature)) and (norms := reader(norm)):
+        name = "checked-" + tokenize(feature, norm)
+        read = functools.partial(_read_checked, rows, norms)
+        return stored(read, feature.chunks, feature.dtype, name)
+    return blockwise(
         _checked, "spc", feature, "spc", align_weights(norm, feature), "sc",
-        align_arrays=False, dtype=feature.dtype, meta=np.empty((0, 0, 0), feature.dtype),
-        name="checked-" + tokenize(feature.name, norm.name),
+        name="checked", dtype=feature.dtype,
     )  # fmt: skip
-    return result
+
+
+def _read_checked(feature: Read, norm: Read, key: Key) -> Block:
+    return _checked(feature(key), norm((key[0], key[2])))
 
 
 def _checked(feature: Block, norm: Block) -> Block:

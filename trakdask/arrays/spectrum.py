@@ -1,63 +1,162 @@
-"""The eigendecomposition of gram matrices, which solves for every damping; and solving with it."""
+"""Eigenvalues and eigenvectors of gram matrices, which solve for every damping λ.
+
+A gram matrix of n samples with n < p has rank n at most. Then only n eigenvectors are made: all
+others have the eigenvalue 0, so that (K + λI)⁻¹ divides what is orthogonal to the n by λ.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-from dask.base import tokenize
+from scipy.linalg import lapack
 
-from trakdask.arrays.block_arguments import coarse_groups, read_in_task
-from trakdask.arrays.blocks import Block, Blocks, flat, product_dtype
-from trakdask.arrays.decomposition import Inverse, Matrix, Spectrum, decompose
-from trakdask.arrays.solve import require_finite, without_trace
-from trakdask.arrays.triangular import solve_in_place
+from trakdask.arrays.block_arguments import Labels
+from trakdask.arrays.blocks import Block, Blocks, blockwise, flat
+from trakdask.arrays.gram import require_finite
 
-__all__ = [
-    "closed_form_damping",
-    "eigenvectors",
-    "from_eigenvectors",
-    "inverse",
-    "leverage",
-    "mean_trace",
-    "solve",
-    "spectrum",
-]
+Matrix = npt.NDArray[np.float64]
+
+#: SciPy holds Python's lock while it factorizes; a worker can do without it for a second or two.
+_MOST_FLOPS = 5e10
+#: Fewer eigenvectors than this share of p are made faster than all of them.
+_SMALL_SHARE = 0.75
+#: Smaller eigenvalues, as a share of the largest, are rounding of the float32 products in K; and
+#: eigenvectors that are computed from a factor of K are orthogonal to this precision at least.
+_LEAST = float(np.sqrt(np.finfo(np.float64).eps))
 
 
-def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[str]) -> da.Array:
-    """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
+class Inverse(NamedTuple):
+    """(K + λI)⁻¹ = V diag(along) Vᵀ + rest · I for some λ: ``along`` (component, λ), ``rest`` (λ).
 
-    Computing it raises a ValueError that names the checkpoint, if K is all 0.
+    What V spans is divided by s + λ. What is orthogonal to it has the eigenvalue 0 and is divided
+    by λ; with V Vᵀ as the projection on the span, x/λ - V (Vᵀ x)/λ + V diag(1/(s + λ)) Vᵀ x. So
+    ``along`` is 1/(s + λ) - 1/λ = -s/(λ (s + λ)), and ``rest`` is 1/λ. If V has all columns,
+    nothing is orthogonal to it, and λ may be 0: ``along`` is 1/(s + λ), and ``rest`` is 0.
+    """
+
+    along: Matrix
+    rest: Matrix
+    vectors: Matrix
+
+    def solve(self, rows: npt.NDArray[Any]) -> Matrix:
+        """Return (K + λI)⁻¹ of each row, for the first λ. A row that is NaN stays so, alone."""
+        with np.errstate(invalid="ignore"):
+            solved = ((rows @ self.vectors) * self.along[:, 0]) @ self.vectors.T
+            solved += rows * self.rest[0]
+        return np.asarray(solved)
+
+    def forms(self, rows: npt.NDArray[Any]) -> Matrix:
+        """Return φᵀ (K + λI)⁻¹ φ of each row, for the first λ."""
+        vectors = self.vectors
+        if not self.rest.any():  # a sum of squares: products as exact as the features are enough
+            vectors = vectors.astype(rows.dtype, copy=False)
+        with np.errstate(invalid="ignore"):  # that of a failed sample is NaN
+            forms = np.square(rows @ vectors, dtype=np.float64) @ self.along[:, 0]
+            forms += self.rest[0] * np.einsum("sp,sp->s", rows, rows, dtype=np.float64)
+        return np.asarray(forms)
+
+
+class Spectrum(NamedTuple):
+    """K = V diag(s) Vᵀ of one checkpoint, ``loss`` = Vᵀ r, ``total`` = r, and ``mean`` = tr(K)/n.
+
+    V is (p, component); where it has fewer columns than rows, what it lacks has the eigenvalue 0.
+    """
+
+    values: Matrix
+    vectors: Matrix
+    loss: Matrix
+    total: Matrix
+    mean: float
+    label: str
+
+    def inverse(self, damping: npt.ArrayLike) -> Inverse:
+        """Return (K + λI)⁻¹ for one or several λ."""
+        lam = np.atleast_1d(np.asarray(damping, np.float64))
+        s = self.values[:, None]
+        if len(self.vectors) == len(s):
+            return Inverse(1 / (s + lam), np.zeros_like(lam), self.vectors)
+        return Inverse(-s / (lam * (s + lam)), 1 / lam, self.vectors)
+
+
+def component_count(n_sample: int, proj_dim: int, dtype: np.dtype[np.floating]) -> int:
+    """Return how many eigenvectors to make of the gram matrix of some features: n, or all p.
+
+    All p if the features are float64, because the n are less precise.
 
     Examples
     --------
-    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
-    [0.5]
+    >>> [component_count(n, 2048, np.dtype("float32")) for n in (1200, 10_000)]
+    [1200, 2048]
     """
-    result: da.Array = da.map_blocks(
-        _mean_trace,
-        gram,
-        n_sample,
-        tuple(labels),
-        drop_axis=(0, 1),
-        name="mean-trace-" + tokenize(gram.name, n_sample, labels),
-        dtype=np.float64,
-        meta=np.empty((0,), np.float64),
-    )
-    return result
+    is_small = n_sample <= _SMALL_SHARE * proj_dim and proj_dim * n_sample**2 <= _MOST_FLOPS
+    return n_sample if is_small and dtype.itemsize < 8 else proj_dim
 
 
-def _mean_trace(
-    gram: Block, n_sample: int, labels: tuple[str, ...], *, block_id: tuple[int, ...]
-) -> Block:
-    if not (trace := np.trace(gram[:, :, 0], dtype=np.float64)):
-        raise ValueError(without_trace(labels[block_id[-1]]))
-    return np.array([trace / n_sample])
+def decompose(matrix: Matrix, n_component: int) -> tuple[Matrix, Matrix]:
+    """Return eigenvalues, ascending, at least 0, and eigenvectors of a gram matrix.
+
+    Parameters
+    ----------
+    matrix
+        K, (p, p) float64, symmetric.
+    n_component
+        p, or a number that the rank of K does not exceed.
+
+    Returns
+    -------
+    (component,) and (p, component). If there are less than p, eigenvectors of eigenvalue 0 are 0.
+
+    Raises
+    ------
+    ValueError
+        If the rank of K is larger.
+
+    Notes
+    -----
+    Cost: 9 p³ flops for all components. For n of them, with K = L Lᵀ by a pivoted Cholesky
+    factorization and Lᵀ L = U diag(s) Uᵀ, V = L U diag(s)^-½: about 4 p n² + 9 n³. NumPy's routine
+    releases Python's lock; SciPy's drivers hold it and are no faster.
+
+    Examples
+    --------
+    >>> values, vectors = decompose(np.full((3, 3), 2.0), 1)
+    >>> values.round(12).tolist(), (vectors * values @ vectors.T).round(12)[0].tolist()
+    ([6.0], [2.0, 2.0, 2.0])
+    """
+    if n_component >= len(matrix):
+        values, vectors = np.linalg.eigh(matrix)
+        return np.maximum(values, 0), vectors
+    lower, pivots = _pivoted_factor(matrix, n_component)
+    values, factors = np.linalg.eigh(lower.T @ lower)
+    is_kept = values > _LEAST * values.max(initial=0)
+    values = np.where(is_kept, values, 0)
+    scale = np.where(is_kept, 1 / np.sqrt(np.where(is_kept, values, 1)), 0)
+    vectors = np.empty(lower.shape)
+    vectors[pivots] = lower @ (factors * scale)
+    return values, vectors
+
+
+def _pivoted_factor(matrix: Matrix, rank: int) -> tuple[Matrix, npt.NDArray[np.intp]]:
+    """Return L (p, rank) and pivots with K[pivots][:, pivots] = L Lᵀ.
+
+    Columns beyond K's own rank are 0.
+    """
+    whole, pivots, found, _ = lapack.dpstrf(matrix.T, lower=1)
+    lower = whole[:, :rank]
+    lower[:rank] = np.tril(lower[:rank])  # above the diagonal are numbers of K
+    lower[:, found:] = 0
+    left = np.trace(matrix) - float(np.vdot(lower.T, lower.T))
+    if left > 1e-3 * np.trace(matrix):
+        raise ValueError(
+            f"expected a gram matrix of {rank} samples, whose rank is at most {rank}, got one with "
+            f"{left / np.trace(matrix):.2g} of its trace beyond that; try reducing it anew, with "
+            "features.drop_vars(['gram', 'loss_gradient'], errors='ignore')"
+        )
+    return lower, pivots - 1
 
 
 def spectrum(
@@ -76,17 +175,17 @@ def spectrum(
         K, (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
     loss_gradient
         r_c = Σ_z mean_c[ g_c(z) ] φ_c(z), (proj_dim, checkpoint), chunks (p, 1). Without it the
-        result is for :func:`inverse` only.
+        result is for :func:`trakdask.arrays.solve.inverse` only.
     n_sample
         Samples that both are sums over.
     labels
         The checkpoints' names, for errors.
     n_component
-        Of :func:`trakdask.arrays.decomposition.component_count`; None for p.
+        Of :func:`component_count`; None for p.
 
     Returns
     -------
-    (checkpoint,) lazy, one :class:`Spectrum` per chunk, for :func:`inverse` and for
+    (checkpoint,) lazy, one :class:`Spectrum` per chunk, for :mod:`trakdask.arrays.solve` and
     :mod:`trakdask.arrays.damping`.
 
     Raises
@@ -96,50 +195,34 @@ def spectrum(
 
     Notes
     -----
-    Cost: that of :func:`trakdask.arrays.decomposition.decompose`, and 32 p² bytes in a task whose
-    result has 8 p² bytes. Eigenvalues that rounding made negative count as 0.
+    Cost: that of :func:`decompose`, and 32 p² bytes in a task whose result has 8 p² bytes.
+    Eigenvalues that rounding made negative count as 0.
     """
-    loss = [None, None] if loss_gradient is None else [loss_gradient, "pc"]
-    result: da.Array = da.blockwise(
-        functools.partial(_spectrum, n_sample=n_sample, n_component=n_component),
-        "c",
-        gram,
-        "pqc",
-        *loss,
-        _labels(labels),
-        "c",
-        concatenate=False,
-        align_arrays=False,
-        name="spectrum-" + tokenize(gram.name, loss_gradient, n_sample, labels, n_component),
-        dtype=object,
-        meta=np.empty((0,), object),
-    )
-    return result
+    loss = (None, None) if loss_gradient is None else (loss_gradient, "pc")
+    return blockwise(
+        _spectrum, "c", gram, "pqc", *loss, Labels(labels), "c",
+        concatenate=False, name="spectrum", dtype=object,
+        n_sample=n_sample, n_component=n_component or gram.shape[0],
+    )  # fmt: skip
 
 
 def _spectrum(
-    gram: Blocks,
-    loss_gradient: Blocks | None,
-    label: Block,
-    *,
-    n_sample: int,
-    n_component: int | None,
+    gram: Blocks, loss_gradient: Blocks | None, label: str, *, n_sample: int, n_component: int
 ) -> Spectrum:
     (block,) = flat(gram)
-    name = str(label[0])
-    require_finite(block, name)
+    require_finite(block, label)
     matrix = block[:, :, 0].astype(np.float64, copy=False)
-    values, vectors = decompose(matrix, n_component or len(matrix))
+    values, vectors = decompose(matrix, n_component)
     total, mean = _total(len(matrix), loss_gradient), float(np.trace(matrix)) / n_sample
-    return Spectrum(values, vectors, vectors.T @ total, total, mean, name)
+    return Spectrum(values, vectors, vectors.T @ total, total, mean, label)
 
 
-def _total(proj_dim: int, loss_gradient: Blocks | None) -> npt.NDArray[np.float64]:
+def _total(proj_dim: int, loss_gradient: Blocks | None) -> Matrix:
     """Return r, NaN if it is not given."""
     if loss_gradient is None:
         return np.full(proj_dim, np.nan)
     (r,) = flat(loss_gradient)
-    total: npt.NDArray[np.float64] = r[:, 0].astype(np.float64)
+    total: Matrix = r[:, 0].astype(np.float64)
     return total
 
 
@@ -155,17 +238,13 @@ def eigenvectors(
     >>> values.compute()[:, 0].tolist(), vectors.shape
     ([1.0, 1.0], (2, 2, 1))
     """
-    shared: dict[str, Any] = {"align_arrays": False, "dtype": np.float64}
-    token = tokenize(spectrum.name, proj_dim, n_component := n_component or proj_dim)
-    values = da.blockwise(
-        _values, "kc", spectrum, "c", new_axes={"k": n_component},
-        name=f"eigenvalues-{token}", meta=np.empty((0, 0)), **shared,
-    )  # fmt: skip
-    vectors = da.blockwise(
-        _vectors, "pkc", spectrum, "c", new_axes={"p": proj_dim, "k": n_component},
-        name=f"eigenvectors-{token}", meta=np.empty((0, 0, 0)), **shared,
-    )  # fmt: skip
-    return values, vectors
+    axes = {"p": proj_dim, "k": n_component or proj_dim}
+    values = blockwise(
+        _values, "kc", spectrum, "c", new_axes={"k": axes["k"]}, name="eigenvalues", dtype="f8"
+    )
+    return values, blockwise(
+        _vectors, "pkc", spectrum, "c", new_axes=axes, name="eigenvectors", dtype="f8"
+    )
 
 
 def _values(spectrum: Spectrum) -> Block:
@@ -192,218 +271,23 @@ def from_eigenvectors(
     vectors
         (proj_dim, component, checkpoint) float, chunks (p, k, 1).
     loss_gradient, n_sample, labels
-        As in :func:`spectrum`; without ``loss_gradient`` the result is for :func:`inverse` only.
+        As in :func:`spectrum`.
 
     Notes
     -----
     Cost: 2 p² flops per checkpoint, for ``loss_gradient``.
     """
-    loss = [None, None] if loss_gradient is None else [loss_gradient, "pc"]
-    result: da.Array = da.blockwise(
-        functools.partial(_from_eigenvectors, n_sample=n_sample),
-        "c",
-        values,
-        "kc",
-        vectors,
-        "pkc",
-        *loss,
-        _labels(labels),
-        "c",
-        concatenate=False,
-        align_arrays=False,
-        name="known-spectrum-" + tokenize(values.name, vectors.name, loss[0], n_sample, labels),
-        dtype=object,
-        meta=np.empty((0,), object),
-    )
-    return result
+    loss = (None, None) if loss_gradient is None else (loss_gradient, "pc")
+    return blockwise(
+        _from_eigenvectors, "c", values, "kc", vectors, "pkc", *loss, Labels(labels), "c",
+        concatenate=False, name="known-spectrum", dtype=object, n_sample=n_sample,
+    )  # fmt: skip
 
 
 def _from_eigenvectors(
-    values: Blocks, vectors: Blocks, loss_gradient: Blocks | None, label: Block, *, n_sample: int
+    values: Blocks, vectors: Blocks, loss_gradient: Blocks | None, label: str, *, n_sample: int
 ) -> Spectrum:
-    ((s,), (v,)) = flat(values), flat(vectors)
+    (s,), (v,) = flat(values), flat(vectors)
     s, v = s[:, 0], v[:, :, 0]
-    total, mean = _total(len(v), loss_gradient), float(s.sum()) / n_sample
-    return Spectrum(s, v, v.T @ total, total, mean, str(label[0]))
-
-
-def _labels(labels: Sequence[str]) -> da.Array:
-    texts = np.array(list(labels), dtype=object)
-    array: da.Array = da.from_array(
-        texts, chunks=1, name="checkpoint-names-" + tokenize(list(labels))
-    )
-    return array
-
-
-def closed_form_damping(spectrum: da.Array, factor: float) -> da.Array:
-    """Return :func:`trakdask.arrays.solve.closed_form_damping`, from the eigenvalues of K.
-
-    Examples
-    --------
-    >>> k = spectrum(da.ones((2, 2, 1), chunks=(2, 2, 1)), da.ones((2, 1)), 4, ["c0"])
-    >>> round(float(closed_form_damping(k, factor=0.5)[0]), 12)
-    1.0
-    """
-    result: da.Array = da.map_blocks(
-        functools.partial(_closed_form, factor=factor),
-        spectrum,
-        name="spectral-closed-form-" + tokenize(spectrum.name, factor),
-        dtype=np.float64,
-        meta=np.empty((0,), np.float64),
-    )
-    return result
-
-
-def _closed_form(spectrum: Spectrum, factor: float) -> Block:
-    trace = float(spectrum.values.sum())
-    if not trace:
-        raise ValueError(without_trace(spectrum.label))
-    return np.array([factor * float(np.square(spectrum.values).sum()) / trace])
-
-
-def inverse(spectrum: da.Array, damping: da.Array) -> da.Array:
-    """Return (K_c + λ_c I)⁻¹, for :func:`solve`, without a factorization.
-
-    Parameters
-    ----------
-    spectrum
-        Of :func:`spectrum`.
-    damping
-        λ, (checkpoint,), chunks of 1.
-
-    Returns
-    -------
-    (checkpoint,) lazy, one :class:`trakdask.arrays.decomposition.Inverse` per chunk.
-
-    Raises
-    ------
-    numpy.linalg.LinAlgError
-        At compute time, if K_c + λ_c I is singular; names the checkpoint.
-    """
-    result: da.Array = da.blockwise(
-        _inverse, "c", spectrum, "c", damping.rechunk(1, method="tasks"), "c",
-        concatenate=True, align_arrays=False, dtype=object, meta=np.empty((0,), object),
-        name="inverse-" + tokenize(spectrum.name, damping.name),
-    )  # fmt: skip
-    return result
-
-
-def _inverse(spectrum: Spectrum, damping: Block) -> Inverse:
-    is_whole = len(spectrum.vectors) == len(spectrum.values)
-    smallest = float(spectrum.values.min()) if is_whole else 0.0
-    # What rounding left of an eigenvalue 0 is no number to divide by.
-    least = np.finfo(np.float64).eps * spectrum.values.max(initial=0)
-    if not smallest + float(damping[0]) > least:
-        raise np.linalg.LinAlgError(
-            f"expected K + λI to be positive definite, got one of checkpoint {spectrum.label!r} "
-            f"that is not in float64 (λ = {float(damping[0]):.3g}, smallest eigenvalue of K = "
-            f"{smallest:.3g}); try a larger damping"
-        )
-    return spectrum.inverse(damping)
-
-
-class _Factor(NamedTuple):
-    """(K + λI)⁻¹ of one checkpoint, by the lower Cholesky factor of K + λI."""
-
-    lower: Matrix
-
-    def solve(self, rows: Block) -> Matrix:
-        """Return (K + λI)⁻¹ of each row."""
-        solved = rows.astype(np.float64, order="C", copy=True)
-        solve_in_place(self.lower, solved)
-        return solved
-
-    def forms(self, rows: Block) -> Matrix:
-        """Return φᵀ (K + λI)⁻¹ φ of each row."""
-        return np.asarray(np.einsum("sp,sp->s", rows, self.solve(rows)))
-
-
-def solve(inverse: da.Array, target: da.Array) -> da.Array:
-    """Return w_c(t) = (K_c + λ_c I)⁻¹ φ_c(t) for the targets.
-
-    Parameters
-    ----------
-    inverse
-        Of :func:`inverse`, or the factors of :func:`trakdask.arrays.solve.cholesky`.
-    target
-        Features of the targets, (target, proj_dim, checkpoint), float, chunks (rows, p, 1).
-
-    Returns
-    -------
-    (target, proj_dim, checkpoint) float32 (float64 if the targets are), lazy, in the chunks of
-    ``target``, so that computing some of the targets reads only their blocks.
-
-    Notes
-    -----
-    Cost in float64, per target and checkpoint: 2 p² flops with factors, 4 p k with k eigenvectors;
-    and 16 p bytes in addition to the inputs. A NaN in a target's feature makes that target NaN, and
-    no other.
-
-    Examples
-    --------
-    >>> f = da.from_array(np.array([[2.0, 0.0], [0.0, 4.0]])[:, :, None], chunks=(2, 2, 1))
-    >>> t = da.ones((1, 2, 1), chunks=(1, 2, 1), dtype="float32")
-    >>> solve(f, t).compute()[:, :, 0].tolist()
-    [[0.25, 0.0625]]
-    """
-    dtype = product_dtype(target)
-    # concatenate=False passes a factor itself; concatenating its one block would copy p² numbers.
-    solved: da.Array = da.blockwise(
-        _solve_block, "tpc", target, "tpc", inverse, "pqc" if inverse.ndim == 3 else "c",
-        concatenate=False, align_arrays=False, dtype=dtype, meta=np.empty((0, 0, 0), dtype),
-        name="solve-" + tokenize(inverse.name, target.name),
-    )  # fmt: skip
-    return solved
-
-
-def _solve_block(target: Blocks, inverse: Any) -> Block:
-    (phi,) = flat(target)
-    solved = _inverse_of(inverse).solve(phi[:, :, 0])
-    return solved.astype(product_dtype(phi), copy=False).reshape(phi.shape)
-
-
-def _inverse_of(block: Any) -> Inverse | _Factor:
-    if isinstance(block, Inverse):
-        return block
-    (lower,) = flat(block)
-    return _Factor(lower[:, :, 0])
-
-
-def leverage(inverse: da.Array, feature: da.Array) -> da.Array:
-    """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z) of every sample.
-
-    Parameters
-    ----------
-    inverse, feature
-        As in :func:`solve`.
-
-    Returns
-    -------
-    (sample, checkpoint) float64, lazy, in the chunks of ``feature``, or of several of its blocks
-    where more than 4096 are read from a store.
-
-    Notes
-    -----
-    Cost: 2 p² flops per sample and checkpoint, as for the Gram matrix, and 16 p bytes per sample of
-    a block in addition to the block. The n × n hat matrix is never formed.
-
-    Examples
-    --------
-    >>> f = da.from_array(np.array([[2.0, 0.0], [0.0, 4.0]])[:, :, None], chunks=(2, 2, 1))
-    >>> leverage(f, da.ones((1, 2, 1), chunks=(1, 2, 1))).compute().tolist()
-    [[0.3125]]
-    """
-    groups = coarse_groups(feature.numblocks[0])
-    result: da.Array = da.blockwise(
-        _leverage_block, "sc",
-        *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
-        inverse, "pqc" if inverse.ndim == 3 else "c",
-        concatenate=False, align_arrays=False, dtype=np.float64, meta=np.empty((0, 0), np.float64),
-        name="leverage-" + tokenize(inverse.name, feature.name),
-    )  # fmt: skip
-    return result
-
-
-def _leverage_block(feature: Blocks, inverse: Any) -> Block:
-    forms = _inverse_of(inverse).forms
-    return np.concatenate([forms(phi[:, :, 0]) for phi in flat(feature)])[:, None]
+    total = _total(len(v), loss_gradient)
+    return Spectrum(s, v, v.T @ total, total, float(s.sum()) / n_sample, label)

@@ -1,21 +1,19 @@
-"""Find the top samples of every target without holding all scores in memory."""
+"""Find the top samples of every target, or of all together, without holding all scores."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
-from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices, block_of, read_in_task
-from trakdask.arrays.blocks import Block, Blocks, blocks_with, flat
-
-__all__ = ["NOTHING", "TileMask", "keys_of", "top_k"]
+from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices
+from trakdask.arrays.blocks import Block, Blocks, blocks_with, blockwise, flat, tree
+from trakdask.arrays.stored import block_of, read_in_task
 
 
 @dataclass(frozen=True)
@@ -29,17 +27,16 @@ class TileMask:
         ranges of positions of the tile, ``blocks`` the parts of ``arrays`` that belong to it.
     arrays
         Arrays in memory, each with its axes: ``"s"``, ``"t"`` or ``"st"``. Those along ``"s"`` may
-        be lazy, where tasks can read them in a store, in the blocks of the scores.
+        be lazy, in the blocks of the scores.
     """
 
     function: Callable[..., npt.NDArray[np.bool_]]
     arrays: tuple[tuple[Block | da.Array, str], ...] = ()
 
 
-_SPLIT_EVERY = 8
 _LOW = np.int64(0xFFFFFFFF)
 # The key of rows that are masked out or NaN, and of padding. No score maps to it.
-NOTHING = np.iinfo(np.int64).min
+_NOTHING = np.iinfo(np.int64).min
 
 
 def top_k(
@@ -101,27 +98,12 @@ def top_k(
         )
     keys = _local_keys(score, k, largest, mask)
     if keys is None:
-        return _nothing_ranked(score, k)
-    merge = functools.partial(_merge, k=k)
-    best = da.reduction(
-        keys,
-        chunk=_same,
-        combine=merge,
-        aggregate=functools.partial(_finish, k=k),
-        axis=0,
-        concatenate=False,
-        split_every=_SPLIT_EVERY,
-        name="top-k-merge",
-        dtype=np.int64,
-        meta=np.empty((0,), np.int64),
-    )
-    return _decoded(best, k, _value, largest), _decoded(best, k, _position, largest)
-
-
-def _nothing_ranked(score: da.Array, k: int) -> tuple[da.Array, da.Array]:
-    shape, chunks = (score.shape[1], k), (score.chunks[1], k)
-    values = da.full(shape, np.nan, dtype=np.float32, chunks=chunks)
-    return values, da.full(shape, -1, dtype=np.int64, chunks=chunks)
+        shape, chunks = (score.shape[1], k), (score.chunks[1], k)
+        values = da.full(shape, np.nan, dtype=np.float32, chunks=chunks)
+        return values, da.full(shape, -1, dtype=np.int64, chunks=chunks)
+    merge, finish = functools.partial(_merge, k=k), functools.partial(_finish, k=k)
+    best = tree(keys, merge, finish, name="top-k-merge", dtype=np.int64)
+    return _decoded(best, k, largest, _value, "f4"), _decoded(best, k, largest, _position, "i8")
 
 
 def _local_keys(
@@ -129,42 +111,27 @@ def _local_keys(
 ) -> da.Array | None:
     """Return the best keys of each block, (rank within the block, target); None without blocks."""
     sizes, target_sizes = score.chunks
-    arguments: list[object] = [score, "st", Bounds(sizes), "s", Bounds(target_sizes), "t"]
-    function = None
+    chunks = {"s": sizes, "t": target_sizes}
+    arguments: list[object] = []
     if isinstance(mask, TileMask):
-        function, chunks = mask.function, {"s": sizes, "t": target_sizes}
         for values, index in mask.arrays:
-            arguments += _argument(values, index, chunks)
+            if isinstance(values, da.Array):
+                arguments += read_in_task(values) or (values, index)
+            else:
+                arguments += Slices(values, tuple(chunks[axis] for axis in index)), index
     elif mask is not None:
         arguments += [PackedRows(mask, 1, sizes), "s"]
-    keys: da.Array = da.blockwise(
-        _local,
-        "st",
-        *arguments,
+    keys = blockwise(
+        _local, "st", score, "st", Bounds(sizes), "s", Bounds(target_sizes), "t", *arguments,
         adjust_chunks={"s": tuple(min(k, size) for size in sizes)},
-        align_arrays=False,
-        name="top-k-local-" + tokenize(score.name, k, largest, function, *arguments[6::2]),
-        dtype=np.int64,
-        meta=np.empty((0, 0), np.int64),
-        k=k,
-        largest=largest,
-        function=function,
-    )
+        name="top-k-local", dtype=np.int64, k=k, largest=largest,
+        mask_of=mask.function if isinstance(mask, TileMask) else None,
+    )  # fmt: skip
     used = blocks_with(mask, sizes) if isinstance(mask, np.ndarray) else list(range(len(sizes)))
     if not used:
         return None
     # Blocks are selected after the local ranking, so that dask can fuse it with the product.
     return keys if len(used) == len(sizes) else keys.blocks[used]
-
-
-def _argument(
-    values: Block | da.Array, index: str, chunks: Mapping[str, tuple[int, ...]]
-) -> tuple[object, str]:
-    if not isinstance(values, da.Array):
-        return Slices(values, tuple(chunks[axis] for axis in index)), index
-    stored = read_in_task(values)
-    assert stored is not None, "expected lazy arrays of a tile mask in a store"
-    return stored
 
 
 def _local(
@@ -174,20 +141,20 @@ def _local(
     *masks: Any,
     k: int,
     largest: bool,
-    function: Callable[..., Block] | None,
+    mask_of: Callable[..., Block] | None,
 ) -> Block:
     """Return the best keys of one tile, (min(k, rows), target), unsorted.
 
-    ``masks`` are the arguments of ``function``, or the packed mask of the samples.
+    ``masks`` are the arguments of ``mask_of``, or the packed mask of the samples.
     """
     (tile,) = flat(score)
-    keys = keys_of(tile, np.arange(*rows), largest)
-    if function is not None and tile.size:
-        blocks = [block_of(each) for each in masks]
-        keys[~function(range(*rows), range(*columns), *blocks).T] = NOTHING
+    keys = _keys_of(tile, np.arange(*rows), largest)
+    if mask_of is not None and tile.size:
+        blocks = [block_of(mask) for mask in masks]
+        keys[~mask_of(range(*rows), range(*columns), *blocks).T] = _NOTHING
     elif masks:
         (packed,) = masks
-        keys[:, PackedRows.unpack(packed) == 0] = NOTHING
+        keys[:, PackedRows.unpack(packed) == 0] = _NOTHING
     if len(tile) > k:
         keys.partition(len(tile) - k, axis=1)
         # A copy, because a view would keep the keys of the whole tile in memory.
@@ -195,7 +162,7 @@ def _local(
     return keys.T
 
 
-def keys_of(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]:
+def _keys_of(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int64]:
     """Return (target, row) integers that sort like the pairs (score, -position).
 
     The upper 32 bits are those of the float32 score, folded so that they sort as integers. A single
@@ -208,17 +175,13 @@ def keys_of(tile: Block, positions: Block, largest: bool) -> npt.NDArray[np.int6
     keys = _folded(bits).astype(np.int64)
     keys <<= 32
     keys |= _LOW - positions
-    keys[np.isnan(values)] = NOTHING
+    keys[np.isnan(values)] = _NOTHING
     return keys
 
 
 def _folded(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Reverse the order of negative numbers; this function is its own inverse."""
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
-
-
-def _same(block: Block, axis: object, keepdims: bool) -> Block:
-    return block
 
 
 def _merge(blocks: Blocks, axis: object = None, keepdims: bool = True, *, k: int) -> Block:
@@ -235,32 +198,118 @@ def _finish(blocks: Blocks, axis: object = None, keepdims: bool = False, *, k: i
     """Return (target, k) keys, best first, padded if there are fewer than k."""
     keys = np.sort(_merge(blocks, k=k).T, axis=1)[:, ::-1]
     missing = k - keys.shape[1]
-    return np.pad(keys, ((0, 0), (0, missing)), constant_values=NOTHING)
+    return np.pad(keys, ((0, 0), (0, missing)), constant_values=_NOTHING)
 
 
 def _decoded(
-    keys: da.Array, k: int, decode: Callable[[Block, bool], Block], largest: bool
+    keys: da.Array, k: int, largest: bool, decode: Callable[..., Block], dtype: str
 ) -> da.Array:
-    dtype = np.dtype(np.float32 if decode is _value else np.int64)
-    decoded: da.Array = da.map_blocks(
-        decode,
-        keys,
-        largest,
-        new_axis=1,
-        chunks=(keys.chunks[0], (k,)),
-        name=f"top-k{decode.__name__.replace('_', '-')}-" + tokenize(keys.name, largest),
-        dtype=dtype,
-        meta=np.empty((0, 0), dtype),
+    return blockwise(
+        decode, "tk", keys, "t", new_axes={"k": k}, name="top-k", dtype=dtype, largest=largest
     )
-    return decoded
 
 
-def _value(keys: Block, largest: bool) -> Block:
+def _value(keys: Block, *, largest: bool) -> Block:
     values = _folded((keys >> 32).astype(np.int32)).view(np.float32)
     # 0 - x instead of -x, so that a score of 0 is not returned as -0.0.
     values = values if largest else np.float32(0) - values
-    return np.where(keys == NOTHING, np.float32(np.nan), values)
+    return np.where(keys == _NOTHING, np.float32(np.nan), values)
 
 
-def _position(keys: Block, largest: bool) -> Block:
-    return np.where(keys == NOTHING, -1, _LOW - (keys & _LOW))
+def _position(keys: Block, *, largest: bool) -> Block:
+    return np.where(keys == _NOTHING, -1, _LOW - (keys & _LOW))
+
+
+def among_best(
+    score: da.Array, codes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> da.Array:
+    """Return which samples are among the best of their group.
+
+    Parameters
+    ----------
+    score
+        (sample,) float, ranked as float32; NaN is never among the best.
+    codes
+        Group of each sample, -1 for none.
+    counts
+        How many samples to take of each group.
+
+    Returns
+    -------
+    (sample,) bool, lazy, in the chunks of ``score``. Of equal scores the first are taken.
+
+    Notes
+    -----
+    Exact, and the same for any chunks. Memory of a task: its block, and in the tree 8 bytes for
+    each sample that may still be taken.
+
+    Examples
+    --------
+    >>> score = da.from_array(np.array([1.0, 3.0, 2.0, 3.0]), chunks=2)
+    >>> among_best(score, np.array([0, 0, 1, 0]), np.array([1, 1])).compute().tolist()
+    [False, True, True, False]
+    """
+    dtype = np.min_scalar_type(len(counts))  # codes may come in a dtype that has no room for more
+    from_1 = np.add(codes, 1, dtype=dtype, casting="unsafe")
+    packed = PackedRows(from_1, len(counts), score.chunks[0])
+    samples = (score, "s", packed, "s", Bounds(score.chunks[0]), "s")
+    candidates = blockwise(
+        _candidates, "s", *samples, adjust_chunks={"s": (1,) * score.numblocks[0]},
+        name="among-best-local", dtype=object, counts=counts,
+    )  # fmt: skip
+    merge = functools.partial(_merged_candidates, counts=counts)
+    finish = functools.partial(_thresholds, counts=counts)
+    thresholds = tree(candidates, merge, finish, name="among-best-merge", dtype=object)
+    return blockwise(_reaches, "s", *samples, thresholds, "", name="among-best", dtype=bool)
+
+
+def _candidates(
+    score: Block, codes: Any, bounds: tuple[int, int], *, counts: npt.NDArray[np.int64]
+) -> Block:
+    """Return (1,): the groups and keys of the samples of a block that may be taken."""
+    groups, keys = _groups_and_keys(score, codes, bounds)
+    ranked = (groups >= 0) & (keys != _NOTHING)
+    return _in_a_box(_best_of_groups(groups[ranked], keys[ranked], counts))
+
+
+def _groups_and_keys(score: Block, codes: Any, bounds: tuple[int, int]) -> tuple[Block, Block]:
+    return PackedRows.unpack(codes) - 1, _keys_of(score[:, None], np.arange(*bounds), True)[0]
+
+
+def _best_of_groups(groups: Block, keys: Block, counts: Block) -> tuple[Block, Block]:
+    """Keep the best keys of each group, best first, group by group."""
+    order = np.lexsort((~keys, groups))
+    groups, keys = groups[order], keys[order]
+    starts = np.searchsorted(groups, np.arange(len(counts)))
+    kept = np.arange(len(groups)) - starts[groups] < counts[groups]
+    return groups[kept], keys[kept]
+
+
+def _in_a_box(value: object) -> Block:
+    box = np.empty(1, object)
+    box[0] = value
+    return box
+
+
+def _merged_candidates(
+    blocks: Blocks, axis: object = None, keepdims: bool = True, *, counts: Block
+) -> Block:
+    pairs = [block[0] for block in flat(blocks)]
+    groups, keys = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+    return _in_a_box(_best_of_groups(groups, keys, counts))
+
+
+def _thresholds(
+    blocks: Blocks, axis: object = None, keepdims: bool = False, *, counts: Block
+) -> Block:
+    """Return the key of the last sample to take of each group, as one object without axes."""
+    groups, keys = _merged_candidates(blocks, counts=counts)[0]
+    last = np.full(len(counts), np.iinfo(np.int64).max)
+    last[groups] = keys  # the last one of a group is assigned last
+    return _in_a_box(last).reshape(())
+
+
+def _reaches(score: Block, codes: Any, bounds: tuple[int, int], thresholds: Block) -> Block:
+    groups, keys = _groups_and_keys(score, codes, bounds)
+    reaches: Block = (groups >= 0) & (keys != _NOTHING) & (keys >= thresholds[()][groups])
+    return reaches

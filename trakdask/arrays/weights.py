@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import pairwise
 
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
 
-from trakdask.arrays.block_arguments import coarse_groups, read_in_task
-from trakdask.arrays.blocks import (
-    Block,
-    Blocks,
-    block_starts,
-    flat,
-    mean_weight,
-)
-
-__all__ = [
-    "adaptive_power",
-    "inverse_norm",
-    "logit_variance",
-    "own_influence",
-    "power_of",
-    "row_norms",
-    "soft_gram_weights",
-    "soft_loss_weights",
-    "squared_norm",
-]
+from trakdask.arrays.blocks import Block, Blocks, blockwise, flat, mean_weight
+from trakdask.arrays.gram import pooled
+from trakdask.arrays.stored import coarse_groups, map_stored, read_in_task
 
 #: Tolerance for values of 1 - p that rounding puts outside [0, 1].
 _ROUNDING = 1e-6
@@ -61,24 +43,15 @@ def logit_variance(out_to_loss: da.Array) -> da.Array:
     >>> logit_variance(da.from_array(np.array([[0.5], [1 / (1 + np.e**2)]]))).compute().tolist()
     [1.0]
     """
-    rows, checkpoints = out_to_loss.chunks
-    moments = da.map_blocks(
-        _moments,
-        out_to_loss,
-        chunks=((1,) * len(rows), checkpoints, (3,)),
-        new_axis=2,
-        name="logit-moments-" + tokenize(out_to_loss.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0, 0), np.float64),
-    )
-    variance: da.Array = da.map_blocks(
-        _variance,
-        moments.sum(axis=0),
-        drop_axis=1,
-        dtype=np.float64,
-        meta=np.empty(0, np.float64),
-    )
-    return variance
+    moments = blockwise(
+        _moments, "scm", out_to_loss, "sc",
+        new_axes={"m": 3}, adjust_chunks={"s": (1,) * out_to_loss.numblocks[0]},
+        name="logit-moments", dtype=np.float64,
+    )  # fmt: skip
+    return blockwise(
+        _variance, "c", moments.sum(axis=0), "cm",
+        concatenate=True, name="logit-variance", dtype=np.float64,
+    )  # fmt: skip
 
 
 def _moments(q: Block) -> Block:
@@ -102,14 +75,11 @@ def adaptive_power(out_to_loss: da.Array) -> da.Array:
     >>> adaptive_power(da.from_array(np.array([[0.1], [0.2], [0.3]]))).compute().item()
     1.0
     """
-    power: da.Array = da.map_blocks(
-        _power_of_block,
-        logit_variance(out_to_loss).rechunk(-1),
-        drop_axis=0,
-        dtype=np.float64,
-        meta=np.empty((), np.float64),
-    )
-    return power
+    variance = logit_variance(out_to_loss)
+    return blockwise(
+        _power_of_block, "", variance, "c",
+        concatenate=True, name="adaptive-power", dtype=np.float64,
+    )  # fmt: skip
 
 
 def _power_of_block(variance: Block) -> Block:
@@ -158,15 +128,10 @@ def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Arra
     [[0.5, 1.0]]
     """
     if isinstance(power, da.Array):
-        weights: da.Array = da.map_blocks(
-            _loss_weights,
-            out_to_loss,
-            power,
-            name="soft-loss-weights-" + tokenize(out_to_loss.name, power.name),
-            dtype=np.float64,
-            meta=np.empty((0, 0), np.float64),
-        )
-        return weights
+        return blockwise(
+            _loss_weights, "sc", out_to_loss, "sc", power, "",
+            name="soft-loss-weights", dtype=np.float64,
+        )  # fmt: skip
     return _elementwise(_loss_weights, out_to_loss, power)
 
 
@@ -184,14 +149,9 @@ def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
 
 
 def _elementwise(function: Callable[..., Block], out_to_loss: da.Array, power: float) -> da.Array:
-    result: da.Array = da.map_blocks(
-        functools.partial(function, power=float(power)),
-        out_to_loss,
-        name=f"soft{function.__name__.replace('_', '-')}-{tokenize(out_to_loss.name, power)}",
-        dtype=np.float64,
-        meta=np.empty((0, 0), np.float64),
-    )
-    return result
+    name = f"soft{function.__name__.replace('_', '-')}-{tokenize(out_to_loss, float(power))}"
+    weights = functools.partial(function, power=float(power))
+    return map_stored(weights, out_to_loss, dtype=np.float64, name=name)
 
 
 def _loss_weights(q: Block, power: float) -> Block:
@@ -223,17 +183,11 @@ def squared_norm(feature: da.Array) -> da.Array:
     [[18.0]]
     """
     groups = coarse_groups(feature.numblocks[0])
-    result: da.Array = da.blockwise(
-        _squared_norm,
-        "sc",
-        *(read_in_task(feature, groups=groups, by_checkpoint=True) or (feature, "spc")),
-        concatenate=False,
-        align_arrays=False,
-        name="squared-norm-" + tokenize(feature.name),
-        dtype=np.float64,
-        meta=np.empty((0, 0), np.float64),
-    )
-    return result
+    read = read_in_task(feature, groups=groups, by_checkpoint=True)
+    return blockwise(
+        _squared_norm, "sc", *(read or (feature, "spc")),
+        concatenate=False, name="squared-norm", dtype=np.float64,
+    )  # fmt: skip
 
 
 def _squared_norm(feature: Blocks) -> Block:
@@ -265,7 +219,7 @@ def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array
     Parameters
     ----------
     own
-        (sample, checkpoint), of :func:`trakdask.arrays.solve.leverage` or :func:`squared_norm`.
+        (sample, checkpoint), of :func:`trakdask.arrays.solve.leverage`, or :func:`squared_norm`.
     weight
         g, (sample, checkpoint), chunks (rows, 1).
     average
@@ -280,39 +234,22 @@ def own_influence(own: da.Array, weight: da.Array, *, average: bool) -> da.Array
     >>> own_influence(3 * own, weight, average=False).compute().tolist()
     [[3.0, 9.0]]
     """
-    out = "s" if average else "sc"
-    result: da.Array = da.blockwise(
-        _own_influence,
-        out,
-        own,
-        "sc",
-        *_in_rows(weight, own.chunks[0]),
-        concatenate=False,
-        align_arrays=False,
-        name="own-influence-" + tokenize(own.name, weight.name, average),
-        dtype=np.float64,
-        meta=np.empty((0,) * len(out), np.float64),
-        n_checkpoints=weight.shape[1],
-    )
-    return result
+    mean = pooled(weight)
+    read = read_in_task(mean, groups=coarse_groups(mean.numblocks[0]))
+    if read is None or read[0].chunks != own.chunks[:1]:  # own is not of stored features
+        read = mean.rechunk({0: own.chunks[0]}, method="tasks"), "s"
+    return blockwise(
+        _mean_influence if average else _influence, "s" if average else "sc", own, "sc", *read,
+        concatenate=False, name="own-influence", dtype=np.float64,
+    )  # fmt: skip
 
 
-def _in_rows(weight: da.Array, sizes: tuple[int, ...]) -> tuple[object, str]:
-    """Return an argument of ``blockwise`` with so many rows of weights in each task."""
-    starts, needed = block_starts(weight.chunks[0]), block_starts(sizes)
-    ends = np.searchsorted(starts, needed)
-    groups = [range(start, end) for start, end in pairwise(ends.tolist())]
-    read = read_in_task(weight, groups=groups) if np.isin(needed, starts).all() else None
-    return read or (weight.rechunk({0: sizes}, method="tasks"), "sd")
+def _mean_influence(own: Blocks, mean: Blocks) -> Block:
+    return np.asarray(mean_weight(own) * np.concatenate(list(flat(mean))) ** 2)
 
 
-def _own_influence(own: Blocks, weight: Blocks, *, n_checkpoints: int) -> Block:
-    columns = list(flat(weight))  # those of one block of samples after the other
-    firsts = range(0, len(columns), n_checkpoints)
-    mean = np.concatenate([mean_weight(columns[i : i + n_checkpoints]) for i in firsts])
-    if isinstance(own, list):
-        return np.asarray(mean_weight(own) * mean**2)
-    return np.asarray(own * mean[:, None] ** 2)
+def _influence(own: Block, mean: Blocks) -> Block:
+    return np.asarray(own * np.concatenate(list(flat(mean)))[:, None] ** 2)
 
 
 def inverse_norm(squared: da.Array) -> da.Array:
@@ -323,14 +260,9 @@ def inverse_norm(squared: da.Array) -> da.Array:
     >>> inverse_norm(da.from_array(np.array([4.0, 0.0]))).compute().tolist()
     [0.5, nan]
     """
-    result: da.Array = da.map_blocks(
-        _inverse_root,
-        squared,
-        name="inverse-norm-" + tokenize(squared.name),
-        dtype=np.float64,
-        meta=np.empty((0,) * squared.ndim, np.float64),
+    return map_stored(
+        _inverse_root, squared, dtype=np.float64, name="inverse-norm-" + tokenize(squared)
     )
-    return result
 
 
 def _inverse_root(x: Block) -> Block:

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.solve import CLOSED_FORM
+from trakdask.arrays.damping import CLOSED_FORM
 from trakdask.attribution import grams
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
@@ -51,15 +51,15 @@ class Regularized:
 
     def solve(self, target: da.Array) -> da.Array:
         """Return (K_c + λ_c I)⁻¹ φ_c(t), (target, proj_dim, checkpoint)."""
-        return arrays.spectrum.solve(self._inverse(), target)
+        return arrays.solve.solve(self._inverse(), target)
 
     def leverage(self, feature: da.Array) -> da.Array:
         """Return φ_c(z)ᵀ (K_c + λ_c I)⁻¹ φ_c(z), (sample, checkpoint)."""
-        return arrays.spectrum.leverage(self._inverse(), feature)
+        return arrays.solve.leverage(self._inverse(), feature)
 
     def _inverse(self) -> da.Array:
         if self.gram.spectrum is not None:
-            return arrays.spectrum.inverse(self.gram.spectrum, self.damping)
+            return arrays.solve.inverse(self.gram.spectrum, self.damping)
         return arrays.solve.cholesky(self.gram.data, self.damping, self.gram.labels)
 
 
@@ -252,44 +252,41 @@ def _chosen_by_outputs(
     if not quiet:
         _warn_of_few_checkpoints(len(gram.labels))
     assert chooses.spectrum is not None
-    candidates: list[arrays.damping.Candidate] = []
-    curves: list[da.Array] = []
+    curves: dict[str, da.Array] = {}
     if calibrate is not None:
         require_calibration(features, calibrate)
         rows = lazy_features(calibrate)
         totals = arrays.damping.held_out(chooses.spectrum, rows.feature.data)
-        candidates.append(arrays.damping.Candidate("calibration set", totals, rows.output.data))
-        curves.append(arrays.damping.curve(totals, rows.output.data))
+        curves["calibration set"] = arrays.damping.curve(totals, rows.output.data)
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
-        candidates.append(_left_out(features, chooses, curves))
-        curves.append(arrays.damping.curve(candidates[-1].totals, candidates[-1].outputs))
+        unless = list(curves.values())
+        curves["training rows left out"] = _curve_left_out(features, chooses, unless)
     fallback = gram.closed_form(CLOSED_FORM)
-    names = [f"completeness, {candidate.name}" for candidate in candidates]
+    names = [f"completeness, {name}" for name in curves]
     rules = (*names, _closed_form_name(CLOSED_FORM))
-    if not candidates:
+    if not curves:
         return Regularized(features, gram, fallback, rules)
-    choice = arrays.damping.choose(candidates, curves, quiet=quiet)
+    choice = arrays.damping.choose(curves, quiet=quiet)
     rho = choice["relative"][0]
     lam = da.where(da.isnan(rho), fallback, rho * gram.mean_trace())
     return Regularized(features, gram, lam, rules, choice)
 
 
-def _left_out(
+def _curve_left_out(
     features: xr.Dataset, gram: grams.GramMatrix, unless: list[da.Array]
-) -> arrays.damping.Candidate:
-    """Return training rows as held-out ones: each is left out of the sums, exactly."""
+) -> da.Array:
+    """Return the curve of training rows, each of which is left out of the sums, exactly."""
     assert gram.spectrum is not None
     assert gram.g is not None
     rows = arrays.damping.spread_rows(features.feature.data.chunks[0], _LEFT_OUT_ROWS)
-    predicted = arrays.damping.left_out(
+    totals = arrays.damping.left_out(
         gram.spectrum,
         _taken(features.feature.data, rows),
         None if gram.h is None else _taken(gram.h, rows),
         _taken(gram.g, rows),
         unless=unless,
     )
-    outputs = _taken(features.output.data, rows)
-    return arrays.damping.Candidate("training rows left out", predicted, outputs)
+    return arrays.damping.curve(totals, _taken(features.output.data, rows))
 
 
 def _taken(data: da.Array, rows: list[slice]) -> da.Array:

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.decomposition import component_count
+from trakdask.arrays.spectrum import component_count
 from trakdask.attribution.estimators import Options, Weights
 from trakdask.variables import (
     CHECKPOINT,
@@ -101,13 +101,11 @@ class GramMatrix:
 
     def mean_trace(self) -> da.Array:
         """Return tr(K)/n, (checkpoint)."""
-        return arrays.spectrum.mean_trace(self.data, self.n_samples, self.labels)
+        return arrays.damping.mean_trace(self.data, self.n_samples, self.labels)
 
     def closed_form(self, factor: float) -> da.Array:
         """Return factor · tr(K²)/tr(K), (checkpoint)."""
-        if self.spectrum is not None:
-            return arrays.spectrum.closed_form_damping(self.spectrum, factor)
-        return arrays.solve.closed_form_damping(self.data, factor, self.labels)
+        return arrays.damping.closed_form(self.data, factor, self.labels)
 
 
 def gram_matrix(
@@ -164,7 +162,7 @@ def _stored_gram(
         loss_gradient = stored_matrix(features, LOSS_GRADIENT, weights)
         if loss_gradient is None:  # other checkpoints are pooled than when it was stored
             _require_all_samples(features)
-            loss_gradient = arrays.damping.loss_gradient(x, g)
+            loss_gradient = arrays.gram.loss_gradient(x, g)
     decomposition = _decomposition(features)
     if decomposition is not None:
         spectrum = arrays.spectrum.from_eigenvectors(*decomposition, loss_gradient, n, labels)

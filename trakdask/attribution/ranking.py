@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.block_arguments import StoredColumn
+from trakdask.arrays.stored import Read, reader
 from trakdask.arrays.topk import TileMask
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.checks import require_choice, require_integer, require_number
@@ -176,7 +176,7 @@ def _top_over_targets(
         codes = np.where(mask, codes, -1)
     sizes = np.bincount(codes[codes >= 0])
     counts = np.array(_counts(sizes.tolist(), k, fraction), np.int64)
-    selected = arrays.top_fraction.among_best(best if largest else -best, codes, counts)
+    selected = arrays.topk.among_best(best if largest else -best, codes, counts)
     attrs = {"over_targets": over_targets, "by": by or ""}
     attrs["order"] = "descending" if largest else "ascending"
     return xr.Dataset(
@@ -306,17 +306,20 @@ def _gathered_coords(
 
 
 def _column(values: np.ndarray | da.Array) -> Any:
-    """Return all values as one task, of which others take the rows that they need."""
-    column = StoredColumn(values) if isinstance(values, da.Array) else values
+    """Return all values as one task, or how to read them; others take the rows that they need."""
+    column = reader(values) or values
     return dask.delayed(column, name=f"column-{uuid4().hex}", traverse=False)
 
 
-def _gather(
-    position: np.ndarray, column: np.ndarray | StoredColumn, dtype: np.dtype[Any]
-) -> np.ndarray:
+def _gather(position: np.ndarray, column: np.ndarray | Read, dtype: np.dtype[Any]) -> np.ndarray:
     missing = position < 0
     # Never row -1: that is the last sample.
-    gathered = column[np.where(missing, 0, position)].astype(dtype)
+    known = np.where(missing, 0, position)
+    if isinstance(column, np.ndarray):
+        gathered = column[known].astype(dtype)
+    else:
+        rows, inverse = np.unique(known, return_inverse=True)
+        gathered = column((rows,))[inverse].astype(dtype).reshape(known.shape)
     if missing.any():
         gathered[missing] = _missing_value(dtype)
     return gathered

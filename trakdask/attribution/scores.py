@@ -92,7 +92,7 @@ def score(
         Features of the training samples. If they hold the ``gram`` of this estimator, as
         :func:`save` keeps it, it is used: rows that were selected from them are scored under the
         gram matrix of all samples, and only their blocks are read. Otherwise it is reduced from
-        these features: stored ones are read twice, and those that are computed stay in memory until
+        these features: those of :func:`open` are read twice, and others stay in memory until
         they are scored.
     targets
         Features of the samples to explain, made with the same model and projector.

@@ -89,7 +89,7 @@ def randomization_check(
     options = require_bootstrap(resamples, seed, confidence)
     sizes = tuple(randomized.sizes[dim] for dim in more)
     result = lazy_results(
-        _randomized, arrays.agreement.rank_correlations(both), sizes, options, of=randomized,
+        _randomized, arrays.detection.rank_correlations(both), sizes, options, of=randomized,
         variables={
             "correlation": ((TARGET, *more), "Spearman, trained and random model"),
             "correlation_mean": (more, "mean of correlation over targets"),
@@ -172,7 +172,7 @@ def seed_agreement(
     counts = list(n_models)
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
-        _agreed, arrays.agreement.rank_correlations(lazy_data(scores)), counts, options, of=scores,
+        _agreed, arrays.detection.rank_correlations(lazy_data(scores)), counts, options, of=scores,
         variables={
             "agreement": ((TARGET,), "mean Spearman over pairs of models"),
             "agreement_mean": ((), "mean of agreement over targets"),
@@ -199,7 +199,7 @@ def _randomized(
 def _agreed(
     correlations: np.ndarray, counts: list[int], options: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    agreement = arrays.agreement.mean_of_pairs(correlations)
+    agreement = arrays.detection.mean_of_pairs(correlations)
     require_some(agreement, _NEEDED)
     mean, interval = arrays.intervals.bootstrap_mean(agreement, **options)
     pairs = np.moveaxis(correlations, 0, -1)

@@ -11,7 +11,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.arrays.decomposition import component_count
+from trakdask.arrays.spectrum import component_count
 from trakdask.attribution.estimators import (
     Damping,
     Estimator,
@@ -132,7 +132,7 @@ def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
     """Return λ of each checkpoint, from a number in units of tr(K)/n."""
     n = features["gram"].attrs[N_SAMPLES]
     labels = [str(name) for name in features[CHECKPOINT].values]
-    data = value * arrays.spectrum.mean_trace(features["gram"].data, n, labels)
+    data = value * arrays.damping.mean_trace(features["gram"].data, n, labels)
     return computed(xr.DataArray(data, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping"))
 
 

@@ -7,6 +7,7 @@ a query computes from it.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Collection, Mapping
@@ -19,6 +20,7 @@ import xarray as xr
 import zarr
 from dask.base import tokenize
 
+from trakdask.arrays.stored import Read, reader, stored
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
 from trakdask.storage.group import (
@@ -209,8 +211,14 @@ def read_coords(
         coords[name] = coord
     for name, coord in _on_disk(group, lazy).items():
         token = tokenize(group.folder.url, group.attrs["saved"], name)
-        coords[name] = coord[: group.n_samples].chunk({SAMPLE: rows}, name=f"open-coord-{token}")
+        read = functools.partial(_read_coord, coord[: group.n_samples])
+        lazy_coord = stored(read, (rows,), coord.dtype, f"open-coord-{token}")
+        coords[name] = coord._replace(data=lazy_coord)
     return coords
+
+
+def _read_coord(coord: xr.Variable, key: tuple[slice, ...]) -> np.ndarray:
+    return np.asarray(coord[key].values)
 
 
 def _whole(group: Group, name: str) -> np.ndarray:
@@ -250,15 +258,11 @@ def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
     complete
         Whether an absent chunk is an error, when it is read; else it reads as NaN.
     """
-    stored = chunks(group, name, complete=complete)
+    blocks = chunks(group, name, complete=complete)
     path = group.chunk_path(name, (0,))
-    token = tokenize(group.folder.url, group.attrs["saved"], path, stored.shape, complete)
-    lazy: da.Array = da.from_array(
-        stored, chunks=chunks_of(group.arrays[name]), getitem=Chunks.read,
-        name=f"open-{name.replace('_', '-')}-{token}",
-        meta=np.empty((0,) * stored.ndim, stored.dtype),
-    )  # fmt: skip
-    return lazy
+    token = tokenize(group.folder.url, group.attrs["saved"], path, blocks.shape, complete)
+    sizes = da.core.normalize_chunks(chunks_of(group.arrays[name]), blocks.shape)
+    return stored(blocks.read, sizes, blocks.dtype, f"open-{name.replace('_', '-')}-{token}")
 
 
 def chunks(group: Group, name: str, *, complete: bool) -> Chunks:
@@ -269,12 +273,20 @@ def chunks(group: Group, name: str, *, complete: bool) -> Chunks:
 
 def decoded(halves: da.Array, scale: da.Array) -> da.Array:
     """Return features that are stored as float16 as float32, lazy."""
+    if (rows := reader(halves)) and (scales := reader(scale)):
+        read = functools.partial(_read_decoded, rows, scales)
+        name = "feature-of-half-" + tokenize(halves, scale)
+        return stored(read, halves.chunks, np.float32, name)
     feature: da.Array = da.blockwise(
         _scaled, "spc", halves, "spc", scale, "sc",
         name="feature-of-half-" + tokenize(halves.name, scale.name), align_arrays=False,
         dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
     return feature
+
+
+def _read_decoded(halves: Read, scale: Read, key: tuple[slice, ...]) -> np.ndarray:
+    return _scaled(halves(key), scale((key[0], key[2])))
 
 
 def _scaled(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:

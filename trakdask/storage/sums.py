@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.decomposition import component_count
+from trakdask.arrays.spectrum import component_count
 from trakdask.attribution.dampings import describe_damping, regularize
 from trakdask.attribution.estimators import DEFAULT_POWER, Options, Weights, gather_options
 from trakdask.attribution.grams import (
@@ -180,7 +180,7 @@ def _reduced(
         return [arrays.gram.gram(feature, h)]
     g = arrays.gram.pooled(weights.loss_data(features))[:, None]
     if GRAM not in names:
-        return [arrays.damping.loss_gradient(feature, g)]
+        return [arrays.gram.loss_gradient(feature, g)]
     return list(arrays.gram.gram_and_sum(feature, h, g))
 
 
