@@ -25,6 +25,7 @@ from trakdask.models.checkpoints import (
     make_checkpoints,
 )
 from trakdask.models.code import code_digests
+from trakdask.models.curvature import Curvature
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
 from trakdask.models.modules import (
     Selection,
@@ -127,6 +128,8 @@ class Model:
     shapes: dict[str, tuple[int, ...]]
     second_moments: dict[str, Checkpoint]
     """By the name of the checkpoint; empty if gradients are not scaled."""
+    curvature: dict[str, Curvature]
+    """By the name of the checkpoint; empty if gradients keep the coordinates of parameters."""
     token: str
     """Identifies this model in all processes."""
 
@@ -168,6 +171,7 @@ class Model:
         )
         of = [checkpoint.name for checkpoint in self.checkpoints]
         self.second_moments = open_moments(second_moments, of, self.shapes)
+        self.curvature = {}
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
@@ -198,15 +202,59 @@ class Model:
         bound.task = bind(n_dims)
         return bound
 
+    def with_curvature(self, curvature: Any) -> Model:
+        """Return the model whose gradients are scaled by the curvature of its loss.
+
+        Features of this model predict better from few checkpoints, and everything else works with
+        them as before. Training samples and targets need the same curvature, which is compared.
+
+        Parameters
+        ----------
+        curvature
+            What :func:`trakdask.curvature` returned, or the same Dataset read from a store.
+
+        Raises
+        ------
+        ValueError
+            If it is of other parameters, or lacks a checkpoint.
+
+        Examples
+        --------
+        >>> import numpy as np, torch, trakdask as td
+        >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
+        >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
+        >>> curved = model.with_curvature(td.curvature(samples, model))
+        >>> td.featurize(samples, curved, projector=td.SJLT(8)).sizes["proj_dim"]
+        8
+        """
+        parameters = {name: list(shape) for name, shape in self.shapes.items()}
+        names = [checkpoint.name for checkpoint in self.checkpoints]
+        found = curvature.attrs["parameters"]
+        missing = [name for name in names if name not in curvature.checkpoint.values]
+        if found != parameters or missing:
+            raise ValueError(
+                f"expected the curvature of the parameters {list(parameters)} at the checkpoints "
+                f"{names}, got that of {list(found)} without {missing}; try td.curvature(samples, "
+                "model) with this model"
+            )
+        fields = ("eigenvectors", "scale", "leading")
+        curved = copy.copy(self)
+        curved.curvature = {
+            name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
+            for name in names
+        }
+        return curved
+
     def without_checkpoints(self) -> Model:
         """Return what all blocks share: the architecture, the task and the parameters."""
         shared = copy.copy(self)
-        shared.checkpoints, shared.second_moments = (), {}
+        shared.checkpoints, shared.second_moments, shared.curvature = (), {}, {}
         return shared
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         moments = {name: each.digest for name, each in self.second_moments.items()}
+        curvature = {name: each.digest for name, each in self.curvature.items()}
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
@@ -216,6 +264,7 @@ class Model:
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
             **({"second_moments": moments} if moments else {}),
+            **({"curvature": curvature} if curvature else {}),
         }
 
     def meta_module(self) -> torch.nn.Module:

@@ -25,7 +25,7 @@ from trakdask.checks import require_choice, require_integer
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder
-from trakdask.provenance import REQUIRED_SPEC, STORE_SPEC, require_same, spec
+from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
 from trakdask.storage.blocks import missing_blocks, require_same_rows, save_blocks, stored
 from trakdask.storage.coords import joined, portable_coords, require_names, require_same_coords
 from trakdask.storage.group import ERROR, METADATA, SCALE, STORE_ATTRS, Group, described
@@ -46,8 +46,7 @@ __all__ = ["AppendDim", "save"]
 
 AppendDim = Literal["sample", "checkpoint"]
 
-_BY_CHECKPOINT = ("checkpoints", "checkpoint_ids", "second_moments")
-_SAME = tuple(name for name in STORE_SPEC if name not in (*_BY_CHECKPOINT, "source"))
+_SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
 
 
 def save(
@@ -266,7 +265,7 @@ def _is_store(folder: Folder) -> bool:
 def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
     """Return the group of a new store: all arrays of features, without a sample."""
     block = max(features.feature.variable.chunksizes[SAMPLE])
-    dropped = {*STORE_ATTRS, "saved", *_BY_CHECKPOINT, "source"}
+    dropped = {*STORE_ATTRS, "saved", *BY_CHECKPOINT, "source"}
     attrs = {k: v for k, v in features.attrs.items() if k not in dropped}
     attrs |= {"source": "", "n_samples": 0, "sources": [], "checkpoints": {}, "checkpoint_ids": {}}
     group = Group(folder, attrs, {})
@@ -321,7 +320,7 @@ def _placed(
     if common:
         require_same(
             _of_checkpoints(made, common), _of_checkpoints(group.attrs, common), what=what,
-            names=_BY_CHECKPOINT,
+            names=BY_CHECKPOINT,
         )  # fmt: skip
     rows = _known_rows(group, features, append_dim)
     if rows is None or names != common:
@@ -338,7 +337,7 @@ def _placed(
             )
         is_of_all = set(names) == set(group.checkpoints)
         if group.n_samples and not (is_of_all if rows is None else append_dim == CHECKPOINT):
-            require_same(made, group.attrs, what=what, names=_BY_CHECKPOINT)
+            require_same(made, group.attrs, what=what, names=BY_CHECKPOINT)
         sources = [*group.attrs["sources"]]
         if rows is None:
             rows = range(group.n_samples, group.n_samples + features.sizes[SAMPLE])
@@ -353,7 +352,7 @@ def _placed(
 
 
 def _of_checkpoints(made: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    fields = [field for field in _BY_CHECKPOINT if field in made]
+    fields = [field for field in BY_CHECKPOINT if field in made]
     return {field: {name: made[field][name] for name in names} for field in fields}
 
 
