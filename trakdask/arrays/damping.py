@@ -311,13 +311,15 @@ def peak(curve: Block) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
 
 
-def choose(curves: Mapping[str, da.Array], *, quiet: bool = False) -> da.Array:
+def choose(curves: Mapping[str, da.Array], *, least: float = 0.0, quiet: bool = False) -> da.Array:
     """Choose ρ by the first set of samples whose totals follow their outputs.
 
     Parameters
     ----------
     curves
         Of each candidate, by :func:`curve`, in order of preference; with what warnings call them.
+    least
+        The smallest ρ that may be chosen.
     quiet
         Does not warn; the caller does, by :func:`warn_of_choice`.
 
@@ -336,21 +338,21 @@ def choose(curves: Mapping[str, da.Array], *, quiet: bool = False) -> da.Array:
     -----
     ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
     the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
-    If that is above 1, it has to be clearly better, artanh(peak) - artanh(curve at 1) > 0.25;
-    otherwise ρ is 1.
+    If that is above 1, or above a larger ``least``, it has to be clearly better than there,
+    artanh(peak) - artanh(curve at 1) > 0.25; otherwise ρ is 1, or ``least``.
     """
     inputs = [item for curve in curves.values() for item in (curve, "k")]
     return blockwise(
         _choose, "k", *inputs, concatenate=True, name="completeness-choice", dtype=CHOICE,
-        names=tuple(curves), quiet=quiet,
+        names=tuple(curves), least=least, quiet=quiet,
     )  # fmt: skip
 
 
-def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
+def _choose(*curves: Block, names: tuple[str, ...], least: float, quiet: bool) -> Block:
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
         largest, values = peak(curve), curve["correlation"][0]
         if is_followed(curve):
-            chosen, threshold = _chosen(values, largest, curve["n_rows"][0])
+            chosen, threshold = _chosen(values, largest, curve["n_rows"][0], least)
             if not quiet:
                 _warn_at_the_end(GRID[chosen], name)
             return np.array([(GRID[chosen], index, largest, threshold, values)], CHOICE)
@@ -359,14 +361,16 @@ def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
     return np.array([(np.nan, len(names), largest, np.nan, values)], CHOICE)
 
 
-def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
+def _chosen(correlation: Block, largest: float, n_rows: int, smallest: float) -> tuple[int, float]:
     """Return the position of ρ in the grid, and the least correlation that might be chosen."""
     threshold = largest - STANDARD_ERRORS * (1 - largest**2) / np.sqrt(n_rows)
-    chosen = int(np.flatnonzero(correlation >= threshold)[-1])
+    first = int(np.searchsorted(GRID, smallest))
+    chosen = max(int(np.flatnonzero(correlation >= threshold)[-1]), first)
+    usual = max(_ONE, first)
     with np.errstate(divide="ignore"):  # of a correlation of exactly 1
         least = float(np.tanh(np.arctanh(largest) - CLEARLY_LARGER))
-    is_one = chosen > _ONE and correlation[_ONE] >= least
-    return (_ONE, least) if is_one else (chosen, threshold)
+    is_usual = chosen > usual and correlation[usual] >= least
+    return (usual, least) if is_usual else (chosen, threshold)
 
 
 def warn_of_choice(rho: float, peak: float, name: str) -> None:

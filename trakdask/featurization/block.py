@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import current_thread, main_thread
@@ -28,11 +28,17 @@ from trakdask.featurization.devices import (
 )
 from trakdask.featurization.failures import Block, BlockResults, is_of_samples
 from trakdask.featurization.job import Job, Samples
-from trakdask.featurization.streams import Sink, Stream, Sums, stream_opener
+from trakdask.featurization.streams import Sink, Streams, Sums
 from trakdask.models.checkpoints import Checkpoint, cache_states
-from trakdask.models.curvature import AxisProducts, SquaredCoordinates, factors_of, rotations
+from trakdask.models.curvature import (
+    AxisProducts,
+    SquaredCoordinates,
+    factors_of,
+    rotations,
+    whole,
+)
 from trakdask.models.gradients import engine_of
-from trakdask.models.tasks import Batch, Forward
+from trakdask.models.tasks import Forward
 from trakdask.models.torch_settings import few_threads, no_fast_path
 
 __all__ = ["featurize_block", "multiply_block"]
@@ -83,8 +89,11 @@ def axis_products(
     """Return Σ h M Mᵀ of every axis over a block of samples, (1, entry, 1) float64."""
     shapes = job.model.shapes
     length = max((place.stop for *_, place in factors_of(shapes)), default=0)
-    collect = functools.partial(AxisProducts, shapes)
-    return _summed(job, power, weights, start, arrays, length, collect)
+
+    def collect(h: torch.Tensor, sums: np.ndarray) -> Sink:
+        return whole(shapes, AxisProducts(shapes, h, sums))
+
+    return _summed(job, weights, start, arrays, Sums(np.zeros(length), collect, power))
 
 
 def squared_coordinates(
@@ -97,27 +106,18 @@ def squared_coordinates(
 ) -> np.ndarray:
     """Return Σ h g² of every coordinate over a block of samples, (1, coordinate, 1) float64."""
     shapes = job.model.shapes
+    total = np.zeros(job.row_map.n_parameters)
     matrices = rotations(eigenvectors[:, 0], shapes, device_of_task(job.device))
-
-    def collect(h: torch.Tensor, sums: np.ndarray) -> SquaredCoordinates:
-        return SquaredCoordinates(shapes, h, sums, matrices)
-
-    return _summed(job, power, weights, start, arrays, job.row_map.n_parameters, collect)
+    collect = functools.partial(SquaredCoordinates, shapes)
+    return _summed(job, weights, start, arrays, Sums(total, collect, power, matrices))
 
 
 def _summed(
-    job: Job,
-    power: float | None,
-    weights: np.ndarray,
-    start: np.ndarray,
-    arrays: tuple[np.ndarray, ...],
-    length: int,
-    collect: Callable[[torch.Tensor, np.ndarray], Callable[[str, torch.Tensor], None]],
+    job: Job, weights: np.ndarray, start: np.ndarray, arrays: tuple[np.ndarray, ...], sums: Sums
 ) -> np.ndarray:
-    checkpoint, moments, _ = weights.item()
-    sums = Sums(np.zeros(length), collect, power)
+    checkpoint, *_ = weights.item()
     with _task(job, checkpoint, start, arrays) as samples:
-        _featurize_samples(replace(samples, moments=moments, keeps_rows=False), checkpoint, sums)
+        _featurize_samples(replace(samples, keeps_rows=False), checkpoint, sums)
         if not np.isfinite(sums.total).all():
             raise ValueError(
                 "expected finite gradients for the curvature, got NaN or infinity; try "
@@ -165,16 +165,16 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint, sums: Sums | No
     checked = checked_of(job.checked_as)
     checked.measure(samples, forward)
     samples = replace(samples, trims=bool(checked.ignores_padding))
-    check = BlockCheck(checked, samples, forward)
+    streams = Streams(samples, forward, checkpoint, sums)
+    check = BlockCheck(checked, samples, forward, streams.rotations)
     size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters, device))
-    opened = stream_opener(samples, sums, forward, checkpoint)
     rows = BlockResults.empty(samples, checkpoint)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _featurize_micro_batch(samples, forward, part, opened, check)
+            block = _featurize_micro_batch(samples, forward, part, streams, check)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
@@ -200,14 +200,14 @@ def _featurize_micro_batch(
     samples: Samples,
     forward: Forward,
     part: slice,
-    opened: Callable[[Batch], tuple[Stream, Sink]],
+    streams: Streams,
     check: BlockCheck,
 ) -> Block:
     job, n = samples.job, part.stop - part.start
     run, batch = engine_of(job.engine), samples.batch(part)
-    stream, sink = opened(batch)
+    stream, sink = streams.open(batch)
     sink = check.watched(part, sink)
-    f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
+    f, q = run(forward, job.model.task, batch, job.row_map.names, sink, streams.rotations)
     feature = stream.result().numpy(force=True)
     if job.partition is not None:
         size = job.partition.of(batch).size

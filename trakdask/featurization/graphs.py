@@ -21,7 +21,7 @@ from trakdask.featurization.block import (
 )
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import Job
-from trakdask.models.curvature import Shapes, Whitened, eigenvectors_of, factors_of
+from trakdask.models.curvature import Shapes, back_rotated, eigenvectors_of, factors_of
 from trakdask.models.moments import scales
 from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
@@ -129,10 +129,9 @@ def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndar
     flat = torch.tensor(vectors[..., 0])
     if curvature:
         found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
-        whitened = Whitened(curvature, job.model.shapes, flat.device)
         for name in rows.names:
             place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
-            found[:, place] = whitened.back(name, found[:, place])
+            found[:, place] = back_rotated(curvature, job.model.shapes, name, found[:, place])
     else:
         found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
     if moments:

@@ -33,10 +33,10 @@ Divide = Callable[[Model, Inputs], Partition]
 
 _log = logging.getLogger(__name__)
 
-_MOMENTS = "D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
+_MOMENTS = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
 _CURVATURE = (
-    "S = (L + d mean(L))^-1/2 U^T with eigenvalues L and eigenvectors U of the curvature, whose "
-    "leading coordinates are the first half of the columns"
+    "feature = [leading | q^-1/2 P^T others] of (L + d mean(L))^-1/2 U^T grad f, with eigenvalues "
+    "L and eigenvectors U of the curvature; leading coordinates are the first half of the columns"
 )
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
@@ -232,7 +232,7 @@ def prepare(
     n_parts = partition.size if partition else 1
     sizes = {name: row_map.size(name) for name in row_map.names}
     held = elements_at_once(engine, model.meta_module(), sizes)
-    if model.curvature or adds_up:  # rotating the gradient of a weight takes all of its rows
+    if adds_up:  # the products of its axes take the whole gradient of a weight
         held = max(held, *sizes.values())
     if engine == "tokens":
         held *= n_parts
@@ -327,10 +327,9 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
 
 
 def _formula(model: Model) -> str:
-    steps = {"D": model.second_moments and _MOMENTS, "S": model.curvature and _CURVATURE}
-    used = [name for name in ("S", "D") if steps[name]]
-    text = " ".join(["feature = p^-1/2 P^T", *used, "grad f"])
-    return ", ".join([text, *(str(steps[name]) for name in used)])
+    if model.curvature:
+        return _CURVATURE
+    return _MOMENTS if model.second_moments else "feature = p^-1/2 P^T grad f"
 
 
 def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.job import Samples
 from trakdask.models.checkpoints import Checkpoint
-from trakdask.models.curvature import Whitened, whole
+from trakdask.models.curvature import Rotations, factors_by_name, rotations
 from trakdask.models.gradients import out_to_loss_of
 from trakdask.models.moments import scaled, scales
 from trakdask.models.tasks import Batch, Forward
@@ -39,14 +39,17 @@ class Sums:
     total
         The sums of the micro-batches that are complete.
     collect
-        Returns a sink of whole gradients for weights of samples, and an array to add to.
+        Returns a sink of gradients for weights of samples, and an array to add to.
     power
         a of the samples' weights q^a (1 - q); None for equal weights.
+    rotations
+        The coordinates of the gradients.
     """
 
     total: np.ndarray
-    collect: Callable[[Tensor, np.ndarray], Callable[[str, Tensor], None]]
+    collect: Callable[[Tensor, np.ndarray], Sink]
     power: float | None
+    rotations: Rotations | None = None
 
     def weights(self, forward: Forward, samples: Samples, batch: Batch) -> Tensor:
         """Return h of a micro-batch; Q takes a forward pass of its own, before the gradients."""
@@ -63,45 +66,59 @@ class _SumsOfBatch:
     """
 
     def __init__(self, sums: Sums, n_samples: int) -> None:
-        self.sums, self.n_samples = sums, n_samples
+        self._total, self._n_samples = sums.total, n_samples
         self.values = np.zeros_like(sums.total)
 
     def result(self) -> Tensor:
         """Add the sums to those of the block, and return rows without columns."""
-        self.sums.total[:] += self.values
-        return torch.empty(self.n_samples, 0)
+        self._total[:] += self.values
+        return torch.empty(self._n_samples, 0)
 
 
-def stream_opener(
-    samples: Samples, sums: Sums | None, forward: Forward, checkpoint: Checkpoint
-) -> Callable[[Batch], tuple[Stream, Sink]]:
-    """Return what gives each micro-batch a stream, and the sink of gradients that fills it."""
-    job, device = samples.job, samples.device
-    factors = scales(samples.moments, job.row_map.names, device) if samples.moments else None
-    shapes, curvature = job.model.shapes, samples.curvature
-    whitened = Whitened(curvature, shapes, device) if curvature else None
+class Streams:
+    """Gives each micro-batch of a block a stream, and the sink of gradients that fills it.
 
-    def opened(batch: Batch) -> tuple[Stream, Any]:
-        n = batch.size
-        if sums is not None:
-            of_batch = _SumsOfBatch(sums, n)
-            h = sums.weights(forward, samples, batch)
-            return of_batch, whole(shapes, sums.collect(h, of_batch.values))
-        place = job.projector, job.row_map, n, checkpoint.id, device
-        if whitened is not None and curvature is not None:
-            leading = LeadingStream(*place, curvature.leading)
-            return leading, whitened.into(leading.add)
-        stream = ProjectionStream(*place)
+    Parameters
+    ----------
+    samples, forward, checkpoint
+        Of the block.
+    sums
+        What gradients are added up to, if no rows are kept.
+    """
+
+    def __init__(
+        self, samples: Samples, forward: Forward, checkpoint: Checkpoint, sums: Sums | None
+    ) -> None:
+        self._samples, self._forward, self._sums = samples, forward, sums
+        self._checkpoint_id = checkpoint.id
+        curvature, shapes, device = samples.curvature, samples.job.model.shapes, samples.device
+        self.rotations: Rotations | None = sums.rotations if sums else None
+        self._factors: dict[str, Tensor] | None = None
+        if samples.moments:
+            self._factors = scales(samples.moments, samples.job.row_map.names, device)
+        elif curvature:
+            self.rotations = rotations(curvature.eigenvectors, shapes, device)
+            self._factors = factors_by_name(curvature, shapes, device)
+
+    def open(self, batch: Batch) -> tuple[Stream, Sink]:
+        """Return what becomes of the gradients of a micro-batch."""
+        stream, sink = self._open(batch)
+        # Vectors that gradients are multiplied with are scaled instead, once.
+        is_scaled = self._factors is not None and self._samples.vectors is None
+        return stream, scaled(sink, self._factors or {}) if is_scaled else sink
+
+    def _open(self, batch: Batch) -> tuple[Stream, Any]:
+        samples, job, n = self._samples, self._samples.job, batch.size
+        if self._sums is not None:
+            of_batch = _SumsOfBatch(self._sums, n)
+            weights = self._sums.weights(self._forward, samples, batch)
+            return of_batch, self._sums.collect(weights, of_batch.values)
+        if samples.vectors is not None:
+            assert job.partition is not None
+            products = job.partition.of(batch).products(samples.vectors, n)
+            return products, products
+        place = job.projector, job.row_map, n, self._checkpoint_id, samples.device
+        stream: Any = ProjectionStream(*place)
+        if samples.curvature:
+            stream = LeadingStream(*place, samples.curvature.leading)
         return stream, stream
-
-    def opened_for_parts(batch: Batch) -> tuple[Stream, Any]:
-        assert job.partition is not None
-        assert samples.vectors is not None
-        products = job.partition.of(batch).products(samples.vectors, batch.size)
-        return products, products
-
-    def opened_and_scaled(batch: Batch) -> tuple[Stream, Any]:
-        stream, sink = opened(batch)
-        return stream, scaled(sink, factors) if factors else sink
-
-    return opened_and_scaled if samples.vectors is None else opened_for_parts

@@ -27,6 +27,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 LONGEST_AXIS = 4096
 """A longer axis, such as that of a vocabulary, keeps its coordinates: eigenvectors cost d³."""
 
+SKETCHED_COLUMNS = 16
+"""Columns to which M is reduced by random signs R before M Mᵀ is added up.
+
+If the curvature is a Kronecker product, Σ h M C Mᵀ is the same matrix for every C, up to a factor.
+So R Rᵀ in the place of the identity saves nearly all of the work and changes nothing else: four
+columns gave the same scores as all of them, see ``tests/benchmarks/curvature.py``.
+"""
+
 MOST_LEADING = 2**15
 """Leading coordinates that are recorded, and so the largest number that features can keep."""
 
@@ -116,41 +124,22 @@ def rotated(gradient: Tensor, shape: tuple[int, ...], matrices: Mapping[int, Ten
     return value.reshape(len(gradient), -1)
 
 
-class Whitened:
-    """A sink of gradients that rotates and scales them before it passes them on, or a vector back.
+def factors_by_name(
+    curvature: Curvature, shapes: Shapes, device: torch.device
+) -> dict[str, Tensor]:
+    """Return what the gradient of each parameter is multiplied by in its coordinates, (numel,)."""
+    scale = torch.tensor(curvature.scale, device=device)
+    return {name: scale[place] for name, place in places_of(shapes).items()}
 
-    Parameters
-    ----------
-    curvature
-        Of one checkpoint.
-    shapes
-        The selected parameters, in the order of the curvature.
-    device
-        Of the gradients.
+
+def back_rotated(curvature: Curvature, shapes: Shapes, name: str, vectors: Tensor) -> Tensor:
+    """Return what gradients are to be multiplied with in the place of those that were scaled.
+
+    For every gradient g of the parameter and vector v, ``factor * rotated(g) @ v`` is ``g @ back``.
     """
-
-    def __init__(self, curvature: Curvature, shapes: Shapes, device: torch.device) -> None:
-        self._shapes, self._places = shapes, places_of(shapes)
-        self._rotations = rotations(curvature.eigenvectors, shapes, device)
-        self._scale = torch.tensor(curvature.scale, device=device)
-
-    def of(self, name: str, gradient: Tensor) -> Tensor:
-        """Return gradients of a parameter, (n, numel), in its coordinates, scaled."""
-        value = rotated(gradient, self._shapes[name], self._rotations[name])
-        return value * self._scale[self._places[name]].to(value.dtype)
-
-    def back(self, name: str, vectors: Tensor) -> Tensor:
-        """Return what gradients are to be multiplied with in the place of whitened ones.
-
-        For every gradient g and vector v, ``of(g) @ v`` is ``g @ back(v)``.
-        """
-        transposed = {axis: matrix.T for axis, matrix in self._rotations[name].items()}
-        scaled = vectors * self._scale[self._places[name]]
-        return rotated(scaled, self._shapes[name], transposed)
-
-    def into(self, sink: Callable[[str, Tensor], None]) -> Callable[..., None]:
-        """Return a sink that passes whitened gradients on, each parameter as a whole."""
-        return whole(self._shapes, lambda name, gradient: sink(name, self.of(name, gradient)))
+    matrices = rotations(curvature.eigenvectors, shapes, vectors.device)[name]
+    factor = factors_by_name(curvature, shapes, vectors.device)[name]
+    return rotated(vectors * factor, shapes[name], {i: m.T for i, m in matrices.items()})
 
 
 def whole(shapes: Shapes, sink: Callable[[str, Tensor], None]) -> Callable[..., None]:
@@ -196,7 +185,10 @@ class AxisProducts:
         value = gradient.reshape(len(gradient), *axes_of(self._shapes[name]))
         weighted = value * self._weights.sqrt().to(value).view(-1, *[1] * (value.ndim - 1))
         for axis, place in self._factors[name]:
-            rows = weighted.movedim(axis + 1, 0).flatten(1)
+            matrices = weighted.movedim(axis + 1, 1).flatten(2)
+            if matrices.shape[2] > SKETCHED_COLUMNS:
+                matrices = matrices @ signs(matrices.shape[2]).to(matrices)
+            rows = matrices.movedim(1, 0).flatten(1)
             self._sums[place] += (rows @ rows.T).flatten().double().numpy(force=True)
 
 
@@ -209,21 +201,22 @@ class SquaredCoordinates:
         As for :class:`AxisProducts`.
     sums
         (coordinate,) float64, to which the squares are added.
-    matrices
-        Eigenvectors by parameter and axis.
     """
 
-    def __init__(
-        self, shapes: Shapes, weights: Tensor, sums: np.ndarray, matrices: Rotations
-    ) -> None:
-        self._shapes, self._weights, self._sums = shapes, weights, sums
-        self._rotations, self._places = matrices, places_of(shapes)
+    def __init__(self, shapes: Shapes, weights: Tensor, sums: np.ndarray) -> None:
+        self._weights, self._sums, self._places = weights, sums, places_of(shapes)
 
-    def __call__(self, name: str, gradient: Tensor) -> None:
-        """Add the gradients of a parameter, (n, numel)."""
-        value = rotated(gradient, self._shapes[name], self._rotations[name])
-        squares = self._weights.to(value) @ value.square_()
-        self._sums[self._places[name]] += squares.double().numpy(force=True)
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None) -> None:
+        """Add the rotated gradients of a parameter, (n, numel), or a slice of them."""
+        start = self._places[name].start + (first or 0)
+        squares = self._weights.to(gradient) @ gradient.square()
+        self._sums[start : start + len(squares)] += squares.double().numpy(force=True)
+
+
+def signs(n_rows: int) -> Tensor:
+    """Return the random signs that reduce matrices, (n_rows, 16), the same in every process."""
+    draws = np.random.RandomState(0).randint(0, 2, (n_rows, SKETCHED_COLUMNS))
+    return torch.from_numpy(2.0 * draws - 1)
 
 
 def eigenvectors_of(sums: np.ndarray, shapes: Shapes) -> np.ndarray:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.hook_plan import Axes, Layer, hooked
 from trakdask.models.local_gradients import (
     Call,
@@ -32,7 +33,15 @@ from trakdask.models.local_gradients import (
     local_gradients,
 )
 from trakdask.models.products import PRODUCTS, Products, wide
-from trakdask.models.rules import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
+from trakdask.models.rules import (
+    BY_POSITION,
+    SLICEABLE,
+    TURNABLE,
+    WRITES_TO,
+    Rule,
+    rules_of,
+    turned,
+)
 from trakdask.models.tasks import Forward
 from trakdask.models.torch_internals import tree_flatten, tree_unflatten
 
@@ -87,6 +96,8 @@ class GradientCollector:
     n_tokens
         Length of the sequences, if each of their tokens is to have a row of its own: all tokens of
         the first sequence first. Then a sink of :class:`Products` receives products.
+    rotations
+        Coordinates in which the sink receives the gradients of some parameters.
     """
 
     def __init__(
@@ -97,8 +108,18 @@ class GradientCollector:
         n_samples: int,
         sink: Callable[..., None],
         n_tokens: int | None = None,
+        rotations: Rotations | None = None,
     ) -> None:
         self._forward = forward
+        self._rotations = rotations or {}
+        grouped = [
+            name
+            for layer in layers
+            for name in layer.selected.values()
+            if getattr(forward.module.get_submodule(layer.path), "groups", 1) > 1
+        ]
+        late = {*whole_parameters(forward.module, layers, TURNABLE), *grouped}
+        self._rotated_last = {name for name in late if self._rotations.get(name)}
         self._layers = layers
         self._axes = axes
         self._n_samples = n_samples
@@ -116,7 +137,8 @@ class GradientCollector:
         self._slices: dict[str, list[RowsOfGradient]] = {
             name: []
             for name in self._due
-            if name not in whole and (self._has_buffer(name) or self._is_large(name))
+            if name not in whole | self._rotated_last
+            and (self._has_buffer(name) or self._is_large(name))
         }
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
@@ -278,11 +300,18 @@ class GradientCollector:
             vectors = self._products.vectors(name, delta.dtype)
             self._products.add(name, PRODUCTS[rule](call.module, x, delta, vectors))
             return
+        matrices = {} if name in self._rotated_last else self._rotations.get(name, {})
+        if matrices:
+            rule, x, delta = turned(rule, call.module, x, delta, matrices)
         rows_of_gradient = partial(rule, call.module, x, delta, call.buffers)
         if name in self._slices:
             self._postpone(name, rows_of_gradient)
-        else:
-            self._add(name, rows_of_gradient())
+            return
+        gradient = rows_of_gradient()
+        if 2 in matrices:
+            shape = tuple(self._forward.parameters[name].shape)
+            gradient = rotated(gradient, shape, {2: matrices[2]})
+        self._add(name, gradient)
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
@@ -380,6 +409,9 @@ class GradientCollector:
                 return  # a gradient of zero adds nothing
             parameter = self._forward.parameters[name]
             gradient = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
+        elif name in self._rotated_last:
+            shape = tuple(self._forward.parameters[name].shape)
+            gradient = rotated(gradient, shape, self._rotations[name])
         self._sink(name, gradient)
 
 

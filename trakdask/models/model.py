@@ -227,6 +227,11 @@ class Model:
         >>> td.featurize(samples, curved, projector=td.SJLT(8)).sizes["proj_dim"]
         8
         """
+        if self.second_moments:
+            raise ValueError(
+                "expected a model without second_moments, which are a curvature of their own; try "
+                "td.Model(...) without them"
+            )
         parameters = {name: list(shape) for name, shape in self.shapes.items()}
         names = [checkpoint.name for checkpoint in self.checkpoints]
         found = curvature.attrs["parameters"]

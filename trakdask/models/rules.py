@@ -26,12 +26,14 @@ __all__ = [
     "CONVOLUTIONS",
     "INSTANCE_NORMS",
     "SLICEABLE",
+    "TURNABLE",
     "WRITES_TO",
     "Rule",
     "embedding_weight",
     "linear_weight",
     "rules_of",
     "transposed_linear_weight",
+    "turned",
 ]
 
 Buffers = Mapping[str, Tensor | None]
@@ -246,6 +248,46 @@ def _instance_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffer
     return _channel_bias(module, x, normal.mul_(delta), buffers)
 
 
+def turned(
+    rule: Rule, module: Any, x: Tensor, delta: Tensor, matrices: Mapping[int, Tensor]
+) -> tuple[Rule, Tensor, Tensor]:
+    """Return a rule, and what it is to take, for a weight's gradient in other coordinates.
+
+    Rotating both sides of a product costs far less than rotating the product, of all samples. The
+    places of a kernel, axis 2, remain to be rotated.
+
+    Parameters
+    ----------
+    rule, module, x, delta
+        One of ``TURNABLE``, and what it takes.
+    matrices
+        By the axis of the weight; one that is missing keeps its coordinates.
+    """
+    matrices = {axis: matrix.to(delta.dtype) for axis, matrix in matrices.items()}
+    if rule is _conv_weight:
+        x, delta = (
+            value if axis not in matrices else _mixed_channels(value, matrices[axis])
+            for value, axis in ((x, 1), (delta, 0))
+        )
+        return rule, x, delta
+    if rule is embedding_weight and 0 in matrices:
+        # A token is a row of the identity matrix, so its coordinates are a row of the rotation.
+        tokens, rule = x, transposed_linear_weight
+        x = matrices.pop(0)[tokens]
+        if module.padding_idx is not None:
+            x[tokens == module.padding_idx] = 0
+    first, second = (delta, x) if rule is linear_weight else (x, delta)
+    first, second = (
+        value @ matrices[axis] if axis in matrices else value
+        for axis, value in enumerate((first, second))
+    )
+    return rule, *((second, first) if rule is linear_weight else (first, second))
+
+
+def _mixed_channels(value: Tensor, matrix: Tensor) -> Tensor:
+    return (matrix.T @ value.flatten(2)).view(value.shape)
+
+
 _CONV1D: Mapping[str, Rule] = {"weight": transposed_linear_weight, "bias": _last_bias}
 
 _RULES: dict[Any, Mapping[str, Rule]] = {
@@ -262,6 +304,9 @@ _RULES: dict[Any, Mapping[str, Rule]] = {
 WRITES_TO: frozenset[Rule] = frozenset({linear_weight, transposed_linear_weight})
 
 SLICEABLE: frozenset[Rule] = frozenset({*WRITES_TO, embedding_weight})
+
+TURNABLE: frozenset[Rule] = frozenset({*SLICEABLE, _conv_weight})
+"""Rules whose gradients are products of two sides that can be rotated first."""
 
 BY_POSITION = frozenset(
     {*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias, _rms_norm_weight}

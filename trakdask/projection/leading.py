@@ -83,12 +83,14 @@ class LeadingStream:
         self._rest = ProjectionStream(split.rest, row_map, n_samples, checkpoint, device)
         self._kept = torch.zeros(n_samples, split.n_kept, device=device)
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Project the whole gradient of a parameter, (B, numel), which is changed in place."""
-        elements = self._split.elements[name].to(gradient.device)
-        self._kept[:, self._split.columns[name]] = gradient[:, elements].to(self._kept.dtype)
-        gradient[:, elements] = 0
-        self._rest.add(name, gradient)
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Project the gradient of a parameter, (B, n), as a sink; it is changed in place."""
+        places = self._split.elements[name] - (first or 0)
+        here = (places >= 0) & (places < gradient.shape[1])
+        places, columns = places[here], self._split.columns[name][here]
+        self._kept[:, columns] = gradient[:, places].to(self._kept.dtype)
+        gradient[:, places] = 0
+        self._rest.add(name, gradient, first)
 
     def result(self) -> Tensor:
         """Return the features, (B, width) float32."""
