@@ -15,6 +15,9 @@ import trakdask as td
 from trakdask.models.curvature import SKETCHED_COLUMNS, axes_of, factors_of, places_of, signs
 from trakdask.projection import RowMap, project
 
+# Attention has no rule of vmap in torch, which says so once in a process.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
 RNG = np.random.default_rng(0)
 LABELS = np.arange(24) % 3
 
@@ -196,6 +199,7 @@ def test_weights_are_those_of_the_estimator() -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * expected.max())
 
 
+@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
 def test_everything_works_on_top(tmp_path: Any) -> None:
     samples, model = case("words")
     fitted("words").to_zarr(tmp_path / "curvature.zarr", consolidated=False)
@@ -214,6 +218,7 @@ def test_everything_works_on_top(tmp_path: Any) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:scores are made from 2 checkpoints")
 def test_features_of_other_coordinates_are_refused() -> None:
     samples, model = case("cnn")
     curved = model.with_curvature(fitted("cnn"))
