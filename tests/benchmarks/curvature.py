@@ -4,7 +4,7 @@
 
 On every task of the quality benchmark, at the default size and λ of the package, with 1 and 3
 checkpoints. The curvature is fitted on a quarter of the training samples, drawn at random. The
-damping of 100 means, half of the columns for leading coordinates, and √10 tr(K)/n as the usual λ
+damping of 100 means, half of the columns for leading coordinates, and √10 tr(K)/n as the least λ
 were chosen on these tasks with one checkpoint; those with three were not looked at before.
 """
 

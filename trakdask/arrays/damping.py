@@ -338,8 +338,8 @@ def choose(curves: Mapping[str, da.Array], *, least: float = 0.0, quiet: bool = 
     -----
     ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
     the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
-    If that is above 1, or above a larger ``least``, it has to be clearly better than there,
-    artanh(peak) - artanh(curve at 1) > 0.25; otherwise ρ is 1, or ``least``.
+    If that is above 1, it has to be clearly better, artanh(peak) - artanh(curve at 1) > 0.25;
+    otherwise ρ is 1. Below ``least``, it is that.
     """
     inputs = [item for curve in curves.values() for item in (curve, "k")]
     return blockwise(
@@ -352,7 +352,8 @@ def _choose(*curves: Block, names: tuple[str, ...], least: float, quiet: bool) -
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
         largest, values = peak(curve), curve["correlation"][0]
         if is_followed(curve):
-            chosen, threshold = _chosen(values, largest, curve["n_rows"][0], least)
+            chosen, threshold = _chosen(values, largest, curve["n_rows"][0])
+            chosen = max(chosen, int(np.searchsorted(GRID, least)))
             if not quiet:
                 _warn_at_the_end(GRID[chosen], name)
             return np.array([(GRID[chosen], index, largest, threshold, values)], CHOICE)
@@ -361,16 +362,14 @@ def _choose(*curves: Block, names: tuple[str, ...], least: float, quiet: bool) -
     return np.array([(np.nan, len(names), largest, np.nan, values)], CHOICE)
 
 
-def _chosen(correlation: Block, largest: float, n_rows: int, smallest: float) -> tuple[int, float]:
+def _chosen(correlation: Block, largest: float, n_rows: int) -> tuple[int, float]:
     """Return the position of ρ in the grid, and the least correlation that might be chosen."""
     threshold = largest - STANDARD_ERRORS * (1 - largest**2) / np.sqrt(n_rows)
-    first = int(np.searchsorted(GRID, smallest))
-    chosen = max(int(np.flatnonzero(correlation >= threshold)[-1]), first)
-    usual = max(_ONE, first)
+    chosen = int(np.flatnonzero(correlation >= threshold)[-1])
     with np.errstate(divide="ignore"):  # of a correlation of exactly 1
         least = float(np.tanh(np.arctanh(largest) - CLEARLY_LARGER))
-    is_usual = chosen > usual and correlation[usual] >= least
-    return (usual, least) if is_usual else (chosen, threshold)
+    is_one = chosen > _ONE and correlation[_ONE] >= least
+    return (_ONE, least) if is_one else (chosen, threshold)
 
 
 def warn_of_choice(rho: float, peak: float, name: str) -> None:

@@ -26,7 +26,7 @@ from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
 #: How much larger λ is for features in the coordinates of the curvature, whose gram matrix is
-#: flatter: the usual and the least ρ. Chosen by tests/benchmarks/curvature.py.
+#: flatter; and the least ρ. Chosen by tests/benchmarks/curvature.py.
 CURVED = 10**0.5
 #: Of 50 rows without any correlation, one set in 500 reaches the 0.4 that chooses λ.
 _LEAST_ROWS = 50
@@ -126,9 +126,8 @@ def damping(
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½, and
     ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. Above 1 it also
     has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. For features
-    in the coordinates of the curvature, √10 takes the place of 1, ρ is no smaller, and the other
-    rules give a λ √10 times as large, as ``tests/benchmarks/curvature.py`` measured. No model is
-    retrained and no n × m array made: one more column of the gram matrix and one eigendecomposition
+    in the coordinates of the curvature, ρ is at least √10, and the other rules give a λ √10 times
+    as large, as ``tests/benchmarks/curvature.py`` measured to be better. No model is retrained and no n × m array made: one more column of the gram matrix and one eigendecomposition
     per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample and checkpoint. For
     other estimators it needs a gram matrix of these weights too, one more pass over the features.
 
@@ -277,7 +276,8 @@ def _chosen_by_outputs(
     rules = (*names, _closed_form_name(unit * CLOSED_FORM))
     if not curves:
         return Regularized(features, gram, fallback, rules)
-    choice = arrays.damping.choose(curves, least=unit if unit > 1 else 0.0, quiet=quiet)
+    least = CURVED if unit == CURVED else 0.0
+    choice = arrays.damping.choose(curves, least=least, quiet=quiet)
     rho = choice["relative"][0]
     lam = da.where(da.isnan(rho), fallback, rho * gram.mean_trace())
     return Regularized(features, gram, lam, rules, choice)
