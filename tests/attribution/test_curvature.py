@@ -159,6 +159,25 @@ def test_features_are_those_of_explicit_rotations(name: str, engine: Any, batch_
         np.testing.assert_allclose(actual, expected, atol=2e-4 * np.abs(expected).max())
 
 
+def test_weights_whose_gradients_come_in_slices() -> None:
+    """A gradient of more than 4 MB is computed some rows at a time."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(200, 300), nn.Tanh(), nn.Linear(300, 3))
+    image = RNG.normal(size=(24, 200)).astype("f4")
+    samples = td.from_arrays({"image": image, "label": LABELS}, chunks=24)
+    model = td.Model(net, task="image_classification")
+    by_hooks, by_loop = (td.curvature(samples, model, gradients=g) for g in ("hooks", "loop"))
+    np.testing.assert_allclose(
+        by_hooks.eigenvalue.values.sum(), by_loop.eigenvalue.values.sum(), rtol=1e-4
+    )
+    curved = model.with_curvature(by_loop)
+    one, other = (
+        td.featurize(samples, curved, projector=td.SJLT(64), gradients=g).feature.compute()
+        for g in ("hooks", "loop")
+    )
+    np.testing.assert_allclose(one, other, atol=2e-4 * float(abs(other).max()))
+
+
 def test_the_whole_gradient_keeps_products_of_the_inverse_curvature() -> None:
     samples, model = case("cnn")
     curvature = fitted("cnn", damping=1.0)

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.models.products import wide
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 LONGEST_AXIS = 4096
@@ -182,7 +184,7 @@ class AxisProducts:
 
     def __call__(self, name: str, gradient: Tensor) -> None:
         """Add the gradients of a parameter, (n, numel)."""
-        value = gradient.reshape(len(gradient), *axes_of(self._shapes[name]))
+        value = wide(gradient).reshape(len(gradient), *axes_of(self._shapes[name]))
         weighted = value * self._weights.sqrt().to(value).view(-1, *[1] * (value.ndim - 1))
         for axis, place in self._factors[name]:
             matrices = weighted.movedim(axis + 1, 1).flatten(2)
@@ -209,7 +211,7 @@ class SquaredCoordinates:
     def __call__(self, name: str, gradient: Tensor, first: int | None = None) -> None:
         """Add the rotated gradients of a parameter, (n, numel), or a slice of them."""
         start = self._places[name].start + (first or 0)
-        squares = self._weights.to(gradient) @ gradient.square()
+        squares = self._weights.to(gradient.device) @ gradient.float().square()
         self._sums[start : start + len(squares)] += squares.double().numpy(force=True)
 
 
