@@ -86,6 +86,17 @@ def test_top_k__mask_over_targets() -> None:
     np.testing.assert_array_equal(top.position, argsorted(mask, 3))
 
 
+def test_top_k__of_one_number_per_sample() -> None:
+    features = td.testing.simulate_features(n_samples=40, proj_dim=8, n_checkpoints=3)
+    influence = td.self_influence(features)
+    top = td.top_k(influence, 5, where=influence.label != 0).compute()
+    values = np.where(features.label != 0, influence.values, -np.inf)
+    np.testing.assert_array_equal(top.position, np.argsort(-values)[:5])
+    np.testing.assert_allclose(top.score, np.sort(values)[::-1][:5], rtol=1e-6)
+    assert top.score.dims == ("rank",)
+    assert (top.label != 0).all()
+
+
 def test_top_k__of_computed_scores() -> None:
     np.testing.assert_array_equal(td.top_k(SCORES.compute(), 3).position, argsorted(ALL, 3))
 
