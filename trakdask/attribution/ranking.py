@@ -76,10 +76,10 @@ def top_k(
     Returns
     -------
     Lazy Dataset (target, rank), or (rank) for one number per sample, with ``score`` float32,
-    ``position`` int64 of the training sample, and the samples' coords at those positions. Equal scores rank by position; NaN never ranks.
-    Where ``where`` depends on the target and leaves fewer than k samples, or where a target failed
-    (``featurize(..., on_error="record")``), the rest is position -1 and NaN (integer coords then
-    become float64, strings "").
+    ``position`` int64 of the training sample, and the samples' coords at those positions. Equal
+    scores rank by position; NaN never ranks. Where ``where`` depends on the target and leaves fewer
+    than k samples, or where a target failed (``featurize(..., on_error="record")``), the rest is
+    position -1 and NaN (integer coords then become float64, strings "").
 
     With ``over_targets`` a lazy Dataset (sample) with the samples' coords: ``score``, float32, that
     maximum or mean, and ``selected``, bool, so that ``train.isel(sample=top.selected)`` is the
