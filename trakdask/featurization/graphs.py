@@ -21,7 +21,14 @@ from trakdask.featurization.block import (
 )
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import Job
-from trakdask.models.curvature import Shapes, back_rotated, eigenvectors_of, factors_of
+from trakdask.models.curvature import (
+    Shapes,
+    eigenvectors_of,
+    factors_by_name,
+    factors_of,
+    rotated,
+    rotations,
+)
 from trakdask.models.moments import scales
 from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
@@ -129,9 +136,12 @@ def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndar
     flat = torch.tensor(vectors[..., 0])
     if curvature:
         found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
-        for name in rows.names:
+        # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the scale.
+        matrices = rotations(curvature.eigenvectors, job.model.shapes, flat.device)
+        for name, scale in factors_by_name(curvature, job.model.shapes, flat.device).items():
             place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
-            found[:, place] = back_rotated(curvature, job.model.shapes, name, found[:, place])
+            back = {axis: matrix.T for axis, matrix in matrices[name].items()}
+            found[:, place] = rotated(found[:, place] * scale, rows.shape(name), back)
     else:
         found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
     if moments:

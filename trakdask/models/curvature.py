@@ -134,20 +134,10 @@ def factors_by_name(
     return {name: scale[place] for name, place in places_of(shapes).items()}
 
 
-def back_rotated(curvature: Curvature, shapes: Shapes, name: str, vectors: Tensor) -> Tensor:
-    """Return what gradients are to be multiplied with in the place of those that were scaled.
-
-    For every gradient g of the parameter and vector v, ``factor * rotated(g) @ v`` is ``g @ back``.
-    """
-    matrices = rotations(curvature.eigenvectors, shapes, vectors.device)[name]
-    factor = factors_by_name(curvature, shapes, vectors.device)[name]
-    return rotated(vectors * factor, shapes[name], {i: m.T for i, m in matrices.items()})
-
-
 def whole(shapes: Shapes, sink: Callable[[str, Tensor], None]) -> Callable[..., None]:
     """Return a sink that collects the slices of a parameter, and passes on whole gradients only.
 
-    A rotation needs all rows of a weight at once.
+    The matrix of an axis is a sum of products of whole gradients.
     """
     slices: dict[str, list[Tensor]] = {}
 
