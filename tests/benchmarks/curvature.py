@@ -32,6 +32,7 @@ import trakdask as td
 
 ALL = SUBJECTS | WIDER | HELD_OUT
 N_CHECKPOINTS = (1, 3)
+MANY, FITTED = 8000, 500
 SKETCH = td.SJLT(proj_dim=2048)
 EXACT_DAMPING = 1.0
 
@@ -79,6 +80,24 @@ def measure(name: str, n: int, cache: Path) -> dict[str, Any]:
     }
 
 
+def print_cost(name: str, cache: Path) -> None:
+    """Print CPU seconds for more samples, of which fewer are fitted: these are drawn again."""
+    subject = ALL[name]
+    model = td.Model(subject.build, checkpoints(subject, cache, 1), subject.task)
+    train = subject.samples(0)
+    draw = np.random.default_rng(0).integers(0, train.sizes["sample"], MANY)
+    many = train.isel(sample=draw).chunk(sample=500)
+    fitted, fit = cpu_seconds(lambda: td.curvature(many.isel(sample=slice(FITTED)), model))
+    times = [
+        cpu_seconds(lambda of=of: td.featurize(many, of, projector=SKETCH).compute())[1]
+        for of in (model, model.with_curvature(fitted))
+    ]
+    print(
+        f"{name}: features {times[0]:.2f} s, with curvature {times[1]:.2f} s, fit {fit:.2f} s: "
+        f"{(times[1] + fit) / times[0]:.2f} x"
+    )
+
+
 def measured(name: str, n: int, cache: Path) -> dict[str, Any]:
     """Return what was measured before, or measure it."""
     path = cache / "curvature" / f"{name}-{n}.json"
@@ -104,6 +123,9 @@ def main() -> None:
     frame["time"] = (frame["features with curvature"] + frame["fit"]) / frame["features"]
     print("\nLDS by td.score at the defaults, proj_dim 2048; gain by the curvature; CPU time of")
     print("features with it and of fitting it, over that of features without it")
+    print(f"\nCPU time of {MANY:,} samples, {FITTED} of them fitted, 1 checkpoint")
+    for name in ("cnn", "resnet", "mlp"):
+        print_cost(name, arguments.cache)
     for n, part in frame.groupby("checkpoints"):
         shown = part.droplevel("checkpoints")[
             ["default", "curvature", "gain", "exact EK-FAC", "time"]
