@@ -306,12 +306,8 @@ class GradientCollector:
         rows_of_gradient = partial(rule, call.module, x, delta, call.buffers)
         if name in self._slices:
             self._postpone(name, rows_of_gradient)
-            return
-        gradient = rows_of_gradient()
-        if 2 in matrices:
-            shape = tuple(self._forward.parameters[name].shape)
-            gradient = rotated(gradient, shape, {2: matrices[2]})
-        self._add(name, gradient)
+        else:
+            self._add(name, rows_of_gradient())
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -159,8 +159,13 @@ def _channel_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers)
     return delta.reshape(*delta.shape[:2], -1).sum(2)
 
 
-def _conv_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    """Multiply delta with patches of the input, per group; patches are (weights, positions)."""
+def _conv_weight(
+    module: Any, x: Tensor, delta: Tensor, buffers: Buffers, places: Tensor | None = None
+) -> Tensor:
+    """Multiply delta with patches of the input, per group; patches are (weights, positions).
+
+    ``places`` rotates the places of a kernel.
+    """
     n, groups = len(x), module.groups
     weights = math.prod(module.kernel_size) * x.shape[1] // groups
     delta = delta.reshape(n, groups, delta.shape[1] // groups, -1)
@@ -170,6 +175,8 @@ def _conv_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Ten
         part = slice(start, start + step)
         view = _patches(module, x[part])
         patches = _patch_scratch.take(x, *view.shape).copy_(view)
+        if places is not None:
+            patches = places.T @ patches.view(-1, len(places), delta.shape[3])
         patches = patches.view(-1, weights, delta.shape[3])
         torch.bmm(delta[part].flatten(0, 1), patches.mT, out=out[part].flatten(0, 1))
     return out.flatten(1)
@@ -253,8 +260,7 @@ def turned(
 ) -> tuple[Rule, Tensor, Tensor]:
     """Return a rule, and what it is to take, for a weight's gradient in other coordinates.
 
-    Rotating both sides of a product costs far less than rotating the product, of all samples. The
-    places of a kernel, axis 2, remain to be rotated.
+    Rotating both sides of a product costs far less than rotating the product, of all samples.
 
     Parameters
     ----------
@@ -269,7 +275,7 @@ def turned(
             value if axis not in matrices else _mixed_channels(value, matrices[axis])
             for value, axis in ((x, 1), (delta, 0))
         )
-        return rule, x, delta
+        return partial(_conv_weight, places=matrices.get(2)), x, delta
     if rule is embedding_weight and 0 in matrices:
         # A token is a row of the identity matrix, so its coordinates are a row of the rotation.
         tokens, rule = x, transposed_linear_weight
