@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import trakdask as td
-from trakdask.models.code import code_digests
+from trakdask.models.modules import code_digests
 
 SOURCE = """
 import functools
@@ -105,7 +105,7 @@ def test_code_digests__same_in_every_process(tmp_path: Path) -> None:
     for i in range(2):
         path = tmp_path / str(i) / f"script{i}.py"
         path.parent.mkdir()
-        text = f"{SOURCE}\nfrom trakdask.models.code import code_digests\n{show}\n"
+        text = f"{SOURCE}\nfrom trakdask.models.modules import code_digests\n{show}\n"
         path.write_text("\n" * i + text)
         run = subprocess.run(
             [sys.executable, str(path)],

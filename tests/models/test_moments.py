@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import trakdask as td
 from trakdask.errors import CheckpointError, StoreMismatchError
 from trakdask.models import hooks
-from trakdask.models.moments import open_moments
+from trakdask.models.kept_checkpoints import open_moments
 
 N = 7
 

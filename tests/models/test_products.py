@@ -15,7 +15,7 @@ from tests.models.token_oracle import contributions
 from trakdask.models import rules
 from trakdask.models.gradients import engine_of, vmap_gradients
 from trakdask.models.model import Model
-from trakdask.models.products import PRODUCTS, Products
+from trakdask.models.rules import PRODUCTS, Products
 from trakdask.models.tasks import Batch
 
 

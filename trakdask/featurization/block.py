@@ -30,10 +30,10 @@ from trakdask.featurization.failures import Block, BlockResults, is_of_samples
 from trakdask.featurization.job import Job, Samples
 from trakdask.models.checkpoints import Checkpoint, cache_states
 from trakdask.models.gradients import engine_of
-from trakdask.models.moments import scaled, scales
-from trakdask.models.products import Products
+from trakdask.models.kept_checkpoints import scaled, scales
+from trakdask.models.rules import Products
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_settings import few_threads, no_fast_path
+from trakdask.models.torch_internals import few_threads, no_fast_path
 from trakdask.projection import ProjectionStream
 
 __all__ = ["featurize_block", "multiply_block"]

@@ -24,7 +24,7 @@ from trakdask.models.gradient_checks import (
 )
 from trakdask.models.independence import reads_values, require_close, require_same_alone
 from trakdask.models.padding import ignores_padding
-from trakdask.models.products import Products
+from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
 

@@ -16,7 +16,7 @@ from trakdask.arrays.blocks import take
 from trakdask.featurization.block import featurize_block, multiply_block
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import Job
-from trakdask.models.moments import scales
+from trakdask.models.kept_checkpoints import scales
 from trakdask.projection.back_projection import back_project
 
 __all__ = ["Inputs", "lazy_arrays", "lazy_products"]

@@ -18,14 +18,6 @@ from trakdask.models.independence import row_of, tolerance
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import CachingForward
 
-__all__ = [
-    "WeightedSum",
-    "require_same_as_loop",
-    "require_same_sum",
-    "sample_weights",
-    "summed_gradient",
-]
-
 _SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}
 """Engines to try where another one is wrong."""
 

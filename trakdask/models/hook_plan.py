@@ -17,16 +17,6 @@ from trakdask.models.rules import BATCH_NORMS, CONVOLUTIONS, INSTANCE_NORMS
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.torch_internals import tree_leaves
 
-__all__ = [
-    "Axes",
-    "HookableLayers",
-    "Layer",
-    "hook_plan",
-    "hookable_layers",
-    "hooked",
-    "require_layers_of_tokens",
-]
-
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
 Axes = dict[str, list[CallAxes]]

@@ -31,12 +31,18 @@ from trakdask.models.local_gradients import (
     is_floating,
     local_gradients,
 )
-from trakdask.models.products import PRODUCTS, Products, wide
-from trakdask.models.rules import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
+from trakdask.models.rules import (
+    BY_POSITION,
+    PRODUCTS,
+    SLICEABLE,
+    WRITES_TO,
+    Products,
+    Rule,
+    rules_of,
+    wide,
+)
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_internals import tree_flatten, tree_unflatten
-
-__all__ = ["GradientCollector", "whole_parameters"]
+from trakdask.models.torch_internals import tree_flatten, tree_unflatten, version_of
 
 RowsOfGradient = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
@@ -193,9 +199,8 @@ class GradientCollector:
                     f"expected the same number of calls of layer {layer.path!r} for every sample, "
                     "got more for some samples than for others; try gradients='loop'"
                 )
-            first = first_leaf(args, kwargs)
-            # Autograd counts changes in place; the input must still be the one that was used.
-            version = first._version if isinstance(first, Tensor) else 0
+            # The backward pass reads the input, which must still be the one that was used.
+            version = version_of(first_leaf(args, kwargs))
             # Those of this checkpoint, which are taken out of the module after the forward pass.
             buffers = dict(module.named_buffers(recurse=False))
             call = Call(layer, module, (args, kwargs), version, buffers, *self._axes[layer.path][i])

@@ -21,16 +21,6 @@ from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import CachingForward, SampleError
 from trakdask.models.torch_internals import TorchDispatchMode, fake_tensor_mode
 
-__all__ = [
-    "once_per_task",
-    "reads_values",
-    "repeated",
-    "require_close",
-    "require_same_alone",
-    "row_of",
-    "tolerance",
-]
-
 T = TypeVar("T")
 
 _answers: WeakKeyDictionary[torch.nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()

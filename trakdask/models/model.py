@@ -24,19 +24,19 @@ from trakdask.models.checkpoints import (
     cached_state,
     make_checkpoints,
 )
-from trakdask.models.code import code_digests
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
+from trakdask.models.kept_checkpoints import MomentsLike, open_moments
 from trakdask.models.modules import (
     Selection,
     aliases,
+    code_digests,
     overwritten,
     require_plain,
     select_parameters,
-    uncompiled,
     without_weights,
 )
-from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
+from trakdask.models.torch_internals import uncompiled
 
 __all__ = ["Model"]
 

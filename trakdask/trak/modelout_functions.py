@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trakdask.models.checkpoints import digest_state
 from trakdask.models.tasks import Batch, Classification, Forward, Task
 from trakdask.models.tasks.clip import random_rows
-from trakdask.models.tasks.logits import at_least_float32, margin
+from trakdask.models.tasks.protocol import at_least_float32, margin
 
 __all__ = [
     "TASK_TO_MODELOUT",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trakdask.models.tasks import Batch, Forward
-from trakdask.models.tasks.logits import call_model, margin, one_minus_p
+from trakdask.models.tasks.protocol import call_model, margin, one_minus_p
 
 
 def margin_by_hand(logits: list[float], label: int) -> float:

@@ -14,7 +14,9 @@ from torch import Tensor
 from trakdask.checks import require_integer
 from trakdask.html_tables import HtmlTable
 from trakdask.models.checkpoints import Checkpoint, digest_state
-from trakdask.models.tasks.logits import (
+from trakdask.models.tasks.protocol import (
+    Batch,
+    Forward,
     as_tensors,
     at_least_float32,
     check_temperature,
@@ -22,9 +24,6 @@ from trakdask.models.tasks.logits import (
     one_minus_p,
     shape_of,
 )
-from trakdask.models.tasks.protocol import Batch, Forward
-
-__all__ = ["Clip", "clip_embeddings"]
 
 Embeddings = Mapping[str, tuple[Tensor, Tensor]]
 """Embeddings of images and of texts, both (n, embedding), by name of the checkpoint."""
