@@ -174,7 +174,7 @@ class BlockCheck:
         output, out_to_loss = map(torch.from_numpy, block[1:])
         f, q = map(float, alone)
         in_batch = output, out_to_loss
-        require_close(self._forward, self._task, one, row, in_batch, (f, q), _ROUGHLY)
+        require_close(self._forward, row, in_batch, (f, q), _ROUGHLY)
 
 
 @contextmanager

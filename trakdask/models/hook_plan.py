@@ -24,12 +24,12 @@ Axes = dict[str, list[CallAxes]]
 _Shape = tuple[int, ...] | None
 _CallShapes = tuple[list[_Shape], list[_Shape]]
 
+# Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
     *(nn.MultiheadAttention, nn.RNNBase, nn.GroupNorm, nn.SyncBatchNorm),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(CONVOLUTIONS + BATCH_NORMS + INSTANCE_NORMS),
 )
-"""Layers whose result at one token depends on several, or that have no axis of tokens."""
 
 
 @dataclass(frozen=True)

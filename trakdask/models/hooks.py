@@ -47,11 +47,13 @@ from trakdask.models.torch_internals import tree_flatten, tree_unflatten, versio
 RowsOfGradient = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
 
+# Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
 _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch."""
 
+# Relative error that no reordering stays below: other rows are as far away as they are long.
+# Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
+# input is known to three digits.
 _ROUGHLY = 0.05
-"""Relative error that no reordering stays below. Rounding errors can grow from layer to layer."""
 
 
 def whole_parameters(
@@ -192,6 +194,8 @@ class GradientCollector:
 
     def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            # Calls are told apart by their order: the plan knows the batch axes of the i-th call of
+            # each layer, by the path of the layer, as it was when the plan was made.
             i = self._n_calls[layer.path]
             self._n_calls[layer.path] += 1
             if i >= len(self._axes[layer.path]):
@@ -228,6 +232,9 @@ class GradientCollector:
 
     def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
         """Register a function to call once the gradients of a call's outputs are known."""
+        # The number of hooks so far is a key that no other call has: handles are only added until
+        # the backward pass is over. It is not the path of the layer, which may be called again
+        # before autograd has finished its first call.
         rules, key = rules_of(call.module), len(self._handles)
         self._calls[key] = call
         # Where rows of a sample were folded into the batch axis, only rules that treat all

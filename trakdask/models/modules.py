@@ -9,9 +9,8 @@ import difflib
 import dis
 import fnmatch
 import hashlib
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,11 +20,11 @@ from torch import Tensor, nn
 
 Selection = None | str | Sequence[str] | type[nn.Module] | Callable[[str, Tensor], bool]
 
+# Packages whose code is known by their version.
 _LIBRARIES = {"torch", "trakdask", *sys.stdlib_module_names}
-"""Packages whose code is known by their version."""
 
+# Types of values whose ``repr`` is the same in every process.
 _PLAIN = (type(None), bool, int, float, str)
-"""Types of values whose ``repr`` is the same in every process."""
 
 
 def require_plain(module: nn.Module) -> None:
@@ -38,8 +37,8 @@ def require_plain(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if isinstance(part, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise TypeError(
-                f"expected a model that runs in one process on one device, got {_at(path)} of "
-                f"class {type(part).__name__}; try the module inside it, its attribute module"
+                f"expected a model that runs in one process on one device, got {path!r} of class "
+                f"{type(part).__name__}; try the module inside it, its attribute module"
             )
         if type(part).__module__.split(".")[0] == "bitsandbytes":
             raise TypeError(
@@ -56,26 +55,21 @@ def require_plain(module: nn.Module) -> None:
             )
 
 
-def _at(path: str) -> str:
-    return f"layer {path!r}" if path else "a model"
-
-
 def without_weights(module: nn.Module) -> nn.Module:
     """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied."""
     saved = set(module.state_dict())
     empty: dict[int, Tensor] = {}
     for prefix, part in module.named_modules():
-        own = {**dict(part.named_parameters("", recurse=False, remove_duplicate=False))}
-        own |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
-        for name, tensor in own.items():
+        tensors = dict(part.named_parameters("", recurse=False, remove_duplicate=False))
+        tensors |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
+        for name, tensor in tensors.items():
             if (f"{prefix}.{name}" if prefix else name) not in saved:
                 continue  # a non-persistent buffer, which no checkpoint contains
             if id(tensor) not in empty:
                 meta = tensor.detach().to("meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                empty[id(tensor)] = (
-                    nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
-                )
+                if isinstance(tensor, nn.Parameter):
+                    meta = nn.Parameter(meta, tensor.requires_grad)
+                empty[id(tensor)] = meta
             setattr(part, name, empty[id(tensor)])
     return module
 
@@ -118,10 +112,23 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
         If nothing is selected, or a selected parameter is not floating point.
     """
     parameters = dict(module.named_parameters())
-    if isinstance(selection, type):
-        names = _of_instances(module, parameters, selection)
+    if selection is None:
+        names = tuple(parameters)
+    elif isinstance(selection, type):  # also the parameters of modules inside of its instances
+        instances = (part for part in module.modules() if isinstance(part, selection))
+        ids = {id(tensor) for instance in instances for tensor in instance.parameters()}
+        names = tuple(name for name, tensor in parameters.items() if id(tensor) in ids)
+    elif callable(selection):
+        names = tuple(name for name, tensor in parameters.items() if selection(name, tensor))
     else:
-        names = _matching(parameters, selection)
+        names = _matching(tuple(parameters), selection)
+    if not names:
+        classes = sorted({type(part).__name__ for part in module.modules()})
+        raise ValueError(
+            f"expected parameters= to select something, got parameters={selection!r}, which "
+            f"selects none of {len(parameters)}; try parameters=None for all, names such as "
+            f"{list(parameters)[:5]}, or one of the classes {classes[:8]}"
+        )
     for name in names:
         if not parameters[name].is_floating_point():
             raise ValueError(
@@ -131,40 +138,7 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
     return names
 
 
-def _of_instances(
-    module: nn.Module, parameters: Mapping[str, Tensor], kind: type[nn.Module]
-) -> tuple[str, ...]:
-    """Return the parameters of modules of a class, and of the modules inside them."""
-    instances = [each for each in module.modules() if isinstance(each, kind)]
-    own = {id(tensor) for instance in instances for tensor in instance.parameters()}
-    names = tuple(name for name, tensor in parameters.items() if id(tensor) in own)
-    if not names:
-        kinds = sorted({type(each).__name__ for each in module.modules()})
-        raise ValueError(
-            f"expected a class of modules that have parameters, got parameters={kind.__name__}, "
-            f"which selects nothing; try one of those in the model: {kinds[:8]}"
-        )
-    return names
-
-
-def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[str, ...]:
-    if selection is None:
-        return tuple(parameters)
-    if callable(selection):
-        try:
-            inspect.signature(selection).bind("name", "parameter")
-        except TypeError as err:
-            raise TypeError(
-                f"expected a predicate of name and parameter as parameters, got one that cannot "
-                f"take both ({err}); try parameters=lambda name, parameter: ..."
-            ) from err
-        names = tuple(name for name, value in parameters.items() if selection(name, value))
-        if not names:
-            raise ValueError(
-                "expected a predicate parameters= that selects something, got one that selected "
-                f"none of {len(parameters)} parameters; try names such as {list(parameters)[:5]}"
-            )
-        return names
+def _matching(names: Sequence[str], selection: str | Sequence[str]) -> tuple[str, ...]:
     patterns = [selection] if isinstance(selection, str) else selection
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
@@ -172,26 +146,16 @@ def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[s
             f"parameters, got {selection!r}; try parameters='head.*', or None for all"
         )
     patterns = list(patterns)
-    if not patterns:
-        raise ValueError(
-            "expected at least one name or glob, got parameters=[], which selects nothing; try "
-            "parameters=None for all"
-        )
     for pattern in patterns:
-        _require_match(pattern, parameters)
-    return tuple(n for n in parameters if any(fnmatch.fnmatchcase(n, p) for p in patterns))
-
-
-def _require_match(pattern: str, parameters: Mapping[str, Tensor]) -> None:
-    if any(fnmatch.fnmatchcase(name, pattern) for name in parameters):
-        return
-    inside = [name for name in parameters if pattern and pattern in name]
-    near = difflib.get_close_matches(pattern, list(parameters), n=5, cutoff=0.3)
-    advice = f"'*{pattern}*'" if inside else f"one of {near or list(parameters)[:5]}"
-    raise ValueError(
-        f"expected a name or a glob of parameters, got parameters={pattern!r}, which matches none "
-        f"of {len(parameters)}; try {advice}"
-    )
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            is_inside = any(pattern and pattern in name for name in names)
+            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3)
+            advice = f"'*{pattern}*'" if is_inside else f"one of {near or list(names)[:5]}"
+            raise ValueError(
+                f"expected a name or a glob of parameters, got parameters={pattern!r}, which "
+                f"matches none of {len(names)}; try {advice}"
+            )
+    return tuple(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))
 
 
 def code_digests(module: nn.Module, task: object, build: object = None) -> dict[str, str]:

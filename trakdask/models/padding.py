@@ -16,8 +16,8 @@ from trakdask.models.independence import row_of, tolerance
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import MASK, call_model
 
+# Tokens that are left of a batch of empty sequences; a next token needs two.
 _LEAST = 2
-"""Tokens that are left of a batch of empty sequences; a next token needs two."""
 
 
 def token_variables(task: Task) -> tuple[str, ...]:

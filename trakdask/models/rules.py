@@ -50,8 +50,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
+# Methods that a subclass of a layer may replace without changing what the layer computes.
 _HARMLESS = {"reset_parameters", "extra_repr"}
-"""Methods that a subclass of a layer may replace without changing what the layer computes."""
 
 
 def rules_of(module: Any) -> Mapping[str, Rule] | None:

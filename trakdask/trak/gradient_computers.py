@@ -38,9 +38,9 @@ __all__ = [
     "selected_parameters",
 ]
 
+# Samples of a checkpoint whose gradients are compared: a model may sort its batch, and two samples
+# are in order by chance.
 _CHECKED = 16
-"""Samples of a checkpoint whose gradients are compared: a model may sort its batch, and two samples
-are in order by chance."""
 
 
 class AbstractGradientComputer(ABC):

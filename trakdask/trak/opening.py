@@ -180,8 +180,8 @@ class _Run:
         return xr.Dataset(data, {CHECKPOINT: (CHECKPOINT, np.array(ids, object))}, attrs)
 
 
+# Files whose sizes and times identify the weights of a checkpoint.
 _IDENTIFYING = (_GRADS, _OUT_TO_LOSS, _FLAGS)
-"""Files whose sizes and times identify the weights of a checkpoint."""
 
 
 def _matrix(folder: Path) -> dict[str, Any]:
