@@ -122,7 +122,7 @@ def test_tokens__add_up_to_the_sequence_and_do_not_depend_on_the_batch() -> None
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_tokens__of_transformers(family: str) -> None:
-    models = pytest.importorskip("tests.models.test_transformers")
+    models = pytest.importorskip("tests.models.language_models")
     torch.manual_seed(0)
     module = getattr(models, family)().double().eval()
     task = td.tasks.CausalLM()
