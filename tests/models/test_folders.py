@@ -127,12 +127,7 @@ def test_make_checkpoints__a_run_inside_a_list_says_what_to_type(folder: Path) -
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"use_dora": True},
-        {"modules_to_save": ["ln_f"]},
-        {"target_modules": ["c_attn", "wte"]},
-    ],
+    [{}, {"use_dora": True}, {"modules_to_save": ["ln_f"]}, {"target_modules": ["c_attn", "wte"]}],
     ids=str,
 )
 @pytest.mark.parametrize("base_is_there", [True, False])

@@ -72,10 +72,7 @@ class WithBuffer(Collected):
 
 
 def by_hooks(
-    build: Callable[[], nn.Module],
-    module: nn.Module,
-    x: Tensor,
-    sink: Collected | None = None,
+    build: Callable[[], nn.Module], module: nn.Module, x: Tensor, sink: Collected | None = None
 ) -> dict[str, Tensor]:
     model = Model(lambda: build().double(), [module.state_dict()], task=Total())
     sink = found = Collected() if sink is None else sink

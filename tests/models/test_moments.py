@@ -98,12 +98,7 @@ def test_scaled__equals_backward(
 
 @pytest.mark.parametrize(
     "projector",
-    [
-        td.SJLT(proj_dim=64),
-        td.Rademacher(proj_dim=64),
-        td.Kronecker(left=4, right=4),
-        td.Mask(64),
-    ],
+    [td.SJLT(proj_dim=64), td.Rademacher(proj_dim=64), td.Kronecker(left=4, right=4), td.Mask(64)],
 )
 def test_scaled__before_the_projection(projector: td.Projector) -> None:
     """A projection of a model whose weights were divided by the scale beforehand is the same."""

@@ -35,10 +35,7 @@ from trak import score_computers as old_computers  # noqa: E402
 from trak import traker as old_traker  # noqa: E402
 from trak import utils as old_utils  # noqa: E402
 
-pytestmark = [
-    pytest.mark.parity,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PROJECTORS = ("default", "normal", "rademacher", "single", "noop")
 

@@ -41,10 +41,7 @@ def open_traker(
 
 @overload
 def open_traker(
-    save_dir: str | os.PathLike[str],
-    exp_name: str,
-    *,
-    model_ids: Iterable[int] | None = None,
+    save_dir: str | os.PathLike[str], exp_name: str, *, model_ids: Iterable[int] | None = None
 ) -> tuple[xr.Dataset, xr.Dataset]: ...
 
 

@@ -179,6 +179,8 @@ def _draw(name: str, pair: tuple[Tensor, Tensor], size: int, seed: int) -> tuple
             f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
             "td.tasks.clip_embeddings(model, samples)"
         )
+    if not bool(image.isfinite().all() & text.isfinite().all()):
+        raise ValueError(f"expected finite negatives, got NaN or infinity for checkpoint {name!r}")
     if size > len(image):
         raise ValueError(
             f"expected n_negatives in 1..{len(image)} (the negatives of checkpoint {name!r}), got "
