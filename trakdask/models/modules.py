@@ -122,7 +122,7 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
         names = tuple(name for name, tensor in parameters.items() if selection(name, tensor))
     else:
         names = _matching(tuple(parameters), selection)
-    if not names:
+    if selection is not None and not names:
         classes = sorted({type(part).__name__ for part in module.modules()})
         raise ValueError(
             f"expected parameters= to select something, got parameters={selection!r}, which "
