@@ -112,7 +112,8 @@ from trakdask.models.tasks import Batch, Forward, Regression
 
 print(sorted(code_digests(build(), MyTask(), build).items()))
 net = nn.Linear(4, 1)
-forward, batch = Forward(net, dict(net.named_parameters()), {{}}), Batch(x=torch.ones(2, 4), y=torch.ones(2))
+forward = Forward(net, dict(net.named_parameters()), {{}})
+batch = Batch(x=torch.ones(2, 4), y=torch.ones(2))
 print(reads_values(forward, Regression(), batch))
 print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """
