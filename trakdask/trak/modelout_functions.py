@@ -21,16 +21,6 @@ from trakdask.models.tasks import Batch, Classification, Forward, Task
 from trakdask.models.tasks.clip import random_rows
 from trakdask.models.tasks.protocol import at_least_float32, margin
 
-__all__ = [
-    "TASK_TO_MODELOUT",
-    "AbstractModelOutput",
-    "CLIPModelOutput",
-    "ImageClassificationModelOutput",
-    "IterativeImageClassificationModelOutput",
-    "TextClassificationModelOutput",
-    "batched_task",
-]
-
 _SEED = 0
 _INPUTS_OF_TEXTS = ("input_ids", "token_type_ids", "attention_mask")
 

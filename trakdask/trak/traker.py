@@ -29,8 +29,6 @@ from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDExcepti
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trakdask.trak.utils import get_num_params
 
-__all__ = ["TRAKer"]
-
 Mode = Literal["traker", "trakdask"]
 
 _NO_CHECKPOINT = "no ckpt loaded"
