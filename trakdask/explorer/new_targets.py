@@ -17,7 +17,7 @@ from trakdask.checks import shown
 from trakdask.explorer.computing import computed
 from trakdask.explorer.metadata import metadata
 from trakdask.explorer.uploads import MOST_BYTES, decoded_image, thumbnail
-from trakdask.models.tasks.logits import call_model
+from trakdask.models.tasks.protocol import call_model
 from trakdask.projection.specs import from_spec
 from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES

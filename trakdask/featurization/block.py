@@ -39,7 +39,7 @@ from trakdask.models.curvature import (
 )
 from trakdask.models.gradients import engine_of
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_settings import few_threads, no_fast_path
+from trakdask.models.torch_internals import few_threads, no_fast_path
 
 __all__ = ["featurize_block", "multiply_block"]
 

@@ -25,7 +25,7 @@ from trakdask.models.gradient_checks import (
 )
 from trakdask.models.independence import reads_values, require_close, require_same_alone
 from trakdask.models.padding import ignores_padding
-from trakdask.models.products import Products
+from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
 
@@ -182,7 +182,7 @@ class BlockCheck:
         output, out_to_loss = map(torch.from_numpy, block[1:])
         f, q = map(float, alone)
         in_batch = output, out_to_loss
-        require_close(self._forward, self._task, one, row, in_batch, (f, q), _ROUGHLY)
+        require_close(self._forward, row, in_batch, (f, q), _ROUGHLY)
 
     def _summed_gradient(
         self, batch: Batch, weights: Tensor

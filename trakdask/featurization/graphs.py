@@ -29,7 +29,7 @@ from trakdask.models.curvature import (
     rotated,
     rotations,
 )
-from trakdask.models.moments import scales
+from trakdask.models.kept_checkpoints import scales
 from trakdask.projection.back_projection import back_project
 from trakdask.projection.leading import back_project_leading
 

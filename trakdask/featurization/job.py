@@ -16,7 +16,7 @@ from trakdask.models.curvature import Curvature
 from trakdask.models.gradients import number_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.padding import order_by_length, trimmed
-from trakdask.models.products import Products
+from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import Projector, RowMap

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 import xarray as xr
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from trakdask._version import __version__
 from trakdask.featurization.devices import check_device, largest_memory
@@ -18,6 +18,7 @@ from trakdask.featurization.graphs import Inputs, lazy_arrays
 from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model
+from trakdask.models.rules import BATCH_NORMS
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.leading import n_leading
@@ -368,7 +369,8 @@ def _chosen_projector(projector: Projector | None) -> Projector:
 def _require_running_statistics(model: Model) -> None:
     """Reject batch normalization by statistics of the batch, which mixes samples."""
     for path, module in model.meta_module().named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
+        is_norm = isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm))
+        if is_norm and module.running_mean is None:
             raise ValueError(
                 "expected batch normalization with running statistics, got layer "
                 f"{path or type(module).__name__!r} with track_running_stats=False, which "

@@ -15,7 +15,7 @@ from trakdask.featurization.job import Samples
 from trakdask.models.checkpoints import Checkpoint
 from trakdask.models.curvature import Rotations, factors_by_name, rotations
 from trakdask.models.gradients import out_to_loss_of
-from trakdask.models.moments import scaled, scales
+from trakdask.models.kept_checkpoints import scaled, scales
 from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import ProjectionStream
 from trakdask.projection.leading import LeadingStream

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trakdask.models.products import wide
+from trakdask.models.rules import wide
 
 Shapes = Mapping[str, tuple[int, ...]]
 

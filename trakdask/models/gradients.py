@@ -19,23 +19,7 @@ from trakdask.models.hooks import GradientCollector, whole_parameters
 from trakdask.models.independence import reads_values, require_same_alone, row_of
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.protocol import CachingForward
-from trakdask.models.torch_settings import no_fast_path
-
-__all__ = [
-    "ENGINES",
-    "Engine",
-    "Sink",
-    "choose_engine",
-    "elements_at_once",
-    "engine_of",
-    "hooks_gradients",
-    "loop_gradients",
-    "number_of_tokens",
-    "out_to_loss_of",
-    "require_per_sample",
-    "token_gradients",
-    "vmap_gradients",
-]
+from trakdask.models.torch_internals import no_fast_path
 
 
 class Sink(Protocol):

@@ -32,29 +32,31 @@ from trakdask.models.local_gradients import (
     is_floating,
     local_gradients,
 )
-from trakdask.models.products import PRODUCTS, Products, wide
 from trakdask.models.rules import (
     BY_POSITION,
+    PRODUCTS,
     SLICEABLE,
     TURNABLE,
     WRITES_TO,
+    Products,
     Rule,
     rules_of,
     turned,
+    wide,
 )
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_internals import tree_flatten, tree_unflatten
-
-__all__ = ["GradientCollector", "whole_parameters"]
+from trakdask.models.torch_internals import tree_flatten, tree_unflatten, version_of
 
 RowsOfGradient = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
 
+# Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
 _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch."""
 
+# Relative error that no reordering stays below: other rows are as far away as they are long.
+# Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
+# input is known to three digits.
 _ROUGHLY = 0.05
-"""Relative error that no reordering stays below. Rounding errors can grow from layer to layer."""
 
 
 def whole_parameters(
@@ -208,6 +210,8 @@ class GradientCollector:
 
     def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            # Calls are told apart by their order: the plan knows the batch axes of the i-th call of
+            # each layer, by the path of the layer, as it was when the plan was made.
             i = self._n_calls[layer.path]
             self._n_calls[layer.path] += 1
             if i >= len(self._axes[layer.path]):
@@ -215,9 +219,8 @@ class GradientCollector:
                     f"expected the same number of calls of layer {layer.path!r} for every sample, "
                     "got more for some samples than for others; try gradients='loop'"
                 )
-            first = first_leaf(args, kwargs)
-            # Autograd counts changes in place; the input must still be the one that was used.
-            version = first._version if isinstance(first, Tensor) else 0
+            # The backward pass reads the input, which must still be the one that was used.
+            version = version_of(first_leaf(args, kwargs))
             # Those of this checkpoint, which are taken out of the module after the forward pass.
             buffers = dict(module.named_buffers(recurse=False))
             call = Call(layer, module, (args, kwargs), version, buffers, *self._axes[layer.path][i])
@@ -245,6 +248,9 @@ class GradientCollector:
 
     def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
         """Register a function to call once the gradients of a call's outputs are known."""
+        # The number of hooks so far is a key that no other call has: handles are only added until
+        # the backward pass is over. It is not the path of the layer, which may be called again
+        # before autograd has finished its first call.
         rules, key = rules_of(call.module), len(self._handles)
         self._calls[key] = call
         # Where rows of a sample were folded into the batch axis, only rules that treat all

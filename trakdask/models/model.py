@@ -24,20 +24,20 @@ from trakdask.models.checkpoints import (
     cached_state,
     make_checkpoints,
 )
-from trakdask.models.code import code_digests
 from trakdask.models.curvature import Curvature
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
+from trakdask.models.kept_checkpoints import MomentsLike, open_moments
 from trakdask.models.modules import (
     Selection,
     aliases,
+    code_digests,
     overwritten,
     require_plain,
     select_parameters,
-    uncompiled,
     without_weights,
 )
-from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
+from trakdask.models.torch_internals import uncompiled
 
 __all__ = ["Model"]
 
@@ -45,8 +45,9 @@ Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
 
 _MOST_MODULES = 2
 _local = threading.local()
+
+# ``from_pretrained`` changes global state, so only one thread of a process builds at a time.
 _building = threading.RLock()
-"""``from_pretrained`` changes global state, so only one thread of a process builds at a time."""
 
 
 class Model:
@@ -144,19 +145,21 @@ class Model:
         checkpoint_ids: Iterable[int] | None = None,
         second_moments: MomentsLike | None = None,
     ) -> None:
-        if isinstance(build, torch.nn.Module):
-            require_plain(build)
-        elif not callable(build) and not isinstance(build, str):
+        if not callable(build) and not isinstance(build, str):
             raise TypeError(
                 "expected an nn.Module, a callable without arguments that returns one, or "
                 f"'package.module:callable' as build, got {shown(build)} ({type(build).__name__}); "
                 "try td.Model(module, ...)"
             )
         if checkpoints is None:
-            checkpoints = [_own_state(build)]
+            if not isinstance(build, torch.nn.Module):
+                raise ValueError(
+                    "expected checkpoints, unless build is a trained nn.Module, got none with "
+                    f"build = {_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)"
+                )
+            checkpoints = [build.state_dict()]
         self.task = resolve_task(task)
-        is_module = isinstance(build, torch.nn.Module)
-        self.build = _meta_module(build) if is_module else build
+        self.build = _meta_module(build) if isinstance(build, torch.nn.Module) else build
         self.token = uuid4().hex
         module = self.meta_module()
         own = dict(module.named_parameters())
@@ -348,22 +351,16 @@ def _completed(module: torch.nn.Module, state: State, base: Checkpoint | None, n
     return complete_adapter(state, cached_state(base), module.state_dict(), name)
 
 
-def _own_state(build: Build) -> Mapping[str, Tensor]:
-    if isinstance(build, torch.nn.Module):
-        return cast(Mapping[str, Tensor], build.state_dict())
-    raise ValueError(
-        "expected checkpoints, unless build is a trained nn.Module, got none with build = "
-        f"{_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)"
-    )
-
-
 def _meta_module(build: Build) -> torch.nn.Module:
     with _building:
         return without_weights(uncompiled(_built(build).eval()))
 
 
 def _built(build: Build) -> torch.nn.Module:
-    module = copy.deepcopy(build) if isinstance(build, torch.nn.Module) else _called(build)
+    if isinstance(build, torch.nn.Module):
+        require_plain(build)  # before it is copied, which modules of other code cannot be
+        return copy.deepcopy(build)
+    module = (import_callable(build, "build") if isinstance(build, str) else build)()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
             f"expected an nn.Module from build = {_named(build)}, got {type(module).__name__}; try "
@@ -371,11 +368,6 @@ def _built(build: Build) -> torch.nn.Module:
         )
     require_plain(module)
     return module
-
-
-def _called(build: str | Callable[[], Any]) -> Any:
-    function = import_callable(build, "build") if isinstance(build, str) else build
-    return function()
 
 
 def _named(build: object) -> str:
