@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 from hypothesis.extra.numpy import arrays as np_arrays
 
+from tests.stored_arrays import stored as as_read
 from trakdask.storage.blocks import encoded
 from trakdask.storage.reading import decoded
 from trakdask.testing import raise_if_dask_computes
@@ -18,9 +18,7 @@ from trakdask.testing import raise_if_dask_computes
 def round_trip(feature: np.ndarray) -> np.ndarray:
     stored, scale = encoded(feature)
     assert stored.dtype == np.float16
-    result = decoded(
-        da.from_array(stored, chunks=(2, -1, 1)), da.from_array(scale, chunks=(2, 1))
-    ).compute()
+    result = decoded(as_read(stored, (2, -1, 1)), as_read(scale, (2, 1))).compute()
     assert result.dtype == np.float32
     return result
 
@@ -74,7 +72,7 @@ def test_encoded__scale_is_a_power_of_two() -> None:
 
 
 def test_decoded__is_lazy_and_missing_blocks_are_nan() -> None:
-    scale = da.from_array(np.array([[np.nan], [2.0]]), chunks=(2, 1))
+    scale = as_read(np.array([[np.nan], [2.0]]), (2, 1))
     with raise_if_dask_computes():
-        lazy = decoded(da.ones((2, 3, 1), chunks=(2, 3, 1), dtype="f2"), scale)
+        lazy = decoded(as_read(np.ones((2, 3, 1), "f2"), (2, 3, 1)), scale)
     np.testing.assert_array_equal(lazy.compute()[..., 0], [[np.nan] * 3, [2.0] * 3])

@@ -14,7 +14,7 @@ import xarray as xr
 import zarr
 
 import trakdask as td
-from trakdask.storage.group import DERIVED
+from trakdask.attribution.grams import DERIVED
 from trakdask.testing import simulate_features
 
 N, P, B = 70, 6, 20

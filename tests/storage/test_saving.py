@@ -17,10 +17,7 @@ import zarr
 from distributed import Client
 
 import trakdask as td
-from trakdask.files import Folder
 from trakdask.storage import reading
-from trakdask.storage.blocks import stored
-from trakdask.storage.group import Group
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
@@ -72,7 +69,7 @@ def test_save__resumes_and_computes_only_what_is_missing(tmp_path: Path) -> None
         pytest.raises(RuntimeError, match="out of budget"),
     ):
         save(broken, tmp_path / "f.zarr")
-    assert len(stored(Group.read(Folder.at(tmp_path / "f.zarr")))) == len(first) == 2
+    assert len(list(tmp_path.glob("f.zarr/out_to_loss/c.*"))) == len(first) == 2
     with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(tmp_path / "f.zarr")
     looked_at = td.open(tmp_path / "f.zarr", require_complete=False)
