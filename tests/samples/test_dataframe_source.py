@@ -15,7 +15,7 @@ import pytest
 from distributed import Client
 
 from trakdask.samples.dataframe_source import from_dataframe
-from trakdask.samples.rows import FileRows
+from trakdask.samples.tables import Files
 
 VARIABLES = {"input_ids": "tokens", "image": "pixels", "label": "label"}
 COORDS = ("lang", "day", "score_of_row", "kind")
@@ -95,10 +95,10 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
 ) -> None:
     write(tmp_path, frame_of(), (11, 12), 3)
     ds = from_dataframe(tmp_path, variables=VARIABLES, chunks=3)
-    read, one = [], FileRows._table
+    read, one = [], Files._read
     monkeypatch.setattr(
-        FileRows,
-        "_table",
+        Files,
+        "_read",
         lambda self, path, group, names: (read.append(group), one(self, path, group, names))[1],
     )
     ds.isel(sample=slice(3, 6)).compute()
