@@ -77,10 +77,11 @@ nitpick_ignore_regex = [
 
 
 def setup(app: Any) -> None:
-    """Let links to notebooks, which are right on GitHub, lead to the copies of them here."""
-    app.connect("source-read", link_notebooks)
+    """Notebooks are a folder higher in the repository than here: links are right in both."""
+    app.connect("source-read", correct_links)
 
 
-def link_notebooks(app: Any, page: str, source: list[str]) -> None:
-    """Replace links to the folder of notebooks in the source of a page."""
+def correct_links(app: Any, page: str, source: list[str]) -> None:
+    """Correct the links from pages to notebooks, and those from notebooks to pages and pictures."""
     source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
+    source[0] = source[0].replace("](../docs/", "](../")
