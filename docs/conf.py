@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 from importlib.metadata import version as version_of
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Kernels draw figures into the pages, which the backend "Agg" that the Makefile sets would not do.
+os.environ.pop("MPLBACKEND", None)
+
+# Sphinx reads nothing outside this folder, so the notebooks are copied into it.
+shutil.copytree(
+    Path(__file__).parents[1] / "notebooks",
+    Path(__file__).parent / "notebooks",
+    ignore=shutil.ignore_patterns("*.zarr", "__pycache__", ".ipynb_checkpoints"),
+    dirs_exist_ok=True,
+)
 
 # Kernels read no settings of whoever builds, and do not warn of local ports at every start.
 profile = Path(__file__).parent / "_build" / "ipython" / "profile_default"
@@ -21,9 +33,9 @@ version = release = version_of("trakdask")
 
 extensions = [
     "myst_nb",
-    "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -31,7 +43,7 @@ templates_path = ["_templates"]
 exclude_patterns = ["_build", "jupyter_execute"]
 
 html_theme = "sphinx_book_theme"
-html_title = "trakdask"
+html_title = f"trakdask {version}"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_copyright = False
@@ -42,15 +54,19 @@ nb_execution_mode = "auto"
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+# Notebooks are shown with the outputs that they were committed with; `make notebooks` runs them.
+nb_execution_excludepatterns = ["notebooks/*"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autosummary_generate = True
-autodoc_typehints = "none"  # numpydoc shows the types in words
+autodoc_typehints = "none"  # docstrings say in words what a parameter takes
 autodoc_member_order = "bysource"
 add_module_names = False
-numpydoc_show_class_members = False
-numpydoc_class_members_toctree = False
+napoleon_google_docstring = False
+napoleon_attr_annotations = False
+# Our docstrings say in prose what a function returns; by default the first line would be its type.
+napoleon_custom_sections = ["Returns", "Yields"]
 
 # Every reference must lead somewhere. Other projects' names are shown, but without a network they
 # cannot be looked up, and so are not linked.
@@ -58,3 +74,14 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|np|numpy|xr|xarray|da|dask|distributed|pd|pandas|zarr|collections)\..*"),
 ]
+
+
+def setup(app: Any) -> None:
+    """Notebooks are a folder higher in the repository than here: links are right in both."""
+    app.connect("source-read", correct_links)
+
+
+def correct_links(app: Any, page: str, source: list[str]) -> None:
+    """Correct the links from pages to notebooks, and those from notebooks to pages and pictures."""
+    source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
+    source[0] = source[0].replace("](../docs/", "](../")
