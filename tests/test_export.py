@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from tests.bad_inputs.stores import (
     store_in,
     text_as_parquet,
 )
+from tests.clusters import exit_code
 from trakdask import export
 from trakdask.provenance import as_values
 from trakdask.testing import raise_if_dask_computes, simulate_features
@@ -347,24 +346,23 @@ def test_export__that_fails_leaves_no_part_of_a_result(
     assert [file.name for file in tmp_path.iterdir()] == ["s"] * (not url.startswith("memory"))
 
 
+def export_and_die(export: Callable[..., None], place: str) -> None:
+    with dask.config.set(scheduler="synchronous"):
+        export(failing(5, kill), place, overwrite=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("export", ["to_zarr", "to_parquet"])
-def test_export__that_is_killed_is_repeated_by_the_same_call(tmp_path: Path, export: str) -> None:
+@pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
+def test_export__that_is_killed_is_repeated_by_the_same_call(
+    tmp_path: Path, export: Callable[..., None]
+) -> None:
     place = str(tmp_path / "s")
-    code = f"""
-import dask
-from tests.test_export import failing, kill, td
-with dask.config.set(scheduler="synchronous"):
-    td.{export}(failing(5, kill), {place!r}, overwrite=True)
-"""
-    write = getattr(td, export)
     for there in (False, True):
-        killed = subprocess.run([sys.executable, "-c", code], capture_output=True)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert exit_code(export_and_die, export, place) == -signal.SIGKILL
         assert Path(place).exists() == there
         if there:
             np.testing.assert_array_equal(reopened(place), SCORES.values.ravel())
-        write(SCORES, place, overwrite=True)
+        export(SCORES, place, overwrite=True)
         assert [file.name for file in tmp_path.iterdir()] == ["s"]
 
 
