@@ -137,15 +137,6 @@ def test_score__rademacher_equals_the_formula_with_the_same_matrix(
     assert relative_error(found, expected) <= 2e-3
 
 
-def test_featurize__output_and_q_equal_the_formula(mlp_paths, data, oracle) -> None:
-    features = td.featurize(data[0], td.Model(examples.digits_mlp, mlp_paths[:1]))
-    q = features.out_to_loss.values[:, 0]
-    np.testing.assert_allclose(q, oracle[0][0][1], rtol=1e-3, atol=1e-9)
-    np.testing.assert_allclose(
-        np.exp(-np.logaddexp(0, features.output.values[:, 0])), q, rtol=1e-3, atol=1e-9
-    )
-
-
 class Given(nn.Module):
     """f(x) = w·x: the gradient of a sample is the sample itself, to the last bit."""
 
@@ -200,11 +191,6 @@ def test_featurize__no_bit_depends_on_the_cluster(process_client: Client) -> Non
         reference = given_features(N_GIVEN, projector, N_GIVEN).feature.values
     found = given_features(16, projector, 5).feature.compute()
     np.testing.assert_array_equal(found, reference)
-
-
-def test_featurize__checkpoints_have_their_own_matrices() -> None:
-    features = given_features(N_GIVEN, td.Rademacher(proj_dim=64), N_GIVEN).feature.values
-    assert abs(np.corrcoef(features[:, :, 0].ravel(), features[:, :, 1].ravel())[0, 1]) < 0.1
 
 
 def test_pipeline__same_scores_on_every_scheduler(

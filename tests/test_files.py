@@ -57,15 +57,6 @@ def test_write__is_read_and_replaced(folder: Folder) -> None:
     assert folder.names() == []
 
 
-def test_writing__by_the_file_or_by_its_name(folder: Folder) -> None:
-    with folder.writing("a") as file:
-        file.write(b"12")
-        file.write(b"3")
-    with folder.writing("b") as file:
-        Path(file.name).write_bytes(b"4567")
-    assert (folder.read("a"), folder.read("b")) == (b"123", b"4567")
-
-
 def test_writing__an_error_changes_nothing(folder: Folder) -> None:
     folder.write("a", b"old")
     writing = folder.writing("a")
@@ -147,29 +138,6 @@ def test_location__file_urls_and_home(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = str(tmp_path / "a.zarr")
     for url in (f"file://{expected}", f"local://{expected}", "~/a.zarr", expected):
         assert location(url) == expected
-
-
-@pytest.mark.parametrize("url", ["memory://b/a.zarr", "s3://b/a.zarr/", "simplecache::s3://b/a"])
-def test_location__other_urls_are_unchanged(url: str) -> None:
-    assert location(url) == url
-
-
-@pytest.mark.parametrize("path", ["", "  ", b"a.zarr", None])
-def test_location__refused(path: object) -> None:
-    with pytest.raises((TypeError, ValueError), match=repr(path)):
-        location(path)  # type: ignore[arg-type]
-
-
-def test_location__unknown_protocol() -> None:
-    for url in ("foo://b/a", "simplecache::foo://b/a"):
-        with pytest.raises(ValueError, match="foo"):
-            location(url)
-
-
-def test_at__a_file_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    with pytest.raises(NotADirectoryError, match=f"got the file '{tmp_path}/a'"):
-        Folder.at(tmp_path / "a")
 
 
 @pytest.mark.parametrize("n_errors", [0, 1, 3])
