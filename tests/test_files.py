@@ -39,15 +39,6 @@ def test_write__is_read_and_replaced(folder: Folder) -> None:
     assert folder.names() == []
 
 
-def test_writing__by_the_file_or_by_its_name(folder: Folder) -> None:
-    with folder.writing("a") as file:
-        file.write(b"12")
-        file.write(b"3")
-    with folder.writing("b") as file:
-        Path(file.name).write_bytes(b"4567")
-    assert (folder.read("a"), folder.read("b")) == (b"123", b"4567")
-
-
 def test_writing__an_error_changes_nothing(folder: Folder) -> None:
     folder.write("a", b"old")
     writing = folder.writing("a")
