@@ -186,8 +186,9 @@ def explore(
         kept = td.Marks.beside(store) if marks is None else td.Marks(marks, store=store)
         explorer = td.explore(features, target_features, marks=kept, **options)
         shown = td.explorer.View.from_query(view)
-        if shown.messages:
-            raise ConfigurationError(f"in --view {view}: {'; '.join(shown.messages)}")
+        if shown.errors:
+            problems = "; ".join(f"{name}: {text}" for name, text in shown.errors.items())
+            raise ConfigurationError(f"in --view {view}: {problems}")
         if save is not None:
             explorer.save_html(save, shown)
             return _say(f"{save} is written")

@@ -107,6 +107,7 @@ def open(
     elif not group.n_samples:
         group = group.target()
     ds = assembled(group, complete=require_complete, load_coords=load_coords)
+    ds.encoding["source"] = group.folder.url  # as xarray names what it has opened
     if ERROR in group.arrays and group.arrays == group.before:
         # Read when it is asked for; as a Dask array it could not select (ds.where(ds.error == "")).
         error = _on_disk(group, [ERROR])[ERROR]

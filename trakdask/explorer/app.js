@@ -11,23 +11,49 @@ export function render({ model }) {
     }
   }
 
+  // What has happened to a mark is said beside its sample or, where that is not shown, at the top.
+  const say = () => {
+    for (const old of root.querySelectorAll(".said")) old.replaceChildren()
+    const { sample, text, undo } = model.said
+    if (!text) return
+    const marks = root.querySelector(`.marks[data-sample="${sample}"]`)
+    let place = marks ? marks.querySelector(".said") : root.querySelector("[data-said]")
+    if (!place) {
+      place = Object.assign(document.createElement("div"), { className: "said" })
+      place.setAttribute("role", "status")
+      marks.append(place)
+    }
+    place.append(text)
+    if (!undo) return
+    const button = Object.assign(document.createElement("button"), { type: "button" })
+    button.textContent = undo > 1 ? `Undo (${undo})` : "Undo"
+    button.title = "Ctrl-Z"
+    button.dataset.undo = ""
+    place.append(" ", button)
+  }
+
   // Only what has changed is replaced, so that what somebody types elsewhere stays.
+  const update = (parent, nodes) => {
+    nodes.forEach((node, i) => {
+      const old = parent.children[i]
+      const source = node.outerHTML
+      if (old !== undefined && old.localName === "main" && node.localName === "main") {
+        update(old, [...node.children])
+      } else if (old === undefined || old.source !== source) {
+        node.source = source
+        for (const child of node.localName === "main" ? node.children : []) child.source = child.outerHTML
+        if (old === undefined) parent.append(node)
+        else old.replaceWith(node)
+      }
+    })
+    while (parent.children.length > nodes.length) parent.lastElementChild.remove()
+  }
   const draw = () => {
     const fresh = document.createElement("div")
     fresh.innerHTML = model.html
-    const nodes = [...fresh.children]
-    nodes.forEach((node, i) => {
-      const old = root.children[i]
-      if (old === undefined) {
-        node.source = node.outerHTML
-        root.append(node)
-      } else if (old.source !== node.outerHTML) {
-        node.source = node.outerHTML
-        old.replaceWith(node)
-      }
-    })
-    while (root.children.length > nodes.length) root.lastElementChild.remove()
+    update(root, [...fresh.children])
     mark()
+    say()
   }
 
   // Parameters of the address that are not part of a view, such as a token, are kept.
@@ -98,15 +124,28 @@ export function render({ model }) {
     URL.revokeObjectURL(link.href)
   }
   const back = () => go(window.location.search)
+  const undo = (event) => {
+    const isTyping = event.composedPath()[0].matches?.("input:not([type=checkbox]), textarea, select")
+    if (event.key !== "z" || !(event.ctrlKey || event.metaKey) || event.shiftKey || isTyping) return
+    if (!model.said.undo) return
+    event.preventDefault()
+    model.send_msg({ undo: true })
+  }
+  const keys = model.follows_address ? window : root
+  keys.addEventListener("keydown", undo)
   if (model.follows_address) {
     window.addEventListener("popstate", back)
     document.body.style.margin = "0"
     document.documentElement.style.colorScheme = "light dark"
     document.body.style.background = "light-dark(#ffffff, #16181c)"
   } else root.style.minHeight = "0" // a part of a notebook
-  model.on("remove", () => window.removeEventListener("popstate", back))
+  model.on("remove", () => {
+    window.removeEventListener("popstate", back)
+    keys.removeEventListener("keydown", undo)
+  })
   model.on("html", draw)
   model.on("marked", mark)
+  model.on("said", say)
   model.on("saved", save)
   model.on("query", navigate)
   draw()
