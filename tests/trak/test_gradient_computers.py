@@ -291,7 +291,7 @@ def assert_parity(
 
 @dtypes
 @selections
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("temperature", [0.3, 5.0])
 @pytest.mark.parity
 def test_parity__functional_texts(dtype: torch.dtype, selection: str, temperature: float) -> None:
     module = made(Classifier, dtype)
