@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.waiting import Overlap
-from trakdask import examples
-from trakdask.errors import CheckpointError
+from trakdask.examples import digits_mlp
 from trakdask.models.model import Model
 
 
@@ -81,22 +80,10 @@ def test_forward__threads_do_not_share_a_module() -> None:
     assert not wrong
 
 
-def test_model__built_from_a_module_or_a_name() -> None:
-    module = mlp()
-    x = torch.randn(5, 4)
-    model = Model(module)
-    torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
-    with pytest.raises(CheckpointError, match=r"'w'"):
-        Model("torch.nn:Identity", [{"w": torch.ones(1)}])
-
-
-def test_model__built_by_name() -> None:
-    build = "trakdask.examples:digits_mlp"
-    whole = examples.digits_mlp().state_dict()
-    model = Model(build, [whole])
-    x = torch.rand(3, 1, 8, 8)
-    module = examples.digits_mlp()
-    module.load_state_dict(whole)
+@pytest.mark.parametrize("build", [digits_mlp(), "trakdask.examples:digits_mlp"])
+def test_model__built_from_a_module_or_a_name(build: nn.Module | str) -> None:
+    module, x = digits_mlp(), torch.rand(3, 1, 8, 8)
+    model = Model(build, [module.state_dict()])
     torch.testing.assert_close(model.forward(model.checkpoints[0])(x), module(x))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import trakdask as td
 from trakdask.errors import CheckpointError, StoreMismatchError
 from trakdask.models import hooks
 from trakdask.models.kept_checkpoints import open_moments
+from trakdask.projection import RowMap, project
 
 N = 7
 
@@ -101,32 +103,16 @@ def test_scaled__equals_backward(
     [td.SJLT(proj_dim=64), td.Kronecker(left=4, right=4)],
 )
 def test_scaled__before_the_projection(projector: td.Projector) -> None:
-    """A projection of a model whose weights were divided by the scale beforehand is the same."""
-
-    class Divided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = build().double()
-            self.names = [name for name, _ in self.inner.named_parameters()]
-            factors = {n: (moments(0)[n].sqrt() + 1e-8).sqrt() for n in self.names}
-            self.divided = [1 / factors[n] for n in self.names]
-            self.raw = [factors[n] for n in self.names]
-
-        def forward(self, x: Tensor) -> Tensor:
-            own = dict(self.inner.named_parameters())
-            real = {n: own[n] * d for n, d in zip(self.names, self.divided, strict=True)}
-            return torch.func.functional_call(self.inner, real, (x,))
-
-    divided = Divided()
-    with torch.no_grad():
-        for name, tensor in divided.inner.named_parameters():
-            tensor.copy_(weights(0)[name] * divided.raw[divided.names.index(name)])
-    options = {"task": "image_classification", "checkpoint_ids": [3]}
-    one = td.Model(build, [weights(0)], second_moments=[moments(0)], **options)
-    other = td.Model(divided, **options)
-    found, expected = features(one, projector), features(other, projector, gradients="loop")
+    made = model(checkpoint_ids=[3, 4])
+    exact = torch.from_numpy(features(made).feature[..., 0].values)
+    sizes = [math.prod(shape) for shape in made.shapes.values()]
+    parts = zip(made.shapes.items(), exact.split(sizes, 1), strict=True)
+    gradients = {name: part.reshape(N, *shape) for (name, shape), part in parts}
+    rows = RowMap.from_shapes(made.shapes, alignment=projector.row_alignment)
+    expected = project(projector, gradients, rows, checkpoint=3)
+    found = features(made, projector).feature[..., 0]
     assert found.sizes["proj_dim"] > 10
-    np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_open_moments__files_names_and_folders(tmp_path: Path) -> None:

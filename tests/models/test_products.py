@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trakdask as td
 from tests.models.test_tokens import LENGTH, TASK, drawn, made
 from tests.models.token_oracle import contributions
 from trakdask.models import rules
@@ -49,19 +48,6 @@ def test_products__are_those_of_the_gradients_of_tokens(n: int) -> None:
     vectors = vectors_of(module)
     oracle = expected(contributions(module, TASK, batch, LENGTH), vectors)
     torch.testing.assert_close(found(module, TASK, batch, vectors), oracle, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_products__of_transformers(family: str) -> None:
-    models = pytest.importorskip("tests.models.language_models")
-    torch.manual_seed(0)
-    module = getattr(models, family)().double().eval()
-    task = td.tasks.CausalLM()
-    ids = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(1))
-    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
-    vectors = vectors_of(module)
-    oracle = expected(contributions(module, task, batch, 5), vectors)
-    torch.testing.assert_close(found(module, task, batch, vectors), oracle, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("n_in", "n_out"), [(3, 8), (8, 3)])

@@ -24,34 +24,6 @@ class Scaled(nn.Module):
         return self.inside(x + self.shift) * self.scale
 
 
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
-        self.second.weight = self.first.weight
-        self.last = nn.Linear(12, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.second(self.first(x).tanh()).tanh())
-
-
-class Attentive(nn.Module):
-    """Positions that belong to the outermost module, and attention, which hooks take as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.randn(3, 4))
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.reshape(len(x), 3, 4) + self.position
-        found, _ = self.attention(tokens, tokens, tokens, need_weights=False)
-        return self.last(self.norm(found).mean(1))
-
-
 class Classifier(nn.Module):
     """An encoder of token ids as the text output calls it, of plain layers."""
 
@@ -102,8 +74,6 @@ IMAGE_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "group norm": (lambda: convolutional(lambda: nn.GroupNorm(2, 6)), (3, 6, 6)),
     "batch norm": (lambda: convolutional(lambda: nn.BatchNorm2d(6)), (3, 6, 6)),
     "scalar and buffers": (Scaled, (12,)),
-    "tied": (Tied, (12,)),
-    "attention": (Attentive, (12,)),
 }
 
 

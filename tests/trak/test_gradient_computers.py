@@ -32,7 +32,6 @@ from trakdask.trak.modelout_functions import (
     CLIPModelOutput,
     ImageClassificationModelOutput,
     IterativeImageClassificationModelOutput,
-    TextClassificationModelOutput,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -41,7 +40,8 @@ SELECTIONS: dict[str, Callable[[list[str]], list[str] | None]] = {
     "last two, reversed": lambda names: names[-2:][::-1],
     "one": lambda names: names[:1],
 }
-image_models = pytest.mark.parametrize("model", list(IMAGE_MODELS))
+
+
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 selections = pytest.mark.parametrize("selection", list(SELECTIONS))
 
@@ -97,24 +97,35 @@ def engine(caplog: pytest.LogCaptureFixture) -> str:
 # ------------------------------------------------------------------------------------ functional
 
 
-@image_models
 @dtypes
 @selections
+@pytest.mark.parametrize("model", list(IMAGE_MODELS))
+@pytest.mark.parametrize("is_iterative", [False, True])
 def test_compute_per_sample_grad__is_backward_sample_by_sample(
-    model: str, dtype: torch.dtype, selection: str, caplog: pytest.LogCaptureFixture
+    model: str,
+    dtype: torch.dtype,
+    selection: str,
+    is_iterative: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "GradientComputer")
     build, shape = IMAGE_MODELS[model]
     module, batch = made(build, dtype), image_batch(shape, dtype)
     expected = by_backward(module, batch)
     names = SELECTIONS[selection](list(expected))
-    with sdpa_kernel(SDPBackend.MATH):
-        functional = computer(
-            FunctionalGradientComputer, module, ImageClassificationModelOutput(), names
-        )
-        found = functional.compute_per_sample_grad(batch)
-    assert list(found) == [name for name in expected if names is None or name in names]
-    for name, gradient in found.items():
+    chosen = {name: g for name, g in expected.items() if names is None or name in names}
+    if is_iterative:
+        task: Any = IterativeImageClassificationModelOutput()
+        iterative = computer(IterativeGradientComputer, module, task, names)
+        found = iterative.compute_per_sample_grad(batch)
+        assert found.dtype == dtype
+        assert_close(found, flat(chosen), TOLERANCE[dtype])
+        return
+    task = ImageClassificationModelOutput()
+    functional = computer(FunctionalGradientComputer, module, task, names)
+    gradients = functional.compute_per_sample_grad(batch)
+    assert list(gradients) == list(chosen)
+    for name, gradient in gradients.items():
         assert gradient.dtype == dtype
         assert not gradient.requires_grad
         assert_close(gradient, expected[name], TOLERANCE[dtype])
@@ -166,34 +177,6 @@ def test_compute_per_sample_grad__a_model_that_mixes_samples_is_not_hooked(
     ).compute_per_sample_grad(batch)
     assert_close(flat(found), flat(expected), 1e-5)
     assert engine(caplog) == "vmap"
-
-
-def test_compute_per_sample_grad__models_of_transformers_that_look_at_the_mask() -> None:
-    """Under vmap, as in the TRAK package, they raise an error."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    class Bert(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 20}
-            heads = {"num_hidden_layers": 2, "num_attention_heads": 2}
-            config = BertConfig(**sizes, **heads, num_labels=CLASSES, attn_implementation="eager")
-            self.model = BertForSequenceClassification(config)
-
-        def forward(self, **inputs: Tensor) -> Tensor:
-            logits: Tensor = self.model(**inputs).logits
-            return logits
-
-    module, batch = made(Bert), text_batch()
-    names = ("input_ids", "token_type_ids", "attention_mask")
-
-    def output_of(i: int) -> Tensor:
-        inputs = {name: tensor[i : i + 1] for name, tensor in zip(names, batch, strict=False)}
-        return margin_of(module(**inputs)[0], int(batch[3][i]))
-
-    expected = backward_one_by_one(module, output_of, N)
-    functional = computer(FunctionalGradientComputer, module, TextClassificationModelOutput())
-    assert_close(flat(functional.compute_per_sample_grad(batch)), flat(expected), 1e-5)
 
 
 @pytest.mark.parametrize("kind", [FunctionalGradientComputer, IterativeGradientComputer])
@@ -248,25 +231,6 @@ def test_warns__of_embeddings_of_another_checkpoint() -> None:
 # ------------------------------------------------------------------------------------- iterative
 
 
-@image_models
-@dtypes
-@selections
-def test_iterative__is_backward_sample_by_sample(
-    model: str, dtype: torch.dtype, selection: str
-) -> None:
-    build, shape = IMAGE_MODELS[model]
-    module, batch = made(build, dtype), image_batch(shape, dtype)
-    expected = by_backward(module, batch)
-    names = SELECTIONS[selection](list(expected))
-    iterative = computer(
-        IterativeGradientComputer, module, IterativeImageClassificationModelOutput(), names
-    )
-    found = iterative.compute_per_sample_grad(batch)
-    assert found.dtype == dtype
-    chosen = {name: g for name, g in expected.items() if names is None or name in names}
-    assert_close(found, flat(chosen), TOLERANCE[dtype])
-
-
 def test_iterative__outputs_that_depend_on_the_whole_batch() -> None:
     """Batch normalisation in training mode: as one call of ``get_output`` sees it."""
     build, shape = IMAGE_MODELS["batch norm"]
@@ -278,28 +242,6 @@ def test_iterative__outputs_that_depend_on_the_whole_batch() -> None:
         IterativeGradientComputer, module, IterativeImageClassificationModelOutput()
     )
     assert_close(iterative.compute_per_sample_grad(batch), flat(expected), 1e-4)
-
-
-def test_iterative__frozen_and_unused_parameters() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = mlp(), nn.Linear(2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.used(x)
-            return out
-
-    module, batch = made(Model), image_batch((12,))
-    expected = by_backward(module, batch)
-    frozen = module.get_parameter("used.0.weight").requires_grad_(False)
-    iterative = computer(
-        IterativeGradientComputer, module, IterativeImageClassificationModelOutput()
-    )
-    found = iterative.compute_per_sample_grad(batch)
-    assert_close(found, flat(expected), 1e-5)
-    assert not found[:, -9:].any()
-    assert not frozen.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -349,7 +291,7 @@ def assert_parity(
 
 @dtypes
 @selections
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("temperature", [0.3, 5.0])
 @pytest.mark.parity
 def test_parity__functional_texts(dtype: torch.dtype, selection: str, temperature: float) -> None:
     module = made(Classifier, dtype)

@@ -13,7 +13,6 @@ import torch
 import xarray as xr
 
 import trakdask as td
-from trakdask import trak as ours
 from trakdask.errors import StoreMismatchError
 from trakdask.testing import raise_if_dask_computes
 
@@ -247,33 +246,3 @@ def test_open_traker__targets_scored_before_finalize_features(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"finalize.*\[1\]"):
         td.open_traker(tmp_path, "test")
     td.open_traker(tmp_path, "test", model_ids=[0])
-
-
-# ------------------------------------------------------------------------------- the drop-in's runs
-
-
-@pytest.mark.parametrize("lambda_reg", [0.0, 2.0])
-def test_open_traker__scores_of_mode_trakdask_are_those_of_td_score(
-    tmp_path: Path, lambda_reg: float
-) -> None:
-    """The image classification of a model without BatchNorm: soft weights."""
-    traker = ours.TRAKer(
-        model=model(0),
-        task="image_classification",
-        train_set_size=N,
-        save_dir=tmp_path,
-        device="cpu",
-        proj_dim=512,
-        lambda_reg=lambda_reg,
-        logging_level=logging.CRITICAL,
-        mode="trakdask",
-    )
-    write_features(traker, (0, 1))
-    traker.finalize_features()
-    write_targets(traker, (0, 1), "test")
-    expected = np.array(traker.finalize_scores("test"))
-    features, targets = td.open_traker(tmp_path, "test")
-    damping = td.Absolute(lambda_reg) if lambda_reg else "closed_form"
-    scores = td.score(features, targets, estimator="soft", damping=damping)
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
-    assert features.attrs["projector"]["metadata"]["trakdask"]["mode"] == "trakdask"

@@ -85,8 +85,10 @@ def require_same_files(folder: Path, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("kind", PROJECTORS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("n_checkpoints", "by_inds"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("model", "n_checkpoints", "by_inds"),
+    [(model, 2, True) for model in MODELS] + [("mlp", 1, False), ("normed", 3, False)],
+)
 def test_run__float32_scores_and_files(
     tmp_path: Path, kind: str, model: str, n_checkpoints: int, by_inds: bool
 ) -> None:
@@ -98,19 +100,15 @@ def test_run__float32_scores_and_files(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", ["default", "normal", "single"])
-def test_run__float32_without_lambda(tmp_path: Path, model: str, kind: str) -> None:
-    found, expected = both(Run(model, options={"use_half_precision": False}), tmp_path, kind)
+def test_run__float32_without_lambda(tmp_path: Path, model: str) -> None:
+    found, expected = both(Run(model, options={"use_half_precision": False}), tmp_path)
     assert relative(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", PROJECTORS)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("n_checkpoints", [1, 2])
-def test_run__float16_scores_and_files(
-    tmp_path: Path, kind: str, model: str, n_checkpoints: int
-) -> None:
-    run = Run(model, n_checkpoints, options={"lambda_reg": 2.0})
+@pytest.mark.parametrize("model", ["mlp", "normed"])
+def test_run__float16_scores_and_files(tmp_path: Path, kind: str, model: str) -> None:
+    run = Run(model, n_checkpoints=2, options={"lambda_reg": 2.0})
     found, expected = both(run, tmp_path, kind)
     assert found.dtype == expected.dtype == np.float16
     assert relative(found, expected) < 2e-2
@@ -137,17 +135,14 @@ def test_run__options(tmp_path: Path, grad_wrt: list[str], seed: int, task: str)
     assert relative(found, expected) < 1e-5
 
 
-@pytest.mark.parametrize("gradient_computer", ["FunctionalGradientComputer"])
 @pytest.mark.parametrize("half", [False, True])
-def test_run__with_classes_of_the_original(
-    tmp_path: Path, gradient_computer: str, half: bool
-) -> None:
+def test_run__with_classes_of_the_original(tmp_path: Path, half: bool) -> None:
     run = Run(n_checkpoints=2, options={"lambda_reg": 0.5, "use_half_precision": half})
     expected = run.whole(trak.TRAKer, tmp_path / "old")
     found = run.whole(
         ours.TRAKer,
         tmp_path / "new",
-        gradient_computer=getattr(trak.gradient_computers, gradient_computer),
+        gradient_computer=trak.gradient_computers.FunctionalGradientComputer,
         saver=old_savers.MmapSaver,
         score_computer=old_computers.BasicScoreComputer,
         task=trak.modelout_functions.ImageClassificationModelOutput(),
@@ -161,8 +156,8 @@ GRADIENTS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("name", ["BasicProjector", "BasicSingleBlockProjector"])
 @pytest.mark.parametrize("proj_type", ["normal", "rademacher"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize(("seed", "model_id"), [(0, 0), (7, 0), (0, 1), (11, 13)])
-@pytest.mark.parametrize("proj_dim", [1, 6, 20])
+@pytest.mark.parametrize(("seed", "model_id"), [(7, 0), (11, 13)])
+@pytest.mark.parametrize("proj_dim", [6, 20])
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_projector__same_matrix_and_product(
     name: str,

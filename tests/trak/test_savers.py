@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trakdask.errors import StoreMismatchError
 from trakdask.trak.savers import EXTRA, MmapSaver, ModelIDException
 
 METADATA = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 5}
@@ -44,14 +43,6 @@ def test_init__finds_what_is_there_but_not_in_subfolders(tmp_path: Path) -> None
     registered(tmp_path / "nested").register_model_id(7, False)
     assert list(made(tmp_path).model_ids) == [0]
     assert made(tmp_path, load_from_save_dir=False).model_ids == {}
-
-
-@pytest.mark.parametrize("key", METADATA)
-def test_init__refuses_other_settings(tmp_path: Path, key: str) -> None:
-    made(tmp_path)
-    with pytest.raises(AssertionError, match=key) as caught:
-        MmapSaver(tmp_path, {**METADATA, key: "other"}, 5, 3, True, 100, True)
-    assert isinstance(caught.value, StoreMismatchError)
 
 
 def test_init__does_not_continue_a_run_of_the_original(tmp_path: Path) -> None:

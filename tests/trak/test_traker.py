@@ -55,9 +55,10 @@ def test_traker__is_its_formula(tmp_path: Path, n_checkpoints: int) -> None:
     assert relative(found, oracle_scores("mlp", n_checkpoints, 0.5)) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["mlp", "normed"])
-@pytest.mark.parametrize("lambda_reg", [0.0, 0.3])
-@pytest.mark.parametrize("projector", [None, td.SJLT(proj_dim=64, seed=3)])
+@pytest.mark.parametrize(
+    ("model", "lambda_reg", "projector"),
+    [("mlp", 0.0, None), ("normed", 0.3, None), ("mlp", 0.3, td.SJLT(proj_dim=64, seed=3))],
+)
 def test_trakdask_mode__is_featurize_and_score(
     tmp_path: Path, model: str, lambda_reg: float, projector: Any
 ) -> None:
@@ -148,12 +149,13 @@ def test_init__a_machine_without_cuda(tmp_path: Path) -> None:
 def test_pairs__one_at_a_time_as_the_docs_of_the_original_do(tmp_path: Path) -> None:
     """There, Q of a single pair cannot be stored."""
     model = made(Pair)
-    batches = [[part[i : i + 1] for part in pair_batch(N)] for i in range(N)]
-    options = {"task": "clip", "train_set_size": N, "device": "cpu", "logging_level": QUIET}
+    n = 12
+    batches = [[part[i : i + 1] for part in pair_batch(n)] for i in range(n)]
+    options = {"task": "clip", "train_set_size": n, "device": "cpu", "logging_level": QUIET}
     traker = TRAKer(model, save_dir=tmp_path, proj_dim=8, lambda_reg=0.1, **options)
-    traker.task.sim_batch_size = 20
+    traker.task.sim_batch_size = 5
     traker.load_checkpoint(model.state_dict(), model_id=0)
-    traker.task.get_embeddings(model, batches, batch_size=1, size=30, embedding_dim=5)
+    traker.task.get_embeddings(model, batches, batch_size=1, size=8, embedding_dim=5)
     for batch in batches:
         traker.featurize(batch, num_samples=1)
     traker.finalize_features()
