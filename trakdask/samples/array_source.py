@@ -26,6 +26,7 @@ from trakdask.samples.coords import (
 from trakdask.samples.fingerprints import fingerprint, mapped
 from trakdask.variables import SAMPLE
 
+#: Coords are loaded into the memory of one process; more is rather a variable by mistake.
 _COORDS_BYTES = 10**9
 _CHUNKS = 512
 

@@ -99,7 +99,7 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
     return block
 
 
-def lazy_fields(source: Source, size: int, names: Collection[str] = ()) -> dict[str, da.Array]:
+def lazy_fields(source: Source, size: int) -> dict[str, da.Array]:
     """Build the lazy arrays of a source: one read per block serves all variables."""
     token, n = fingerprint(source), len(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
@@ -108,8 +108,7 @@ def lazy_fields(source: Source, size: int, names: Collection[str] = ()) -> dict[
         chunks=da.core.normalize_chunks(size, (n,)), dtype=object, meta=np.empty((0,), object),
         name=f"read-bundle-{token}-{size}",
     )  # fmt: skip
-    fields = {name: source.fields[name] for name in names or source.fields}
-    return unpacked(blocks, fields, token, size)
+    return unpacked(blocks, source.fields, token, size)
 
 
 def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict[str, Array]:

@@ -85,8 +85,7 @@ def from_torch(
     size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
     source = _Items(dataset, _check_names(names), shapes or {})
     chosen = fields_as_coords(coords, source.fields)
-    inputs = [name for name in source.fields if name not in chosen]
-    variables = lazy_fields(source, size, inputs) if inputs else {}
+    variables = {n: lazy for n, lazy in lazy_fields(source, size).items() if n not in chosen}
     source.warn_if_random()  # after hashing the content, because reading may change a dataset
     values = read(source, 0, len(source), chosen) if chosen else coords
     return assemble(variables, values)
