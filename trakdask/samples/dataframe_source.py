@@ -245,5 +245,5 @@ def _convert(
 ) -> dict[str, Array]:
     arrays = columns.arrays(columns_of_pandas(part), start)
     for name, values in arrays.items():
-        fields[name].check(name, start, values[0])
+        fields[name].check(name, start, values)
     return {n: values.astype(fields[n].dtype, copy=False) for n, values in arrays.items()}
