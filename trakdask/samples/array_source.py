@@ -57,7 +57,8 @@ def from_arrays(
     Raises
     ------
     TypeError
-        If a variable is not an array, is sparse, or has neither numbers nor booleans.
+        If a variable is not an array, is sparse, or has neither numbers nor booleans, or ``chunks``
+        is not an integer.
     ValueError
         If there are no arrays or no samples, lengths differ, values are masked, a name is reserved
         or used twice, or ``chunks`` is not positive.

@@ -75,7 +75,8 @@ def from_dataframe(
     Raises
     ------
     TypeError
-        If the source is not a table, or a variable's column is not numeric.
+        If the source is not a table, a variable's column is not numeric, or ``chunks`` or a
+        ``max_length`` is not an integer.
     FileNotFoundError
         If no file matches, or a part of a saved dataset is missing.
     ValueError

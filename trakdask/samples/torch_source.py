@@ -56,10 +56,12 @@ def from_torch(
     Raises
     ------
     TypeError
-        If the dataset is iterable only, cannot be pickled, or has fields that are not numeric.
+        If the dataset is iterable only, cannot be pickled, or has fields that are not numeric, or
+        ``chunks`` is not an integer.
     ValueError
         If it is empty, its items do not have the named fields, or for the reasons given in
-        :func:`from_arrays`. When computed, if an item's shape or dtype differs from that of item 0.
+        :func:`from_arrays`. When computed, if an item's shape or dtype differs from that of item 0
+        (:func:`from_dataframe` pads lists that differ in length).
     RuntimeError
         When computed, if reading a sample fails; the message names it.
 
