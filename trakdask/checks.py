@@ -82,7 +82,7 @@ def require_number(
     --------
     >>> require_number("confidence", 95, low=0, high=1, remedy="try confidence=0.95")
     Traceback (most recent call last):
-    ValueError: expected confidence between 0 and 1, got 95; try confidence=0.95
+    ValueError: expected a finite number between 0 and 1 for confidence, got 95; try confidence=0.95
     """
     try:
         number = float(value)  # type: ignore[arg-type]
@@ -91,14 +91,10 @@ def require_number(
     if number is None or isinstance(value, (bool, str, bytes)):
         raise TypeError(f"expected a number for {name}, got {shown(value)}; {remedy}")
     if not (math.isfinite(number) and low < number < high):
-        bounds = {
-            (False, False): "a finite number",
-            (True, False): f"a finite number > {low:g}",
-            (False, True): f"a finite number < {high:g}",
-            (True, True): f"between {low:g} and {high:g}",
-        }[math.isfinite(low), math.isfinite(high)]
-        what = f"{name} {bounds}" if bounds.startswith("between") else f"{bounds} for {name}"
-        raise ValueError(f"expected {what}, got {shown(value)}; {remedy}")
+        raise ValueError(
+            f"expected a finite number between {low:g} and {high:g} for {name}, got "
+            f"{shown(value)}; {remedy}"
+        )
     return number
 
 

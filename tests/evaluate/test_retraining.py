@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 from pathlib import Path
 
 import dask
@@ -46,13 +45,11 @@ def expected(masks: xr.DataArray, seeds: int) -> np.ndarray:
 class Counting:
     """The same model; each training leaves a line in a file, in whatever process."""
 
-    def __init__(self, path: Path, fail_after: int | None = None) -> None:
-        self.path, self.fail_after = path, fail_after
+    def __init__(self, path: Path) -> None:
+        self.path = path
         path.touch()
 
     def __call__(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        if self.fail_after is not None and len(self.trained()) >= self.fail_after:
-            raise RuntimeError("out of budget")
         with self.path.open("a") as file:
             file.write(f"{positions.tolist()} {seed}\n")
         return model(positions, seed)
@@ -125,22 +122,6 @@ def test_retrain__more_subsets_or_seeds_train_what_is_new(tmp_path: Path, scheme
         found = run(counting, store, more, seeds=2)
         np.testing.assert_array_equal(found, expected(more, 2))
     assert len(counting.trained()) == len(set(counting.trained())) == 8 * 2
-
-
-def test_retrain__goes_on_after_a_failure(tmp_path: Path) -> None:
-    counting = Counting(tmp_path / "log", fail_after=4)
-    with (
-        dask.config.set(scheduler="sync"),
-        pytest.raises(
-            td.errors.BlockError,
-            match=r"training on subset \d \(10 samples\), seed 0, failed: RuntimeErr",
-        ),
-    ):
-        run(counting, tmp_path / "s")
-    assert len(files(tmp_path / "s")) == 4
-    counting.fail_after = None
-    np.testing.assert_array_equal(run(counting, tmp_path / "s"), expected(MASKS, 1))
-    assert set(Counter(counting.trained()).values()) == {1}
 
 
 def test_retrain__killed_and_resumed(tmp_path: Path) -> None:

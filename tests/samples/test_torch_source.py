@@ -83,14 +83,8 @@ def test_from_torch__single_tensors_and_left_out_fields() -> None:
     assert list(ds.data_vars) == ["x", "y"]
 
 
-@pytest.mark.parametrize("given", [make_items, lambda: Items(), "items_module:make_items"])
-def test_from_torch__callables(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
-
-    module = types.ModuleType("items_module")
-    module.make_items = make_items  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "items_module", module)
+@pytest.mark.parametrize("given", [make_items, lambda: Items(), f"{__name__}:make_items"])
+def test_from_torch__callables(given: Any) -> None:
     ds = from_torch(given, names=("image", "label"), chunks=7)
     np.testing.assert_array_equal(ds.image.values, stacked()[0])
 

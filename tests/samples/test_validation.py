@@ -104,12 +104,7 @@ def test_validate_samples__sample_labels_become_sample_id() -> None:
     ds = validate_samples(dataset().assign_coords(sample=[f"id-{i}" for i in range(10)]))
     assert ds.sample_id.values.tolist() == [f"id-{i}" for i in range(10)]
     assert not ds.xindexes
-    ds = validate_samples(dataset().set_xindex("lang"))
-    assert not ds.xindexes
-    assert "lang" in ds.coords
-
-
-def test_validate_samples__multi_index_gives_its_levels() -> None:
+    assert "lang" in validate_samples(dataset().set_xindex("lang")).coords
     index = pd.MultiIndex.from_product([["a", "b"], range(5)], names=["letter", "number"])
     coords = xr.Coordinates.from_pandas_multiindex(index, "sample")
     ds = validate_samples(dataset().assign_coords(coords))

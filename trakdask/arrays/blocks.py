@@ -163,24 +163,25 @@ def _same(block: Block, axis: Any, keepdims: bool) -> Block:
 
 def tree_sum(parts: da.Array, *, name: str, dtype: npt.DTypeLike) -> da.Array:
     """Return the sum over blocks of size 1 along axis 0, rounded to ``dtype`` at the end."""
-    finish = functools.partial(_add_as, dtype=np.dtype(dtype))
+    finish = functools.partial(add, rounded_to=np.dtype(dtype))
     return tree(parts, add, finish, name=name, dtype=dtype)
 
 
-def _add_as(
-    blocks: Blocks, axis: Any = None, keepdims: bool = False, *, dtype: np.dtype[Any]
+def add(
+    blocks: Blocks,
+    axis: Any = None,
+    keepdims: bool = False,
+    *,
+    rounded_to: np.dtype[Any] | None = None,
 ) -> Block:
-    return add(blocks, keepdims=keepdims).astype(dtype, copy=False)
-
-
-def add(blocks: Blocks, axis: Any = None, keepdims: bool = False) -> Block:
     """Return the sum of blocks in list order, without concatenating them."""
     remaining = flat(blocks)
     total = first = next(remaining)
     for block in remaining:
         # The scheduler owns the blocks and may pass them to another task, too.
         total = np.add(total, block, out=None if total is first else total)
-    return total if keepdims else total[0]
+    dtype = total.dtype if rounded_to is None else rounded_to
+    return (total if keepdims else total[0]).astype(dtype, copy=False)
 
 
 def block_starts(sizes: tuple[int, ...]) -> npt.NDArray[np.int64]:

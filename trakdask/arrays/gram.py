@@ -266,6 +266,8 @@ def _partial(features: Blocks, weights: Blocks | None, sum_weights: Blocks | Non
     dtype, xp = product_dtype(x), array_module()
     total = xp.zeros((p, p if g is None else p + 1), _sum_dtype(x))
     product = xp.empty((p, p), dtype)
+    # From p of 256 on, the cast and the weighted copy of a slab have 8 p² numbers: memory of the
+    # order of the total and the product, however many rows there are.
     slab = max(4 * p, 1024)
     for start in range(0, rows, slab):
         chosen = slice(start, start + slab)

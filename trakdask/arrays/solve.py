@@ -21,6 +21,8 @@ from trakdask.arrays.gram import require_finite
 from trakdask.arrays.spectrum import Inverse, Matrix, Spectrum
 from trakdask.arrays.stored import coarse_groups, read_in_task
 
+#: Of the matrix, LAPACK factorizes blocks of this size only: 0.7 million operations, for which it
+#: holds the lock. From p of about 1000 on, nearly all others are those of NumPy's products.
 _BLOCK = 128
 
 
@@ -166,6 +168,8 @@ def cholesky_in_place(a: Matrix) -> bool:
     """
     for start in range(0, len(a), _BLOCK):
         stop = min(start + _BLOCK, len(a))
+        # All that the finished columns subtract from this panel is one product, by NumPy; LAPACK
+        # gets the 128 x 128 block on the diagonal, and BLAS the panel below it.
         left = a[start:, :start]
         panel = a[start:, start:stop]
         panel -= left @ left[: stop - start].T
@@ -202,6 +206,7 @@ def solve_in_place(lower: Matrix, rows: Matrix) -> None:
     [[4.0, 1.0]]
     """
     starts = range(0, len(lower), _BLOCK)
+    # First L y = r from the first block on, then Lᵀ x = y from the last one back.
     for start in starts:
         _solve_panel(lower, rows, start, slice(0, start), transposed=False)
     for start in reversed(starts):

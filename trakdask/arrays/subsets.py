@@ -134,10 +134,5 @@ def subset_sums(masks: da.Array, values: da.Array) -> da.Array:
     Computed block by block, so neither array is in memory as a whole. A NaN makes all sums of its
     column NaN.
     """
-    sums: da.Array = da.tensordot(_double(masks), _double(values), axes=((1,), (0,)))
+    sums: da.Array = da.tensordot(masks.astype("f8"), values.astype("f8"), axes=((1,), (0,)))
     return sums
-
-
-def _double(x: da.Array) -> da.Array:
-    double: da.Array = x.astype(np.float64)
-    return double

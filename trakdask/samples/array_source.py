@@ -26,6 +26,7 @@ from trakdask.samples.coords import (
 from trakdask.samples.fingerprints import fingerprint, mapped
 from trakdask.variables import SAMPLE
 
+#: Coords are loaded into the memory of one process; more is rather a variable by mistake.
 _COORDS_BYTES = 10**9
 _CHUNKS = 512
 
@@ -56,7 +57,8 @@ def from_arrays(
     Raises
     ------
     TypeError
-        If a variable is not an array, is sparse, or has neither numbers nor booleans.
+        If a variable is not an array, is sparse, or has neither numbers nor booleans, or ``chunks``
+        is not an integer.
     ValueError
         If there are no arrays or no samples, lengths differ, values are masked, a name is reserved
         or used twice, or ``chunks`` is not positive.

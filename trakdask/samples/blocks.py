@@ -35,20 +35,21 @@ class Field:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def check(self, name: str, sample: int, value: Array) -> None:
-        """Check the shape and dtype of the value of one sample."""
-        if value.shape != self.shape:
+    def check(self, name: str, first: int, values: Array) -> None:
+        """Check the shape and dtype of values (sample, ...), of which the first is a sample's."""
+        shape, dtype = values.shape[1:], values.dtype
+        if shape != self.shape:
             raise ValueError(
                 f"expected shape {self.shape} in variable {name!r}, as sample 0 has, got "
-                f"{value.shape} for sample {sample}; try padding or cropping all samples to one "
+                f"{shape} for sample {first}; try padding or cropping all samples to one "
                 "shape, or td.from_dataframe(..., max_length=128), which pads lists such as tokens"
             )
         # Floating-point values may be rounded, but integers must not overflow.
         casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
-        if not np.can_cast(value.dtype, self.dtype, casting):
+        if dtype != self.dtype and not np.can_cast(dtype, self.dtype, casting):
             raise ValueError(
                 f"expected dtype {self.dtype} in variable {name!r}, as sample 0 has, got "
-                f"{value.dtype} for sample {sample}; try one dtype for all samples"
+                f"{dtype} for sample {first}; try one dtype for all samples"
             )
 
 
@@ -94,12 +95,12 @@ def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> 
     for first, rows in source.rows(start, stop):
         for name, field in fields.items():
             values = rows[name]
-            field.check(name, first, values[0])
+            field.check(name, first, values)
             block[name][first - start : first - start + len(values)] = values
     return block
 
 
-def lazy_fields(source: Source, size: int, names: Collection[str] = ()) -> dict[str, da.Array]:
+def lazy_fields(source: Source, size: int) -> dict[str, da.Array]:
     """Build the lazy arrays of a source: one read per block serves all variables."""
     token, n = fingerprint(source), len(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
@@ -108,8 +109,7 @@ def lazy_fields(source: Source, size: int, names: Collection[str] = ()) -> dict[
         chunks=da.core.normalize_chunks(size, (n,)), dtype=object, meta=np.empty((0,), object),
         name=f"read-bundle-{token}-{size}",
     )  # fmt: skip
-    fields = {name: source.fields[name] for name in names or source.fields}
-    return unpacked(blocks, fields, token, size)
+    return unpacked(blocks, source.fields, token, size)
 
 
 def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict[str, Array]:

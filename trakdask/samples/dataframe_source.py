@@ -75,7 +75,8 @@ def from_dataframe(
     Raises
     ------
     TypeError
-        If the source is not a table, or a variable's column is not numeric.
+        If the source is not a table, a variable's column is not numeric, or ``chunks`` or a
+        ``max_length`` is not an integer.
     FileNotFoundError
         If no file matches, or a part of a saved dataset is missing.
     ValueError
@@ -245,5 +246,5 @@ def _convert(
 ) -> dict[str, Array]:
     arrays = columns.arrays(columns_of_pandas(part), start)
     for name, values in arrays.items():
-        fields[name].check(name, start, values[0])
+        fields[name].check(name, start, values)
     return {n: values.astype(fields[n].dtype, copy=False) for n, values in arrays.items()}

@@ -56,10 +56,12 @@ def from_torch(
     Raises
     ------
     TypeError
-        If the dataset is iterable only, cannot be pickled, or has fields that are not numeric.
+        If the dataset is iterable only, cannot be pickled, or has fields that are not numeric, or
+        ``chunks`` is not an integer.
     ValueError
         If it is empty, its items do not have the named fields, or for the reasons given in
-        :func:`from_arrays`. When computed, if an item's shape or dtype differs from that of item 0.
+        :func:`from_arrays`. When computed, if an item's shape or dtype differs from that of item 0
+        (:func:`from_dataframe` pads lists that differ in length).
     RuntimeError
         When computed, if reading a sample fails; the message names it.
 
@@ -85,8 +87,7 @@ def from_torch(
     size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
     source = _Items(dataset, _check_names(names), shapes or {})
     chosen = fields_as_coords(coords, source.fields)
-    inputs = [name for name in source.fields if name not in chosen]
-    variables = lazy_fields(source, size, inputs) if inputs else {}
+    variables = {n: lazy for n, lazy in lazy_fields(source, size).items() if n not in chosen}
     source.warn_if_random()  # after hashing the content, because reading may change a dataset
     values = read(source, 0, len(source), chosen) if chosen else coords
     return assemble(variables, values)
