@@ -9,7 +9,7 @@ import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -120,17 +120,17 @@ class RefusingFileSystem(MemoryFileSystem):
         if number > cls.after:
             raise ConnectionResetError("503 slow down")
 
-    def cat_file(self, *args, **kwargs):
-        self.ask()
-        return super().cat_file(*args, **kwargs)
 
-    def pipe_file(self, *args, **kwargs):
+def _asking(name: str) -> Callable[..., object]:
+    def call(self: RefusingFileSystem, *args: object, **options: object) -> object:
         self.ask()
-        return super().pipe_file(*args, **kwargs)
+        return getattr(super(RefusingFileSystem, self), name)(*args, **options)
 
-    def ls(self, *args, **kwargs):
-        self.ask()
-        return super().ls(*args, **kwargs)
+    return call
+
+
+for name in ("cat_file", "pipe_file", "ls"):
+    setattr(RefusingFileSystem, name, _asking(name))
 
 
 @pytest.fixture
