@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ from dask.utils import format_bytes, parse_bytes
 from trakdask.files import Folder
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
-
-__all__ = ["require_replaceable", "to_parquet", "to_zarr"]
 
 _MAX_BYTES = "10 GiB"
 _WRITER = {"_NCProperties": "trakdask.to_zarr"}
@@ -90,7 +87,8 @@ def to_zarr(
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
-    marked = _with_equal_chunks(ds).assign_attrs(_WRITER)
+    # How coords are stored elsewhere, as those of a store that was opened say, need not fit here.
+    marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
     with _replacing(store, overwrite, _is_our_zarr, "zarr.json") as folder:
         chunks = marked.to_zarr(
             folder.url,
@@ -249,19 +247,17 @@ def _is_our_zarr(folder: Folder) -> bool:
 
 
 def _is_our_parquet(folder: Folder) -> bool:
-    """Return whether to_parquet wrote all files of a folder, by their names and metadata."""
+    """Return whether to_parquet wrote all files of a folder, by their metadata."""
     return all(_is_our_file(folder, name) for name in folder.names())
 
 
 def _is_our_file(folder: Folder, name: str) -> bool:
     if name == _MARKER:
         return folder.read(name) == _UNFINISHED
-    if not re.fullmatch(r"part-\d{5,}-\d{5,}\.parquet", name):
-        return False
     try:
         with folder.open(name) as file:
             return _METADATA.encode() in (pq.read_schema(file).metadata or {})
-    except (OSError, ValueError):  # not a parquet file, despite its name
+    except (OSError, ValueError):  # not a parquet file
         return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
@@ -24,8 +24,6 @@ from trakdask.projection import Projector, RowMap
 from trakdask.projection.acceleration import stop_waiting
 from trakdask.projection.specs import from_spec
 from trakdask.variables import CHECKPOINT, SAMPLE, validate
-
-__all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
 
 _NEEDED = ("projector", "parameters")
 _BYTES_OF_FLOAT32 = 4
@@ -52,9 +50,9 @@ def plan(
 
     Returns
     -------
-    The plan. It is displayed as a table, whose numbers
-    :class:`~trakdask.planning.PlannedProjection` explains; ``plan.projections`` has them as
-    attributes, ``plan.to_dataframe()`` as columns.
+    The plan. It is displayed as a table of the attributes of
+    :class:`~trakdask.planning.PlannedProjection`, which explains them; ``plan.projections`` has
+    their values, ``plan.to_dataframe()`` as columns.
 
     Raises
     ------
@@ -247,8 +245,15 @@ class Plan:
 
     def _table(self, names: list[str]) -> pd.DataFrame:
         """Return one row per projector, in units that people read."""
-        cells = {label: [cell(p) for p in self.projections] for label, cell in _QUANTITIES.items()}
-        return pd.DataFrame(cells, index=pd.Index(names, name="projector"))
+        rows = [
+            {
+                name: _readable(name, value)
+                for name, value in asdict(p).items()
+                if name != "projector"
+            }
+            for p in self.projections
+        ]
+        return pd.DataFrame(rows, index=pd.Index(names, name="projector"))
 
     def _titles(self) -> list[str]:
         batches = "" if self.batch_size is None else f" and micro-batches of {self.batch_size}"
@@ -267,23 +272,6 @@ class Plan:
             f"gram matrix {format_time(pilot.gram_s)}; all on {_counted(pilot.n_slots, 'thread')}: "
             f"about {estimated}"
         )
-
-
-_QUANTITIES: Mapping[str, Callable[[PlannedProjection], str]] = {
-    "proj_dim": lambda p: f"{p.proj_dim:,}",
-    "rows of a gradient": lambda p: f"{p.n_rows:,}",
-    "operations per sample and checkpoint": lambda p: _power(p.sample_operations),
-    "operations in total": lambda p: _power(p.total_operations),
-    "operations of gram matrices": lambda p: _power(p.gram_operations),
-    "random bits per micro-batch": lambda p: _power(p.random_bits),
-    "features": lambda p: format_bytes(p.feature_bytes),
-    "store": lambda p: format_bytes(p.store_bytes),
-    "one gradient": lambda p: format_bytes(p.gradient_bytes),
-    "buffers of a thread": lambda p: format_bytes(p.buffer_bytes),
-    "rounding error": lambda p: _percent(p.rounding_error),
-    "error of φ·φ', typical": lambda p: _percent(p.product_error),
-    "error of φ·φ', worst": lambda p: _percent(p.worst_product_error),
-}
 
 
 def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Projector]:
@@ -331,13 +319,14 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _power(number: int) -> str:
-    """Format a count as 530, or as 1.3e12."""
-    return str(number) if number < 1000 else f"{number:.1e}".replace("e+0", "e").replace("e+", "e")
-
-
-def _percent(share: float) -> str:
-    return f"{np.format_float_positional(100 * share, 2, fractional=False, trim='-')} %"
+def _readable(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_error"):
+        return f"{np.format_float_positional(100 * value, 2, fractional=False, trim='-')} %"
+    if isinstance(value, int):
+        return f"{value:,}" if value < 10**6 else f"{value:.1e}"
+    return str(value)
 
 
 def _run_pilot(features: xr.Dataset) -> Pilot:

@@ -9,35 +9,22 @@ import itertools
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import dask
-import dask.array as da
 import fsspec
 import numpy as np
 import pytest
-import xarray as xr
 from fsspec.implementations.memory import MemoryFileSystem
 
 import trakdask as td
+from tests.storage.integers import counted
 from trakdask.testing import simulate_features
 
 LARGE = simulate_features(n_samples=2048, proj_dim=128, n_checkpoints=1, chunks=256)  # 8 × 128 KiB
 SMALL = simulate_features(n_samples=40, proj_dim=8, chunks=16)
-
-
-def counted(features: xr.Dataset) -> tuple[xr.Dataset, list[int]]:
-    calls: list[int] = []
-
-    def count(block: np.ndarray) -> np.ndarray:
-        if block.size:
-            calls.append(1)
-        return block
-
-    data = da.map_blocks(count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
-    return features.assign(feature=(features.feature.dims, data)), calls
 
 
 @contextmanager
@@ -120,17 +107,17 @@ class RefusingFileSystem(MemoryFileSystem):
         if number > cls.after:
             raise ConnectionResetError("503 slow down")
 
-    def cat_file(self, *args, **kwargs):
-        self.ask()
-        return super().cat_file(*args, **kwargs)
 
-    def pipe_file(self, *args, **kwargs):
+def _asking(name: str) -> Callable[..., object]:
+    def call(self: RefusingFileSystem, *args: object, **options: object) -> object:
         self.ask()
-        return super().pipe_file(*args, **kwargs)
+        return getattr(super(RefusingFileSystem, self), name)(*args, **options)
 
-    def ls(self, *args, **kwargs):
-        self.ask()
-        return super().ls(*args, **kwargs)
+    return call
+
+
+for name in ("cat_file", "pipe_file", "ls"):
+    setattr(RefusingFileSystem, name, _asking(name))
 
 
 @pytest.fixture

@@ -31,9 +31,7 @@ def kill_at_every_change(folder: Path, name: str, *more: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("name", "least"), [("append_samples", 40), ("drop", 20), ("calibrate_by_others", 8)]
-)
+@pytest.mark.parametrize(("name", "least"), [("append_samples", 40), ("calibrate_by_others", 8)])
 def test_store__killed_before_every_file_that_appears_or_goes(
     tmp_path: Path, name: str, least: int
 ) -> None:
@@ -44,4 +42,4 @@ def test_store__killed_before_every_file_that_appears_or_goes(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_store__killed_at_every_change(tmp_path: Path, name: str) -> None:
-    assert kill_at_every_change(tmp_path, name, "every") > 25
+    assert kill_at_every_change(tmp_path, name, "every") > 8

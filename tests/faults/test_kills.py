@@ -14,8 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from distributed import Client, Scheduler
 
 import trakdask as td
 from tests.faults._run import N_BLOCKS, N_CHECKPOINTS, features, limit_file
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +71,7 @@ class Cluster:
         log = self._folder / f"scheduler-{time.monotonic_ns()}.log"
         arguments = ["distributed.cli.dask_scheduler", "--port", "0", "--no-dashboard"]
         self.scheduler = start(log, "-m", *arguments, "--host", "127.0.0.1")
-        wait_for(lambda: "tcp://" in log.read_text(), "the scheduler")
+        wait_until(lambda: "tcp://" in log.read_text(), "the scheduler")
         self.address = re.findall(r"tcp://[0-9.]+:\d+", log.read_text())[0]
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
@@ -83,7 +83,7 @@ class Cluster:
         """Let a new worker take the place of one that was killed."""
         self.workers[number] = self._start_worker()
 
-    def end(self) -> None:
+    def close(self) -> None:
         for process in (self.scheduler, *self.workers):
             kill(process)
 
@@ -101,22 +101,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
     process.wait()
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.005)
-
-
-@contextmanager
-def a_cluster(folder: Path) -> Iterator[Cluster]:
-    cluster = Cluster(folder)
-    try:
-        yield cluster
-    finally:
-        cluster.end()
 
 
 def n_blocks_waiting(dask_scheduler: Scheduler) -> int:
@@ -152,7 +136,7 @@ class Run:
     def wait_for_a_moment(self, driver: subprocess.Popen[bytes]) -> None:
         """Wait for one to six more blocks, and a little."""
         least = min(len(completed(self.store)) + self.rng.randrange(1, 5), N_BLOCKS * N_CHECKPOINTS)
-        wait_for(
+        wait_until(
             lambda: len(completed(self.store)) >= least or driver.poll() is not None, "a block"
         )
         time.sleep(self.rng.random() * self.seconds)
@@ -174,7 +158,7 @@ class Run:
             return driver.poll() is not None or (waiting == left and done == completed(self.store))
 
         with Client(address, timeout=240, set_as_default=False) as client:
-            wait_for(is_heard, "the driver's knowledge")
+            wait_until(is_heard, "the driver's knowledge")
         return done
 
     def require_nothing_twice(self, before: Counter[str], done: set[str]) -> None:
@@ -212,20 +196,17 @@ def test_driver__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     assert kill_drivers(tmp_path, 2, seed=0, expected=undisturbed) == 2
 
 
-def test_worker__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
-    """One dies, later both: the same call of save goes on by itself."""
+def test_workers__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    """All of them: the same call of save goes on by itself."""
     run = Run(tmp_path, random.Random(1))
-    with a_cluster(tmp_path) as cluster:
+    with closing(Cluster(tmp_path)) as cluster:
         driver = run.driver(cluster.address)
-        for numbers in ([0], [0, 1]):
-            run.limit()
-            run.wait_for_a_moment(driver)
-            done = run.wait_until_heard(driver, cluster.address)
-            before = computed(run.counts)
-            for number in numbers:
-                kill(cluster.workers[number])
-            for number in numbers:
-                cluster.replace(number)
+        run.wait_for_a_moment(driver)
+        done, before = run.wait_until_heard(driver, cluster.address), computed(run.counts)
+        for worker in cluster.workers:
+            kill(worker)
+        for number in range(2):
+            cluster.replace(number)
         limit_file(run.counts).unlink()
         assert driver.wait(280) == 0, (tmp_path / "driver.log").read_text()
         run.require_nothing_twice(before, done)
@@ -235,11 +216,11 @@ def test_worker__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
 def test_scheduler__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     """All futures are lost with it; the same call goes on, here on threads."""
     run = Run(tmp_path, random.Random(2))
-    with a_cluster(tmp_path) as cluster:
+    with closing(Cluster(tmp_path)) as cluster:
         driver = run.driver(cluster.address)
         run.wait_for_a_moment(driver)
         kill(cluster.scheduler)
-        wait_for(lambda: driver.poll() is not None, "the driver's end")
+        wait_until(lambda: driver.poll() is not None, "the driver's end")
         assert driver.returncode != 0
     run.finish(undisturbed)
 
@@ -275,7 +256,7 @@ def test_anything__killed_at_many_moments(
             run.require_nothing_twice(before, done)
         kill(driver)
     finally:
-        cluster.end()
+        cluster.close()
     assert killed >= 3
     run.finish(undisturbed)
 
@@ -294,7 +275,7 @@ def kill_something(
         return driver, cluster
     kill(driver if victim == "driver" else cluster.scheduler)
     if victim == "scheduler":
-        wait_for(lambda: driver.poll() is not None, "the driver's end")
-        cluster.end()
+        wait_until(lambda: driver.poll() is not None, "the driver's end")
+        cluster.close()
         cluster = Cluster(run.folder)
     return run.driver(cluster.address), cluster

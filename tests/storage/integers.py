@@ -66,6 +66,21 @@ def save(features: xr.Dataset, store: Path | str, **options: object) -> xr.Datas
     return td.save(features, store, progress=False, **options)
 
 
+def counted(features: xr.Dataset, limit: int | None = None) -> tuple[xr.Dataset, list[int]]:
+    """Return the same features; each block counts itself, and all beyond the limit fail."""
+    calls: list[int] = []
+
+    def count(block: np.ndarray) -> np.ndarray:
+        if block.size:
+            if limit is not None and len(calls) >= limit:
+                raise RuntimeError("out of budget")
+            calls.append(1)
+        return block
+
+    data = da.map_blocks(count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
+    return features.assign(feature=(features.feature.dims, data)), calls
+
+
 def gram(x: np.ndarray) -> np.ndarray:
     """Return the gram matrix of each checkpoint."""
     return np.einsum("npc,nqc->pqc", x.astype("f8"), x.astype("f8"))

@@ -16,29 +16,11 @@ import zarr
 from distributed import Client
 
 import trakdask as td
+from tests.storage.integers import counted, save
 from trakdask.storage import reading
 from trakdask.testing import simulate_features
 
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
-
-
-def save(features: xr.Dataset, path: Path | str, **options) -> xr.Dataset:
-    return td.save(features, path, progress=False, **options)
-
-
-def counted(features: xr.Dataset, limit: int | None = None) -> tuple[xr.Dataset, list[int]]:
-    """The same features; each block counts itself, and all beyond the limit fail."""
-    calls: list[int] = []
-
-    def count(block: np.ndarray) -> np.ndarray:
-        if block.size:
-            if limit is not None and len(calls) >= limit:
-                raise RuntimeError("out of budget")
-            calls.append(1)
-        return block
-
-    data = da.map_blocks(count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
-    return features.assign(feature=(features.feature.dims, data)), calls
 
 
 def test_save__values_coords_and_attrs_survive(tmp_path: Path) -> None:
@@ -149,15 +131,23 @@ def test_save__variables_that_features_have_besides(tmp_path: Path) -> None:
         save(FEATURES, tmp_path / "f.zarr")
 
 
-def test_save__runs_on_the_active_client(process_client: Client, tmp_path: Path) -> None:
+def test_save__runs_on_the_active_client(
+    process_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is the notebook's, not the workers', which work elsewhere."""
+    monkeypatch.chdir(tmp_path)
+
     def mark(block: np.ndarray) -> np.ndarray:
         return np.full_like(block, os.getpid())
 
     data = da.map_blocks(mark, FEATURES.out_to_loss.data, dtype="f4", meta=np.empty((0, 0), "f4"))
-    features = FEATURES.assign(out_to_loss=(("sample", "checkpoint"), data))
-    opened = save(features, tmp_path / "f.zarr")
+    opened = save(FEATURES.assign(out_to_loss=(("sample", "checkpoint"), data)), Path("f.zarr"))
     workers = set(process_client.run(os.getpid).values())
     assert set(opened.out_to_loss.values.astype(int).ravel().tolist()) <= workers
+    assert (tmp_path / "f.zarr" / "zarr.json").exists()
+    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
+    td.to_zarr(td.score(opened, FEATURES), "scores.zarr")
+    assert xr.open_zarr(tmp_path / "scores.zarr", consolidated=False).score.notnull().all()
 
 
 @pytest.mark.parametrize(
@@ -221,18 +211,6 @@ def test_query__reads_only_the_blocks_it_needs(
     for name, n_blocks in (("train", 2), ("targets", 1)):
         n_checkpoints = 2
         assert sum(f"{name}.zarr/feature/c." in path for path in read) == n_blocks * n_checkpoints
-
-
-def test_save__same_place_for_every_worker(
-    tmp_path: Path, process_client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A relative path is the notebook's, not the workers', which work elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    opened = save(FEATURES, Path("f.zarr"))
-    assert (tmp_path / "f.zarr" / "zarr.json").exists()
-    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
-    td.to_zarr(td.score(opened, FEATURES), "scores.zarr")
-    assert xr.open_zarr(tmp_path / "scores.zarr", consolidated=False).score.notnull().all()
 
 
 @pytest.mark.parametrize("url", ["file://{}/f.zarr", "memory://{}/f.zarr"])

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
 
 import trakdask as td
+from tests.storage.integers import counted, save
 from trakdask.testing import simulate_features
 
 DAYS = pd.date_range("2026-01-01", periods=40).values
@@ -29,19 +29,13 @@ def store(tmp_path: Path) -> Path:
 
 def save_and_count(store: Path) -> int:
     """Save again; return how many blocks were computed beside the one that is compared."""
-    calls: list[int] = []
-
-    def count(block: np.ndarray) -> np.ndarray:
-        calls.append(bool(block.size))
-        return block
-
-    data = da.map_blocks(count, FEATURES.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
-    opened = td.save(FEATURES.assign(feature=(FEATURES.feature.dims, data)), store, progress=False)
+    features, calls = counted(FEATURES)
+    opened = save(features, store)
     for name in ("feature", "output", "out_to_loss", *FEATURES.coords):
         np.testing.assert_array_equal(opened[name], FEATURES[name])
     np.testing.assert_allclose(opened.gram, td.gram(FEATURES), rtol=1e-6, atol=1e-5)
     assert td.verify(store, checksums=True).empty
-    return sum(calls) - 1
+    return len(calls) - 1
 
 
 def truncate(path: Path) -> None:

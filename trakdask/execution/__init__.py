@@ -1,1 +1,1 @@
-"""Run work on a scheduler: handles to large objects, retries, fingerprints and progress bars."""
+"""Run work on a scheduler: retries, resources, errors that name a block, and progress bars."""

@@ -17,8 +17,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["polled_bar"]
-
 _INTERVAL_S = 0.5
 _SHARE = 20
 

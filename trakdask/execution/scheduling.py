@@ -15,14 +15,6 @@ from distributed import Client, KilledWorker, get_worker
 
 from trakdask.errors import BlockError
 
-__all__ = [
-    "active_client",
-    "gpu_options",
-    "n_slots",
-    "note_start",
-    "run",
-]
-
 T = TypeVar("T")
 
 _STARTED = "trakdask-started"

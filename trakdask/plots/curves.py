@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
-from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_figure
+from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_axes
 from trakdask.variables import TARGET
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def damping(chosen: xr.Dataset) -> Figure:
             "expected a damping that was chosen by outputs, which has a curve, got the rule "
             f"{str(chosen.rule.values)!r}; try td.damping(features, 'completeness')"
         )
-    figure = new_figure(5.2, 3.4)
-    ax = figure.subplots()
+    figure, ax = new_axes(5.2, 3.4)
     ax.plot(chosen.relative_damping, chosen.curve, "o-", color=BLUE, markersize=3.5, linewidth=1.2)
     if np.isfinite(relative := float(chosen.relative)):
         threshold, peak = float(chosen.threshold), float(chosen.peak)
@@ -77,13 +76,11 @@ def lds(result: xr.Dataset) -> Figure:
         If matplotlib is missing: install ``trakdask[plots]``.
     """
     result = result.sortby("lds").compute()
-    figure = new_figure(6.4, 3.6)
-    ax = figure.subplots()
+    figure, ax = new_axes(6.4, 3.6)
     order = np.arange(result.sizes[TARGET])
     ax.plot(order, result.ceiling, ".", color="0.75", label="noise ceiling")
     ax.plot(order, result["lds"], ".", color=BLUE, label="LDS")
-    _mean_line(ax, result.lds_mean, result.interval, BLUE)
-    ax.set_title(f"LDS {_with_interval(result.lds_mean, result.interval)}", fontsize=9)
+    _draw_mean(ax, "LDS", result.lds_mean, result.interval, BLUE)
     finish(figure, ax, "targets, by LDS", "Spearman over subsets")
     return figure
 
@@ -106,14 +103,12 @@ def removal_curve(curve: xr.Dataset) -> Figure:
         If matplotlib is missing: install ``trakdask[plots]``.
     """
     curve = curve.transpose("bound", ...).sortby("fraction").compute()
-    figure = new_figure(5.2, 3.6)
-    ax = figure.subplots()
+    figure, ax = new_axes(5.2, 3.6)
     full = float(curve.mean_full_output)
     fractions = np.array([0, *curve.fraction.values])
     for prefix, label, color in (("", "ranked by score", RED), ("random_", "random", "0.5")):
         ax.plot(fractions, [full, *curve[f"mean_{prefix}output"].values], color=color, label=label)
-        low, high = curve[f"{prefix}interval"].values
-        ax.fill_between(fractions[1:], low, high, color=color, alpha=0.2, linewidth=0)
+        _band(ax, fractions[1:], curve[f"{prefix}interval"], color)
     finish(figure, ax, "fraction of samples removed", "mean output of the targets")
     return figure
 
@@ -137,8 +132,7 @@ def class_detection(result: xr.Dataset) -> Figure:
         If matplotlib is missing: install ``trakdask[plots]``.
     """
     result = result.transpose("bound", ...).sortby("k").compute()
-    figure = new_figure(5.2, 3.4)
-    ax = figure.subplots()
+    figure, ax = new_axes(5.2, 3.4)
     values = result.precision_mean.values
     low, high = result.precision_interval.values
     ax.errorbar(
@@ -179,16 +173,14 @@ def shortcut_detection(result: xr.Dataset) -> Figure:
     """
     result = result.sortby("auprc").compute()
     is_marked = result[f"target_{result.attrs['by']}"].values.astype(bool)
-    figure = new_figure(6.4, 3.6)
-    ax = figure.subplots()
+    figure, ax = new_axes(6.4, 3.6)
     for chosen, color, label in (
         (~is_marked, "0.6", "targets without the mark"), (is_marked, RED, "targets with the mark")
     ):  # fmt: skip
         ax.plot(np.flatnonzero(chosen), result.auprc.values[chosen], ".", color=color, label=label)
-    _mean_line(ax, result.auprc_mean, result.interval, RED)
+    _draw_mean(ax, "AUPRC", result.auprc_mean, result.interval, RED)
     ax.axhline(float(result.chance), color="0.5", linestyle="--", linewidth=1, label="random order")
     ax.set_ylim(0, 1.03)
-    ax.set_title(f"AUPRC {_with_interval(result.auprc_mean, result.interval)}", fontsize=9)
     finish(figure, ax, "targets, by AUPRC", "AUPRC of the marked samples")
     return figure
 
@@ -215,14 +207,12 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
     more = [str(dim) for dim in curve.found.dims if dim != "fraction"]
     curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
     methods = [curve.isel({more[0]: i}) for i in range(curve.sizes[more[0]])] if more else [curve]
-    figure = new_figure(5.2, 3.8)
-    ax = figure.subplots()
+    figure, ax = new_axes(5.2, 3.8)
     fractions = np.array([0, *curve.fraction.values, 1])
     for one in methods:
         _draw_found(ax, one, str(one[more[0]].values) if more else "ranked", fractions)
-    low, high = curve.random_interval.values
     ax.plot([0, 1], [0, 1], color="0.5", linestyle="--", linewidth=1, label="random order")
-    ax.fill_between(fractions, [0, *low, 1], [0, *high, 1], color="0.5", alpha=0.15, linewidth=0)
+    _band(ax, fractions[1:-1], curve.random_interval, "0.5")
     ax.plot(
         fractions, [0, *curve.best.values, 1], color="0.3", linestyle=":", linewidth=1, label="best"
     )
@@ -249,13 +239,11 @@ def randomization_check(result: xr.Dataset) -> Figure:
         If matplotlib is missing: install ``trakdask[plots]``.
     """
     result = result.sortby("correlation").compute()
-    figure = new_figure(6.4, 3.6)
-    ax = figure.subplots()
+    figure, ax = new_axes(6.4, 3.6)
     ax.axhline(0, color="0.5", linestyle="--", linewidth=1)
     ax.plot(np.arange(result.sizes[TARGET]), result.correlation, ".", color=BLUE, label="targets")
-    _mean_line(ax, result.correlation_mean, result.interval, BLUE)
-    value = _with_interval(result.correlation_mean, result.interval)
-    ax.set_title(f"correlation with a random model {value}", fontsize=9)
+    what = "correlation with a random model"
+    _draw_mean(ax, what, result.correlation_mean, result.interval, BLUE)
     ax.set_ylim(-1.03, 1.03)
     finish(figure, ax, "targets, by correlation", "Spearman over samples")
     return figure
@@ -279,12 +267,10 @@ def seed_agreement(result: xr.Dataset) -> Figure:
         If matplotlib is missing: install ``trakdask[plots]``.
     """
     result = result.transpose("bound", ...).sortby("n_models").compute()
-    figure = new_figure(5.2, 3.4)
-    ax = figure.subplots()
+    figure, ax = new_axes(5.2, 3.4)
     ax.plot(result.n_models, result.reliability, "o-", color=GREEN, markersize=4, linewidth=1.2,
             label="predicted by Spearman-Brown")  # fmt: skip
-    low, high = result.reliability_interval.values
-    ax.fill_between(result.n_models, low, high, color=GREEN, alpha=0.2, linewidth=0)
+    _band(ax, result.n_models, result.reliability_interval, GREEN)
     ax.set_xticks(result.n_models.values)
     ax.set_ylim(0, 1.03)
     value = _with_interval(result.agreement_mean, result.interval)
@@ -297,13 +283,19 @@ def _draw_found(ax: Axes, curve: xr.Dataset, name: str, fractions: np.ndarray) -
     """Draw the curve of one method, in the next colour."""
     label = f"{name}, area {float(curve.area):.2f}"
     (line,) = ax.plot(fractions, [0, *curve.found.values, 1], linewidth=1.4, label=label)
-    low, high = curve.interval.values
-    ax.fill_between(fractions[1:-1], low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    _band(ax, fractions[1:-1], curve.interval, line.get_color())
 
 
-def _mean_line(ax: Axes, mean: xr.DataArray, interval: xr.DataArray, color: str) -> None:
+def _band(ax: Axes, x: Any, interval: xr.DataArray, color: Any) -> None:
+    low, high = interval.values
+    ax.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def _draw_mean(ax: Axes, what: str, mean: xr.DataArray, interval: xr.DataArray, color: str) -> None:
+    """Draw a line at the mean over targets, with its interval, and write both into the title."""
     ax.axhline(float(mean), color=color, linewidth=1, label="mean")
     ax.axhspan(*interval.values.tolist(), color=color, alpha=0.15, linewidth=0)
+    ax.set_title(f"{what} {_with_interval(mean, interval)}", fontsize=9)
 
 
 def _with_interval(value: xr.DataArray, interval: xr.DataArray) -> str:

@@ -51,6 +51,12 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a new figure with one axes; see :func:`new_figure`."""
+    figure = new_figure(width, height)
+    return figure, figure.subplots()
+
+
 def finish(figure: Figure, ax: Axes, x: str, y: str) -> None:
     """Label the axes, show the legend without a frame, and fit everything into the figure."""
     ax.set_xlabel(x)

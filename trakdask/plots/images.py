@@ -34,7 +34,7 @@ def as_colours(images: Sequence[Array | xr.DataArray], normalize: Normalize | No
     """
     arranged = [_channels_last(np.asarray(image)) for image in images]
     if normalize is not None:
-        mean, std = (np.asarray(each, np.float64) for each in normalize)
+        mean, std = (np.asarray(value, np.float64) for value in normalize)
         return [np.clip(image * std + mean, 0, 1) for image in arranged]
     colours = [image for image in arranged if image.ndim == 3]
     if not colours:

@@ -159,8 +159,12 @@ class Group:
     def stored_chunks(self, name: str) -> set[tuple[int, ...]]:
         """Return the numbers of the chunks that are in the store, from one listing."""
         separator = separator_of(self.arrays[name])
-        files = (file.split(separator) for file in (self.folder / name).files())
-        return {tuple(map(int, index)) for first, *index in files if first == "c"}
+        keys = (file.split(separator) for file in (self.folder / name).files())
+        return {
+            tuple(map(int, index))
+            for first, *index in keys
+            if first == "c" and all(map(str.isdecimal, index))
+        }
 
     def require_chunks(self, name: str) -> None:
         """Raise if an array lacks chunks: zarr would read fill values in their place."""
