@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import dask
@@ -27,6 +28,22 @@ IMPORTED = ["distributed", "torch.func", "trakdask.accessor", "trakdask.demo", "
 """What every worker would import itself; the others follow from these."""
 
 
+def forkserver() -> BaseContext:
+    """Return what forks processes from one that has imported everything."""
+    with dask.config.set(PATIENT):
+        context = get_mp_context()
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def exit_code(function: Callable[..., object], *arguments: object) -> int | None:
+    """Run a function of a test module in a process of its own, and say how that ended."""
+    process = forkserver().Process(target=function, args=arguments)
+    process.start()
+    process.join(PATIENCE_S)
+    return process.exitcode
+
+
 class PatientNanny(Nanny):
     """A nanny that waits until its worker has ended: others kill it after four seconds.
 
@@ -34,7 +51,7 @@ class PatientNanny(Nanny):
     """
 
     def __init__(self, *args: Any, env: Mapping[str, str] | None = None, **options: Any) -> None:
-        get_mp_context().set_forkserver_preload(IMPORTED)
+        forkserver()
         super().__init__(*args, env={**os.environ, **(env or {})}, **options)
 
     async def kill(self, timeout: float = PATIENCE_S, reason: str = "nanny-kill") -> None:
@@ -51,7 +68,7 @@ def local_cluster(*, processes: bool, n_workers: int = 2) -> LocalCluster:
 
 @contextmanager
 def workers_with(resources: Mapping[str, dict[str, int]]) -> Iterator[Client]:
-    """Start worker processes by name, with what they declare; the client is the active one."""
+    """Start worker processes by name, with what they declare."""
     options = {"nthreads": 1, "dashboard_address": ":0"}
     workers = {
         name: {"cls": PatientNanny, "options": {**options, "resources": given}}
@@ -62,6 +79,5 @@ def workers_with(resources: Mapping[str, dict[str, int]]) -> Iterator[Client]:
         dask.config.set(PATIENT),
         SpecCluster(workers=workers, scheduler=scheduler) as made,
         Client(made, set_as_default=False) as client,
-        client.as_current(),
     ):
         yield client

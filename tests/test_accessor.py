@@ -37,17 +37,6 @@ def test_accessor__exists_after_both_imports(imports: str) -> None:
     assert "FeaturesAccessor" in found
 
 
-def test_import__loads_next_to_nothing() -> None:
-    code = """
-import sys, xarray
-before = set(sys.modules)
-import trakdask
-new = sorted(name for name in set(sys.modules) - before if name.startswith("trakdask"))
-print(new, {"torch", "dask", "distributed", "zarr"} & (set(sys.modules) - before))
-"""
-    assert run(code) == "['trakdask', 'trakdask._version', 'trakdask.accessor'] set()"
-
-
 @pytest.mark.parametrize(("data", "name"), METHODS)
 def test_method__is_the_function_of_the_data(data: xr.Dataset, name: str) -> None:
     function, method = getattr(td, name), getattr(data.trak, name)

@@ -41,14 +41,6 @@ def test_open_bergson__gradients_are_those_that_bergson_reads(name: str, tmp_pat
     assert features.output.isnull().all()
 
 
-def test_open_bergson__rows_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trakdask.bergson._BLOCK_BYTES", 2 * 4 * 16)
-    features = td.open_bergson(written(tmp_path, "build"))
-    assert features.feature.chunks == ((2, 2, 2), (16,), (1,))
-    assert np.array_equal(features.feature.values[:, :, 0], gradients("build"))
-    assert np.array_equal(features.feature[3:5].values[:, :, 0], gradients("build")[3:5])
-
-
 def test_open_bergson__several_checkpoints(tmp_path: Path) -> None:
     first, second = (written(tmp_path / name, name) for name in ("float16", "bfloat16"))
     listed = td.open_bergson([first, second])
@@ -93,9 +85,3 @@ def test_open_bergson__stores_of_other_settings_cannot_be_mixed(tmp_path: Path) 
     (other / "config.yaml").write_text(text.replace("loss_fn: ce", "loss_fn: log_odds"))
     with pytest.raises(td.errors.StoreMismatchError, match="checkpoints"):
         td.score(train, td.open_bergson(other), estimator="grad_dot")
-
-
-def test_open_bergson__can_be_saved_and_opened(tmp_path: Path) -> None:
-    features = td.open_bergson(written(tmp_path / "store", "build"))
-    saved = td.save(features, tmp_path / "saved.zarr")
-    assert np.array_equal(saved.feature, features.feature)

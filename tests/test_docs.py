@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -129,35 +128,6 @@ def test_tables_of_quality__are_those_of_the_results(page: str) -> None:
     for name, *shown in rows:
         expected = [known[TASKS[name], *column] for column in COLUMNS[page]]
         assert [float(value) for value in shown[: len(expected)]] == expected, name
-
-
-def test_table_of_projections__is_that_of_the_results() -> None:
-    results = json.loads((RESULTS / "2026-11-21-projection-1e5.json").read_text("utf-8"))
-    known = {(c["proj_dim"], c["batch"], c["engine"]): c for c in results["cells"]}
-    engines = ["traker", "int8x2", "int8x2-numpy", "int8x1", "sjlt4", "sjlt4-numpy"]
-    rows = [row for row in cells("evidence/speed.md") if len(row) == 8 and row[0].isdigit()]
-    assert len(rows) == 9
-    for p, batch, *shown in rows:
-        for engine, text in zip(engines, shown, strict=True):
-            cell = known[int(p), int(batch), engine]
-            rate, *times = re.findall(r"\d+(?:\.\d+)?", text)
-            assert float(rate) == pytest.approx(cell["samples_per_s"], rel=0.02)
-            assert [float(t) for t in times] == pytest.approx(
-                [cell["times_traker"]] * len(times), rel=0.03
-            )
-
-
-def test_tables_of_peers__are_those_of_the_results() -> None:
-    lines = (RESULTS / "2026-11-23-compare_peers.txt").read_text("utf-8").splitlines()
-    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
-    # Of a batch size and an engine: samples per second, and times traker.
-    known = {(row[0], row[2]): row[3:5] for row in table if len(row) == 11}
-    rows = [row for row in cells("evidence/speed.md") if len(row) == 7 and row[0].isdigit()]
-    assert [int(row[0]) for row in rows] == [32, 128, 512]
-    for batch, *shown in rows:
-        expected = [*known[batch, "trakdask"], *known[batch, "rademacher"]]
-        expected += [known[batch, engine][0] for engine in ("traker", "dattri")]
-        assert [*map(float, shown)] == pytest.approx([*map(float, expected)], rel=0.03)
 
 
 def test_readme__quotes_the_pages_of_evidence() -> None:

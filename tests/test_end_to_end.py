@@ -17,7 +17,7 @@ from tests.projection.reference import signs
 from trakdask import examples
 from trakdask.projection import RowMap
 
-N_TRAIN, N_TARGET = 120, 15
+N_TRAIN, N_TARGET, N_GIVEN = 120, 15, 40
 
 
 def gradients_by_backward(
@@ -137,15 +137,6 @@ def test_score__rademacher_equals_the_formula_with_the_same_matrix(
     assert relative_error(found, expected) <= 2e-3
 
 
-def test_featurize__output_and_q_equal_the_formula(mlp_paths, data, oracle) -> None:
-    features = td.featurize(data[0], td.Model(examples.digits_mlp, mlp_paths[:1]))
-    q = features.out_to_loss.values[:, 0]
-    np.testing.assert_allclose(q, oracle[0][0][1], rtol=1e-3, atol=1e-9)
-    np.testing.assert_allclose(
-        np.exp(-np.logaddexp(0, features.output.values[:, 0])), q, rtol=1e-3, atol=1e-9
-    )
-
-
 class Given(nn.Module):
     """f(x) = w·x: the gradient of a sample is the sample itself, to the last bit."""
 
@@ -169,8 +160,8 @@ class Passed:
 
 
 def given_features(chunks: int, projector, batch_size, gradients="vmap") -> xr.Dataset:
-    x = np.random.default_rng(3).standard_normal((90, 1000), dtype=np.float32)
-    samples = td.from_arrays({"x": x}, coords={"label": np.arange(90) % 3}, chunks=chunks)
+    x = np.random.default_rng(3).standard_normal((N_GIVEN, 1000), dtype=np.float32)
+    samples = td.from_arrays({"x": x}, coords={"label": np.arange(N_GIVEN) % 3}, chunks=chunks)
     state = Given().state_dict()
     model = td.Model(Given, [state, {**state, "w": torch.ones(700)}], task=Passed())
     return td.featurize(
@@ -182,29 +173,24 @@ def given_features(chunks: int, projector, batch_size, gradients="vmap") -> xr.D
 def test_featurize__no_bit_depends_on_how_it_is_cut(projector) -> None:
     names = ["feature", "output", "out_to_loss"]
     with dask.config.set(scheduler="sync"):
-        reference = given_features(90, projector, 90)[names].compute()
-    cuts = [(7, 3, "sync"), (30, 64, "threads"), (1, 1, "threads"), (64, "auto", "processes")]
+        reference = given_features(N_GIVEN, projector, N_GIVEN)[names].compute()
+    cuts = [(7, 3, "sync"), (16, 64, "threads"), (1, 1, "threads"), (30, "auto", "threads")]
     for chunks, batch_size, scheduler in cuts:
         with dask.config.set(scheduler=scheduler, num_workers=2):
             found = given_features(chunks, projector, batch_size)[names].compute()
         np.testing.assert_array_equal(found.feature, reference.feature)
         np.testing.assert_array_equal(found.out_to_loss, reference.out_to_loss)
         np.testing.assert_allclose(found.output, reference.output, rtol=1e-5, atol=1e-6)
-    looped = given_features(45, projector, 10, gradients="loop")[names].compute()
+    looped = given_features(20, projector, 10, gradients="loop")[names].compute()
     np.testing.assert_array_equal(looped.feature, reference.feature)
 
 
 def test_featurize__no_bit_depends_on_the_cluster(process_client: Client) -> None:
     projector = td.Rademacher(proj_dim=77, seed=5)
     with dask.config.set(scheduler="sync"):
-        reference = given_features(90, projector, 90).feature.values
+        reference = given_features(N_GIVEN, projector, N_GIVEN).feature.values
     found = given_features(16, projector, 5).feature.compute()
     np.testing.assert_array_equal(found, reference)
-
-
-def test_featurize__checkpoints_have_their_own_matrices() -> None:
-    features = given_features(90, td.Rademacher(proj_dim=64), 90).feature.values
-    assert abs(np.corrcoef(features[:, :, 0].ravel(), features[:, :, 1].ravel())[0, 1]) < 0.1
 
 
 def test_pipeline__same_scores_on_every_scheduler(

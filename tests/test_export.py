@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from tests.bad_inputs.stores import (
     store_in,
     text_as_parquet,
 )
-from trakdask import export
+from tests.clusters import exit_code
 from trakdask.provenance import as_values
 from trakdask.testing import raise_if_dask_computes, simulate_features
 
@@ -114,29 +112,6 @@ def test_to_parquet__reread(
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
-def test_to_parquet__each_file_is_of_one_block_of_targets(tmp_path: Path) -> None:
-    td.to_parquet(td.score(FEATURES, TARGETS), tmp_path / "p.parquet")
-    for file in sorted((tmp_path / "p.parquet").iterdir()):
-        _, target_block, sample_block = file.stem.split("-")
-        frame = pd.read_parquet(file)
-        assert set(frame.target // 4) == {int(target_block)}
-        assert set(frame["sample"] // 16) == {int(sample_block)}
-
-
-def test_to_parquet__row_groups_are_whole_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "_ROWS_AT_ONCE", 7)
-    top = td.top_k(td.score(*labelled()), 3)
-    td.to_parquet(top, tmp_path / "p.parquet")
-    file = parquet.ParquetFile(tmp_path / "p.parquet" / "part-00000-00000.parquet")
-    groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-    assert groups == [6, 6]
-    assert (
-        read_by_pandas(tmp_path / "p.parquet").score.tolist() == top.score.values.ravel().tolist()
-    )
-
-
 def test_to_parquet__says_how_it_was_made(tmp_path: Path) -> None:
     top = td.top_k(td.score(FEATURES, TARGETS), 2)
     td.to_parquet(top, tmp_path / "p.parquet")
@@ -164,19 +139,6 @@ def test_to_parquet__on_worker_processes(process_client: Client, tmp_path: Path)
     assert (
         read_by_pandas(tmp_path / "p.parquet").score.tolist() == top.score.values.ravel().tolist()
     )
-
-
-def test_to_parquet__refuses_other_things(tmp_path: Path) -> None:
-    scores = td.score(FEATURES, FEATURES)
-    for other in (FEATURES, td.score(FEATURES, TARGETS, average=False), scores.mean("sample"), 3):
-        with pytest.raises(ValueError, match=r"expected the Dataset"):
-            td.to_parquet(other, tmp_path / "s.parquet")
-    top = td.top_k(scores, 2)
-    td.to_parquet(top, tmp_path / "t.parquet")
-    with pytest.raises(FileExistsError, match="overwrite=True"):
-        td.to_parquet(top, tmp_path / "t.parquet")
-    td.to_parquet(top.isel(target=slice(5)), tmp_path / "t.parquet", overwrite=True)
-    assert len(pd.read_parquet(tmp_path / "t.parquet")) == 10
 
 
 @pytest.mark.parametrize("export_to", [td.to_zarr, td.to_parquet])
@@ -347,35 +309,21 @@ def test_export__that_fails_leaves_no_part_of_a_result(
     assert [file.name for file in tmp_path.iterdir()] == ["s"] * (not url.startswith("memory"))
 
 
+def export_and_die(export: Callable[..., None], place: str) -> None:
+    with dask.config.set(scheduler="synchronous"):
+        export(failing(5, kill), place, overwrite=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("export", ["to_zarr", "to_parquet"])
-def test_export__that_is_killed_is_repeated_by_the_same_call(tmp_path: Path, export: str) -> None:
+@pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
+def test_export__that_is_killed_is_repeated_by_the_same_call(
+    tmp_path: Path, export: Callable[..., None]
+) -> None:
     place = str(tmp_path / "s")
-    code = f"""
-import dask
-from tests.test_export import failing, kill, td
-with dask.config.set(scheduler="synchronous"):
-    td.{export}(failing(5, kill), {place!r}, overwrite=True)
-"""
-    write = getattr(td, export)
     for there in (False, True):
-        killed = subprocess.run([sys.executable, "-c", code], capture_output=True)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert exit_code(export_and_die, export, place) == -signal.SIGKILL
         assert Path(place).exists() == there
         if there:
             np.testing.assert_array_equal(reopened(place), SCORES.values.ravel())
-        write(SCORES, place, overwrite=True)
+        export(SCORES, place, overwrite=True)
         assert [file.name for file in tmp_path.iterdir()] == ["s"]
-
-
-@pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
-def test_overwrite__a_result_that_was_moved_or_is_behind_a_link(
-    tmp_path: Path, export: Callable[..., None]
-) -> None:
-    export(SCORES, tmp_path / "s")
-    (tmp_path / "s").rename(tmp_path / "moved")
-    (tmp_path / "link").symlink_to(tmp_path / "moved")
-    few = SCORES.isel(target=slice(2))
-    export(few, tmp_path / "link", overwrite=True)
-    assert (tmp_path / "link").is_symlink()
-    np.testing.assert_array_equal(reopened(str(tmp_path / "moved")), few.values.ravel())

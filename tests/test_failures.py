@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import ClassVar
@@ -112,32 +111,6 @@ def test_featurize__a_failure_is_found_by_halving() -> None:
     assert seen.count(1) == 3  # the two halves of the last pair, and the sample that is checked
 
 
-def test_featurize__every_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "trakdask"):
-        featurize(samples()).isel(checkpoint=[1]).compute(scheduler="sync")
-    assert "sample 17 failed at checkpoint 'c1': " in caplog.text
-    assert len(caplog.records) == len(BAD)
-
-
-def test_featurize__what_every_sample_of_a_block_raises_is_no_record() -> None:
-    with pytest.raises(
-        td.errors.BlockError, match=r"samples 8:16 of .* failed: .*got 99 at sample 8"
-    ):
-        featurize(samples(raises=list(range(8, 16)))).compute(scheduler="sync")
-    with pytest.raises(td.errors.BlockError, match="the variable 'text'"):
-        td.featurize(samples(), model(task=_NoNames()), on_error="record").compute()
-    alone = featurize(samples(raises=[0]).isel(sample=[0])).compute(scheduler="sync")
-    assert (alone.error != "").all()
-
-
-class _NoNames:
-    def output(self, forward, batch):
-        return forward(batch["text"])[:, 0]
-
-    def out_to_loss(self, forward, batch):
-        return batch["text"]
-
-
 class _Flaky(td.tasks.ImageClassification):
     error: ClassVar[type[Exception]]
 
@@ -152,28 +125,6 @@ def test_featurize__errors_of_the_machine_are_not_of_a_sample(error: type[Except
     features = td.featurize(samples(), model(task=task), on_error="record")
     with pytest.raises(td.errors.BlockError, match=f"{error.__name__}: no space left"):
         features.compute(scheduler="sync")
-
-
-def test_featurize__engine_is_checked_on_samples_that_pass() -> None:
-    """The first two fail; the third and fourth show that the model mixes samples."""
-
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.flatten(1)
-            return self.head(x - x.mean(0))
-
-    data = samples(raises=[0], not_finite=[1])
-    with pytest.raises(td.errors.BlockError, match=r"output of sample \d+ .*alone"):
-        td.featurize(data, td.Model(Mixing()), on_error="record").compute()
-
-
-def test_featurize__on_error_is_one_of_two() -> None:
-    with pytest.raises(ValueError, match="on_error, got 'skip'"):
-        featurize(samples(), on_error="skip")
 
 
 def partly_failed(n: int = 60, proj_dim: int = 8) -> tuple[xr.Dataset, xr.Dataset]:
@@ -229,36 +180,6 @@ def test_score__failure_at_one_checkpoint(options: dict) -> None:
     np.testing.assert_allclose(gram, np.einsum("spc,sqc->pqc", known, known), rtol=1e-4, atol=1e-4)
 
 
-def test_score__by_completeness_with_failures() -> None:
-    features, rest = partly_failed()
-    phi, q = rest.feature.values.astype("f8"), rest.out_to_loss.values.astype("f8")
-    known = np.einsum("spc,sc,sqc->cpq", phi, q**0.5 * (1 - q), phi)
-    step = np.einsum("spc,s->cp", phi, (q**0.5).mean(axis=1))
-    newton = [
-        np.linalg.solve(k + np.trace(k) / len(q) * np.eye(8), r)
-        for k, r in zip(known, step, strict=True)
-    ]
-    targets = TARGETS.compute()
-    targets["output"][:] = np.einsum("spc,cp->sc", targets.feature, newton)  # ρ = 1
-    options = {"estimator": "soft", "damping": "completeness", "calibrate": targets}
-    scores = td.score(features, targets, **options).compute()
-    failed = (features.error != "").any("checkpoint").values
-    assert (np.isnan(scores).all("target").values == failed).all()
-    found, expected = (td.damping(ds, **options).compute() for ds in (features, rest))
-    assert expected.relative == 1
-    assert 0.5 < found.relative < 2  # two samples are in some of the gram matrices
-    assert found.peak > 0.99
-
-
-def test_self_influence__of_failed_samples_is_nan() -> None:
-    features, _ = partly_failed()
-    failed = (features.error != "").any("checkpoint").values
-    for estimator in ("trak", "soft", "grad_dot"):
-        options = {} if estimator == "grad_dot" else {"damping": "closed_form"}
-        own = td.self_influence(features, estimator=estimator, **options)
-        assert (np.isnan(own.compute()).values == failed).all()
-
-
 def test_top_k__of_a_failed_target_is_empty() -> None:
     targets, _ = partly_failed()
     top = td.top_k(td.score(TARGETS, targets), 2).compute()
@@ -293,8 +214,3 @@ def test_save__goes_on_recording_where_a_run_that_raises_stopped(tmp_path: Path)
     assert np.argwhere(recorded.error.values != "")[:, 0].tolist() == [9, 9, 16, 16, 17, 17]
     again = td.save(featurize(samples(raises=[17]), on_error="raise"), store, progress=False)
     np.testing.assert_array_equal(again.error, recorded.error)
-
-
-def test_save__no_failure_is_no_file(tmp_path: Path) -> None:
-    td.save(featurize(samples(raises=[], not_finite=[])), tmp_path / "f.zarr", progress=False)
-    assert [path.name for path in (tmp_path / "f.zarr" / "error").iterdir()] == ["zarr.json"]

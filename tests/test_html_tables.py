@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 import trakdask as td
 from trakdask.html_tables import html_table
@@ -32,25 +30,7 @@ def test_html_table__has_every_field(value: object) -> None:
     assert type(value).__name__ in value._repr_html_()  # type: ignore[attr-defined]
 
 
-def test_html_table__of_a_model() -> None:
-    state = torch.nn.Linear(4, 2).state_dict()
-    zeros = {name: 0 * tensor for name, tensor in state.items()}
-    model = td.Model(lambda: torch.nn.Linear(4, 2), {"<b>": state, "second": zeros})
-    rows = cells(model)
-    assert rows["2 checkpoints"] == "['<b>', 'second']"
-    assert rows["build"] == "<lambda>"
-    assert rows["parameters"] == "['weight', 'bias']"
-    assert rows["task"] == repr(model.task)
-    assert cells(td.Model(torch.nn.Linear(4, 2)))["parameters"] == "['weight', 'bias']"
-
-
 def test_html_table__escapes() -> None:
     evil = "</code><script>alert(1)</script>&"
     assert cells(td.tasks.ImageClassification(image=evil))["inputs"] == repr((evil,))
     assert "<script>" not in html_table(evil, {evil: evil})
-
-
-@pytest.mark.parametrize("module", [td.evaluate, td.plots, td.tasks, td.examples, td.testing])
-def test_dir__shows_what_is_public(module: ModuleType) -> None:
-    assert dir(module) == sorted(module.__all__)
-    assert all(hasattr(module, name) for name in dir(module))

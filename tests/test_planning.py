@@ -7,7 +7,6 @@ import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from xml.etree import ElementTree
 
 import dask
 import numpy as np
@@ -102,23 +101,6 @@ def test_plan__opened_store_gives_the_same(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_plan__selection_is_counted_as_it_is() -> None:
-    found = plan(FEATURES.isel(sample=slice(6, 12), checkpoint=[1]))
-    assert (found.n_samples, found.n_blocks, found.n_checkpoints) == (6, 2, 1)
-    assert found.projections[0].feature_bytes == 4 * 6 * 32
-
-
-def test_plan__features_in_memory_are_one_block() -> None:
-    assert plan(features(td.Identity()).compute(scheduler="sync")).n_blocks == 1
-
-
-@pytest.mark.parametrize("own", [Mask(40, then=td.Rademacher(8)), Kronecker(4, 4)], ids=repr)
-def test_plan__own_projector_is_rebuilt_from_attrs(own: Projector) -> None:
-    found, again = plan(features(own), [own]).projections
-    assert found == again == plan(features(own), own).projections[1]
-    assert found.projector == repr(own)
-
-
 def test_plan__projectors_know_the_shapes() -> None:
     kronecker = Kronecker(left=4, right=4)
     shapes = FEATURES.attrs["parameters"]
@@ -135,35 +117,6 @@ def test_to_dataframe__one_row_per_projector_to_compute_with() -> None:
     numbers = frame.drop(columns="projector")
     assert {dtype.kind for dtype in numbers.dtypes} <= {"i", "f"}
     assert (frame.feature_bytes / frame.proj_dim).tolist() == [160, 160]
-
-
-def test_to_dataframe__more_operations_than_64_bits() -> None:
-    huge = FEATURES.assign_attrs(parameters={"weight": [10**9, 10**9]})
-    frame = plan(huge).to_dataframe()
-    assert frame.total_operations.tolist() == [4.0 * 32 * 10**18 * 40]
-
-
-def test_plan__repr_is_human() -> None:
-    lines = repr(plan(FEATURES, [OTHER, td.Identity()])).splitlines()
-    title = "Plan: 20 samples in 3 blocks and micro-batches of 256, 2 checkpoints, 53 parameters"
-    assert lines[:4] == [f"{title}: 6 tasks", f"1: {OWN}", f"2: {OTHER}", "3: Identity()"]
-    shown = {line[:38].strip(): line[38:].split("  ") for line in lines[5:]}
-    cells = {label: [cell.strip() for cell in row if cell.strip()] for label, row in shown.items()}
-    assert cells["proj_dim"] == ["32", "512", "53"]
-    assert cells["operations per sample and checkpoint"] == ["2.0e5", "4.7e6", "0"]
-    assert cells["features"] == ["5.00 kiB", "80.00 kiB", "8.28 kiB"]
-    assert cells["one gradient"] == ["6.01 kiB", "6.01 kiB", "212 B"]
-    assert cells["rounding error"] == ["0.009 %", "0.00004 %", "0 %"]
-    assert cells["error of φ·φ', worst"] == ["25 %", "6.2 %", "0 %"]
-
-
-def test_plan__html_has_one_row_per_projector() -> None:
-    page = ElementTree.fromstring(f"<div>{plan(FEATURES, [OTHER])._repr_html_()}</div>")
-    head = [cell.text for cell in page.iter("th")]
-    rows = [["".join(cell.itertext()) for cell in row] for row in page.iterfind(".//tbody/tr")]
-    assert [row[0] for row in rows] == [repr(OWN), repr(OTHER)]
-    assert [row[head.index("features")] for row in rows] == ["5.00 kiB", "80.00 kiB"]
-    assert page.findtext("p", "").startswith("Plan: 20 samples in 3 blocks")
 
 
 def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:

@@ -5,22 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trakdask.errors import StoreMismatchError
-from trakdask.provenance import REQUIRED_SPEC, digest, require_comparable, require_same
+from trakdask.provenance import require_comparable, require_same
 from trakdask.testing import simulate_features
 
 SPEC = {**simulate_features().attrs, "parameters": {"w": [2, 3]}}
-
-
-def test_require_same__lists_and_tuples_are_equal() -> None:
-    """JSON, and so a store, has no tuples."""
-    require_same({**SPEC, "parameters": {"w": (2, 3)}}, SPEC, what="both")
-
-
-@pytest.mark.parametrize("name", REQUIRED_SPEC)
-def test_require_same__missing_field(name: str) -> None:
-    without = {key: value for key, value in SPEC.items() if key != name}
-    with pytest.raises(StoreMismatchError, match=f"both differ in {name}"):
-        require_same(without, SPEC, what="both")
 
 
 def test_require_same__order_of_checkpoints_matters() -> None:
@@ -28,17 +16,6 @@ def test_require_same__order_of_checkpoints_matters() -> None:
     turned = dict(reversed(SPEC["checkpoints"].items()))
     with pytest.raises(StoreMismatchError, match=r"checkpoints \(their order\): expected"):
         require_same({**SPEC, "checkpoints": turned}, SPEC, what="both")
-
-
-def test_require_same__long_values_are_cut() -> None:
-    with pytest.raises(StoreMismatchError) as caught:
-        require_same({**SPEC, "task": "x" * 500}, SPEC, what="both")
-    assert len(str(caught.value)) < 250
-
-
-def test_digest__depends_on_content_not_order() -> None:
-    assert digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1})
-    assert digest({"a": 1}) != digest({"a": 2})
 
 
 LM = "CausalLM(inputs=('input_ids', 'mask'), labels=None, position={}, positional={})"

@@ -7,6 +7,7 @@ from . import testing as testing
 from ._version import __version__ as __version__
 from .attribution import Absolute as Absolute
 from .attribution import combine as combine
+from .attribution import curvature as curvature
 from .attribution import damping as damping
 from .attribution import gram as gram
 from .attribution import group_score as group_score

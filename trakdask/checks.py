@@ -9,8 +9,6 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-__all__ = ["import_callable", "require_choice", "require_integer", "require_number", "shown"]
-
 
 def shown(value: object) -> str:
     """Return a short, one-line ``repr`` of an offending value.

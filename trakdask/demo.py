@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from distributed import Client, LocalCluster
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 import trakdask as td
 from trakdask import examples
@@ -50,8 +49,9 @@ def main() -> None:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
         features, target_features = _featurize(train, targets, seconds)
         scores = td.score(features, target_features)
-        console.print("\n[bold]scores[/] are lazy; none of them has been computed yet:")
-        console.print(_summary(scores), "\n", markup=False)
+        sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
+        console.print(f"\nscores ({sizes}) are lazy; none of them has been computed yet:")
+        console.print(f"  {scores.attrs['formula']}\n", markup=False)
         ends = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
         with _timed(seconds, f"rank all {N_TARGETS} targets, both ends"):
             helpful, harmful = dask.compute(*ends)
@@ -131,34 +131,25 @@ def _featurize(
     return saved[0], saved[1]
 
 
-def _summary(scores: xr.DataArray) -> str:
-    sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
-    return (
-        f"  {scores.name} ({sizes}) {scores.dtype}, {len(scores.chunks[0])} × "  # type: ignore[index]
-        f"{len(scores.chunks[1])} tiles\n"  # type: ignore[index]
-        f"  coords {', '.join(map(str, scores.coords))}\n"
-        f"  {scores.attrs['formula']}, damping {scores.attrs['damping']}"
-    )
-
-
 def _print_rankings(
     helpful: xr.Dataset, harmful: xr.Dataset, shown: list[int], targets: xr.Dataset
 ) -> None:
     unit = td.plots.power_of_ten(helpful.score[shown], harmful.score[shown])
-    table = Table(title=f"The {len(shown)} targets with the smallest margin; score in 1e{unit}")
-    for column in ("target", "digit", "margin f"):
-        table.add_column(column, justify="right")
-    table.add_column(f"top and bottom {SHOWN} training samples: digit score", no_wrap=True)
+    rows = []
     for target in shown:
-        ends = (side.isel(target=target) for side in (helpful, harmful))
-        best, worst = (_ranked(end, unit) for end in ends)
-        table.add_row(
-            str(target),
-            str(int(helpful.target_label[target])),
-            f"{float(targets.output[target].mean()):.2f}",
-            Text("\n").join([Text(best, style="green"), Text(worst, style="red")]),
-            end_section=True,
-        )
+        best, worst = (_ranked(end.isel(target=target), unit) for end in (helpful, harmful))
+        name = f"{target} (a {int(helpful.target_label[target])})"
+        margin = f"{float(targets.output[target].mean()):.2f}"
+        rows.append((name, margin, f"[green]{best}[/]\n[red]{worst}[/]"))
+    title = f"The {len(shown)} targets with the smallest margin; score in 1e{unit}"
+    columns = ("target", "margin f", f"top and bottom {SHOWN} training samples: digit score")
+    _print_table(title, columns, rows)
+
+
+def _print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    table = Table(*columns, title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
 
 
@@ -181,12 +172,9 @@ def _print_queries(scores: xr.DataArray, shown: list[int], seconds: dict[str, fl
     with _timed(seconds, f"{len(queries)} queries of one target"):
         (rankings,) = dask.compute(lazy)  # computed together, as they share the solve
     unit = td.plots.power_of_ten(*(top.score for top in rankings.values()))
-    table = Table(title=f"Queries by metadata, target {target} (a {label}); score in 1e{unit}")
-    table.add_column("where")
-    table.add_column("top 5: digit score", no_wrap=True)
-    for text, top in rankings.items():
-        table.add_row(text, _ranked(top.isel(target=0), unit))
-    console.print(table)
+    title = f"Queries by metadata, target {target} (a {label}); score in 1e{unit}"
+    rows = [(text, _ranked(top.isel(target=0), unit)) for text, top in rankings.items()]
+    _print_table(title, ("where", f"top {SHOWN}: digit score"), rows)
 
 
 def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -> None:
@@ -194,15 +182,10 @@ def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -
     groups = td.group_score(features, some, by="label").compute()
     unit = td.plots.power_of_ten(groups)
     title = f"Sum of scores by class of the training digits (group_score), in 1e{unit}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("target", justify="right", no_wrap=True)
-    for label in groups.label.values:
-        table.add_column(f"{label}s", justify="right", no_wrap=True)
-    for row, target in enumerate(shown):
-        name = f"{target} (a {int(groups.target_label[row])})"
-        values = groups.isel(target=row).values / 10.0**unit
-        table.add_row(name, *(f"{value:+.1f}" for value in values))
-    console.print(table)
+    names = [f"{target} (a {int(groups.target_label[i])})" for i, target in enumerate(shown)]
+    sums = groups.transpose("target", "label").values / 10.0**unit
+    rows = [(name, *(f"{x:+.1f}" for x in row)) for name, row in zip(names, sums, strict=True)]
+    _print_table(title, ("target", *(f"{label}s" for label in groups.label.values)), rows)
 
 
 def _export(
@@ -225,35 +208,24 @@ def _export(
 
 
 def _print_measured(seconds: dict[str, float], written: list[Path], total: float) -> None:
-    table = Table(title="Measured in this run")
-    table.add_column("step")
-    table.add_column("seconds", justify="right")
-    for what, spent in seconds.items():
-        table.add_row(what, f"{spent:.1f}")
-    table.add_row("everything", f"{total:.1f}")
-    console.print(table)
+    rows = [(what, f"{spent:.1f}") for what, spent in {**seconds, "everything": total}.items()]
+    _print_table("Measured in this run", ("step", "seconds"), rows)
     console.print("Written:")
     for path in [OUTPUT / "train.zarr", OUTPUT / "targets.zarr", *written]:
         console.print(f"  {path}  ({_size(path) / 1e6:.1f} MB)")
 
 
 def _print_explore() -> None:
-    """Print the line that opens the explorer on what the demo has written."""
+    """Print the line that opens the explorer on what the demo has written.
+
+    After ``make demo`` its environment is not active in the shell, so it is named.
+    """
     stores = f"{OUTPUT / 'train.zarr'} {OUTPUT / 'targets.zarr'}"
     options = "--samples trakdask.examples:digits"
     options += " --model trakdask.demo:model --preprocess trakdask.demo:preprocess"
-    line = f"{_program()} explore {stores} {options}"
+    line = f"{sys.executable} -m trakdask explore {stores} {options}"
     console.print("Look at them in a browser:")
     console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _program() -> str:
-    """Return how a shell calls trakdask: after ``make demo``, its environment is not active."""
-    python = Path(sys.executable)
-    if shutil.which("trakdask") == str(python.with_name("trakdask")):
-        return "trakdask"
-    inside = python.is_relative_to(Path.cwd())
-    return f"{python.relative_to(Path.cwd()) if inside else python} -m trakdask"
 
 
 def _size(path: Path) -> int:

@@ -2,41 +2,31 @@
 
 fsspec's transactions write to the system's temporary folder and move from there, which is no rename
 across disks; zarr renames as well, but forces nothing onto the disk and writes no other files.
+Requests that fail on a network are repeated by the file systems of fsspec themselves.
 """
 
 from __future__ import annotations
 
 import builtins
-import errno
 import functools
 import json
 import os
 import re
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 from uuid import uuid4
 
 import fsspec
-
-__all__ = ["UNCACHED", "Folder", "explained", "location", "retried"]
-
-T = TypeVar("T")
 
 UNCACHED = {"use_listings_cache": False}
 """Options of fsspec: other processes write, so that a listing it has kept may be out of date."""
 
 _PARTIAL = re.compile(r"\.[0-9a-f]{32}\.partial$")
 """How a file ends while it is written, here and in zarr: it gets its own name when it is whole."""
-_WAITS_S = (0.1, 0.5, 2.0)
-_LASTING = {
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
-    errno.ELOOP, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,28 +82,26 @@ class Folder:
     def names(self) -> list[str]:
         """List the files and folders in it, without partial files; none if it does not exist."""
         fs, path = self._fs()
-
-        def listed() -> list[str]:
-            if self.is_local:  # fsspec takes eight times as long
-                return os.listdir(path)
-            fs.invalidate_cache()
-            paths = (inside.rstrip("/") for inside in fs.ls(path, detail=False))
-            return [inside.rpartition("/")[2] for inside in paths if inside != path]
-
         try:
-            return sorted(name for name in retried(listed) if not _PARTIAL.search(name))
+            if self.is_local:  # fsspec takes eight times as long
+                names = os.listdir(path)
+            else:
+                fs.invalidate_cache()
+                paths = (inside.rstrip("/") for inside in fs.ls(path, detail=False))
+                names = [inside.rpartition("/")[2] for inside in paths if inside != path]
         except (FileNotFoundError, NotADirectoryError):
             return []
+        return sorted(name for name in names if not _PARTIAL.search(name))
 
     def files(self) -> set[str]:
-        """Return the relative paths of all files below it, partial ones too."""
+        """Return the relative paths of all files below it, without partial ones."""
         fs, path = self._fs()
-        fs.invalidate_cache()
         if self.is_local:  # fsspec would ask for the size of each
             found = [f"{at}/{name}" for at, _, names in os.walk(path) for name in names]
         else:
-            found = retried(lambda: fs.find(path))
-        return {file[len(path) + 1 :] for file in found}
+            fs.invalidate_cache()
+            found = fs.find(path)
+        return {file[len(path) + 1 :] for file in found if not _PARTIAL.search(file)}
 
     def sweep(self) -> None:
         """Remove partial files that killed writers have left anywhere below it."""
@@ -125,14 +113,10 @@ class Folder:
     def read(self, name: str) -> bytes:
         """Return the content of a file."""
         fs, path = self._fs()
-
-        def content() -> bytes:
-            try:  # of a whole file s3fs would first ask how long it is, in a request of its own
-                return bytes(fs.cat_file(f"{path}/{name}", start=0))
-            except OSError:  # an empty file has no range of bytes; what is wrong is wrong again
-                return bytes(fs.cat_file(f"{path}/{name}"))
-
-        return retried(content)
+        try:  # of a whole file s3fs would first ask how long it is, in a request of its own
+            return bytes(fs.cat_file(f"{path}/{name}", start=0))
+        except OSError:  # an empty file has no range of bytes; what is wrong is wrong again
+            return bytes(fs.cat_file(f"{path}/{name}"))
 
     def read_json(self, name: str) -> Any:
         """Return the content of a JSON file."""
@@ -141,7 +125,7 @@ class Folder:
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read parts of it."""
         fs, path = self._fs()
-        file: IO[bytes] = retried(lambda: fs.open(f"{path}/{name}"))
+        file: IO[bytes] = fs.open(f"{path}/{name}")
         return file
 
     def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
@@ -151,18 +135,16 @@ class Folder:
                 file.write(data)
         else:
             fs, path = self._fs()
-            retried(lambda: fs.pipe_file(f"{path}/{name}", data))
+            fs.pipe_file(f"{path}/{name}", data)
 
     @contextmanager
-    def writing(self, name: str, *, mode: int = 0o666, durable: bool = True) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, *, durable: bool = True) -> Iterator[IO[bytes]]:
         """Write or replace a file piece by piece; if the block raises, nothing has changed.
 
         Parameters
         ----------
         name
             Path of the file in the folder.
-        mode
-            Permissions of a local file, less the process's umask.
         durable
             Force a local file onto the disk before it gets its name.
 
@@ -172,7 +154,7 @@ class Folder:
         """
         if self.is_local:
             target = f"{self.url}/{name}"
-            with _partial(target, mode) as file:
+            with _partial(target) as file:
                 yield file
                 _finish(file, durable=durable)
                 os.replace(file.name, target)
@@ -181,7 +163,7 @@ class Folder:
             with tempfile.NamedTemporaryFile() as file:
                 yield file
                 file.flush()
-                retried(lambda: fs.put_file(file.name, f"{path}/{name}"))
+                fs.put_file(file.name, f"{path}/{name}")
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file that must not exist yet.
@@ -194,18 +176,18 @@ class Folder:
         """
         fs, path = self._fs()
         if self.is_local:
-            with _partial(f"{path}/{name}", 0o666) as file:
+            with _partial(f"{path}/{name}") as file:
                 file.write(data)
                 _finish(file, durable=True)
                 os.link(file.name, f"{path}/{name}")
         else:
-            retried(lambda: fs.pipe_file(f"{path}/{name}", data, mode="create"))
+            fs.pipe_file(f"{path}/{name}", data, mode="create")
 
     def remove(self, name: str = "") -> None:
         """Remove a file or folder in it, or the folder itself, if it exists."""
         fs, path = self._fs()
         with suppress(FileNotFoundError):
-            retried(lambda: fs.rm(f"{path}/{name}".rstrip("/"), recursive=True))
+            fs.rm(f"{path}/{name}".rstrip("/"), recursive=True)
 
     def _fs(self) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(self.url, **{**UNCACHED, **self.options})
@@ -249,27 +231,13 @@ def explained(err: OSError, text: str) -> OSError:
     return OSError(err.errno, text) if err.errno else OSError(text)
 
 
-def retried(call: Callable[[], T]) -> T:
-    """Return what a call returns, repeating it after errors of a network that may pass."""
-    for wait in _WAITS_S:
-        try:
-            return call()
-        except (FileNotFoundError, FileExistsError, PermissionError):
-            raise  # fsspec raises them without a number
-        except OSError as err:
-            if err.errno in _LASTING:
-                raise
-            time.sleep(wait)
-    return call()
-
-
 @contextmanager
-def _partial(target: str, mode: int) -> Iterator[IO[bytes]]:
+def _partial(target: str) -> Iterator[IO[bytes]]:
     """Open a new file beside its target, which is removed at the end if it still has its name."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     partial = f"{target}.{uuid4().hex}.partial"
     try:
-        with builtins.open(partial, "xb", opener=functools.partial(os.open, mode=mode)) as file:
+        with builtins.open(partial, "xb") as file:
             yield file
     finally:
         with suppress(FileNotFoundError):

@@ -18,7 +18,10 @@ from trakdask.variables import CHECKPOINT, PROJ_DIM
 REQUIRED_SPEC = ("projector", "checkpoints", "checkpoint_ids", "parameters", "task")
 """Attrs that all features have."""
 
-FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments", "code")
+BY_CHECKPOINT = ("checkpoints", "checkpoint_ids", "second_moments", "curvature")
+"""Attrs that map the names of checkpoints to what they are."""
+
+FEATURE_SPEC = (*REQUIRED_SPEC, "second_moments", "curvature", "code")
 """Attrs that training and target features must share for their product to be meaningful."""
 
 PRECISION = ("dtype", "autocast", "float32_matmul_precision")
@@ -45,6 +48,8 @@ _TASKS = (
 _REMEDY = {
     "checkpoints": "the same checkpoints for both, in one td.Model, or selecting those that both "
     "have, in the same order: ds.sel(checkpoint=[...])",
+    "curvature": "the same model for both, model.with_curvature(fitted), where td.curvature was "
+    "called once",
     "code": "featurizing both again with the code of today, or, if the change does not alter the "
     "model's output, features.attrs['code'] = other.attrs['code']",
     "source": "another store, append_dim='sample' if these are more samples of it, or setting "
@@ -60,7 +65,7 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
     """
     attrs = {name: ds.attrs[name] for name in STORE_SPEC if name in ds.attrs}
     names = [str(name) for name in ds[CHECKPOINT].values] if CHECKPOINT in ds.coords else []
-    for field in ("checkpoints", "checkpoint_ids", "second_moments"):
+    for field in BY_CHECKPOINT:
         if set(names) <= set(attrs.get(field, ())):
             attrs[field] = {name: attrs[field][name] for name in names}
     return attrs

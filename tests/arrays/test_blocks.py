@@ -12,21 +12,14 @@ from hypothesis import strategies as st
 
 from tests.stored_arrays import stored
 from trakdask.arrays import blocks
-from trakdask.arrays.block_arguments import Bounds, PackedRows, Slices
-from trakdask.arrays.blocks import add, block_starts, blocks_with, flat
+from trakdask.arrays.block_arguments import PackedRows, Slices
+from trakdask.arrays.blocks import add, block_starts, flat
 from trakdask.arrays.gram import pooled
 from trakdask.arrays.score import checked
-from trakdask.arrays.stored import block_of, map_stored, read_in_task, reader
+from trakdask.arrays.stored import block_of, map_stored, read_in_task
 from trakdask.arrays.weights import squared_norm
 
 _sizes = st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple)
-
-
-@given(_sizes)
-def test_bounds__of_ranges(sizes: tuple[int, ...]) -> None:
-    bounds = Bounds(sizes)
-    together = [i for block in range(len(sizes)) for i in range(*bounds[(block,)])]
-    assert together == list(range(sum(sizes)))
 
 
 @given(_sizes, st.sampled_from([1, 2, 3, 7, 8, 255, 256, 70_000]), st.integers(0, 2**32))
@@ -37,11 +30,6 @@ def test_packed_rows__are_the_integers(sizes: tuple[int, ...], most: int, seed: 
         block = PackedRows.unpack(packed[(i,)])
         np.testing.assert_array_equal(block, values[starts[i] : starts[i + 1]])
         assert block.dtype == np.int64
-
-
-def test_packed_rows__bytes() -> None:
-    packed = PackedRows(np.arange(80_000) % 8, 7, (40_000, 40_000))
-    assert len(pickle.dumps(packed)) < 80_000 * 3 / 8 + 1000
 
 
 COLUMNS = [
@@ -100,26 +88,11 @@ def test_read_in_task__what_is_made_of_stored_blocks() -> None:
         blocks_of(checked(feature, stored(norm + 1, (5, 1))))
 
 
-def test_read_in_task__of_nothing_that_takes_time_or_is_in_memory() -> None:
-    x = stored(np.ones((10, 2)), (5, 1))
-    shared = [da.ones((10, 2), chunks=(5, 1)), x.persist(scheduler="sync"), x - x.sum(axis=0)]
-    shared += [x.rechunk((10, 1)), x[::2], x[:5], x + 1]
-    assert [read_in_task(array) for array in shared] == [None] * len(shared)
-    assert reader(x[:]) is reader(x.rechunk((5, 1))) is reader(x)
-
-
 def test_add__sums_in_list_order_without_changing_its_inputs() -> None:
     parts = [np.full((1, 2), value) for value in (1e16, 1.0, -1e16)]
     np.testing.assert_array_equal(add(parts, keepdims=True), [[(1e16 + 1.0) - 1e16] * 2])
     assert add(parts).shape == (2,)
     assert parts[0][0, 0] == 1e16
-
-
-@pytest.mark.parametrize(("selected", "kept"), [([], []), ([0], [0]), ([2, 5], [1, 3]), ([4], [1])])
-def test_blocks_with__any_selected_sample(selected: list[int], kept: list[int]) -> None:
-    mask = np.zeros(6, bool)
-    mask[selected] = True
-    assert blocks_with(mask, (2, 3, 0, 1)) == kept
 
 
 @pytest.mark.parametrize(("budget", "most"), [(2**26, 4), (10 * 8 * 3, 3), (1, 1)])

@@ -21,7 +21,6 @@ from trakdask.arrays.damping import (
     held_out,
     left_out,
     mean_trace,
-    spread_rows,
 )
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.spectrum import spectrum
@@ -73,15 +72,6 @@ def bump(peak: float, at: int, width: float = 1.0) -> np.ndarray:
     return peak - width * (np.arange(17) - at) ** 2 / 100
 
 
-@pytest.mark.parametrize("n", [40, 4])
-def test_held_out__dense_solves(n: int) -> None:
-    x, h, g, rows = data(n)
-    with raise_if_dask_computes():
-        found = held_out(decomposed(x, h, g), lazy(rows, 4))
-    assert found.chunks == ((4, 4, 1), (17,), (1, 1))
-    np.testing.assert_allclose(found, oracle_totals(x, h, g.mean(1), rows), rtol=1e-10)
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 def test_left_out__dense_solves_without_each_row(weighted: bool) -> None:
     x, h, g, _ = data(12)
@@ -100,23 +90,6 @@ def test_left_out__skipped_where_an_earlier_curve_is_high() -> None:
         found = left_out(whole, lazy(x), lazy(h), lazy(g), unless=[earlier]).compute()
         assert np.isnan(found).all() == is_skipped
         assert np.isnan(found).any() == is_skipped
-
-
-@pytest.mark.parametrize(
-    ("sizes", "most"), [((5,), 3), ((5,), 9), ((4,) * 20, 16), ((4,) * 20, 1000), ((1, 50, 2), 30)]
-)
-def test_spread_rows__bounded_ascending_and_within_blocks(
-    sizes: tuple[int, ...], most: int
-) -> None:
-    rows = spread_rows(sizes, most)
-    starts = np.cumsum((0, *sizes))
-    blocks = [int(np.searchsorted(starts, r.start, "right")) - 1 for r in rows]
-    assert sum(r.stop - r.start for r in rows) <= most
-    assert blocks == sorted(set(blocks))
-    assert len(blocks) <= 8
-    assert blocks[0] == 0
-    assert blocks[-1] == len(sizes) - 1
-    assert all(0 < r.stop - r.start <= sizes[b] for r, b in zip(rows, blocks, strict=True))
 
 
 def test_curve__pearson_of_means_over_checkpoints() -> None:
@@ -164,39 +137,6 @@ def test_choose__largest_within_one_standard_error(values: list[float], m: int) 
     np.testing.assert_array_equal(found["correlation"][0], values)
 
 
-def test_choose__first_that_is_followed() -> None:
-    curves = {
-        "calibration set": made(bump(0.39, 8)),
-        "targets": made(np.full(17, np.nan)),
-        "training rows left out": made(bump(0.8, 6)),
-    }
-    with pytest.warns(UserWarning, match="instead") as caught:
-        found = choose(curves).compute(scheduler="sync")
-    assert found["candidate"] == 2
-    first, second = (str(w.message) for w in caught)
-    assert "calibration set correlate at most 0.39" in first
-    assert "targets or their attribution totals are constant" in second
-
-
-def test_choose__none_is_followed() -> None:
-    with pytest.warns(UserWarning, match=r"at most 0\.20.*the closed form 0\.03"):
-        found = choose({"targets": made(bump(0.2, 8))}).compute(scheduler="sync")
-    assert np.isnan(found["relative"])
-    assert found["candidate"] == 1
-    np.testing.assert_array_equal(found["correlation"][0], bump(0.2, 8))
-
-
-@pytest.mark.parametrize(("at_one", "chosen"), [(0.865, 8), (0.862, 12)])
-def test_choose__one_unless_another_is_clearly_better(at_one: float, chosen: int) -> None:
-    """tanh(artanh(0.915) - 0.25) is 0.8636."""
-    values = np.full(17, 0.1)
-    values[[8, 12]] = at_one, 0.915
-    found = choose({"targets": made(values, 1000)}).compute(scheduler="sync")
-    assert found["relative"] == GRID[chosen]
-    threshold = 0.86362 if chosen == 8 else 0.915 - (1 - 0.915**2) / 1000**0.5 / 2
-    np.testing.assert_allclose(found["threshold"], threshold, rtol=1e-4)
-
-
 @pytest.mark.slow
 def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -220,16 +160,6 @@ def test_choose__copies_of_two_rows_whose_correlation_rounds_beyond_1() -> None:
         assert choose({"targets": lazy}).compute()["relative"] in GRID
 
 
-@pytest.mark.parametrize("at", [0, 16])
-def test_choose__the_end_of_the_grid_is_warned_of_once(at: int) -> None:
-    found = choose({"targets": made(bump(0.9, at))})
-    with pytest.warns(UserWarning, match=rf"{GRID[at]:g} tr\(K\)/n.*grid"):
-        found.compute(scheduler="sync")
-    assert (
-        found.compute(scheduler="sync")["relative"] == GRID[at]
-    )  # a second warning would be an error
-
-
 def test_rules__of_the_matrix_alone() -> None:
     k = np.random.default_rng(0).standard_normal((9, 5, 2))
     k = np.einsum("spc,sqc->pqc", k, k)
@@ -244,18 +174,6 @@ def test_rules__of_the_matrix_alone() -> None:
     for rule in (mean_trace(lazy(k, 5), 4, LABELS), closed_form(lazy(k, 5), 0.03, LABELS)):
         with pytest.raises(ValueError, match="checkpoint 'b'"):
             rule.compute(scheduler="sync")
-
-
-def test_mean_trace__is_summed_in_float64() -> None:
-    k = np.diag(np.array([2**24, 1, 1], "f4"))[:, :, None]
-    assert mean_trace(lazy(k, 3), 1, ["a"]).compute().tolist() == [2**24 + 2]
-
-
-def test_totals__eigenvalues_that_rounding_made_negative_count_as_zero() -> None:
-    k = np.diag([1.0, -1e-9])[:, :, None]
-    whole = spectrum(lazy(k, 2), da.ones((2, 1), chunks=(2, 1)), 10**9, ["a"])
-    found = held_out(whole, lazy(np.eye(2)[:, :, None])).compute()
-    np.testing.assert_allclose(found[1, :, 0], 1 / (GRID * 1e-9), rtol=1e-6)
 
 
 def test_totals__of_fewer_samples_than_dimensions() -> None:

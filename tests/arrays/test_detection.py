@@ -57,12 +57,6 @@ def test_class_ranks__by_hand(case: str, chunks: tuple[int, ...]) -> None:
             np.testing.assert_allclose(result[t, e], by_hand(column[ranked], relevant))
 
 
-def test_class_ranks__undefined_without_both_kinds() -> None:
-    scores = da.from_array(SCORES["distinct"][:, :2])
-    codes, targets = np.zeros((N, 2), int), np.array([[0, 0], [1, 0]])
-    assert np.isnan(class_ranks(scores, codes, targets, [1]).compute()).all()
-
-
 @pytest.mark.parametrize("case", SCORES)
 def test_average_precision__as_in_scikit_learn(case: str) -> None:
     scores, positive = SCORES[case], np.arange(N) % 5 == 0

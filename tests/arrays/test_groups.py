@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import dask.array as da
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.stored_arrays import stored
 from trakdask.arrays.groups import group_sum
-from trakdask.arrays.score import score
 
 
 def oracle(x: np.ndarray, g: np.ndarray, codes: np.ndarray, n_groups: int) -> np.ndarray:
@@ -47,33 +45,6 @@ def test_group_sum__exact_for_any_chunks(rows: tuple[int, ...], n_groups: int, s
             np.testing.assert_array_equal(found, oracle(x, dense, codes, n_groups))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_group_sum__float_inputs(dtype: str) -> None:
-    x, g, codes = arrays()
-    x, g = x.astype(dtype), g.astype(dtype)
-    found = group_sum(lazy(x), lazy(g), codes, 4).compute()
-    assert found.dtype == (np.float64 if dtype == "float64" else np.float32)
-    np.testing.assert_allclose(found, oracle(x, g, codes, 4), atol=1e-5)
-
-
-def test_group_sum__times_targets_is_the_sum_of_scores() -> None:
-    x, g, codes = arrays()
-    w = lazy(np.random.default_rng(1).standard_normal((5, 6, 2), dtype=np.float32))
-    scores = score(lazy(x), w, lazy(g)).compute()
-    expected = np.stack([scores[codes == group].sum(axis=0) for group in range(4)])
-    found = score(group_sum(lazy(x), lazy(g), codes, 4), w, None).compute()
-    np.testing.assert_allclose(found, expected, atol=3e-5)
-
-
-def test_group_sum__nan_stays_in_its_group() -> None:
-    x, g, codes = arrays()
-    codes[:3] = [1, -1, 2]
-    x[0, 2, 0] = np.nan
-    x[1] = np.nan
-    found = group_sum(lazy(x), lazy(g), codes, 4).compute()
-    assert np.argwhere(np.isnan(found)).tolist() == [[1, 2, 0]]
-
-
 def test_group_sum__failed_samples_are_left_out() -> None:
     x, g, codes = arrays()
     codes[:3] = 1
@@ -103,11 +74,3 @@ def test_group_sum__blocks_without_a_group_are_not_read() -> None:
     nothing = group_sum(feature, lazy(g), np.full(90, -1), 4)
     assert nothing.chunks == ((4,), (6,), (1, 1))
     assert not nothing.compute().any()
-
-
-def test_group_sum__weights_of_each_checkpoint() -> None:
-    x, g, codes = arrays()
-    found = group_sum(lazy(x), lazy(g), codes, 4, pooled=False)
-    weighted = x.astype("f8") * g[:, None]
-    expected = np.stack([weighted[codes == group].sum(0) for group in range(4)])
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -29,13 +29,6 @@ def test_correlation__equals_scipy_of_the_resample(seed: int, n: int, distinct: 
         np.testing.assert_allclose(found, spearman(a, b, counts), atol=1e-12)
 
 
-def test_ranking__mean_ranks_of_equal_values() -> None:
-    values = np.array([[2.0, 1.0], [5.0, 1.0], [2.0, 1.0], [0.0, 1.0]])
-    found = Ranking.of(values).centred(np.ones(4)) + 2.5
-    expected = [stats.rankdata(column) for column in values.T]
-    np.testing.assert_array_equal(found, expected)
-
-
 def test_correlation__unknown_and_constant_targets() -> None:
     a = np.array([[1.0, np.nan, 7.0], [2.0, 1.0, 7.0], [3.0, 2.0, 7.0]])
     centred = Ranking.of(a).centred(np.ones(3))
@@ -73,14 +66,6 @@ def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
     # Exact for Pearson's correlation; of ranks within 0.01.
     assert ranks.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
     assert ranks.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
-
-
-@pytest.mark.parametrize("confidence", [0.5, 0.9])
-def test_percentiles__as_far_from_both_ends(confidence: float) -> None:
-    draws = np.random.default_rng(0).permuted(np.arange(101.0))
-    tail = 100 * (1 - confidence) / 2
-    found = ranks.percentiles(np.stack([draws, np.full(101, np.nan)]), confidence)
-    np.testing.assert_allclose(found, [[tail, np.nan], [100 - tail, np.nan]])
 
 
 def test_bootstrap__same_resamples_for_all_predictions() -> None:
@@ -121,21 +106,3 @@ def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
     expected = student * np.std(sign, ddof=1) / 40**0.5
     assert draws[0].std() == pytest.approx(expected, rel=0.05)
     np.testing.assert_allclose(draws[1], 1)
-
-
-def test_bootstrap__unknown_targets_do_not_count() -> None:
-    rng = np.random.default_rng(0)
-    truth = rng.standard_normal((30, 6))
-    predicted = truth + rng.standard_normal(truth.shape)
-    holes = predicted.copy()
-    holes[0, 4:] = np.nan
-    some, whole = (
-        ranks.bootstrap(
-            Ranking.of(truth[:, :m]), [Ranking.of(p[:, :m])], [Ranking.of(truth[:, :m])],
-            repeats=20, seed=0,
-        )
-        for m, p in ((6, holes), (4, predicted))
-    )  # fmt: skip
-    assert some[1][0] == pytest.approx(whole[1][0])
-    np.testing.assert_allclose(some[2][0], whole[2][0])
-    assert np.isnan(some[2][1]).all()

@@ -65,21 +65,3 @@ def test_score__a_selection_reads_only_its_blocks() -> None:
     found = score(feature, lazy(w, 5), lazy(g))[22:25].compute(scheduler="sync")
     np.testing.assert_allclose(found, oracle(x, w, g).mean(axis=2)[22:25], atol=3e-6)
     assert {b[0] for b in read} == {2}
-
-
-def test_score__nan_stays_in_its_sample() -> None:
-    x, w, g = arrays()
-    x[3, 2, 1] = g[7, 0] = np.nan
-    for average in (True, False):
-        found = score(lazy(x), lazy(w), lazy(g), average=average).compute()
-        bad = np.isnan(found).any(axis=tuple(range(1, found.ndim)))
-        assert np.flatnonzero(bad).tolist() == [3, 7]
-
-
-def test_score__weights_of_each_checkpoint() -> None:
-    x, w, g = arrays()
-    expected = np.einsum("spc,tpc,sc->stc", *(a.astype("f8") for a in (x, w, g)))
-    found = score(lazy(x), lazy(w), lazy(g), pooled=False)
-    np.testing.assert_allclose(found, expected.mean(axis=2), atol=3e-6)
-    apart = score(lazy(x), lazy(w), lazy(g), pooled=False, average=False)
-    np.testing.assert_allclose(apart, expected, atol=1e-5)

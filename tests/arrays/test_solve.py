@@ -21,7 +21,6 @@ from trakdask.arrays.solve import (
     solve_in_place,
 )
 from trakdask.arrays.spectrum import (
-    component_count,
     decompose,
     eigenvectors,
     from_eigenvectors,
@@ -110,28 +109,6 @@ def test_spectrum__one_decomposition_per_checkpoint(monkeypatch: pytest.MonkeyPa
     assert len(calls) == 2
 
 
-def test_cholesky__one_task_per_checkpoint_and_input_unchanged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    x, h, g, rows = data()
-    k = gram_and_sum(lazy(x), lazy(h), lazy(g))[0].persist(scheduler="sync")
-    before, calls = k.compute(), []
-    module = "trakdask.arrays.solve.cholesky_in_place"
-    monkeypatch.setattr(module, lambda a: calls.append(1) or cholesky_in_place(a))
-    solve(cholesky(k, lam(*LAM), LABELS), lazy(rows, 2)).compute(scheduler="sync")
-    assert len(calls) == 2
-    np.testing.assert_array_equal(k.compute(), before)
-
-
-@pytest.mark.parametrize("scale", [1e-12, 1e6])
-def test_cholesky__any_scale(scale: float) -> None:
-    x, h, _, rows = data()
-    k = gram_and_sum(lazy(x * scale), lazy(h), lazy(h))[0]
-    factor = cholesky(k, lam(*LAM) * scale**2, LABELS)
-    expected = oracle(x, h, rows)
-    np.testing.assert_allclose(solve(factor, lazy(rows * scale**2)), expected, rtol=1e-9)
-
-
 def test_singular__names_checkpoint_and_damping() -> None:
     x, h, g, rows = data()
     x[:, -1, 1] = 0
@@ -156,31 +133,6 @@ def test_not_finite__names_checkpoint() -> None:
             solve(solver(k, len(x)), lazy(rows)).compute(scheduler="sync")
 
 
-def test_solve__selected_targets_read_only_their_blocks() -> None:
-    x, h, g, _ = data(50)
-    read = []
-
-    def block(block_id: tuple[int, ...]) -> np.ndarray:
-        read.append(block_id)
-        return x[10 * block_id[0] :][:10, :, :1]
-
-    chunks = ((10,) * 5, (6,), (1, 1))
-    target = da.map_blocks(block, chunks=chunks, dtype="f8", meta=np.empty((0, 0, 0)))
-    k, _ = gram_and_sum(*map(lazy, (x, h, g)))
-    solve(by_cholesky(k, 50), target)[12:18, :, 1].compute(scheduler="sync")
-    assert read == [(1, 0, 1)]
-
-
-def test_eigenvectors__of_few_samples_are_the_spectrum_again() -> None:
-    x, h, g, rows = few_rows()
-    k, r = gram_and_sum(lazy(x), lazy(h), lazy(g))
-    made = spectrum(k, r, 20, LABELS, n_component=20)
-    values, vectors = eigenvectors(made, 64, 20)
-    assert (values.chunks, vectors.chunks) == (((20,), (1, 1)), ((64,), (20,), (1, 1)))
-    known = from_eigenvectors(values, vectors, r, 20, LABELS)
-    np.testing.assert_allclose(held_out(known, lazy(rows)), held_out(made, lazy(rows)), rtol=1e-6)
-
-
 @pytest.mark.parametrize("rank", [1, 5, 12])
 def test_decompose__is_the_matrix_again(rank: int) -> None:
     x = np.random.default_rng(rank).standard_normal((rank, 30))
@@ -193,22 +145,6 @@ def test_decompose__is_the_matrix_again(rank: int) -> None:
     kept = vectors[:, values > 0]
     assert kept.shape[1] == rank
     np.testing.assert_allclose(kept.T @ kept, np.eye(rank), atol=1e-9)
-
-
-def test_decompose__of_zeros_and_of_too_large_a_rank() -> None:
-    values, vectors = decompose(np.zeros((8, 8)), 3)
-    assert not values.any()
-    assert not vectors.any()
-    with pytest.raises(ValueError, match=r"3 samples.*0\.62 of its trace"):
-        decompose(np.eye(8), 3)
-
-
-def test_component_count__fewer_only_where_it_is_faster_and_exact_enough() -> None:
-    f4, f8 = np.dtype("f4"), np.dtype("f8")
-    assert component_count(1200, 2048, f4) == 1200
-    assert component_count(1200, 2048, f8) == 2048
-    assert component_count(2000, 2048, f4) == 2048
-    assert component_count(5000, 8192, f4) == 8192  # Python's lock would be held for too long
 
 
 def definite(p: int, condition: float = 1e3) -> np.ndarray:

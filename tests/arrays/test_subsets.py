@@ -32,11 +32,6 @@ def test_random_subsets__equal_sizes_and_any_prefix(monkeypatch: pytest.MonkeyPa
     assert (subsets.random_subsets(50, 7, 20, seed=4).compute() != few.compute()).any()
 
 
-def test_random_subsets__every_sample_as_often() -> None:
-    share = subsets.random_subsets(40, 4000, 10, seed=0).compute().mean(axis=0)
-    assert np.abs(share - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / 4000)
-
-
 def test_random_subsets__groups_stay_together() -> None:
     groups = np.array([0, 1, 0, 2, 3, 3, 1])
     masks = subsets.random_subsets(7, 20, 2, seed=0, groups=groups).compute()

@@ -61,21 +61,6 @@ def test_top_k__stable_sort(
     check(s, da.from_array(s, chunks=(rows, targets)), int(rng.integers(1, n + 1)), largest, mask)
 
 
-@pytest.mark.parametrize("largest", [True, False])
-def test_top_k__gaussian_many_blocks(largest: bool) -> None:
-    s = np.random.default_rng(0).standard_normal((1000, 9), dtype=np.float32)
-    lazy = da.from_array(s, chunks=(10, 4))
-    check(s, lazy, 25, largest)
-    check(s, lazy, 25, largest, s[:, 0] > 0)
-    check(s, lazy, 1000, largest, every(7))
-
-
-def test_top_k__constant_scores_rank_by_position() -> None:
-    values, positions = dask.compute(*top_k(da.zeros((100, 2), chunks=(7, 1), dtype="f4"), 30))
-    assert (positions == np.arange(30)).all()
-    assert not np.signbit(values).any()
-
-
 def test_top_k__float64_scores_rank_as_float32() -> None:
     s = np.array([[1.0], [1.0 + 1e-12]])
     _, positions = top_k(da.from_array(s, chunks=(1, 1)), 2)
@@ -110,23 +95,6 @@ def test_top_k__mask_without_a_sample_in_a_block_does_not_read_it() -> None:
     assert len(read) == 4
 
 
-def test_top_k__mask_that_selects_nothing_reads_nothing() -> None:
-    read: list[int] = []
-    lazy = make_score(counted_features(read), solved(), None)
-    values, positions = dask.compute(*top_k(lazy, 5, mask=np.zeros(60, bool)))
-    assert np.isnan(values).all()
-    assert (positions == -1).all()
-    assert values.shape == (9, 5)
-    assert not read
-
-
-def test_top_k__values_and_positions_share_one_pass() -> None:
-    read: list[int] = []
-    lazy = make_score(counted_features(read), solved(), None)
-    dask.compute(*top_k(lazy, 5), scheduler="sync")
-    assert len(read) == 12
-
-
 @pytest.mark.parametrize("mask", [None, np.arange(200) < 150, every(2)])
 def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     rng = np.random.default_rng(0)
@@ -136,11 +104,6 @@ def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
         dask.compute(*top_k(tiles, 5, mask=mask), scheduler="sync")  # type: ignore[arg-type]
     assert max(sizes) < 100 * 60 * 4 / 2
-
-
-def test_top_k__refuses_more_samples_than_positions() -> None:
-    with pytest.raises(NotImplementedError, match=r"32 bits, got 4294967296"):
-        top_k(da.ones((2**32, 1), chunks=(2**31, 1), dtype="f4"), 3)
 
 
 @given(_chunkings, st.integers(1, 4), st.integers(0, 2**32))

@@ -38,35 +38,6 @@ def test_soft_weights__by_definition(power: float) -> None:
     np.testing.assert_allclose(h, expected[..., 1], rtol=1e-15)
 
 
-def test_soft_weights__gram_weight_is_the_slope_of_the_loss_weight() -> None:
-    """h = -(1/a) dg/df, with f = log((1 - q)/q), by central differences."""
-    f, step, a = np.linspace(-4, 4, 9)[:, None], 1e-5, 0.5
-
-    def g(f: np.ndarray) -> np.ndarray:
-        return soft_loss_weights(lazy(1 / (1 + np.exp(f))), a).compute()
-
-    slope = (g(f - step) - g(f + step)) / (2 * step)
-    found = soft_gram_weights(lazy(1 / (1 + np.exp(f))), a)
-    np.testing.assert_allclose(found, slope / a, rtol=1e-8)
-
-
-def test_soft_weights__rounding_is_clipped() -> None:
-    q = np.array([[-1e-7, 1 + 1e-7]], np.float32)
-    np.testing.assert_array_equal(soft_loss_weights(lazy(q), 0.5), [[0, 1]])
-    np.testing.assert_array_equal(soft_gram_weights(lazy(q), 0.5), [[0, 0]])
-
-
-@pytest.mark.parametrize("weights", [soft_gram_weights, soft_loss_weights])
-def test_soft_weights__nan_of_a_failed_sample_stays_and_other_numbers_are_refused(
-    weights: Callable[..., da.Array],
-) -> None:
-    found = weights(lazy(np.array([[0.5, np.nan]])), 0.5).compute(scheduler="sync")
-    assert np.isnan(found).tolist() == [[False, True]]
-    for q in (-0.1, 1.1, np.inf):
-        with pytest.raises(ValueError, match=r"out_to_loss"):
-            weights(lazy(np.array([[0.5, q]])), 0.5).compute(scheduler="sync")
-
-
 def test_norms__against_numpy_and_zero() -> None:
     x = np.random.default_rng(0).standard_normal((5, 4, 2)).astype(np.float32)
     x[3, :, 1] = 0

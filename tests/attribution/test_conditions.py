@@ -78,16 +78,6 @@ def test_condition__in_a_list_is_equal_to_one_of_it(name: str) -> None:
     np.testing.assert_array_equal(Condition(f"x in {text}")(tile), Condition(each)(tile))
 
 
-def test_condition__in_a_list_with_coords() -> None:
-    result = Condition("label in [target_label, 0]")(TILE).transpose("sample", "target")
-    np.testing.assert_array_equal(result, (LABEL[:, None] == [3, 1]) | (LABEL[:, None] == 0))
-
-
-def test_condition__on_both_sides() -> None:
-    result = Condition("label == target_label")(TILE)
-    np.testing.assert_array_equal(result.transpose("sample", "target"), LABEL[:, None] == [[3, 1]])
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -9,7 +9,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.attribution import groups
-from trakdask.testing import raise_if_dask_computes, simulate_features
+from trakdask.testing import simulate_features
 
 WORDS = np.array(["b", "", "a", "b", "ä", "c", "a"], np.dtypes.StringDType())
 TIMES = np.array(["2026-01-02", "NaT", "2025-01-01", "2026-01-02"], "datetime64[ns]")
@@ -41,11 +41,6 @@ def test_group_codes__are_those_of_pandas(
     np.testing.assert_array_equal(found, np.asarray(expected))
     assert found.dtype == np.asarray(expected).dtype
     assert codes.dtype.kind == "i"
-
-
-def test_group_codes__take_few_bytes() -> None:
-    codes, _ = groups.group_codes(np.arange(10**5) % 100)
-    assert codes.dtype == np.int8
 
 
 # --- combine --------------------------------------------------------------------------------------
@@ -113,21 +108,3 @@ def test_combine__failed_targets_count_only_where_their_weight_does() -> None:
     assert np.isfinite(made.output[0]).all()
     assert np.isnan(made.feature[1]).all()
     assert np.isnan(made.output[1]).all()
-
-
-def test_combine__is_lazy_and_does_not_depend_on_chunks() -> None:
-    with raise_if_dask_computes():
-        lazy = td.combine(NAMED, by="kind")
-    for chunks in (1, 7):
-        again = td.combine(NAMED.chunk(sample=chunks), by="kind")
-        np.testing.assert_allclose(again.feature, lazy.feature, rtol=1e-12)
-    in_memory = td.combine(NAMED.compute(), by="kind")
-    np.testing.assert_allclose(in_memory.feature, lazy.feature, rtol=1e-12)
-
-
-def test_combine__float32_is_rounded_once() -> None:
-    single = T.astype("f4")
-    found = td.combine(single, weights={"all": np.full(7, 0.1)}).feature
-    expected = (single.feature.values.astype("f8") * 0.1).sum(0).astype("f4")
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found[0], expected)

@@ -66,11 +66,6 @@ def test_power__of_selected_rows_is_that_of_all(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_power__of_selected_checkpoints_of_a_store(tmp_path: Path) -> None:
-    saved = td.save(features(), tmp_path / "f.zarr", progress=False)
-    assert power(saved.isel(checkpoint=[2])) == pytest.approx(expected(1.3), rel=1e-6)
-
-
 def test_power__follows_an_append_and_a_drop(tmp_path: Path) -> None:
     td.save(features(), tmp_path / "f.zarr", progress=False)
     other = features(5)
@@ -80,11 +75,3 @@ def test_power__follows_an_append_and_a_drop(tmp_path: Path) -> None:
     assert power(both) == 0.5
     left = td.drop(tmp_path / "f.zarr", where=xr.DataArray(np.arange(2 * N) >= N, dims="sample"))
     assert power(left) == pytest.approx(expected(0.7, 1.0, 1.3), rel=1e-6)
-
-
-def test_power__of_failed_samples_is_that_of_the_others() -> None:
-    q = features().out_to_loss.values.copy()
-    q[3] = np.nan
-    data = da.from_array(q, chunks=(32, 1))
-    ds = features().assign(out_to_loss=(("sample", "checkpoint"), data))
-    assert power(ds) == pytest.approx(power(features().isel(sample=np.arange(N) != 3)), rel=1e-6)

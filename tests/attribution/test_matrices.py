@@ -14,7 +14,6 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask.attribution.grams import DERIVED
 from trakdask.testing import simulate_features
 
 SOFT = {"estimator": "soft", "damping": "completeness"}
@@ -122,18 +121,7 @@ def test_score__kept_matrices_are_never_used_for_anything_else(stores, change, o
         scores(changed, targets, **SOFT)
 
 
-def test_score__loss_gradient_pools_checkpoints_so_a_selection_reduces_it(stores) -> None:
-    opened = stores("saved", "soft")
-    some = [ds.isel(checkpoint=[0, 2]) for ds in (opened, reduced(opened), TARGETS)]
-    np.testing.assert_allclose(
-        scores(some[0], some[2], **SOFT), scores(some[1], some[2], **SOFT), rtol=1e-5
-    )
-    with pytest.raises(ValueError, match="60"):
-        td.score(some[0].isel(sample=slice(60)), some[2], **SOFT)
-
-
 TRAK = {"estimator": "trak", "damping": 0.03}
-ORDER = np.random.default_rng(0).permutation(200)
 CHANGES = {
     "scaled a little": lambda ds: ds.assign(feature=ds.feature * 1.001),
     "of unit length": lambda ds: ds.assign(feature=ds.feature / ds.feature_norm**0.5),
@@ -164,20 +152,6 @@ def test_score__changed_features_are_refused(stores, options, change, form) -> N
     for rows in (changed, changed.isel(sample=slice(5, 9))):
         with pytest.raises(ValueError, match=r"'feature_norm'.*drop_vars"):
             scores(rows, TARGETS, **options)
-
-
-def test_score__changed_features_without_their_matrix_have_another(stores) -> None:
-    changed = CHANGES["some rows zero"](stores("saved", "trak"))
-    for call in (
-        td.group_score(changed, TARGETS, by="label", **TRAK),
-        td.self_influence(changed, **TRAK),
-    ):
-        with pytest.raises(ValueError, match=r"'feature_norm'.*drop_vars"):
-            call.compute(scheduler="sync")
-    td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")
-    alone = changed.drop_vars(["gram", "feature_norm"])
-    expected = changed.drop_vars(["feature_norm", *DERIVED], errors="ignore")
-    np.testing.assert_array_equal(*(scores(ds, TARGETS, **TRAK) for ds in (alone, expected)))
 
 
 SELECTIONS = {
@@ -255,12 +229,3 @@ def test_score__other_selections_are_refused(stores, options, change) -> None:
         with pytest.raises(ValueError, match=r"isel\(sample=.*drop_vars"):
             call(changed, **allowed)
     td.score(changed, TARGETS, estimator="grad_dot").compute(scheduler="sync")
-
-
-@pytest.mark.parametrize(("estimator", "other"), [("trak", "soft"), ("soft", "trak")])
-def test_score__selected_rows_never_have_a_matrix_of_their_own(stores, estimator, other) -> None:
-    rows = stores("saved", estimator).isel(sample=slice(9))
-    with pytest.raises(ValueError, match=r"200.*got 9.*drop_vars"):
-        td.score(rows, TARGETS, estimator=other, damping=0.03)
-    alone = rows.drop_vars(["gram", "loss_gradient"], errors="ignore")
-    td.score(alone, TARGETS, estimator=other, damping=0.03).compute(scheduler="sync")

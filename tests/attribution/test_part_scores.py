@@ -225,22 +225,6 @@ def test_score_parts__every_estimator_adds_up_to_its_scores(name: str) -> None:
     assert_near(prompts.sum("token").transpose(*expected.dims), expected.values, 2e-3)
 
 
-def test_score_parts__groups_of_estimators_with_weights_of_their_own_per_checkpoint() -> None:
-    features, _ = sides(td.SJLT(64))
-    options = {"estimator": "tracin"} | ESTIMATORS["tracin"]
-    found = td.score_parts(features, ASKED, model(), by="source", **options)
-    expected = td.score_parts(features, ASKED, model(), **options).groupby("source").sum()
-    assert_near(found, expected.values)
-
-
-def test_score_parts__gradients_scaled_by_moments() -> None:
-    moments = {f"c{i}": {n: v.square() for n, v in state(7 + i).items()} for i in (0, 1)}
-    scaled = model(2, second_moments=moments)
-    projector = td.Rademacher(32, arithmetic="int8x3")
-    features, targets = (td.featurize(x, scaled, projector=projector) for x in (TRAIN, ASKED))
-    assert_adds_up(features, targets, scaled)
-
-
 @pytest.mark.parametrize("parts", ["token", ["attn", "mlp"]], ids=["token", "module"])
 def test_score_parts__blocks_and_chunks_of_targets_do_not_matter(
     parts: object, monkeypatch: pytest.MonkeyPatch
@@ -274,11 +258,6 @@ def test_score_parts__is_lazy_and_labelled() -> None:
     assert prompts.target_text.dims == ("target", "token")
     assert prompts.target_text.values[1, 2] == f"w{ids(ASKED)[1, 2]}"
     assert prompts.attrs["estimator"] == lazy.attrs["estimator"] == "trak"
-
-
-def test_score_parts__stored_features(tmp_path) -> None:
-    features, targets = sides(td.SJLT(32))
-    assert_adds_up(td.save(features, tmp_path / "f.zarr", progress=False), targets, model())
 
 
 def test_score_parts__padding_contributes_nothing() -> None:
@@ -339,16 +318,3 @@ def test_score_parts__same_answers_on_worker_processes(process_client: Client) -
         here = answers()
     for ours, theirs in zip(here, there, strict=True):
         xr.testing.assert_identical(ours, theirs)
-
-
-def test_score_parts__of_some_checkpoints() -> None:
-    features, targets = sides(td.SJLT(32))
-    assert_adds_up(*(ds.isel(checkpoint=[1]) for ds in (features, targets)), model())
-
-
-def test_score_parts__runs_the_model_in_the_precision_of_the_features() -> None:
-    features, targets = (
-        td.featurize(ds, model(), projector=td.SJLT(32), dtype="bfloat16").compute()
-        for ds in (TRAIN, ASKED)
-    )
-    assert_adds_up(features, targets, model(), rounding=0.1)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 
-import dask
 import dask.array as da
-import dask.callbacks
 import numpy as np
 import pytest
 import xarray as xr
@@ -103,12 +101,6 @@ TARGETS = following(TRAIN, dataset(M, 1, 25), 0.5)
 RANDOM = with_outputs(TARGETS, np.random.default_rng(5).standard_normal(M))
 
 
-def quiet(function, *args, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(*args, **options).compute(scheduler="sync")
-
-
 def closed_form(train: xr.Dataset, h: np.ndarray) -> np.ndarray:
     x = train.feature.values
     k = np.stack([(x[..., c] * h[:, [c]]).T @ x[..., c] for c in range(C)])
@@ -199,13 +191,6 @@ def test_damping__free_of_chunks_scheduler_and_gradient_scales(
     np.testing.assert_allclose(found.damping, expected.damping * np.square(scales), rtol=1e-9)
 
 
-def test_damping__same_bits_on_schedulers_and_a_cluster(process_client) -> None:
-    lazy = td.damping(TRAIN, calibrate=TARGETS, estimator="soft")
-    here = lazy.compute(scheduler="sync")
-    xr.testing.assert_identical(lazy.compute(scheduler="threads"), here)
-    xr.testing.assert_identical(dask.compute(lazy)[0], here)
-
-
 def test_damping__calibrate_means_the_same_in_every_function() -> None:
     calibrate = following(TRAIN, dataset(70, 2), 0.1)
     chosen = td.damping(TRAIN, estimator="soft", calibrate=calibrate)
@@ -219,14 +204,6 @@ def test_damping__calibrate_means_the_same_in_every_function() -> None:
         found = function(estimator="soft", calibrate=calibrate)
         np.testing.assert_allclose(found, function(estimator="soft", damping=chosen), rtol=1e-9)
         assert not np.allclose(found, function(estimator="soft", damping=other), rtol=0.01)
-
-
-def test_damping__order_of_the_rules() -> None:
-    h, g = weights(TRAIN, 0.5)
-    train = with_outputs(TRAIN, totals_left_out(TRAIN, 0.5, h, g))
-    with pytest.warns(UserWarning, match=r"training rows left out"):
-        found = td.damping(train, calibrate=RANDOM, estimator="soft").compute()
-    assert str(found.rule.values) == "completeness, training rows left out"
 
 
 def test_damping__closed_form_is_last() -> None:
@@ -249,66 +226,6 @@ def test_damping__few_samples() -> None:
     assert str(found.rule.values) == "0.03 tr(K^2)/tr(K)"
     one = td.damping(TRAIN.isel(sample=[3]), estimator="soft").compute()
     assert np.isfinite(one.damping).all()
-
-
-def test_damping__few_checkpoints() -> None:
-    two, targets = (ds.isel(checkpoint=[0, 1]) for ds in (TRAIN, TARGETS))
-    with pytest.warns(UserWarning, match=r"from 2 checkpoints; 3 or more .* two small models"):
-        td.damping(two, estimator="soft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        td.damping(two, estimator="soft", damping="closed_form")
-        td.score(two, targets)
-
-
-def test_damping__nan_targets_are_left_out() -> None:
-    f = TARGETS.feature.values.copy()
-    f[7] = np.nan
-    holed = TARGETS.assign(feature=TARGETS.feature.copy(data=da.from_array(f, chunks=(25, P, 1))))
-    found = td.damping(TRAIN, calibrate=holed, estimator="soft").compute()
-    others = TARGETS.isel(sample=np.arange(M) != 7)
-    good = td.damping(TRAIN, calibrate=others, estimator="soft").compute()
-    np.testing.assert_allclose(found.curve, good.curve, atol=1e-12)
-
-
-def test_damping__each_block_is_read_once_and_nothing_is_large() -> None:
-    read: list[tuple[int, ...]] = []
-
-    def block(block_id: tuple[int, ...]) -> np.ndarray:
-        read.append(block_id)
-        return np.random.default_rng(block_id).standard_normal((200, P, 1)).astype("f4")
-
-    n, m = 1000, 900
-    data = da.map_blocks(
-        block, chunks=((200,) * 5, (P,), (1,) * C), dtype="f4", meta=np.empty((0, 0, 0), "f4")
-    )
-    made = simulate_features(n, P, C, chunks=200)
-    train = made.assign(feature=made.feature.copy(data=data))
-    targets = simulate_features(m, P, C, chunks=300, seed=1)
-    sizes: list[int] = []
-
-    def count(key, result, graph, state, worker) -> None:
-        if isinstance(result, np.ndarray):
-            sizes.append(result.size)
-
-    with dask.callbacks.Callback(posttask=count):
-        quiet(td.damping, train, estimator="soft", calibrate=targets)
-    assert sorted(read) == [(b, 0, c) for b in range(5) for c in range(C)]
-    assert len(sizes) > 15
-    assert max(sizes) < n * m / 10
-
-
-@pytest.mark.parametrize(
-    ("damping", "rule"), [(0.5, "0.5 tr(K^2)/tr(K)"), ("closed_form", "0.03 tr(K^2)/tr(K)")]
-)
-def test_damping__rules_without_outputs(damping, rule: str) -> None:
-    found = td.damping(TRAIN, damping=damping, estimator="soft").compute()
-    expected = closed_form(TRAIN, weights(TRAIN, 0.5)[0])
-    factor = damping / 0.03 if damping == 0.5 else 1
-    np.testing.assert_allclose(found.damping, factor * expected, rtol=1e-12)
-    assert str(found.rule.values) == rule
-    assert np.isnan(found.relative)
-    assert np.isnan(found.curve).all()
 
 
 def test_damping__quadratic_loss_has_weights_one() -> None:

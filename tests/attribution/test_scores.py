@@ -105,12 +105,6 @@ def test_group_score__float64_equals_sums_of_dense_numpy(estimator: str) -> None
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("power", [0, 0.25, 1])
-def test_score__power(power: float) -> None:
-    found = td.score(TRAIN, TARGETS, estimator="soft", power=power, damping=td.Absolute(2))
-    np.testing.assert_allclose(found, oracle(TRAIN, "soft", power).mean(-1), rtol=1e-10)
-
-
 @pytest.mark.parametrize("narrow", [0.1, 0.5, 0.6, 0.7, 1.0])
 def test_score__power_follows_how_sure_the_model_is(narrow: float) -> None:
     q = TRAIN.out_to_loss
@@ -124,30 +118,6 @@ def test_score__power_follows_how_sure_the_model_is(narrow: float) -> None:
     g = (expected / across)[:, 0]
     own = td.self_influence(train, estimator="soft", damping=td.Absolute(2))
     np.testing.assert_allclose(own, leverage.mean(1) * g.mean(1) ** 2, rtol=1e-10)
-
-
-def test_score__automatic_soft_is_the_damping_it_reports() -> None:
-    rng = np.random.default_rng(0)
-    scale = xr.DataArray(0.6 ** np.arange(P, dtype="f4"), dims="proj_dim")
-    train, targets = (
-        made.assign(feature=made.feature * scale)
-        for made in (simulate_features(200, P, C, chunks=64), simulate_features(60, P, C, seed=1))
-    )
-    step = (train.feature * train.out_to_loss).sum("sample") / (200 * scale**2 + (scale**2).sum())
-    f = (targets.feature * step).sum("proj_dim").values
-    f += 0.2 * f.std() * rng.standard_normal(f.shape)
-    targets = targets.assign(output=targets.output.copy(data=da.from_array(f, chunks=(16, 1))))
-    chosen = td.damping(train, estimator="soft", calibrate=targets).compute()
-    assert np.isfinite(chosen.relative)
-    found = td.score(train, targets, estimator="soft", calibrate=targets, average=False)
-    for c in range(C):
-        one = [ds.isel(checkpoint=[c]) for ds in (train, targets)]
-        lam = td.Absolute(float(chosen.damping[c]))
-        apart = td.score(*one, estimator="soft", damping=lam)
-        g = np.sqrt(train.out_to_loss.values.astype("f8"))  # Q is spread evenly, so widely
-        ratio = (g.mean(1) / g[:, c])[:, None]
-        np.testing.assert_allclose(found[..., c], apart * ratio, rtol=1e-4, atol=1e-6)
-    assert found.dtype == np.float32
 
 
 def test_score__grad_cos_of_a_zero_feature_is_nan_without_warning() -> None:
@@ -165,14 +135,6 @@ def test_score__learning_rates_as_array_in_any_order() -> None:
     expected = td.score(TRAIN, TARGETS, estimator="tracin", learning_rates=RATES)
     np.testing.assert_array_equal(found, expected)
     assert found.attrs["learning_rates"] == "0.1, 0.3, 0.02"
-
-
-def test_score__attrs_say_the_formula() -> None:
-    soft = td.score(TRAIN, TARGETS, estimator="soft", power=0.5, damping=0.1).attrs
-    assert soft["formula"].endswith("mean_c[q^0.5]")
-    assert soft["gram_weights"] == "q^0.5 (1 - q)"
-    assert soft["damping"] == "0.1 tr(K^2)/tr(K)"
-    assert "gram_weights" not in td.score(TRAIN, TARGETS, estimator="grad_dot").attrs
 
 
 @pytest.mark.parametrize("estimator", ["trak", "soft", "grad_dot"])
@@ -242,13 +204,6 @@ def test_score__weights_of_the_gram_matrix(dims: tuple[str, ...]) -> None:
     np.testing.assert_allclose(found, across.mean(-1) * q.mean(1)[:, None], rtol=1e-10)
 
 
-def test_score__without_damping() -> None:
-    across, _ = kernels(TRAIN, np.ones((N, C)), lam=0)
-    found = td.score(TRAIN, TARGETS, estimator="trak", damping=0)
-    expected = across.mean(-1) * TRAIN.out_to_loss.values.mean(1)[:, None]
-    np.testing.assert_allclose(found, expected, rtol=1e-8)
-
-
 def test_score__labels_of_both_sides() -> None:
     scores = td.score(TRAIN, TARGETS)
     assert scores.dims == ("sample", "target")
@@ -260,34 +215,6 @@ def test_score__labels_of_both_sides() -> None:
     assert json.loads(scores.attrs["projector"]) == TRAIN.attrs["projector"]
     apart = td.score(TRAIN, TARGETS, average=False)
     assert apart.checkpoint.values.tolist() == ["c0", "c1", "c2"]
-
-
-def test_score__in_memory_and_lazy_are_equal() -> None:
-    lazy = td.score(TRAIN, TARGETS)
-    np.testing.assert_allclose(
-        td.score(TRAIN.compute(), TARGETS.compute()), lazy, rtol=1e-4, atol=1e-6
-    )
-
-
-def test_score__many_targets_in_blocks_that_are_divided() -> None:
-    many = simulate_features(5000, P, C, chunks=5000, seed=1)
-    assert max(td.score(TRAIN, many, damping=0.1).chunks[1]) <= 4096
-
-
-def test_score__chunked_coords_do_no_harm() -> None:
-    scores = td.score(TRAIN.chunk(sample=10), TARGETS.chunk(sample=3))
-    top = td.top_k(scores, 2, where=scores.label == 0)
-    np.testing.assert_array_equal(top.label, np.zeros((M, 2)))
-
-
-def test_gram__equals_einsum() -> None:
-    x = TRAIN.feature.values.astype("f8")
-    found = td.gram(TRAIN)
-    np.testing.assert_allclose(found, np.einsum("npc,nqc->pqc", x, x), rtol=1e-5)
-    assert found.name == "gram"
-    h = np.random.default_rng(0).random(N)
-    weighted = td.gram(TRAIN, weights=xr.DataArray(h, dims="sample"))
-    np.testing.assert_allclose(weighted, np.einsum("n,npc,nqc->pqc", h, x, x), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,11 @@ class BadInput:
 
     def __post_init__(self) -> None:
         assert self.words, f"{self}: a row without words accepts any message"
+
+
+def rows(function: str, error: type[Exception], *cases: tuple[Any, ...]) -> list[BadInput]:
+    """Return the rows of a function that raise one kind of error: (case, call, word, ...) each."""
+    return [BadInput(function, case, call, error, words) for case, call, *words in cases]
 
 
 def parametrize(rows: Iterable[BadInput]) -> pytest.MarkDecorator:

@@ -42,26 +42,12 @@ def of_other_modules(folder: Path) -> object:
 
 ROWS = [
     BadInput("open_bergson", "no stores", lambda f: td.open_bergson([]), ValueError, ["got none"]),
-    BadInput(
-        "open_bergson",
-        "no store there",
-        lambda f: td.open_bergson(f / "nowhere"),
-        FileNotFoundError,
-        ["nowhere", "info.json"],
-    ),
-    BadInput(
-        "open_bergson",
-        "the folder above",
-        lambda f: (store(f, "shard"), td.open_bergson(f)),
-        FileNotFoundError,
-        ["info.json", "['shard']"],
-    ),
-    BadInput(
-        "open_bergson", "not finished", opened("run.part"), ValueError, ["run.part", "complete"]
-    ),
+    BadInput("open_bergson", "no store there", lambda f: td.open_bergson(f / "nowhere"), FileNotFoundError, ["nowhere", "info.json"]),
+    BadInput("open_bergson", "the folder above", lambda f: (store(f, "shard"), td.open_bergson(f)), FileNotFoundError, ["info.json", "['shard']"]),
+    BadInput("open_bergson", "not finished", opened("run.part"), ValueError, ["run.part"]),
     BadInput("open_bergson", "other samples", of_other_samples, ValueError, ["(2,", "'1'"]),
     BadInput("open_bergson", "other modules", of_other_modules, ValueError, ["'1'", "'k'"]),
-]
+]  # fmt: skip
 
 
 @parametrize(ROWS)

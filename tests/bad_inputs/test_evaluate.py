@@ -108,7 +108,6 @@ ROWS = [
     *rows(
         "subsets",
         ("no samples", {"samples": 0}, ValueError, ["0 samples"]),
-        ("samples is a number", {"samples": 2.5}, TypeError, ["float"]),
         ("no subsets", {"n_subsets": 0}, ValueError, ["n_subsets", "0"]),
         ("fraction in percent", {"fraction": 50}, ValueError, ["fraction", "50"]),
         ("empty subsets", {"fraction": 0.01}, ValueError, ["0.01", "12 samples"]),
@@ -121,7 +120,6 @@ ROWS = [
         "leave_one_out",
         ("out of range", {"positions": [3, 12]}, ValueError, ["12"]),
         ("negative", {"positions": [-1]}, ValueError, ["-1"]),
-        ("a mask", {"positions": WRONG}, ValueError, ["positions", "True"]),
     ),
     *rows(
         "mislabelled_auc",
@@ -129,7 +127,6 @@ ROWS = [
         ("positions", {"is_mislabelled": [0, 1, 2]}, ValueError, ["int64"]),
         ("other samples", {"is_mislabelled": WRONG[:9]}, ValueError, ["12", "9"]),
         ("all right", {"is_mislabelled": WRONG & ~WRONG}, ValueError, ["is_mislabelled", "0"]),
-        ("confidence 1", {"confidence": 1}, ValueError, ["confidence", "1"]),
     ),
     *rows("mislabelled_curve", ("percent", {"fractions": [20]}, ValueError, ["fraction", "20"])),
     *rows(
@@ -138,15 +135,11 @@ ROWS = [
         ("raises", {"train_fn": failing}, FAILED, ["subset", "loss is NaN"]),
         ("returns NaN", returning([1.0, np.nan, 2.0]), FAILED, ["NaN", "target 1"]),
         ("returns a text", returning("good"), FAILED, ["subset", "'good'"]),
-        ("returns too few", returning([1.0, 2.0]), FAILED, ["(3,)", "(2,)"]),
         ("one mask", {"masks": MASKS[0]}, ValueError, ["subset"]),
         ("targets without target", {"targets": MASKS}, KeyError, ["target"]),
         ("no seeds", {"seeds": 0}, ValueError, ["seeds", "0"]),
-        ("a billion seeds", {"seeds": 10**12}, ValueError, ["seeds", "1000000000000"]),
         ("seeds twice", {"seeds": [1, 1]}, ValueError, ["seeds", "[1, 1]"]),
-        ("seeds are floats", {"seeds": [0.5]}, ValueError, ["seeds", "[0.5]"]),
-        ("store is a number", {"store": 5}, TypeError, ["5"]),
-        ("no name", {**returning(0), "store": "s"}, ValueError, ["train_fn", "lambda", "tag="]),
+        ("no name", {**returning(0), "store": "s"}, ValueError, ["train_fn", "lambda"]),
     ),
     *rows(
         "brittleness",
@@ -154,10 +147,8 @@ ROWS = [
         ("remove none", {"ks": [0]}, ValueError, ["k", "0"]),
         ("remove all", {"ks": [12]}, ValueError, ["11", "12"]),
         ("remove a share", {"ks": [0.1]}, TypeError, ["k", "0.1"]),
-        ("no ks", {"ks": []}, ValueError, ["[]"]),
         ("n_random 0", {"n_random": 0}, ValueError, ["n_random", "0"]),
         ("threshold is NaN", {"threshold": float("nan")}, ValueError, ["threshold", "nan"]),
-        ("confidence 95", {"confidence": 95}, ValueError, ["confidence", "95"]),
         # Fewer samples than k would be removed, without a word.
         ("NaN", {"scores": nan_at(SCORES, slice(1, N), 1)}, ValueError, ["2 scores", "1"]),
     ),
@@ -172,7 +163,6 @@ ROWS = [
         "class_detection",
         *BOOTSTRAP,
         ("no labels", {"scores": SCORES}, KeyError, ["label"]),
-        ("unknown group", {"within": "digit"}, KeyError, ["digit"]),
         ("texts", labelled("target", target_label=list("abc")), ValueError, ["'label'", "0 of 12"]),
         ("one label", labelled("sample", label=[1] * N), ValueError, ["'label'", "12 of 12"]),
         ("a label is missing", labelled("sample", label=[np.nan] * N), ValueError, ["12"]),
@@ -183,7 +173,6 @@ ROWS = [
     *rows(
         "shortcut_detection",
         ("no marks", {"scores": SCORES}, KeyError, ["marked"]),
-        ("marks are numbers", {"by": "label"}, ValueError, ["'label'", "int64"]),
         ("no target", labelled("target", target_marked=[False] * M), ValueError, ["0 of 3"]),
         ("no sample", labelled("sample", marked=[False] * N), ValueError, ["0 of 12"]),
         ("all samples", labelled("sample", marked=[True] * N), ValueError, ["12 of 12"]),
@@ -198,7 +187,6 @@ ROWS = [
     *rows(
         "seed_agreement",
         ("scores of one model", {"scores": SCORES}, ValueError, ["run"]),
-        ("dim is sample", {"dim": "sample"}, ValueError, ["sample"]),
         ("one model", {"scores": RUNS[:1]}, ValueError, ["'run'", "1"]),
     ),
 ]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
 from tests.bad_inputs.stores import (
@@ -41,14 +39,10 @@ def exported_twice(export: Callable[..., None]) -> Callable[[Path], object]:
 def exports(export: Callable[..., Callable[[Path], object]]) -> list[tuple[Any, ...]]:
     """Return what both exports refuse."""
     return [
-        ("empty path", export(at=lambda _: ""), ValueError, ["''"]),
         ("a page of the web", export(at=lambda _: "http://h/s"), ValueError, ["'http://h/s'"]),
         ("path of a file", export(at=file), NotADirectoryError, ["notes.txt"]),
-        ("feature store", export(at=store_in), FileExistsError, ["f.zarr", "overwrite=True"]),
-        ("too large", export(max_bytes=50), ValueError, ["50 B", "184 B", "td.top_k"]),
-        ("size in words", export(max_bytes="a lot"), ValueError, ["alot"]),
-        ("numpy array", export(np.zeros((8, 3))), (TypeError, ValueError), ["ndarray"]),
-        ("text instead of data", export("scores"), (TypeError, ValueError), ["str"]),
+        ("feature store", export(at=store_in), FileExistsError, ["f.zarr"]),
+        ("too large", export(max_bytes=50), ValueError, ["50 B", "184 B"]),
     ]  # fmt: skip
 
 
@@ -56,13 +50,10 @@ TO_ZARR = [*exports(to_zarr), ("twice", exported_twice(td.to_zarr), FileExistsEr
 TO_PARQUET = [
     *(row for row in exports(to_parquet) if row[0] != "too large"),
     ("twice", exported_twice(td.to_parquet), FileExistsError, ["overwrite"]),
-    ("too large", to_parquet(max_bytes=50), ValueError, ["50 B", "td.top_k"]),
-    ("features", to_parquet(FEATURES), ValueError, ["proj_dim", "td.top_k"]),
-    ("gradients", to_parquet(FEATURES.feature), ValueError, ["proj_dim"]),
-    ("scores of one target", lambda f: td.to_parquet(scores().isel(target=0), f / "s"),
-     ValueError, ["'sample'", "target"]),
-    ("scores without targets", lambda f: td.to_parquet(scores().rename(target="query"), f / "s"),
-     ValueError, ["'query'", "target"]),
+    ("too large", to_parquet(max_bytes=50), ValueError, ["50 B"]),
+    ("features", to_parquet(FEATURES), ValueError, ["proj_dim"]),
+    ("scores of one target", lambda f: td.to_parquet(scores().isel(target=0), f / "s"), ValueError, ["'sample'", "target"]),
+    ("scores without targets", lambda f: td.to_parquet(scores().rename(target="query"), f / "s"), ValueError, ["'query'", "target"]),
 ]  # fmt: skip
 
 ROWS = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, check, parametrize, rows
 from tests.bad_inputs.small_models import NET, OnlyOutput
 
 STATE = NET.state_dict()
@@ -63,199 +63,127 @@ def needs_arguments(width: int, *, depth: int) -> nn.Module:
 
 
 ROWS = [
-    BadInput(M, "a number", model(3), TypeError, ["3", "int", "nn.Module"]),
-    BadInput(M, "None", model(None), TypeError, ["None", "nn.Module"]),
-    BadInput(M, "a state dict", model(STATE), TypeError, ["OrderedDict", "build"]),
-    BadInput(
+    *rows(
         M,
-        "class with arguments",
-        model(nn.Linear, [STATE]),
         TypeError,
-        ["Linear", "'in_features' and 'out_features'"],
+        ("a number", model(3), "3", "int", "nn.Module"),
+        ("None", model(None), "None", "nn.Module"),
+        ("a state dict", model(STATE), "OrderedDict", "build"),
+        (
+            "class with arguments",
+            model(nn.Linear, [STATE]),
+            "Linear",
+            "'in_features' and 'out_features'",
+        ),
+        ("function with arguments", model(needs_arguments, [STATE]), "needs_arguments", "'width'"),
+        ("returns a number", model(lambda: 3, [STATE]), "int", "nn.Module"),
+        ("returns None", model(lambda: None, [STATE]), "NoneType"),
+        ("name of a str", model("json:__doc__", [STATE]), "'json:__doc__'", "str"),
+        ("checkpoints a number", model(NET, 5), "5", "int", "checkpoints=["),
+        ("checkpoints a module", model(NET, NET), "Linear"),
+        ("task a class", model(task=td.tasks.Regression), "Regression", "Regression()"),
+        ("task a number", model(task=3), "int", "image_classification"),
+        ("task without Q", model(task=OnlyOutput()), "OnlyOutput", "out_to_loss"),
+        ("parameters a number", model(parameters=3), "3", "parameters='head.*'"),
+        ("parameters of numbers", model(parameters=[0, 1]), "[0, 1]"),
+        ("predicate of one argument", model(parameters=lambda name: True), "1 positional argument"),
+        ("parallel", model(nn.Sequential(nn.DataParallel(NET))), "'0' of class DataParallel"),
+        ("moments a number", model(second_moments=3), "second_moments", "3"),
+        (
+            "quantised",
+            model(nn.Sequential(QUANTISED), task="causal_lm"),
+            "'0'",
+            "Linear8bitLt",
+            "bfloat16",
+        ),
     ),
-    BadInput(
+    *rows(
         M,
-        "function with arguments",
-        model(needs_arguments, [STATE]),
-        TypeError,
-        ["needs_arguments", "'width'"],
-    ),
-    BadInput(M, "returns a number", model(lambda: 3, [STATE]), TypeError, ["int", "nn.Module"]),
-    BadInput(M, "returns None", model(lambda: None, [STATE]), TypeError, ["NoneType"]),
-    BadInput(
-        M,
-        "no such module",
-        model("no_such:build", [STATE]),
         ImportError,
-        ["'no_such:build'", "ModuleNotFound"],
+        ("no such module", model("no_such:build", [STATE]), "'no_such:build'", "ModuleNotFound"),
+        ("no such name", model("json:build", [STATE]), "'json:build'", "AttributeError"),
+        ("no import name", model("a b c", [STATE]), "'a b c'", "package.module:callable"),
     ),
-    BadInput(
+    *rows(
         M,
-        "no such name",
-        model("json:build", [STATE]),
-        ImportError,
-        ["'json:build'", "AttributeError"],
-    ),
-    BadInput(
-        M,
-        "no import name",
-        model("a b c", [STATE]),
-        ImportError,
-        ["'a b c'", "package.module:callable"],
-    ),
-    BadInput(
-        M, "name of a str", model("json:__doc__", [STATE]), TypeError, ["'json:__doc__'", "str"]
-    ),
-    BadInput(
-        M,
-        "lazy module",
-        model(nn.LazyLinear(3), [STATE]),
         ValueError,
-        ["'weight'", "lazy", "example_input"],
+        ("lazy module", model(nn.LazyLinear(3), [STATE]), "'weight'", "lazy", "example_input"),
+        ("lazy module of its own", model(nn.Sequential(nn.LazyLinear(3))), "'0.weight'", "lazy"),
+        ("no checkpoints", model(lambda: NET), "checkpoints=['model.pt']"),
+        ("empty checkpoints", model(NET, []), "at least one", "model.pt"),
+        ("checkpoint a module", model(NET, [NET]), "Linear", "state_dict()"),
+        ("checkpoint a number", model(NET, [5]), "'0'", "int"),
+        ("checkpoint None", model(NET, [None]), "'0'", "NoneType"),
+        ("one state dict", model(NET, STATE), "'weight'", "[state_dict]"),
+        (
+            "nested in memory",
+            model(NET, [{"state_dict": STATE, "epoch": 3}]),
+            "['state_dict', 'epoch']",
+            "key='state_dict'",
+        ),
+        ("nested in a file", saved({"model": STATE, "step": 3}), "c.pt", "key='model'"),
+        ("empty state dict", model(NET, [{}]), "'0'", "[]"),
+        ("folder", checkpoint(folder_with_file), "folder", "epoch_3.pt'"),
+        ("empty folder", checkpoint(lambda folder: folder), "folder"),
+        ("unknown scheme", model(NET, ["foo://c0.pt"]), "foo"),
+        ("NUL in a path", model(NET, ["a\0b.pt"]), "checkpoint"),
+        ("text file", written("c.pt", b"hello"), "c.pt"),
+        ("empty file", written("c.pt", b""), "c.pt"),
+        ("cut file", written("c.pt", b"PK\x03\x04zip"), "c.pt"),
+        ("text as safetensors", written("c.safetensors", b"hello"), "c.safetensors"),
+        ("code in a file", saved(NET), "c.pt", "state_dict()"),
+        ("other shape", model(NET, [nn.Linear(5, 3).state_dict()]), "'weight'", "(3, 4)", "(3, 5)"),
+        ("missing tensor", model(NET, [{"weight": STATE["weight"]}]), "'bias'", "(3,)"),
+        ("further tensor", model(NET, [{**STATE, "extra": torch.ones(1)}]), "'extra'"),
+        ("wrapped", model(NET, [renamed(STATE, "module.")]), "removeprefix('module.')"),
+        (
+            "wrapped, with other tensors",
+            model(NET, [{**renamed(STATE, "net.model."), "loss.weight": torch.ones(3)}]),
+            "removeprefix('net.model.')",
+            "startswith('net.model.')",
+        ),
+        ("twice the same", model(NET, {"a": STATE, "b": STATE}), "['a', 'b']"),
+        ("task unknown", model(task="clasification"), "'clasification'", "_classification"),
+        ("parameters empty", model(parameters=[]), "parameters=[]", "None"),
+        ("parameters empty text", model(parameters=""), "''", "weight"),
+        (
+            "parameters inside of names",
+            model(nn.ModuleDict({"lora_A": NET}), parameters="lora_A"),
+            "'lora_A'",
+            "'*lora_A*'",
+        ),
+        (
+            "parameters in capitals",
+            model(nn.ModuleDict({"lora_A": NET}), parameters="LORA"),
+            "'LORA'",
+        ),
+        ("parameters misspelled", model(parameters="wieght"), "'wieght'", "'weight'"),
+        ("parameters of no class", model(parameters=nn.Conv2d), "Conv2d", "'Linear'"),
+        ("parameters of no predicate", model(parameters=lambda name, _: False), "none of 2"),
+        ("moments too many", model(second_moments=[STATE, STATE]), "['0']", "(2)", "{'0'"),
+        ("moments of others", model(second_moments={"last": STATE}), "['0']", "'last'"),
     ),
-    BadInput(
+    *rows(
         M,
-        "lazy module of its own",
-        model(nn.Sequential(nn.LazyLinear(3))),
-        ValueError,
-        ["'0.weight'", "lazy"],
-    ),
-    BadInput(M, "no checkpoints", model(lambda: NET), ValueError, ["checkpoints=['model.pt']"]),
-    BadInput(M, "empty checkpoints", model(NET, []), ValueError, ["at least one", "model.pt"]),
-    BadInput(M, "checkpoints a number", model(NET, 5), TypeError, ["5", "int", "checkpoints=["]),
-    BadInput(M, "checkpoints a module", model(NET, NET), TypeError, ["Linear"]),
-    BadInput(M, "checkpoint a module", model(NET, [NET]), ValueError, ["Linear", "state_dict()"]),
-    BadInput(M, "checkpoint a number", model(NET, [5]), ValueError, ["'0'", "int"]),
-    BadInput(M, "checkpoint None", model(NET, [None]), ValueError, ["'0'", "NoneType"]),
-    BadInput(M, "one state dict", model(NET, STATE), ValueError, ["'weight'", "[state_dict]"]),
-    BadInput(
-        M,
-        "nested in memory",
-        model(NET, [{"state_dict": STATE, "epoch": 3}]),
-        ValueError,
-        ["['state_dict', 'epoch']", "key='state_dict'"],
-    ),
-    BadInput(
-        M,
-        "nested in a file",
-        saved({"model": STATE, "step": 3}),
-        ValueError,
-        ["c.pt", "key='model'"],
-    ),
-    BadInput(M, "empty state dict", model(NET, [{}]), ValueError, ["'0'", "[]"]),
-    BadInput(M, "no such file", model(NET, ["no_such.pt"]), FileNotFoundError, ["no_such.pt"]),
-    BadInput(M, "folder", checkpoint(folder_with_file), ValueError, ["folder", "epoch_3.pt'"]),
-    BadInput(M, "empty folder", checkpoint(lambda folder: folder), ValueError, ["folder"]),
-    BadInput(M, "loop of links", checkpoint(loop_of_links), OSError, ["a.pt"]),
-    BadInput(
-        M,
-        "URL of nothing",
-        model(NET, ["memory://none/c0.pt"]),
         FileNotFoundError,
-        ["none/c0.pt"],
+        ("no such file", model(NET, ["no_such.pt"]), "no_such.pt"),
+        ("URL of nothing", model(NET, ["memory://none/c0.pt"]), "none/c0.pt"),
+        ("moments of no file", model(second_moments=["no.pt"]), "no.pt"),
     ),
-    BadInput(M, "unknown scheme", model(NET, ["foo://c0.pt"]), ValueError, ["foo"]),
-    BadInput(M, "NUL in a path", model(NET, ["a\0b.pt"]), ValueError, ["checkpoint"]),
-    BadInput(M, "text file", written("c.pt", b"hello"), ValueError, ["c.pt"]),
-    BadInput(M, "empty file", written("c.pt", b""), ValueError, ["c.pt"]),
-    BadInput(M, "cut file", written("c.pt", b"PK\x03\x04zip"), ValueError, ["c.pt"]),
-    BadInput(
-        M, "text as safetensors", written("c.safetensors", b"hello"), ValueError, ["c.safetensors"]
-    ),
-    BadInput(M, "code in a file", saved(NET), ValueError, ["c.pt", "state_dict()"]),
-    BadInput(
-        M,
-        "other shape",
-        model(NET, [nn.Linear(5, 3).state_dict()]),
-        ValueError,
-        ["'weight'", "(3, 4)", "(3, 5)"],
-    ),
-    BadInput(
-        M,
-        "missing tensor",
-        model(NET, [{"weight": STATE["weight"]}]),
-        ValueError,
-        ["'bias'", "(3,)"],
-    ),
-    BadInput(
-        M,
-        "further tensor",
-        model(NET, [{**STATE, "extra": torch.ones(1)}]),
-        ValueError,
-        ["'extra'"],
-    ),
-    BadInput(
-        M,
-        "wrapped",
-        model(NET, [renamed(STATE, "module.")]),
-        ValueError,
-        ["removeprefix('module.')"],
-    ),
-    BadInput(
-        M,
-        "wrapped, with other tensors",
-        model(NET, [{**renamed(STATE, "net.model."), "loss.weight": torch.ones(3)}]),
-        ValueError,
-        ["removeprefix('net.model.')", "startswith('net.model.')"],
-    ),
-    BadInput(M, "twice the same", model(NET, {"a": STATE, "b": STATE}), ValueError, ["['a', 'b']"]),
-    BadInput(
-        M,
-        "task unknown",
-        model(task="clasification"),
-        ValueError,
-        ["'clasification'", "_classification"],
-    ),
-    BadInput(
-        M,
-        "task a class",
-        model(task=td.tasks.Regression),
+    *rows(M, OSError, ("loop of links", checkpoint(loop_of_links), "a.pt")),
+    *rows(
+        K,
         TypeError,
-        ["Regression", "Regression()"],
+        ("a number", lambda _: td.keep_checkpoints(3), "3", "folder='run'"),
+        ("no path", lambda _: td.keep_checkpoints(""), "''", "folder='run'"),
     ),
-    BadInput(M, "task a number", model(task=3), TypeError, ["int", "image_classification"]),
-    BadInput(
-        M, "task without Q", model(task=OnlyOutput()), TypeError, ["OnlyOutput", "out_to_loss"]
+    *rows(
+        K, ValueError, ("a URL", lambda _: td.keep_checkpoints("s3://b/run"), "s3://b/run", "local")
     ),
-    BadInput(
-        M, "parameters a number", model(parameters=3), TypeError, ["3", "parameters='head.*'"]
-    ),
-    BadInput(M, "parameters of numbers", model(parameters=[0, 1]), TypeError, ["[0, 1]"]),
-    BadInput(M, "parameters empty", model(parameters=[]), ValueError, ["parameters=[]", "None"]),
-    BadInput(M, "parameters empty text", model(parameters=""), ValueError, ["''", "weight"]),
-    BadInput(
+    *rows(
         M,
-        "parameters inside of names",
-        model(nn.ModuleDict({"lora_A": NET}), parameters="lora_A"),
-        ValueError,
-        ["'lora_A'", "'*lora_A*'"],
-    ),
-    BadInput(
-        M,
-        "parameters in capitals",
-        model(nn.ModuleDict({"lora_A": NET}), parameters="LORA"),
-        ValueError,
-        ["'LORA'"],
-    ),
-    BadInput(
-        M, "parameters misspelled", model(parameters="wieght"), ValueError, ["'wieght'", "'weight'"]
-    ),
-    BadInput(
-        M, "parameters of no class", model(parameters=nn.Conv2d), ValueError, ["Conv2d", "'Linear'"]
-    ),
-    BadInput(
-        M,
-        "parameters of no predicate",
-        model(parameters=lambda name, _: False),
-        ValueError,
-        ["none of 2"],
-    ),
-    BadInput(
-        M,
-        "predicate of one argument",
-        model(parameters=lambda name: True),
-        TypeError,
-        ["lambda name, parameter"],
+        td.errors.CheckpointError,
+        ("moments empty", model(second_moments=[{}]), "state dict", "[]"),
     ),
     *[
         BadInput(
@@ -263,11 +191,6 @@ ROWS = [
         )
         for ids in ([], [1, 2], [-1], [2**32], [0.5], [True], "a", 3.5)
     ],
-    BadInput(K, "a number", lambda _: td.keep_checkpoints(3), TypeError, ["3", "folder='run'"]),
-    BadInput(K, "no path", lambda _: td.keep_checkpoints(""), TypeError, ["''", "folder='run'"]),
-    BadInput(
-        K, "a URL", lambda _: td.keep_checkpoints("s3://b/run"), ValueError, ["s3://b/run", "local"]
-    ),
     *[
         BadInput(
             K,
@@ -283,42 +206,6 @@ ROWS = [
             (None, TypeError),
         )
     ],
-    BadInput(M, "moments a number", model(second_moments=3), TypeError, ["second_moments", "3"]),
-    BadInput(
-        M,
-        "moments too many",
-        model(second_moments=[STATE, STATE]),
-        ValueError,
-        ["['0']", "(2)", "{'0'"],
-    ),
-    BadInput(
-        M,
-        "moments of others",
-        model(second_moments={"last": STATE}),
-        ValueError,
-        ["['0']", "'last'"],
-    ),
-    BadInput(
-        M,
-        "moments of no file",
-        model(second_moments=["no.pt"]),
-        FileNotFoundError,
-        ["no.pt"],
-    ),
-    BadInput(
-        M,
-        "moments empty",
-        model(second_moments=[{}]),
-        td.errors.CheckpointError,
-        ["state dict", "[]"],
-    ),
-    BadInput(
-        M,
-        "quantised",
-        model(nn.Sequential(QUANTISED), task="causal_lm"),
-        TypeError,
-        ["'0'", "Linear8bitLt", "bfloat16"],
-    ),
 ]
 
 

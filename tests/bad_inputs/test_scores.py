@@ -9,8 +9,6 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-import pandas as pd
-import torch
 import xarray as xr
 
 import trakdask as td
@@ -64,10 +62,8 @@ def tracin(rates: Any) -> object:
 
 
 FEATURES = [
-    ("None", lambda: td.gram(None), TypeError, ["features", "NoneType"]),
     ("a path", lambda: td.gram("f.zarr"), TypeError, ["'f.zarr'"]),
     ("an array", lambda: td.damping(X.feature), TypeError, ["DataArray"]),
-    ("a tensor", lambda: td.gram(torch.ones(3, 4)), TypeError, ["Tensor"]),
     ("features without feature", lambda: td.gram(X.drop_vars("feature")), ValueError, ["'feature'", "'output'"]),
     ("samples", lambda: td.gram(xr.Dataset({"x": ("sample", H)})), ValueError, ["'x'"]),
     ("features transposed", lambda: td.gram(X.transpose("checkpoint", ...)), ValueError, ["('checkpoint', 'sample', 'proj_dim')"]),
@@ -75,14 +71,9 @@ FEATURES = [
     ("features in chunks of proj_dim", lambda: score(X.chunk(proj_dim=2)), ValueError, ["2 (2, 2)"]),
     ("features of no samples", lambda: score(X.isel(sample=slice(0))), ValueError, ["0 samples"]),
     ("weights of a list", lambda: td.gram(X, weights=[1.0] * 20), ValueError, ["list"]),
-    ("weights of numpy", lambda: score(weights=H), ValueError, ["ndarray"]),
     ("weights of other samples", lambda: score(weights=weights(H[:7])), ValueError, ["{'sample': 7}", "'sample': 20"]),
-    ("weights of another dimension", lambda: td.gram(X, weights=xr.DataArray(H, dims="row")), ValueError, ["{'row': 20}"]),
     ("negative weights", lambda: td.damping(X, weights=weights(H - 2)), ValueError, ["-1.0", "'sample': 0"]),
     ("weights with NaN", lambda: score(weights=weights(np.where(np.arange(20) == 5, np.nan, 1))), ValueError, ["nan", "'sample': 5"]),
-    ("infinite weights", lambda: score(weights=weights(np.where(np.arange(20) == 5, np.inf, 1))), ValueError, ["inf", "'sample': 5"]),
-    ("hidden weights", lambda: score(weights=xr.DataArray(np.ma.masked_array(H, np.arange(20) == 7), dims="sample")), ValueError, ["nan", "'sample': 7"]),
-    ("weights of text", lambda: score(weights=weights(np.full(20, "1"))), ValueError, ["<U1"]),
     ("weights of unknown samples", lambda: score(X.assign_coords(sample=NAMES), weights=weights(H, sample=[*NAMES[1:], "x"])), ValueError, ["'s0'", "weights"]),
     ("weights with labels of their own", lambda: score(weights=weights(H, sample=NAMES)), ValueError, ["'s0'"]),
     ("weights of unknown checkpoints", lambda: score(weights=weights(np.ones((20, 3)), checkpoint=["c0", "c1", "C2"])), ValueError, ["'c2'", "'C2'"]),
@@ -94,30 +85,25 @@ LAMBDA = [
       for bad in ("closed-form", -0.1, np.nan, np.inf, None, [0.1, 0.1], True)),
     ("damping without checkpoints", lambda: score(damping=xr.DataArray(np.ones(3), dims="c")), ValueError, ["damping"]),
     ("damping of unknown checkpoints", lambda: score(damping=xr.DataArray(np.ones(3), coords={"checkpoint": ["c0", "c1", "x"]})), ValueError, ["'c2'"]),
-    ("damping that is features", lambda: score(damping=T), ValueError, ["damping"]),
     ("negative damping of an array", lambda: score(damping=xr.DataArray([1.0, -1, 1], coords={"checkpoint": CHECKPOINTS})), ValueError, ["'c1': -1.0"]),
     *((f"estimator of {bad!r}", lambda bad=bad: score(estimator=bad), ValueError, [repr(bad)]) for bad in ("sfot", None, ["trak"])),
     *((f"power of {bad!r}", lambda bad=bad: score(estimator="soft", power=bad), ValueError, [repr(bad)]) for bad in (2, -0.1, "half", np.nan, True)),
     ("power of a squared error", lambda: score(*(ds.assign_attrs(task="Regression()") for ds in (X, T)), estimator="soft", power=0.5), ValueError, ["Regression()", "0.5"]),
     ("calibrate without a rule for it", lambda: score(damping=0.1, calibrate=T), ValueError, ["0.1", "calibrate"]),
     ("calibrate of few samples", lambda: score(damping="completeness", calibrate=T), ValueError, ["5", "50"]),
-    ("calibrate that is an array", lambda: score(damping="completeness", calibrate=T.feature), TypeError, ["calibrate", "DataArray"]),
     ("calibrate without outputs", lambda: score(damping="completeness", calibrate=T.drop_vars("output")), ValueError, ["calibrate", "'output'"]),
     ("calibrate of other checkpoints", lambda: score(damping="completeness", calibrate=T.isel(checkpoint=[1, 0, 2])), MISMATCH, ["calibration", "checkpoint"]),
     ("damping without gram matrix", lambda: score(estimator="grad_dot", damping=0.1), ValueError, ["'grad_dot'", "damping"]),
     ("weights without gram matrix", lambda: score(estimator="grad_cos", weights=weights(H)), ValueError, ["'grad_cos'", "weights"]),
     ("learning rates for trak", lambda: score(estimator="trak", learning_rates={"c0": 1}), ValueError, ["'trak'", "learning_rates"]),
     ("no learning rates", lambda: tracin(None), ValueError, ["None", "'c0'"]),
-    ("learning rates of a list", lambda: tracin([0.1] * 3), ValueError, ["[0.1, 0.1, 0.1]"]),
     ("a learning rate too few", lambda: tracin({"c0": 0.1, "c1": 0.1}), ValueError, ["'c2'"]),
     *((f"a learning rate of {bad!r}", lambda bad=bad: tracin({**dict.fromkeys(CHECKPOINTS, 0.1), "c1": bad}), ValueError, [repr(bad), "'c1'"])
       for bad in (np.nan, np.inf, -0.1, "0.1", True)),
     ("learning rates of unknown checkpoints", lambda: tracin(xr.DataArray(np.ones(3), coords={"checkpoint": ["a", "b", "c"]})), ValueError, ["'a'", "'c0'"]),
-    ("learning rates without checkpoints", lambda: tracin(xr.DataArray(np.ones(3), dims="checkpoint")), ValueError, ["learning_rates", "'c0'"]),
 ]  # fmt: skip
 
 SCORE = [
-    ("targets of None", lambda: score(X, None), TypeError, ["targets", "NoneType"]),
     ("targets that are an array", lambda: score(X, T.feature), TypeError, ["targets", "DataArray"]),
     ("targets without feature", lambda: score(X, T[["output"]]), ValueError, ["targets", "'output'"]),
     ("features without Q", lambda: score(X.drop_vars("out_to_loss")), ValueError, ["'out_to_loss'"]),
@@ -130,10 +116,8 @@ SCORE = [
     ("targets of other weights", lambda: score(X, T.assign_attrs(checkpoints=dict.fromkeys(CHECKPOINTS, "ff"))), MISMATCH, ["checkpoints['c0']", "'ff'"]),
     ("targets of other ids", lambda: score(X, T.assign_attrs(checkpoint_ids={"c0": 5, "c1": 1, "c2": 2})), MISMATCH, ["checkpoint_ids['c0']", "5"]),
     ("coords of one name on both sides", lambda: score(X.assign_coords(target_label=X.label)), ValueError, ["'target_label'"]),
-    ("an option that is misspelled", lambda: score(lamda=0.1), TypeError, ["lamda"]),
     ("Q outside of 0 to 1", lambda: computed(score, changed("out_to_loss", 3, 2.5), estimator="soft", damping=0.1), ValueError, ["2.5"]),
     ("a feature of infinity", lambda: computed(score, changed("feature", 3, np.inf), damping=0.1), ValueError, ["'c1'", "not finite"]),
-    ("a feature of NaN in part", lambda: computed(score, changed("feature", 3, np.nan), damping=0.1), ValueError, ["'c1'", "not finite"]),
     ("features of zero", lambda: computed(score, X.assign(feature=X.feature * 0), damping=0.1), ValueError, ["'c"]),
     ("Q of 1 for all", lambda: computed(score, X.assign(out_to_loss=X.out_to_loss * 0 + 1), estimator="soft", damping=0.1), ValueError, ["'c", "'trak'"]),
     ("no damping of few samples", lambda: computed(score, X.isel(sample=slice(2)), damping=0), np.linalg.LinAlgError, ["'c"]),
@@ -143,7 +127,6 @@ GROUPS = [
     ("features without Q", lambda: td.group_score(X.drop_vars("out_to_loss"), T, by="label"), ValueError, ["'out_to_loss'"]),
     *((f"by {by!r}", lambda by=by: td.group_score(X, T, by=by), ValueError, [repr(by), "'label'"])
       for by in ("lable", ["label"], "target", "target_label", None, "checkpoint")),
-    ("by an array", lambda: td.group_score(X, T, by=X.label), ValueError, ["label"]),
 ]  # fmt: skip
 
 OTHERS = {
@@ -162,7 +145,6 @@ OTHERS = {
     ],
     "accessor": [
         ("gram of samples", lambda: xr.Dataset({"x": ("sample", [1.0])}).trak.gram(), ValueError, ["'x'"]),
-        ("score with an unknown option", lambda: X.trak.score(T, lamda=1), TypeError, ["lamda"]),
         ("top_k of features", lambda: X.feature.trak.top_k(1), ValueError, ["('sample', 'proj_dim', 'checkpoint')"]),
     ],
 }  # fmt: skip
@@ -180,35 +162,26 @@ RANKED = [
     *((f"a {type(bad).__name__}", lambda bad=bad: td.top_k(bad, 3), ValueError, ["scores"])
       for bad in (X, None, np.ones((20, 5)))),
     ("scores transposed", lambda: td.top_k(scores().T, 3), ValueError, ["('target', 'sample')"]),
-    ("scores of one target", lambda: td.top_k(scores().isel(target=0), 3), ValueError, ["('sample',)", "isel(target=[0])"]),
+    ("scores of one target", lambda: td.top_k(scores().isel(target=0), 3), ValueError, ["('sample',)"]),
     ("scores of an ensemble", lambda: td.top_k(score(average=False), 3), ValueError, ["'checkpoint'"]),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, -3, 21, None)),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
     *((f"fraction of {bad!r}", lambda bad=bad: top(None, fraction=bad), ValueError, ["fraction", repr(bad)]) for bad in (0, 5, np.nan)),
-    ("fraction of text", lambda: top(None, fraction="5%"), TypeError, ["'5%'"]),
     ("k and fraction", lambda: top(3, fraction=0.1), ValueError, ["k=3", "fraction=0.1"]),
     ("by without over_targets", lambda: top(3, by="label"), ValueError, ["over_targets", "'label'"]),
     ("over the smallest", lambda: over(over_targets="min"), ValueError, ["'min'"]),
     ("by a coord that is not there", lambda: over(by="source"), ValueError, ["'source'", "['label']"]),
-    ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["0 samples", "by="]),
+    ("by missing values", lambda: td.top_k(scores().assign_coords(kind=("sample", [None] * 20)), 3, over_targets="max", by="kind"), ValueError, ["0 samples"]),
     ("over targets by pairs", lambda: over(where=lambda tile: tile.label == tile.target_label), ValueError, ["where"]),
     ("nothing selected", lambda: top(where=np.zeros(20, bool)), ValueError, ["0 samples", "got 3"]),
     ("too few selected", lambda: top(where=np.arange(20) < 2), ValueError, ["2 samples", "got 3"]),
     ("positions for a mask", lambda: top(where=[3, 4, 5]), ValueError, ["int64", "{'sample': 3}"]),
-    ("a mask of integers", lambda: top(where=np.ones(20, int)), ValueError, ["int64"]),
     ("a mask of other samples", lambda: top(where=np.ones(19, bool)), ValueError, ["{'sample': 19}"]),
-    ("a mask of three axes", lambda: top(where=np.ones((20, 5, 2), bool)), ValueError, ["2: 2"]),
     ("a mask transposed", lambda: top(where=np.ones((5, 20), bool)), ValueError, ["{'sample': 5, 'target': 20}"]),
-    ("a mask of text", lambda: top(where="label == 1"), ValueError, ["<U10"]),
-    ("a single bool", lambda: top(where=True), ValueError, ["bool over {}"]),
-    ("a mask with hidden entries", lambda: top(where=np.ma.masked_array(np.ones(20, bool), np.arange(20) < 4)), ValueError, ["float64"]),
-    ("a mask of pandas with its own labels", lambda: top(where=xr.DataArray(pd.Series(np.ones(20, bool), index=NAMES).rename_axis("sample"))), ValueError, ["'s0'"]),
     ("a mask without one label", lambda: td.top_k(scores().assign_coords(sample=NAMES), 3, where=weights(np.ones(19, bool), sample=NAMES[:19])), ValueError, ["'s19'"]),
     ("a mask in another order", lambda: top(where=X.sortby("label").label == 1), ValueError, ["'label'", "sample 1"]),
     ("a function that returns a coord", lambda: computed(top, where=lambda tile: tile.label), ValueError, ["int64"]),
-    ("a function that returns numpy", lambda: computed(top, where=lambda tile: tile.label.values == 1), ValueError, ["ndarray"]),
     ("a function of all scores", lambda: computed(top, where=lambda tile: scores().label == 1), ValueError, ["{'sample': 20}", "'target': 5"]),
-    ("a function of a coord that is not there", lambda: computed(top, where=lambda tile: tile.source == "web"), AttributeError, ["source"]),
 ]  # fmt: skip
 
 

@@ -85,7 +85,6 @@ def along(values: Any, dim: str = "sample") -> xr.DataArray:
 ALIVE = json.dumps({"host": "elsewhere", "process": 7, "renewed": 4e9, "since": 0}).encode()
 
 SAVE = [
-    ("nothing", save(None), TypeError, ["NoneType"]),
     ("an array", save(FEATURES.feature), TypeError, ["DataArray"]),
     ("integer features", save(FEATURES.astype(int)), ValueError, ["int64"]),
     ("empty path", save(store=""), ValueError, ["''"]),
@@ -93,59 +92,39 @@ SAVE = [
     ("path of a file", lambda f: td.save(FEATURES, file(f)), NotADirectoryError, ["notes.txt"]),
     ("foreign folder", lambda f: td.save(FEATURES, foreign_folder(f)), FileExistsError, ["notes"]),
     ("foreign zarr", lambda f: td.save(FEATURES, foreign_zarr(f)), FileExistsError, ["mine.zarr"]),
-    ("options as a list", save(storage_options=["anon"]), TypeError, ["list"]),
     ("unknown dtype", save(dtype="float8"), ValueError, ["'float8'", "'float16'"]),
-    ("float64 as float16", save(FEATURES.astype("f8"), dtype="float16"), ValueError, ["float64"]),
     ("unknown append_dim", save(append_dim="target"), ValueError, ["'target'", "'checkpoint'"]),
-    ("negative retries", save(retries=-1), ValueError, ["-1", "retries=2"]),
-    ("retries as text", save(retries="2"), TypeError, ["'2'"]),
+    ("negative retries", save(retries=-1), ValueError, ["-1"]),
     ("unknown estimator", save(estimator="trakk"), ValueError, ["'trakk'", "'trak'"]),
     ("calibrate without a matrix", save(calibrate=FEATURES, gram=False), ValueError, ["gram=False"]),
     ("calibrate of few samples", save(calibrate=FEATURES, estimator="soft"), ValueError, ["8", "50"]),
     ("calibrate where no outputs choose", save(calibrate=FEATURES), ValueError, ["'trak'"]),
     ("no samples", save(FEATURES.isel(sample=[])), ValueError, ["sample", "0"]),
     ("checkpoint twice", save(FEATURES.isel(checkpoint=[0, 0])), ValueError, ["'c0', 'c0'"]),
-    ("unknown checkpoints", save(FEATURES.assign_coords(checkpoint=["a", "b"])), ValueError,
-     ["'a', 'b'", "'c0', 'c1'"]),
-    ("no provenance", save(FEATURES.drop_attrs()), ValueError, ["projector", "assign_attrs"]),
-    *[(f"coord named {name or 'nothing'}", named(name), ValueError, [f"'{name}'"])
-      for name in ("lock", "..", ".", "", "a/b", "zarr.json", "a b",
-                   "__x", "gram", "dropped")],
-    ("coord with a long name", named("a" * 300), ValueError, ["aaaa"]),
+    ("unknown checkpoints", save(FEATURES.assign_coords(checkpoint=["a", "b"])), ValueError, ["'a', 'b'", "'c0', 'c1'"]),
+    ("no provenance", save(FEATURES.drop_attrs()), ValueError, ["projector"]),
+    *[(f"coord named {name or 'nothing'}", named(name), ValueError, [f"'{name}'"]) for name in ("lock", "..", ".", "", "a/b", "zarr.json", "a b", "__x", "gram", "dropped")],
     ("coord of bytes", with_coord([b"a"] * 8), TypeError, ["'mine'", "S1"]),
     ("coord of several kinds", with_coord([None, *"abcdefg"]), ValueError, ["'mine'"]),
-    ("other task", save_again(FEATURES.assign_attrs(task="other")), td.errors.StoreMismatchError,
-     ["task", "other"]),
-    ("other source", save_again(FEATURES.assign_attrs(source="mine")), td.errors.StoreMismatchError,
-     ["'mine'", "append_dim='sample'"]),
-    ("other label", save_again(FEATURES.assign_coords(label=("sample", np.full(8, 5)))),
-     td.errors.StoreMismatchError, ["'label'", "5 instead of 0", "sample 0", "td.assign_coords"]),
-    ("new coord", save_again(FEATURES.assign_coords(mine=("sample", np.zeros(8)))),
-     td.errors.StoreMismatchError, ["'mine'", "td.assign_coords"]),
+    ("other task", save_again(FEATURES.assign_attrs(task="other")), td.errors.StoreMismatchError, ["task", "other"]),
+    ("other source", save_again(FEATURES.assign_attrs(source="mine")), td.errors.StoreMismatchError, ["'mine'"]),
+    ("other label", save_again(FEATURES.assign_coords(label=("sample", np.full(8, 5)))), td.errors.StoreMismatchError, ["'label'", "5 instead of 0", "sample 0"]),
+    ("new coord", save_again(FEATURES.assign_coords(mine=("sample", np.zeros(8)))), td.errors.StoreMismatchError, ["'mine'"]),
     ("other precision", save_again(FEATURES, dtype="float16"), td.errors.StoreMismatchError, ["float16"]),
-    ("append with other width", save_again(
-        FEATURES.isel(proj_dim=slice(2)).assign_attrs(source="more"), append_dim="sample",
-    ), td.errors.StoreMismatchError, ["4", "2"]),
-    ("append with other coords", save_again(
-        FEATURES.rename(label="mine").assign_attrs(source="more"), append_dim="sample",
-    ), td.errors.StoreMismatchError, ["'label'", "'mine'"]),
-    ("append with fewer checkpoints", save_again(
-        FEATURES.isel(checkpoint=[0]).assign_attrs(source="more"), append_dim="sample",
-    ), td.errors.StoreMismatchError, ["c1"]),
-    ("a live writer", lambda f: td.save(FEATURES, with_lock(ALIVE)(f)), td.errors.StoreBusyError,
-     ["process 7 on elsewhere", "lock"]),
+    ("append with other width", save_again(FEATURES.isel(proj_dim=slice(2)).assign_attrs(source="more"), append_dim="sample"), td.errors.StoreMismatchError, ["4", "2"]),
+    ("append with other coords", save_again(FEATURES.rename(label="mine").assign_attrs(source="more"), append_dim="sample"), td.errors.StoreMismatchError, ["'label'", "'mine'"]),
+    ("append with fewer checkpoints", save_again(FEATURES.isel(checkpoint=[0]).assign_attrs(source="more"), append_dim="sample"), td.errors.StoreMismatchError, ["c1"]),
+    ("a live writer", lambda f: td.save(FEATURES, with_lock(ALIVE)(f)), td.errors.StoreBusyError, ["process 7 on elsewhere", "lock"]),
 ]  # fmt: skip
 
 OPEN = [
-    ("lost mask of dropped samples", opened(without("dropped/c/0")), td.errors.IncompleteFeaturesError,
-     ["dropped/c/0", "td.verify"]),
+    ("lost mask of dropped samples", opened(without("dropped/c/0")), td.errors.IncompleteFeaturesError, ["dropped/c/0"]),
     ("features", opened(lambda _: FEATURES), TypeError, ["Dataset"]),
-    ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr", "no store"]),
+    ("nothing there", opened(lambda f: f / "f.zarr"), FileNotFoundError, ["f.zarr"]),
     ("foreign folder", opened(foreign_folder), FileNotFoundError, ["notes.txt"]),
-    ("foreign zarr", opened(foreign_zarr), FileNotFoundError, ["mine.zarr", "open_zarr"]),
+    ("foreign zarr", opened(foreign_zarr), FileNotFoundError, ["mine.zarr"]),
     ("file", opened(file), NotADirectoryError, ["notes.txt"]),
-    ("lost chunk of a coord", opened(without("label/c/0")), td.errors.IncompleteFeaturesError,
-     ["label/c/0", "td.verify"]),
+    ("lost chunk of a coord", opened(without("label/c/0")), td.errors.IncompleteFeaturesError, ["label/c/0"]),
     ("flipped bit in a coord", opened(flipped("label/c/0")), ValueError, ["'label'"]),
 ]  # fmt: skip
 
@@ -158,42 +137,29 @@ VERIFY = [
 ]  # fmt: skip
 
 DROP = [
-    ("nothing there", lambda f: td.drop(f / "f.zarr", where=along([True])), FileNotFoundError,
-     ["no store"]),
-    ("nothing", drop(None), ValueError, ["None (NoneType)", "where=lambda"]),
+    ("nothing there", lambda f: td.drop(f / "f.zarr", where=along([True])), FileNotFoundError, ["no store"]),
     ("an array", drop(np.arange(6) < 2), ValueError, ["(ndarray)"]),
     ("positions", drop(along([0, 1])), ValueError, ["int64 {'sample': 2}", "sample: 6"]),
     ("too many", drop(along([True, False] * 4)), ValueError, ["{'sample': 8}", "sample: 6"]),
     ("all samples", drop(along([True] * 6)), ValueError, ["true for all 6"]),
     ("a function that returns nothing", drop(lambda _: None), ValueError, ["NoneType"]),
-    ("a function that returns an array", drop(lambda ds: ds.label.values == 1), ValueError,
-     ["(ndarray)"]),
 ]  # fmt: skip
 
 ASSIGN = [
-    ("nothing there", lambda f: td.assign_coords(f / "f.zarr", {"a": [1]}), FileNotFoundError,
-     ["no store"]),
+    ("nothing there", lambda f: td.assign_coords(f / "f.zarr", {"a": [1]}), FileNotFoundError, ["no store"]),
     ("too few", assign({"label": [1, 2]}), ValueError, ["'label'", "(2,)", "6"]),
-    ("one value", assign({"label": 1}), TypeError, ["'label'", "int"]),
     ("two dimensions", assign({"label": np.zeros((8, 2))}), ValueError, ["'label'", "(8, 2)"]),
-    ("another dimension", assign({"label": along([1] * 8, "target")}), ValueError, ["'target'"]),
     ("missing text", assign({"label": ["a", None] * 4}), ValueError, ["'label'"]),
-    ("several kinds", assign({"label": [1, "a"] * 4}), TypeError, ["'label'", "int", "str"]),
-    ("new, without dropped ones", assign({"mine": [1] * 6}), ValueError,
-     ["'mine'", "8", "2 of them", "dropped=True"]),
-    ("another kind, without dropped ones", assign({"label": ["a"] * 6}), ValueError,
-     ["'label'", "numbers so far"]),
-    *[(f"coord named {name or 'nothing'}", assign({name: [1] * 8}), ValueError, [f"'{name}'"])
-      for name in ("..", "", "a/b", "gram", "target_label", "sample", "zarr.json")],
+    ("new, without dropped ones", assign({"mine": [1] * 6}), ValueError, ["'mine'", "8", "2 of them"]),
+    ("another kind, without dropped ones", assign({"label": ["a"] * 6}), ValueError, ["'label'"]),
+    *[(f"coord named {name or 'nothing'}", assign({name: [1] * 8}), ValueError, [f"'{name}'"]) for name in ("..", "", "a/b", "gram", "target_label", "sample", "zarr.json")],
 ]  # fmt: skip
 
 
 CALIBRATE = [
     ("nothing there", lambda f: td.calibrate(f / "f.zarr"), FileNotFoundError, ["no store"]),
-    ("a store without gram matrix", lambda f: td.calibrate(without_gram(f)), ValueError,
-     ["gram", "'feature'"]),
-    ("samples without outputs", lambda f: td.calibrate(store_in(f), FEATURES[["feature"]]),
-     ValueError, ["'output'"]),
+    ("a store without gram matrix", lambda f: td.calibrate(without_gram(f)), ValueError, ["gram", "'feature'"]),
+    ("samples without outputs", lambda f: td.calibrate(store_in(f), FEATURES[["feature"]]), ValueError, ["'output'"]),
     ("few samples", lambda f: td.calibrate(store_in(f), FEATURES), ValueError, ["8", "50"]),
 ]  # fmt: skip
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from _quality_scores import features, ground
-from _quality_subjects import SUBJECTS
 from _quality_tasks import Subject
 from numpy.typing import NDArray
 from scipy.stats import rankdata
@@ -33,10 +31,6 @@ class Task:
     is_regression: bool
     members: Floats
     truth_ranks: Floats
-
-    def labels(self) -> Floats:
-        """Return what a regression was trained to predict."""
-        return np.asarray(SUBJECTS[self.name].data()[0][1], dtype=np.float64)
 
 
 def load(subject: Subject, cache: Path, paths: list[Path]) -> Task:
@@ -81,16 +75,6 @@ class Kernel:
         t = task.targets[checkpoint][:, :proj_dim]
         return cls((x @ x.T).astype(np.float64), (x @ t.T).astype(np.float64))
 
-    def scaled(self, factor: Floats) -> Kernel:
-        """Return the kernel of training features times a factor each."""
-        return Kernel(self.train * np.outer(factor, factor), self.cross * factor[:, None])
-
-    def centred(self) -> Kernel:
-        """Return the kernel of features less the mean of those of training samples."""
-        mean = self.train.mean(axis=0)
-        train = self.train - mean[:, None] - mean[None] + mean.mean()
-        return Kernel(train, self.cross - self.cross.mean(axis=0) - mean[:, None] + mean.mean())
-
 
 @dataclass(frozen=True)
 class Damped:
@@ -112,15 +96,9 @@ class Damped:
         """Return λ for every ρ of the grid."""
         return np.asarray(GRID * self.values.mean())
 
-    def products(self, spectral: Callable[[Floats, Floats], Floats] | None = None) -> Floats:
-        """Return φ(z)ᵀ (ΦᵀWΦ + λI)⁻¹ φ(t), (ρ, sample, target), or of another function of s, λ."""
-        function = spectral or (lambda s, lam: 1 / (s + lam))
+    def products(self) -> Floats:
+        """Return φ(z)ᵀ (ΦᵀWΦ + λI)⁻¹ φ(t), (ρ, sample, target)."""
         across = (self.vectors.T @ (self.root[:, None] * self.kernel.cross)).astype(np.float32)
         back = (self.vectors / self.root[:, None]).astype(np.float32)
-        by_damping = [function(self.values, lam).astype(np.float32) for lam in self.damping]
+        by_damping = [(1 / (self.values + lam)).astype(np.float32) for lam in self.damping]
         return np.stack([back @ (each[:, None] * across) for each in by_damping])
-
-    def leverage(self) -> Floats:
-        """Return w φᵀ (ΦᵀWΦ + λI)⁻¹ φ of training samples, (ρ, sample)."""
-        share = [self.values / (self.values + lam) for lam in self.damping]
-        return np.asarray(np.stack(share) @ np.square(self.vectors).T)

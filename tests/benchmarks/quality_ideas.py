@@ -25,11 +25,6 @@ import trakdask as td
 CHECKPOINTS = (1, 3, 10)
 SHARPNESS = (1.25, 1.5, 2.0)
 UNCHOSEN = ("diabetes", "surface", "language")
-LEAST, MOST = GRID[0] / 100, GRID[-1] * 10
-
-
-def sigmoid(x: Floats) -> Floats:
-    return np.asarray(0.5 * (1 + np.tanh(x / 2)))
 
 
 def soft(task: Task, power: float, n: int) -> tuple[Floats, Floats]:
@@ -64,9 +59,6 @@ def variants(task: Task, n: int) -> Iterator[tuple[str, Floats]]:
             scores = np.mean([each.products() for each in by_power[a]], axis=0)
             yield name, weighted(scores, soft(task, a, n)[1])
     yield from of_checkpoints(task, kernels, products, h, g)
-    yield from of_features(kernels, h, g)
-    yield from of_spectra(by_power[0.5], g)
-    yield from of_residuals(task, kernels, by_power[0.5], products)
     yield from sharpened(products, g)
 
 
@@ -84,76 +76,6 @@ def of_checkpoints(
     )
     best = [each[lds(task, weighted(each, g)).argmax()] for each in products]
     yield "λ of every checkpoint by itself, in hindsight", weighted(np.mean(best, axis=0), g)[None]
-
-
-def of_features(kernels: list[Kernel], h: Floats, g: Floats) -> Iterator[tuple[str, Floats]]:
-    norms = [np.sqrt(np.diag(each.train)) for each in kernels]
-    changed = {
-        "features centred": [each.centred() for each in kernels],
-        "features of norm 1": [k.scaled(1 / s) for k, s in zip(kernels, norms, strict=True)],
-        "features over the root of their norm": [
-            k.scaled(s**-0.5) for k, s in zip(kernels, norms, strict=True)
-        ],
-    }
-    for name, each in changed.items():
-        found = [Damped.of(kernel, h[:, c]).products() for c, kernel in enumerate(each)]
-        yield name, weighted(np.mean(found, axis=0), g)
-
-
-def of_spectra(damped: list[Damped], g: Floats) -> Iterator[tuple[str, Floats]]:
-    tiny = 1e-12
-    functions = {
-        "(K + λ)^-0.75": lambda s, lam: (s + lam) ** -0.75,
-        "(K + λ)^-1.5": lambda s, lam: (s + lam) ** -1.5,
-        "gradient flow, (1 - exp(-K/λ))/K": lambda s, lam: -np.expm1(-s / lam) / (s + tiny),
-    }
-    for name, function in functions.items():
-        yield name, weighted(np.mean([each.products(function) for each in damped], axis=0), g)
-
-
-def of_residuals(
-    task: Task, kernels: list[Kernel], damped: list[Damped], products: list[Floats]
-) -> Iterator[tuple[str, Floats]]:
-    """Yield scores with Q of models that have not seen the sample, as the linear model has it."""
-    found: dict[str, list[Floats]] = {}
-    for c, each in enumerate(kernels):
-        expected = {"Q with the sample left out": left_out(task, c, damped[c]),
-                    "Q of random halves": of_halves(task, c, each, damped[c])}  # fmt: skip
-        for name, q in expected.items():
-            found.setdefault(name, []).append(weighted(products[c], q))
-    for name, scores in found.items():
-        yield name, np.mean(scores, axis=0)
-
-
-def residual(task: Task, checkpoint: int, loss: Floats) -> Floats:
-    """Return Q after the output has fallen by this much."""
-    if task.is_regression:
-        return np.asarray(task.q[:, checkpoint] + loss)
-    return sigmoid(loss - task.output[:, checkpoint])
-
-
-def left_out(task: Task, checkpoint: int, damped: Damped) -> Floats:
-    share = damped.leverage().clip(max=0.99)
-    return residual(task, checkpoint, task.q[:, checkpoint] * share / (1 - share) / damped.root**2)
-
-
-def of_halves(task: Task, checkpoint: int, kernel: Kernel, damped: Damped) -> Floats:
-    """Return Q for every ρ: of members without the others, and of others that are added."""
-    n = len(kernel.train)
-    order = np.random.default_rng(checkpoint).permutation(n)
-    q, root, result = task.q[:, checkpoint], damped.root, np.zeros((len(GRID), n))
-    for here, there in ((order[: n // 2], order[n // 2 :]), (order[n // 2 :], order[: n // 2])):
-        inside = kernel.train[np.ix_(here, here)] * np.outer(root[here], root[here])
-        values, vectors = np.linalg.eigh(inside)
-        across = (kernel.train[:, here] * root[here]) @ vectors
-        total, own = across.T[:, there] @ q[there], np.diag(kernel.train)
-        for k, lam in enumerate(damped.damping / 2):
-            solved = across / (values + lam)
-            removed = (kernel.train[:, there] @ q[there] - solved @ total) / lam
-            share = (own - (solved * across).sum(axis=1)) / lam * root**2
-            share[here] = 0
-            result[k] += residual(task, checkpoint, removed) / (1 + share) / 2
-    return result
 
 
 def sharpened(products: list[Floats], g: Floats) -> Iterator[tuple[str, Floats]]:
@@ -188,9 +110,8 @@ def rules(task: Task, proj_dim: int, most: int) -> Iterator[tuple[str, ...]]:
         total = total + damped[-1].products()
         if (n := c + 1) in CHECKPOINTS:
             found = lds(task, weighted(total, task.q[:, :n].mean(axis=1)))
-            chosen = by_spectrum(damped) | (by_labels(task, damped) if task.is_regression else {})
-            taken = (chosen.get(name) for name in SPECTRAL + LABELLED)
-            cells = ("-" if rho is None else f"{rho:.2g} ({lost(found, rho):.3f})" for rho in taken)
+            chosen = by_spectrum(damped)
+            cells = (f"{chosen[name]:.2g} ({lost(found, chosen[name]):.3f})" for name in RULES)
             best = f"{GRID[found.argmax()]:.2g}"
             yield (task.name, str(n), f"{found.max():.3f}", best, *cells)
 
@@ -199,36 +120,18 @@ def lost(found: Floats, rho: float) -> float:
     return float(found.max() - np.interp(np.log(rho), np.log(GRID), found))
 
 
-SPECTRAL = ("0.03 tr(K²)/tr(K)", "tr(K)/n", "0.07 n dims", "0.1 n dims", "0.15 n dims")
-LABELLED = ("residual", "left-out labels", "GCV", "evidence")
+RULES = ("0.03 tr(K²)/tr(K)", "tr(K)/n", "0.07 n dims", "0.1 n dims", "0.15 n dims")
 
 
 def by_spectrum(damped: list[Damped]) -> dict[str, float]:
-    """Return ρ by rules that look at the eigenvalues alone."""
+    """Return ρ by every rule, all of which look at the eigenvalues alone."""
     closed = [0.03 * (d.values**2).sum() / d.values.sum() / d.values.mean() for d in damped]
-    chosen = {SPECTRAL[0]: float(np.exp(np.mean(np.log(closed)))), SPECTRAL[1]: 1.0}
-    fine = np.geomspace(LEAST, MOST, 200)
+    chosen = {RULES[0]: float(np.exp(np.mean(np.log(closed)))), RULES[1]: 1.0}
+    fine = np.geomspace(GRID[0] / 100, GRID[-1] * 10, 200)
     share = [(d.values / (d.values + fine[:, None] * d.values.mean())).mean(1) for d in damped]
-    for name, fraction in zip(SPECTRAL[2:], (0.07, 0.1, 0.15), strict=True):
+    for name, fraction in zip(RULES[2:], (0.07, 0.1, 0.15), strict=True):
         chosen[name] = float(fine[np.abs(np.mean(share, axis=0) - fraction).argmin()])
     return chosen
-
-
-def by_labels(task: Task, damped: list[Damped]) -> dict[str, float]:
-    """Return ρ by rules that fit a ridge regression of the labels to the features."""
-    y, fine = task.labels() - task.labels().mean(), np.geomspace(LEAST, MOST, 120)
-    sums = np.zeros((4, len(fine)))
-    for each in damped:
-        s, lam = each.values, (fine * each.values.mean())[:, None]
-        turned = each.vectors.T @ y
-        rest = (lam / (s + lam) * turned) @ each.vectors.T
-        kept = (lam / (s + lam)) @ np.square(each.vectors).T
-        likelihood = np.log((turned**2 / (s + lam)).sum(1)) + np.log(s + lam).mean(1)
-        sums += [np.square(rest).mean(1), np.square(rest / kept).mean(1),
-                 np.square(rest).mean(1) / kept.mean(1) ** 2, likelihood]  # fmt: skip
-    trained = np.square(task.q[:, : len(damped)]).mean()
-    best = [np.abs(sums[0] / len(damped) - trained).argmin(), *sums[1:].argmin(axis=1)]
-    return {name: float(fine[at]) for name, at in zip(LABELLED, best, strict=True)}
 
 
 # --- report ---------------------------------------------------------------------------------------
@@ -289,9 +192,8 @@ def print_rules(tasks: dict[str, Task]) -> None:
         if task.name in UNCHOSEN:
             rows += list(rules(task, 2048, max(CHECKPOINTS)))
             _progress(f"rules for {task.name}", start)
-    names = SPECTRAL + LABELLED
     print("\nRules for λ, trak: ρ = λ n / tr(K), and the LDS that it loses against the best")
-    print(table(("task", "ckpts", "best", "at ρ", *names), rows))
+    print(table(("task", "ckpts", "best", "at ρ", *RULES), rows))
 
 
 def print_defaults(names: list[str], cache: Path) -> None:

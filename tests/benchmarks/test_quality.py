@@ -1,100 +1,133 @@
-"""The quality benchmark: tasks are pure functions, and the script runs end to end when small."""
+"""The quality benchmarks: tasks are pure functions, and the dense algebra is that of loops."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import trakdask as td
 
+RNG = np.random.default_rng(0)
+
 
 @pytest.fixture
-def quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The script with one task that takes no time, and a place of its own for its truth."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a script, whose modules import each other by name."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    module = importlib.import_module("quality")
-    monkeypatch.setitem(module.SUBJECTS, "tiny", tiny())
-    monkeypatch.setattr(importlib.import_module("_quality_truth"), "TRUTH", tmp_path / "truth")
-    return module
+    return importlib.import_module
 
 
-def tiny() -> object:
-    tasks = importlib.import_module("_quality_tasks")
-
-    def data() -> object:
-        (images, labels), (target_images, target_labels) = tasks.digits()
-        return (images[:60], labels[:60]), (target_images[:55], target_labels[:55])
-
-    return tasks.Subject("tiny", tasks.perceptron((64, 4, 10)), data, 2, 12)
+def small(scripts: ModuleType, name: str, n: int = 40) -> Any:
+    """Return a task with few samples and little training."""
+    parts = [tuple(array[:n] for array in part) for part in scripts.ALL[name].data()]
+    return dataclasses.replace(scripts.ALL[name], data=lambda: parts, epochs=3)
 
 
-def test_subject__training_is_a_function_of_rows_and_seed(quality: ModuleType) -> None:
-    subject = quality.SUBJECTS["tiny"]
-    members = importlib.import_module("_quality_tasks").members
-    mask = members(3, 60)
-    assert mask.sum() == 30
-    assert (mask == members(3, 60)).all()
-    assert (mask != members(4, 60)).any()
-    first, again, other = (subject.train(mask, seed) for seed in (5, 5, 6))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["1.weight"], other["1.weight"])
-    margin = subject.outputs(first)
-    assert margin.shape == (55,)
-    assert np.isfinite(margin).all()
-
-
-def test_subject__digest_names_data_and_settings(quality: ModuleType) -> None:
-    subjects = dict(quality.SUBJECTS)
-    digests = {subject.digest() for subject in subjects.values()}
-    assert len(digests) == len(subjects)
-    assert subjects["tiny"].digest() == tiny().digest()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("name", ["diabetes", "surface", "language", "cancer"])
-def test_subject__outputs_are_what_is_attributed(quality: ModuleType, name: str) -> None:
+@pytest.mark.parametrize("name", ["diabetes", "language", "cancer", "decay", "cnn-bn", "wine"])
+def test_subject__outputs_are_what_is_attributed(load: Any, name: str) -> None:
     """The truth and the features are of one f; training is a function of rows and seed."""
-    parts = [tuple(array[:40] for array in part) for part in quality.SUBJECTS[name].data()]
-    subject = dataclasses.replace(quality.SUBJECTS[name], data=lambda: parts, epochs=3)
-    half = importlib.import_module("_quality_tasks").members(0, 40)
-    state = subject.train(half, seed=1)
+    subject = small(load("quality_wider"), name)
+    half = load("_quality_tasks").members(0, 40)
+    assert half.sum() == 20
+    state, again, other = (subject.train(half, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(state[key], again[key]) for key in state)
+    assert not all(torch.equal(state[key], other[key]) for key in state)
     model = td.Model(subject.build, [state], task=subject.task)
     features = td.featurize(subject.samples(1), model, projector=td.SJLT(8))
     expected = features.output[:, 0].compute(scheduler="synchronous")
-    np.testing.assert_allclose(subject.outputs(state), expected, rtol=1e-3, atol=1e-4)
-    again = subject.train(half, seed=1)
-    assert all(torch.equal(state[key], again[key]) for key in state)
+    np.testing.assert_allclose(subject.outputs(state), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
-def test_main__every_stage(
-    quality: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--tasks", "tiny", "--cache", str(tmp_path / "cache"), "--checkpoints", "1", "2"]
-    options += ["--proj-dims", "8", "256", "--peer-checkpoints", "1", "--resamples", "5"]
-    with pytest.raises(ValueError, match=r"holds nothing.*--stage train --tasks tiny"):
-        quality.main(options)
-    quality.main([*options, "--stage", "train"])
-    capsys.readouterr()
-    quality.main([*options, "--out", str(tmp_path / "out.json")])
-    printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert {row["estimator"] for row in result["rows"]} == set(quality.ESTIMATORS)
-    assert all(-1 <= row["at"]["auto"]["lds"] <= row["at"]["best"]["lds"] for row in result["rows"])
-    quality.main(["--from-results", str(tmp_path / "out.json")])
-    assert capsys.readouterr().out == printed
+def test_subject__digests_name_data_and_settings(load: Any) -> None:
+    """The committed truth of a task is that of its digest."""
+    wider = load("quality_wider")
+    subjects = {**wider.SUBJECTS, **wider.WIDER}
+    assert len({subject.digest() for subject in subjects.values()}) == len(subjects)
+    for name in wider.SUBJECTS:
+        assert len(load("_quality_truth").truth(subjects[name])) > 50
 
 
-def test_compact__scores_stay(quality: ModuleType) -> None:
+def test_subject__trajectory_ends_with_what_training_returns(load: Any) -> None:
+    subject = small(load("quality_wider"), "decay", 60)
+    states, last = subject.trajectory(0, 3), subject.train(None, 0)
+    every = [{k: t.clone() for k, t in m.state_dict().items()} for m in subject.steps(None, 0)]
+    assert len(every) == 3  # an epoch is one batch
+    assert len(states) == 2  # two of the three wanted are the same step
+    for state, expected in zip(states, every[1:], strict=True):
+        assert all(torch.equal(state[key], expected[key]) for key in expected)
+    assert all(torch.equal(states[-1][key], last[key]) for key in last)
+
+
+def test_compact__scores_stay(load: Any) -> None:
     train = td.testing.simulate_features(n_samples=20, proj_dim=64)
     targets = td.testing.simulate_features(n_samples=9, proj_dim=64, seed=1)
-    smaller = importlib.import_module("_quality_scores").compact(train, targets)
+    smaller = load("_quality_scores").compact(train, targets)
     assert smaller[0].sizes["proj_dim"] == 29
     found, wanted = td.score(*smaller), td.score(train, targets)
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-5 * float(abs(wanted).max()))
+
+
+def test_products__equal_a_direct_solve(load: Any) -> None:
+    ideas, measured = load("quality_ideas"), load("_quality_measured")
+    x, t, q = RNG.standard_normal((2, 12, 5)), RNG.standard_normal((2, 4, 5)), RNG.random((12, 2))
+    task = ideas.Task("tiny", x, t, q, q, False, q, q)
+    for power in (None, 0.5):
+        h = np.ones_like(q) if power is None else q**power * (1 - q)
+        for c, found in enumerate(measured.products(task, power, [0, 1], 5)):
+            k = (x[c] * h[:, [c]]).T @ x[c]
+            for rho, products in zip(ideas.GRID, found, strict=True):
+                lam = rho * np.trace(k) / 12
+                expected = x[c] @ np.linalg.solve(k + lam * np.eye(5), t[c].T)
+                np.testing.assert_allclose(products, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_shrunk__by_a_loop(load: Any) -> None:
+    products = list(RNG.standard_normal((4, 1, 5, 3)))
+    found = load("quality_ideas").shrunk(products)
+    for z, t in np.ndindex(5, 3):
+        x = [each[0, z, t] for each in products]
+        m, v = np.mean(x), np.var(x, ddof=1) / 4
+        assert found[0, z, t] == pytest.approx(m**3 / (m**2 + v))
+
+
+def test_rules__of_eigenvalues(load: Any) -> None:
+    ideas, x = load("quality_ideas"), RNG.standard_normal((12, 5))
+    damped = ideas.Damped.of(ideas.Kernel(x @ x.T, x @ x[:4].T), np.ones(12))
+    chosen = ideas.by_spectrum([damped])
+    k = x.T @ x
+    closed = 0.03 * np.trace(k @ k) / np.trace(k)
+    assert chosen["0.03 tr(K²)/tr(K)"] * np.trace(k) / 12 == pytest.approx(closed)
+    lam = chosen["0.1 n dims"] * np.trace(k) / 12
+    dims = np.trace(k @ np.linalg.inv(k + lam * np.eye(5)))
+    assert dims == pytest.approx(0.1 * 12, rel=0.1)
+
+
+def test_losses__of_rules_by_hand(load: Any) -> None:
+    wider, names = load("quality_wider"), pd.Index(["resnet", "a"], name="task")
+    found = pd.DataFrame(
+        {"trak": [0.5, 0.1], "soft": [0.4, 0.3], "Gauss-Newton": [0.45, 0.2],
+         "soft, with Q": [0.42, 0.22], "default": [0.41, 0.29],
+         "totals of soft": [0.9, 0.9], "totals of Gauss-Newton": [0.88, 0.5]}, index=names,
+    )  # fmt: skip
+    spreads = {"spread of Q": [2.0, 0.5], "spread of f": [0.5, 2.0], "deviation": [0.5, 2.0]}
+    best = pd.DataFrame({"trak": [0.6, 0.2], "soft": [0.45, 0.35]}, index=names)
+    lost = wider.losses(wider.rules(found, pd.DataFrame(spreads, index=names)), best)
+    by_hand = {
+        "default": [0.19, 0.06],
+        "soft, always": [0.2, 0.05],
+        "soft, with Q if deviation < 1.2": [0.18, 0.05],
+        "trak if BatchNorm": [0.1, 0.05],
+        "trak if spread of Q < 1.0": [0.2, 0.25],
+        "trak if totals fall by < 0.05": [0.1, 0.05],
+    }
+    for name, each in by_hand.items():
+        assert lost.loc[name, "mean"] == pytest.approx(np.mean(each))
+        assert lost.loc[name, "most"] == pytest.approx(max(each))

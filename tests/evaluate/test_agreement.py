@@ -38,14 +38,6 @@ def test_randomization_check__of_every_target() -> None:
     assert result["name"].values[1] == "t1"
 
 
-def test_randomization_check__of_one_model_that_knows_nothing() -> None:
-    scores = RUNS.isel(run=0, drop=True)
-    noise = scores.copy(data=np.random.default_rng(0).standard_normal((N, M)))
-    result = td.evaluate.randomization_check(scores, noise).compute()
-    assert result.correlation.dims == ("target",)
-    assert result.interval[0] < 0 < result.interval[1]
-
-
 def test_randomization_check__within_the_class() -> None:
     """Scores of other classes are left out; random scores of the same labels then agree no more."""
     label, target_label = RNG.integers(2, size=N), RNG.integers(2, size=M)
@@ -60,13 +52,6 @@ def test_randomization_check__within_the_class() -> None:
     assert within.interval[0] < 0 < within.interval[1]
     expected = stats.spearmanr(one[same[:, 3].values, 3], other[same[:, 3].values, 3]).statistic
     np.testing.assert_allclose(within.correlation[3], expected)
-
-
-@pytest.mark.usefixtures("client")
-def test_seed_agreement__schedulers_are_invisible() -> None:
-    result = td.evaluate.seed_agreement(RUNS.chunk(sample=30, target=3, run=1), "run")
-    on_cluster = result.compute()
-    xr.testing.assert_identical(result.compute(scheduler="synchronous"), on_cluster)
 
 
 def test_seed_agreement__of_every_pair() -> None:

@@ -37,12 +37,6 @@ def test_mislabelled_auc__of_every_entry() -> None:
     assert (wider[1] > high).all()
 
 
-def test_mislabelled_auc__of_one_vector() -> None:
-    result = td.evaluate.mislabelled_auc(VALUES[:, 0], xr.DataArray(WRONG, dims="sample"))
-    assert float(result.auc) == pytest.approx(pairs_in_order(VALUES.values[:, 0]))
-    assert result.interval.sel(bound="low") < result.auc < result.interval.sel(bound="high")
-
-
 def found_by_hand(values: np.ndarray, n_inspected: int) -> float:
     """The share of wrong labels among the highest values, on average over orders of equal ones."""
     shares = []

@@ -144,20 +144,6 @@ def test_brittleness__store_shares_models_with_other_experiments(tmp_path: Path)
     np.testing.assert_array_equal(curve.full_output, first.full_output)
 
 
-def test_brittleness__failure_names_the_removal() -> None:
-    def failing(positions: np.ndarray, seed: int) -> np.ndarray:
-        if len(positions) == N - 3:
-            raise ValueError("no convergence")
-        return ridge(positions, seed)
-
-    scores = RIDGE_SCORES.isel(target=slice(12))
-    # Which of them comes first is up to Dask.
-    removal = r"(the top 3 of target \d+|3 random ones, draw \d+)"
-    message = rf"training on all but {removal} .*: ValueError: no convergence"
-    with pytest.raises(td.errors.BlockError, match=message), dask.config.set(scheduler="sync"):
-        td.evaluate.brittleness(failing, scores, [1, 3], n_random=1).compute()
-
-
 # --- removal curve --------------------------------------------------------------------------------
 
 
@@ -181,10 +167,3 @@ def test_removal_curve__ridge(helpful: bool) -> None:
     bounds = stats.t.interval(0.95, M - 1, expected.mean(axis=1), stats.sem(expected, axis=1))
     np.testing.assert_allclose(curve.interval, bounds)
     assert curve.fraction.values.tolist() == fractions
-
-
-def test_removal_curve__lazy() -> None:
-    with raise_if_dask_computes():
-        curve = td.evaluate.removal_curve(ridge, RIDGE_SCORES.chunk(), [0.1])
-        assert "mean_output" in repr(curve)
-    assert curve.mean_output.chunks is not None

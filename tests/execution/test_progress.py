@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import IPython.display
 import pytest
@@ -15,35 +13,6 @@ import rich
 import trakdask as td
 from tests.waiting import PATIENCE_S
 from trakdask.execution import progress
-
-
-def test_polled_bar__polls_while_the_block_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "_INTERVAL_S", 0.01)
-    asked: list[int] = []
-    often = threading.Event()
-
-    def count() -> int:
-        asked.append(1)
-        if len(asked) > 5:
-            often.set()
-        return min(len(asked), 5)
-
-    with progress.polled_bar("title", 5, count):
-        assert often.wait(PATIENCE_S)
-    assert "title" in capsys.readouterr().out
-
-
-def test_polled_bar__silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.polled_bar("title", 5, lambda: 1 / 0, show=False):
-        pass
-    assert capsys.readouterr().out == ""
-
-
-def test_polled_bar__error_passes_through() -> None:
-    with pytest.raises(KeyError), progress.polled_bar("title", 5, lambda: 2):
-        raise KeyError
 
 
 def test_bar__updates_one_display_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +36,6 @@ def test_bar__updates_one_display_in_a_notebook(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_bar__what_was_done_before_is_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress._bar("title", 10, 9):
-        pass
-    assert "-:--:--" in capsys.readouterr().out
-
-
 def test_polled_bar__a_count_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_INTERVAL_S", 0.01)
     asked: list[int] = []
@@ -88,22 +51,6 @@ def test_polled_bar__a_count_that_fails_is_asked_again(monkeypatch: pytest.Monke
 
     with progress.polled_bar("title", 5, count):
         assert again.wait(PATIENCE_S)
-
-
-def test_poll__counting_takes_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes, now, waits = iter([0.001, 2.0, 0.001]), [0.0], []
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def count() -> int:
-        now[0] += next(takes)
-        return 3
-
-    def wait(seconds: float) -> bool:
-        waits.append(seconds)
-        return len(waits) == 4  # the body ends
-
-    progress._poll(Mock(), count, Mock(wait=wait))
-    assert waits == [0.5, 0.5, pytest.approx(40), 0.5]
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "cluster"])

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import Mock
 from uuid import uuid4
 
 import dask
@@ -15,13 +14,12 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-import zarr
 from distributed import Client, get_worker, worker_client
 
 import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
-from trakdask.execution.scheduling import _STARTED, active_client, n_slots, run
+from trakdask.execution.scheduling import _STARTED, active_client, n_slots
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
@@ -54,34 +52,11 @@ def test_save__further_attempts_compute_only_what_is_missing(tmp_path: Path) -> 
     assert len(list((tmp_path / "broken").iterdir())) == 3
 
 
-def test_save__further_attempts_at_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, failures = zarr.Array.__setitem__, [True, False, True, False]
-
-    def flaky_write(array: zarr.Array, key: object, value: object) -> None:
-        if array.basename.startswith("gram") and failures and failures.pop(0):
-            raise OSError("connection reset")
-        write(array, key, value)
-
-    monkeypatch.setattr(zarr.Array, "__setitem__", flaky_write)
-    with dask.config.set(scheduler="sync"):
-        opened = td.save(FEATURES, tmp_path / "f.zarr", progress=False, retries=1)
-        failures.append(True)
-        with pytest.raises(OSError, match="connection reset"):
-            td.save(FEATURES, tmp_path / "g.zarr", progress=False)
-    np.testing.assert_allclose(opened.gram, td.gram(FEATURES), rtol=1e-6)
-
-
 def test_save__further_attempts_on_a_cluster(client: Client, tmp_path: Path) -> None:
     features = flaky(2, tmp_path / "calls")
     opened = td.save(features, tmp_path / "f.zarr", progress=False, retries=2)
     assert 6 < len(list((tmp_path / "calls").iterdir())) <= 6 + 2
     np.testing.assert_array_equal(opened.feature, FEATURES.feature)
-
-
-def test_run__nothing_to_do() -> None:
-    compute = Mock()
-    run(lambda: None, retries=3, compute=compute)
-    assert compute.call_count == 0
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def served(explorer: Explorer) -> Iterator[str]:
     def run() -> None:
         asyncio.set_event_loop(asyncio.new_event_loop())
         try:
-            made, url = server(explorer)
+            made, url = server(explorer.app)
             made.start()
             started.extend([made, url])
         finally:
@@ -105,7 +105,7 @@ class Tab:
         """Wait until every section of the page with this title is computed."""
         self.page.wait_for_selector(f"h1:has-text('{title}')")
         self.page.wait_for_function(
-            f"() => {{ {_ROOT}; const all = [...root.querySelectorAll('section')];"
+            f"() => {{ {ROOT}; const all = [...root.querySelectorAll('section')];"
             " return all.length && all.every(each => each.ariaBusy !== 'true') }"
         )
 
@@ -115,12 +115,12 @@ class Tab:
         texts = section.locator("article header").all_inner_texts()
         return [int(re.search(r"sample (\d+)", text)[1]) for text in texts]  # type: ignore[index]
 
-    def press_until(self, kind: str, text: str, *, backwards: bool = False) -> None:
+    def press_until(self, kind: str, text: str) -> None:
         """Press the tabulator until the focus is on what has this text."""
         for _ in range(400):
-            self.page.keyboard.press("Shift+Tab" if backwards else "Tab")
+            self.page.keyboard.press("Tab")
             found = self.page.evaluate(
-                f"() => {{ {_ROOT}; const at = root.getRootNode().activeElement;"
+                f"() => {{ {ROOT}; const at = root.getRootNode().activeElement;"
                 " return at ? [at.localName, at.innerText] : null }"
             )
             if found == [kind, text]:
@@ -130,14 +130,14 @@ class Tab:
     def contrast(self) -> float:
         """Return the contrast of text and background, from 1 to 21 (WCAG 2)."""
         colours = self.page.evaluate(
-            f"() => {{ {_ROOT}; const style = getComputedStyle(root);"
+            f"() => {{ {ROOT}; const style = getComputedStyle(root);"
             " return [style.color, style.backgroundColor] }"
         )
         dark, light = sorted(map(_luminance, colours))
         return (light + 0.05) / (dark + 0.05)
 
 
-_ROOT = """
+ROOT = """
 const find = node => {
   for (const each of node.querySelectorAll("*")) {
     if (each.matches(".trakdask")) return each

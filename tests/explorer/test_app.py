@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from html import unescape
 from pathlib import Path
+from urllib.parse import urlencode
 
 import dask
 import dask.array as da
@@ -30,7 +31,7 @@ from tests.explorer import test_new_targets as new_targets
 from tests.waiting import PATIENCE_S, wait_until
 from trakdask.explorer import Explorer, View
 from trakdask.explorer.app import Session
-from trakdask.explorer.state import PAGES
+from trakdask.explorer.view import PAGES
 
 N, M = 60, 30
 SCRIPT = "<script>alert(1)</script>"
@@ -78,7 +79,8 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
     assert "<script" not in html
     assert ("&lt;script&gt;" in html) == (page != "new")  # whose form shows no data
     assert session.page.query == View(page=page).to_query()
-    assert all(not view.messages for view in links(session))
+    assert html.count("<main>") == html.count("<h1>") == 1
+    assert all(not view.errors for view in links(session))
 
 
 def test_session__shows_the_answers_of_its_questions(explorer: Explorer) -> None:
@@ -126,7 +128,7 @@ def test_session__shows_words_with_their_scores() -> None:
     texts = [SCRIPT, *"bcdefghi"]
     explorer = td.explore(
         features, features.isel(sample=slice(M)), samples=samples, model=model,
-        text=texts.__getitem__, damping=0.1,
+        text=texts, damping=0.1,
     )  # fmt: skip
     html = opened(explorer, View(page="target")).page.html
     assert "Words that helped" in html
@@ -152,7 +154,7 @@ def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
     assert bar.damping == "0.01 tr(K)/n"
     chosen = explorer.questions.damping(bar)
     assert chosen is not None
-    trace = (explorer.questions.ready(bar).features.gram.values.diagonal().sum(axis=1)) / 200
+    trace = (explorer.questions.prepared(bar).features.gram.values.diagonal().sum(axis=1)) / 200
     np.testing.assert_allclose(chosen.damping, 0.01 * trace)
     assert [each for each in links(again) if "tr(K)/n" in each.damping]
     assert 'class="marked"' in again.page.html
@@ -160,19 +162,57 @@ def test_session__keeps_the_curve_when_a_bar_of_it_is_chosen() -> None:
 
 def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
     html = opened(explorer, View.from_query("?target=x<b>")).page.html
+    assert "One part of the address, target" in html
     assert 'role="status"' in html
     assert "x<b>" not in html
     missing = opened(explorer, View(page="target", target=M))
-    assert f"from 0 to {M - 1}, got {M}" in unescape(missing.page.html)
+    assert f"There is no target {M}" in missing.page.html
+    assert missing.page.html.count(f"There is no target {M}") == 1  # and not in every section
     assert "Traceback" not in missing.page.html
 
 
-@pytest.mark.parametrize("where", ["nothing == 1", "source == 3"])
-def test_session__tells_why_a_condition_fails(explorer: Explorer, where: str) -> None:
-    html = opened(explorer, View(page="target", where=where)).page.html
-    assert 'class="message error"' in html
-    assert where in unescape(html)
-    assert "Target 0" in html
+@pytest.mark.parametrize("where", ["nothing == 1", "source == 3", "label ="])
+@pytest.mark.parametrize("page", ["targets", "target", "corpus"])
+def test_session__says_beside_its_field_why_a_condition_fails(
+    explorer: Explorer, page: str, where: str
+) -> None:
+    field = "targets_where" if page == "targets" else "where"
+    query = urlencode({"page": page, field: where})
+    html = opened(explorer, View.from_query(query)).page.html
+    assert "message error" not in html
+    assert html.count(f'id="problem-{field}"') == html.count('role="alert"') == 1
+    (typed,) = re.findall(rf'<input name="{field}" value="([^"]*)"[^>]* aria-invalid', html)
+    assert unescape(typed) == where
+    assert "Correct the condition" in html
+    text = unescape(re.sub("<[^>]*>", "", html))
+    assert not re.search(r"expected|\['|Error\b", text)
+    forms = re.findall(r"<button>(\w+)</button>", html)
+    assert {"Filter", "Add"} <= {*forms}
+
+
+def test_session__says_beside_the_fields_what_it_did_not_understand(explorer: Explorer) -> None:
+    query = "page=target&k=x&filter_name=label&filter_sign=%3D%3D&filter_value=many"
+    session = opened(explorer, View())
+    session.page._handle_msg({"query": f"?{query}&filter_of=where&damping=lots"})
+    session.wait(PATIENCE_S)
+    html = session.page.html
+    assert re.findall(r'id="problem-(\w+)"', html) == ["filter_value", "damping", "k"]
+    assert "many" in unescape(html)
+    assert html.count('class="card ') == 20
+
+
+def test_session__with_every_checkpoint_unticked_asks_for_one(explorer: Explorer) -> None:
+    session = opened(explorer, View(page="target"))
+    assert session.page.html.count('name="checkpoints" value="c') == 3
+    assert len(re.findall(r'name="checkpoints" value="c\d" checked', session.page.html)) == 3
+    session.page._handle_msg({"query": "?page=target&checkpoints="})
+    session.wait(PATIENCE_S)
+    assert 'id="problem-checkpoints"' in session.page.html
+    assert not re.findall(r'name="checkpoints" value="c\d" checked', session.page.html)
+    session.page._handle_msg({"query": "?page=target&checkpoints=&checkpoints=c1"})
+    session.wait(PATIENCE_S)
+    assert session.view.checkpoints == ("c1",)
+    assert re.findall(r'value="(c\d)" checked', session.page.html) == ["c1"]
 
 
 def test_session__a_click_abandons_what_runs() -> None:
@@ -198,7 +238,7 @@ def test_session__a_click_abandons_what_runs() -> None:
     assert before is not None
     before.join(PATIENCE_S)
     assert "Targets" in session.page.html
-    assert session.page.html.count("<section") == 1
+    assert session.page.html.count("<section") == 2
     assert len(run) <= lazy.npartitions
 
 
@@ -231,18 +271,48 @@ def test_sessions__have_views_of_their_own(explorer: Explorer) -> None:
     assert "Target 2" in second.page.html
 
 
-def test_session__marks_samples_and_takes_it_back(tmp_path: Path) -> None:
-    features = data(N, 0).assign_coords(sample=[f"id {i}" for i in range(N)])
+def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -> None:
+    names = [f"id {i}" for i in range(N - 1)]
+    features = data(N, 0).assign_coords(sample=[*names, "id 8"])  # two share a label
     marks = td.Marks(tmp_path / "marks.parquet")
     explorer = td.explore(features, data(M, 1), marks=marks, estimator="trak", damping=0.1)
-    session = opened(explorer, View(page="target"))
+    session, other = (opened(explorer, View(page="target")) for _ in range(2))
     assert 'data-mark="wrong label"' in session.page.html
-    session.page._handle_msg({"mark": "wrong label", "sample": 7, "wanted": True})
-    assert marks.samples("wrong label").tolist() == ["id 7"]
-    assert session.page.marked == ["7 wrong label"]
+    for position, label in ((7, "wrong label"), (8, "remove"), (7, "remove"), (7, "remove")):
+        session.page._handle_msg({"mark": label, "sample": position, "wanted": True})
+        assert session.page.said["sample"] == position
+        assert session.page.said["text"] == f"Sample {position} is marked as {label}."
+    assert sorted(session.page.marked) == ["59 remove", "7 remove", "7 wrong label", "8 remove"]
+    other.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": True})
+    marks.mark(["of another store"], "remove")
+    session.go(View(page="sample", sample=3))  # what can be undone is not lost on the way
+    session.wait(PATIENCE_S)
+    left = []
+    while session.page.said["undo"]:
+        session.page._handle_msg({"undo": True})
+        left.append((session.page.said["sample"], session.page.said["undo"]))
+    assert left == [(7, 2), (8, 1), (7, 0)]
     session.page._handle_msg({"undo": True})
+    assert "nothing" in session.page.said["text"]
+    assert session.page.marked == ["7 duplicate"]
+    assert other.page.said["undo"] == 1
+    session.page._handle_msg({"mark": "duplicate", "sample": 7, "wanted": False})
     assert session.page.marked == []
-    assert len(marks.table()) == 0
+    assert session.page.said["text"] == "Sample 7 is no longer marked as duplicate."
+
+
+def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) -> None:
+    session = opened(explorer, View())
+    session.page._handle_msg({"mark": "remove", "sample": 1, "wanted": True})
+    assert session.page.said["text"] == "No marks are kept here."
+    features = data(N, 0).assign_coords(sample=range(N))
+    marks = td.Marks(tmp_path / "m.parquet")
+    session = opened(td.explore(features, data(M, 1), marks=marks), View())
+    marks.path.write_text("mine")
+    session.page._handle_msg({"mark": "remove", "sample": 1, "wanted": True})
+    assert "m.parquet" in session.page.said["text"]
+    assert session.page.said["undo"] == 0
+    assert marks.path.read_text() == "mine"
 
 
 def test_session__a_new_target_is_its_own_and_errors_keep_the_form() -> None:
@@ -251,7 +321,7 @@ def test_session__a_new_target_is_its_own_and_errors_keep_the_form() -> None:
     assert "<form data-new" in session.page.html
     session.page._handle_msg({"new": {"image": "", "label": ""}})
     session.wait(PATIENCE_S)
-    assert "an image, got none" in session.page.html.lower()
+    assert "Choose the file of an image" in session.page.html
     assert "<form data-new" in session.page.html
     image = new_targets.images(1, 7)[0]
     session.page._handle_msg({"new": {"image": new_targets.upload(image), "label": "2"}})
@@ -265,7 +335,7 @@ def test_session__a_new_target_is_its_own_and_errors_keep_the_form() -> None:
     ranked = [view.sample for view in links(session) if view.page == "sample"]
     assert ranked[:10] == new_targets.expected_top(image, label=2)
     assert "kept in this tab only" in session.page.html
-    assert other.explorer is explorer
+    assert other.attributions is explorer
 
 
 def test_session__that_is_left_adds_no_target() -> None:
@@ -287,7 +357,7 @@ def test_session__that_is_left_adds_no_target() -> None:
     assert before is not None
     before.join(PATIENCE_S)
     session.wait(PATIENCE_S)
-    assert session.explorer is explorer
+    assert session.attributions is explorer
     assert session.view == View()
 
 

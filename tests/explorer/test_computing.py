@@ -1,4 +1,4 @@
-"""Work that is given up, and tells how far it is, on threads and on a cluster."""
+"""Job that is given up, and tells how far it is, on threads and on a cluster."""
 
 from __future__ import annotations
 
@@ -23,36 +23,35 @@ from tests.clusters import local_cluster
 from tests.waiting import PATIENCE_S, wait_until
 from trakdask.explorer.computing import (
     Abandoned,
-    Work,
+    Job,
     compute,
-    computed,
     persist,
     released_if_failed,
 )
 
 
-def in_work(work: Work, *lazy: da.Array) -> Callable[[], object]:
+def in_job(job: Job, *lazy: da.Array) -> Callable[[], object]:
     def run() -> object:
-        with work.active():
+        with job.active():
             return compute(*lazy)
 
     return run
 
 
-def test_compute__without_work_is_that_of_dask() -> None:
+def test_compute__without_job_is_that_of_dask() -> None:
     assert compute(da.arange(4, chunks=1).sum())[0] == 6
 
 
-def test_work__tells_how_far_it_is() -> None:
-    work, told = Work(), []
-    work.on_progress(lambda done, total: told.append((done, total)))
-    in_work(work, da.map_blocks(np.copy, da.ones(8, chunks=1)))()
+def test_job__tells_how_far_it_is() -> None:
+    job, told = Job(), []
+    job.on_progress(lambda done, total: told.append((done, total)))
+    in_job(job, da.map_blocks(np.copy, da.ones(8, chunks=1)))()
     done, totals = zip(*told, strict=True)
     assert list(done) == sorted(done)
     assert done[-1] == totals[-1] > 0
 
 
-def test_work__that_is_abandoned_starts_no_further_task() -> None:
+def test_job__that_is_abandoned_starts_no_further_task() -> None:
     started, go_on, count = threading.Event(), threading.Event(), []
 
     def block(x: np.ndarray) -> np.ndarray:
@@ -61,18 +60,18 @@ def test_work__that_is_abandoned_starts_no_further_task() -> None:
         assert go_on.wait(PATIENCE_S)
         return x
 
-    work = Work()
+    job = Job()
     lazy = da.map_blocks(block, da.ones(50, chunks=1), dtype=float, meta=np.empty(0))
     with ThreadPoolExecutor(1) as pool, dask.config.set(num_workers=2):
-        answer = pool.submit(in_work(work, lazy))
+        answer = pool.submit(in_job(job, lazy))
         assert started.wait(PATIENCE_S)
-        work.abandon()
+        job.abandon()
         go_on.set()
         with pytest.raises(Abandoned):
             answer.result(PATIENCE_S)
     assert len(count) < 10
     with pytest.raises(Abandoned):
-        in_work(work, lazy)()
+        in_job(job, lazy)()
 
 
 def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
@@ -81,19 +80,19 @@ def wait_for_event(x: np.ndarray, name: str) -> np.ndarray:
     return x
 
 
-def test_work__that_is_abandoned_is_cancelled_on_a_cluster(process_client: Client) -> None:
+def test_job__that_is_abandoned_is_cancelled_on_a_cluster(process_client: Client) -> None:
     # Not the cluster inside this process: an event of a task would make a client that stays.
-    work, name = Work(), "explorer-work"
+    job, name = Job(), "explorer-job"
     lazy = da.map_blocks(wait_for_event, da.ones(9, chunks=1), name, meta=np.empty(0))
 
     def run() -> object:
         with process_client.as_current():
-            return in_work(work, lazy)()
+            return in_job(job, lazy)()
 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(run)
         assert Event(f"{name}-started", client=process_client).wait(PATIENCE_S)
-        work.abandon()
+        job.abandon()
         with pytest.raises(Abandoned):
             answer.result(PATIENCE_S)
     Event(name, client=process_client).set()
@@ -105,8 +104,8 @@ def wait_for_turn(x: np.ndarray, name: str) -> np.ndarray:
     return x
 
 
-def test_work__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
-    work, name, told = Work(), "explorer-progress", []
+def test_job__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
+    job, name, told = Job(), "explorer-progress", []
     turns, given = Queue(name, client=process_client), []
 
     def tell(done: int, total: int) -> None:
@@ -115,29 +114,29 @@ def test_work__tells_how_far_it_is_on_a_cluster(process_client: Client) -> None:
             given.append(1)
             turns.put(1)
 
-    work.on_progress(tell)
+    job.on_progress(tell)
     lazy = da.map_blocks(wait_for_turn, da.ones(5, chunks=1), name, meta=np.empty(0))
     with process_client.as_current():
-        np.testing.assert_array_equal(in_work(work, lazy)(), [np.ones(5)])
+        np.testing.assert_array_equal(in_job(job, lazy)(), [np.ones(5)])
     done, totals = zip(*told, strict=True)
     assert list(done) == sorted(done)
     assert {0, 1, 2, 3, 4} <= {*done}
     assert len({*totals}) == 1
 
 
-def test_work__of_two_users_is_not_cancelled_by_one_of_them(process_client: Client) -> None:
+def test_job__of_two_users_is_not_cancelled_by_one_of_them(process_client: Client) -> None:
     name = "explorer-two-users"
     lazy = da.map_blocks(wait_for_event, da.ones(2, chunks=1), name, meta=np.empty(0))
-    works = Work(), Work()
+    jobs = Job(), Job()
 
-    def run(work: Work) -> object:
+    def run(job: Job) -> object:
         with process_client.as_current():
-            return in_work(work, lazy)()
+            return in_job(job, lazy)()
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(run, work) for work in works)
+        first, second = (pool.submit(run, job) for job in jobs)
         assert Event(f"{name}-started", client=process_client).wait(PATIENCE_S)
-        works[0].abandon()
+        jobs[0].abandon()
         with pytest.raises(Abandoned):
             first.result(PATIENCE_S)
         Event(name, client=process_client).set()
@@ -217,15 +216,14 @@ def test_compute__keeps_blas_on_one_thread_and_gives_it_back() -> None:
     assert set(before) == {2 if (os.cpu_count() or 1) > 1 else 1}
 
 
-def test_computed__keeps_dims_coords_and_attrs() -> None:
-    lazy = xr.Dataset(
-        {"a": ("x", da.arange(3), {"unit": "m"}), "b": ((), 2.0)},
-        coords={"x": ("x", da.arange(3)), "name": "n"},
-    )
-    result = computed(lazy)
-    xr.testing.assert_identical(result, lazy.compute())
-    assert result.a.chunks is None
-    xr.testing.assert_identical(computed(lazy.a), lazy.a.compute())
+def test_compute__of_a_cluster_takes_what_is_in_memory_as_it_is(client: Client) -> None:
+    in_memory, lazy = np.arange(3.0), da.arange(3, chunks=1)
+    ds = xr.Dataset({"a": ("x", lazy), "b": ("x", in_memory)}, attrs={"unit": "m"})
+    results = compute(in_memory, lazy, ds)
+    np.testing.assert_array_equal(results[0], in_memory)
+    np.testing.assert_array_equal(results[1], np.arange(3))
+    xr.testing.assert_identical(results[2], ds.compute(scheduler="sync"))
+    assert compute(in_memory)[0] is in_memory
 
 
 def test_persist__keeps_names_and_chunks() -> None:

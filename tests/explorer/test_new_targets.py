@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 
 import trakdask as td
 from trakdask.explorer import Explorer, View
-from trakdask.explorer.new_targets import appended
+from trakdask.explorer.new_targets import MOST_BYTES, appended, decoded_image
 
 N, M, SIDE, CLASSES = 40, 6, 4, 3
 SJLT = td.SJLT(proj_dim=32, seed=3)
@@ -91,7 +93,7 @@ def expected_top(image: np.ndarray, *, label: int, k: int = 10) -> list[int]:
 def test_target__has_the_features_and_scores_of_its_image(explorer: Explorer) -> None:
     image = images(1, 7)[0]
     assert explorer.maker is not None
-    made = explorer.maker.made({"image": upload(image), "label": "2"})
+    made = explorer.maker.target({"image": upload(image), "label": "2"})
     whole = td.from_arrays({"image": prepared(image)[None]}, coords={"label": [2]})
     alone = featurized(whole).compute()
     for name in ("feature", "output", "out_to_loss"):
@@ -112,7 +114,7 @@ def test_target__has_the_class_that_is_predicted_if_none_is_given(explorer: Expl
             module = network()
             module.load_state_dict(state)
             probability = probability + module(x).softmax(1).detach().numpy()[0]
-        made = explorer.maker.made({"image": upload(image), "label": " "})
+        made = explorer.maker.target({"image": upload(image), "label": " "})
         assert made.features.label.values.tolist() == [int(np.argmax(probability))]
 
 
@@ -122,7 +124,7 @@ def test_target__of_some_checkpoints_in_another_order() -> None:
     explorer = td.explore(features, features, model=MODEL, preprocess=prepared)
     assert explorer.maker is not None
     image = images(1, 7)[0]
-    made = explorer.maker.made({"image": upload(image), "label": "1"})
+    made = explorer.maker.target({"image": upload(image), "label": "1"})
     alone = featurized(td.from_arrays({"image": prepared(image)[None]}, coords={"label": [1]}))
     expected = alone.sel(checkpoint=chosen).compute()
     np.testing.assert_array_equal(made.features.feature, expected.feature)
@@ -161,19 +163,19 @@ def test_target__of_a_text_of_another_length() -> None:
     features = featurized(train, model)
     explorer = td.explore(features, features, samples=train, model=model, tokenizer=tokens)
     assert explorer.maker is not None
-    made = explorer.maker.made({"text": "quite a long <b>text</b>", "label": "1"})
+    made = explorer.maker.target({"text": "quite a long <b>text</b>", "label": "1"})
     alone = texts("", "quite a long <b>text</b>").isel(sample=[1])
     expected = featurized(alone, model).compute()
     np.testing.assert_allclose(made.features.feature, expected.feature, rtol=1e-5)
     assert "&lt;b&gt;" in made.html
     for text in ("", "  ", "x" * 100_001):
         with pytest.raises(ValueError, match="a text"):
-            explorer.maker.made({"text": text})
+            explorer.maker.target({"text": text})
 
 
 def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) -> None:
     assert explorer.maker is not None
-    made = explorer.maker.made({"image": upload(images(1, 7)[0]), "label": "2"})
+    made = explorer.maker.target({"image": upload(images(1, 7)[0]), "label": "2"})
     grown = appended(explorer.targets, made.features)
     assert grown.label.values.tolist() == [*explorer.targets.label.values, 2]
     assert grown.source.values.tolist() == [*explorer.targets.source.values, ""]
@@ -190,7 +192,7 @@ def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) ->
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "an image, got none"),
+        ({}, "file of an image"),
         ({"too_large": "12000000"}, "12.0 MB"),
         ({"image": b64encode(b"GIF89a").decode()}, "cannot be read"),
         ({"image": upload(images(1, 0)[0]), "label": "two"}, "'two'"),
@@ -201,7 +203,7 @@ def test_appended__keeps_metadata_and_has_what_is_missing(explorer: Explorer) ->
 def test_target__refused(explorer: Explorer, given: dict[str, str], words: str) -> None:
     assert explorer.maker is not None
     with pytest.raises((ValueError, td.errors.BlockError), match=words):
-        explorer.maker.made(given)
+        explorer.maker.target(given)
 
 
 @pytest.mark.parametrize("result", [None, np.array(["a"]), {"picture": np.ones(3)}])
@@ -212,4 +214,55 @@ def test_target__of_a_preprocess_that_returns_something_else(
     other = td.explore(features, features, model=MODEL, preprocess=lambda image: result)
     assert other.maker is not None
     with pytest.raises((TypeError, ValueError), match=r"preprocess|'image'"):
-        other.maker.made({"image": upload(images(1, 0)[0]), "label": "1"})
+        other.maker.target({"image": upload(images(1, 0)[0]), "label": "1"})
+
+
+def encoded(image: Image.Image, form: str = "PNG", **options: object) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, format=form, **options)
+    return b64encode(buffer.getvalue()).decode()
+
+
+def bomb(side: int) -> str:
+    """Return a PNG of some hundred bytes whose head promises side × side pixels."""
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(bytes(64))), (b"IEND", b"")]
+    body = b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    return b64encode(b"\x89PNG\r\n\x1a\n" + body).decode()
+
+
+def test_decoded_image__has_the_pixels_of_the_file() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    np.testing.assert_array_equal(decoded_image(encoded(Image.fromarray(pixels))), pixels)
+    grey = decoded_image(encoded(Image.fromarray(pixels[..., 0])))
+    np.testing.assert_array_equal(grey, np.repeat(pixels[..., :1], 3, axis=2))
+
+
+def test_decoded_image__is_the_way_up_it_was_taken() -> None:
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, 8:] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by 90 degrees
+    turned = decoded_image(encoded(Image.fromarray(pixels), exif=exif))
+    np.testing.assert_array_equal(turned, np.rot90(pixels, -1))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "cannot be read"),
+        ("no base64 at all!", "cannot be read"),
+        (b64encode(b"<svg onload='alert(1)'/>").decode(), "cannot be read"),
+        (encoded(Image.fromarray(np.zeros((90, 90), np.uint8)))[:80], "cannot be read"),
+        (bomb(8_000), "pixels"),
+        (bomb(20_000), "pixels"),
+        ("A" * (2 * MOST_BYTES), "10 MB"),
+    ],
+    ids=["empty", "text", "svg", "truncated", "large", "bomb", "large file"],
+)
+def test_decoded_image__refuses(content: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        decoded_image(content)

@@ -14,8 +14,8 @@ from distributed import Client
 
 import trakdask as td
 from trakdask.explorer.questions import Questions
-from trakdask.explorer.state import View
-from trakdask.explorer.target_table import ROWS
+from trakdask.explorer.tables import ROWS, few_values, metadata, searched
+from trakdask.explorer.view import View
 
 N, M, P, C = 90, 40, 12, 3
 LAMBDA = 2.5
@@ -171,7 +171,7 @@ def test_page_of_a_target__computes_its_scores_once(
     lazy = da.map_blocks(counted, data, dtype=data.dtype, meta=data._meta)
     features = features.assign(feature=(features.feature.dims, lazy))
     questions = Questions(features, targets, estimator="trak", damping=td.Absolute(LAMBDA))
-    questions.ready(View())
+    questions.prepared(View())
     read.clear()
     for view in (View(target=3, group_by="source"), View(target=3, where="length > 50", k=3)):
         questions.top(view)
@@ -187,7 +187,7 @@ def test_questions__with_other_targets_keep_what_is_known_of_training_samples(
     view = View(target=2, k=4)
     questions.top(view)
     other = questions.with_targets(targets.isel(sample=slice(None, None, -1)))
-    assert other.ready(view) is questions.ready(view)
+    assert other.prepared(view) is questions.prepared(view)
     of_others = other.top(view)
     order = np.argsort(-expected(features, targets)[:, M - 3])[:4]
     assert of_others["sample"].tolist() == order.tolist()
@@ -247,7 +247,12 @@ def test_targets_page__searches_filters_and_sorts(
     questions: Questions, targets: xr.Dataset
 ) -> None:
     output = targets.output.values.astype(np.float64)
-    view = View(search="W", targets_where="output < 0.7 and length > 10", sort="disagreement")
+    view = View(
+        search="W",
+        targets_where="output < 0.7 and length > 10",
+        sort="disagreement",
+        ascending=True,
+    )
     page = questions.targets.page(view)
     is_found = (targets.source.values != "book") & (output.mean(1) < 0.7)
     is_found &= targets.length.values > 10
@@ -261,7 +266,20 @@ def test_targets_page__searches_filters_and_sorts(
 
 
 def test_targets_page__is_a_page(questions: Questions) -> None:
-    assert questions.targets.page(View(first=ROWS)).table.index.tolist() == [*range(ROWS, M)]
+    assert questions.targets.page(View(first=ROWS, sort="")).table.index.tolist() == [
+        *range(ROWS, M)
+    ]
+
+
+def test_tables__of_metadata() -> None:
+    table = metadata(td.testing.simulate_features(5, 4, 2))
+    assert {name: table[name].tolist() for name in table} == {"label": [0, 1, 0, 1, 0]}
+    table = table.assign(source=["web", "book", "<b>", "Web", "web"], size=[0.5, 1, 2, 3, np.nan])
+    assert searched(table, "WEB").index.tolist() == [0, 3, 4]
+    assert searched(table, "<b>").index.tolist() == [2]
+    assert len(searched(table, "")) == 5
+    assert searched(table, "3").empty
+    assert few_values(table, 3) == ["label"]
 
 
 def test_duplicates__are_found_by_their_features(features: xr.Dataset, targets: xr.Dataset) -> None:

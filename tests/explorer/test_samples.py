@@ -74,7 +74,6 @@ def test_html__of_numbers_is_short() -> None:
 def test_html__in_brief_is_the_image_alone() -> None:
     image = np.zeros((3, 8, 8), np.float32)
     samples = Samples(td.from_arrays({"label": np.arange(3), "image": image}))
-    assert samples.has_images
     (html,) = samples.html([2], brief=True)
     assert html.startswith("<img")
     assert "label" not in html
@@ -97,4 +96,3 @@ def test_html__reads_only_what_is_shown() -> None:
 
 def test_html__without_samples_is_empty() -> None:
     assert Samples(None).html([1, 2]) == ["", ""]
-    assert not Samples(None).has_images

@@ -119,16 +119,16 @@ def test_server__of_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"free port, got 127\.0\.0\.1:{port}"):
-            server(explorer(), port=port)
+            server(explorer().app, port=port)
 
 
 def test_server__of_an_address_of_no_machine() -> None:
     with pytest.raises(OSError, match="got no-such-host"):
-        server(explorer(), host="no-such-host.invalid")
+        server(explorer().app, host="no-such-host.invalid")
     with pytest.raises(TypeError, match="got 127"):
-        server(explorer(), host=127)
+        server(explorer().app, host=127)
     with pytest.raises(ValueError, match="got 65536"):
-        server(explorer(), port=65536)
+        server(explorer().app, port=65536)
 
 
 @pytest.fixture

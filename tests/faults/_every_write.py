@@ -22,61 +22,30 @@ from pathlib import Path
 from typing import Any
 
 import dask
-import dask.array as da
 import numpy as np
 import xarray as xr
 
 import trakdask as td
+from tests.storage.integers import features, save
 from trakdask import storage  # noqa: F401
-from trakdask.testing import simulate_features
 
-N, BLOCK = 6, 4  # so that samples are appended in the middle of a block
-
-
-def features(start: int, stop: int, checkpoints: tuple[int, ...] = (0,)) -> xr.Dataset:
-    """Return lazy features of some rows: small integers, whose sums are exact."""
-    whole = simulate_features(n_samples=2 * N, proj_dim=2, n_checkpoints=2, chunks=BLOCK)
-    ds = whole.isel(sample=slice(start, stop), checkpoint=list(checkpoints)).drop_vars("label")
-    values = np.random.default_rng(0).integers(-4, 5, (2 * N, 2, 2)).astype("f4")
-    values = values[start:stop][..., list(checkpoints)]
-    names = [f"c{number}" for number in checkpoints]
-    name = "feature-" + dask.base.tokenize(start, stop, checkpoints)
-    others = {
-        each: (("sample", "checkpoint"), da.from_array(values[:, 0], chunks=(BLOCK, 1)))
-        for each in ("output", "out_to_loss")
-    }
-    feature = da.from_array(values, chunks=(BLOCK, -1, 1), name=name)
-    return ds.assign(feature=(ds.feature.dims, feature), **others).assign_coords(
-        number=("sample", np.arange(start, stop)), animal=("sample", ["cat", "dgo"] * (N // 2))
-    ).assign_attrs(
-        source=f"{start}:{stop}", checkpoints={name: name for name in names},
-        checkpoint_ids={name: int(name[1:]) for name in names},
-    )  # fmt: skip
+N = 6
+FIRST, MORE = slice(0, N), slice(N, 2 * N)
+Operation = Callable[[Path], object]
 
 
-def save(store: Path) -> None:
-    td.save(features(0, N), store, progress=False)
+def saving(
+    rows: slice, name: str = "c0", append_dim: str | None = None, **coords: np.ndarray
+) -> Operation:
+    """Return a call of save; samples are appended in the middle of a block."""
+    animal = ("sample", np.array(["cat", "dgo"] * (N // 2), object))
+    ds = features(rows, (name,), block=4).drop_vars("label").assign_coords(animal=animal)
+    ds = ds.assign_coords({name: ("sample", values) for name, values in coords.items()})
+    return lambda store: save(ds, store, append_dim=append_dim)
 
 
-def append_samples(store: Path) -> None:
-    td.save(features(N, 2 * N), store, append_dim="sample", progress=False)
-
-
-def append_samples_with_weights(store: Path) -> None:
-    more = features(N, 2 * N).assign_coords(weight=("sample", np.ones(N)))
-    td.save(more, store, append_dim="sample", progress=False)
-
-
-def append_checkpoint(store: Path) -> None:
-    td.save(features(0, N, (1,)), store, append_dim="checkpoint", progress=False)
-
-
-def drop(store: Path) -> None:
-    td.drop(store, where=lambda ds: ds.number == 2)
-
-
-def drop_more(store: Path) -> None:
-    td.drop(store, where=lambda ds: ds.number.isin([2, 3]))
+def dropping(*numbers: int) -> Operation:
+    return lambda store: td.drop(store, where=lambda ds: ds.number.isin(numbers))
 
 
 def assign(store: Path) -> None:
@@ -91,35 +60,28 @@ def assign_again(store: Path) -> None:
     td.assign_coords(store, {"weight": np.ones(N)})
 
 
-def soft_features(start: int, stop: int) -> xr.Dataset:
-    """Return features as of a classifier, whose λ outputs can choose."""
-    ds = features(start, stop)
-    return ds.assign(out_to_loss=abs(ds.out_to_loss) / 4)
-
-
 def save_soft(store: Path) -> None:
-    td.save(soft_features(0, N), store, estimator="soft", progress=False)
-
-
-def calibrate(store: Path) -> None:
-    td.calibrate(store)
+    save(features(FIRST, ("c0",), block=4), store, estimator="soft")
 
 
 def calibrate_by_others(store: Path) -> None:
-    others = xr.concat([soft_features(N, 2 * N)] * 13, "sample", data_vars="all", join="override")
-    td.calibrate(store, others.assign_attrs(source="held out"))
+    others = [features(MORE, ("c0",))] * 13
+    held_out = xr.concat(others, "sample", data_vars="all", join="override")
+    td.calibrate(store, held_out.assign_attrs(source="held out"))
 
 
-OPERATIONS: dict[str, tuple[list[Callable[[Path], None]], Callable[[Path], None]]] = {
-    "save": ([], save),
-    "append_samples": ([save], append_samples),
-    "append_samples_after_all": ([save, drop, assign_all], append_samples_with_weights),
-    "append_checkpoint": ([save, drop], append_checkpoint),
-    "drop": ([save], drop),
-    "drop_more": ([save, drop], drop_more),
-    "assign_coords": ([save], assign),
-    "assign_coords_again": ([save, assign], assign_again),
-    "calibrate": ([save, drop], calibrate),
+saved, drop = saving(FIRST), dropping(2)
+weighed = saving(MORE, append_dim="sample", weight=np.ones(N))
+OPERATIONS: dict[str, tuple[list[Operation], Operation]] = {
+    "save": ([], saved),
+    "append_samples": ([saved], saving(MORE, append_dim="sample")),
+    "append_samples_after_all": ([saved, drop, assign_all], weighed),
+    "append_checkpoint": ([saved, drop], saving(FIRST, "c1", "checkpoint")),
+    "drop": ([saved], drop),
+    "drop_more": ([saved, drop], dropping(2, 3)),
+    "assign_coords": ([saved], assign),
+    "assign_coords_again": ([saved, assign], assign_again),
+    "calibrate": ([saved, drop], td.calibrate),
     "calibrate_by_others": ([save_soft], calibrate_by_others),
 }
 """What was done before, and what is killed."""
@@ -157,7 +119,7 @@ def count_changes(store: Path, at: Callable[[int], None], every: bool) -> None:
     sys.addaudithook(hook)
 
 
-def kill_at(number: int, store: Path, operation: Callable[[Path], None], every: bool) -> None:
+def kill_at(number: int, store: Path, operation: Operation, every: bool) -> None:
     def at(found: int) -> None:
         if found == number:
             os.kill(os.getpid(), signal.SIGKILL)

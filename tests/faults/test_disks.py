@@ -136,7 +136,6 @@ class RefusingFileSystem(MemoryFileSystem):
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> type[RefusingFileSystem]:
     fsspec.register_implementation("refusing", RefusingFileSystem, clobber=True)
-    monkeypatch.setattr("trakdask.files._WAITS_S", (0.0, 0.0, 0.0))
     RefusingFileSystem.store.clear()
     RefusingFileSystem.pseudo_dirs[:] = [""]
     monkeypatch.setattr(RefusingFileSystem, "requests", itertools.count(1))

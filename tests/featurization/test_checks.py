@@ -66,17 +66,6 @@ def test_check_once__models_that_mix_samples(
         featurize(model, gradients=gradients, batch_size=batch_size, on_error=on_error)
 
 
-@pytest.mark.parametrize("gradients", ENGINES)
-def test_check_micro_batch__mixing_from_five_samples_on(gradients: str) -> None:
-    """Of f, which ``vmap`` and ``loop`` take of each sample alone, and of Q."""
-    made = td.Model(Net(lambda y: y - y.mean(0).detach() if len(y) > 4 else y))
-    expected = featurize(made, gradients=gradients, batch_size=4)
-    found = featurize(made, gradients=gradients, batch_size=3)
-    np.testing.assert_allclose(found.out_to_loss, expected.out_to_loss, rtol=1e-5)
-    with pytest.raises(td.errors.BlockError, match=r"sample \d+ .*batch of 8\b"):
-        featurize(made, gradients=gradients, batch_size=8)
-
-
 def test_check_once__after_a_block_of_one_sample() -> None:
     """One sample tells nothing about mixing, so that the next block is checked again."""
     model = MIXING["mean"]
@@ -148,17 +137,6 @@ def test_featurize__model_that_works_in_place(gradients: str, batch_size: int) -
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("gradients", ENGINES)
-def test_featurize__in_place_after_what_backward_needs(gradients: str) -> None:
-    def after(y: Tensor) -> Tensor:
-        y = torch.sigmoid(y)
-        y += 1
-        return y
-
-    with pytest.raises(td.errors.BlockError, match="inplace operation"):
-        featurize(td.Model(Net(after)), gradients=gradients)
-
-
 class Reorders(nn.Module):
     """Sorts the batch, and restores the order afterwards: f and Q are right for every sample."""
 
@@ -217,12 +195,6 @@ def marked(which: list[int]) -> xr.Dataset:
     return samples().assign(image=(("sample", "image_1"), image)).chunk(sample=8)
 
 
-@pytest.mark.parametrize("sample", range(8))
-def test_featurize__weight_that_is_used_outside_its_layer_for_one_sample(sample: int) -> None:
-    with pytest.raises(td.errors.BlockError, match=r"'first.weight'.* outside its layer"):
-        featurize(td.Model(UsesTwice()), marked([sample]).isel(sample=slice(8)))
-
-
 @pytest.mark.parametrize(
     ("model", "which"),
     [(UsesTwice(), range(8, 16)), (MixesIfMarked(), [9]), (Reorders(least=5), [15])],
@@ -233,49 +205,6 @@ def test_featurize__what_is_wrong_from_the_second_block_on(model: nn.Module, whi
     lazy.isel(sample=slice(8)).compute(scheduler="sync")
     with pytest.raises(td.errors.BlockError, match="samples 8:16 "):
         lazy.isel(sample=slice(8, 16)).compute(scheduler="sync")
-
-
-class Detached:
-    variables = ("image",)
-
-    def output(self, forward, batch):
-        return forward(batch["image"]).detach().sum(1)
-
-    def out_to_loss(self, forward, batch):
-        return torch.ones(len(batch["image"]))
-
-
-def test_featurize__second_task_of_the_same_name() -> None:
-    """As in a notebook, where a class is corrected and defined again."""
-    right = type("Detached", (Detached,), {"output": lambda s, f, b: f(b["image"]).sum(1)})
-    right.__qualname__ = Detached.__qualname__
-    net = Net()
-    assert featurize(td.Model(net, task=right())).feature.values.any()
-    with pytest.raises(td.errors.BlockError, match="grad"):
-        featurize(td.Model(net, task=Detached()))
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, m: Tensor | None = None) -> Tensor:
-        return self.head(x) if m is None else self.head(x) + self.head(m)
-
-
-def test_featurize__models_of_one_build_whose_tasks_differ_in_settings() -> None:
-    x = samples().image.values
-    data = td.from_arrays({"x": x, "m": 2 * x}, coords={"label": np.arange(N) % 3}, chunks=8)
-    state = TwoInputs().state_dict()
-    for inputs in (("x",), ("x", "m"), ("m",)):
-        model = td.Model(
-            TwoInputs, [state], task=td.tasks.Classification(inputs=inputs, positional=True)
-        )
-        found = featurize(model, data, gradients="hooks")
-        expected = featurize(model, data, gradients="loop")
-        np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-4, atol=1e-6)
 
 
 class Padded(nn.Module):

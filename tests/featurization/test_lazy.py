@@ -9,7 +9,6 @@ import cloudpickle
 import dask
 import numpy as np
 import pandas as pd
-import psutil
 import pytest
 import torch
 import xarray as xr
@@ -19,10 +18,7 @@ from torch import nn
 import trakdask as td
 from trakdask.arrays.weights import row_norms
 from trakdask.featurization import devices as memory
-from trakdask.featurization.devices import activation_bytes, available_bytes, states_bytes
 from trakdask.models import checkpoints
-from trakdask.models.tasks import Batch
-from trakdask.projection import RowMap
 
 
 def build() -> nn.Module:
@@ -87,10 +83,6 @@ def test_featurize__every_projector_is_saved_and_scored(
         td.score(features, td.featurize(samples(4), model(), projector=td.Rademacher(16)))
 
 
-def test_featurize__by_default_with_sparse_signs() -> None:
-    assert td.featurize(samples(), model()).attrs["projector"] == td.SJLT(2048, seed=0).spec()
-
-
 def test_save__store_of_another_projector_says_what_to_pass(tmp_path: Path) -> None:
     """Such as a store that was begun when the default was another one."""
     begun, store = td.Rademacher(proj_dim=16, seed=3), tmp_path / "features.zarr"
@@ -99,11 +91,6 @@ def test_save__store_of_another_projector_says_what_to_pass(tmp_path: Path) -> N
         td.save(td.featurize(samples(), model()), store)
     remedy = str(caught.value).partition("try featurizing with projector=")[2]
     td.save(td.featurize(samples(), model(), projector=eval(remedy)), store)
-
-
-def test_featurize__projector_that_cannot_serve_the_model_fails_at_once() -> None:
-    with pytest.raises(ValueError, match=r"keep .*at most the 53 .*got 54"):
-        td.featurize(samples(), model(), projector=td.Mask(keep=54))
 
 
 def test_featurize__variables_may_be_coords_or_variables() -> None:
@@ -183,19 +170,6 @@ def test_featurize__checkpoints_join_in_any_order() -> None:
     np.testing.assert_array_equal(alone[:, :, 0], whole[:, :, 1])
 
 
-def test_featurize__smaller_proj_dim_is_a_prefix() -> None:
-    big, small = (
-        td.featurize(samples(), model(), projector=td.Rademacher(proj_dim=p)).feature.values
-        for p in (256, 64)
-    )
-    np.testing.assert_allclose(big[:, :64] * 2, small, rtol=1e-6)
-
-
-def test_featurize__identity_has_one_column_per_parameter() -> None:
-    features = td.featurize(samples(), model(parameters="3.*"), projector=td.Identity())
-    assert features.sizes["proj_dim"] == 18
-
-
 def test_featurize__one_pass_makes_all_three_variables() -> None:
     calls = []
 
@@ -249,29 +223,6 @@ def test_featurize__graph_holds_weights_and_data_once(chunks: int) -> None:
     assert sent < 12_100_000 + 10_000 * features.feature.data.npartitions
 
 
-class _SeesWeights(td.tasks.ImageClassification):
-    seen: ClassVar[set[int]] = set()
-
-    def output(self, forward, batch):
-        self.seen.add(forward.parameters["weight"].untyped_storage().data_ptr())
-        return super().output(forward, batch)
-
-
-def test_featurize__threads_share_the_weights() -> None:
-    data = td.from_arrays({"image": np.zeros((12, 4), "f4"), "label": np.zeros(12, int)}, chunks=2)
-    features = td.featurize(data, td.Model(nn.Linear(4, 3), task=_SeesWeights()))
-    features.compute(scheduler="threads", num_workers=2)
-    assert len(_SeesWeights.seen) == 1
-
-
-def test_featurize__names_are_stable_and_tell_apart() -> None:
-    names = [
-        td.featurize(samples(), model(), projector=td.Rademacher(32, seed)).feature.data.name
-        for seed in (0, 0, 1)
-    ]
-    assert names[0] == names[1] != names[2]
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("projector", [td.Rademacher(32), td.Identity()])
 def test_featurize__non_finite_gradient_names_sample_and_checkpoint(value, projector) -> None:
@@ -292,54 +243,6 @@ def test_featurize__error_arrives_from_a_worker_process(process_client: Client) 
     data = td.from_arrays({"image": x}, coords={"label": np.arange(20) % 3}, chunks=8)
     with pytest.raises(td.errors.BlockError, match="the output of sample 13 at checkpoint 'c1'"):
         td.featurize(data, model()).feature.isel(checkpoint=1).compute()
-
-
-def test_featurize__samples_without_a_variable_that_the_task_needs() -> None:
-    data = td.from_arrays({"pixels": np.zeros((4, 6), "f4")}, coords={"label": np.zeros(4, int)})
-    with pytest.raises(ValueError, match=r"'image'.*\['pixels', 'label'\]"):
-        td.featurize(data, model())
-    task = td.tasks.ImageClassification(image="pixels")
-    assert td.featurize(data, model(task=task)).sizes["sample"] == 4
-
-
-class _NoNames:
-    """A task that does not say what it reads."""
-
-    def output(self, forward, batch):
-        return forward(batch["text"])[:, 0]
-
-    def out_to_loss(self, forward, batch):
-        return batch["text"]
-
-
-def test_featurize__missing_variable_of_a_task_that_does_not_declare_any() -> None:
-    features = td.featurize(samples(), model(task=_NoNames()))
-    with pytest.raises(td.errors.BlockError, match=r"'text'.*\['image'\]"):
-        features.compute(scheduler="sync")
-
-
-class _BadShape:
-    variables = ("image",)
-
-    def output(self, forward, batch):
-        return forward(batch["image"])
-
-    def out_to_loss(self, forward, batch):
-        return forward(batch["image"])
-
-
-def test_featurize__task_output_of_wrong_shape() -> None:
-    features = td.featurize(samples(), model(task=_BadShape()))
-    with pytest.raises(td.errors.BlockError, match=r"shape \(\d,\).*got shape \(\d, 3\)"):
-        features.compute(scheduler="sync")
-
-
-def test_featurize__error_of_torch_shows_what_the_model_was_given() -> None:
-    data = td.from_arrays(
-        {"image": samples().image.values.astype("f8")}, coords={"label": np.arange(20) % 3}
-    )
-    with pytest.raises(td.errors.BlockError, match=r"(?s)dtype.*image float64 \(20, 2, 3\)"):
-        td.featurize(data, model()).compute(scheduler="sync")
 
 
 class _Branches(nn.Module):
@@ -447,59 +350,6 @@ def sizes_of_micro_batches(counted: td.Model, **options) -> list[int]:
     return sorted(_Counts.seen, reverse=True)[:-3]  # of each block, one sample is checked alone
 
 
-def test_activation_bytes__do_not_depend_on_the_batch() -> None:
-    forward = (made := model(1)).forward(made.checkpoints[0])
-    for n in (1, 2, 5):
-        batch = Batch(image=torch.randn(n, 2, 3), label=torch.zeros(n, dtype=torch.long))
-        assert activation_bytes(forward, made.task, batch) == 80
-
-
-def test_available_bytes__of_a_worker_is_shared_by_its_threads(process_client: Client) -> None:
-    found = process_client.submit(available_bytes).result()
-    worker = next(iter(process_client.scheduler_info()["workers"].values()))
-    assert found == worker["memory_limit"] // worker["nthreads"]
-    assert 0 < available_bytes() <= psutil.virtual_memory().total
-
-
-def test_states_bytes__are_a_fifth_of_the_worker(process_client: Client) -> None:
-    limits = process_client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
-    assert process_client.submit(states_bytes).result() in {x // 5 for x in limits.values()}
-
-
-class _OutOfMemory(td.tasks.ImageClassification):
-    """Torch's own words, for more than three samples at once."""
-
-    def output(self, forward, batch):
-        if len(batch["image"]) > 3:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return super().output(forward, batch)
-
-
-def test_featurize__micro_batch_is_halved_where_memory_runs_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    options = {"projector": td.Identity(), "gradients": "hooks"}
-    expected = td.featurize(samples(), model(), **options).compute(scheduler="sync")
-    small = td.featurize(samples(), model(task=_OutOfMemory()), **options)
-    found = small.compute(scheduler="sync")
-    assert "micro-batches of 2 samples" in caplog.text
-    np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-5, atol=1e-7)
-
-
-def test_featurize__engine_that_is_wrong_for_the_model_is_found() -> None:
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x.flatten(1)
-            return self.head(x - x.mean(0))
-
-    with pytest.raises(td.errors.BlockError, match=r"output of sample \d+ .*alone"):
-        td.featurize(samples(), td.Model(Mixing())).compute(scheduler="sync")
-
-
 class _OneByOne(nn.Module):
     """Calls its layer once for each sample."""
 
@@ -555,23 +405,6 @@ def test_featurize__model_that_hooks_cannot_follow(module, words: str, engine: s
         assert np.isfinite(features.compute(scheduler="sync").feature).all()
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.flatten(1)
-        return torch.utils.checkpoint.checkpoint(self.head, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("gradients", ["hooks", "vmap", "loop"])
-def test_featurize__model_that_checkpoints_activations(gradients: str) -> None:
-    features = td.featurize(samples(), td.Model(_Checkpointed()), gradients=gradients)
-    with pytest.raises(td.errors.BlockError, match=r"saved tensor hooks|on device meta"):
-        features.compute(scheduler="sync")
-
-
 def test_featurize__torch_threads_are_given_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -581,8 +414,3 @@ def test_featurize__torch_threads_are_given_back() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_row_map__of_a_model_is_aligned() -> None:
-    rows = RowMap.from_shapes(model().shapes, alignment=512)
-    assert [rows.offset(name) for name in rows.names] == [0, 512, 1024, 1536]

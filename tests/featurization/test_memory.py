@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import dask
 import pytest
@@ -24,18 +23,6 @@ def test_largest_memory__of_the_workers_of_a_client(client: Client) -> None:
     limits = client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
     known = [limit for limit in limits.values() if limit]
     assert memory.largest_memory() == (max(known) if len(known) == len(limits) else math.inf)
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"), [([], math.inf), ([2**30, 0], math.inf), ([2**30, 2**31], 2**31)]
-)
-def test_largest_memory__limits(
-    limits: list[int], expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers = {str(i): {"memory_limit": limit} for i, limit in enumerate(limits)}
-    fake = SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
-    monkeypatch.setattr(memory, "active_client", lambda: fake)
-    assert memory.largest_memory() == expected
 
 
 def test_budget_bytes__grows_with_the_weights_of_large_models(

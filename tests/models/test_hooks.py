@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from trakdask.models import hooks
 from trakdask.models.gradients import ENGINES
-from trakdask.models.hook_plan import hookable_layers
 from trakdask.models.model import Model
 from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
@@ -72,10 +71,7 @@ class WithBuffer(Collected):
 
 
 def by_hooks(
-    build: Callable[[], nn.Module],
-    module: nn.Module,
-    x: Tensor,
-    sink: Collected | None = None,
+    build: Callable[[], nn.Module], module: nn.Module, x: Tensor, sink: Collected | None = None
 ) -> dict[str, Tensor]:
     model = Model(lambda: build().double(), [module.state_dict()], task=Total())
     sink = found = Collected() if sink is None else sink
@@ -444,15 +440,6 @@ def test_rules_of__no_rule_for_what_it_does_not_know() -> None:
     assert rules_of(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)) is None
     assert rules_of(nn.Linear(2, 2)) is rules_of(Initialised(2, 2)) is not None
     assert rules_of(Standardised(2, 2, 1)) is None
-
-
-def test_cover__what_is_beside_children_is_the_rest() -> None:
-    module = nn.Sequential(Scaled(), nn.MultiheadAttention(4, 2), Tied())
-    names = [name for name, _ in module.named_parameters()]
-    found = hookable_layers(module, names)
-    assert found.rest == ("0.scale",)
-    assert [layer.path for layer in found.layers] == ["0.layer", "1", "2.embedding", "2.head"]
-    assert found.layers[3].selected == {"weight": "2.embedding.weight"}
 
 
 def test_hooks__input_changed_in_place() -> None:

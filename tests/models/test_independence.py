@@ -90,7 +90,7 @@ def test_require_same_alone__q_only() -> None:
 
 
 def test_require_same_alone__random_model() -> None:
-    with pytest.raises(SampleError, match=r"the model is random.*such as dropout"):
+    with pytest.raises(SampleError, match=r"is random.*dropout"):
         check(forward_of(lambda y: nn.functional.dropout(y, 0.5, training=True)), batch(5))
 
 
@@ -128,17 +128,3 @@ def test_reads_values__ways_to_read(case: str) -> None:
     state = torch.random.get_rng_state()
     assert reads_values(forward, ImageClassification(), batch(2)) is (case in READING)
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_reads_values__without_the_slow_import(run_python, tmp_path) -> None:
-    """A first save of a few samples would take as long again, for a model that reads none."""
-    code = (
-        "import sys, torch; from trakdask.models import independence as i\n"
-        "from trakdask.models.tasks import Batch, Forward, ImageClassification\n"
-        "net = torch.nn.Linear(4, 3)\n"
-        "batch = Batch({'image': torch.zeros(2, 4), 'label': torch.zeros(2, dtype=torch.long)})\n"
-        "forward = Forward(net, dict(net.named_parameters()), {}, 'a')\n"
-        "print(i.reads_values(forward, ImageClassification(), batch))\n"
-        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
-    )
-    assert run_python("-c", code, cwd=tmp_path).split("\n")[:2] == ["False", "[]"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import trakdask as td
+from tests.models.language_models import VOCABULARY, adapted, gpt2, transformers
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
 pytestmark = [
@@ -27,19 +24,9 @@ pytestmark = [
 ]
 
 
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=1, eos_token_id=1
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
 def lora() -> nn.Module:
-    config = peft.LoraConfig(
-        r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
-    )
-    return peft.get_peft_model(gpt2(), config)
+    torch.manual_seed(0)  # every process has to build the same base model
+    return adapted(gpt2(), ["c_attn"], fan_in_fan_out=True)
 
 
 class Plain(nn.Module):
@@ -47,8 +34,10 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.embedding, self.head = (
+            nn.Embedding(VOCABULARY, 8),
+            nn.Linear(8, VOCABULARY, bias=False),
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> object:
@@ -81,7 +70,7 @@ def train(
     watch: object = None,
     **options,
 ) -> Watcher:
-    ids = np.random.default_rng(0).integers(2, 20, (24, 6))
+    ids = np.random.default_rng(0).integers(3, VOCABULARY, (12, 6))
     data = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in ids]
     settings = {"num_train_epochs": 3, "save_strategy": "no", **options}
     args = transformers.TrainingArguments(
@@ -120,34 +109,22 @@ def kept_rates(folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("build", "every", "steps"),
-    [(gpt2, "epoch", [6, 12, 18]), (lora, 5, [5, 10, 15]), (Plain, "epoch", [6, 12, 18])],
+    [(gpt2, "epoch", [3, 6, 9]), (lora, 2, [2, 4, 6, 8]), (Plain, "epoch", [3, 6, 9])],
 )
 def test_keep_checkpoints__what_the_model_was(build, every, steps, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     watcher = train(build(), tmp_path, td.keep_checkpoints(kept, every=every))
     inputs = {"task": td.tasks.CausalLM("input_ids")}
     check(td.Model(build, kept, **inputs), watcher, steps, kept_rates(kept))
-    assert len(set(kept_rates(kept).values())) == 3
+    assert len(set(kept_rates(kept).values())) == len(steps)
 
 
 def test_keep_checkpoints__whenever_trainer_saves(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    options = {"save_strategy": "steps", "save_steps": 7, "save_total_limit": 1}
+    options = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     watcher = train(gpt2(), tmp_path, td.keep_checkpoints(kept), **options)
-    check(td.Model(gpt2, kept, task="causal_lm"), watcher, [7, 14, 18], kept_rates(kept))
+    check(td.Model(gpt2, kept, task="causal_lm"), watcher, [4, 8, 9], kept_rates(kept))
     assert not list(kept.rglob("optimizer*"))
-    rates = kept_rates(kept)
-    ids = np.random.default_rng(0).integers(2, 20, (5, 6))
-    samples = td.from_arrays({"input_ids": ids, "attention_mask": np.ones_like(ids)})
-    model = td.Model(gpt2, kept, task="causal_lm")
-    features = td.featurize(samples, model, projector=td.Identity()).compute(scheduler="sync")
-    found = td.score(features, features, estimator="tracin", learning_rates=rates)
-    q = features.out_to_loss.values
-    expected = sum(
-        rate * q[:, c, None] * (features.feature.values[..., c] @ features.feature.values[..., c].T)
-        for c, rate in enumerate(rates.values())
-    )
-    np.testing.assert_allclose(found.transpose("sample", ...), expected, rtol=1e-4)
 
 
 def test_keep_checkpoints__second_moments(tmp_path: Path) -> None:
@@ -180,12 +157,12 @@ def test_keep_checkpoints__optimizer_without_second_moments(tmp_path: Path) -> N
 
 def test_keep_checkpoints__of_a_run_that_was_continued(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    options = {"save_strategy": "steps", "save_steps": 6}
-    train(gpt2(), tmp_path, td.keep_checkpoints(kept), max_steps=6, **options)
-    with pytest.raises(FileExistsError, match=r"checkpoint-6.*kept"):
+    options = {"save_strategy": "steps", "save_steps": 3}
+    train(gpt2(), tmp_path, td.keep_checkpoints(kept), max_steps=3, **options)
+    with pytest.raises(FileExistsError, match=r"checkpoint-3.*kept"):
         train(gpt2(), tmp_path, td.keep_checkpoints(kept), **options)
     train(gpt2(), tmp_path, td.keep_checkpoints(kept), resume=True, **options)
-    assert list(kept_rates(kept)) == ["checkpoint-6", "checkpoint-12", "checkpoint-18"]
+    assert list(kept_rates(kept)) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
     assert len(td.Model(gpt2, kept, task="causal_lm").checkpoints) == 3
 
 
@@ -206,13 +183,12 @@ def test_keep_checkpoints__half_written_ones_are_not_read(tmp_path: Path) -> Non
     with pytest.raises(Killed):
         keep.on_step_end(None, state, None, model=Full(), optimizer=None)
     model = td.Model(Plain, kept, task=td.tasks.CausalLM("input_ids"))
-    assert [each.name for each in model.checkpoints] == ["checkpoint-6"]
+    assert [each.name for each in model.checkpoints] == ["checkpoint-3"]
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_keep_checkpoints__distributed_weights_are_refused(name: str, tmp_path: Path) -> None:
-    args = SimpleNamespace(**{name: "full_shard"})
-    with pytest.raises(NotImplementedError, match=rf"{name}.*output_dir"):
+def test_keep_checkpoints__distributed_weights_are_refused(tmp_path: Path) -> None:
+    args = SimpleNamespace(fsdp="full_shard")
+    with pytest.raises(NotImplementedError, match=r"fsdp.*output_dir"):
         td.keep_checkpoints(tmp_path).on_train_begin(args, SimpleNamespace(global_step=0), None)
 
 

@@ -131,10 +131,3 @@ def test_model__is_built_by_one_thread_at_a_time() -> None:
         modules = list(pool.map(lambda _: (begun.wait(), model.meta_module()), range(3)))
     assert len({id(module) for _, module in modules}) == 3
     assert overlap.most == 1
-
-
-def test_model__repr() -> None:
-    model = Model(mlp, [state(0), state(1)], parameters="2.*")
-    assert (
-        repr(model) == "<trakdask.Model: 2 checkpoints, ImageClassification, 27 of 67 parameters>"
-    )

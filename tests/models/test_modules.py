@@ -60,15 +60,6 @@ def test_model__of_compiled_code_equals_backward(build) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_model__data_parallel_is_refused(nested: bool) -> None:
-    wrapped: nn.Module = nn.DataParallel(nn.Linear(4, 1))
-    module = nn.Sequential(wrapped) if nested else wrapped
-    where = "layer '0'" if nested else "a model"
-    with pytest.raises(TypeError, match=f"got {where} of class DataParallel; try"):
-        Model(module)
-
-
 def partly_frozen() -> nn.Module:
     module = plain()
     module[0].requires_grad_(False)

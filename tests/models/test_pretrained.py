@@ -42,10 +42,10 @@ def model() -> td.Model:
     return td.Model(ONet, [Path(SPEC.origin).parent / "data" / "onet.pt"])
 
 
-def samples(n: int = 12) -> xr.Dataset:
+def samples(n: int = 4) -> xr.Dataset:
     coarse = np.random.default_rng(0).standard_normal((n, 3, 6, 6)).astype("f4")
     image = coarse.repeat(8, 2).repeat(8, 3)
-    return td.from_arrays({"image": image}, coords={"label": np.arange(n) % 2}, chunks=5)
+    return td.from_arrays({"image": image}, coords={"label": np.arange(n) % 2}, chunks=3)
 
 
 def test_featurize__pretrained_weights_by_every_engine() -> None:

@@ -15,7 +15,7 @@ from tests.models.token_oracle import contributions
 from trakdask.models import rules
 from trakdask.models.gradients import engine_of, vmap_gradients
 from trakdask.models.model import Model
-from trakdask.models.products import PRODUCTS, Products
+from trakdask.models.rules import PRODUCTS, Products
 from trakdask.models.tasks import Batch
 
 
@@ -53,7 +53,7 @@ def test_products__are_those_of_the_gradients_of_tokens(n: int) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_products__of_transformers(family: str) -> None:
-    models = pytest.importorskip("tests.models.test_transformers")
+    models = pytest.importorskip("tests.models.language_models")
     torch.manual_seed(0)
     module = getattr(models, family)().double().eval()
     task = td.tasks.CausalLM()

@@ -122,7 +122,7 @@ def test_tokens__add_up_to_the_sequence_and_do_not_depend_on_the_batch() -> None
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_tokens__of_transformers(family: str) -> None:
-    models = pytest.importorskip("tests.models.test_transformers")
+    models = pytest.importorskip("tests.models.language_models")
     torch.manual_seed(0)
     module = getattr(models, family)().double().eval()
     task = td.tasks.CausalLM()
@@ -154,14 +154,6 @@ def test_tokens__layer_without_tokens_is_named() -> None:
         by_engine(made(Pooled), drawn(2))
 
 
-class Holder(nn.Module):
-    """The parameter is used by a module that has children."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.ones(1)), inner
-
-
 ACROSS = {
     "attention": nn.MultiheadAttention(4, 2),
     "lstm": nn.LSTM(4, 4),
@@ -178,8 +170,3 @@ def test_require_layers_of_tokens__names_the_layer(layer: nn.Module) -> None:
     with pytest.raises(ValueError, match=rf"'1', {type(layer).__name__}"):
         require_layers_of_tokens(module, names)
     require_layers_of_tokens(module, names[:2])
-
-
-def test_require_layers_of_tokens__names_a_parameter_without_a_layer() -> None:
-    with pytest.raises(ValueError, match="got 'scale'"):
-        require_layers_of_tokens(Holder(nn.Linear(2, 2)), ["scale"])

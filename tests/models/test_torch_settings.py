@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trakdask.models.torch_settings import few_threads, no_fast_path
+from trakdask.models.torch_internals import few_threads, no_fast_path
 
 
 def test_no_fast_path__the_last_user_restores_it() -> None:

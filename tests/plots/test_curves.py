@@ -67,11 +67,6 @@ def test_damping__curve_and_choice() -> None:
     assert "3.16 tr(K)/n by completeness, targets" in ax.get_title()
 
 
-def test_damping__no_choice_no_mark() -> None:
-    (ax,) = td.plots.damping(chosen(np.linspace(0, 0.3, 17), np.nan)).axes
-    assert len(ax.lines) == 1
-
-
 N, M = 40, 9
 RNG = np.random.default_rng(0)
 LABEL, TARGET_LABEL = RNG.integers(2, size=N), RNG.integers(2, size=M)
@@ -140,10 +135,3 @@ def test_seed_agreement__reliability_of_each_number() -> None:
     assert ax.lines[0].get_xdata().tolist() == [2, 8]
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), result.reliability.values[::-1])
     assert f"{float(result.agreement_mean):.2f}" in ax.get_title()
-
-
-@pytest.mark.parametrize(
-    ("values", "exponent"), [([3e-4, -2e-5], -4), ([-12.0], 1), ([0.0], 0), ([np.nan, 1.0], 0)]
-)
-def test_power_of_ten(values: list[float], exponent: int) -> None:
-    assert td.plots.power_of_ten(xr.DataArray(values)) == exponent

@@ -46,10 +46,6 @@ def test_gallery__leaves_missing_ranks_empty() -> None:
     assert len(drawn(figure)) == 1 + 2 * 15
 
 
-def test_gallery__computes_drawn_targets_only() -> None:
-    assert len(drawn(td.plots.gallery(*[td.top_k(SCORES, 2)] * 2, IMAGES, IMAGES))) == 6 * 5
-
-
 @pytest.mark.parametrize("n_shown", [1, 2, 3, 6])
 def test_gallery__texts_do_not_overlap(n_shown: int) -> None:
     names = np.array(["a rather long label of a class", "$5 bill", "unpronounceable" * 3] * 10)
@@ -69,21 +65,3 @@ def test_gallery__texts_do_not_overlap(n_shown: int) -> None:
         assert figure.bbox.y0 <= one.y0 <= one.y1 <= figure.bbox.y1
         for other in boxes[:i]:
             assert not one.overlaps(other)
-
-
-def test_gallery__says_estimator_and_damping() -> None:
-    top = td.top_k(td.score(FEATURES, TARGETS, estimator="trak", damping=0.25), 2)
-    (note, *_) = td.plots.gallery(top, top, IMAGES, IMAGES).texts
-    assert "estimator trak" in note.get_text()
-    assert top.attrs["damping"] in note.get_text()
-    bare = top.drop_attrs()
-    (note, *_) = td.plots.gallery(bare, bare, IMAGES, IMAGES).texts
-    assert "estimator" not in note.get_text()
-
-
-def test_gallery__grey_images_share_a_scale() -> None:
-    top = td.top_k(SCORES, 2)
-    figure = td.plots.gallery(top, top, IMAGES, IMAGES, targets=[0], cmap="gray")
-    drawn_images = [ax.images[0] for ax in figure.axes if ax.images]
-    assert len({image.get_clim() for image in drawn_images}) == 1
-    assert {image.get_cmap().name for image in drawn_images} == {"gray"}

@@ -41,13 +41,6 @@ def test_as_colours__undoes_normalization() -> None:
     np.testing.assert_allclose(drawn, grey[0])
 
 
-def test_as_colours__dark_bytes_and_masks() -> None:
-    (dark,) = as_colours([np.full((2, 2, 3), 51, "u1")], None)
-    np.testing.assert_allclose(dark, 0.2)
-    (mask,) = as_colours([np.ones((3, 2, 2), bool)], None)
-    np.testing.assert_array_equal(mask, 1)
-
-
 def test_as_colours__grey_keeps_its_units() -> None:
     grey = RNG.standard_normal((4, 5))
     for image in (grey, grey[None], grey[..., None]):

@@ -79,14 +79,6 @@ def test_text__figure_draws_every_character_once(tmp_path: Path) -> None:
     assert figure.get_size_inches()[0] == pytest.approx(6.45, abs=0.1)
 
 
-def test_text__zero_scores_have_no_colour() -> None:
-    assert all(style.endswith(",0.000)") for _, style in parsed(scores() * 0).spans)
-
-
-def test_text__lazy_scores_are_computed() -> None:
-    assert parsed(scores().chunk(sample=1)).spans == parsed(scores()).spans
-
-
 def test_text__printed() -> None:
     words = xr.DataArray([[0.5, -2.0, 0.1, 0.2]], dims=("sample", "token"))
     words = words.assign_coords(text=(("sample", "token"), [["the ", "cat ", "sat ", "down"]]))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
-import numba
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.projection.reference import nonzeros, normal, project_block, rounded, signs
-from trakdask.errors import forget_warnings
-from trakdask.projection import SJLT, Rademacher, acceleration, compiled, integer_products, sjlt
+from tests.projection.reference import normal, project_block, rounded, signs
+from trakdask.projection import Rademacher, acceleration, compiled, integer_products, sjlt
 from trakdask.projection.integer_products import (
     int8_matmul_is_usable,
     integer_matmul,
@@ -65,15 +61,6 @@ def test_quantize__flags_only_the_sample_that_is_not_finite(bad: float, backend:
     found, step = quantize(block, 14, Scratch())
     assert step.isnan().tolist() == [False, True, False]
     assert not found[2].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_quantize__other_dtypes_and_strides_are_float32_first(
-    dtype: torch.dtype, backend: str
-) -> None:
-    block = normal(4, 900).double().to(dtype)[:, 7:-13:3]
-    found, expected = (quantize(x, 22, Scratch()) for x in (block, block.float().contiguous()))
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETIC)
@@ -145,53 +132,6 @@ def test_int8_matmul_is_usable__only_where_it_is_there_and_exact(
 MATRIX = SparseMatrix(proj_dim=12, sparsity=5, seed=2**40 + 3, checkpoint=7)
 
 
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> sjlt._Kept:
-    fresh = sjlt._Kept(10**5)
-    monkeypatch.setattr(sjlt, "_kept", fresh)
-    return fresh
-
-
-def by_column(matrix: SparseMatrix, row_offset: int, n_rows: int) -> list[list[list[int]]]:
-    """Return the rows of +1 and those of -1 of every column, by the definition."""
-    places: list[list[list[int]]] = [[[], []] for _ in range(matrix.proj_dim)]
-    projector = SJLT(matrix.proj_dim, matrix.sparsity, matrix.seed)
-    columns, values = nonzeros(projector, row_offset, n_rows, matrix.checkpoint)
-    for (row, j), column in np.ndenumerate(columns):
-        places[column][int(values[row, j] < 0)].append(row)
-    return places
-
-
-def listed(found: sjlt.Nonzeros) -> list[list[list[int]]]:
-    runs = [sorted(run.tolist()) for run in np.split(found.rows, found.starts[1:-1])]
-    return [list(pair) for pair in zip(runs[::2], runs[1::2], strict=True)]
-
-
-@pytest.mark.parametrize("row_offset", [0, 2**32 - 16384, 2**33])
-def test_nonzeros_of__are_those_of_the_definition(
-    row_offset: int, kept: sjlt._Kept, backend: str
-) -> None:
-    found = nonzeros_of(MATRIX, row_offset, 100)
-    assert found.rows.dtype == np.uint16
-    assert listed(found) == by_column(MATRIX, row_offset, 100)
-
-
-@pytest.mark.parametrize("proj_dim", [1, 2, 1000, 2**15, 2**15 + 1, 100_003])
-@pytest.mark.parametrize("sparsity", [1, 4, 9])
-def test_sort_nonzeros__numba_and_numpy_agree(
-    proj_dim: int, sparsity: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrix = SparseMatrix(proj_dim, sparsity, 0, 0)
-    shape = (-(-matrix.sparsity // 4), 16384, 4)
-    words = np.random.default_rng(0).integers(0, 2**32, shape, dtype=np.uint32)
-    results = []
-    for switch in ("0", "1"):
-        monkeypatch.setenv("TRAKDASK_NUMBA", switch)
-        results.append(sort_nonzeros(words, matrix))
-    for numpy_array, numba_array in zip(*results, strict=True):
-        np.testing.assert_array_equal(numpy_array, numba_array)
-
-
 def test_kept__blocks_are_drawn_once_and_older_matrices_make_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,31 +147,7 @@ def test_kept__blocks_are_drawn_once_and_older_matrices_make_way(
     assert kept.get(other, (300, 100)) is not None
 
 
-def test_kept__used_by_threads_at_once(kept: sjlt._Kept) -> None:
-    rows = [0, 100, 200, 0, 100, 200] * 20
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda row: nonzeros_of(MATRIX, row, 100), rows))
-    assert kept._bytes == 3 * found[0].nbytes
-    for row, sorted_nonzeros in zip(rows[:9], found, strict=False):
-        assert listed(sorted_nonzeros) == by_column(MATRIX, row, 100)
-
-
 # ------------------------------------------------------------------------------------------- numba
-
-
-@pytest.mark.parametrize("in_a_worker", [False, True])
-def test_jit__says_once_that_it_compiles(
-    in_a_worker: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget_warnings()
-    monkeypatch.setattr(compiled, "parent_process", lambda: object() if in_a_worker else None)
-    with caplog.at_level(logging.INFO, logger=compiled.__name__):
-        numba.njit(lambda x: x - 1)(2)  # of somebody else
-        assert caplog.messages == []
-        kernel = compiled.jit(eval("lambda x: x + 1"))  # without a file, nothing is kept on disk
-        assert (kernel(2), kernel(0.5)) == (3, 1.5)
-    assert [record.levelname for record in caplog.records] == ["INFO" if in_a_worker else "WARNING"]
-    assert "compiles its kernels" in caplog.messages[0]
 
 
 def test_numba_kernels__when_they_are_worth_their_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trakdask.projection import FastJL, RowMap, fast_jl, project
+from trakdask.projection import FastJL, RowMap, project
 
 SHAPES = {"a": (30, 600), "b": (7,), "c": (3, 5)}
 
@@ -69,17 +69,6 @@ def test_project__all_rows_at_once_in_padded_batches(
     places = [((size, 18022), 512, 20003, 132) for size in sizes]
     names = [f"project_{entries}_{size}" for size in sizes]
     assert calls == list(zip(names, places, strict=True))
-
-
-def test_project_block__what_the_extension_cannot_take(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block = torch.zeros(1, 1).expand(1, 2**27 + 1)
-    with pytest.raises(ValueError, match=r"2\*\*27.*got 134217729"):
-        FastJL(512, num_sms=132).project_block(block, 0, 0, torch.zeros(1, 512).double())
-    monkeypatch.setitem(sys.modules, "fast_jl", None)
-    with pytest.raises(ImportError, match=r"trakdask\[fast-jl\]"):
-        fast_jl._extension()
 
 
 def test_project_block__needs_the_same_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from tests.projection.reference import (
 )
 from trakdask.projection import (
     SJLT,
-    FastJL,
     Identity,
     Kronecker,
     Mask,
@@ -30,12 +29,11 @@ from trakdask.projection import (
     Rademacher,
     RowMap,
     back_projection,
-    kronecker,
     mask,
     project,
     sjlt,
 )
-from trakdask.projection.back_projection import back_project, require_back_projection
+from trakdask.projection.back_projection import back_project
 from trakdask.projection.mask import select_rows
 from trakdask.projection.sjlt import SparseMatrix, sort_nonzeros
 
@@ -123,25 +121,6 @@ def test_project__many_columns_rows_and_samples(
     row_map = RowMap.from_shapes({"flat": (n_rows,)}, alignment=projector.row_alignment)
     expected = project_by_hand(projector, {"flat": flat}, row_map, 4)
     assert torch.equal(project_flat(projector, flat), expected)
-
-
-@pytest.mark.parametrize("keep", [1, 500, 20_000])
-def test_project__without_a_matrix_it_keeps_the_entries(keep: int) -> None:
-    flat = normal(3, 40_000)
-    kept = flat[:, mask_order(40_000, SEED, 4)[:keep]].double() * (40_000 / keep) ** 0.5
-    assert torch.equal(project_flat(Mask(keep, seed=SEED), flat), kept.float())
-    assert torch.equal(project_flat(Identity(), flat.double()), flat)
-
-
-@pytest.mark.parametrize(("left", "right"), [(40, 33), (1, 600), (600, 1)])
-def test_kronecker__many_columns(left: int, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    projector, gradients = Kronecker(left, right, SEED), draw("several in one block", 5)
-    row_map = rows_of("several in one block", projector)
-    expected = project_by_hand(projector, gradients, row_map, CHECKPOINT)
-    assert torch.equal(project(projector, gradients, row_map, CHECKPOINT), expected)
-    for name, size in (("_SAMPLE_TILE", 2), ("_COLUMN_TILE", 13), ("_SIGNS_TILE", 2**16)):
-        monkeypatch.setattr(kronecker, name, size)
-    assert torch.equal(project(projector, gradients, row_map, CHECKPOINT), expected)
 
 
 # ------------------------------------------------------------------------------- the largest sums
@@ -238,21 +217,6 @@ def test_select_rows__too_few_candidates_at_first_and_equal_keys(
     assert select_rows(3000, 800, SEED, 1)[0].tolist() == [*range(800)]
 
 
-def test_bind__rows_that_a_mask_cannot_take() -> None:
-    row_map = RowMap.from_shapes({"a": (5,)}, alignment=1)
-    assert Mask(5).bind(row_map).selected_rows(0).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"got 6; try keep=5"):
-        Mask(6).bind(row_map)
-    with pytest.raises(ValueError, match="507 rows of padding"):
-        Mask(3).bind(RowMap.from_shapes({"a": (5,), "b": (6,)}, alignment=512))
-
-
-@pytest.mark.parametrize("then", [512, Rademacher, Mask(4), Kronecker()], ids=str)
-def test_mask__what_cannot_follow_it(then: Any) -> None:
-    with pytest.raises(TypeError, match=r"then"):
-        Mask(5, then)
-
-
 # ----------------------------------------------------------------------------- from the other side
 
 
@@ -279,26 +243,4 @@ def test_back_project__is_the_product_with_the_explicit_matrix(
     assert 0 < size < math.inf
 
 
-def test_require_back_projection__names_the_kind() -> None:
-    require_back_projection(Mask(keep=9))
-    with pytest.raises(ValueError, match="FastJL"):
-        require_back_projection(FastJL(512, num_sms=1))
-
-
 # -------------------------------------------------------------------------------------------- cost
-
-
-def test_cost__counts() -> None:
-    sparse = SJLT(proj_dim=4096, sparsity=5).cost(10**6)
-    assert (sparse.operations, sparse.random_bits) == (10 * 10**6, 256 * 10**6)
-    dense, masked = Rademacher(64).cost(500), Mask(500, Rademacher(64)).cost(500)
-    assert (dense.operations, dense.random_bits) == (2 * 2 * 64 * 500, 64 * 500)
-    assert masked.operations == dense.operations
-    assert masked.random_bits == dense.random_bits + 64 * 500
-    assert masked.buffer_bytes > dense.buffer_bytes
-    shapes = {"a": (100, 400), "b": (100,), "c": (0, 3)}
-    row_map = RowMap.from_shapes(shapes, alignment=512)
-    cost = Kronecker(8, 16).bind(row_map).cost(row_map.n_rows)
-    # L first: 400 columns remain. R first: 100 rows, but 16 columns for each element.
-    assert cost.operations == 4 * 40_000 * 8 + 2 * 400 * 128 + 4 * 100 * 128
-    assert cost.random_bits == 8 * 100 + 16 * 400 * 3 + 100 * 128

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from trakdask.projection import SJLT, Kronecker, Mask, Projector, Rademacher, RowMap, project
-from trakdask.projection.mask import select_rows
 
 Matrix = npt.NDArray[np.float64]
 Scores = dict[str, float]
@@ -146,25 +145,6 @@ def test_matrix__others_are_independent(kind: str) -> None:
         require_small(scores)
 
 
-def test_mask__rows_are_kept_independently_and_in_random_order() -> None:
-    def kept(checkpoint: int = 0, seed: int = 0) -> Matrix:
-        """Return which of 2**18 rows are kept, as numbers of mean 0."""
-        found = np.full(2**18, -0.25)
-        found[select_rows(2**18, 2**16, seed, checkpoint)[0]] += 1
-        return found
-
-    mask, (_, ranks) = kept(), select_rows(2**18, 2**16, 0, 0)
-    scores = {f"lag {lag}": z_of_correlation(mask[lag:], mask[:-lag]) for lag in (*LAGS, 2**16)}
-    scores["odd rows"] = z_of_sum(mask[::2] - mask[1::2])
-    scores["slope"] = z_of_correlation(mask, np.linspace(-1, 1, len(mask)))
-    scores["blocks"] = z_of_mean(mask.reshape(4096, 64).sum(1) ** 2, 64 * 3 / 16)
-    scores |= {f"checkpoint {c}": z_of_correlation(mask, kept(c)) for c in (1, 2**31)}
-    scores |= {f"seed {seed}": z_of_correlation(mask, kept(seed=seed)) for seed in (1, 2**32)}
-    order = ranks - ranks.mean()
-    scores["order"] = z_of_correlation(order, np.linspace(-1, 1, len(order)))
-    require_small(scores)
-
-
 # ------------------------------------------------- products of features, and products of gradients
 
 
@@ -217,70 +197,6 @@ def test_product__error_is_what_cost_says(projector: Projector, family: str) -> 
     if projector in ACCURATE and family == "normal":
         errors = product_errors(projector, unit_vectors(family), n_checkpoints=4)
         assert root_mean_square(diagonals(errors)) == pytest.approx(worst, rel=0.15)
-
-
-def test_product__one_nonzero_per_row_has_tails_on_sparse_gradients() -> None:
-    kurtosis = {}
-    for projector in (Rademacher(P), SJLT(P, 1), SJLT(P, 4)):
-        squares = pairs(product_errors(projector, unit_vectors("sparse"), n_checkpoints=8)) ** 2
-        kurtosis[projector] = (squares**2).mean() / squares.mean() ** 2
-    assert kurtosis[Rademacher(P)] == pytest.approx(3, rel=0.1)
-    assert kurtosis[SJLT(P, 1)] > 20
-    assert kurtosis[SJLT(P, 4)] < 6
-
-
-def test_mask__error_on_one_row_is_the_worst_case() -> None:
-    errors = diagonals(product_errors(Mask(256), torch.eye(1024)))
-    assert root_mean_square(errors) == pytest.approx(Mask(256).cost(1024).product_error[1])
-
-
-SIDE = 24
-KRONECKER = Kronecker(8, 8)
-
-
-def kronecker_variance(g: Matrix, h: Matrix) -> float:
-    """Return the variance of the product of features of two matrices, for random signs.
-
-    L L' / left is the identity plus errors of variance 1 / left, one for each pair of rows i < j;
-    likewise R R' for each pair of columns u < v. The products of two errors are the third term.
-    """
-    i, j = u, v = np.triu_indices(SIDE, 1)
-    rows, columns = g @ h.T, g.T @ h
-    both = sum(g[a][:, c] * h[b][:, d] for a, b in ((i, j), (j, i)) for c, d in ((u, v), (v, u)))
-    return float(
-        ((rows + rows.T)[i, j] ** 2).sum() / KRONECKER.left
-        + ((columns + columns.T)[u, v] ** 2).sum() / KRONECKER.right
-        + (both**2).sum() / (KRONECKER.left * KRONECKER.right)
-    )
-
-
-def unit_matrices(side: int, rank: int, *, common_left: bool = False) -> Tensor:
-    """Return matrices of one rank; with a common left factor, their columns span one space."""
-    left, right = torch.randn(2, 10, rank, side, generator=torch.Generator().manual_seed(rank))
-    left = left[:1].expand_as(left) if common_left else left
-    matrices = left.mT @ right
-    return matrices / matrices.flatten(1).norm(dim=1)[:, None, None]
-
-
-@pytest.mark.parametrize(("rank", "common_left"), [(1, False), (1, True), (3, True), (SIDE, False)])
-def test_kronecker__error_is_that_of_the_theory(rank: int, common_left: bool) -> None:
-    matrices = unit_matrices(SIDE, rank, common_left=common_left)
-    errors = product_errors(KRONECKER, matrices.flatten(1), 400, (SIDE, SIDE))
-    exact = matrices.double().numpy()
-    theory = np.array([[kronecker_variance(g, h) for h in exact] for g in exact])
-    for part in (pairs, diagonals):
-        expected = part(theory).mean() ** 0.5
-        assert root_mean_square(part(errors)) == pytest.approx(expected, rel=0.1)
-
-
-def test_kronecker__full_rank_is_near_a_dense_projection_and_rank_one_is_not() -> None:
-    projector, shape = Kronecker(32, 32), (128, 128)
-    typical, worst = projector.cost(16384).product_error
-    full = product_errors(projector, unit_vectors("normal"), 4, shape)
-    assert typical < root_mean_square(pairs(full)) < 1.3 * typical
-    assert root_mean_square(diagonals(full)) < 0.2 * worst
-    one = product_errors(projector, unit_matrices(128, rank=1).flatten(1), 100, shape)
-    assert root_mean_square(diagonals(one)) == pytest.approx(worst, rel=0.1)
 
 
 UNBIASED = [

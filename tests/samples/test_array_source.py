@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
@@ -21,12 +17,8 @@ from distributed import Client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import trakdask
 from trakdask.samples import from_arrays
-
-
-def refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("something was computed")
+from trakdask.testing import raise_if_dask_computes
 
 
 def x_of(n: int = 10, *shape: int) -> np.ndarray:
@@ -59,26 +51,10 @@ def test_from_arrays__kinds_of_arrays(kind: str, tmp_path: Path) -> None:
         "series": lambda: pd.Series(x, index=x[::-1]),
         "memmap": lambda: np.load(tmp_path / "x.npy", mmap_mode="r"),
     }[kind]()
-    with dask.config.set(scheduler=refuse):
+    with raise_if_dask_computes():
         ds = from_arrays({"x": array}, chunks=3)
     np.testing.assert_array_equal(ds.x.values, x)
     assert ds.x.chunks == ((3, 3, 1),)
-
-
-def test_from_arrays__is_lazy_and_has_no_index() -> None:
-    with dask.config.set(scheduler=refuse):
-        ds = from_arrays({"x": x_of(10, 2)}, coords={"source": ["web"] * 10}, chunks=4)
-    assert isinstance(ds.x.data, da.Array)
-    assert isinstance(ds.source.data, np.ndarray)
-    assert not ds.xindexes
-    assert ds.isel(sample=ds.source == "web").sizes["sample"] == 10
-
-
-def test_from_arrays__coords_of_a_frame() -> None:
-    frame = pd.DataFrame({"label": [3, 1], "lang": pd.Categorical(["de", "en"])}, index=[9, 8])
-    ds = from_arrays({"x": x_of(2)}, coords=frame)
-    assert ds.label.values.tolist() == [3, 1]
-    assert ds.lang.values.tolist() == ["de", "en"]
 
 
 def test_from_arrays__a_graph_has_an_array_once_and_of_a_file_its_path(tmp_path: Path) -> None:
@@ -108,22 +84,6 @@ def test_from_arrays__source_is_the_content() -> None:
         source(da.from_array(x)),
     ]
     assert len({first, *others}) == 7
-
-
-NAMES = """
-import numpy as np
-from trakdask.samples import from_arrays
-ds = from_arrays({"x": np.arange(6.0)}, coords={"label": [0, 1] * 3}, chunks=4)
-print(ds.attrs["source"], ds.x.data.name)
-"""
-
-
-@pytest.mark.slow
-def test_from_arrays__source_and_names_are_the_same_in_other_processes() -> None:
-    ds = from_arrays({"x": np.arange(6.0)}, coords={"label": [0, 1] * 3}, chunks=4)
-    env = os.environ | {"PYTHONPATH": str(Path(trakdask.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, env=env)
-    assert done.stdout.split() == [ds.attrs["source"], ds.x.data.name], done.stderr
 
 
 @pytest.mark.slow

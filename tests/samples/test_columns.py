@@ -76,10 +76,10 @@ def test_from_dataframe__lists_longer_than_the_limit(kind: str, tmp_path: Path) 
         read(kind, tmp_path, **options)
 
 
-@pytest.mark.parametrize("kind", ["parquet"])
-def test_from_dataframe__lists_of_lists_and_a_mask_that_exists(kind: str, tmp_path: Path) -> None:
+def test_from_dataframe__lists_of_lists_and_a_mask_that_exists(tmp_path: Path) -> None:
     variables = {"boxes": "boxes", "attention_mask": "tokens"}
-    found = read(kind, tmp_path, variables=variables, max_length={"boxes": 4, "attention_mask": 6})
+    lengths = {"boxes": 4, "attention_mask": 6}
+    found = read("parquet", tmp_path, variables=variables, max_length=lengths)
     assert found.boxes.shape == (8, 4, 2)
     for row, expected in zip(found.boxes.values, frame().boxes, strict=True):
         np.testing.assert_array_equal(row[: len(expected)].reshape(-1), np.ravel(expected))

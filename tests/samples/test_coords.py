@@ -6,7 +6,6 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -80,38 +79,22 @@ def test_normalise_coord__any_strings(values: list[str], kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "error", "message"),
+    ("values", "error", "word"),
     [
-        ([1, 2, 3], ValueError, r"\(2,\).* for coord \'c\'.*\(3,\)"),
         (np.zeros((2, 2)), ValueError, r"\(2, 2\)"),
-        ("ab", TypeError, "'c', got str"),
-        (3, TypeError, "'c', got int"),
-        ([1, "a"], TypeError, r"\['int', 'str'\]"),
-        (["a", None], ValueError, "lacks 1 .*sample 1.*fillna"),
         ([None, 1], ValueError, "sample 0"),
-        (pd.Series(["a", None]), ValueError, "lacks 1 "),
-        (pd.Series([1, None], dtype="Int64"), ValueError, "lacks 1 "),
-        (pd.Categorical(["a", None]), ValueError, "lacks 1 "),
-        (np.array(["a", None], np.dtypes.StringDType(na_object=None)), ValueError, "lacks 1 "),
-        (np.array([1, 2]) * 1j, TypeError, "complex128"),
-        (np.array([1, 2], "m8[s]"), TypeError, r"timedelta64\[s\]"),
+        (pd.Series([1, None], dtype="Int64"), ValueError, "sample 1"),
+        (pd.Categorical(["a", None]), ValueError, "sample 1"),
+        (np.array(["a", None], np.dtypes.StringDType(na_object=None)), ValueError, "sample 1"),
+        (np.array([1, 2], "m8[s]"), TypeError, "timedelta64"),
         (np.array([b"a", b"b"]), TypeError, "S1"),
         (np.array(["3000-01-01", "2000-01-01"], "M8[D]"), ValueError, "3000-01-01"),
         (pd.to_datetime(DAYS).tz_localize("Europe/Rome"), TypeError, "Europe/Rome"),
-        (da.zeros(2), TypeError, r"lazy.*compute"),
     ],
 )
-def test_normalise_coord__refuses(values: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_normalise_coord__refuses(values: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
         normalise_coord("c", values, 2)
-
-
-@pytest.mark.parametrize(
-    "name", ["sample", "target", "checkpoint", "proj_dim", "rank", "score", "target_label"]
-)
-def test_normalise_coords__reserved_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"got '{name}'; try '"):
-        normalise_coords({name: [1]}, (), 1)
 
 
 def test_normalise_coords__frame_gives_its_columns() -> None:

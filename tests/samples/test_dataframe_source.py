@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -14,15 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from distributed import Client
 
+import trakdask as td
 from trakdask.samples.dataframe_source import from_dataframe
-from trakdask.samples.rows import FileRows
+from trakdask.samples.tables import Files
 
 VARIABLES = {"input_ids": "tokens", "image": "pixels", "label": "label"}
 COORDS = ("lang", "day", "score_of_row", "kind")
-
-
-def refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("something was computed")
 
 
 def frame_of(n: int = 23) -> pd.DataFrame:
@@ -71,7 +67,7 @@ def test_from_dataframe__parquet(
 ) -> None:
     frame = frame_of()
     write(tmp_path, frame, sizes, row_group)
-    with dask.config.set(scheduler=refuse):
+    with td.testing.raise_if_dask_computes():
         ds = from_dataframe(
             str(tmp_path / "*.parquet"), variables=VARIABLES, coords=COORDS, chunks=chunks
         )
@@ -95,10 +91,10 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
 ) -> None:
     write(tmp_path, frame_of(), (11, 12), 3)
     ds = from_dataframe(tmp_path, variables=VARIABLES, chunks=3)
-    read, one = [], FileRows._table
+    read, one = [], Files._read
     monkeypatch.setattr(
-        FileRows,
-        "_table",
+        Files,
+        "_read",
         lambda self, path, group, names: (read.append(group), one(self, path, group, names))[1],
     )
     ds.isel(sample=slice(3, 6)).compute()
@@ -109,7 +105,7 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
 
 def test_from_dataframe__pandas(tmp_path: Path) -> None:
     frame = frame_of()
-    with dask.config.set(scheduler=refuse):
+    with td.testing.raise_if_dask_computes():
         ds = from_dataframe(frame, variables=VARIABLES, coords=COORDS, chunks=6)
     check(ds, frame, 6)
     again = from_dataframe(frame_of(), variables=VARIABLES, coords=COORDS, chunks=5)
@@ -166,29 +162,6 @@ def test_from_dataframe__nested_lists_have_more_dimensions(tmp_path: Path) -> No
     ds = from_dataframe(tmp_path, variables={"x": "tokens"}, chunks=4)
     assert ds.x.dims == ("sample", "x_dim_1", "x_dim_2")
     np.testing.assert_array_equal(ds.x.values, np.array(values))
-
-
-@pytest.mark.parametrize("kind", ["parquet", "pandas", "dask"])
-def test_from_dataframe__refuses_for_every_kind(kind: str, tmp_path: Path) -> None:
-    def source(frame: pd.DataFrame) -> Any:
-        if kind == "parquet":
-            write(tmp_path, frame, (len(frame),), 5)
-            return tmp_path
-        return frame if kind == "pandas" else dd.from_pandas(frame, npartitions=2)
-
-    table = source(frame_of().drop(columns=["tokens", "pixels"]))
-    with pytest.raises(ValueError, match=r"column.*'labels'.*\['label'"):
-        from_dataframe(table, variables={"y": "labels"})
-    with pytest.raises(ValueError, match=r"column.*'langs'.*\['lang'"):
-        from_dataframe(table, variables={"y": "label"}, coords=["langs"])
-    with pytest.raises(ValueError, match=r"coords, got 'label' for both"):
-        from_dataframe(table, variables={"label": "label"}, coords=["label"])
-    with pytest.raises(TypeError, match=r"numbers.*variable 't'.*dtype"):
-        from_dataframe(table, variables={"t": "text"})
-    with pytest.raises(ValueError, match=r"chunks.*got 0"):
-        from_dataframe(table, variables={"y": "label"}, chunks=0)
-    with pytest.raises(ValueError, match="at least one sample"):
-        from_dataframe(source(frame_of(0)[["label"]]), variables={"y": "label"})
 
 
 def test_from_dataframe__integer_coord_with_nulls_is_refused(tmp_path: Path) -> None:

@@ -44,9 +44,7 @@ def opened(path: Path, offset: int, mode: str = "r") -> np.memmap:
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_mapped__reads_the_same_bytes_again(
-    part: Callable[[np.ndarray], np.ndarray], path_and_offset: tuple[Path, int]
-) -> None:
+def test_mapped__reads_the_same_bytes_again(part, path_and_offset) -> None:
     file = mapped(part(opened(*path_and_offset)))
     assert file is not None
     again, expected = pickle.loads(pickle.dumps(file))[:], part(WHOLE)
@@ -55,17 +53,13 @@ def test_mapped__reads_the_same_bytes_again(
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_mapped__of_anything_else_is_none(
-    other: Callable[[np.ndarray], np.ndarray], path_and_offset: tuple[Path, int]
-) -> None:
+def test_mapped__of_anything_else_is_none(other, path_and_offset) -> None:
     assert mapped(other(opened(*path_and_offset))) is None
     assert mapped(other(WHOLE)) is None
 
 
 @pytest.mark.parametrize("mode", ["r+", "c"])
-def test_mapped__of_a_map_that_may_be_written_to_is_none(
-    mode: str, path_and_offset: tuple[Path, int]
-) -> None:
+def test_mapped__of_a_map_that_may_be_written_to_is_none(mode, path_and_offset) -> None:
     assert mapped(opened(*path_and_offset, mode)[2:]) is None
 
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
-from distributed import Client
 
 from trakdask.samples.dataframe_source import from_dataframe
 
@@ -66,12 +64,3 @@ def test_file_rows__categories_that_differ_between_files(tmp_path: Path) -> None
         write(tmp_path / f"{name}.arrow", table=table)
     found = from_dataframe(tmp_path, variables=VARIABLES, coords={"of": "kind"})
     assert found["of"].values.tolist() == ["x", "y", "y", "z"]
-
-
-@pytest.mark.slow
-def test_file_rows__read_by_worker_processes(process_client: Client, tmp_path: Path) -> None:
-    frame = pd.DataFrame({"x": [[i] * (i % 4) for i in range(20)]})
-    path = write(tmp_path / "a.arrow", table=pa.Table.from_pandas(frame))
-    made = from_dataframe(path, variables=VARIABLES, chunks=6, max_length=4)
-    found = process_client.compute(made).result()
-    assert found.attention_mask.values.sum(1).tolist() == [i % 4 for i in range(20)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,6 +20,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import trakdask as td
 from tests.waiting import Overlap
 from trakdask.samples import from_torch
+from trakdask.testing import raise_if_dask_computes
 
 N = 23
 
@@ -54,14 +54,10 @@ def make_items() -> Items:
     return Items()
 
 
-def refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("something was computed")
-
-
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
 @pytest.mark.parametrize("chunks", [1, 5, 23, 99])
 def test_from_torch__values_whatever_the_chunks_and_items(kind: str, chunks: int) -> None:
-    with dask.config.set(scheduler=refuse):
+    with raise_if_dask_computes():
         ds = from_torch(
             Items(kind=kind), names=("image", "label"), coords={"i": range(N)}, chunks=chunks
         )
@@ -202,76 +198,6 @@ def test_from_torch__source_is_the_content() -> None:
     assert len({first, *others}) == 4
 
 
-class Bad(Dataset):
-    def __init__(self, what: Any) -> None:
-        self.what = what
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        if index != 5:
-            return torch.zeros(4), index
-        if isinstance(self.what, Exception):
-            raise self.what
-        return self.what
-
-
-@pytest.mark.parametrize(
-    ("what", "error", "message"),
-    [
-        ((torch.zeros(3), 1), ValueError, r"\(4,\) in variable 'x'.*\(3,\) for sample 5"),
-        ((torch.zeros(4), 1.5), ValueError, "int64 in variable 'y'.*float32 for sample 5"),
-        ((torch.zeros(4), "a"), ValueError, "int64 in variable 'y'.*<U1 for sample 5"),
-        (
-            (torch.zeros(4), [[1], [1, 2]]),
-            ValueError,
-            "numpy.*variable 'y' of sample 5",
-        ),
-        ((torch.zeros(4),), ValueError, "2 fields in sample 5.*got 1"),
-        (
-            {"x": torch.zeros(4), "z": 1},
-            ValueError,
-            r"'y' in sample 5, got \['x', 'z'\]",
-        ),
-        (KeyError("gone"), RuntimeError, r"sample 5: KeyError\('gone'\)"),
-    ],
-)
-def test_from_torch__bad_item_names_its_sample(
-    what: Any, error: type[Exception], message: str
-) -> None:
-    ds = from_torch(Bad(what), names=("x", "y"), chunks=3)
-    ds.isel(sample=slice(0, 3)).compute()
-    with pytest.raises(error, match=message):
-        ds.compute()
-
-
-def test_from_torch__shapes_override_item_0() -> None:
-    ds = from_torch(Bad((torch.zeros(3), 1)), names=("x", "y"), shapes={"x": (3,)})
-    assert ds.x.shape == (8, 3)
-    with pytest.raises(ValueError, match=r"\(3,\) in variable 'x'.*\(4,\) for sample 0"):
-        ds.compute()
-
-
-@pytest.mark.slow
-def test_from_torch__read_by_worker_processes(process_client: Client, tmp_path: Path) -> None:
-    images, labels = stacked()
-    dataset = TensorDataset(torch.tensor(images), torch.tensor(labels))
-    ds = from_torch(dataset, names=("image", "label"), chunks=4)
-    computed = process_client.compute(ds).result()
-    np.testing.assert_array_equal(computed.image, images)
-    np.testing.assert_array_equal(computed.label, labels)
-
-    def build() -> TensorDataset:
-        return TensorDataset(torch.arange(9.0))
-
-    built = process_client.compute(from_torch(build, names="x", chunks=2)).result()
-    assert built.x.values.tolist() == list(range(9))
-    ragged = from_torch([(1,), (2,), ([3, 4],)], names="x", chunks=1)
-    with pytest.raises(ValueError, match=r"'x'.*got \(2,\) for sample 2"):
-        process_client.compute(ragged).result()
-
-
 class Augmented(Items):
     """A random flip."""
 
@@ -287,10 +213,14 @@ def test_from_torch__random_items_are_warned_of() -> None:
     assert len(caught) == 1
     assert caught[0].filename == __file__
     from_torch(Augmented(), names=(None, "label"))  # what is left out may be random
-
-
-def test_from_torch__nan_is_not_random() -> None:
     from_torch([(np.array([np.nan, 1.0]), 1)], names=("x", "y"))
+
+
+def test_from_torch__shapes_override_item_0() -> None:
+    ds = from_torch([np.zeros(4), np.ones(3)], names="x", shapes={"x": (3,)}, chunks=1)
+    assert ds.x[1].values.tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match=r"\(3,\) in variable 'x'.*\(4,\) for sample 0"):
+        ds.compute()
 
 
 def test_from_torch__fields_that_become_coords() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
@@ -13,10 +12,7 @@ import pytest
 import xarray as xr
 
 from trakdask.samples import from_arrays, from_torch, validate_samples
-
-
-def refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("something was computed")
+from trakdask.testing import raise_if_dask_computes
 
 
 def dataset(n: int = 10, chunks: Any = None) -> xr.Dataset:
@@ -28,14 +24,20 @@ def dataset(n: int = 10, chunks: Any = None) -> xr.Dataset:
     return ds if chunks is None else ds.chunk(chunks).assign_coords(ds.coords)
 
 
-@pytest.mark.parametrize("chunks", [None, {"sample": 3}, {"sample": (2, 5, 3), "channel": 1}])
-@pytest.mark.parametrize("size", [None, 4, 100])
-def test_validate_samples__form_and_values(chunks: Any, size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "size", "first"),
+    [
+        (None, None, 512),
+        ({"sample": 3}, None, 3),
+        ({"sample": (2, 5, 3), "channel": 1}, None, 5),
+        ({"sample": 3}, 4, 4),
+        (None, 100, 100),
+    ],
+)
+def test_validate_samples__form_and_values(chunks: Any, size: int | None, first: int) -> None:
     given = dataset(chunks=chunks)
-    with dask.config.set(scheduler=refuse):
+    with raise_if_dask_computes():
         ds = validate_samples(given, chunks=size)
-    first = size or {"sample": 3, "None": 512}.get("None" if chunks is None else "", 0)
-    first = first or (3 if chunks == {"sample": 3} else 5)
     assert ds.x.dims == ("sample", "channel", "width")
     assert ds.x.chunks == da.core.normalize_chunks((first, -1, -1), (10, 3, 2))
     assert ds.y.chunks == ds.x.chunks[:1]
@@ -62,29 +64,18 @@ def test_validate_samples__changes_nothing_twice(source: str) -> None:
 
 def test_validate_samples__source_follows_the_content() -> None:
     ds = from_arrays({"x": np.arange(12.0)}, coords={"label": range(12)}, chunks=4)
-    sources = {
-        each.attrs["source"]
-        for each in map(
-            validate_samples,
-            [
-                ds,
-                ds.isel(sample=slice(0, 4)),
-                ds.isel(sample=slice(4, 8)),
-                ds.assign_coords(label=ds.label + 1),
-                ds.assign(x=ds.x + 1),
-            ],
-        )
-    }
-    assert len(sources) == 5
+    others = [
+        ds.isel(sample=slice(0, 4)),
+        ds.isel(sample=slice(4, 8)),
+        ds.assign_coords(label=ds.label + 1),
+        ds.assign(x=ds.x + 1),
+    ]
+    assert len({validate_samples(each).attrs["source"] for each in [ds, *others]}) == 5
     assert validate_samples(ds, chunks=4).attrs["source"] == ds.attrs["source"]
     noted = ds.assign_coords(note=("sample", ["n"] * 12))
     assert validate_samples(noted).attrs["source"] == ds.attrs["source"]
-
-
-def test_validate_samples__given_source_is_kept() -> None:
-    ds = from_arrays({"x": np.arange(12.0)}).assign_attrs(source="imagenet-v2")
-    assert validate_samples(ds).attrs["source"] == "imagenet-v2"
-    assert validate_samples(ds.isel(sample=[1, 2])).attrs["source"] == "imagenet-v2"
+    named = ds.assign_attrs(source="imagenet-v2")
+    assert validate_samples(named.isel(sample=[1, 2])).attrs["source"] == "imagenet-v2"
 
 
 def test_validate_samples__opened_zarr(tmp_path: Path) -> None:
@@ -134,43 +125,30 @@ def test_validate_samples__large_lazy_coords_are_not_loaded() -> None:
         coords={"c": ("sample", da.zeros(n, chunks=10**8))},
     )
     with (
-        dask.config.set(scheduler=refuse),
+        raise_if_dask_computes(),
         pytest.raises(ValueError, match=r"at most 1000000000 .*'c': 8000000000"),
     ):
         validate_samples(ds)
 
 
+ONE = ("sample", [1])
+
+
 @pytest.mark.parametrize(
-    ("ds", "error", "message"),
+    ("ds", "error", "word"),
     [
-        ({"x": 1}, TypeError, "xarray.Dataset.*got dict"),
-        (
-            xr.Dataset({"x": ("row", [1])}),
-            ValueError,
-            r"\['row'\].*rename\(row='sample'",
-        ),
-        (xr.Dataset(), ValueError, "dimension"),
-        (xr.Dataset(coords={"c": ("sample", [1])}), ValueError, "one model input"),
-        (xr.Dataset({"x": ("sample", [])}), ValueError, "at least one sample"),
-        (xr.Dataset({"x": ("sample", ["a"])}), TypeError, "numbers.*dtype <U1"),
-        (
-            xr.Dataset({"x": ("sample", [1]), "s": 3}),
-            ValueError,
-            r"'s', got \(\).*drop_vars\('s'\)",
-        ),
-        (
-            xr.Dataset({"x": ("sample", [1])}, coords={"c": (("sample", "z"), [[1]])}),
-            ValueError,
-            "coord 'c', got",
-        ),
-        (
-            xr.Dataset({"x": ("sample", [1])}, coords={"target": ("sample", [1])}),
-            ValueError,
-            "got 'target'",
-        ),
-        (xr.Dataset({"rank": ("sample", [1])}), ValueError, "variable .*got 'rank'"),
+        ({"x": 1}, TypeError, "dict"),
+        (xr.Dataset({"x": ("row", [1])}), ValueError, "'row'"),
+        (xr.Dataset(coords={"c": ONE}), ValueError, "input"),
+        (xr.Dataset({"x": ("sample", [])}), ValueError, "'x'"),
+        (xr.Dataset({"x": (("z", "sample"), np.ones((3, 0)))}), ValueError, "'x'"),
+        (xr.Dataset({"x": ("sample", ["a"])}), TypeError, "<U1"),
+        (xr.Dataset({"x": ONE, "s": 3}), ValueError, "'s'"),
+        (xr.Dataset({"x": ONE}, {"c": (("sample", "z"), [[1]])}), ValueError, "'c'"),
+        (xr.Dataset({"x": ONE}, {"target": ONE}), ValueError, "'target'"),
+        (xr.Dataset({"rank": ONE}), ValueError, "'rank'"),
     ],
 )
-def test_validate_samples__refuses(ds: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_validate_samples__refuses(ds: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
         validate_samples(ds)

@@ -57,20 +57,6 @@ def test_score__equals_the_float64_solve(tmp_path: Path, damping: object) -> Non
     np.testing.assert_allclose(one, oracle(saved, lam)[[5, 9]], rtol=1e-3, atol=1e-4)
 
 
-def test_score__chunks_are_invisible(tmp_path: Path) -> None:
-    scores = [
-        td.score(
-            td.save(
-                features(chunks=chunks), tmp_path / f"{chunks}.zarr", **OPTIONS, progress=False
-            ),
-            TARGETS,
-            **OPTIONS,
-        ).values
-        for chunks in (60, 16)
-    ]
-    np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5 * np.abs(scores[0]).max())
-
-
 def test_save__append_and_drop_renew_the_eigenvectors(tmp_path: Path) -> None:
     path = tmp_path / "f.zarr"
     td.save(features(48), path, **OPTIONS, progress=False)

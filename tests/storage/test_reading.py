@@ -13,7 +13,7 @@ import trakdask as td
 from trakdask.files import Folder
 from trakdask.storage import reading
 from trakdask.storage.group import Group
-from trakdask.storage.reading import chunks, lazy_array
+from trakdask.storage.reading import lazy_array, read_chunk
 from trakdask.testing import simulate_features
 
 ROWS, WIDE = 10, 2**17  # chunks of 2 MiB, which are mapped; those of 4 rows of 3 are read
@@ -61,8 +61,8 @@ def test_lazy_array__equals_what_zarr_reads(group: Group, rows: object) -> None:
 
 def test_chunks__are_mapped_where_they_are_large(group: Group) -> None:
     width = group.arrays["feature"]["shape"][1]
-    block = chunks(group, "feature", complete=True).read(
-        (slice(0, 4), slice(0, width), slice(0, 1))
+    block = read_chunk(
+        group.array("feature"), group.folder, True, (slice(0, 4), slice(0, width), slice(0, 1))
     )
     base = block
     while isinstance(base.base, np.ndarray):

@@ -1,13 +1,15 @@
-"""Kill a run at every one of its write operations, and run it again: a script, for one process.
+"""Runs that are killed at every one of their write operations, and jobs that share a folder.
 
-Everything is imported once; each run is a fork. A run is killed by SIGKILL before its k-th write
-operation, or in the middle of it. Prints what differs from a run that nobody disturbed, as JSON.
+A script, for one process: everything is imported once, and each run is a fork. A run is killed by
+SIGKILL before its k-th write operation, or in the middle of it, and run again. Prints as JSON what
+differs from a run that nobody disturbed, and how the jobs ended.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -19,8 +21,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.trak._runs import Run
+from tests.trak._runs import QUIET, M, N, Run, checkpoints, images
 from trakdask.trak import TRAKer
+from trakdask.trak.gradient_computers import AbstractGradientComputer
+from trakdask.trak.projectors import NoOpProjector
+
+N_JOBS = 2
+
+
+class Pixels(AbstractGradientComputer):
+    """Images in place of gradients, since this is about files, and hundreds of runs have to pass.
+
+    Written by somebody else, as it were: it knows the abstract class only.
+    """
+
+    def __init__(
+        self, model: Any, task: Any, grad_dim: Any = None, dtype: Any = None, device: Any = "cpu"
+    ) -> None:
+        super().__init__(model, task, grad_dim, dtype, device)
+
+    def load_model_params(self, model: Any) -> None:
+        pass
+
+    def compute_per_sample_grad(self, batch: Any) -> torch.Tensor:
+        return batch[0].flatten(1).repeat(1, 4)[:, : self.grad_dim]
+
+    def compute_loss_grad(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+        return 1 / (2.0 + batch[1][:, None])
 
 
 class Killer:
@@ -59,11 +86,15 @@ def write_half(original: Any, descriptor: int) -> None:
 
 
 def run(folder: Path, killer: Killer, del_grads: bool) -> None:
+    # A killed process loses nothing that it has written, so nothing need reach the disk.
+    np.memmap.flush = lambda self: None  # type: ignore[method-assign]
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]
     killer.wrap(np.memmap, "__setitem__", assign_half)
     killer.wrap(os, "replace")
     killer.wrap(os, "unlink")
     killer.wrap(os, "fsync", write_half)
-    job = Run(options={"lambda_reg": 0.1})
+    options = {"gradient_computer": Pixels, "projector": NoOpProjector(), "lambda_reg": 0.1}
+    job = Run("linear", options=options)
     traker = job.make(TRAKer, folder)
     job.featurize(traker)
     killer.n_before_finalizing = len(killer.operations)
@@ -100,6 +131,32 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
+def job(folder: Path, model_id: int, barrier: Any) -> None:
+    """Do what one job of several does on one folder."""
+    run = Run(options={"lambda_reg": 0.1, "logging_level": QUIET})
+    traker = run.make(TRAKer, folder, load_from_save_dir=model_id != 1)
+    state = checkpoints("mlp", N_JOBS)[model_id]
+    barrier.wait()
+    traker.load_checkpoint(state, model_id=model_id)
+    traker.featurize(images(), num_samples=N)
+    traker.finalize_features(model_ids=[model_id])
+    for i in range(3):
+        for exp_name in ("shared", f"{model_id} {i}"):
+            traker.start_scoring_checkpoint(exp_name, state, model_id, M)
+            traker.score(images(M, seed=1), num_samples=M)
+
+
+def exit_codes_of_jobs(folder: Path) -> list[int | None]:
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(N_JOBS)
+    jobs = [context.Process(target=job, args=(folder, i, barrier)) for i in range(N_JOBS)]
+    for process in jobs:
+        process.start()
+    for process in jobs:
+        process.join()
+    return [process.exitcode for process in jobs]
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     Run().whole(TRAKer, folder / "warm")  # so that forks need not import what a run imports
@@ -119,7 +176,9 @@ def main(folder: Path) -> None:
                 n_runs += 1
                 if (signals, same) != ([signal.SIGKILL, 0], True):
                     failed.append([del_grads, at, name, half, signals, same])
-    print(json.dumps({"runs": n_runs, "operations": operations, "failed": failed}))
+    ended = exit_codes_of_jobs(folder / "jobs")
+    found = {"runs": n_runs, "operations": operations, "failed": failed, "jobs": ended}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

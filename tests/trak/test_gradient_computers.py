@@ -26,10 +26,7 @@ from tests.trak._models import (
     pair_batch,
     text_batch,
 )
-from trakdask.trak.gradient_computers import (
-    FunctionalGradientComputer,
-    IterativeGradientComputer,
-)
+from trakdask.trak.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
 from trakdask.trak.modelout_functions import (
     AbstractModelOutput,
     CLIPModelOutput,

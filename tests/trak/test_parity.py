@@ -35,10 +35,7 @@ from trak import score_computers as old_computers  # noqa: E402
 from trak import traker as old_traker  # noqa: E402
 from trak import utils as old_utils  # noqa: E402
 
-pytestmark = [
-    pytest.mark.parity,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PROJECTORS = ("default", "normal", "rademacher", "single", "noop")
 
@@ -282,3 +279,56 @@ def test_signature__same_names_order_and_defaults(name: str, new: Any, old: Any)
         ]
 
     assert described(new) == described(old)
+
+
+QUICKSTART = """
+import numpy as np
+from torch.utils.data import DataLoader, TensorDataset
+from tests.trak._runs import built, checkpoints, images
+from {package} import TRAKer
+
+train, targets = (TensorDataset(*images(n, seed=n)) for n in (200, 11))
+states = checkpoints("normed", 2)
+traker = TRAKer(
+    model=built("normed"),
+    task="image_classification",
+    proj_dim=20,
+    train_set_size=len(train),
+    device="cpu",
+    use_half_precision=False,
+)
+for model_id, checkpoint in enumerate(states):
+    traker.load_checkpoint(checkpoint, model_id=model_id)
+    for batch in DataLoader(train, batch_size=64):
+        batch = [tensor.to("cpu") for tensor in batch]
+        traker.featurize(batch=batch, num_samples=batch[0].shape[0])
+traker.finalize_features()
+
+for model_id, checkpoint in enumerate(states):
+    traker.start_scoring_checkpoint(
+        exp_name="pictures", checkpoint=checkpoint, model_id=model_id, num_targets=len(targets)
+    )
+    for batch in DataLoader(targets, batch_size=8):
+        traker.score(batch=batch, num_samples=len(batch[0]))
+scores = traker.finalize_scores(exp_name="pictures")
+
+reopened = np.lib.format.open_memmap("./trak_results/scores/pictures.mmap")
+assert np.array_equal(reopened, scores)
+best = scores[:, 3].argsort()[-5:][::-1]
+assert all(scores[best[i], 3] >= scores[best[i + 1], 3] for i in range(4))
+"""
+"""As the original's documentation has it, with BatchNorm, a DataLoader and the default folder."""
+
+
+def test_quickstart__with_only_the_import_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = []
+    for package in ("trakdask.trak", "trak"):
+        (tmp_path / package).mkdir()
+        monkeypatch.chdir(tmp_path / package)
+        names: dict[str, Any] = {}
+        exec(QUICKSTART.format(package=package), names)
+        scores.append(np.array(names["scores"]))
+    assert np.isfinite(scores[1]).all()
+    assert relative(*scores) < 1e-4

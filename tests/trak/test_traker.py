@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,10 +16,8 @@ import trakdask as td
 from tests.trak._models import Pair, made, pair_batch
 from tests.trak._runs import QUIET, M, N, Run, built, checkpoints, content, images, relative
 from trakdask.trak import TRAKer
-from trakdask.trak.gradient_computers import AbstractGradientComputer
 from trakdask.trak.projectors import NoOpProjector
 from trakdask.trak.savers import ModelIDException
-from trakdask.trak.score_computers import AbstractScoreComputer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -169,62 +166,12 @@ def test_pairs__one_at_a_time_as_the_docs_of_the_original_do(tmp_path: Path) -> 
     assert features.any(axis=1).all()
 
 
-class Plain(AbstractScoreComputer):
-    """A score computer that follows the abstract class."""
-
-    def __init__(self, dtype: Any, device: Any) -> None:
-        super().__init__(dtype, device)
-
-    def get_xtx(self, grads: torch.Tensor) -> torch.Tensor:
-        return grads.T @ grads + 0.1 * torch.eye(grads.shape[1])
-
-    def get_x_xtx_inv(self, grads: torch.Tensor, xtx: torch.Tensor) -> torch.Tensor:
-        return grads @ torch.linalg.inv(xtx)
-
-    def get_scores(self, features: Any, target_grads: Any, accumulator: Any) -> None:
-        accumulator += features @ target_grads.T
-
-
-class Loop(AbstractGradientComputer):
-    """A gradient computer that follows the abstract class."""
-
-    def __init__(
-        self, model: Any, task: Any, grad_dim: Any = None, dtype: Any = None, device: Any = "cpu"
-    ) -> None:
-        super().__init__(model, task, grad_dim, dtype, device)
-
-    def load_model_params(self, model: Any) -> None:
-        self.model = model
-
-    def compute_per_sample_grad(self, batch: Any) -> torch.Tensor:
-        rows = []
-        for x, y in zip(*batch, strict=True):
-            logits = self.model(x[None])[0]
-            others = torch.cat([logits[:y], logits[y + 1 :]])
-            grads = torch.autograd.grad(
-                logits[y] - others.logsumexp(0), list(self.model.parameters())
-            )
-            rows.append(torch.cat([g.reshape(-1) for g in grads]))
-        return torch.stack(rows)
-
-    def compute_loss_grad(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
-        p = self.model(batch[0]).softmax(1)[torch.arange(len(batch[1])), batch[1]]
-        return (1 - p).detach()[:, None]
-
-
-def test_third_party_classes__that_follow_the_abstract_ones(tmp_path: Path) -> None:
-    classes = {"score_computer": Plain, "gradient_computer": Loop}
-    run = Run(n_checkpoints=2, options={"use_half_precision": False})
-    found = run.whole(TRAKer, tmp_path / "theirs", **classes)
-    expected = run.whole(TRAKer, tmp_path / "ours", score_computer=Plain)
-    assert relative(found, expected) < 1e-5
-
-
-@pytest.mark.slow
-def test_killed__at_every_write_operation_and_run_again(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("_killed_run.py")
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder in which jobs ran side by side, and what ``_killed_run.py`` has found out."""
+    folder = tmp_path_factory.mktemp("disturbed")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
+        [sys.executable, str(Path(__file__).with_name("_killed_run.py")), str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -232,42 +179,22 @@ def test_killed__at_every_write_operation_and_run_again(tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return folder / "jobs", json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_killed__at_every_write_operation_and_run_again(disturbed: Any) -> None:
+    _, found = disturbed
     assert {"__setitem__", "replace", "fsync"} <= set(found["operations"])
     assert found["runs"] > 60
     assert found["failed"] == []
 
 
-def job(folder: Path, model_id: int, barrier: Any) -> None:
-    """Do what one job of several does on one folder."""
-    torch.set_num_threads(1)
-    run = Run(options={"lambda_reg": 0.1, "logging_level": QUIET})
-    traker = run.make(TRAKer, folder, load_from_save_dir=model_id != 1)
-    state = checkpoints("mlp", 4)[model_id]
-    barrier.wait()
-    traker.load_checkpoint(state, model_id=model_id)
-    traker.featurize(images(), num_samples=N)
-    traker.finalize_features(model_ids=[model_id])
-    for i in range(3):
-        for exp_name in ("shared", f"{model_id} {i}"):
-            traker.start_scoring_checkpoint(exp_name, state, model_id, M)
-            traker.score(images(M, seed=1), num_samples=M)
-
-
 @pytest.mark.slow
-def test_jobs__on_one_folder_lose_nothing(tmp_path: Path) -> None:
-    n_jobs, context = 2, multiprocessing.get_context("spawn")
-    barrier = context.Barrier(n_jobs)
-    jobs = [context.Process(target=job, args=(tmp_path, i, barrier)) for i in range(n_jobs)]
-    for each in jobs:
-        each.start()
-    for each in jobs:
-        each.join()
-    assert [each.exitcode for each in jobs] == [0] * n_jobs
-    found = content(tmp_path)
-    assert len(found["experiments.json"]) == 1 + 3 * n_jobs
-    scores = Run().make(TRAKer, tmp_path, lambda_reg=0.1).finalize_scores("shared")
-    expected = Run(n_checkpoints=n_jobs, options={"lambda_reg": 0.1}).whole(
-        TRAKer, tmp_path.with_name("expected")
-    )
+def test_jobs__on_one_folder_lose_nothing(disturbed: Any, tmp_path: Path) -> None:
+    folder, found = disturbed
+    assert found["jobs"] == [0, 0]
+    assert len(content(folder)["experiments.json"]) == 1 + 3 * 2
+    scores = Run().make(TRAKer, folder, lambda_reg=0.1).finalize_scores("shared")
+    expected = Run(n_checkpoints=2, options={"lambda_reg": 0.1}).whole(TRAKer, tmp_path)
     assert relative(scores, expected) < 1e-2

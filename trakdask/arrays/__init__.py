@@ -1,4 +1,5 @@
 """Plain numpy blocks and dask arrays: the arithmetic of attribution, without labels."""
+# ruff: noqa: F401
 
 from trakdask.arrays import (
     combinations,
@@ -15,19 +16,3 @@ from trakdask.arrays import (
     topk,
     weights,
 )
-
-__all__ = [
-    "combinations",
-    "damping",
-    "detection",
-    "gram",
-    "groups",
-    "intervals",
-    "ranks",
-    "score",
-    "solve",
-    "spectrum",
-    "subsets",
-    "topk",
-    "weights",
-]

@@ -311,13 +311,15 @@ def peak(curve: Block) -> float:
     return float(np.nanmax(values)) if np.isfinite(values).any() else np.nan
 
 
-def choose(curves: Mapping[str, da.Array], *, quiet: bool = False) -> da.Array:
+def choose(curves: Mapping[str, da.Array], *, least: float = 0.0, quiet: bool = False) -> da.Array:
     """Choose ρ by the first set of samples whose totals follow their outputs.
 
     Parameters
     ----------
     curves
         Of each candidate, by :func:`curve`, in order of preference; with what warnings call them.
+    least
+        The smallest ρ that may be chosen.
     quiet
         Does not warn; the caller does, by :func:`warn_of_choice`.
 
@@ -337,20 +339,21 @@ def choose(curves: Mapping[str, da.Array], *, quiet: bool = False) -> da.Array:
     ρ is the largest whose curve is at most half a standard error, (1 - peak²)/√m of m rows, below
     the peak: the points of a curve are of the same rows, so that a whole one would be too lenient.
     If that is above 1, it has to be clearly better, artanh(peak) - artanh(curve at 1) > 0.25;
-    otherwise ρ is 1.
+    otherwise ρ is 1. Below ``least``, it is that.
     """
     inputs = [item for curve in curves.values() for item in (curve, "k")]
     return blockwise(
         _choose, "k", *inputs, concatenate=True, name="completeness-choice", dtype=CHOICE,
-        names=tuple(curves), quiet=quiet,
+        names=tuple(curves), least=least, quiet=quiet,
     )  # fmt: skip
 
 
-def _choose(*curves: Block, names: tuple[str, ...], quiet: bool) -> Block:
+def _choose(*curves: Block, names: tuple[str, ...], least: float, quiet: bool) -> Block:
     for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
         largest, values = peak(curve), curve["correlation"][0]
         if is_followed(curve):
             chosen, threshold = _chosen(values, largest, curve["n_rows"][0])
+            chosen = max(chosen, int(np.searchsorted(GRID, least)))
             if not quiet:
                 _warn_at_the_end(GRID[chosen], name)
             return np.array([(GRID[chosen], index, largest, threshold, values)], CHOICE)

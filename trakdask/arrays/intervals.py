@@ -8,8 +8,6 @@ from scipy import special
 
 from trakdask.arrays.ranks import percentiles
 
-__all__ = ["bootstrap_mean", "mean_interval", "proportion_interval", "roc_auc"]
-
 Floats = NDArray[np.float64]
 
 

@@ -9,20 +9,6 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Ranking",
-    "between_seeds",
-    "bootstrap",
-    "ceiling",
-    "correlation",
-    "lds",
-    "less_bias",
-    "mean_of_known",
-    "percentiles",
-    "reliability",
-    "statistics",
-]
-
 Floats = NDArray[np.float64]
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from dask.base import tokenize
 from numpy.typing import NDArray
 
-__all__ = ["leave_out_each", "random_subsets", "subset_sums", "without_first"]
-
 _BYTES_PER_BLOCK = 2**24
 Mask = NDArray[np.bool_]
 

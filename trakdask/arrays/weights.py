@@ -145,11 +145,12 @@ def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
     >>> soft_gram_weights(da.from_array(np.array([[0.25, 1.0]])), 0.5).compute().tolist()
     [[0.375, 0.0]]
     """
-    return _elementwise(_gram_weights, out_to_loss, power)
+    return _elementwise(gram_weights, out_to_loss, power)
 
 
 def _elementwise(function: Callable[..., Block], out_to_loss: da.Array, power: float) -> da.Array:
-    name = f"soft{function.__name__.replace('_', '-')}-{tokenize(out_to_loss, float(power))}"
+    title = function.__name__.strip("_").replace("_", "-")
+    name = f"soft-{title}-{tokenize(out_to_loss, float(power))}"
     weights = functools.partial(function, power=float(power))
     return map_stored(weights, out_to_loss, dtype=np.float64, name=name)
 
@@ -158,7 +159,8 @@ def _loss_weights(q: Block, power: float) -> Block:
     return np.power(_probability(q), power)
 
 
-def _gram_weights(q: Block, power: float) -> Block:
+def gram_weights(q: Block, power: float) -> Block:
+    """Return h = q^a (1 - q) of a block, float64; see :func:`soft_gram_weights`."""
     q = _probability(q)
     weights: Block = np.power(q, power) * (1 - q)
     return weights

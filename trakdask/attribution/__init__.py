@@ -1,5 +1,6 @@
 """Attribution: from features to the gram matrix, its damping, scores and rankings."""
 
+from trakdask.attribution.curvatures import curvature
 from trakdask.attribution.dampings import damping
 from trakdask.attribution.estimators import Absolute
 from trakdask.attribution.grams import gram
@@ -11,6 +12,7 @@ from trakdask.attribution.scores import group_score, score, self_influence
 __all__ = [
     "Absolute",
     "combine",
+    "curvature",
     "damping",
     "gram",
     "group_score",

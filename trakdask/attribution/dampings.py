@@ -25,6 +25,9 @@ from trakdask.errors import warn_once
 from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
+#: How much larger λ is for features in the coordinates of the curvature, whose gram matrix is
+#: flatter; and the least ρ. Chosen by tests/benchmarks/curvature.py.
+CURVED = 10**0.5
 #: Of 50 rows without any correlation, one set in 500 reaches the 0.4 that chooses λ.
 _LEAST_ROWS = 50
 #: Half a standard error of their correlation is below 0.016, and 2 p² flops for each are less than
@@ -122,10 +125,12 @@ def damping(
     score(z, t) = f(t), if λ is right. So for 17 ρ from 0.01 to 100 these sums are correlated over
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½, and
     ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. Above 1 it also
-    has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. No model is
-    retrained and no n × m array made: one more column of the gram matrix and one eigendecomposition
-    per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample and checkpoint. For
-    other estimators it needs a gram matrix of these weights too, one more pass over the features.
+    has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. For features
+    in the coordinates of the curvature, ρ is at least √10, and the other rules give a λ √10 times
+    as large, as ``tests/benchmarks/curvature.py`` measured to be better. No model is retrained and
+    no n × m array made: one more column of the gram matrix and one eigendecomposition per
+    checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample and checkpoint. For other
+    estimators it needs a gram matrix of these weights too, one more pass over the features.
 
     The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
@@ -206,10 +211,15 @@ def regularize(features: xr.Dataset, options: Options, *, quiet: bool = False) -
         return _chosen_by_outputs(features, options.calibrate, gram, chooses, quiet=quiet)
     if stored is not None:
         return Regularized(features, gram, *_stored(stored))
-    return Regularized(features, gram, *_by_rule(gram, options))
+    return Regularized(features, gram, *_by_rule(gram, options, _unit(features)))
 
 
-def _by_rule(gram: grams.GramMatrix, options: Options) -> tuple[da.Array, tuple[str]]:
+def _unit(features: xr.Dataset) -> float:
+    """Return what λ is multiplied by where outputs are not asked."""
+    return CURVED if "curvature" in features.attrs else 1.0
+
+
+def _by_rule(gram: grams.GramMatrix, options: Options, unit: float) -> tuple[da.Array, tuple[str]]:
     """Return λ by a rule that asks no outputs, and the name of the rule."""
     damping = options.damping
     if isinstance(damping, xr.DataArray):
@@ -217,13 +227,13 @@ def _by_rule(gram: grams.GramMatrix, options: Options) -> tuple[da.Array, tuple[
     if isinstance(damping, Absolute):
         return da.full(len(gram.labels), float(damping.value), chunks=1), ("absolute",)
     if options.rule == "trace":
-        return gram.mean_trace(), ("tr(K)/n",)
-    factor = CLOSED_FORM if options.rule == "closed_form" else float(damping)
+        return unit * gram.mean_trace(), ("tr(K)/n" if unit == 1 else f"{unit:.3g} tr(K)/n",)
+    factor = unit * CLOSED_FORM if options.rule == "closed_form" else float(damping)
     return gram.closed_form(factor), (_closed_form_name(factor),)
 
 
 def _closed_form_name(factor: float) -> str:
-    return f"{factor} tr(K^2)/tr(K)"
+    return f"{factor:.3g} tr(K^2)/tr(K)"
 
 
 def _stored(damping: xr.DataArray) -> tuple[da.Array, tuple[str], da.Array | None]:
@@ -261,12 +271,14 @@ def _chosen_by_outputs(
     if features.sizes[SAMPLE] >= _LEAST_ROWS:
         unless = list(curves.values())
         curves["training rows left out"] = _curve_left_out(features, chooses, unless)
-    fallback = gram.closed_form(CLOSED_FORM)
+    unit = _unit(features)
+    fallback = gram.closed_form(unit * CLOSED_FORM)
     names = [f"completeness, {name}" for name in curves]
-    rules = (*names, _closed_form_name(CLOSED_FORM))
+    rules = (*names, _closed_form_name(unit * CLOSED_FORM))
     if not curves:
         return Regularized(features, gram, fallback, rules)
-    choice = arrays.damping.choose(curves, quiet=quiet)
+    least = CURVED if unit == CURVED else 0.0
+    choice = arrays.damping.choose(curves, least=least, quiet=quiet)
     rho = choice["relative"][0]
     lam = da.where(da.isnan(rho), fallback, rho * gram.mean_trace())
     return Regularized(features, gram, lam, rules, choice)

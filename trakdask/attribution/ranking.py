@@ -50,7 +50,8 @@ def top_k(
     Parameters
     ----------
     scores
-        Scores (sample, target) of :func:`score`.
+        Scores (sample, target) of :func:`score`, or one number per sample (sample), such as those
+        of :func:`self_influence`.
     k
         How many samples per target.
     fraction
@@ -74,11 +75,11 @@ def top_k(
 
     Returns
     -------
-    Lazy Dataset (target, rank) with ``score`` float32, ``position`` int64 of the training sample,
-    and the samples' coords at those positions. Equal scores rank by position; NaN never ranks.
-    Where ``where`` depends on the target and leaves fewer than k samples, or where a target failed
-    (``featurize(..., on_error="record")``), the rest is position -1 and NaN (integer coords then
-    become float64, strings "").
+    Lazy Dataset (target, rank), or (rank) for one number per sample, with ``score`` float32,
+    ``position`` int64 of the training sample, and the samples' coords at those positions. Equal
+    scores rank by position; NaN never ranks. Where ``where`` depends on the target and leaves fewer
+    than k samples, or where a target failed (``featurize(..., on_error="record")``), the rest is
+    position -1 and NaN (integer coords then become float64, strings "").
 
     With ``over_targets`` a lazy Dataset (sample) with the samples' coords: ``score``, float32, that
     maximum or mean, and ``selected``, bool, so that ``train.isel(sample=top.selected)`` is the
@@ -118,6 +119,10 @@ def top_k(
     >>> selection.selected.groupby("label").sum().values.tolist()
     [2, 2]
     """
+    if getattr(scores, "dims", None) == (SAMPLE,) and over_targets is None:
+        of_one_target = scores.expand_dims(TARGET, axis=1)
+        top = top_k(of_one_target, k, fraction=fraction, where=where, largest=largest, by=by)
+        return top.isel({TARGET: 0})
     _require_scores(scores)
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=scores.variable.chunk().data)

@@ -9,7 +9,6 @@ import lazy_loader
 
 if TYPE_CHECKING:
     from trakdask.command_line import jobs as jobs
-    from trakdask.command_line import sources as sources
     from trakdask.command_line import tables as tables
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["jobs", "sources", "tables"])
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["jobs", "tables"])

@@ -19,8 +19,6 @@ from trakdask import command_line as cli
 from trakdask.checks import import_callable
 from trakdask.command_line.configuration import Configuration, ConfigurationError, about, read
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="TRAK data attribution from a configuration file. Start with: trakdask init",
     no_args_is_help=True,
@@ -83,22 +81,22 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
             output.print(cli.tables.summary(features, f"features of {name}"))
 
 
-@app.command()
-def score(file: File, settings: Settings = None, debug: Debug = False) -> None:
-    """Write the scores of all training samples for all targets."""
-    _run("score", file, settings, debug)
+def _add_command(name: str, text: str) -> None:
+    """Add a command that computes and writes a result, then prints it."""
+
+    def command(file: File, settings: Settings = None, debug: Debug = False) -> None:
+        with _job(file, settings, debug) as values:
+            result, path = cli.jobs.result(values, name)
+            output.print(cli.tables.result(name, result))
+            if path is not None:
+                _say(f"{path} is written")
+
+    app.command(name.replace("_", "-"), help=text)(command)
 
 
-@app.command()
-def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
-    """Rank the training samples of each target; print the first targets, write all."""
-    _run("top_k", file, settings, debug)
-
-
-@app.command()
-def groups(file: File, settings: Settings = None, debug: Debug = False) -> None:
-    """Sum scores by groups of training samples; print the first targets, write all."""
-    _run("groups", file, settings, debug)
+_add_command("score", "Write the scores of all training samples for all targets.")
+_add_command("top_k", "Rank the training samples of each target; print the first, write all.")
+_add_command("groups", "Sum scores by groups of training samples; print the first, write all.")
 
 
 @app.command()
@@ -178,7 +176,7 @@ def explore(
         features, target_features = td.open(store), td.open(targets)
         if samples is not None:
             with about(f"--samples {samples}"):
-                options["samples"], options["target_samples"] = cli.sources.named(samples)
+                options["samples"], options["target_samples"] = cli.jobs.named(samples)
         for name, text in (("model", model), ("tokenizer", tokenizer), ("preprocess", preprocess)):
             if text is not None:
                 with about(f"--{name} {text}"):
@@ -188,22 +186,14 @@ def explore(
         kept = td.Marks.beside(store) if marks is None else td.Marks(marks, store=store)
         explorer = td.explore(features, target_features, marks=kept, **options)
         shown = td.explorer.View.from_query(view)
-        if shown.messages:
-            raise ConfigurationError(f"in --view {view}: {'; '.join(shown.messages)}")
+        if shown.errors:
+            problems = "; ".join(f"{name}: {text}" for name, text in shown.errors.items())
+            raise ConfigurationError(f"in --view {view}: {problems}")
         if save is not None:
             explorer.save_html(save, shown)
             return _say(f"{save} is written")
         query = f"?{shown.to_query()}" if view else ""
         explorer.serve(host=host, port=port, announce=lambda url: _say(f"{url}{query}"))
-
-
-def _run(name: str, file: Path, settings: list[str] | None, debug: bool) -> None:
-    """Compute and write the result of a command, then print it."""
-    with _job(file, settings, debug) as values:
-        result, path = cli.jobs.result(values, name)
-        output.print(cli.tables.result(name, result))
-        if path is not None:
-            _say(f"{path} is written")
 
 
 def _say(text: str) -> None:

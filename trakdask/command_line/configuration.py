@@ -16,16 +16,6 @@ from trakdask._version import __version__
 from trakdask.checks import require_choice, shown
 from trakdask.files import Folder, location
 
-__all__ = [
-    "Configuration",
-    "ConfigurationError",
-    "about",
-    "keep",
-    "read",
-    "require_not_kept_by_others",
-    "section",
-]
-
 Configuration = Mapping[str, Any]
 
 _SECTIONS = (
@@ -55,7 +45,7 @@ def about(place: str) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except (TypeError, ValueError, ImportError, OSError, yaml.YAMLError) as err:
+    except (TypeError, ValueError, LookupError, ImportError, OSError, yaml.YAMLError) as err:
         raise ConfigurationError(f"in {place}: {err}") from err
 
 

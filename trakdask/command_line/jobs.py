@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy as np
+import pandas as pd
 import xarray as xr
 from distributed import Client, LocalCluster
 
 import trakdask as td
 from trakdask.attribution.conditions import selection
 from trakdask.checks import import_callable, require_choice, require_integer
-from trakdask.command_line import sources
 from trakdask.command_line.configuration import (
     Configuration,
     ConfigurationError,
@@ -29,8 +31,6 @@ from trakdask.command_line.configuration import (
     section,
 )
 from trakdask.export import require_replaceable
-
-__all__ = ["export", "features", "result", "running", "saved"]
 
 _PROJECTORS = ("SJLT", "Rademacher", "Mask", "Kronecker", "FastJL", "Identity")
 
@@ -91,7 +91,7 @@ def _local_cluster(options: dict[str, Any]) -> LocalCluster:
 def features(configuration: Configuration, name: str) -> xr.Dataset:
     """Return the lazy features of the samples that a section describes."""
     with about(name):
-        samples = _made(section(configuration, name), sources.KINDS)
+        samples = _made(section(configuration, name), _KINDS)
     with about("model"):
         model = _model(section(configuration, "model"))
     with about("projector"):
@@ -115,9 +115,9 @@ def _made(options: dict[str, Any], kinds: Mapping[str, Callable[..., Any]]) -> A
 def _model(options: dict[str, Any]) -> td.Model:
     checkpoints, task = options.get("checkpoints"), options.get("task")
     if isinstance(checkpoints, dict) and "function" in checkpoints:
-        options["checkpoints"] = sources.called(**checkpoints)
+        options["checkpoints"] = _called(**checkpoints)
     elif isinstance(checkpoints, str):
-        options["checkpoints"] = sources.expanded(checkpoints)
+        options["checkpoints"] = expanded(checkpoints)
     if isinstance(task, str) and ":" in task:
         options["task"] = import_callable(task, "task")()
     return td.Model(**options)
@@ -180,7 +180,7 @@ def result(configuration: Configuration, name: str) -> tuple[Any, str | None]:
     The result, lazy where it may not fit in memory, and its path, if it was written.
     """
     path = _output(configuration, name)
-    lazy = partial(_lazy_result, name, configuration)
+    lazy = functools.partial(_lazy_result, name, configuration)
     stored = saved(configuration, check=lazy)
     try:
         found = lazy(**stored)
@@ -251,3 +251,99 @@ def export(result: str, path: str) -> None:
         return td.to_parquet(data.assign_attrs(ds.attrs), path)
     data.to_netcdf(f"{path}.unfinished")
     os.rename(f"{path}.unfinished", path)
+
+
+# --------------------------------------------------------------------------------------- samples
+
+
+def _called(function: str, arguments: Mapping[str, Any] | None = None) -> Any:
+    """Return what a function returns that is named as ``"package.module:callable"``."""
+    return import_callable(function, "function")(**(arguments or {}))
+
+
+def named(text: str) -> tuple[xr.Dataset, xr.Dataset | None]:
+    """Return the samples that a text names, and those of the targets where it names both.
+
+    Parameters
+    ----------
+    text
+        The path of a zarr store, or ``"package.module:function"``: the function returns a Dataset
+        or, as :func:`trakdask.examples.digits` does, a pair of them.
+    """
+    is_function = ":" in text and "://" not in text and not Path(text).exists()
+    samples = _called(text) if is_function else xr.open_zarr(text, consolidated=False)
+    training, targets = samples if isinstance(samples, tuple) else (samples, None)
+    return training, targets
+
+
+def expanded(pattern: str) -> list[str]:
+    """Return the files of a pattern such as ``checkpoints/*.pt``, sorted; one path is itself.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there are none.
+
+    Examples
+    --------
+    >>> expanded("model.pt")
+    ['model.pt']
+    """
+    if not any(sign in pattern for sign in "*?["):
+        return [pattern]
+    system, _, paths = fsspec.get_fs_token_paths(pattern)
+    if not paths:
+        raise FileNotFoundError(f"expected files {pattern!r}, got none; try another pattern")
+    is_url = "://" in pattern
+    return sorted(system.unstrip_protocol(path) if is_url else path for path in paths)
+
+
+def _from_function(
+    function: str, arguments: Mapping[str, Any] | None = None, item: int | None = None
+) -> xr.Dataset:
+    """Return the Dataset of samples that a function returns, or that is an item of it."""
+    returned: Any = _called(function, arguments)
+    samples: xr.Dataset = returned if item is None else returned[item]
+    return samples
+
+
+def _from_csv(
+    source: str, *, variables: Mapping[str, str | list[str]], **options: Any
+) -> xr.Dataset:
+    """Return samples of the rows of one or several files, which are read into memory."""
+    rows = pd.concat(map(pd.read_csv, expanded(source)), ignore_index=True)
+    inputs = rows.filter(np.hstack([*variables.values()])).select_dtypes("float64")
+    rows = rows.astype(dict.fromkeys(inputs, "float32"))  # text has no dtype; models have this one
+    return td.from_dataframe(rows, variables=variables, **options)
+
+
+def _from_npy(
+    arrays: Mapping[str, str], *, coords: str | None = None, chunks: int = 512
+) -> xr.Dataset:
+    """Return samples of ``.npy`` files by name of the variable, and a table of metadata."""
+    loaded = {name: np.load(path, mmap_mode="r") for name, path in arrays.items()}
+    return td.from_arrays(loaded, coords=_table(coords), chunks=chunks)
+
+
+def _from_torch(
+    dataset: str, *, names: str | Sequence[str | None], coords: str | None = None, **options: Any
+) -> xr.Dataset:
+    """Return samples of the torch Dataset that a function returns, and a table of metadata."""
+    return td.from_torch(dataset, names=names, coords=_table(coords), **options)
+
+
+def _table(path: str | None) -> pd.DataFrame | None:
+    if path is None:
+        return None
+    return pd.read_csv(path) if path.endswith(".csv") else pd.read_parquet(path)
+
+
+_KINDS: Mapping[str, Callable[..., xr.Dataset]] = {
+    "table": td.from_dataframe,
+    "csv": _from_csv,
+    "arrays": _from_npy,
+    "torch": _from_torch,
+    "zarr": functools.partial(xr.open_zarr, consolidated=False),
+    "function": _from_function,
+}
+"""The functions that make samples, by the ``kind`` of a section."""

@@ -12,8 +12,6 @@ from rich.table import Table
 
 from trakdask.variables import RANK, TARGET
 
-__all__ = ["result", "summary", "table"]
-
 _MOST_TARGETS = 5
 _MOST_GROUPS = 20
 _MOST_ITEMS = 4

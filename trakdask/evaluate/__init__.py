@@ -11,10 +11,19 @@ target's class, or with its mark, rank first, ``randomization_check`` whether sc
 model forgets, and ``seed_agreement`` whether those of other seeds are the same.
 """
 
-from trakdask.evaluate.agreement import randomization_check, seed_agreement
-from trakdask.evaluate.datamodeling import lds, leave_one_out, subsets
-from trakdask.evaluate.detection import class_detection, shortcut_detection
-from trakdask.evaluate.mislabelled import mislabelled_auc, mislabelled_curve
+from trakdask.evaluate.datamodeling import (
+    lds,
+    leave_one_out,
+    randomization_check,
+    seed_agreement,
+    subsets,
+)
+from trakdask.evaluate.detection import (
+    class_detection,
+    mislabelled_auc,
+    mislabelled_curve,
+    shortcut_detection,
+)
 from trakdask.evaluate.removal import brittleness, removal_curve
 from trakdask.evaluate.retraining import retrain
 

@@ -1,4 +1,4 @@
-"""Dimensions of the results of evaluations, lazy results, and the checks that several share."""
+"""What evaluations share: dimensions of results, lazy results, means and checks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask.arrays import intervals
 from trakdask.checks import require_integer, require_number
 from trakdask.variables import SAMPLE, coords_along
+
+Array = np.ndarray[Any, Any]
 
 SUBSET = "subset"
 SEED = "seed"
@@ -78,19 +81,22 @@ def checked_masks(masks: xr.DataArray) -> xr.DataArray:
     return masks.transpose(SUBSET, SAMPLE)
 
 
-def require_some(values: np.ndarray, needed: str) -> None:
-    """Reject statistics (target, ...) of which all are NaN, as no scores are as needed.
+def mean_with_interval(
+    values: Array, options: Mapping[str, Any], needed: str
+) -> tuple[Array, Array]:
+    """Return means over targets of statistics (target, ...), and bootstrapped intervals.
 
     Raises
     ------
     ValueError
-        If all are NaN.
+        If all statistics are NaN, as no scores are as needed.
     """
     if np.isnan(values).all():
         raise ValueError(
             f"expected scores {needed}, for at least one of {len(values)} targets, got none; try "
             "features without failed samples, whose scores are NaN"
         )
+    return intervals.bootstrap_mean(values, **options)
 
 
 def require_fraction(name: str, value: object) -> float:

@@ -105,8 +105,7 @@ def brittleness(
     threshold = require_number("threshold", threshold, remedy="try threshold=0.0")
     counts = _counts([require_integer("k", k, 1, remedy="try ks=[10]") for k in ks], n)
     names = [f"all but the top {k} of target {t}" for t in range(m) for k in counts]
-    ranked = _ranked(scores, max(counts), store)
-    masks, names = _removals(ranked, names, counts, n, n_random, random_seed)
+    masks, names = _removals(scores, names, counts, n_random, random_seed, store)
     outputs = train_models(
         train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
     )
@@ -202,8 +201,7 @@ def removal_curve(
     kind = "helpful" if helpful else "harmful"
     names = [f"all but the {k} most {kind}" for k in counts]
     mean = scores.mean(TARGET).expand_dims(TARGET, axis=1)
-    ranked = _ranked(mean, max(counts), store, largest=helpful)
-    masks, names = _removals(ranked, names, counts, n, n_random, random_seed)
+    masks, names = _removals(mean, names, counts, n_random, random_seed, store, largest=helpful)
     outputs = train_models(
         train_fn, masks, names, m, seeds=seeds, store=store, tag=tag, progress=progress
     )
@@ -233,14 +231,6 @@ def _counts(counts: list[int], n: int) -> list[int]:
     return counts
 
 
-def _ranked(scores: xr.DataArray, k: int, store: Store | None, *, largest: bool = True) -> da.Array:
-    """Return the positions (ranking, rank) of the first k samples by score."""
-    ranked: da.Array = top_k(scores, k, largest=largest).position.data
-    ranked = da.map_blocks(_require_ranked, ranked, dtype=np.int64, meta=np.empty((0, 0), np.int64))
-    # With a store all masks are made twice, from scores that are computed once.
-    return ranked if store is None else da.from_array(ranked.compute())
-
-
 def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Reject rankings that NaN scores leave incomplete, so that fewer than k would be removed."""
     n_ranked = (positions >= 0).sum(axis=1)
@@ -254,24 +244,32 @@ def _require_ranked(positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _removals(
-    ranked: da.Array, names: list[str], counts: list[int], n: int, n_random: int, random_seed: int
+    scores: xr.DataArray,
+    names: list[str],
+    counts: list[int],
+    n_random: int,
+    random_seed: int,
+    store: Store | None,
+    *,
+    largest: bool = True,
 ) -> tuple[da.Array, list[str]]:
     """Return masks (1 + rankings × counts + n_random × counts, sample), and what they are.
 
     First that of all samples, then those without the first of each ranking, then those without
     random samples.
     """
+    n, most = scores.sizes[SAMPLE], max(counts)
     n_random = require_integer("n_random", n_random, 1, remedy="try n_random=3")
+    ranked = top_k(scores, most, largest=largest).position.data
+    ranked = da.map_blocks(_require_ranked, ranked, dtype=np.int64, meta=np.empty((0, 0), np.int64))
+    if store is not None:  # all masks are then made twice, from scores that are computed once
+        ranked = da.from_array(ranked.compute())
     # Each draw depends on (seed, its index), not on the counts.
     orders = (np.random.default_rng([random_seed, draw]).permutation(n) for draw in range(n_random))
-    random = np.stack([order[: max(counts)] for order in orders])
-    masks = [
-        da.ones((1, n), dtype=bool),
-        arrays.subsets.without_first(ranked, counts, n),
-        arrays.subsets.without_first(da.from_array(random), counts, n),
-    ]
+    random = da.from_array(np.stack([order[:most] for order in orders]))
+    masks = [arrays.subsets.without_first(order, counts, n) for order in (ranked, random)]
     draws = [f"all but {k} random ones, draw {i}" for i in range(n_random) for k in counts]
-    return da.concatenate(masks), ["all samples", *names, *draws]
+    return da.concatenate([da.ones((1, n), dtype=bool), *masks]), ["all samples", *names, *draws]
 
 
 def _split(outputs: np.ndarray, n_counts: int, n_random: int) -> tuple[np.ndarray, ...]:

@@ -85,9 +85,7 @@ def digits(n_target: int = 200, seed: int = 0, chunks: int = 256) -> tuple[xr.Da
     images, labels = _load()
     train, target = (
         from_arrays(
-            {"image": images[ids]},
-            coords={"label": labels[ids], "digit_id": ids},
-            chunks=chunks,
+            {"image": images[ids]}, coords={"label": labels[ids], "digit_id": ids}, chunks=chunks
         )
         for ids in _split(labels, n_target, seed)
     )

@@ -1,37 +1,111 @@
-"""The app of one browser session, on Panel."""
+"""The app of one browser session, on Panel: HTML whose links, forms and buttons change it."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import panel as pn
+import param
+from panel.custom import JSComponent
 
-from trakdask.explorer.computing import Abandoned, Work
-from trakdask.explorer.filters import with_filter
-from trakdask.explorer.links import LinkedHTML
-from trakdask.explorer.messages import plain_message
+from trakdask.explorer.attributions import Attributions
+from trakdask.explorer.computing import Abandoned, Job
+from trakdask.explorer.html import STYLE, plain_message, render
 from trakdask.explorer.new_targets import NewTarget
-from trakdask.explorer.pages import Section, sections
-from trakdask.explorer.pages.frame import frame, header
-from trakdask.explorer.session_marks import SessionMarks
-from trakdask.explorer.state import View
-from trakdask.explorer.static import document
+from trakdask.explorer.pages import Section, answer, frame, page, saved_page, sections
+from trakdask.explorer.view import CONDITION_FIELDS, View, with_condition
 from trakdask.variables import SAMPLE
-
-if TYPE_CHECKING:
-    from trakdask.explorer.explorer import Explorer
 
 __all__ = ["Session", "in_notebook"]
 
 _PROGRESS_S = 0.25
 """How often the progress of a section is drawn."""
 
-_log = logging.getLogger(__name__)
+
+class LinkedHTML(JSComponent):
+    """HTML in a page. What a link, form or button asks for is given to ``told``, as a dict.
+
+    The address of the page follows ``query``; parameters in it that are not ours are kept, and the
+    browser's button to go back works. A link that is opened in another tab works by itself.
+    """
+
+    html = param.String(doc="Escaped HTML; each section of it is replaced on its own.")
+    query = param.String(doc="The view, as the part of a URL after '?'.")
+    names = param.List([*vars(View()), *CONDITION_FIELDS], doc="Parameters of a URL that are ours.")
+    marked = param.List([], doc="Samples with their marks, such as '7 wrong label'.")
+    said = param.Dict({}, doc="What happened to which mark, and what can be undone.")
+    saved = param.String(doc="What a browser is to save as an HTML file.")
+    follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
+
+    _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
+    _stylesheets: ClassVar[Any] = [STYLE]
+
+    def __init__(self, **parameters: Any) -> None:
+        super().__init__(**parameters)  # type: ignore[no-untyped-call]
+        self.told: Callable[[dict[str, Any]], None] | None = None
+
+    def _handle_msg(self, msg: dict[str, Any]) -> None:
+        if self.told is not None:
+            self.told(msg)
+
+
+class SessionMarks:
+    """The marks of one session, which undoes its own changes only, the last one first."""
+
+    def __init__(self, attributions: Attributions) -> None:
+        self._attributions = attributions
+        marks = attributions.marks
+        self._marks = None if marks is None else marks.by(marks.who)
+        self._changed: list[int] = []
+        """The samples whose marks were changed, in this order."""
+
+    def set(self, position: int, label: str, *, wanted: bool) -> dict[str, Any]:
+        """Let a sample have a mark or not, as wanted; return what is so now, in words.
+
+        What is wanted is said, and not that it changes: two who want the same do not undo it.
+        """
+        if self._marks is None:
+            return self._said(position, "No marks are kept here.")
+        try:
+            name = self._attributions.sample_ids[position]
+            change = self._marks.mark if wanted else self._marks.unmark
+            if change([name], label):
+                self._changed.append(position)
+        except Exception as err:
+            return self._said(position, plain_message(err))
+        is_now = "is marked" if wanted else "is no longer marked"
+        return self._said(position, f"Sample {position} {is_now} as {label}.")
+
+    def undo(self) -> dict[str, Any]:
+        """Take back the last change of this session; return what was done, in words."""
+        if self._marks is None or not self._changed:
+            return self._said(-1, "There is nothing to undo.")
+        position = self._changed[-1]
+        try:
+            changed = self._marks.undo()
+        except Exception as err:
+            return self._said(position, plain_message(err))
+        self._changed.pop()
+        text = f"The last change of sample {position} is undone."
+        return self._said(position, text if changed else "Somebody else has undone this already.")
+
+    def marked(self) -> list[str]:
+        """Return the positions of marked samples with their marks, such as ``"7 remove"``."""
+        if self._marks is None:
+            return []
+        try:
+            table = self._attributions.marked()
+        except (OSError, ValueError):  # which is said when somebody marks
+            return []
+        pairs = zip(table["position"], table["mark"], strict=True)
+        return [f"{position} {mark}" for position, mark in pairs]
+
+    def _said(self, position: int, text: str) -> dict[str, Any]:
+        return {"sample": position, "text": text, "undo": len(self._changed)}
 
 
 class Session:
@@ -41,32 +115,31 @@ class Session:
     """
 
     def __init__(
-        self, explorer: Explorer, view: View | None = None, *, in_notebook: bool = False
+        self, attributions: Attributions, view: View | None = None, *, in_notebook: bool = False
     ) -> None:
-        self.explorer = explorer
+        self.attributions = attributions
         self._document = pn.state.curdoc
         location = pn.state.location
         if view is None:
             view = View.from_query(location.search if location else "")
-        self.marks = SessionMarks(explorer)
+        self.view = view
+        self.marks = SessionMarks(attributions)
         self.page = LinkedHTML(
             sizing_mode="stretch_width",
             follows_address=location is not None,
             marked=self.marks.marked(),
         )
         self.page.told = self._told
-        self._work = Work()
+        self._job = Job()
         self._thread: threading.Thread | None = None
-        self.view = view
         self._in_notebook = in_notebook
         if in_notebook:
             # What is changed before the browser shows the page is lost: it says when it does.
-            asked = enumerate(sections(explorer, view))
-            self._draw(self._work, [_framed(i, each, "", busy=True) for i, each in asked])
+            self._draw(self._job, _waiting(sections(attributions, view)))
         elif self._document is None or self._document.session_context is None:
             self.go(view)
         else:
-            pn.state.on_session_destroyed(lambda context: self._work.abandon())
+            pn.state.on_session_destroyed(lambda context: self._job.abandon())
             # Until a browser is connected, changes from another thread would be lost.
             pn.state.onload(lambda: self.go(view))
 
@@ -76,52 +149,44 @@ class Session:
 
     def go(self, view: View, more: Sequence[Section] = ()) -> None:
         """Show a view, and more below it; what the view before still computes is given up."""
-        self._work.abandon()
-        self.view, work = view, Work()
-        self._work = work
-        asked = [*sections(self.explorer, view), *more]
-        parts = [_framed(i, each, "", busy=True) for i, each in enumerate(asked)]
-        self._draw(work, parts)
+        self._job.abandon()
+        self.view, self._job = view, Job()
+        content = [*sections(self.attributions, view), *more]
+        parts = _waiting(content)
+        self._draw(self._job, parts)
         self.page.query = view.to_query()
-        thread = threading.Thread(
-            target=self._answer, args=(work, asked, parts), name="trakdask-explorer", daemon=True
-        )
-        self._thread = thread
-        thread.start()
+        self._thread = threading.Thread(
+            target=self._answer, args=(self._job, content, parts),
+            name="trakdask-explorer", daemon=True,
+        )  # fmt: skip
+        self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the page is complete."""
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _answer(self, work: Work, asked: list[Section], parts: list[str]) -> None:
-        for i, section in enumerate(asked):
-            drawn = _Progress(lambda text, i=i, section=section: self._part(  # type: ignore[misc]
-                work, parts, i, _framed(i, section, text, busy=True)
-            ))  # fmt: skip
-            work.on_progress(drawn)
+    def _answer(self, job: Job, content: list[Section], parts: list[str]) -> None:
+        told: set[str] = set()
+        for i, section in enumerate(content):
+
+            def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
+                parts[i] = frame(i, section, html, busy=busy) if busy or html else ""
+                drawn = list(parts)
+                self._later(lambda: self._draw(job, drawn))
+
+            job.on_progress(_Progress(show))
             try:
-                with self.explorer.computing(), work.active():
-                    work.require_wanted()
-                    made = _framed(i, section, section.html())
+                with self.attributions.computing(), job.active():
+                    job.require_wanted()
+                    html = answer(section, told)
             except Abandoned:
                 return
-            except Exception as err:
-                if work.is_abandoned:
-                    return
-                _log.warning("a section of the explorer failed", exc_info=True)
-                message = f'<p class="message error" role="alert">{escape(plain_message(err))}</p>'
-                made = _framed(i, section, message)
-            self._part(work, parts, i, made)
+            show(html, busy=False)
 
-    def _part(self, work: Work, parts: list[str], i: int, made: str) -> None:
-        parts[i] = made
-        parts = list(parts)
-        self._later(lambda: self._draw(work, parts))
-
-    def _draw(self, work: Work, parts: list[str]) -> None:
-        if not work.is_abandoned:
-            self.page.html = header(self.explorer, self.view) + "".join(parts)
+    def _draw(self, job: Job, parts: list[str]) -> None:
+        if not job.is_abandoned:
+            self.page.html = page(self.attributions, self.view, parts)
 
     def _later(self, change: Callable[[], None]) -> None:
         """Change the page from the thread that its document belongs to."""
@@ -143,48 +208,46 @@ class Session:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
             position, label, wanted = (message[name] for name in ("sample", "mark", "wanted"))
-            self._say(self.marks.set(int(position), str(label), wanted=bool(wanted)), undo=True)
+            self._say(self.marks.set(int(position), str(label), wanted=bool(wanted)))
         elif "undo" in message:
             self._say(self.marks.undo())
         elif 'aria-busy="true"' in self.page.html:
-            self._say("This view is not complete yet; save it when it is.")
+            self._say({"sample": -1, "text": "This view is not complete yet; save it when it is."})
         else:
             self.page.saved = ""
-            self.page.saved = document(self.view, self.page.html)
+            self.page.saved = saved_page(self.attributions, self.view, self.page.html)
+
+    def _say(self, said: dict[str, Any]) -> None:
+        self.page.marked = self.marks.marked()
+        self.page.said = {**self.page.said, **said}
 
     def follow(self, query: str) -> None:
         """Go to the view of a link or form."""
-        questions = self.explorer.questions
+        questions = self.attributions.questions
         view = View.from_query(query)
-        self.go(with_filter(query, view, questions.metadata, questions.targets.metadata))
+        self.go(with_condition(query, view, questions.metadata, questions.targets.metadata))
 
-    def explain(self, given: Mapping[str, str]) -> None:
+    def explain(self, content: Mapping[str, str]) -> None:
         """Make a target of what somebody has typed and uploaded, and go to its page."""
-        help_text = "Its gradients at each checkpoint, projected as those of the other targets."
-        self.go(View(page="new"), [Section("Features", help_text, lambda: self._featurized(given))])
+        what = "Its gradients at each checkpoint, projected as those of the other targets."
+        self.go(View(page="new"), [Section("Features", what, lambda: self._featurized(content))])
 
-    def _featurized(self, given: Mapping[str, str]) -> str:
-        work, maker = self._work, self.explorer.maker
+    def _featurized(self, content: Mapping[str, str]) -> str:
+        job, maker = self._job, self.attributions.maker
         if maker is None:
-            raise ValueError("expected a model, got none; try td.explore(..., model=model)")
-        target = maker.made(given)
-        self._later(lambda: self._add(work, target))
+            raise ValueError("There is no model here that could explain it.")
+        target = maker.target(content)
+        self._later(lambda: self._add(job, target))
         return ""
 
-    def _add(self, work: Work, target: NewTarget) -> None:
-        if not work.is_abandoned:
-            self.explorer = self.explorer.with_target(target)
-            last = int(self.explorer.targets.sizes[SAMPLE]) - 1
+    def _add(self, job: Job, target: NewTarget) -> None:
+        if not job.is_abandoned:
+            self.attributions = self.attributions.with_target(target)
+            last = int(self.attributions.targets.sizes[SAMPLE]) - 1
             self.go(View(page="target", target=last))
 
-    def _say(self, text: str, *, undo: bool = False) -> None:
-        self.page.marked = self.marks.marked()
-        said = header(self.explorer, self.view, said=text, undo=undo)
-        rest = self.page.html.partition("<section")
-        self.page.html = said + rest[1] + rest[2]
 
-
-def in_notebook(explorer: Explorer, include: Any, exclude: Any) -> Any:
+def in_notebook(attributions: Attributions, include: Any, exclude: Any) -> Any:
     """Return what a notebook shows of an explorer: its app, or how to make it possible."""
     if not pn.extension._loaded:
         return {
@@ -192,11 +255,12 @@ def in_notebook(explorer: Explorer, include: Any, exclude: Any) -> Any:
             "panel.extension()` in a cell, and then this cell again. Without a network: "
             "`panel.extension(inline=True)`."
         }
-    return Session(explorer, View(), in_notebook=True).panel()._repr_mimebundle_(include, exclude)
+    session = Session(attributions, View(), in_notebook=True)
+    return session.panel()._repr_mimebundle_(include, exclude)
 
 
-def _framed(i: int, section: Section, html: str, *, busy: bool = False) -> str:
-    return frame(section, html, busy=busy, level=2 if i else 1)
+def _waiting(content: Sequence[Section]) -> list[str]:
+    return [frame(i, section, "", busy=True) for i, section in enumerate(content)]
 
 
 class _Progress:
@@ -209,7 +273,4 @@ class _Progress:
         now = time.monotonic()
         if now - self._shown >= _PROGRESS_S and total:
             self._shown = now
-            self._show(
-                f'<progress max="{total}" value="{done}" aria-label="Progress"></progress> '
-                f"{100 * done // total} %"
-            )
+            self._show(render("progress", done=done, total=total))

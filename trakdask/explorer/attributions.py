@@ -1,156 +1,99 @@
-"""Features that are ready for many questions: gram matrix, eigenvectors and λ in memory."""
+"""What the pages are made of: questions to scores, contents of samples, marks, new targets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cached_property
+from typing import Self
 
+import numpy as np
+import pandas as pd
 import xarray as xr
+from distributed import Client
 
-import trakdask as td
-from trakdask import arrays
-from trakdask.arrays.spectrum import component_count
-from trakdask.attribution.estimators import (
-    Damping,
-    Estimator,
-    Power,
-    ResolvedEstimator,
-    resolve_estimator,
-)
-from trakdask.attribution.grams import (
-    DERIVED,
-    EIGENVALUES,
-    EIGENVECTORS,
-    N_SAMPLES,
-    stored_decomposition,
-)
-from trakdask.explorer.computing import computed, persist, released_if_failed
-from trakdask.explorer.state import MeanTrace, View, damping_of
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
+from trakdask.explorer.marks import Marks
+from trakdask.explorer.new_targets import NewTarget, TargetMaker, appended
+from trakdask.explorer.questions import Questions
+from trakdask.explorer.samples import Samples
+from trakdask.variables import SAMPLE
 
-__all__ = ["Attributions", "Ready"]
-
-_KEPT = 4
-"""How many settings are kept in memory: one factor of p² numbers per checkpoint each."""
+__all__ = ["Attributions"]
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
-    """Features under one setting, with options that make every question cheap.
+class Attributions:
+    """Attributions that can be looked at.
 
-    ``options`` are those of :func:`trakdask.score`. ``damping`` says how λ was chosen; None for
-    estimators without a gram matrix.
+    It is a value, which several users share. Only what was computed for one of them, such as the
+    eigenvectors of the gram matrix, is kept for the others.
+
+    Parameters
+    ----------
+    questions
+        Answers about features and targets.
+    samples, target_samples
+        How training samples and targets are shown.
+    marks
+        What people say about training samples; None if nobody is asked.
+    maker
+        Makes new targets; None without a model.
+    client
+        The client that was active when the explorer was made.
     """
 
-    features: xr.Dataset
-    estimator: ResolvedEstimator
-    options: Mapping[str, Any]
-    damping: xr.Dataset | None
+    questions: Questions
+    samples: Samples
+    target_samples: Samples
+    marks: Marks | None = None
+    maker: TargetMaker | None = None
+    client: Client | None = None
 
+    @property
+    def features(self) -> xr.Dataset:
+        """Features of the training samples."""
+        return self.questions.features
 
-class Attributions:
-    """Makes features ready, and keeps the last few settings."""
+    @property
+    def targets(self) -> xr.Dataset:
+        """Features of the targets, new ones at the end."""
+        return self.questions.targets.features
 
-    def __init__(
-        self,
-        features: xr.Dataset,
-        *,
-        estimator: Estimator,
-        power: Power,
-        damping: Damping,
-        calibrate: xr.Dataset | None,
-        learning_rates: Any,
-    ) -> None:
-        self.features = features
-        self._estimator, self._power, self._damping = estimator, power, damping
-        self._calibrate, self._rates = calibrate, learning_rates
-        self._decomposed = lru_cache(_KEPT)(self._decompose)
-        self._made = lru_cache(_KEPT)(self._make)
-
-    def ready(self, view: View) -> Ready:
-        """Return what is needed to answer questions under the setting of a view.
-
-        Computes the first time that a setting is asked for.
-        """
-        names = tuple(str(name) for name in self.features[CHECKPOINT].values)
-        known = tuple(name for name in names if name in view.checkpoints)
-        setting = view.estimator, view.damping, () if known == names else known
-        made = self._made(*setting)
-        if released_if_failed(made.features):
-            self._made.cache_clear()
-            self._decomposed.cache_clear()
-            made = self._made(*setting)
-        return made
-
-    def _make(self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]) -> Ready:
-        estimator: Any = estimator_text or self._estimator
-        damping = damping_of(damping_text) if damping_text else self._damping
-        resolved = resolve_estimator(estimator, self._power, self.features)
-        options: dict[str, Any] = {"estimator": resolved.name, "power": self._power}
-        if resolved.name == "tracin":
-            options["learning_rates"] = self._rates
-        if not resolved.has_gram:
-            features = _selected(self.features, checkpoints)
-            return Ready(features, resolved, options, None)
-        features = self._decomposed(resolved, checkpoints)
-        if isinstance(damping, MeanTrace):
-            damping = _of_trace(features, damping.value)
-        given = self._calibrate
-        calibrate = None if given is None else _selected(given, checkpoints)
-        rule = damping if isinstance(damping, str) else None
-        by_outputs = (resolved.damping if rule == "auto" else rule) == "completeness"
-        chosen = computed(
-            td.damping(
-                features, damping, estimator=resolved.name, power=self._power,
-                calibrate=calibrate if by_outputs else None,
-            )
-        )  # fmt: skip
-        options["damping"] = chosen["damping"]
-        return Ready(features, resolved, options, chosen)
-
-    def _decompose(self, estimator: ResolvedEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
-        """Return the features with gram matrix and eigenvectors in memory."""
-        features = lazy_features(_selected(self.features, checkpoints))
-        if stored_decomposition(features, estimator.weights) is None:
-            features = _with_decomposition(features, estimator)
-        names = [
-            name for name in (*DERIVED, "output", "out_to_loss")
-            if name in features and name != "loss_gradient"
-        ]  # fmt: skip
-        kept = persist(*(features[name].data for name in names))
-        return features.assign(
-            {
-                name: features[name].variable._replace(data=data)
-                for name, data in zip(names, kept, strict=True)
-            }
+    def with_target(self, target: NewTarget) -> Self:
+        """Return these and one more target; what was computed for the others is kept."""
+        position = int(self.targets.sizes[SAMPLE])
+        targets = appended(self.targets, target.features)
+        return dataclasses.replace(
+            self,
+            questions=self.questions.with_targets(targets),
+            target_samples=self.target_samples.with_added(position, target.html),
         )
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Make the client that was active when the explorer was made that of this thread."""
+        is_usable = self.client is not None and self.client.status == "running"
+        with self.client.as_current() if self.client and is_usable else nullcontext():
+            yield
 
-def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
-    """Return λ of each checkpoint, from a number in units of tr(K)/n."""
-    n = features["gram"].attrs[N_SAMPLES]
-    labels = [str(name) for name in features[CHECKPOINT].values]
-    data = value * arrays.damping.mean_trace(features["gram"].data, n, labels)
-    return computed(xr.DataArray(data, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping"))
+    @cached_property
+    def sample_ids(self) -> np.ndarray:
+        """What each training sample is called in the marks, (sample,)."""
+        assert self.marks is not None
+        return self.marks.ids(self.features)
 
+    def marked(self) -> pd.DataFrame:
+        """Return all marks with the ``position`` of their samples; absent samples are left out.
 
-def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
-    return ds.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else ds
-
-
-def _with_decomposition(features: xr.Dataset, estimator: ResolvedEstimator) -> xr.Dataset:
-    features = features.drop_vars(DERIVED, errors="ignore")
-    weights = estimator.weights
-    labels = [str(name) for name in features[CHECKPOINT].values]
-    n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
-    matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
-    (matrix,) = persist(matrix)
-    k = component_count(n, p, features["feature"].dtype)
-    spectrum = arrays.spectrum.spectrum(matrix, None, n, labels, n_component=k)
-    values, vectors = arrays.spectrum.eigenvectors(spectrum, p, k)
-    made = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
-    attrs = weights.attrs(features)
-    variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in made.items()}
-    return features.assign(variables)
+        Of samples that share a label, each has its marks.
+        """
+        assert self.marks is not None
+        table = self.marks.table()
+        index = pd.Index(self.sample_ids)
+        positions = index.isin(table[SAMPLE]).nonzero()[0]
+        if not len(positions):  # pandas does not merge labels of one kind with none of another
+            return table.iloc[:0].assign(position=[])
+        places = pd.DataFrame({SAMPLE: index[positions], "position": positions})
+        return table.merge(places, on=SAMPLE)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import dask
 import dask.array as da
@@ -19,9 +19,7 @@ from distributed import Client, Future, futures_of, wait
 
 from trakdask.execution.scheduling import active_client
 
-__all__ = ["Abandoned", "Work", "compute", "computed", "persist", "released_if_failed"]
-
-T = TypeVar("T", xr.Dataset, xr.DataArray)
+__all__ = ["Abandoned", "Job", "compute", "persist", "released_if_failed"]
 
 _ASKED_EVERY_S = 0.2
 """How often a cluster is asked how far it is, and a click is noticed while it computes."""
@@ -31,7 +29,7 @@ class Abandoned(Exception):
     """The answer is no longer wanted."""
 
 
-class Work:
+class Job:
     """What one click computes."""
 
     def __init__(self) -> None:
@@ -53,7 +51,7 @@ class Work:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make :func:`compute` of this thread part of this work."""
+        """Make :func:`compute` of this thread part of this job."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -70,7 +68,7 @@ class Work:
             raise Abandoned
 
     def compute(self, *lazy: Any) -> tuple[Any, ...]:
-        """Return what ``dask.compute`` returns, unless the work is abandoned."""
+        """Return what ``dask.compute`` returns, unless the job is abandoned."""
         self.require_wanted()
         if (client := active_client()) is not None:
             return self._on_cluster(client, lazy)
@@ -84,15 +82,16 @@ class Work:
         return made
 
     def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
-        futures = client.compute(list(lazy))
+        results = client.compute(list(lazy))
+        futures = [result for result in results if isinstance(result, Future)]  # numpy stays numpy
         try:
             self.wait(client, futures)
-            return tuple(client.gather(futures))
+            return tuple(client.gather(results))
         finally:
             _release(futures)
 
     def wait(self, client: Client, futures: Sequence[Future[Any]]) -> None:
-        """Wait until futures have a result or an error, unless the work is abandoned.
+        """Wait until futures have a result or an error, unless the job is abandoned.
 
         They are released and not cancelled then: equal tasks of another user go on.
         """
@@ -161,18 +160,18 @@ def _blas() -> Any:
 
 
 _ONE_THREAD = _OneThread()
-_CURRENT: contextvars.ContextVar[Work | None] = contextvars.ContextVar("work", default=None)
+_CURRENT: contextvars.ContextVar[Job | None] = contextvars.ContextVar("job", default=None)
 
 
 def compute(*lazy: Any) -> tuple[Any, ...]:
-    """Return what ``dask.compute`` returns, as part of the work that is active in this thread."""
-    return (_CURRENT.get() or Work()).compute(*lazy)
+    """Return what ``dask.compute`` returns, as part of the job that is active in this thread."""
+    return (_CURRENT.get() or Job()).compute(*lazy)
 
 
 def persist(*lazy: da.Array) -> tuple[da.Array, ...]:
     """Return arrays of the same names and chunks, in the memory of the cluster or of this process.
 
-    This is part of the work that is active in this thread.
+    This is part of the job that is active in this thread.
     """
     if (client := active_client()) is not None:
         return _persisted_on(client, lazy)
@@ -184,7 +183,7 @@ def _persisted_on(client: Client, lazy: tuple[da.Array, ...]) -> tuple[da.Array,
     kept = tuple(dask.persist(*lazy))
     futures = futures_of(kept)
     try:
-        (_CURRENT.get() or Work()).wait(client, futures)
+        (_CURRENT.get() or Job()).wait(client, futures)
         for future in futures:
             if future.status != "finished":
                 future.result()  # raises what went wrong
@@ -231,19 +230,3 @@ def _counter(keys: Sequence[Any]) -> Callable[[Any], int]:
         return len(left)
 
     return count
-
-
-def computed(array: T) -> T:
-    """Return a Dataset or DataArray whose arrays are computed by :func:`compute`."""
-    if isinstance(array, xr.DataArray):
-        name = array.name
-        whole = computed(array.rename("array").to_dataset())["array"].rename(name)
-        return whole
-    lazy = [name for name, variable in array.variables.items() if variable.chunks is not None]
-    values = compute(*(array[name].data for name in lazy))
-    made = {
-        name: (array[name].dims, each, array[name].attrs)
-        for name, each in zip(lazy, values, strict=True)
-    }
-    coords = {name: value for name, value in made.items() if name in array.coords}
-    return array.assign_coords(coords).assign({n: v for n, v in made.items() if n not in coords})

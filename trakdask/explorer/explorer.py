@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import xarray as xr
-from distributed import Client
 
 import trakdask as td
 from trakdask.attribution.estimators import (
@@ -28,11 +22,14 @@ from trakdask.attribution.estimators import (
 )
 from trakdask.checks import shown
 from trakdask.execution.scheduling import active_client
+from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.new_targets import NewTarget, TargetMaker, appended, target_maker
+from trakdask.explorer.new_targets import target_maker
+from trakdask.explorer.pages import save_html
 from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.samples import Samples
-from trakdask.explorer.state import View
+from trakdask.explorer.view import View
+from trakdask.featurization.parts import Text
 from trakdask.models.model import Model
 from trakdask.plots.images import Normalize
 from trakdask.provenance import require_comparable
@@ -43,81 +40,11 @@ __all__ = ["Explorer", "explore"]
 _NEEDED = ["feature", "output", "out_to_loss"]
 
 
-@dataclass(frozen=True, eq=False)
-class Explorer:
+class Explorer(Attributions):
     """Attributions that can be looked at in a browser; see :func:`trakdask.explore`.
 
-    It is a value: each call of ``app()`` makes an app with a state of its own. Only what was
-    computed for one user, such as the factor of the gram matrix, is kept for the others.
+    Each call of ``app()`` makes an app with a state of its own.
     """
-
-    questions: Questions
-    samples: xr.Dataset | None
-    target_samples: xr.Dataset | None
-    marks: Marks | None
-    estimator: Estimator
-    learning_rates: LearningRates | None
-    text: Callable[[int], str] | None
-    normalize: Normalize | None
-    cmap: str
-    client: Client | None
-    maker: TargetMaker | None = None
-    added: tuple[str, ...] = ()
-    """Contents, as escaped HTML, of the targets that were added to those of the store."""
-
-    @property
-    def features(self) -> xr.Dataset:
-        """Features of the training samples."""
-        return self.questions.features
-
-    @property
-    def targets(self) -> xr.Dataset:
-        """Features of the targets, new ones at the end."""
-        return self.questions.targets.features
-
-    def with_target(self, target: NewTarget) -> Explorer:
-        """Return an explorer of one more target; what was computed for the others is kept."""
-        targets = appended(self.targets, target.features)
-        return dataclasses.replace(
-            self, questions=self.questions.with_targets(targets), added=(*self.added, target.html)
-        )
-
-    def is_new(self, target: int) -> bool:
-        """Return whether a target was added to those of the store."""
-        return 0 <= target - self._n_stored < len(self.added)
-
-    @property
-    def _n_stored(self) -> int:
-        return int(self.targets.sizes[SAMPLE]) - len(self.added)
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Make the client that was active when the explorer was made that of this thread."""
-        is_usable = self.client is not None and self.client.status == "running"
-        with self.client.as_current() if self.client and is_usable else nullcontext():
-            yield
-
-    @cached_property
-    def sample_ids(self) -> np.ndarray:
-        """What each training sample is called in the marks, (sample,)."""
-        assert self.marks is not None
-        return self.marks.ids(self.features)
-
-    def samples_html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
-        """Return the contents of some training samples as escaped HTML."""
-        return self._shown(self.samples).html(positions, brief=brief)
-
-    def target_samples_html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
-        """Return the contents of some targets as escaped HTML."""
-        stored = [position for position in positions if not self.is_new(position)]
-        contents = iter(self._shown(self.target_samples).html(stored, brief=brief))
-        return [
-            self.added[position - self._n_stored] if self.is_new(position) else next(contents)
-            for position in positions
-        ]
-
-    def _shown(self, samples: xr.Dataset | None) -> Samples:
-        return Samples(samples, self.text, self.normalize, self.cmap)
 
     def app(self, view: View | None = None) -> Any:
         """Return a Panel app for one session of a browser, at a view or at that of its URL."""
@@ -125,16 +52,64 @@ class Explorer:
 
         return Session(self, view).panel()
 
-    def serve(self, **options: Any) -> Any:
-        """Serve the explorer to browsers; see ``trakdask.explorer.server``."""
-        from trakdask.explorer.server import serve  # optional dependency
+    def serve(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        announce: Callable[[str], object] = print,
+    ) -> None:
+        """Serve the explorer to browsers until Ctrl-C, or the end of the process.
 
-        return serve(self, **options)
+        The address contains a new random token of 192 bits. Whatever does not begin with it is
+        refused with the status 403: pages, the websocket and static files alike. Whoever has the
+        address sees all that the explorer shows, and may mark samples. Each browser tab has a state
+        of its own.
+
+        Parameters
+        ----------
+        host
+            Address of this machine to listen at. By default only this machine can connect; with
+            ``"0.0.0.0"`` every machine of the network can, over plain HTTP.
+        port
+            Port to listen at; 0 takes a free one.
+        announce
+            Is given the address, once the server listens.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the host is no text, or the port is no port.
+        OSError
+            If this machine has no such address, or the port is taken.
+        """
+        from trakdask.explorer.server import server  # optional dependency
+
+        listening, url = server(self.app, host=host, port=port)
+        announce(url)
+        listening.start()
+        try:
+            listening.io_loop.start()
+        except KeyboardInterrupt:
+            listening.stop()
 
     def save_html(self, path: str | os.PathLike[str], view: View | None = None) -> None:
-        """Write one view to an HTML file that needs no server."""
-        from trakdask.explorer.static import save_html
+        """Write one view to an HTML file that needs no server: what it shows, and of what.
 
+        Parameters
+        ----------
+        path
+            The file, on a disk of this machine; it is written whole or not at all.
+        view
+            What to show.
+
+        Raises
+        ------
+        ValueError
+            If the path is that of a folder or a URL.
+        OSError
+            If the file cannot be written.
+        """
         save_html(self, path, view or View())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
@@ -155,7 +130,7 @@ def explore(
     damping: Damping = "auto",
     calibrate: xr.Dataset | None = None,
     learning_rates: LearningRates | None = None,
-    text: Callable[[int], str] | None = None,
+    text: Text | None = None,
     normalize: Normalize | None = None,
     cmap: str = "gray_r",
     model: Model | None = None,
@@ -183,7 +158,8 @@ def explore(
     estimator, power, damping, calibrate, learning_rates
         As in :func:`score`. A page can change estimator, λ and checkpoints.
     text
-        The text of a token id, such as ``tokenizer.decode``, where samples are token ids. With
+        The text of a token id, as a function (``tokenizer.decode``) or a list of all texts, as in
+        :func:`score_parts`, where samples are token ids. With
         ``samples`` and a ``model`` that :func:`score_parts` can divide, the words of the samples
         that helped and harmed a target are coloured by their scores.
     normalize, cmap
@@ -246,33 +222,43 @@ def explore(
     gather_options(features, estimator, power, damping, calibrate, None, learning_rates)
     _require_samples(samples, features, "samples")
     _require_samples(target_samples, targets, "target_samples")
-    if text is not None and not callable(text):
-        raise TypeError(
-            f"expected text as a function of a token id, got {shown(text)}; try "
-            "text=tokenizer.decode"
-        )
-    known = samples if samples is not None else target_samples
+    text_of = _text_function(text)
+    variables = samples if samples is not None else target_samples
     has_words = samples is not None and text is not None
-    maker = target_maker(features, model, tokenizer, preprocess, known, has_words=has_words)
-    kept = marks if marks is None or isinstance(marks, Marks) else Marks(marks)
-    if kept is not None:
-        kept.ids(features)  # now, rather than when somebody opens a page
+    maker = target_maker(features, model, tokenizer, preprocess, variables, has_words=has_words)
+    if marks is not None and not isinstance(marks, Marks):
+        marks = Marks(marks)
+    if marks is not None:
+        marks.ids(features)  # now, rather than when somebody opens a page
     questions = Questions(
         features, targets,
         estimator=estimator, power=power, damping=damping, calibrate=calibrate,
         learning_rates=learning_rates, words=_words_of(features, samples, model, text),
     )  # fmt: skip
-    return Explorer(
-        questions, samples, target_samples, kept, estimator, learning_rates, text, normalize, cmap,
-        active_client(), maker,
-    )  # fmt: skip
+    contents, target_contents = (
+        Samples(ds, text_of, normalize, cmap) for ds in (samples, target_samples)
+    )
+    return Explorer(questions, contents, target_contents, marks, maker, active_client())
+
+
+def _text_function(text: Text | None) -> Callable[[int], str] | None:
+    """Return the text of a token id as a function, also where there is a list of all texts."""
+    if text is None or callable(text):
+        return text
+    if isinstance(text, str) or not isinstance(text, Sequence):
+        raise TypeError(
+            f"expected text as a function of a token id, or a list of all texts, got "
+            f"{shown(text)}; try text=tokenizer.decode"
+        )
+    texts = list(text)
+    return lambda number: texts[number] if 0 <= number < len(texts) else "\ufffd"
 
 
 def _words_of(
     features: xr.Dataset,
     samples: xr.Dataset | None,
     model: Model | None,
-    text: Callable[[int], str] | None,
+    text: Text | None,
 ) -> Words | None:
     """Return the scores of tokens as a function; None where samples cannot be divided into them."""
     if samples is None or model is None or text is None:
@@ -283,8 +269,8 @@ def _words_of(
         words(features, features.isel(first), of=samples.isel(first), estimator="grad_dot")
     except (TypeError, ValueError):
         return None
-    return lambda known, target, at, **options: words(
-        known, target, of=samples.isel({SAMPLE: at}), **options
+    return lambda features, target, at, **options: words(
+        features, target, of=samples.isel({SAMPLE: at}), **options
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xarray as xr
+from filelock import FileLock, Timeout
 
 from trakdask.checks import require_choice, shown
-from trakdask.explorer.locks import locked
+from trakdask.errors import StoreBusyError
 from trakdask.files import Folder, explained, location
 from trakdask.storage import open
+from trakdask.storage.lock import lock
 from trakdask.variables import SAMPLE
 
 __all__ = ["KINDS", "Marks"]
@@ -32,6 +35,7 @@ _COLUMNS = (SAMPLE, "mark", "who", "time")
 _KEY = [SAMPLE, "mark"]
 _SUFFIX = ".marks.parquet"
 _PATIENCE_S = 10.0
+_LOOKED_EVERY_S = 0.1
 _ROWS_OF = b"trakdask_rows_of"
 
 
@@ -341,8 +345,9 @@ class Marks:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self._require_folder()
+        locked = _file_lock if self._folder.is_local else _url_lock
         try:
-            with locked(self._folder, self._name, _PATIENCE_S):
+            with locked(self._folder / f"{self._name}.lock"):
                 yield
         except OSError as err:
             raise explained(
@@ -376,6 +381,40 @@ class Marks:
         )
 
 
+@contextmanager
+def _file_lock(folder: Folder) -> Iterator[None]:
+    """Be the only writer of a file of this machine, after waiting for others."""
+    file = Path(folder.url)
+    try:
+        with FileLock(file, timeout=_PATIENCE_S):
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # while it is held: waiting processes notice
+                    file.unlink()
+    except Timeout as err:
+        raise StoreBusyError(
+            f"expected to be the only writer of marks, but another process has kept {str(file)!r} "
+            f"for {_PATIENCE_S:g} s; try again"
+        ) from err
+
+
+@contextmanager
+def _url_lock(folder: Folder) -> Iterator[None]:
+    """Be the only writer at a URL, by the lock of stores: that of a dead process is removed."""
+    deadline = time.monotonic() + _PATIENCE_S
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock(folder, "mark samples"))
+                break
+            except StoreBusyError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOKED_EVERY_S)
+        yield
+
+
 def _are_equal(stored: xr.DataArray, output: xr.DataArray) -> bool:
     """Return whether features have the outputs of some rows of a store, in the same order."""
     if stored.sizes != output.sizes:
@@ -399,7 +438,7 @@ def _joined(rows: pd.DataFrame, more: pd.DataFrame) -> pd.DataFrame:
 
 def _without(rows: pd.DataFrame, others: pd.DataFrame, names: Collection[str]) -> pd.DataFrame:
     """Return the rows that are not among the others, by the columns of these names."""
-    keys = (pd.MultiIndex.from_frame(each[list(names)]) for each in (rows, others))
+    keys = (pd.MultiIndex.from_frame(table[list(names)]) for table in (rows, others))
     return rows[~next(keys).isin(next(keys))]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from base64 import b64decode, b64encode
+from binascii import Error
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
@@ -14,17 +17,28 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.checks import shown
-from trakdask.explorer.computing import computed
-from trakdask.explorer.metadata import metadata
-from trakdask.explorer.uploads import MOST_BYTES, decoded_image, thumbnail
-from trakdask.models.tasks.logits import call_model
+from trakdask.explorer.computing import compute
+from trakdask.explorer.tables import metadata
+from trakdask.models.tasks.protocol import call_model
 from trakdask.projection.specs import from_spec
 from trakdask.provenance import FEATURE_SPEC, require_comparable
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
-__all__ = ["NEW", "NewTarget", "TargetMaker", "appended", "target_maker"]
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
-NEW = "new"
+__all__ = ["MOST_BYTES", "NewTarget", "TargetMaker", "appended", "decoded_image", "target_maker"]
+
+MOST_BYTES = 10 * 2**20
+"""Of an uploaded file."""
+
+_MOST_PIXELS = 50_000_000
+"""Of an uploaded image, which takes three bytes for each in memory."""
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_SHOWN_PIXELS = 256
+
+_NEW = "new"
 """The coord that is true for the targets that were added on the spot."""
 
 _ARRAYS = ("feature", "output", "out_to_loss")
@@ -78,7 +92,7 @@ class TargetMaker:
         """Whether the class may be left out: then it is the one that the model predicts."""
         return isinstance(self.model.task, td.tasks.Classification)
 
-    def made(self, given: Mapping[str, str]) -> NewTarget:
+    def target(self, given: Mapping[str, str]) -> NewTarget:
         """Return a target of what somebody has typed and uploaded.
 
         Parameters
@@ -110,23 +124,17 @@ class TargetMaker:
         html = ""
         if self.preprocess is not None:
             if size := given.get("too_large"):
-                raise ValueError(
-                    f"expected a file of at most {MOST_BYTES // 2**20} MB, got "
-                    f"{int(size) / 1e6:.1f} MB; try a smaller image"
-                )
+                raise _too_large(f"{int(size) / 1e6:.1f} MB")
             if not given.get("image"):
-                raise ValueError("expected an image, got none; try choosing a file")
+                raise ValueError("Choose the file of an image.")
             image = decoded_image(given["image"])
             name = str(getattr(self.model.task, "image", "image"))
             variables |= _by_name(self.preprocess(image), name, "preprocess")
-            html += f'<img src="{thumbnail(image)}" alt="the image that was uploaded">'
+            html += f'<img src="{_thumbnail(image)}" alt="the image that was uploaded">'
         if self.tokenizer is not None:
             text = given.get("text", "")
             if not 0 < len(text.strip()) <= _MOST_CHARACTERS:
-                raise ValueError(
-                    f"expected a text of up to {_MOST_CHARACTERS:,} characters, got "
-                    f"{len(text.strip()):,}; try 'a sentence'"
-                )
+                raise ValueError(f"Write a text of 1 to {_MOST_CHARACTERS:,} characters.")
             (name, *_) = getattr(self.model.task, "inputs", ("text",))
             variables |= _by_name(self.tokenizer(text), name, "tokenizer")
             html += f'<p class="text">{escape(text)}</p>'
@@ -138,7 +146,7 @@ class TargetMaker:
         task: Any = self.model.task
         batch = td.tasks.Batch({n: torch.as_tensor(x[None]) for n, x in variables.items()})
         known = {str(name) for name in self.features[CHECKPOINT].values}
-        chosen = [each for each in self.model.checkpoints if each.name in known]
+        chosen = [checkpoint for checkpoint in self.model.checkpoints if checkpoint.name in known]
         with torch.no_grad():
             logits = [
                 call_model(self.model.forward(c), batch, task.inputs, task.positional)
@@ -158,7 +166,9 @@ class TargetMaker:
         )
         lazy = lazy.sel({CHECKPOINT: self.features[CHECKPOINT].values})
         require_comparable(self.features, lazy, name="the new target's")
-        return computed(lazy)
+        features: xr.Dataset
+        (features,) = compute(lazy)
+        return features
 
 
 def target_maker(
@@ -184,7 +194,7 @@ def target_maker(
         if function is not None and not callable(function):
             raise TypeError(
                 f"expected {name} as a function of a text or an image, got {shown(function)}; try "
-                f"{name}=lambda given: ..."
+                f"{name}=lambda text: ..."
             )
     if model is None and (given := [name for name in prepare if prepare[name] is not None]):
         raise ValueError(f"expected a model beside {given[0]}, got none; try model=td.Model(...)")
@@ -210,8 +220,8 @@ def target_maker(
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:
     """Check that features were made by a model, before anything is featurized."""
     from_spec(features.attrs["projector"])
-    made = {n: value for n, value in features.attrs.items() if n not in FEATURE_SPEC}
-    spec = {**made, **model.spec(), "projector": features.attrs["projector"]}
+    others = {n: value for n, value in features.attrs.items() if n not in FEATURE_SPEC}
+    spec = {**others, **model.spec(), "projector": features.attrs["projector"]}
     shape = (0, features.sizes[PROJ_DIM], features.sizes[CHECKPOINT])
     as_model = xr.Dataset(
         {"feature": (VARIABLES["feature"].dims, np.zeros(shape, np.float32))},
@@ -227,10 +237,10 @@ def appended(targets: xr.Dataset, new: xr.Dataset) -> xr.Dataset:
     coords = {
         name: (SAMPLE, _with_one_more(table[name].to_numpy(), new.get(name))) for name in table
     }
-    if NEW not in table:
-        coords[NEW] = SAMPLE, np.r_[np.zeros(len(table), bool), True]
-    elif table[NEW].dtype == bool:
-        coords[NEW] = SAMPLE, np.r_[table[NEW].to_numpy(), True]
+    if _NEW not in table:
+        coords[_NEW] = SAMPLE, np.r_[np.zeros(len(table), bool), True]
+    elif table[_NEW].dtype == bool:
+        coords[_NEW] = SAMPLE, np.r_[table[_NEW].to_numpy(), True]
     data = {
         name: da.concatenate([targets[name].data, new[name].data.astype(targets[name].dtype)])
         for name in _ARRAYS
@@ -253,11 +263,11 @@ def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
     return np.append(values, False if kind == "b" else "")
 
 
-def _by_name(made: Any, name: str, function: str) -> dict[str, Any]:
-    """Return what a function made by the names of variables; an array is that of one name."""
-    if made is None:
+def _by_name(result: Any, name: str, function: str) -> dict[str, Any]:
+    """Return what a function returned by the names of variables; an array is that of one name."""
+    if result is None:
         raise TypeError(f"expected an array from {function}, got None; try returning it")
-    return {str(n): x for n, x in made.items()} if isinstance(made, Mapping) else {name: made}
+    return {str(n): x for n, x in result.items()} if isinstance(result, Mapping) else {name: result}
 
 
 def _array(name: str, value: Any) -> np.ndarray:
@@ -272,8 +282,53 @@ def _array(name: str, value: Any) -> np.ndarray:
 def _number(name: str, text: str) -> np.ndarray:
     """Return a number, or several with commas between them."""
     try:
-        numbers = np.array([float(each) for each in text.split(",")])
+        numbers = np.array([float(number) for number in text.split(",")])
     except ValueError as err:
-        raise ValueError(f"expected a number as {name}, got {text!r:.60}; try 0") from err
+        raise ValueError(f"The {name} must be a number, not {text!r:.60}.") from err
     whole = numbers.astype(np.int64) if (numbers == np.trunc(numbers)).all() else numbers
     return whole if "," in text else whole[0]
+
+
+def decoded_image(content: str) -> Image:
+    """Return an image in RGB, the way up it was taken, from its file in base64.
+
+    The number of pixels is read from the head of the file, before any of them is decoded.
+
+    Raises
+    ------
+    ValueError
+        If the file is larger than 10 MB, or is no image, a damaged one, or one of more than 50
+        million pixels.
+    """
+    from PIL import Image, ImageOps  # optional dependency, of matplotlib
+
+    if len(content) > MOST_BYTES * 4 / 3 + 4:
+        raise _too_large(f"{len(content) * 3e-6 / 4:.1f} MB")
+    try:
+        file = io.BytesIO(b64decode(content, validate=True))
+        with Image.open(file, formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height <= _MOST_PIXELS:
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except Image.DecompressionBombError as err:
+        raise _too_large("too many pixels") from err
+    except (OSError, SyntaxError, Error, ValueError, EOFError) as err:
+        raise ValueError(
+            f"This file cannot be read as an image. It may be one of {', '.join(_FORMATS)}."
+        ) from err
+    raise _too_large(f"{width:,} × {height:,} pixels")
+
+
+def _thumbnail(image: Image) -> str:
+    """Return an image of at most 256 × 256 pixels as a PNG in a URL."""
+    small, buffer = image.copy(), io.BytesIO()
+    small.thumbnail((_SHOWN_PIXELS, _SHOWN_PIXELS))
+    small.save(buffer, format="png")
+    return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
+
+
+def _too_large(size: str) -> ValueError:
+    return ValueError(
+        f"This image is too large: {size}. It may have up to {MOST_BYTES // 2**20} MB and "
+        f"{_MOST_PIXELS:,} pixels."
+    )

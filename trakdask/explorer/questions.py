@@ -20,36 +20,43 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.attribution.conditions import Condition, selection
-from trakdask.attribution.estimators import (
-    DEFAULT_POWER,
-    Damping,
-    Estimator,
-    Power,
-    gather_options,
-)
+from trakdask.attribution.estimators import gather_options
 from trakdask.attribution.groups import group_codes
 from trakdask.attribution.scores import solver
-from trakdask.explorer import corpus, duplicates
-from trakdask.explorer.attributions import Attributions, Ready
-from trakdask.explorer.computing import compute, computed
-from trakdask.explorer.metadata import condition_mask, few_values, metadata
-from trakdask.explorer.state import View
-from trakdask.explorer.target_table import ROWS, TablePage, TargetTable, require_position, row_of
-from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, lazy_features
+from trakdask.explorer import duplicates
+from trakdask.explorer.computing import compute
+from trakdask.explorer.prepared import Preparation, Prepared
+from trakdask.explorer.tables import (
+    ROWS,
+    ConditionError,
+    TablePage,
+    TargetTable,
+    condition_mask,
+    few_values,
+    metadata,
+    require_position,
+    row_of,
+)
+from trakdask.explorer.view import View
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TARGET, lazy_features
 
 __all__ = ["Histogram", "Questions", "Words"]
 
-MOST_GROUPS = 1000
+_MOST_GROUPS = 1000
+_MOST_TARGETS = 25
+"""How many targets are columns where they have no groups."""
 
 _BINS = 60
 _ROWS_KEPT = 2
 """Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
 
-
 Words = Callable[..., xr.DataArray]
 
 _WITHOUT_WORDS = ("grad_cos", "relatif")
 """Estimators whose scores need norms of whole samples."""
+
+_OWN_ESTIMATOR = {"relatif": "trak", "grad_cos": "grad_dot", "tracin": "grad_dot"}
+"""Estimators without a self-influence of their own, and whose is taken."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,14 @@ class Questions:
 
     Parameters
     ----------
-    features, targets, estimator, power, damping, calibrate, learning_rates
-        As in :func:`trakdask.score`; a view may ask for another estimator and λ.
+    features, targets
+        As in :func:`trakdask.score`.
     words
         Returns the scores of tokens, given features, a target, positions of training samples and
         the options of a score; None if words are to have none.
+    **options
+        ``estimator``, ``power``, ``damping``, ``calibrate`` and ``learning_rates``, as in
+        :func:`trakdask.score`; a view may ask for another estimator and λ.
     """
 
     def __init__(
@@ -77,22 +87,14 @@ class Questions:
         features: xr.Dataset,
         targets: xr.Dataset,
         *,
-        estimator: Estimator = "auto",
-        power: Power = DEFAULT_POWER,
-        damping: Damping = "auto",
-        calibrate: xr.Dataset | None = None,
-        learning_rates: Any = None,
         words: Words | None = None,
+        **options: Any,
     ) -> None:
         self.features, self._words = features, words
         self.targets = TargetTable(targets)
-        self._attributions = Attributions(
-            features,
-            estimator=estimator, power=power, damping=damping, calibrate=calibrate,
-            learning_rates=learning_rates,
-        )  # fmt: skip
+        self.preparation = Preparation(features, **options)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
-        self._influences = lru_cache(4)(corpus.self_influences)
+        self._influences = lru_cache(4)(_self_influences)
         self._duplicates = lru_cache(4)(self._found_duplicates)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
@@ -110,16 +112,34 @@ class Questions:
     @cached_property
     def groupings(self) -> list[str]:
         """The coords of the training samples that have from 2 to 1,000 different values."""
-        return few_values(self.metadata, MOST_GROUPS)
+        return few_values(self.metadata, _MOST_GROUPS)
 
     @cached_property
     def checkpoints(self) -> list[str]:
         """The names of the checkpoints."""
         return [str(name) for name in self.features[CHECKPOINT].values]
 
-    def ready(self, view: View) -> Ready:
-        """Return features and targets under the setting of a view."""
-        return self._attributions.ready(view)
+    def prepared(self, view: View) -> Prepared:
+        """Return the features under the setting of a view."""
+        return self.preparation.of(view)
+
+    def condition_error(self, view: View) -> ConditionError | None:
+        """Return why the condition of a page cannot be evaluated; None if it can.
+
+        Looks at one training sample or target, and at both on the page of a target.
+        """
+        try:
+            if view.page == "targets" and view.targets_where:
+                condition_mask(self.targets.whole[:1], view.targets_where)
+            elif view.page == "target" and view.where:
+                one = self.features.isel({SAMPLE: slice(1)})
+                target = self.targets.one(view.target, self.features[CHECKPOINT].values)
+                _selected(td.score(one, target, estimator="grad_dot"), view.where)
+            elif view.where:
+                condition_mask(self.metadata[:1], view.where)
+        except ConditionError as err:
+            return err
+        return None
 
     def top(self, view: View, *, largest: bool = True) -> pd.DataFrame:
         """Return the k training samples that helped or harmed a target most.
@@ -128,7 +148,7 @@ class Questions:
         over checkpoints, NaN for one checkpoint; the coords of the sample. Fewer rows than k if the
         condition of the view selects fewer.
         """
-        scores, spread = self._scores(self.ready(view), view.target)
+        scores, spread = self._scores(self.prepared(view), view.target)
         mask = _selected(scores, view.where)
         n_selected = int(mask.sum())
         if n_selected == 0:
@@ -145,14 +165,17 @@ class Questions:
         (sample, token), with the coord ``text``; they add up to the scores of the samples.
         """
         assert self._words is not None
-        ready = self.ready(view)
-        target = self._target(ready, view.target)
-        scores = self._words(ready.features, target, position, **ready.options)
-        return computed(scores.isel({TARGET: 0}))
+        prepared = self.prepared(view)
+        target = self._target(prepared, view.target)
+        lazy = self._words(prepared.features, target, position, **prepared.options)
+        scores: xr.DataArray
+        (scores,) = compute(lazy.isel({TARGET: 0}))
+        return scores
 
     def has_words(self, view: View) -> bool:
         """Return whether words have scores under the estimator of a view."""
-        return self._words is not None and self.ready(view).estimator.name not in _WITHOUT_WORDS
+        estimator = self.preparation.estimator_of(view.estimator)
+        return self._words is not None and estimator.name not in _WITHOUT_WORDS
 
     def groups(self, view: View) -> pd.DataFrame:
         """Return the sum of a target's scores by group of training samples, largest sum first.
@@ -161,7 +184,7 @@ class Questions:
         samples that the condition of the view selects are counted.
         """
         by = view.group_by
-        scores, _ = self._scores(self.ready(view), view.target)
+        scores, _ = self._scores(self.prepared(view), view.target)
         codes, groups = group_codes(np.asarray(self.features[by].values))
         codes = np.where(_selected(scores, view.where), codes, -1)
         is_counted = codes >= 0
@@ -173,17 +196,20 @@ class Questions:
 
     def score_histogram(self, view: View) -> Histogram:
         """Return how the scores of one target are distributed over the training samples."""
-        scores, _ = self._scores(self.ready(view), view.target)
-        row = scores.values[:, 0]
+        row = self.scores(view)
         row = row[np.isfinite(row)]
         if not len(row):
             return Histogram(np.zeros(0, np.int64), np.zeros(1))
         low, high = row.min(), row.max()
         return Histogram(*np.histogram(row, np.linspace(low, _above(low, high), _BINS + 1)))
 
+    def scores(self, view: View) -> np.ndarray:
+        """Return the scores of all training samples for a target, (sample,)."""
+        return np.asarray(self._scores(self.prepared(view), view.target)[0].values[:, 0])
+
     def damping(self, view: View) -> xr.Dataset | None:
         """Return λ and the curve it was chosen by, as :func:`trakdask.damping`, computed."""
-        return self.ready(view).damping
+        return self.prepared(view).damping
 
     def targets_of(self, view: View) -> pd.DataFrame:
         """Return the targets that a training sample helped most and harmed most, best first.
@@ -191,10 +217,10 @@ class Questions:
         Columns: the coords of the targets, ``output``, ``loss``, ``disagreement`` and ``score``.
         At most 2 k rows.
         """
-        ready = self.ready(view)
-        require_position(view.sample, ready.features.sizes[SAMPLE], SAMPLE)
-        targets = self.targets.of(ready.features[CHECKPOINT].values)
-        (scores,) = compute(_scores_of_sample(ready, targets, view.sample))
+        prepared = self.prepared(view)
+        require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
+        targets = self.targets.of(prepared.features[CHECKPOINT].values)
+        (scores,) = compute(_scores_of_sample(prepared, targets, view.sample))
         order = np.argsort(-scores, kind="stable")
         order = order[~np.isnan(scores[order])]
         ends = order if len(order) <= 2 * view.k else np.r_[order[: view.k], order[-view.k :]]
@@ -203,11 +229,11 @@ class Questions:
 
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, Q and self-influence."""
-        ready = self.ready(view)
-        require_position(view.sample, ready.features.sizes[SAMPLE], SAMPLE)
-        one = ready.features.isel({SAMPLE: [view.sample]})
+        prepared = self.prepared(view)
+        require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
+        one = prepared.features.isel({SAMPLE: [view.sample]})
         influence, output, q = compute(
-            corpus.self_influence(ready, one).data, one["output"].data, one["out_to_loss"].data
+            _self_influence(prepared, one).data, one["output"].data, one["out_to_loss"].data
         )
         facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
         row = row_of(self.metadata, view.sample)
@@ -216,17 +242,17 @@ class Questions:
 
     def ranking(self, view: View) -> TablePage:
         """Return training samples by self-influence, largest first, a page of them."""
-        influence = self._influences(self.ready(view))
+        influence = self.influences(view)
         table = self.metadata.assign(self_influence=influence)
         if view.where:
-            table = table[self._mask(view.where)]
+            table = table[condition_mask(self.metadata, view.where)]
         table = table.sort_values("self_influence", ascending=False, kind="stable")
         page = table.iloc[view.first : view.first + ROWS]
         return TablePage(page, len(table), len(influence))
 
     def influence_histogram(self, view: View) -> Histogram:
         """Return how self-influence is distributed, in bins of equal width of its logarithm."""
-        values = self._influences(self.ready(view))
+        values = self.influences(view)
         positive = values[np.isfinite(values) & (values > 0)]
         if not len(positive):
             return Histogram(np.zeros(0, np.int64), np.zeros(1))
@@ -235,6 +261,10 @@ class Questions:
         edges[0], edges[-1] = min(edges[0], positive.min()), max(edges[-1], positive.max())
         return Histogram(*np.histogram(positive, bins=edges))
 
+    def influences(self, view: View) -> np.ndarray:
+        """Return the self-influence of every training sample, (sample,)."""
+        return self._influences(self.prepared(view))
+
     def heatmap(self, view: View, across: str = "") -> pd.DataFrame:
         """Return mean scores of groups of training samples (rows) and of targets (columns).
 
@@ -242,11 +272,12 @@ class Questions:
         targets of a group: those that share the value of the coord ``across`` of the targets. A
         cosine has no mean over targets, so under ``"grad_cos"`` columns are the first targets.
         """
-        ready = self.ready(view)
-        across = "" if ready.estimator.name == "grad_cos" else across
-        of = self.targets.of(ready.features[CHECKPOINT].values)
-        targets, names = corpus.mean_targets(of, across)
-        sums = computed(td.group_score(ready.features, targets, by=view.group_by, **ready.options))
+        prepared = self.prepared(view)
+        across = "" if prepared.estimator.name == "grad_cos" else across
+        of = self.targets.of(prepared.features[CHECKPOINT].values)
+        targets, names = _mean_targets(of, across)
+        lazy = td.group_score(prepared.features, targets, by=view.group_by, **prepared.options)
+        (sums,) = compute(lazy)
         index = pd.Index(sums[view.group_by].values, name=view.group_by)
         return pd.DataFrame(sums.values, index=index, columns=pd.Index(names, name=across))
 
@@ -255,35 +286,32 @@ class Questions:
 
         Columns: ``group``, the number of the group of duplicates; ``sample``; their coords.
         """
-        found = self._duplicates(str(self.ready(view).features[CHECKPOINT].values[0]))
-        table = self.metadata.iloc[found["sample"]].reset_index(drop=True)
-        return pd.concat([found, table], axis=1)
+        groups = self._duplicates(str(self.prepared(view).features[CHECKPOINT].values[0]))
+        table = self.metadata.iloc[groups["sample"]].reset_index(drop=True)
+        return pd.concat([groups, table], axis=1)
 
     def _found_duplicates(self, checkpoint: str) -> pd.DataFrame:
         return duplicates.duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
 
-    def _target(self, ready: Ready, position: int) -> xr.Dataset:
-        return self.targets.one(position, ready.features[CHECKPOINT].values)
+    def _target(self, prepared: Prepared, position: int) -> xr.Dataset:
+        return self.targets.one(position, prepared.features[CHECKPOINT].values)
 
-    def _scored(self, ready: Ready, position: int) -> tuple[xr.DataArray, np.ndarray]:
+    def _scored(self, prepared: Prepared, position: int) -> tuple[xr.DataArray, np.ndarray]:
         """Return the scores (sample, target) of one target, in memory but chunked as they were.
 
         And their standard errors over checkpoints (sample,), NaN for one checkpoint. All that the
         page of a target shows is taken from one such row.
         """
-        target = self._target(ready, position)
-        apart = td.score(ready.features, target, average=False, **ready.options)
+        target = self._target(prepared, position)
+        apart = td.score(prepared.features, target, average=False, **prepared.options)
         (values,) = compute(apart.data[:, 0])
-        scores = td.score(ready.features, target, **ready.options)
+        scores = td.score(prepared.features, target, **prepared.options)
         mean = values.mean(axis=1, dtype=np.float64).astype(scores.dtype)
         kept = da.from_array(mean[:, None], chunks=scores.chunks)
         n = values.shape[1]
         if n < 2:
             return scores.copy(data=kept), np.full(len(values), np.nan, np.float32)
         return scores.copy(data=kept), values.std(axis=1, ddof=1) / np.float32(np.sqrt(n))
-
-    def _mask(self, where: str) -> np.ndarray:
-        return condition_mask(self.metadata, where, SAMPLE)
 
     def _ranked(self, position: np.ndarray, score: np.ndarray, spread: np.ndarray) -> pd.DataFrame:
         ranked = pd.DataFrame({"sample": position, "score": score, "spread": spread})
@@ -296,9 +324,12 @@ def _selected(scores: xr.DataArray, where: str) -> np.ndarray:
     """Return which training samples meet a condition, for the only target of the scores."""
     if not where:
         return np.ones(scores.sizes[SAMPLE], bool)
-    mask = selection(scores, where)
-    if isinstance(mask, Condition):
-        mask = mask(_with_positions(scores)).isel({TARGET: 0}, missing_dims="ignore")
+    try:
+        mask = selection(scores, where)
+        if isinstance(mask, Condition):
+            mask = mask(_with_positions(scores)).isel({TARGET: 0}, missing_dims="ignore")
+    except ValueError as err:
+        raise ConditionError(str(err)) from err
     return np.asarray(mask.values)
 
 
@@ -314,21 +345,58 @@ def _above(low: float, high: float) -> float:
     return high if high > low else low + 1
 
 
-def _scores_of_sample(ready: Ready, targets: xr.Dataset, position: int) -> da.Array:
+def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) -> da.Array:
     """Return the scores of one training sample for all targets, (target,).
 
     With a gram matrix the sample's side is solved, one vector, instead of all targets'.
     """
-    sample = ready.features.isel({SAMPLE: [position]})
-    if not ready.estimator.has_gram:
-        own: da.Array = td.score(sample, targets, **ready.options).data[0]
-        return own
-    options = ready.options
+    sample = prepared.features.isel({SAMPLE: [position]})
+    if not prepared.estimator.has_gram:
+        scores: da.Array = td.score(sample, targets, **prepared.options).data[0]
+        return scores
+    options = prepared.options
     gathered = gather_options(
-        ready.features, options["estimator"], options["power"], options["damping"], None, None
+        prepared.features, options["estimator"], options["power"], options["damping"], None, None
     )
-    made = solver(lazy_features(ready.features), gathered)
+    solved = solver(lazy_features(prepared.features), gathered)
     rows, one = lazy_features(targets), lazy_features(sample)
-    products = arrays.score.score(rows["feature"].data, made.vectors(one), None)[:, 0]
-    scores: da.Array = products * made.weight(one).mean(axis=1)[0]
+    products = arrays.score.score(rows["feature"].data, solved.vectors(one), None)[:, 0]
+    scores = products * solved.weight(one).mean(axis=1)[0]
     return scores
+
+
+def _self_influence(prepared: Prepared, features: xr.Dataset) -> xr.DataArray:
+    """Return the lazy self-influence of some samples, under the gram matrix of all."""
+    name = _OWN_ESTIMATOR.get(prepared.estimator.name, prepared.estimator.name)
+    options = {name: value for name, value in prepared.options.items() if name != "learning_rates"}
+    return td.self_influence(features, **{**options, "estimator": name})
+
+
+def _self_influences(prepared: Prepared) -> np.ndarray:
+    """Return the self-influence of every training sample, (sample,)."""
+    (values,) = compute(_self_influence(prepared, prepared.features).data)
+    return np.asarray(values)
+
+
+def _mean_targets(targets: xr.Dataset, across: str) -> tuple[xr.Dataset, np.ndarray]:
+    """Return the mean features of groups of targets, as targets, and the names of the groups.
+
+    Scores are linear in the features of the target, so the score of the mean is the mean of the
+    scores. Without a coord to group by, they are the first targets themselves.
+    """
+    if not across:
+        first = targets.isel({SAMPLE: slice(_MOST_TARGETS)})
+        return first, np.arange(first.sizes[SAMPLE])
+    codes, groups = group_codes(targets[across].values)
+    counts = np.bincount(codes[codes >= 0], minlength=len(groups))
+    feature = lazy_features(targets)["feature"].data
+    weight = da.from_array(
+        np.repeat((1 / counts[codes])[:, None], feature.shape[2], axis=1),
+        chunks=(feature.chunks[0], 1),
+    )
+    means = arrays.groups.group_sum(feature, weight, codes, len(groups), pooled=False)
+    (values,) = compute(means)
+    dims = (SAMPLE, PROJ_DIM, CHECKPOINT)
+    data = da.from_array(values.astype(feature.dtype), chunks=(-1, -1, 1))
+    coords = {CHECKPOINT: targets[CHECKPOINT]}
+    return xr.Dataset({"feature": (dims, data)}, coords, targets.attrs), groups

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from base64 import b64encode
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -16,7 +16,7 @@ from trakdask.explorer.computing import compute
 from trakdask.plots.images import Normalize, as_colours
 from trakdask.variables import SAMPLE
 
-__all__ = ["Samples", "data_url"]
+__all__ = ["Samples"]
 
 _LEAST_SIDE = 4
 """Arrays with fewer rows or columns are no images."""
@@ -39,24 +39,33 @@ class Samples:
         Mean and standard deviation that images were normalized with.
     cmap
         Colour map of grey images.
+    added
+        Contents of samples that were added after these, as escaped HTML, by position.
     """
 
     samples: xr.Dataset | None
     text: Callable[[int], str] | None = None
     normalize: Normalize | None = None
     cmap: str = "gray_r"
+    added: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def has_images(self) -> bool:
-        """Whether samples are shown by an image."""
-        names = self.samples.data_vars if self.samples is not None else ()
-        return any(self._kind(str(name)) == "image" for name in names)
+    def with_added(self, position: int, html: str) -> Samples:
+        """Return these samples and one more."""
+        return replace(self, added={**self.added, position: html})
 
     def html(self, positions: Sequence[int], *, brief: bool = False) -> list[str]:
         """Return the content of some samples as escaped HTML, "" where there is nothing to show.
 
         ``brief`` leaves out everything but the first image or text. Reads these samples only.
         """
+        stored = [position for position in positions if position not in self.added]
+        contents = iter(self._stored(stored, brief=brief))
+        return [
+            self.added[position] if position in self.added else next(contents)
+            for position in positions
+        ]
+
+    def _stored(self, positions: Sequence[int], *, brief: bool) -> list[str]:
         if self.samples is None or not len(positions):
             return [""] * len(positions)
         names = [str(n) for n, v in self.samples.data_vars.items() if v.dims[:1] == (SAMPLE,)]
@@ -65,8 +74,8 @@ class Samples:
             ranked = sorted(names, key=lambda name: _BRIEF.index(kinds[name]))
             names = [name for name in ranked[:1] if kinds[name] != "numbers"]
         values = self._values(names, positions)
-        made = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
-        return ["".join(contents) for contents in zip(*made, strict=True)] or [""] * len(positions)
+        columns = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
+        return ["".join(row) for row in zip(*columns, strict=True)] or [""] * len(positions)
 
     def _kind(self, name: str) -> str:
         """Return how a variable is shown; from its shape and dtype, without reading it."""
@@ -88,7 +97,9 @@ class Samples:
 
     def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
         if kind == "image":
-            return [_image(url) for url in self._pictures(values)]
+            return [
+                f'<img src="{url}" alt="image of the sample">' for url in self._pictures(values)
+            ]
         if kind == "text":
             texts = [_joined(value) for value in values]
             return [f'<p class="text">{escape(_shortened(text))}</p>' for text in texts]
@@ -104,20 +115,14 @@ class Samples:
         grey = [image[np.isfinite(image)] for image in colours if image.ndim == 2]
         limits = np.concatenate(grey) if grey else np.zeros(0)
         low, high = (limits.min(), limits.max()) if len(limits) else (0.0, 1.0)
-        return [data_url(image, self.cmap, float(low), float(high)) for image in colours]
+        return [_data_url(image, self.cmap, float(low), float(high)) for image in colours]
 
 
 _BRIEF = ("image", "text", "tokens", "numbers")
 
 
-def data_url(image: np.ndarray, cmap: str, low: float, high: float) -> str:
-    """Return an image, (h, w) between two limits or (h, w, 3) between 0 and 1, as a PNG in a URL.
-
-    Examples
-    --------
-    >>> data_url(np.zeros((4, 4, 3)), "gray", 0, 1)[:22]
-    'data:image/png;base64,'
-    """
+def _data_url(image: np.ndarray, cmap: str, low: float, high: float) -> str:
+    """Return an image, (h, w) between limits or (h, w, 3) between 0 and 1, as a PNG in a URL."""
     from matplotlib.image import imsave  # optional dependency
 
     buffer = io.BytesIO()
@@ -126,10 +131,6 @@ def data_url(image: np.ndarray, cmap: str, low: float, high: float) -> str:
         limits = {"cmap": cmap, "vmin": low, "vmax": high if high > low else low + 1}
     imsave(buffer, np.nan_to_num(image), format="png", **limits)
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
-
-
-def _image(url: str) -> str:
-    return f'<img src="{url}" alt="image of the sample">'
 
 
 def _joined(value: object) -> str:

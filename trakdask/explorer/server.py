@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from panel.io.server import Server, get_server
 from tornado.web import RequestHandler
@@ -14,68 +14,24 @@ from tornado.web import RequestHandler
 from trakdask.checks import require_integer, shown
 from trakdask.files import explained
 
-if TYPE_CHECKING:
-    from trakdask.explorer.explorer import Explorer
-
-__all__ = ["serve", "server"]
+__all__ = ["server"]
 
 _TOKEN_BYTES = 24
 _NOTHING = 204
 
 
-def serve(
-    explorer: Explorer,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    announce: Callable[[str], object] = print,
-) -> None:
-    """Serve the explorer to browsers until Ctrl-C, or the end of the process.
+def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) -> tuple[Server, str]:
+    """Return a server of an app that listens, but has not been started, and its address.
 
-    The address contains a new random token of 192 bits. Whatever does not begin with it is refused
-    with the status 403: pages, the websocket and static files alike. Whoever has the address sees
-    all that the explorer shows, and may mark samples.
-
-    Parameters
-    ----------
-    explorer
-        What :func:`explore` returned. Each browser tab has a state of its own.
-    host
-        Address of this machine to listen at. By default only this machine can connect; with
-        ``"0.0.0.0"`` every machine of the network can, over plain HTTP.
-    port
-        Port to listen at; 0 takes a free one.
-    announce
-        Is given the address, once the server listens.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the host is no text, or the port is no port.
-    OSError
-        If this machine has no such address, or the port is taken.
-    """
-    made, url = server(explorer, host=host, port=port)
-    announce(url)
-    made.start()
-    try:
-        made.io_loop.start()
-    except KeyboardInterrupt:
-        made.stop()
-
-
-def server(explorer: Explorer, *, host: str = "127.0.0.1", port: int = 0) -> tuple[Server, str]:
-    """Return a server that listens, but has not been started, and its address.
-
-    It belongs to the current event loop; see :func:`serve` for parameters and errors.
+    It belongs to the current event loop; see :meth:`trakdask.explorer.Explorer.serve`.
     """
     if not isinstance(host, str):
         raise TypeError(f"expected host as text, got {shown(host)}; try host='127.0.0.1'")
     port = require_integer("port", port, 0, 2**16, remedy="try port=0, which takes a free one")
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     try:
-        made = get_server(
-            {"/": explorer.app}, port, host, title="trakdask", prefix=token, ico_path="none",
+        listening = get_server(
+            {"/": app}, port, host, title="trakdask", prefix=token, ico_path="none",
             extra_patterns=[("/favicon.ico", _NoIcon)], default_handler_class=_Refused,
             log_function=_log,
         )  # fmt: skip
@@ -86,8 +42,8 @@ def server(explorer: Explorer, *, host: str = "127.0.0.1", port: int = 0) -> tup
         )
         raise explained(err, text) from err
     # The token protects the websocket, under whatever name of this machine a browser knows it.
-    made._tornado.websocket_origins.add("*")
-    return made, f"http://{_in_url(host)}:{made.port}/{token}/"
+    listening._tornado.websocket_origins.add("*")
+    return listening, f"http://{_in_url(host)}:{listening.port}/{token}/"
 
 
 def _in_url(host: str) -> str:

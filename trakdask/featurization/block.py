@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import current_thread, main_thread
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from trakdask.arrays.weights import row_norms
 from trakdask.errors import BlockError
@@ -28,13 +28,18 @@ from trakdask.featurization.devices import (
 )
 from trakdask.featurization.failures import Block, BlockResults, is_of_samples
 from trakdask.featurization.job import Job, Samples
+from trakdask.featurization.streams import Sink, Streams, Sums
 from trakdask.models.checkpoints import Checkpoint, cache_states
+from trakdask.models.curvature import (
+    AxisProducts,
+    SquaredCoordinates,
+    factors_of,
+    rotations,
+    whole,
+)
 from trakdask.models.gradients import engine_of
-from trakdask.models.moments import scaled, scales
-from trakdask.models.products import Products
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_settings import few_threads, no_fast_path
-from trakdask.projection import ProjectionStream
+from trakdask.models.torch_internals import few_threads, no_fast_path
 
 __all__ = ["featurize_block", "multiply_block"]
 
@@ -48,9 +53,9 @@ def featurize_block(
 
     And last a mapping that says on what device, and by what kernels, they were computed.
     """
-    checkpoint, moments = weights.item()
+    checkpoint, moments, curvature = weights.item()
     with _task(job, checkpoint, start, arrays) as samples:
-        samples = replace(samples, moments=moments)
+        samples = replace(samples, moments=moments, curvature=curvature)
         feature, *others = _featurize_samples(samples, checkpoint)
         return feature, row_norms(feature), *others, described(samples.device)
 
@@ -62,7 +67,7 @@ def multiply_block(
 
     Otherwise as :func:`featurize_block`. Products with a vector that is not finite are NaN.
     """
-    (checkpoint, _), flat = weights.item(), torch.tensor(vectors[..., 0])
+    (checkpoint, *_), flat = weights.item(), torch.tensor(vectors[..., 0])
     is_finite = flat.isfinite().all(1)
     flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
     with _task(job, checkpoint, start, arrays) as samples:
@@ -76,6 +81,49 @@ def multiply_block(
         products, *others = _featurize_samples(replace(samples, vectors=by_name), checkpoint)
     products[..., ~is_finite.numpy(), :] = np.nan
     return products, *others
+
+
+def axis_products(
+    job: Job, power: float | None, weights: np.ndarray, start: np.ndarray, *arrays: np.ndarray
+) -> np.ndarray:
+    """Return Σ h M Mᵀ of every axis over a block of samples, (1, entry, 1) float64."""
+    shapes = job.model.shapes
+    length = max((place.stop for *_, place in factors_of(shapes)), default=0)
+
+    def collect(h: torch.Tensor, sums: np.ndarray) -> Sink:
+        return whole(shapes, AxisProducts(shapes, h, sums))
+
+    return _summed(job, weights, start, arrays, Sums(np.zeros(length), collect, power))
+
+
+def squared_coordinates(
+    job: Job,
+    power: float | None,
+    weights: np.ndarray,
+    start: np.ndarray,
+    eigenvectors: np.ndarray,
+    *arrays: np.ndarray,
+) -> np.ndarray:
+    """Return Σ h g² of every coordinate over a block of samples, (1, coordinate, 1) float64."""
+    shapes = job.model.shapes
+    total = np.zeros(job.row_map.n_parameters)
+    matrices = rotations(eigenvectors[:, 0], shapes, device_of_task(job.device))
+    collect = functools.partial(SquaredCoordinates, shapes)
+    return _summed(job, weights, start, arrays, Sums(total, collect, power, matrices))
+
+
+def _summed(
+    job: Job, weights: np.ndarray, start: np.ndarray, arrays: tuple[np.ndarray, ...], sums: Sums
+) -> np.ndarray:
+    checkpoint, *_ = weights.item()
+    with _task(job, checkpoint, start, arrays) as samples:
+        _featurize_samples(replace(samples, keeps_rows=False), checkpoint, sums)
+        if not np.isfinite(sums.total).all():
+            raise ValueError(
+                "expected finite gradients for the curvature, got NaN or infinity; try "
+                "td.featurize(samples, model, on_error='record'), which says in which samples"
+            )
+    return sums.total[None, :, None]
 
 
 @contextmanager
@@ -107,7 +155,7 @@ def _circumstances(job: Job, arrays: tuple[np.ndarray, ...], err: Exception) -> 
     return f"\nThe inputs of the block were {given}{advice}"
 
 
-def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
+def _featurize_samples(samples: Samples, checkpoint: Checkpoint, sums: Sums | None = None) -> Block:
     job, device = samples.job, samples.device
     forward = job.model.forward(checkpoint)
     if job.precision.dtype is not None:
@@ -117,17 +165,16 @@ def _featurize_samples(samples: Samples, checkpoint: Checkpoint) -> Block:
     checked = checked_of(job.checked_as)
     checked.measure(samples, forward)
     samples = replace(samples, trims=bool(checked.ignores_padding))
-    check = BlockCheck(checked, samples, forward)
+    streams = Streams(samples, forward, checkpoint, sums)
+    check = BlockCheck(checked, samples, forward, streams.rotations)
     size = _micro_batch(samples, checked.activation_bytes, budget_bytes(forward.parameters, device))
-    moments = samples.moments
-    factors = scales(moments, job.row_map.names, device) if moments else None
     rows = BlockResults.empty(samples, checkpoint)
     todo = _slices(0, len(samples), size)
     while todo:
         part = todo.pop()
         n = part.stop - part.start
         try:
-            block = _featurize_micro_batch(samples, forward, checkpoint, part, factors, check)
+            block = _featurize_micro_batch(samples, forward, part, streams, check)
         except Exception as err:
             if n > 1 and is_out_of_memory(err):
                 _log.warning("out of memory: continuing with micro-batches of %d samples", n // 2)
@@ -152,29 +199,21 @@ def _slices(start: int, stop: int, size: int) -> list[slice]:
 def _featurize_micro_batch(
     samples: Samples,
     forward: Forward,
-    checkpoint: Checkpoint,
     part: slice,
-    factors: Mapping[str, Tensor] | None,
+    streams: Streams,
     check: BlockCheck,
 ) -> Block:
     job, n = samples.job, part.stop - part.start
     run, batch = engine_of(job.engine), samples.batch(part)
-    stream: ProjectionStream | Products
-    sink: Any
-    partition = None
-    if job.partition is not None and samples.vectors is not None:
-        partition = job.partition.of(batch)
-        stream = sink = partition.products(samples.vectors, n)
-    else:
-        stream = ProjectionStream(job.projector, job.row_map, n, checkpoint.id, samples.device)
-        sink = scaled(stream, factors) if factors else stream
+    stream, sink = streams.open(batch)
     sink = check.watched(part, sink)
-    f, q = run(forward, job.model.task, batch, job.row_map.names, sink)
+    f, q = run(forward, job.model.task, batch, job.row_map.names, sink, streams.rotations)
     feature = stream.result().numpy(force=True)
-    if partition is not None:
-        products = feature.reshape(n, partition.size, -1)
+    if job.partition is not None:
+        size = job.partition.of(batch).size
+        products = feature.reshape(n, size, -1)
         feature = np.zeros(samples.feature_shape(n), np.float32)
-        feature[:, : partition.size] = products  # those of padding, which was cut, are zero
+        feature[:, :size] = products  # those of padding, which was cut, are zero
     block = feature, f.numpy(force=True), q.numpy(force=True)
     check.require_right(part, sink, block)
     return block

@@ -15,6 +15,7 @@ from torch import Tensor
 from trakdask.featurization.devices import activation_bytes
 from trakdask.featurization.failures import ModelError
 from trakdask.featurization.job import Samples
+from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.gradient_checks import (
     WeightedSum,
     require_same_as_loop,
@@ -24,7 +25,7 @@ from trakdask.models.gradient_checks import (
 )
 from trakdask.models.independence import reads_values, require_close, require_same_alone
 from trakdask.models.padding import ignores_padding
-from trakdask.models.products import Products
+from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.protocol import SampleError
 
@@ -88,12 +89,21 @@ class BlockCheck:
         The samples of the block.
     forward
         The model.
+    rotations
+        The coordinates of the gradients that are checked.
     """
 
-    def __init__(self, checked: Checked, samples: Samples, forward: Forward) -> None:
+    def __init__(
+        self,
+        checked: Checked,
+        samples: Samples,
+        forward: Forward,
+        rotations: Rotations | None = None,
+    ) -> None:
         self._checked, self._samples, self._forward = checked, samples, forward
         self._task, self._engine = samples.job.model.task, samples.job.engine
         self._names = samples.job.row_map.names
+        self._rotations = rotations
         # Drawn from the place of the block, so that a task that runs again checks the same sample.
         draw = np.random.default_rng(int(samples.positions[0]))
         self._spot = int(draw.integers(len(samples)))
@@ -155,7 +165,7 @@ class BlockCheck:
         self._require_same_alone(batch, *(map(torch.from_numpy, block[1:]) if is_of_batch else ()))
         if isinstance(sink, WeightedSum) and all(np.isfinite(array).all() for array in block):
             weights = sample_weights(self._forward, part.stop - part.start)
-            expected, *_ = summed_gradient(self._forward, self._task, batch, self._names, weights)
+            expected, *_ = self._summed_gradient(batch, weights)
             require_same_sum(self._engine, sink.sums, expected)
         elif isinstance(sink, Products) and self._checked.n_samples == 0:
             few = self._samples.batch(slice(part.start, min(part.start + 2, part.stop)))
@@ -166,15 +176,22 @@ class BlockCheck:
         if not all(np.isfinite(array[row]).all() for array in block):
             return
         one = self._samples.batch(slice(self._spot, self._spot + 1))
-        expected, *alone = summed_gradient(
-            self._forward, self._task, one, self._names, torch.ones(1)
-        )
+        expected, *alone = self._summed_gradient(one, torch.ones(1))
         if isinstance(sink, WeightedSum):
             require_same_sum(self._engine, sink.sums, expected, _ROUGHLY)
         output, out_to_loss = map(torch.from_numpy, block[1:])
         f, q = map(float, alone)
         in_batch = output, out_to_loss
-        require_close(self._forward, self._task, one, row, in_batch, (f, q), _ROUGHLY)
+        require_close(self._forward, row, in_batch, (f, q), _ROUGHLY)
+
+    def _summed_gradient(
+        self, batch: Batch, weights: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        expected, f, q = summed_gradient(self._forward, self._task, batch, self._names, weights)
+        for name, matrices in (self._rotations or {}).items():
+            flat = expected[name].reshape(1, -1)
+            expected[name] = rotated(flat, tuple(expected[name].shape), matrices)[0]
+        return expected, f, q
 
 
 @contextmanager

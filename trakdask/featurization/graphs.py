@@ -13,11 +13,25 @@ import torch
 from dask.base import tokenize
 
 from trakdask.arrays.blocks import take
-from trakdask.featurization.block import featurize_block, multiply_block
+from trakdask.featurization.block import (
+    axis_products,
+    featurize_block,
+    multiply_block,
+    squared_coordinates,
+)
 from trakdask.featurization.failures import ERROR_DTYPE
 from trakdask.featurization.job import Job
-from trakdask.models.moments import scales
+from trakdask.models.curvature import (
+    Shapes,
+    eigenvectors_of,
+    factors_by_name,
+    factors_of,
+    rotated,
+    rotations,
+)
+from trakdask.models.kept_checkpoints import scales
 from trakdask.projection.back_projection import back_project
+from trakdask.projection.leading import back_project_leading
 
 __all__ = ["Inputs", "lazy_arrays", "lazy_products"]
 
@@ -83,11 +97,53 @@ def lazy_products(job: Job, inputs: Inputs, token: str, vectors: da.Array) -> Ar
     return {"product": product} | _others(job, bundle.blocks[:, :1], "svc", token)
 
 
+def lazy_curvature(
+    job: Job, inputs: Inputs, token: str, power: float | None
+) -> tuple[da.Array, da.Array]:
+    """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
+
+    Two passes over the samples, a task for every block of each; their sums are added up in a tree.
+    """
+    shapes = job.model.shapes
+    token = tokenize(token, power)
+    rows = next(iter(inputs.values())).chunks[0]
+    n_entries = max((place.stop for *_, place in factors_of(shapes)), default=0)
+
+    def summed(run: Callable[..., Any], length: int, title: str, *more: Any) -> da.Array:
+        blocks = da.blockwise(
+            run, "bec",
+            _shared(job, token), None, power, None, _weights(job, token), "c",
+            _starts(rows, token), "b", *more, *_indexed(inputs, "b"),
+            new_axes={"e": length}, adjust_chunks={"b": 1}, name=f"{title}-{token}",
+            dtype=np.float64, meta=np.empty((0, 0, 0)), concatenate=True, align_arrays=False,
+        )  # fmt: skip
+        total: da.Array = blocks.sum(axis=0, split_every=4)
+        return total
+
+    sums = summed(axis_products, n_entries, "axis-products")
+    vectors = da.map_blocks(_eigenvectors, sums, shapes, dtype=np.float32)
+    squares = summed(squared_coordinates, job.row_map.n_parameters, "squares", vectors, "xc")
+    return vectors, squares / sum(rows)
+
+
+def _eigenvectors(sums: np.ndarray, shapes: Shapes) -> np.ndarray:
+    return eigenvectors_of(sums[:, 0], shapes)[:, None]
+
+
 def _back_project(job: Job, weights: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     """Return what gradients are to be multiplied with, (vector, row, 1)."""
-    (checkpoint, moments), rows = weights.item(), job.row_map
+    (checkpoint, moments, curvature), rows = weights.item(), job.row_map
     flat = torch.tensor(vectors[..., 0])
-    found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
+    if curvature:
+        found = back_project_leading(job.projector, rows, checkpoint.id, flat, curvature.leading)
+        # For every gradient g and vector v, (s U'g)·v = g·(U s v), s being the scale.
+        matrices = rotations(curvature.eigenvectors, job.model.shapes, flat.device)
+        for name, scale in factors_by_name(curvature, job.model.shapes, flat.device).items():
+            place = slice(rows.offset(name), rows.offset(name) + rows.size(name))
+            back = {axis: matrix.T for axis, matrix in matrices[name].items()}
+            found[:, place] = rotated(found[:, place] * scale, rows.shape(name), back)
+    else:
+        found = back_project(job.projector.bind(rows), rows, checkpoint.id, flat)
     if moments:
         factors = scales(moments, rows.names, torch.device("cpu"))
         for name, factor in factors.items():
@@ -126,10 +182,14 @@ def _shared(job: Job, token: str) -> Any:
 
 
 def _weights(job: Job, token: str) -> da.Array:
-    """Return each checkpoint, with its second moments, as one task: they may be in memory."""
+    """Return each checkpoint, with its second moments and its curvature, as one task.
+
+    They may be in memory, and large.
+    """
     weights = np.empty(len(job.model.checkpoints), object)
     for i, checkpoint in enumerate(job.model.checkpoints):
-        weights[i] = checkpoint, job.model.second_moments.get(checkpoint.name)
+        name = checkpoint.name
+        weights[i] = checkpoint, job.model.second_moments.get(name), job.model.curvature.get(name)
     array: da.Array = da.from_array(weights, chunks=1, name=f"checkpoint-{token}")
     return array
 
@@ -166,7 +226,7 @@ def _take_of_first(results: Any, key: Any) -> Any:
     return results[0][key]
 
 
-def _indexed(inputs: Inputs) -> Iterator[Any]:
+def _indexed(inputs: Inputs, block: str = "s") -> Iterator[Any]:
     for name, array in inputs.items():
         yield array
-        yield ("s", *(f"{name}.{axis}" for axis in range(1, array.ndim)))
+        yield (block, *(f"{name}.{axis}" for axis in range(1, array.ndim)))

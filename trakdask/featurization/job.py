@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from trakdask.models.checkpoints import Checkpoint
+from trakdask.models.curvature import Curvature
 from trakdask.models.gradients import number_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.padding import order_by_length, trimmed
-from trakdask.models.products import Products
+from trakdask.models.rules import Products
 from trakdask.models.tasks import Batch
 from trakdask.models.tasks.protocol import SampleError
 from trakdask.projection import Projector, RowMap
@@ -151,6 +152,10 @@ class Samples:
     device: torch.device
     moments: Checkpoint | None = None
     """The second moments that scale gradients."""
+    curvature: Curvature | None = None
+    """The coordinates that gradients are projected in."""
+    keeps_rows: bool = True
+    """Whether a sample has features; False where gradients are only added up."""
     trims: bool = False
     """Whether padding that all samples of a batch share is cut."""
     vectors: Mapping[str, Tensor] | None = None
@@ -164,7 +169,7 @@ class Samples:
         """Length of a feature, or the number of products in its place."""
         if self.vectors is not None:
             return len(next(iter(self.vectors.values())))
-        return self.job.projector.width(self.job.row_map.n_rows)
+        return self.job.projector.width(self.job.row_map.n_rows) if self.keeps_rows else 0
 
     def feature_shape(self, n_samples: int) -> tuple[int, ...]:
         """Return the shape of the features of some samples at one checkpoint."""

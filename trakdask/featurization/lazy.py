@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 import xarray as xr
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from trakdask._version import __version__
 from trakdask.featurization.devices import check_device, largest_memory
@@ -18,8 +18,10 @@ from trakdask.featurization.graphs import Inputs, lazy_arrays
 from trakdask.featurization.job import DType, Job, OnError, Partition, Precision
 from trakdask.models.gradients import ENGINES, choose_engine, elements_at_once
 from trakdask.models.model import Model
+from trakdask.models.rules import BATCH_NORMS
 from trakdask.models.tasks import task_spec
 from trakdask.projection import SJLT, Projector, RowMap
+from trakdask.projection.leading import n_leading
 from trakdask.projection.memory import require_block_fits
 from trakdask.provenance import digest
 from trakdask.samples import lazy_variables, normalise_coord, source_of, validate_samples
@@ -32,7 +34,11 @@ Divide = Callable[[Model, Inputs], Partition]
 
 _log = logging.getLogger(__name__)
 
-_SCALED = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
+_MOMENTS = "feature = p^-1/2 P^T D grad f, D = (sqrt(v) + 1e-8)^-1/2 with Adam's second moments v"
+_CURVATURE = (
+    "feature = [leading | q^-1/2 P^T others] of (L + d mean(L))^-1/2 U^T grad f, with eigenvalues "
+    "L and eigenvectors U of the curvature; leading coordinates are the first half of the columns"
+)
 _MICRO_BATCH_BYTES = 2**28
 _MICRO_BATCH_MOST = 256
 
@@ -204,11 +210,12 @@ def prepare(
     device: str,
     on_error: OnError,
     divide: Divide | None = None,
+    adds_up: bool = False,
 ) -> Prepared:
     """Check the arguments of :func:`featurize`, and gather what its graph is built from.
 
     ``divide`` says how to divide samples into parts, whose gradients are multiplied with vectors
-    and not projected.
+    and not projected; ``adds_up``, that gradients are only added up.
     """
     _require_options(model, gradients, dtype, on_error)
     projector = _chosen_projector(projector)
@@ -217,6 +224,8 @@ def prepare(
     _require_running_statistics(model)
     row_map = RowMap.from_shapes(model.shapes, alignment=projector.row_alignment)
     projector = projector.bind(row_map)
+    if model.curvature:
+        n_leading(projector, row_map.n_parameters)
     inputs = _inputs(samples, model)
     partition = divide(model, inputs) if divide else None
     engine, reason = _engine(gradients, model, partition)
@@ -224,6 +233,8 @@ def prepare(
     n_parts = partition.size if partition else 1
     sizes = {name: row_map.size(name) for name in row_map.names}
     held = elements_at_once(engine, model.meta_module(), sizes)
+    if adds_up:  # the products of its axes take the whole gradient of a weight
+        held = max(held, *sizes.values())
     if engine == "tokens":
         held *= n_parts
     size = _batch_size(batch_size, "hooks" if partition else engine, held)
@@ -310,10 +321,16 @@ def _attrs(job: Job, samples: xr.Dataset) -> dict[str, Any]:
         "device": job.device,
         "on_error": job.on_error,
         **({"parts": job.partition.spec()} if job.partition else {}),
-        "formula": _SCALED if job.model.second_moments else "feature = p^-1/2 P^T grad f",
+        "formula": _formula(job.model),
         "trakdask_version": __version__,
         "torch_version": str(torch.__version__),
     }
+
+
+def _formula(model: Model) -> str:
+    if model.curvature:
+        return _CURVATURE
+    return _MOMENTS if model.second_moments else "feature = p^-1/2 P^T grad f"
 
 
 def _require_options(model: object, gradients: object, dtype: object, on_error: object) -> None:
@@ -352,7 +369,8 @@ def _chosen_projector(projector: Projector | None) -> Projector:
 def _require_running_statistics(model: Model) -> None:
     """Reject batch normalization by statistics of the batch, which mixes samples."""
     for path, module in model.meta_module().named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is None:
+        is_norm = isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm))
+        if is_norm and module.running_mean is None:
             raise ValueError(
                 "expected batch normalization with running statistics, got layer "
                 f"{path or type(module).__name__!r} with track_running_stats=False, which "

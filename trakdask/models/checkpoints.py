@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,19 +22,6 @@ from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.files import Folder, location
 from trakdask.models.folders import checkpoint_folders, require_weight_files, weight_files
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointLike",
-    "State",
-    "States",
-    "cache_states",
-    "cached_state",
-    "digest_state",
-    "folder_at",
-    "make_checkpoints",
-    "place_of",
-]
 
 State = dict[str, Tensor]
 CheckpointLike = str | Path | Mapping[str, Tensor]
@@ -63,11 +49,13 @@ class States:
             if digest not in self._states:
                 self._states[digest] = read()
             self._states.move_to_end(digest)
-            sizes = [_bytes(state) for state in self._states.values()]
-            while len(sizes) > _FEWEST_STATES and sum(sizes) > self.most_bytes:
+            while len(self._states) > _FEWEST_STATES and self._n_bytes() > self.most_bytes:
                 self._states.popitem(last=False)
-                sizes.pop(0)
             return self._states[digest]
+
+    def _n_bytes(self) -> int:
+        states = self._states.values()
+        return sum(tensor.nbytes for state in states for tensor in state.values())
 
     def digests(self) -> list[str]:
         """Return which state dicts are in memory, the most recently used last."""
@@ -77,10 +65,6 @@ class States:
         """Forget all of them."""
         with self._lock:
             self._states.clear()
-
-
-def _bytes(state: State) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
 
 
 _states = States()
@@ -152,17 +136,15 @@ def make_checkpoints(
     if not named:
         raise ValueError("expected at least one checkpoint, got none; try checkpoints=['model.pt']")
     opened = [_open(name, value, key, accept) for name, value in named.items()]
-    digests = [each.digest for each in opened]
-    if twice := {digest for digest in digests if digests.count(digest) > 1}:
-        names = [each.name for each in opened if each.digest in twice]
+    digests = [checkpoint.digest for checkpoint in opened]
+    if len(set(digests)) < len(digests):
+        twice = [each.name for each in opened if digests.count(each.digest) > 1]
         raise ValueError(
-            f"expected checkpoints with different weights, got the same in {names}; try leaving "
+            f"expected checkpoints with different weights, got the same in {twice}; try leaving "
             "the copies out, since they add nothing to the mean"
         )
-    return tuple(
-        dataclasses.replace(each, id=id)
-        for each, id in zip(opened, _ids(digests, ids), strict=True)
-    )
+    numbers = _ids(digests, ids)
+    return tuple(replace(each, id=id) for each, id in zip(opened, numbers, strict=True))
 
 
 def digest_state(state: Mapping[str, Tensor]) -> str:
@@ -176,8 +158,10 @@ def digest_state(state: Mapping[str, Tensor]) -> str:
 
 
 def _digest(state: Mapping[str, Tensor], base: Checkpoint | None) -> str:
-    own = digest_state(state)
-    return own if base is None else hashlib.sha256(f"{base.digest}|{own}".encode()).hexdigest()
+    digest = digest_state(state)
+    if base is None:
+        return digest
+    return hashlib.sha256(f"{base.digest}|{digest}".encode()).hexdigest()
 
 
 def cached_state(checkpoint: Checkpoint) -> State:
@@ -198,9 +182,7 @@ def cache_states(most_bytes: int) -> None:
 
 def _read_verified(checkpoint: Checkpoint) -> State:
     source = checkpoint.source() if callable(checkpoint.source) else checkpoint.source
-    if not isinstance(source, Mapping):
-        source = _merged(read_state(place, checkpoint.key) for place in source)
-    state = dict(source)
+    state = dict(source) if isinstance(source, Mapping) else _read_files(source, checkpoint.key)
     if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
         raise CheckpointError(
             f"expected checkpoint {checkpoint.name!r} as it was when the td.Model was created "
@@ -263,7 +245,7 @@ def _named(
     checkpoints: Iterable[CheckpointLike] | Mapping[str, CheckpointLike],
 ) -> dict[str, CheckpointLike]:
     if isinstance(checkpoints, (str, Path)):
-        folder = folder_at(place_of(checkpoints))
+        folder = folder_at(location(checkpoints))
         of_run = checkpoint_folders(folder) if folder and not weight_files(folder) else []
         return _named(of_run or [checkpoints])
     if isinstance(checkpoints, Mapping):
@@ -279,27 +261,30 @@ def _named(
             f"{type(checkpoints).__name__} {shown(checkpoints)}; try checkpoints=['model.pt']"
         )
     values = list(checkpoints)
-    places = [place_of(value) for value in values if isinstance(value, (str, Path))]
-    stems = [Path(each).name if folder_at(each) else Path(each).stem for each in places]
-    unique = len(stems) == len(values) == len(set(stems))
-    return dict(zip(stems if unique else map(str, range(len(values))), values, strict=True))
+    places = [location(value) for value in values if isinstance(value, (str, Path))]
+    names = [Path(place).name if folder_at(place) else Path(place).stem for place in places]
+    if not len(names) == len(values) == len(set(names)):
+        names = [str(position) for position in range(len(values))]
+    return dict(zip(names, values, strict=True))
 
 
 def _open(name: str, value: CheckpointLike, key: str | None, accept: Accept) -> Checkpoint:
-    place = place_of(value) if isinstance(value, (str, Path)) else None
-    folder = None if place is None else folder_at(place)
-    if folder is not None:
-        files = [f"{folder.url}/{each}" for each in require_weight_files(folder)]
-    else:
-        files = [] if place is None else [place]
-    if files:
-        state = _merged(read_state(file, key) for file in files)
+    folder, source = None, tuple[str, ...]()
+    if isinstance(value, (str, Path)):
+        place = location(value)
+        folder = folder_at(place)
+        source = tuple(require_weight_files(folder)) if folder else (place,)
+        state = _read_files(source, key)
     else:  # copied, because the caller may continue to train the module
         state = {n: t.detach().cpu().clone() for n, t in _state(value, name, key).items()}
     base = accept(name, state, folder)
     digest = _digest(state, base)
     _states.get(digest, lambda: state)
-    return Checkpoint(name, tuple(files) or state, digest, 0, base, key)
+    return Checkpoint(name, source or state, digest, 0, base, key)
+
+
+def _read_files(places: Iterable[str], key: str | None) -> State:
+    return {name: tensor for place in places for name, tensor in read_state(place, key).items()}
 
 
 def folder_at(place: str) -> Folder | None:
@@ -307,24 +292,6 @@ def folder_at(place: str) -> Folder | None:
     is_url = "://" in place
     is_folder = Path(place).suffix not in _SUFFIXES if is_url else os.path.isdir(place)
     return Folder(place) if is_folder else None
-
-
-def _merged(states: Iterable[State]) -> State:
-    merged: State = {}
-    for state in states:
-        if twice := [name for name in state if name in merged]:
-            raise CheckpointError(
-                f"expected each tensor in one of the files of a checkpoint, got {twice[0]!r} in "
-                "two of them; try saving the model again"
-            )
-        merged |= state
-    return merged
-
-
-def place_of(value: str | Path) -> str:
-    """Return the absolute path, or the URL, of a file or folder."""
-    is_url = isinstance(value, str) and "://" in value
-    return location(value) if is_url else str(Path(value).absolute())
 
 
 def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:

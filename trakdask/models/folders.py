@@ -13,16 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from trakdask.errors import CheckpointError
-from trakdask.files import Folder
-
-__all__ = [
-    "base_folder",
-    "checkpoint_folders",
-    "complete_adapter",
-    "is_adapter",
-    "require_weight_files",
-    "weight_files",
-]
+from trakdask.files import Folder, location
 
 State = dict[str, Tensor]
 
@@ -60,12 +51,13 @@ def weight_files(folder: Folder) -> list[str]:
 
 
 def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
-    weight_map = _read_json(folder, index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    try:
+        names = sorted(set(folder.read_json(index)["weight_map"].values()))
+    except (ValueError, KeyError) as err:
         raise CheckpointError(
-            f"expected 'weight_map' in {folder.url}/{index}, got none; try copying the folder again"
-        )
-    names = sorted({str(name) for name in weight_map.values()})
+            f"expected the files of all tensors in {folder.url}/{index}, which cannot be read "
+            f"({type(err).__name__}: {err}); try copying the folder again"
+        ) from err
     if missing := [name for name in names if name not in present]:
         raise CheckpointError(
             f"expected the {len(names)} files with weights in {folder.url!r} that its index names, "
@@ -74,18 +66,10 @@ def _shards(folder: Folder, index: str, present: list[str]) -> list[str]:
     return names
 
 
-def _read_json(folder: Folder, name: str) -> dict[str, object]:
-    try:
-        content = folder.read_json(name)
-    except ValueError as err:
-        raise CheckpointError(f"{folder.url}/{name} cannot be read: {err}") from err
-    return content if isinstance(content, dict) else {}
-
-
 def require_weight_files(folder: Folder) -> list[str]:
-    """Return the names of the files with weights as :func:`weight_files`; there must be some."""
+    """Return the places of the files with weights as :func:`weight_files`; there must be some."""
     if files := weight_files(folder):
-        return files
+        return [f"{folder.url}/{name}" for name in files]
     if steps := checkpoint_folders(folder):
         raise CheckpointError(
             f"expected a folder with weights as checkpoint, got {folder.url!r} with the folders "
@@ -121,11 +105,9 @@ def base_folder(adapter: Folder) -> str | None:
     """Return where the base model is that an adapter names, if that is a folder with weights."""
     if _ADAPTER_CONFIG not in adapter.names():
         return None
-    name = _read_json(adapter, _ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        return None
-    folder = Folder(name if "://" in name else str(Path(name).absolute()))
-    return folder.url if weight_files(folder) else None
+    name = adapter.read_json(_ADAPTER_CONFIG).get("base_model_name_or_path")
+    folder = Folder(location(name)) if name else None
+    return folder.url if folder and weight_files(folder) else None
 
 
 def complete_adapter(

@@ -14,21 +14,15 @@ import torch
 from torch import Tensor
 
 from trakdask.models.gradients import Sink, engine_of, out_to_loss_of, require_per_sample
-from trakdask.models.independence import row_of, tolerance
+from trakdask.models.independence import allowed_error, row_of
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import CachingForward
 
-__all__ = [
-    "WeightedSum",
-    "require_same_as_loop",
-    "require_same_sum",
-    "sample_weights",
-    "summed_gradient",
-]
-
+# Engines to try where another one is wrong.
 _SAFER = {"hooks": "'vmap', or 'loop'", "vmap": "'loop'", "tokens": "'loop'"}
-"""Engines to try where another one is wrong."""
 
+# Samples in a weighted sum: the errors of more would add up to what a wrong gradient looks like,
+# and eight still show a gradient that belongs to another sample.
 _MOST_IN_HALF_PRECISION = 8
 
 
@@ -115,8 +109,7 @@ def require_same_sum(
     expected
         Of :func:`summed_gradient`.
     least
-        Relative error that is allowed at least, if the sums are of a batch and of samples alone,
-        between which rounding errors may grow. By default that of :func:`tolerance`.
+        As in :func:`allowed_error`.
 
     Raises
     ------
@@ -129,9 +122,7 @@ def require_same_sum(
     norm, error = flat.norm(), errors.norm()
     # With weights drawn from a normal distribution, the norm of the sum is about that of a sample's
     # gradient times the root of their number, so rounding stays as small in the sum as in each.
-    kinds = {(g.dtype, g.device.type) for g in expected.values()}
-    allowed = max(tolerance(*kind) for kind in kinds)
-    if error > (max(least, 4 * allowed) if least else allowed) * norm:
+    if error > allowed_error(expected.values(), least) * norm:
         sizes = [gradient.numel() for gradient in expected.values()]
         of_parameters = torch.stack([part.norm() for part in errors.split(sizes)])
         name = list(expected)[int(of_parameters.argmax())]

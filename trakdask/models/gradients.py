@@ -13,28 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.hook_plan import hook_plan, hookable_layers
 from trakdask.models.hooks import GradientCollector, whole_parameters
 from trakdask.models.independence import reads_values, require_same_alone, row_of
 from trakdask.models.tasks import Batch, Forward, Task, TrakTask
 from trakdask.models.tasks.protocol import CachingForward
-from trakdask.models.torch_settings import no_fast_path
-
-__all__ = [
-    "ENGINES",
-    "Engine",
-    "Sink",
-    "choose_engine",
-    "elements_at_once",
-    "engine_of",
-    "hooks_gradients",
-    "loop_gradients",
-    "number_of_tokens",
-    "out_to_loss_of",
-    "require_per_sample",
-    "token_gradients",
-    "vmap_gradients",
-]
+from trakdask.models.torch_internals import no_fast_path
 
 
 class Sink(Protocol):
@@ -48,14 +33,28 @@ class Engine(Protocol):
     """A way to compute per-sample gradients."""
 
     def __call__(
-        self, forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
+        self,
+        forward: Forward,
+        task: Task,
+        batch: Batch,
+        names: Sequence[str],
+        sink: Sink,
+        rotations: Rotations | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Pass gradients to the sink; return output and out_to_loss, both (batch,) float32."""
+        """Pass gradients to the sink; return output and out_to_loss, both (batch,) float32.
+
+        ``rotations`` are other coordinates in which the sink receives the gradients.
+        """
 
 
 @no_fast_path()
 def loop_gradients(
-    forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
+    forward: Forward,
+    task: Task,
+    batch: Batch,
+    names: Sequence[str],
+    sink: Sink,
+    rotations: Rotations | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Differentiate sample by sample with ``torch.autograd.grad``; the reference for other engines.
 
@@ -74,7 +73,7 @@ def loop_gradients(
             gradients[name][i] = gradient.reshape(-1)
         outputs[i] = output.detach()[0]
     for name in names:
-        sink(name, gradients.pop(name))
+        sink(name, _in_coordinates(gradients.pop(name), name, forward, rotations))
     if reads_values(forward, task, batch):  # samples of a batch might share a branch
         alone = [out_to_loss_of(forward, task, row_of(batch, i)) for i in range(size)]
         return outputs, torch.cat(alone)
@@ -83,7 +82,12 @@ def loop_gradients(
 
 @no_fast_path()
 def vmap_gradients(
-    forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
+    forward: Forward,
+    task: Task,
+    batch: Batch,
+    names: Sequence[str],
+    sink: Sink,
+    rotations: Rotations | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Vectorize the gradient of one sample with ``torch.func``.
 
@@ -102,12 +106,18 @@ def vmap_gradients(
     gradients, outputs = every(selected, dict(batch))
     size = batch.size
     for name in names:
-        sink(name, gradients.pop(name).reshape(size, -1))
+        gradient = gradients.pop(name).reshape(size, -1)
+        sink(name, _in_coordinates(gradient, name, forward, rotations))
     return outputs.float(), out_to_loss_of(forward, task, batch)
 
 
 def hooks_gradients(
-    forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
+    forward: Forward,
+    task: Task,
+    batch: Batch,
+    names: Sequence[str],
+    sink: Sink,
+    rotations: Rotations | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute gradients layer by layer during one batched backward pass.
 
@@ -116,11 +126,16 @@ def hooks_gradients(
     Memory: activations of the batch, and batch × the largest parameter (only 4 MB for linear and
     embedding layers). The model must treat samples independently.
     """
-    return _recorded_gradients(forward, task, batch, names, sink)
+    return _recorded_gradients(forward, task, batch, names, sink, rotations)
 
 
 def token_gradients(
-    forward: Forward, task: Task, batch: Batch, names: Sequence[str], sink: Sink
+    forward: Forward,
+    task: Task,
+    batch: Batch,
+    names: Sequence[str],
+    sink: Sink,
+    rotations: Rotations | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what each token contributes to the gradients, as :func:`hooks_gradients` does.
 
@@ -132,7 +147,8 @@ def token_gradients(
     ValueError
         If a layer has no axis of tokens.
     """
-    return _recorded_gradients(forward, task, batch, names, sink, number_of_tokens(batch))
+    n_tokens = number_of_tokens(batch)
+    return _recorded_gradients(forward, task, batch, names, sink, rotations, n_tokens)
 
 
 def number_of_tokens(batch: Batch) -> int:
@@ -147,6 +163,7 @@ def _recorded_gradients(
     batch: Batch,
     names: Sequence[str],
     sink: Sink,
+    rotations: Rotations | None,
     n_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     if isinstance(task, TrakTask):
@@ -157,7 +174,9 @@ def _recorded_gradients(
     hookable, axes = hook_plan(forward, task, batch, tuple(names))
     parameters = {name: tensor.detach() for name, tensor in forward.parameters.items()}
     once = CachingForward(forward.with_parameters(parameters))
-    collector = GradientCollector(once, hookable.layers, axes, batch.size, sink, n_tokens)
+    collector = GradientCollector(
+        once, hookable.layers, axes, batch.size, sink, n_tokens, rotations
+    )
     try:
         with collector.listening():
             output = require_per_sample(task.output(once, batch), batch.size, "output")
@@ -173,8 +192,17 @@ def _recorded_gradients(
         collector.release()
         once.forget()
     if hookable.rest:
-        vmap_gradients(forward, task, batch, hookable.rest, sink)
+        vmap_gradients(forward, task, batch, hookable.rest, sink, rotations)
     return output.detach().float(), out_to_loss
+
+
+def _in_coordinates(
+    gradient: Tensor, name: str, forward: Forward, rotations: Rotations | None
+) -> Tensor:
+    """Return gradients of a parameter, (batch, numel), in the coordinates of its rotation."""
+    if not rotations:
+        return gradient
+    return rotated(gradient, tuple(forward.parameters[name].shape), rotations[name])
 
 
 def choose_engine(module: torch.nn.Module, task: Task, names: Sequence[str]) -> tuple[str, str]:

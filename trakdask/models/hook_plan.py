@@ -17,16 +17,6 @@ from trakdask.models.rules import BATCH_NORMS, CONVOLUTIONS, INSTANCE_NORMS
 from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.torch_internals import tree_leaves
 
-__all__ = [
-    "Axes",
-    "HookableLayers",
-    "Layer",
-    "hook_plan",
-    "hookable_layers",
-    "hooked",
-    "require_layers_of_tokens",
-]
-
 CallAxes = tuple[list[int | None], list[int | None]]
 """The batch axis of each input and of each output of a call; None if it has no batch axis."""
 Axes = dict[str, list[CallAxes]]
@@ -34,12 +24,12 @@ Axes = dict[str, list[CallAxes]]
 _Shape = tuple[int, ...] | None
 _CallShapes = tuple[list[_Shape], list[_Shape]]
 
+# Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
     *(nn.MultiheadAttention, nn.RNNBase, nn.GroupNorm, nn.SyncBatchNorm),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
     *(CONVOLUTIONS + BATCH_NORMS + INSTANCE_NORMS),
 )
-"""Layers whose result at one token depends on several, or that have no axis of tokens."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trakdask.models.curvature import Rotations, rotated
 from trakdask.models.hook_plan import Axes, Layer, hooked
 from trakdask.models.local_gradients import (
     Call,
@@ -31,21 +32,31 @@ from trakdask.models.local_gradients import (
     is_floating,
     local_gradients,
 )
-from trakdask.models.products import PRODUCTS, Products, wide
-from trakdask.models.rules import BY_POSITION, SLICEABLE, WRITES_TO, Rule, rules_of
+from trakdask.models.rules import (
+    BY_POSITION,
+    PRODUCTS,
+    SLICEABLE,
+    TURNABLE,
+    WRITES_TO,
+    Products,
+    Rule,
+    rules_of,
+    turned,
+    wide,
+)
 from trakdask.models.tasks import Forward
-from trakdask.models.torch_internals import tree_flatten, tree_unflatten
-
-__all__ = ["GradientCollector", "whole_parameters"]
+from trakdask.models.torch_internals import tree_flatten, tree_unflatten, version_of
 
 RowsOfGradient = Callable[..., Tensor]
 """Computes the gradient of some rows of a weight, from one of its uses."""
 
+# Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch.
 _SLICE_BYTES = {"cpu": 2**22, "cuda": 2**28}
-"""Size of a gradient slice: on a CPU it fits in a cache, on a GPU it outlasts a kernel launch."""
 
+# Relative error that no reordering stays below: other rows are as far away as they are long.
+# Rounding errors are far below, but can grow from layer to layer, and in half precision a layer's
+# input is known to three digits.
 _ROUGHLY = 0.05
-"""Relative error that no reordering stays below. Rounding errors can grow from layer to layer."""
 
 
 def whole_parameters(
@@ -87,6 +98,8 @@ class GradientCollector:
     n_tokens
         Length of the sequences, if each of their tokens is to have a row of its own: all tokens of
         the first sequence first. Then a sink of :class:`Products` receives products.
+    rotations
+        Coordinates in which the sink receives the gradients of some parameters.
     """
 
     def __init__(
@@ -97,8 +110,18 @@ class GradientCollector:
         n_samples: int,
         sink: Callable[..., None],
         n_tokens: int | None = None,
+        rotations: Rotations | None = None,
     ) -> None:
         self._forward = forward
+        self._rotations = rotations or {}
+        grouped = [
+            name
+            for layer in layers
+            for name in layer.selected.values()
+            if getattr(forward.module.get_submodule(layer.path), "groups", 1) > 1
+        ]
+        late = {*whole_parameters(forward.module, layers, TURNABLE), *grouped}
+        self._rotated_last = {name for name in late if self._rotations.get(name)}
         self._layers = layers
         self._axes = axes
         self._n_samples = n_samples
@@ -116,7 +139,8 @@ class GradientCollector:
         self._slices: dict[str, list[RowsOfGradient]] = {
             name: []
             for name in self._due
-            if name not in whole and (self._has_buffer(name) or self._is_large(name))
+            if name not in whole | self._rotated_last
+            and (self._has_buffer(name) or self._is_large(name))
         }
         # Calls whose gradients are not known yet, by the number of their hook: a layer may be
         # called several times, and autograd finishes calls in another order than they were made.
@@ -186,6 +210,8 @@ class GradientCollector:
 
     def _hook_of(self, layer: Layer) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            # Calls are told apart by their order: the plan knows the batch axes of the i-th call of
+            # each layer, by the path of the layer, as it was when the plan was made.
             i = self._n_calls[layer.path]
             self._n_calls[layer.path] += 1
             if i >= len(self._axes[layer.path]):
@@ -193,9 +219,8 @@ class GradientCollector:
                     f"expected the same number of calls of layer {layer.path!r} for every sample, "
                     "got more for some samples than for others; try gradients='loop'"
                 )
-            first = first_leaf(args, kwargs)
-            # Autograd counts changes in place; the input must still be the one that was used.
-            version = first._version if isinstance(first, Tensor) else 0
+            # The backward pass reads the input, which must still be the one that was used.
+            version = version_of(first_leaf(args, kwargs))
             # Those of this checkpoint, which are taken out of the module after the forward pass.
             buffers = dict(module.named_buffers(recurse=False))
             call = Call(layer, module, (args, kwargs), version, buffers, *self._axes[layer.path][i])
@@ -223,6 +248,9 @@ class GradientCollector:
 
     def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
         """Register a function to call once the gradients of a call's outputs are known."""
+        # The number of hooks so far is a key that no other call has: handles are only added until
+        # the backward pass is over. It is not the path of the layer, which may be called again
+        # before autograd has finished its first call.
         rules, key = rules_of(call.module), len(self._handles)
         self._calls[key] = call
         # Where rows of a sample were folded into the batch axis, only rules that treat all
@@ -278,6 +306,9 @@ class GradientCollector:
             vectors = self._products.vectors(name, delta.dtype)
             self._products.add(name, PRODUCTS[rule](call.module, x, delta, vectors))
             return
+        matrices = {} if name in self._rotated_last else self._rotations.get(name, {})
+        if matrices:
+            rule, x, delta = turned(rule, call.module, x, delta, matrices)
         rows_of_gradient = partial(rule, call.module, x, delta, call.buffers)
         if name in self._slices:
             self._postpone(name, rows_of_gradient)
@@ -380,6 +411,9 @@ class GradientCollector:
                 return  # a gradient of zero adds nothing
             parameter = self._forward.parameters[name]
             gradient = parameter.new_zeros(1).expand(self._n_rows, parameter.numel())
+        elif name in self._rotated_last:
+            shape = tuple(self._forward.parameters[name].shape)
+            gradient = rotated(gradient, shape, self._rotations[name])
         self._sink(name, gradient)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -21,19 +22,11 @@ from trakdask.models.tasks import Batch, Forward, Task
 from trakdask.models.tasks.protocol import CachingForward, SampleError
 from trakdask.models.torch_internals import TorchDispatchMode, fake_tensor_mode
 
-__all__ = [
-    "once_per_task",
-    "reads_values",
-    "repeated",
-    "require_close",
-    "require_same_alone",
-    "row_of",
-    "tolerance",
-]
-
 T = TypeVar("T")
 
 _answers: WeakKeyDictionary[torch.nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()
+
+# Per module: in one session, few tasks and selections of parameters use the same module.
 _MOST_ANSWERS = 8
 
 
@@ -51,6 +44,8 @@ def once_per_task(
     """
     variables = {name: value.ndim for name, value in batch.items()}
     key = [purpose, type(task), getattr(task, "__dict__", task), variables, also]
+    # A list and no dictionary, since settings of a task need not be hashable. By module and weakly:
+    # an answer goes with its module, and no module is kept alive.
     answers = _answers.setdefault(forward.module, [])
     for earlier, answer in answers:
         if _are_equal(earlier, key):
@@ -78,10 +73,7 @@ def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
     """
 
     def find() -> bool:
-        two = repeated(batch, 2)
-        return not (
-            _runs_without_reading(forward, task, two) or _runs_without_values(forward, task, two)
-        )
+        return not _runs_without_values(forward, task, repeated(batch, 2))
 
     return once_per_task("reads values", forward, task, batch, None, find)
 
@@ -124,26 +116,21 @@ _STEERING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CONVERSIONS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.untyped_storage}
 
 
-def _runs_without_reading(forward: Forward, task: Task, batch: Batch) -> bool:
-    """Return whether a pass reads no value; False if it might."""
-    try:
-        no_values = _NoValues()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _NoArrays(), no_values:
-            task.output(forward, batch)
-    except Exception:
-        return False
-    return True
-
-
 def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
-    """Return whether the model can run on tensors without values; False if it might not."""
-    try:
-        with fake_tensor_mode() as mode, torch.no_grad():
-            fake = Batch({name: mode.from_tensor(value) for name, value in batch.items()})
-            task.output(forward, fake)
-    except Exception:  # whatever the reason, it is safe to assume that values are read
-        return False
-    return True
+    """Return whether a pass reads no value, or runs on tensors without values; False if unsure.
+
+    Whatever error a pass raises, it is safe to assume that values are read.
+    """
+    no_values = _NoValues()  # type: ignore[no-untyped-call]
+    generators = torch.random.fork_rng(devices=[])
+    with suppress(Exception), torch.no_grad(), generators, _NoArrays(), no_values:
+        task.output(forward, batch)
+        return True
+    with suppress(Exception), fake_tensor_mode() as mode, torch.no_grad():
+        fake = Batch({name: mode.from_tensor(value) for name, value in batch.items()})
+        task.output(forward, fake)
+        return True
+    return False
 
 
 def require_same_alone(
@@ -181,15 +168,15 @@ def require_same_alone(
     if size == 1:
         return
     for row in sorted({0, size - 1}) if rows is None else rows:
-        one = row_of(batch, row)
-        alone = _alone(forward, task, one)
-        require_close(forward, task, one, row, (output, out_to_loss), alone)
+        # One pass, if both call the model in the same way.
+        once, one = CachingForward(forward), row_of(batch, row)
+        with torch.no_grad():
+            alone = float(task.output(once, one)[0]), float(task.out_to_loss(once, one)[0])
+        require_close(forward, row, (output, out_to_loss), alone)
 
 
 def require_close(
     forward: Forward,
-    task: Task,
-    one: Batch,
     row: int,
     in_batch: tuple[Tensor, Tensor],
     alone: tuple[float, float],
@@ -199,99 +186,79 @@ def require_close(
 
     Parameters
     ----------
-    forward, task, one
-        The model, its task, and the sample.
+    forward
+        The model.
     row
         Place of the sample in the batch.
     in_batch, alone
         f and Q of the batch, and of the sample alone.
     least
-        Relative error that is allowed at least; by default that of :func:`tolerance`.
+        As in :func:`allowed_error`.
 
     Raises
     ------
     SampleError
-        If one of them differs by more.
+        If one of them differs by more than rounding can explain.
     """
-    allowed = _tolerance_of(forward)
-    allowed = max(least, 4 * allowed) if least else allowed
+    allowed = allowed_error(forward.parameters.values(), least)
     for name, values, expected in zip(("output", "out_to_loss"), in_batch, alone, strict=True):
         scale = float(values.detach().abs().nan_to_num(posinf=0).max())
         value = float(values[row])
         if _differ(value, expected, scale, allowed):
             text = (
                 f"expected the {name} of sample {{sample}} to be the same alone and in a batch, "
-                f"got {expected:.4g} alone and {value:.4g} in a batch of {len(values)}: "
-                + _advice(forward, task, one)
+                f"got {expected:.4g} alone and {value:.4g} in a batch of {len(values)}: the model "
+                "is random, mixes the samples of a batch, or branches on values of its input; try "
+                "a model without dropout, without a softmax, mean or normalisation over the batch "
+                "axis, or, if it branches, try gradients='loop', which runs every sample alone"
             )
             raise SampleError(text, row)
 
 
-def _alone(forward: Forward, task: Task, one: Batch) -> tuple[float, float]:
-    """Return f and Q of a single sample, by one pass if both call the model in the same way."""
-    once = CachingForward(forward)
-    with torch.no_grad():
-        return float(task.output(once, one)[0]), float(task.out_to_loss(once, one)[0])
-
-
 def _differ(left: float, right: float, scale: float, relative: float) -> bool:
-    """Return whether numbers differ by more than rounding error.
-
-    f may be a difference of large logits, so the values of the whole batch set the scale.
-    """
+    """Return whether numbers differ by more than rounding error."""
     if not (math.isfinite(left) and math.isfinite(right)):
         return math.isfinite(left) != math.isfinite(right)
-    # The second term is for outputs near zero. In float32 it does not exceed 1e-4, so that Q, which
-    # is at most 1 and tiny for samples that are learned, is compared at all.
+    # The second term is for outputs near zero: f is a difference of logits, and rounding errors are
+    # relative to these. The largest f of the batch stands for their size; ten times, as logits may
+    # be larger than any difference of them. In float32 the term does not exceed 1e-4, so that Q,
+    # which is at most 1 and tiny for samples that are learned, is compared at all. In
+    # coarser numbers, where 1e-4 is less than one rounding of a number near 1, it may be larger.
     floor = 1e-4 if relative <= 1e-3 else relative
     return abs(left - right) > relative * abs(right) + min(floor, 10 * relative * scale)
 
 
-def _advice(forward: Forward, task: Task, one: Batch) -> str:
-    """Return why f and Q may depend on the batch, and what to do about it."""
-    state = _random_state(forward)
-    first, second = _alone(forward, task, one), _alone(forward, task, one)
-    pairs = zip(first, second, strict=True)
-    varies = any(a != b and _differ(a, b, abs(b), _tolerance_of(forward)) for a, b in pairs)
-    # Two draws of a dropout may agree by chance, so the state of the generator is compared, too.
-    if varies or not torch.equal(state, _random_state(forward)):
-        return (
-            f"the model is random (f of the same sample, twice: {first[0]:.4g}, {second[0]:.4g}); "
-            "try a model without random layers, such as dropout, in evaluation mode"
-        )
-    if reads_values(forward, task, one):
-        return (
-            "the model branches on values of its input, or mixes the samples of a batch; try "
-            "gradients='loop', which runs every sample alone"
-        )
-    return (
-        "the model or the task mixes the samples of a batch; try one without a softmax, mean or "
-        "normalisation over the batch axis"
-    )
-
-
-def _random_state(forward: Forward) -> Tensor:
-    devices = {tensor.device for tensor in forward.parameters.values()}
-    states = [torch.get_rng_state()]
-    states += [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
-    return torch.cat(states)
-
-
-def _tolerance_of(forward: Forward) -> float:
-    kinds = {(t.dtype, t.device.type) for t in forward.parameters.values()}
-    return max((tolerance(*kind) for kind in kinds), default=0)
-
-
 def tolerance(dtype: torch.dtype, device: str) -> float:
-    """Return the relative error that rounding can explain: 1e-3 in float32 on a CPU."""
+    """Return the relative error that rounding can explain: 1e-3 in float32 on a CPU.
+
+    Mixing samples changes f and Q by whole percents. Kernels for other batch sizes add in another
+    order. Deep models turn that into relative errors of about 1e-4 in float32, so 1e-3 lies between
+    both; it is the same in float64, where mistakes are no smaller. In coarser numbers the error is
+    a few units of the last digit: 8 of them.
+    """
     coarse = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     if torch.is_autocast_enabled(device):
         coarse = max(coarse, torch.finfo(torch.get_autocast_dtype(device)).eps)
     if device == "cuda":
         coarse = max(coarse, 2.0**-10)  # of TF32, which torch uses for convolutions by default
-    # Mixing changes f and Q by whole percents. Kernels for other batch sizes add in another order,
-    # which deep models turn into relative errors of about 1e-4 in float32, or a few units of eps.
     return max(1e-3, 8 * coarse)
+
+
+def allowed_error(tensors: Iterable[Tensor], least: float = 0.0) -> float:
+    """Return the largest :func:`tolerance` of some tensors.
+
+    Parameters
+    ----------
+    tensors
+        Parameters or gradients, of one precision or several.
+    least
+        For a single sample of a batch: the relative error that is allowed at least.
+    """
+    kinds = {(tensor.dtype, tensor.device.type) for tensor in tensors}
+    allowed = max((tolerance(*kind) for kind in kinds), default=0.0)
+    # The error of a single sample may be a few times that of a sum over samples, in which errors
+    # cancel. In float32, `least` is larger than this; in half precision it is smaller.
+    return max(least, 4 * allowed) if least else allowed
 
 
 def row_of(batch: Batch, row: int) -> Batch:

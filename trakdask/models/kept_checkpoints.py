@@ -1,11 +1,15 @@
-"""Keep checkpoints and learning rates while ``Trainer`` of transformers trains a model."""
+"""What a run of ``Trainer`` leaves for attribution: checkpoints, learning rates, Adam's moments.
+
+A callback keeps them while a model is trained. Second moments scale gradients as the training has
+scaled them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,14 +18,28 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 
 from trakdask.checks import require_integer, shown
-from trakdask.files import Folder
+from trakdask.errors import CheckpointError
+from trakdask.files import Folder, location
+from trakdask.models.checkpoints import (
+    Checkpoint,
+    CheckpointLike,
+    cached_state,
+    folder_at,
+    make_checkpoints,
+)
 from trakdask.models.folders import checkpoint_folders
-from trakdask.models.moments import MOMENTS_FILE
 
 __all__ = ["keep_checkpoints"]
 
-_RATES = "learning_rates.json"
+MomentsLike = Iterable[CheckpointLike] | Mapping[str, CheckpointLike]
+Sink = Callable[..., None]
+
+EPSILON = 1e-8
+"""What Adam adds to the roots of second moments, by default."""
+_MOMENTS_FILE = "second_moments.safetensors"
+_RATES_FILE = "learning_rates.json"
 _SHARDED = ("deepspeed", "fsdp")
+_REMEDY = "try td.keep_checkpoints(folder, second_moments=True) while you train"
 
 
 def keep_checkpoints(
@@ -131,7 +149,7 @@ class _Keeper:
                 "resume_from_checkpoint=True)"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        before = self.folder / _RATES
+        before = self.folder / _RATES_FILE
         self._rates = json.loads(before.read_text()) if kept and before.exists() else {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -161,21 +179,17 @@ class _Keeper:
         partial = self.folder / f".{name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _save(model, partial)
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(partial)
+        else:
+            save_model(model, str(partial / "model.safetensors"))
         if self.second_moments:
-            save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
+            save_file(_moments(model, optimizer), partial / _MOMENTS_FILE)
         self._rates[name] = sum(rates) / len(rates)
         shutil.rmtree(self.folder / name, ignore_errors=True)  # of the run that this one continues
         partial.rename(self.folder / name)
         content = json.dumps(self._rates, indent=1).encode()
-        Folder(str(self.folder.absolute())).write(_RATES, content)
-
-
-def _save(model: Any, folder: Path) -> None:
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
-        return
-    save_model(model, str(folder / "model.safetensors"))
+        Folder(str(self.folder.absolute())).write(_RATES_FILE, content)
 
 
 def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -195,3 +209,99 @@ def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
             "in TrainingArguments, or second_moments=False"
         )
     return by_name
+
+
+def open_moments(
+    given: MomentsLike | None, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Checkpoint]:
+    """Read and hash the second moments of each checkpoint.
+
+    Parameters
+    ----------
+    given
+        One for each checkpoint, in their order or by their names: paths or URLs of files, or of
+        folders of :func:`keep_checkpoints`, or mappings from names of parameters to tensors. One
+        path of a run's folder stands for all ``checkpoint-<step>`` in it. None for no moments.
+    names
+        Names of the checkpoints.
+    shapes
+        The selected parameters.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is not one for each checkpoint.
+    FileNotFoundError, CheckpointError
+        If a file is missing or cannot be read, or moments are missing, negative or not finite.
+    """
+    if given is None:
+        return {}
+    names = list(names)
+
+    def check(name: str, state: Mapping[str, Tensor], folder: object) -> None:
+        for parameter, shape in shapes.items():
+            value = state.get(parameter)
+            got = None if value is None else tuple(value.shape)
+            if value is None or got != shape or not (value.isfinite() & (value >= 0)).all():
+                raise CheckpointError(
+                    f"expected finite second moments >= 0 of {parameter!r}, of shape {shape}, for "
+                    f"checkpoint {name!r}, got {f'shape {got}' if got != shape else 'others'}; "
+                    + _REMEDY
+                )
+
+    return {
+        name: make_checkpoints({name: _file(value)}, accept=check)[0]
+        for name, value in _by_name(given, names).items()
+    }
+
+
+def _by_name(given: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
+    if isinstance(given, str | Path):
+        given = checkpoint_folders(Folder(location(given))) or [given]
+    elif not isinstance(given, Iterable) or isinstance(given, Tensor):
+        raise TypeError(
+            "expected a list with the second moments of each checkpoint, or a mapping from their "
+            f"names, as second_moments, got {shown(given)}; {_REMEDY}"
+        )
+    values = list(given)
+    is_named = isinstance(given, Mapping)
+    if set(values) != set(names) if is_named else len(values) != len(names):
+        raise ValueError(
+            f"expected second_moments of each of the checkpoints {names}, got {shown(values)} "
+            f"({len(values)}); try second_moments={{{names[0]!r}: ..., ...}}"
+        )
+    return dict(given) if isinstance(given, Mapping) else dict(zip(names, values, strict=True))
+
+
+def _file(value: CheckpointLike) -> CheckpointLike:
+    """Return the file of a folder, and anything else as it is."""
+    if not isinstance(value, str | Path):
+        return value
+    place = location(value)
+    if place.endswith("optimizer.pt"):
+        raise CheckpointError(
+            f"expected second moments by the names of parameters, got {place!r}, where Trainer "
+            f"numbers them in the order of the optimizer, which the file does not say; {_REMEDY}"
+        )
+    return f"{place}/{_MOMENTS_FILE}" if folder_at(place) else place
+
+
+def scales(moments: Checkpoint, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
+    """Return (√v + ε)^-1/2 of each parameter, (numel,), in float32 or float64."""
+    state = cached_state(moments)
+    roots = {name: state[name].to(device).flatten().sqrt() for name in names}
+    return {
+        name: ((root if root.dtype == torch.float64 else root.float()) + EPSILON).rsqrt()
+        for name, root in roots.items()
+    }
+
+
+def scaled(sink: Sink, factors: Mapping[str, Tensor]) -> Sink:
+    """Return a sink of gradients that multiplies them by the factors of their parameters first."""
+
+    def add(name: str, gradient: Tensor, first: int | None = None) -> None:
+        start = first or 0
+        factor = factors[name][start : start + gradient.shape[1]].to(gradient.dtype)
+        sink(name, gradient * factor, first)
+
+    return add

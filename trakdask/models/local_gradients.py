@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trakdask.models.hook_plan import Layer
-from trakdask.models.torch_internals import tree_flatten, tree_leaves, tree_unflatten
-
-__all__ = ["Call", "batch_first", "first_leaf", "is_floating", "local_gradients"]
+from trakdask.models.torch_internals import tree_flatten, tree_leaves, tree_unflatten, version_of
 
 
 def first_leaf(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -44,7 +42,7 @@ class Call:
         """Return the first input, with the batch axis first, or as it is if it has none."""
         leaf: Tensor = first_leaf(*self.inputs)
         axis = self.in_axes[0]
-        if leaf._version != self.version:
+        if version_of(leaf) != self.version:
             raise RuntimeError(
                 f"expected the input of layer {self.layer.path!r} as the layer used it, got one "
                 "that was changed in place afterwards; try x = x + y instead of x += y, or "

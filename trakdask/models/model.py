@@ -24,19 +24,20 @@ from trakdask.models.checkpoints import (
     cached_state,
     make_checkpoints,
 )
-from trakdask.models.code import code_digests
+from trakdask.models.curvature import Curvature
 from trakdask.models.folders import base_folder, complete_adapter, is_adapter
+from trakdask.models.kept_checkpoints import MomentsLike, open_moments
 from trakdask.models.modules import (
     Selection,
     aliases,
+    code_digests,
     overwritten,
     require_plain,
     select_parameters,
-    uncompiled,
     without_weights,
 )
-from trakdask.models.moments import MomentsLike, open_moments
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
+from trakdask.models.torch_internals import uncompiled
 
 __all__ = ["Model"]
 
@@ -44,8 +45,9 @@ Build = torch.nn.Module | Callable[[], torch.nn.Module] | str
 
 _MOST_MODULES = 2
 _local = threading.local()
+
+# ``from_pretrained`` changes global state, so only one thread of a process builds at a time.
 _building = threading.RLock()
-"""``from_pretrained`` changes global state, so only one thread of a process builds at a time."""
 
 
 class Model:
@@ -127,6 +129,8 @@ class Model:
     shapes: dict[str, tuple[int, ...]]
     second_moments: dict[str, Checkpoint]
     """By the name of the checkpoint; empty if gradients are not scaled."""
+    curvature: dict[str, Curvature]
+    """By the name of the checkpoint; empty if gradients keep the coordinates of parameters."""
     token: str
     """Identifies this model in all processes."""
 
@@ -141,19 +145,21 @@ class Model:
         checkpoint_ids: Iterable[int] | None = None,
         second_moments: MomentsLike | None = None,
     ) -> None:
-        if isinstance(build, torch.nn.Module):
-            require_plain(build)
-        elif not callable(build) and not isinstance(build, str):
+        if not callable(build) and not isinstance(build, str):
             raise TypeError(
                 "expected an nn.Module, a callable without arguments that returns one, or "
                 f"'package.module:callable' as build, got {shown(build)} ({type(build).__name__}); "
                 "try td.Model(module, ...)"
             )
         if checkpoints is None:
-            checkpoints = [_own_state(build)]
+            if not isinstance(build, torch.nn.Module):
+                raise ValueError(
+                    "expected checkpoints, unless build is a trained nn.Module, got none with "
+                    f"build = {_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)"
+                )
+            checkpoints = [build.state_dict()]
         self.task = resolve_task(task)
-        is_module = isinstance(build, torch.nn.Module)
-        self.build = _meta_module(build) if is_module else build
+        self.build = _meta_module(build) if isinstance(build, torch.nn.Module) else build
         self.token = uuid4().hex
         module = self.meta_module()
         own = dict(module.named_parameters())
@@ -168,6 +174,7 @@ class Model:
         )
         of = [checkpoint.name for checkpoint in self.checkpoints]
         self.second_moments = open_moments(second_moments, of, self.shapes)
+        self.curvature = {}
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
@@ -198,15 +205,64 @@ class Model:
         bound.task = bind(n_dims)
         return bound
 
+    def with_curvature(self, curvature: Any) -> Model:
+        """Return the model whose gradients are scaled by the curvature of its loss.
+
+        Features of this model predict better from few checkpoints, and everything else works with
+        them as before. Training samples and targets need the same curvature, which is compared.
+
+        Parameters
+        ----------
+        curvature
+            What :func:`trakdask.curvature` returned, or the same Dataset read from a store.
+
+        Raises
+        ------
+        ValueError
+            If it is of other parameters, or lacks a checkpoint.
+
+        Examples
+        --------
+        >>> import numpy as np, torch, trakdask as td
+        >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
+        >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
+        >>> curved = model.with_curvature(td.curvature(samples, model))
+        >>> td.featurize(samples, curved, projector=td.SJLT(8)).sizes["proj_dim"]
+        8
+        """
+        if self.second_moments:
+            raise ValueError(
+                "expected a model without second_moments, which are a curvature of their own; try "
+                "td.Model(...) without them"
+            )
+        parameters = {name: list(shape) for name, shape in self.shapes.items()}
+        names = [checkpoint.name for checkpoint in self.checkpoints]
+        found = curvature.attrs["parameters"]
+        missing = [name for name in names if name not in curvature.checkpoint.values]
+        if found != parameters or missing:
+            raise ValueError(
+                f"expected the curvature of the parameters {list(parameters)} at the checkpoints "
+                f"{names}, got that of {list(found)} without {missing}; try td.curvature(samples, "
+                "model) with this model"
+            )
+        fields = ("eigenvectors", "scale", "leading")
+        curved = copy.copy(self)
+        curved.curvature = {
+            name: Curvature(*(curvature[f].sel(checkpoint=name).values for f in fields))
+            for name in names
+        }
+        return curved
+
     def without_checkpoints(self) -> Model:
         """Return what all blocks share: the architecture, the task and the parameters."""
         shared = copy.copy(self)
-        shared.checkpoints, shared.second_moments = (), {}
+        shared.checkpoints, shared.second_moments, shared.curvature = (), {}, {}
         return shared
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
         moments = {name: each.digest for name, each in self.second_moments.items()}
+        curvature = {name: each.digest for name, each in self.curvature.items()}
         task = self.task.modelout if isinstance(self.task, TrakTask) else self.task
         build = import_callable(self.build, "build") if isinstance(self.build, str) else self.build
         return {
@@ -216,6 +272,7 @@ class Model:
             "checkpoint_ids": {c.name: c.id for c in self.checkpoints},
             "parameters": {name: list(shape) for name, shape in self.shapes.items()},
             **({"second_moments": moments} if moments else {}),
+            **({"curvature": curvature} if curvature else {}),
         }
 
     def meta_module(self) -> torch.nn.Module:
@@ -294,22 +351,16 @@ def _completed(module: torch.nn.Module, state: State, base: Checkpoint | None, n
     return complete_adapter(state, cached_state(base), module.state_dict(), name)
 
 
-def _own_state(build: Build) -> Mapping[str, Tensor]:
-    if isinstance(build, torch.nn.Module):
-        return cast(Mapping[str, Tensor], build.state_dict())
-    raise ValueError(
-        "expected checkpoints, unless build is a trained nn.Module, got none with build = "
-        f"{_named(build)}; try td.Model(build, checkpoints=['model.pt'], ...)"
-    )
-
-
 def _meta_module(build: Build) -> torch.nn.Module:
     with _building:
         return without_weights(uncompiled(_built(build).eval()))
 
 
 def _built(build: Build) -> torch.nn.Module:
-    module = copy.deepcopy(build) if isinstance(build, torch.nn.Module) else _called(build)
+    if isinstance(build, torch.nn.Module):
+        require_plain(build)  # before it is copied, which modules of other code cannot be
+        return copy.deepcopy(build)
+    module = (import_callable(build, "build") if isinstance(build, str) else build)()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
             f"expected an nn.Module from build = {_named(build)}, got {type(module).__name__}; try "
@@ -317,11 +368,6 @@ def _built(build: Build) -> torch.nn.Module:
         )
     require_plain(module)
     return module
-
-
-def _called(build: str | Callable[[], Any]) -> Any:
-    function = import_callable(build, "build") if isinstance(build, str) else build
-    return function()
 
 
 def _named(build: object) -> str:

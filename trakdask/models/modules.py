@@ -1,26 +1,30 @@
-"""Prepare modules for models, without weights and compiled code, and select their parameters."""
+"""Modules of models: check them, select their parameters, identify their code.
+
+Code may change under an unchanged name, so features record a fingerprint of what computed them.
+"""
 
 from __future__ import annotations
 
 import difflib
+import dis
 import fnmatch
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Selection",
-    "aliases",
-    "overwritten",
-    "require_plain",
-    "select_parameters",
-    "uncompiled",
-    "without_weights",
-]
-
 Selection = None | str | Sequence[str] | type[nn.Module] | Callable[[str, Tensor], bool]
+
+# Packages whose code is known by their version.
+_LIBRARIES = {"torch", "trakdask", *sys.stdlib_module_names}
+
+# Types of values whose ``repr`` is the same in every process.
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def require_plain(module: nn.Module) -> None:
@@ -33,8 +37,8 @@ def require_plain(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if isinstance(part, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise TypeError(
-                f"expected a model that runs in one process on one device, got {_at(path)} of "
-                f"class {type(part).__name__}; try the module inside it, its attribute module"
+                f"expected a model that runs in one process on one device, got {path!r} of class "
+                f"{type(part).__name__}; try the module inside it, its attribute module"
             )
         if type(part).__module__.split(".")[0] == "bitsandbytes":
             raise TypeError(
@@ -51,36 +55,21 @@ def require_plain(module: nn.Module) -> None:
             )
 
 
-def _at(path: str) -> str:
-    return f"layer {path!r}" if path else "a model"
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Undo torch.compile: hooks are not called inside of compiled code."""
-    for part in module.modules():
-        part._compiled_call_impl = None
-        original = getattr(part, "_orig_mod", None)
-        if isinstance(original, nn.Module):
-            part.forward = original.__call__
-    return module
-
-
 def without_weights(module: nn.Module) -> nn.Module:
     """Move the tensors that checkpoints contain to the meta device; tied tensors stay tied."""
     saved = set(module.state_dict())
     empty: dict[int, Tensor] = {}
     for prefix, part in module.named_modules():
-        own = {**dict(part.named_parameters("", recurse=False, remove_duplicate=False))}
-        own |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
-        for name, tensor in own.items():
+        tensors = dict(part.named_parameters("", recurse=False, remove_duplicate=False))
+        tensors |= dict(part.named_buffers("", recurse=False, remove_duplicate=False))
+        for name, tensor in tensors.items():
             if (f"{prefix}.{name}" if prefix else name) not in saved:
                 continue  # a non-persistent buffer, which no checkpoint contains
             if id(tensor) not in empty:
                 meta = tensor.detach().to("meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                empty[id(tensor)] = (
-                    nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
-                )
+                if isinstance(tensor, nn.Parameter):
+                    meta = nn.Parameter(meta, tensor.requires_grad)
+                empty[id(tensor)] = meta
             setattr(part, name, empty[id(tensor)])
     return module
 
@@ -123,10 +112,23 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
         If nothing is selected, or a selected parameter is not floating point.
     """
     parameters = dict(module.named_parameters())
-    if isinstance(selection, type):
-        names = _of_instances(module, parameters, selection)
+    if selection is None:
+        names = tuple(parameters)
+    elif isinstance(selection, type):  # also the parameters of modules inside of its instances
+        instances = (part for part in module.modules() if isinstance(part, selection))
+        ids = {id(tensor) for instance in instances for tensor in instance.parameters()}
+        names = tuple(name for name, tensor in parameters.items() if id(tensor) in ids)
+    elif callable(selection):
+        names = tuple(name for name, tensor in parameters.items() if selection(name, tensor))
     else:
-        names = _matching(parameters, selection)
+        names = _matching(tuple(parameters), selection)
+    if selection is not None and not names:
+        classes = sorted({type(part).__name__ for part in module.modules()})
+        raise ValueError(
+            f"expected parameters= to select something, got parameters={selection!r}, which "
+            f"selects none of {len(parameters)}; try parameters=None for all, names such as "
+            f"{list(parameters)[:5]}, or one of the classes {classes[:8]}"
+        )
     for name in names:
         if not parameters[name].is_floating_point():
             raise ValueError(
@@ -136,40 +138,7 @@ def select_parameters(module: nn.Module, selection: Selection) -> tuple[str, ...
     return names
 
 
-def _of_instances(
-    module: nn.Module, parameters: Mapping[str, Tensor], kind: type[nn.Module]
-) -> tuple[str, ...]:
-    """Return the parameters of modules of a class, and of the modules inside them."""
-    instances = [each for each in module.modules() if isinstance(each, kind)]
-    own = {id(tensor) for instance in instances for tensor in instance.parameters()}
-    names = tuple(name for name, tensor in parameters.items() if id(tensor) in own)
-    if not names:
-        kinds = sorted({type(each).__name__ for each in module.modules()})
-        raise ValueError(
-            f"expected a class of modules that have parameters, got parameters={kind.__name__}, "
-            f"which selects nothing; try one of those in the model: {kinds[:8]}"
-        )
-    return names
-
-
-def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[str, ...]:
-    if selection is None:
-        return tuple(parameters)
-    if callable(selection):
-        try:
-            inspect.signature(selection).bind("name", "parameter")
-        except TypeError as err:
-            raise TypeError(
-                f"expected a predicate of name and parameter as parameters, got one that cannot "
-                f"take both ({err}); try parameters=lambda name, parameter: ..."
-            ) from err
-        names = tuple(name for name, value in parameters.items() if selection(name, value))
-        if not names:
-            raise ValueError(
-                "expected a predicate parameters= that selects something, got one that selected "
-                f"none of {len(parameters)} parameters; try names such as {list(parameters)[:5]}"
-            )
-        return names
+def _matching(names: Sequence[str], selection: str | Sequence[str]) -> tuple[str, ...]:
     patterns = [selection] if isinstance(selection, str) else selection
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
@@ -177,23 +146,123 @@ def _matching(parameters: Mapping[str, Tensor], selection: Selection) -> tuple[s
             f"parameters, got {selection!r}; try parameters='head.*', or None for all"
         )
     patterns = list(patterns)
-    if not patterns:
-        raise ValueError(
-            "expected at least one name or glob, got parameters=[], which selects nothing; try "
-            "parameters=None for all"
-        )
     for pattern in patterns:
-        _require_match(pattern, parameters)
-    return tuple(n for n in parameters if any(fnmatch.fnmatchcase(n, p) for p in patterns))
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            is_inside = any(pattern and pattern in name for name in names)
+            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3)
+            advice = f"'*{pattern}*'" if is_inside else f"one of {near or list(names)[:5]}"
+            raise ValueError(
+                f"expected a name or a glob of parameters, got parameters={pattern!r}, which "
+                f"matches none of {len(names)}; try {advice}"
+            )
+    return tuple(n for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns))
 
 
-def _require_match(pattern: str, parameters: Mapping[str, Tensor]) -> None:
-    if any(fnmatch.fnmatchcase(name, pattern) for name in parameters):
-        return
-    inside = [name for name in parameters if pattern and pattern in name]
-    near = difflib.get_close_matches(pattern, list(parameters), n=5, cutoff=0.3)
-    advice = f"'*{pattern}*'" if inside else f"one of {near or list(parameters)[:5]}"
-    raise ValueError(
-        f"expected a name or a glob of parameters, got parameters={pattern!r}, which matches none "
-        f"of {len(parameters)}; try {advice}"
+def code_digests(module: nn.Module, task: object, build: object = None) -> dict[str, str]:
+    """Return digests of the code of a model's modules, its task, and the function that builds it.
+
+    Parameters
+    ----------
+    module, task
+        The model and its task.
+    build
+        The function that returns the model; anything else has no digest.
+
+    Returns
+    -------
+    By name of the class: a digest of its methods, and of the methods and functions that these call
+    by name, in other classes or in the same file. In addition ``"python"``, the version that has
+    compiled the code, without which digests cannot be compared; ``"modules"``, of the names and
+    classes of all modules; ``"task"``; and ``"build"``, if that is a function.
+
+    Notes
+    -----
+    What is hashed are instructions, not source code, which may be missing, or newer than what runs.
+    So comments, docstrings and line numbers make no difference. Neither do paths and addresses.
+    Values that functions read from elsewhere, other than default arguments and attributes of
+    classes, are not seen.
+    """
+    layout = [(name, type(part).__name__) for name, part in module.named_modules()]
+    digests = {
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "modules": _hashed(map(repr, layout)),
+        "task": _hashed(_of_class(type(task))),
+    }
+    while isinstance(build, partial):
+        build = build.func
+    if isinstance(build, FunctionType):
+        digests["build"] = _hashed(_of_functions([build], ()))
+    classes: dict[str, list[type]] = {}
+    for kind in {type(part) for part in module.modules() if not _is_library(type(part).__module__)}:
+        classes.setdefault(kind.__name__, []).append(kind)
+    for name, kinds in sorted(classes.items()):
+        digests[name] = _hashed(sorted(_hashed(_of_class(kind)) for kind in kinds))
+    return digests
+
+
+def _is_library(module: object) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _of_class(kind: type) -> Iterator[str]:
+    bases = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+    for name, value in sorted(vars(kind).items()) if bases else ():
+        if isinstance(value, _PLAIN) and not name.startswith("__"):
+            yield f"{name} = {value!r}"
+    methods = [_function(value) for _, value in sorted(vars(kind).items())] if bases else []
+    yield from _of_functions([method for method in methods if method], bases)
+
+
+def _of_functions(functions: list[FunctionType], classes: Iterable[type]) -> Iterator[str]:
+    """Yield the instructions of functions, and of those that they call by name."""
+    for function in functions:  # which grows meanwhile
+        code = function.__code__
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        yield repr([value for value in defaults if isinstance(value, _PLAIN)])
+        yield _instructions(code)
+        # What a constructor calls mostly makes weights, which checkpoints replace.
+        names = ["__init__"] if function.__name__ == "__init__" else _names(code)
+        called = [getattr(function, "__wrapped__", None)]
+        for name in names:
+            nearby = function.__globals__.get(name)
+            same_file = getattr(nearby, "__module__", None) == function.__module__
+            called += [*(vars(each).get(name) for each in classes), same_file and nearby]
+        for each in map(_function, called):
+            if each and each not in functions:
+                functions.append(each)
+
+
+def _function(value: Any) -> FunctionType | None:
+    """Return the function in a method, a property or a decorator of a library, if there is one."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+    while isinstance(value, FunctionType) and _is_library(value.__globals__.get("__name__")):
+        value = getattr(value, "__wrapped__", None)
+    return value if isinstance(value, FunctionType) else None
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return [*code.co_names, *(name for each in inner for name in _names(each))]
+
+
+@lru_cache(maxsize=4096)
+def _instructions(code: CodeType) -> str:
+    """Return instructions with their constants and names in place of numbers."""
+    return "\n".join(
+        f"{each.opname} {_constant(each.argval)}" for each in dis.get_instructions(code)
     )
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return _instructions(value)
+    if isinstance(value, frozenset):  # its order differs between processes
+        return repr(sorted(map(repr, value)))
+    return repr(value)
+
+
+def _hashed(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(f"{text}\0".encode())
+    return digest.hexdigest()[:16]

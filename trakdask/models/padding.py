@@ -14,12 +14,10 @@ from torch import Tensor
 
 from trakdask.models.independence import row_of, tolerance
 from trakdask.models.tasks import Batch, Forward, Task
-from trakdask.models.tasks.logits import MASK, call_model
+from trakdask.models.tasks.protocol import MASK, call_model
 
-__all__ = ["ignores_padding", "order_by_length", "token_variables", "trimmed"]
-
+# Tokens that are left of a batch of empty sequences; a next token needs two.
 _LEAST = 2
-"""Tokens that are left of a batch of empty sequences; a next token needs two."""
 
 
 def token_variables(task: Task) -> tuple[str, ...]:

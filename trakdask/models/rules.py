@@ -12,27 +12,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-__all__ = [
-    "ALL_ROWS",
-    "BATCH_NORMS",
-    "BY_POSITION",
-    "CONVOLUTIONS",
-    "INSTANCE_NORMS",
-    "SLICEABLE",
-    "WRITES_TO",
-    "Rule",
-    "embedding_weight",
-    "linear_weight",
-    "rules_of",
-    "transposed_linear_weight",
-]
 
 Buffers = Mapping[str, Tensor | None]
 Rule = Callable[..., Tensor]
@@ -65,8 +50,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
+# Methods that a subclass of a layer may replace without changing what the layer computes.
 _HARMLESS = {"reset_parameters", "extra_repr"}
-"""Methods that a subclass of a layer may replace without changing what the layer computes."""
 
 
 def rules_of(module: Any) -> Mapping[str, Rule] | None:
@@ -157,8 +142,13 @@ def _channel_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: Buffers)
     return delta.reshape(*delta.shape[:2], -1).sum(2)
 
 
-def _conv_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Tensor:
-    """Multiply delta with patches of the input, per group; patches are (weights, positions)."""
+def _conv_weight(
+    module: Any, x: Tensor, delta: Tensor, buffers: Buffers, places: Tensor | None = None
+) -> Tensor:
+    """Multiply delta with patches of the input, per group; patches are (weights, positions).
+
+    ``places`` rotates the places of a kernel.
+    """
     n, groups = len(x), module.groups
     weights = math.prod(module.kernel_size) * x.shape[1] // groups
     delta = delta.reshape(n, groups, delta.shape[1] // groups, -1)
@@ -168,6 +158,8 @@ def _conv_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffers) -> Ten
         part = slice(start, start + step)
         view = _patches(module, x[part])
         patches = _patch_scratch.take(x, *view.shape).copy_(view)
+        if places is not None:
+            patches = places.T @ patches.view(-1, len(places), delta.shape[3])
         patches = patches.view(-1, weights, delta.shape[3])
         torch.bmm(delta[part].flatten(0, 1), patches.mT, out=out[part].flatten(0, 1))
     return out.flatten(1)
@@ -246,6 +238,45 @@ def _instance_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: Buffer
     return _channel_bias(module, x, normal.mul_(delta), buffers)
 
 
+def turned(
+    rule: Rule, module: Any, x: Tensor, delta: Tensor, matrices: Mapping[int, Tensor]
+) -> tuple[Rule, Tensor, Tensor]:
+    """Return a rule, and what it is to take, for a weight's gradient in other coordinates.
+
+    Rotating both sides of a product costs far less than rotating the product, of all samples.
+
+    Parameters
+    ----------
+    rule, module, x, delta
+        One of ``TURNABLE``, and what it takes.
+    matrices
+        By the axis of the weight; one that is missing keeps its coordinates.
+    """
+    matrices = {axis: matrix.to(delta.dtype) for axis, matrix in matrices.items()}
+    if rule is _conv_weight:
+        x, delta = (
+            value if axis not in matrices else _mixed_channels(value, matrices[axis])
+            for value, axis in ((x, 1), (delta, 0))
+        )
+        return partial(_conv_weight, places=matrices.get(2)), x, delta
+    if rule is embedding_weight and 0 in matrices:
+        # A token is a row of the identity matrix, so its coordinates are a row of the rotation.
+        tokens, rule = x, transposed_linear_weight
+        x = matrices.pop(0)[tokens]
+        if module.padding_idx is not None:
+            x[tokens == module.padding_idx] = 0
+    first, second = (delta, x) if rule is linear_weight else (x, delta)
+    first, second = (
+        value @ matrices[axis] if axis in matrices else value
+        for axis, value in enumerate((first, second))
+    )
+    return rule, *((second, first) if rule is linear_weight else (first, second))
+
+
+def _mixed_channels(value: Tensor, matrix: Tensor) -> Tensor:
+    return (matrix.T @ value.flatten(2)).view(value.shape)
+
+
 _CONV1D: Mapping[str, Rule] = {"weight": transposed_linear_weight, "bias": _last_bias}
 
 _RULES: dict[Any, Mapping[str, Rule]] = {
@@ -263,7 +294,107 @@ WRITES_TO: frozenset[Rule] = frozenset({linear_weight, transposed_linear_weight}
 
 SLICEABLE: frozenset[Rule] = frozenset({*WRITES_TO, embedding_weight})
 
+TURNABLE: frozenset[Rule] = frozenset({*SLICEABLE, _conv_weight})
+"""Rules whose gradients are products of two sides that can be rotated first."""
+
 BY_POSITION = frozenset(
     {*SLICEABLE, _last_bias, _layer_norm_weight, _layer_norm_bias, _rms_norm_weight}
 )
 """Rules of layers that treat all positions alike, whatever the axes between batch and features."""
+
+
+# ------------------------------------------------------------------------------------ products
+#
+# Sometimes gradients are not projected but multiplied with a few vectors. The product of a token's
+# gradient Σ δ xᵀ with a matrix U is δᵀ(U x). So the products of all tokens take one multiplication
+# of each layer's input per vector, as a forward pass does, and the gradient of a single token is
+# never formed.
+
+Product = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""Takes a layer, x (rows, positions, ...), delta likewise, and vectors (m, *shape of the weight);
+returns the products of the gradients of the rows with the vectors, (rows, m)."""
+
+
+class Products:
+    """A sink of gradients that adds up their products with some vectors.
+
+    Parameters
+    ----------
+    vectors
+        (m, *shape) for each parameter, on the device of the gradients.
+    n_rows
+        Number of rows of each gradient: samples, or samples × tokens.
+    groups
+        Number of the part of each parameter; None if all parameters belong to one.
+    n_groups
+        Number of parts that parameters are divided into.
+    """
+
+    def __init__(
+        self,
+        vectors: Mapping[str, Tensor],
+        n_rows: int,
+        groups: Mapping[str, int] | None = None,
+        n_groups: int = 1,
+    ) -> None:
+        self._vectors, self._groups = vectors, groups or {}
+        first = next(iter(vectors.values()))
+        shape = (n_rows, n_groups, len(first))
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=first.device)
+
+    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+        """Add the products of a parameter's gradients, (rows, n), or of a slice of them."""
+        start, gradient = first or 0, wide(gradient)
+        vectors = self.vectors(name, gradient.dtype).flatten(1)
+        self.add(name, gradient @ vectors[:, start : start + gradient.shape[1]].mT)
+
+    def add(self, name: str, products: Tensor) -> None:
+        """Add products of a parameter, (rows, m), that are known already."""
+        self._sums[:, self._groups.get(name, 0)] += products
+
+    def vectors(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the vectors of a parameter, (m, *shape)."""
+        return self._vectors[name].to(dtype)
+
+    def result(self) -> Tensor:
+        """Return the sums, (rows, groups, m) float32."""
+        return self._sums.float()
+
+
+def wide(value: Tensor) -> Tensor:
+    """Return a tensor in float32 or better."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _linear(module: nn.Linear, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
+    return _bilinear(delta, x, vectors)
+
+
+def _transposed_linear(module: nn.Module, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
+    return _bilinear(x, delta, vectors)
+
+
+def _bilinear(left: Tensor, right: Tensor, matrices: Tensor) -> Tensor:
+    """Return Σ leftᵀ U right over the positions of each row, (rows, m), for U of (m, a, b)."""
+    flat = left.flatten(0, -2), right.flatten(0, -2)
+    # The result of the matrix product is the larger one of the two arrays, so keep it small.
+    left_first = matrices.shape[1] >= matrices.shape[2]
+    near, far = flat if left_first else flat[::-1]
+    sums = [(near @ (matrix if left_first else matrix.mT)).mul_(far).sum(1) for matrix in matrices]
+    return torch.stack(sums, 1).view(len(left), -1, len(matrices)).sum(1)
+
+
+def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
+    ids, delta = x.flatten(), delta.reshape(-1, module.embedding_dim)
+    sums = torch.stack([(table[ids] * delta).sum(1) for table in vectors], 1)
+    if module.padding_idx is not None:
+        sums[ids == module.padding_idx] = 0
+    return sums.view(len(x), -1, len(vectors)).sum(1)
+
+
+PRODUCTS: dict[Rule, Product] = {
+    linear_weight: _linear,
+    transposed_linear_weight: _transposed_linear,
+    embedding_weight: _embedding,
+}
+"""By the rule that would form the gradient; those of other rules are small, and are formed."""

@@ -1,8 +1,14 @@
-"""Names of torch that are not public, each with the reason why it is used all the same."""
+"""What is used of torch beyond its documented names, each with its reason, and global settings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 # The documentation of torch names this module where it explains how operations are intercepted.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,10 +21,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 __all__ = [
     "TorchDispatchMode",
     "fake_tensor_mode",
+    "few_threads",
+    "no_fast_path",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "uncompiled",
+    "version_of",
 ]
 
 
@@ -31,3 +41,66 @@ def fake_tensor_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def version_of(value: object) -> int:
+    """Return how often a tensor was changed in place; 0 for anything else.
+
+    Autograd itself compares this number, but has no public name for it.
+    """
+    return value._version if isinstance(value, Tensor) else 0
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Undo ``torch.compile`` in a module: hooks are not called inside of compiled code.
+
+    torch can compile a module, but has no public function that undoes it. ``module.compile()``
+    keeps the compiled call in one attribute; ``torch.compile(module)`` wraps the module, and keeps
+    it in another.
+    """
+    for part in module.modules():
+        part._compiled_call_impl = None
+        original = getattr(part, "_orig_mod", None)
+        if isinstance(original, nn.Module):
+            part.forward = original.__call__
+    return module
+
+
+class _WhileUsed:
+    """Change a setting while any thread needs it; the last one restores what the first one found.
+
+    Were each thread to restore what it found itself, one that began inside another would restore
+    the changed value, for good.
+    """
+
+    def __init__(self, get: Callable[[], Any], change: Callable[[Any], None], value: Any) -> None:
+        self._get, self._change, self._value = get, change, value
+        self._lock, self._users, self._before = Lock(), 0, None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Change the setting while the ``with`` body runs."""
+        with self._lock:
+            if self._users == 0:
+                self._before = self._get()
+                self._change(self._value)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._change(self._before)
+
+
+few_threads = _WhileUsed(torch.get_num_threads, torch.set_num_threads, 1)
+"""One thread per operation, where there is a task on every core."""
+
+_mha = torch.backends.mha
+no_fast_path = _WhileUsed(_mha.get_fastpath_enabled, _mha.set_fastpath_enabled, False)
+"""No fused kernels of ``nn.TransformerEncoder``.
+
+Where no parameter requires a gradient, they run instead of the layers, whose hooks are not called
+then, and turn padded batches into nested tensors, which have no shape and cannot be vectorised.
+"""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,14 +13,8 @@ import torch
 import xarray as xr
 import zarr
 
-from trakdask.samples.blocks import (
-    assemble,
-    check_chunks,
-    check_dtype,
-    read_array,
-    require_inputs,
-    source_of,
-)
+from trakdask.checks import require_integer
+from trakdask.samples.blocks import assemble, check_dtype, read_name, require_inputs, source_of
 from trakdask.samples.coords import (
     CoordsLike,
     check_name,
@@ -32,8 +25,6 @@ from trakdask.samples.coords import (
 )
 from trakdask.samples.fingerprints import fingerprint, mapped
 from trakdask.variables import SAMPLE
-
-__all__ = ["from_arrays", "lazy_variables", "validate_samples"]
 
 _COORDS_BYTES = 10**9
 _CHUNKS = 512
@@ -91,7 +82,7 @@ def from_arrays(
             f"expected a mapping from name to array as arrays, got {type(arrays).__name__}; try "
             "td.from_arrays({'image': images})"
         )
-    size = check_chunks(chunks)
+    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
     chosen = fields_as_coords(coords, arrays)
     variables = lazy_variables({n: a for n, a in arrays.items() if n not in chosen}, size)
     values = {name: _loaded(arrays[name]) for name in chosen} if chosen else coords
@@ -138,13 +129,17 @@ def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset
     ((2, 2), (3,))
     """
     _check_form(ds)
-    size = _block_size(ds) if chunks is None else check_chunks(chunks)
-    ds = _without_indexes(ds)
+    ds = ds.transpose(SAMPLE, ...)
+    require_inputs(ds.data_vars)
+    chunks = _block_size(ds) if chunks is None else chunks
+    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
+    ds = ds.reset_index(list(ds.xindexes))  # of a multi-index, the levels remain
+    if SAMPLE in ds.coords:
+        ds = ds.rename_vars({SAMPLE: "sample_id"})
     coords = normalise_coords(_load_coords(ds), set(ds.data_vars), ds.sizes[SAMPLE])
-    ordered = {str(name): array.transpose(SAMPLE, ...) for name, array in ds.data_vars.items()}
-    arrays = lazy_variables({name: _data(array) for name, array in ordered.items()}, size)
+    arrays = lazy_variables({str(name): _data(array) for name, array in ds.items()}, size)
     result = xr.Dataset(
-        {name: (ordered[name].dims, array, ordered[name].attrs) for name, array in arrays.items()},
+        {name: (ds[name].dims, array, ds[name].attrs) for name, array in arrays.items()},
         coords={name: (SAMPLE, values) for name, values in coords.items()},
         attrs=ds.attrs,
     )
@@ -169,25 +164,12 @@ def _check_form(ds: Any) -> None:
                 f"expected {SAMPLE!r} among the dimensions of variable {name!r}, got {array.dims}; "
                 f"try ds.drop_vars({name!r})"
             )
-    require_inputs(dict(ds.data_vars))
 
 
 def _block_size(ds: xr.Dataset) -> int:
     widest = max(ds.data_vars.values(), key=lambda array: array.nbytes)
     sizes = widest.variable.chunksizes.get(SAMPLE)  # chunks of a DataArray would include its coords
     return max(1, *sizes) if sizes else _CHUNKS
-
-
-def _without_indexes(ds: xr.Dataset) -> xr.Dataset:
-    indexed = [name for name, coord in ds.coords.items() if name in ds.xindexes]
-    multi = [name for name in indexed if isinstance(ds.xindexes[name], xr.indexes.PandasMultiIndex)]
-    if SAMPLE in multi:  # it consists of tuples of the levels, which remain as coords
-        ds = ds.drop_indexes(multi).drop_vars(SAMPLE)
-        indexed = [name for name in indexed if name not in multi]
-    ds = ds.drop_indexes(indexed)
-    if SAMPLE in ds.coords:
-        ds = ds.drop_vars(SAMPLE).assign_coords(sample_id=(SAMPLE, ds[SAMPLE].data))
-    return ds
 
 
 def _load_coords(ds: xr.Dataset) -> dict[str, Any]:
@@ -219,39 +201,40 @@ def _loaded(array: Any) -> Any:
 
 def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
     """Make every array lazy, in blocks of ``size`` samples."""
-    readable = {name: _readable(name, array) for name, array in arrays.items()}
-    require_inputs(readable)
-    return {name: _lazy(name, array, size) for name, array in readable.items()}
-
-
-def _readable(name: str, array: Any) -> Any:
-    """Check one array, and convert tensors and lists to numpy."""
-    if isinstance(array, torch.Tensor | list | tuple | pd.Series):
-        array = to_numpy(f"variable {name!r}", array)
-    if not isinstance(array, np.ndarray | da.Array | zarr.Array) or array.ndim == 0:
-        advice = "array.toarray()" if hasattr(array, "toarray") else "numpy.atleast_1d(...)"
-        raise TypeError(
-            f"expected a numpy, dask, zarr or torch array (sample, ...) as variable {name!r}, got "
-            f"{type(array).__name__}; try {advice}"
-        )
-    check_dtype(name, array.dtype)
-    if isinstance(array, da.Array) and isinstance(array._meta, np.ma.MaskedArray):
-        raise ValueError(
-            f"expected variable {name!r} without a mask, whose hidden values would be used; try "
-            "dask.array.ma.filled(array, value)"
-        )
-    return without_mask(f"variable {name!r}", array)
+    return {name: _lazy(name, array, size) for name, array in arrays.items()}
 
 
 def _lazy(name: str, array: Any, size: int) -> Any:
+    what = f"variable {name!r}"
+    if isinstance(array, torch.Tensor | list | tuple | pd.Series):
+        array = to_numpy(what, array)
+    if not isinstance(array, np.ndarray | da.Array | zarr.Array) or array.ndim == 0:
+        advice = "array.toarray()" if hasattr(array, "toarray") else "numpy.atleast_1d(...)"
+        raise TypeError(
+            f"expected a numpy, dask, zarr or torch array (sample, ...) as {what}, got "
+            f"{type(array).__name__}; try {advice}"
+        )
+    check_dtype(name, array.dtype)
+    chunks = {0: size} | dict.fromkeys(range(1, array.ndim), -1)
     if isinstance(array, da.Array):
-        return array.rechunk({0: size} | dict.fromkeys(range(1, array.ndim), -1))
+        if isinstance(array._meta, np.ma.MaskedArray):
+            raise ValueError(
+                f"expected {what} without a mask, whose hidden values would be used; try "
+                "dask.array.ma.filled(array, value)"
+            )
+        return array.rechunk(chunks)
     if isinstance(array, zarr.Array):
         source: Any = _ZarrRows(array)
-        return read_array(name, source, _zarr_token(array), size)
-    if (source := mapped(array)) is not None:
-        return read_array(name, source, source.token, size)
-    return read_array(name, np.asarray(array), fingerprint(array), size)
+        token = source.token
+    else:
+        array = np.asarray(without_mask(what, array))
+        source, token = mapped(array) or array, fingerprint(array)
+    # Of an array in memory, the graph has the blocks; of anything else, one task that opens it.
+    lazy = da.from_array(
+        source, chunks=tuple(chunks.values()), name=read_name(name, token, size),
+        meta=np.empty((0,) * array.ndim, array.dtype),
+    )  # fmt: skip
+    return lazy.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 class _ZarrRows:
@@ -261,14 +244,14 @@ class _ZarrRows:
         self.where, self.metadata = array.store_path, array.metadata
         self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
 
+    @property
+    def token(self) -> str:
+        """Identifies the array by location and metadata; its values may be too large to hash."""
+        identity = [str(self.where), self.metadata.to_dict()]
+        return json.dumps(identity, default=str, sort_keys=True)
+
     def __getitem__(self, rows: Any) -> Any:
         array = zarr.open_array(self.where, mode="r")
         if array.metadata != self.metadata:
             raise ValueError(f"{self.where} is not the array that the samples were made of")
         return array[rows]
-
-
-def _zarr_token(array: zarr.Array[Any]) -> str:
-    """Identify a zarr array by location and metadata; its values may be too large to hash."""
-    identity = [str(array.store_path), array.metadata.to_dict()]
-    return hashlib.sha256(json.dumps(identity, default=str, sort_keys=True).encode()).hexdigest()

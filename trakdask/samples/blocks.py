@@ -1,10 +1,14 @@
-"""Build Datasets from blocks that are read inside tasks; shared by all sources of samples."""
+"""Lazy variables of samples, whose blocks tasks read, and the Dataset that they make up.
+
+A source of several variables says their fields and its length, and yields samples of a range. It is
+one task of the graph, and identified by its pickled content.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,21 +21,6 @@ from trakdask.arrays.blocks import take
 from trakdask.samples.coords import CoordsLike, check_name, normalise_coords
 from trakdask.samples.fingerprints import fingerprint
 from trakdask.variables import SAMPLE
-
-__all__ = [
-    "Field",
-    "Reader",
-    "assemble",
-    "check_chunks",
-    "check_dtype",
-    "dims_of",
-    "members",
-    "read_array",
-    "read_bundle",
-    "require_inputs",
-    "require_samples",
-    "source_of",
-]
 
 Array = np.ndarray[Any, Any]
 
@@ -52,7 +41,7 @@ class Field:
             raise ValueError(
                 f"expected shape {self.shape} in variable {name!r}, as sample 0 has, got "
                 f"{value.shape} for sample {sample}; try padding or cropping all samples to one "
-                "shape"
+                "shape, or td.from_dataframe(..., max_length=128), which pads lists such as tokens"
             )
         # Floating-point values may be rounded, but integers must not overflow.
         casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
@@ -63,22 +52,23 @@ class Field:
             )
 
 
-class Reader(Protocol):
-    """A source that reads all of its variables together."""
+class Source(Protocol):
+    """Samples that tasks read."""
 
-    def read(self, start: int, stop: int) -> dict[str, Array]:
-        """Read the samples ``start:stop`` of every variable, each (stop - start, ...)."""
+    fields: dict[str, Field]
+
+    def __len__(self) -> int: ...
+
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
+        """Yield the samples ``start:stop``, some at a time, after the number of the first."""
         ...
 
 
-def check_chunks(chunks: int) -> int:
-    """Check the number of samples per block, and return it as an int."""
-    if isinstance(chunks, bool) or not isinstance(chunks, int | np.integer) or chunks < 1:
-        raise ValueError(
-            f"expected a positive integer as chunks, the samples per block, got {chunks!r}; try "
-            "chunks=512"
-        )
-    return int(chunks)
+def fields_of(arrays: Mapping[str, Array]) -> dict[str, Field]:
+    """Return the shape and dtype of one sample of each variable (sample, ...)."""
+    for name, array in arrays.items():
+        check_dtype(name, array.dtype)
+    return {name: Field(array.shape[1:], array.dtype) for name, array in arrays.items()}
 
 
 def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
@@ -97,84 +87,59 @@ def require_samples(n: int, what: str) -> None:
         raise ValueError(f"expected at least one sample, got none in {what}")
 
 
-def read_array(name: str, source: Any, token: str, size: int) -> Any:
-    """Build the lazy array (sample, ...) whose blocks are slices of ``source``.
-
-    Of an array in memory, a graph has the blocks; of anything else, one task that opens it.
-    """
-    chunks = _chunks(source.shape, size)
-    native = source.dtype.newbyteorder("=")
-    array = da.from_array(
-        source, chunks=chunks, name=_read_name(name, token, size),
-        meta=np.empty((0,) * len(chunks), source.dtype),
-    )  # fmt: skip
-    return array if source.dtype == native else array.astype(native)
+def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> dict[str, Array]:
+    """Return the samples ``start:stop`` of all variables, or of some."""
+    fields = {name: source.fields[name] for name in names or source.fields}
+    block = {n: np.empty((stop - start, *field.shape), field.dtype) for n, field in fields.items()}
+    for first, rows in source.rows(start, stop):
+        for name, field in fields.items():
+            values = rows[name]
+            field.check(name, first, values[0])
+            block[name][first - start : first - start + len(values)] = values
+    return block
 
 
-def read_bundle(
-    reader: Reader, token: str, fields: Mapping[str, Field], n: int, size: int
-) -> dict[str, da.Array]:
-    """Build the lazy arrays of a reader: one read per block serves all variables."""
+def lazy_fields(source: Source, size: int, names: Collection[str] = ()) -> dict[str, da.Array]:
+    """Build the lazy arrays of a source: one read per block serves all variables."""
+    token, n = fingerprint(source), len(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
-    bundle = da.map_blocks(
-        _read_bundle,
-        dask.delayed(reader, name=f"dataset-{token}", traverse=False),
-        n,
-        size,
-        chunks=_chunks((n,), size),
-        dtype=object,
-        meta=np.empty((0,), object),
+    blocks = da.map_blocks(
+        _read_block, dask.delayed(source, name=f"dataset-{token}", traverse=False), n, size,
+        chunks=da.core.normalize_chunks(size, (n,)), dtype=object, meta=np.empty((0,), object),
         name=f"read-bundle-{token}-{size}",
-    )
-    return members(bundle, fields, token, size)
+    )  # fmt: skip
+    fields = {name: source.fields[name] for name in names or source.fields}
+    return unpacked(blocks, fields, token, size)
 
 
-def members(
-    bundle: da.Array, fields: Mapping[str, Field], token: str, size: int
+def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict[str, Array]:
+    start = block_id[0] * size
+    return read(source, start, min(start + size, n))
+
+
+def unpacked(
+    blocks: da.Array, fields: Mapping[str, Field], token: str, size: int
 ) -> dict[str, da.Array]:
     """Return the lazy arrays of blocks that are mappings from variables to arrays."""
-    return {name: _member(name, bundle, field, token, size) for name, field in fields.items()}
+    arrays = {}
+    for name, field in fields.items():
+        axes = tuple(range(1 + len(field.shape)))
+        arrays[name] = da.blockwise(
+            take, axes, blocks, axes[:1], name, None,
+            new_axes=dict(zip(axes[1:], field.shape, strict=True)), dtype=field.dtype,
+            meta=np.empty((0,) * len(axes), field.dtype), name=read_name(name, token, size),
+        )  # fmt: skip
+    return arrays
 
 
-def _member(name: str, bundle: da.Array, field: Field, token: str, size: int) -> Any:
-    axes = tuple(range(1 + len(field.shape)))
-    return da.blockwise(
-        take,
-        axes,
-        bundle,
-        axes[:1],
-        name,
-        None,
-        new_axes=dict(zip(axes[1:], field.shape, strict=True)),
-        dtype=field.dtype,
-        meta=np.empty((0,) * len(axes), field.dtype),
-        name=_read_name(name, token, size),
-    )
-
-
-def _read_bundle(reader: Reader, n: int, size: int, block_id: tuple[int, ...]) -> dict[str, Array]:
-    start = block_id[0] * size
-    return reader.read(start, min(start + size, n))
-
-
-def _chunks(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
-    n, *rest = shape
-    starts = range(0, n, size)
-    return (tuple(min(size, n - start) for start in starts), *((length,) for length in rest))
-
-
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
-
-
-def _read_name(name: str, token: str, size: int) -> str:
-    # The digest includes the variable's name, because all variables of a reader share its token.
+def read_name(name: str, token: str, size: int) -> str:
+    """Return Dask's name of a variable: equal content has equal names, but for the chunk size."""
+    # The digest includes the variable's name, because all variables of a source share its token.
     return f"read-{name}-{_digest(f'{name} {token}')}-{size}"
 
 
-def dims_of(name: str, ndim: int) -> tuple[str, ...]:
-    """Return names for the dimensions of a variable; only ``sample`` is shared with others."""
-    return SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, ndim))
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def assemble(variables: Mapping[str, da.Array], coords: CoordsLike) -> xr.Dataset:
@@ -184,7 +149,10 @@ def assemble(variables: Mapping[str, da.Array], coords: CoordsLike) -> xr.Datase
         check_name(name, "variable")
     values = normalise_coords(coords, variables, n)
     ds = xr.Dataset(
-        {name: (dims_of(name, array.ndim), array) for name, array in variables.items()},
+        {
+            name: ((SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, array.ndim))), array)
+            for name, array in variables.items()
+        },
         coords={name: (SAMPLE, array) for name, array in values.items()},
     )
     return ds.assign_attrs(source=source_of(ds))
@@ -223,7 +191,7 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
     if given is not None and not _SOURCE.fullmatch(str(given)):
         return str(given)
     variables = sorted(
-        (str(name), str(array.dtype), array.shape, _content(array.data))
+        (str(name), str(array.dtype), array.shape, _content(array.data.name))
         for name, array in ds.data_vars.items()
     )
     coords = sorted(
@@ -234,7 +202,7 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
     return f"samples-{_digest(repr((variables, coords)))}"
 
 
-def _content(array: da.Array) -> str:
+def _content(name: str) -> str:
     """Return dask's name of an array, without the chunk size if this module chose the name."""
-    match = _READ_NAME.fullmatch(array.name)
-    return match[1] if match else array.name
+    match = _READ_NAME.fullmatch(name)
+    return match[1] if match else name

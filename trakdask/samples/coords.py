@@ -12,28 +12,12 @@ import torch
 import xarray as xr
 
 from trakdask import variables
-
-__all__ = [
-    "CoordsLike",
-    "check_name",
-    "fields_as_coords",
-    "normalise_coord",
-    "normalise_coords",
-    "to_numpy",
-    "without_mask",
-]
+from trakdask.variables import CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK, SAMPLE, TARGET
 
 CoordsLike = Mapping[str, Any] | pd.DataFrame | Sequence[str] | None
 
 # Names of dimensions, and of variables that results have in addition to the samples' coords.
-_RESERVED = frozenset(variables.VARIABLES) | {
-    variables.SAMPLE,
-    variables.TARGET,
-    variables.CHECKPOINT,
-    variables.PROJ_DIM,
-    variables.PROJ_DIM_1,
-    variables.RANK,
-}
+_RESERVED = {*variables.VARIABLES, SAMPLE, TARGET, CHECKPOINT, PROJ_DIM, PROJ_DIM_1, RANK}
 
 
 def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[str, Any]:
@@ -63,8 +47,8 @@ def normalise_coords(coords: CoordsLike, names: Container[Any], n: int) -> dict[
     if coords is None:
         return {}
     if isinstance(coords, pd.DataFrame):
-        twice = list(coords.columns[coords.columns.duplicated()])
-        if twice:
+        if not coords.columns.is_unique:
+            twice = list(coords.columns[coords.columns.duplicated()])
             raise ValueError(f"several columns are named {twice}; try renaming them")
         coords = {name: coords[name] for name in coords.columns}
     if not isinstance(coords, Mapping):
@@ -174,7 +158,7 @@ def check_name(name: object, what: str, *, is_column: bool = False) -> None:
     if not isinstance(name, str):
         raise TypeError(f"the name of a {what} must be a str, got {name!r} ({type(name).__name__})")
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
-        other = "sample_id" if name == variables.SAMPLE else f"my_{name}"
+        other = "sample_id" if name == SAMPLE else f"my_{name}"
         remedy = f"coords={{{other!r}: {name!r}}}" if is_column else repr(other)
         raise ValueError(
             f"expected a name for the {what} that trakdask does not use itself, got {name!r}; try "
@@ -199,7 +183,7 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
-def to_numpy(what: str, values: Any) -> np.ndarray[Any, Any]:
+def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
     """Convert a tensor, a number or (nested) lists; bfloat16, which numpy lacks, to float32."""
     try:
         if isinstance(values, torch.Tensor):
@@ -207,7 +191,7 @@ def to_numpy(what: str, values: Any) -> np.ndarray[Any, Any]:
             values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         elif isinstance(values, list | tuple) and any(map(np.ma.isMaskedArray, values)):
             values = np.ma.stack(values)
-        array = np.asanyarray(values)
+        array = np.asanyarray(values, dtype)
     except (TypeError, RuntimeError, OverflowError, ValueError) as err:
         raise ValueError(f"numpy cannot read the values of {what}: {err}") from err
     return np.asarray(without_mask(what, array))

@@ -14,40 +14,32 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from trakdask.checks import require_integer
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.blocks import (
+    Array,
     Field,
     assemble,
-    check_chunks,
-    members,
-    read_bundle,
+    fields_of,
+    lazy_fields,
     require_samples,
-)
-from trakdask.samples.columns import (
-    Columns,
-    ColumnsLike,
-    MaxLength,
-    columns_of_pandas,
-    parse_columns,
+    unpacked,
 )
 from trakdask.samples.coords import check_name
-from trakdask.samples.fingerprints import fingerprint
-from trakdask.samples.rows import DatasetRows, FileRows, TableReader, is_of_datasets
+from trakdask.samples.tables import Columns, Files, HuggingFace, Table, columns_of_pandas
 
 __all__ = ["from_dataframe"]
 
-Array = np.ndarray[Any, Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-_Table = tuple[dict[str, da.Array], dict[str, Any]]
 
 
 def from_dataframe(
     source: Paths | pd.DataFrame | Any,
     *,
-    variables: ColumnsLike,
+    variables: Mapping[str, str | Sequence[str]],
     coords: Sequence[str] | Mapping[str, str] = (),
     chunks: int = 512,
-    max_length: MaxLength = None,
+    max_length: int | Mapping[str, int] | None = None,
     truncate: bool = False,
 ) -> xr.Dataset:
     """Create a Dataset of samples from the rows of a table.
@@ -119,49 +111,79 @@ def from_dataframe(
     >>> train.input_ids.values.tolist(), train.attention_mask.values.tolist()
     ([[1, 2, 0], [3, 0, 0]], [[1, 1, 0], [1, 0, 0]])
     """
-    size = check_chunks(chunks)
-    names = _check_coords(coords)
-    columns = parse_columns(variables, max_length, truncate)
-    if isinstance(source, pd.DataFrame):
-        table = _from_pandas(source, columns, names, size)
-    elif isinstance(source, dd.DataFrame):
-        table = _from_dask(source, columns, names, size)
-    elif is_of_datasets(source):
-        table = _from_rows(DatasetRows(source), columns, names, size)
-    elif isinstance(source, str | os.PathLike | list | tuple):
-        sources = [source] if isinstance(source, str | os.PathLike) else source
-        paths = [os.fspath(path) for path in sources]
-        table = _from_rows(FileRows(paths), columns, names, size)
+    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
+    columns, names = _columns(variables, max_length, truncate), _coord_columns(coords)
+    table = _table(source)
+    _check_columns([*columns.names, *names.values()], table.columns)
+    metadata = list(dict.fromkeys(names.values()))
+    if isinstance(table, pd.DataFrame):
+        require_samples(len(table), "the table")
+        arrays = columns.arrays(columns_of_pandas(table[columns.names]), 0)
+        lazy, loaded = lazy_variables(arrays, size), table
+    elif isinstance(table, dd.DataFrame):
+        lazy, loaded = _from_dask(table, columns, metadata, size)
     else:
+        require_samples(len(table), "the table")
+        lazy = lazy_fields(Table(table, columns), size)
+        loaded = _whole_columns(table, metadata) if metadata else pd.DataFrame()
+    return assemble(lazy, {name: loaded[column] for name, column in names.items()})
+
+
+def _table(source: Any) -> Any:
+    if isinstance(source, pd.DataFrame | dd.DataFrame):
+        return source
+    if type(source).__module__.split(".")[0] == "datasets":  # without importing the package
+        return HuggingFace(source)
+    if isinstance(source, str | os.PathLike | list | tuple):
+        sources = [source] if isinstance(source, str | os.PathLike) else source
+        return Files([os.fspath(path) for path in sources])
+    raise TypeError(
+        "expected paths of parquet or Arrow files, a datasets.Dataset, or a pandas or dask "
+        f"DataFrame, as source, got {type(source).__name__}; try "
+        + ("source.to_pandas()" if hasattr(source, "to_pandas") else "a path")
+    )
+
+
+def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
+    """Check the options that say what the variables are made of, but for the names of columns."""
+    is_mapping = isinstance(variables, Mapping) and bool(variables)
+    if not is_mapping or not all(isinstance(c, Sequence) and c for c in variables.values()):
         raise TypeError(
-            "expected paths of parquet or Arrow files, a datasets.Dataset, or a pandas or dask "
-            f"DataFrame, as source, got {type(source).__name__}; try "
-            + ("source.to_pandas()" if hasattr(source, "to_pandas") else "a path")
+            "expected a mapping from the name of a variable to a column, or a list of columns, as "
+            f"variables, got variables={variables!r}; try variables={{'x': 'column'}}"
         )
-    return assemble(*table)
-
-
-def _check_coords(coords: Any) -> dict[str, str]:
-    """Return name of the coord -> column."""
-    given = (coords,) if isinstance(coords, str) or not isinstance(coords, Iterable) else coords
-    names = tuple(given)
-    columns = tuple(coords.values()) if isinstance(coords, Mapping) else names
-    are_names = all(isinstance(name, str) for name in (*names, *columns))
-    if not are_names or len(set(names)) < len(names):
+    if max_length is None:
+        if truncate:
+            raise ValueError("truncate=True needs a max_length; try max_length=128")
+        max_length = {}
+    elif not isinstance(max_length, Mapping):
+        max_length = dict.fromkeys(variables, max_length)
+    if unknown := max_length.keys() - variables.keys():
         raise ValueError(
-            "expected different columns, or a mapping from other names to columns, as coords, got "
-            f"{coords!r}; try coords=['column'] or coords={{'name': 'column'}}"
+            f"expected some of the variables {list(variables)} in max_length, got "
+            f"{sorted(unknown)}; try max_length=128"
         )
+    for name, length in max_length.items():
+        require_integer(f"max_length of {name!r}", length, 1, remedy="try max_length=128")
+    return Columns(variables, max_length, truncate)
+
+
+def _coord_columns(coords: Any) -> dict[str, str]:
+    """Return name of the coord -> column."""
+    if isinstance(coords, Mapping):
+        names = dict(coords)
+    else:
+        names = {name: name for name in ([coords] if isinstance(coords, str) else coords)}
     for name in names:
         check_name(name, "coord", is_column=not isinstance(coords, Mapping))
-    return dict(zip(names, columns, strict=True))
+    return names
 
 
-def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
+def _check_columns(asked: Iterable[Any], available: Iterable[Any]) -> None:
     columns = [str(column) for column in available]
     for column in asked:
         if column not in columns:
-            near = difflib.get_close_matches(column, columns, n=3) or columns
+            near = difflib.get_close_matches(str(column), columns, n=3) or columns
             raise ValueError(
                 f"expected the name of a column of the table, got {column!r}; try one of {near}"
             )
@@ -172,66 +194,49 @@ def _check_columns(asked: Iterable[str], available: Iterable[Any]) -> None:
             )
 
 
-def _from_pandas(
-    frame: pd.DataFrame, columns: Columns, coords: dict[str, str], size: int
-) -> _Table:
-    _check_columns([*columns.names, *coords.values()], frame.columns)
-    require_samples(len(frame), "the table")
-    arrays = columns.arrays(columns_of_pandas(frame[columns.names]), 0)
-    metadata = {name: frame[column] for name, column in coords.items()}
-    return lazy_variables(arrays, size), metadata
+def _whole_columns(table: Files | HuggingFace, columns: list[str]) -> pd.DataFrame:
+    # Integers with nulls are read as objects, because floats would silently round them.
+    frame: pd.DataFrame = (
+        table.whole(columns)
+        .unify_dictionaries()
+        .to_pandas(date_as_object=False, integer_object_nulls=True)
+    )
+    return frame
 
 
-def _from_rows(
-    rows: FileRows | DatasetRows, columns: Columns, coords: dict[str, str], size: int
-) -> _Table:
-    _check_columns([*columns.names, *coords.values()], rows.names)
-    require_samples(len(rows), "the table")
-    reader = TableReader(rows, columns)
-    reader.probe()
-    arrays = read_bundle(reader, fingerprint(reader), reader.fields, len(rows), size)
-    return arrays, reader.read_coords(coords)
-
-
-def _from_dask(frame: Any, columns: Columns, coords: dict[str, str], size: int) -> _Table:
-    _check_columns([*columns.names, *coords.values()], frame.columns)
+def _from_dask(
+    frame: Any, columns: Columns, metadata: list[str], size: int
+) -> tuple[dict[str, da.Array], pd.DataFrame]:
     # Delayed objects, because dask may fuse partitions of a DataFrame differently for each column.
     parts = frame[columns.names].to_delayed()
-    summaries = [dask.delayed(_summarise, pure=True)(part) for part in parts]
-    rows = frame[list(dict.fromkeys(coords.values()))].to_delayed() if coords else []
-    computed, loaded = dask.compute(summaries, rows)
+    heads = [dask.delayed(_length_and_head, pure=True)(part) for part in parts]
+    computed, loaded = dask.compute(heads, frame[metadata].to_delayed() if metadata else [])
     lengths = [length for length, _ in computed]
     require_samples(sum(lengths), "the table")
     first = next(head for length, head in computed if length)
-    _require_no_text(first)
-    fields = columns.fields(columns.arrays(columns_of_pandas(first), 0))
-    metadata = {name: pd.concat([part[c] for part in loaded]) for name, c in coords.items()}
-    starts = np.cumsum([0, *lengths]).tolist()
-    blocks = [
-        da.from_delayed(
-            dask.delayed(_convert, pure=True)(part, columns, fields, start),
-            shape=(length,),
-            meta=np.empty((0,), object),
-        )
-        for part, start, length in zip(parts, starts, lengths, strict=False)
-        if length
-    ]
-    bundle = da.concatenate(blocks)
-    return lazy_variables(members(bundle, fields, bundle.name, 0), size), metadata
-
-
-def _require_no_text(first: pd.DataFrame) -> None:
-    for column in first.columns:
-        value = first[column].iloc[0]
+    for column, value in first.iloc[0].items():
         if isinstance(value, str) and value.startswith(("[", "(", "array(")):
             raise TypeError(
                 f"expected numbers or lists of numbers in column {column!r}, got the text "
                 f"{value[:40]!r}, since dask turns lists of a pandas DataFrame into text; try "
                 "dask.config.set({'dataframe.convert-string': False}) before from_pandas(...)"
             )
+    fields = fields_of(columns.arrays(columns_of_pandas(first), 0))
+    starts = np.cumsum([0, *lengths]).tolist()
+    convert = dask.delayed(_convert, pure=True)
+    blocks = [
+        da.from_delayed(
+            convert(part, columns, fields, start), (length,), meta=np.empty((0,), object)
+        )
+        for part, start, length in zip(parts, starts, lengths, strict=False)
+        if length
+    ]
+    whole = da.concatenate(blocks)
+    lazy = lazy_variables(unpacked(whole, fields, whole.name, 0), size)
+    return lazy, pd.concat(loaded) if metadata else pd.DataFrame()
 
 
-def _summarise(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
+def _length_and_head(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
     return len(part), part.head(1)
 
 

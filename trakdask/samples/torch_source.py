@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,10 @@ import pandas as pd
 import xarray as xr
 from torch.utils.data import DataLoader, IterableDataset
 
-from trakdask.checks import import_callable
-from trakdask.samples.blocks import (
-    Field,
-    assemble,
-    check_chunks,
-    check_dtype,
-    read_bundle,
-    require_samples,
-)
-from trakdask.samples.coords import (
-    CoordsLike,
-    fields_as_coords,
-    to_numpy,
-)
+from trakdask.checks import import_callable, require_integer
+from trakdask.samples.blocks import Field, assemble, fields_of, lazy_fields, read, require_samples
+from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.fingerprints import fingerprint
-
-__all__ = ["from_torch"]
 
 Array = np.ndarray[Any, Any]
 
@@ -95,14 +82,13 @@ def from_torch(
     >>> train.x.chunks, train.label.values.tolist()
     (((2, 2, 1), (3,)), [0, 1, 2, 3, 4])
     """
-    size = check_chunks(chunks)
-    reader = _DatasetReader(dataset, _check_names(names))
-    n = reader.probe(shapes or {})
-    chosen = fields_as_coords(coords, reader.fields)
-    fields = {name: field for name, field in reader.fields.items() if name not in chosen}
-    variables = read_bundle(reader, fingerprint(reader), fields, n, size)
-    reader.warn_if_random()  # after hashing the content, because reading may change a dataset
-    values = reader.read_fields(chosen, n) if chosen else coords
+    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
+    source = _Items(dataset, _check_names(names), shapes or {})
+    chosen = fields_as_coords(coords, source.fields)
+    inputs = [name for name in source.fields if name not in chosen]
+    variables = lazy_fields(source, size, inputs) if inputs else {}
+    source.warn_if_random()  # after hashing the content, because reading may change a dataset
+    values = read(source, 0, len(source), chosen) if chosen else coords
     return assemble(variables, values)
 
 
@@ -118,97 +104,90 @@ def _check_names(names: Any) -> tuple[str | None, ...]:
     return given
 
 
-class _DatasetReader:
+class _Items:
     """A dataset that each process opens once, and reads in one thread at a time."""
 
-    def __init__(self, given: Any, names: tuple[str | None, ...]) -> None:
-        self.given = given
-        self.names = names
-        self.fields: dict[str, Field] = {}
-        self.first = ""
-        self._lock = threading.Lock()
-        self._dataset: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in ("given", "names", "fields", "first")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock(), _dataset=None)
-
-    def probe(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Determine the fields from item 0; return the number of samples."""
-        n = len(self._opened())
-        require_samples(n, "the dataset")
+    def __init__(
+        self, given: Any, names: tuple[str | None, ...], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.given, self.names = given, names
+        self._lock, self._dataset = threading.Lock(), _open(given)
+        self._n = len(self._dataset)
+        require_samples(self._n, "the dataset")
         item = self._item(0)
-        for name, value in item.items():
-            check_dtype(name, value.dtype)
         if unknown := shapes.keys() - item.keys():
             raise ValueError(
                 f"expected shapes of some of {list(item)}, got {sorted(unknown)}; try "
                 f"shapes={{{next(iter(item))!r}: ...}}"
             )
         self.fields = {
-            name: Field(tuple(shapes.get(name, value.shape)), value.dtype)
-            for name, value in item.items()
+            name: Field(tuple(shapes.get(name, field.shape)), field.dtype)
+            for name, field in fields_of({n: value[None] for n, value in item.items()}).items()
         }
-        if self._dataset is not self.given:  # the code alone does not determine what it returns
-            self.first = fingerprint((n, item))
-        return n
+        # The code of a function alone does not determine what it returns.
+        self.first = "" if self._dataset is given else fingerprint((self._n, item))
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lock": None, "_dataset": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
+        """Yield the samples ``start:stop``, one at a time."""
+        with self._lock:
+            self._dataset = _open(self.given) if self._dataset is None else self._dataset
+        for index in range(start, stop):
+            with self._lock:
+                item = self._item(index)
+            yield index, {name: value[None] for name, value in item.items()}
 
     def warn_if_random(self) -> None:
         """Warn if item 0 differs when it is read again, as with random augmentation.
 
         It is read three more times, which detects a random flip three times out of four.
         """
-        before = self._item(0)
-        for _ in range(2):
-            again = self._item(0)
-            if changed := [name for name in before if not _equal(before[name], again[name])]:
-                warnings.warn(
-                    "expected a dataset whose items are not random, got another "
-                    f"{changed[0]!r} when item 0 was read again, so that features would differ "
-                    "between runs; try the dataset without random augmentation",
-                    UserWarning,
-                    stacklevel=3,
-                )
-                return
-
-    def read(self, start: int, stop: int) -> dict[str, Array]:
-        """Read the samples ``start:stop``."""
-        block = {
-            name: np.empty((stop - start, *field.shape), field.dtype)
-            for name, field in self.fields.items()
-        }
-        with self._lock:
-            for index in range(start, stop):
-                for name, value in self._item(index).items():
-                    self.fields[name].check(name, index, value)
-                    block[name][index - start] = value
-        return block
-
-    def read_fields(self, names: list[str], n: int) -> dict[str, Array]:
-        """Read some fields of all samples, and keep nothing else of them."""
-        rows = (self.read(index, index + 1) for index in range(n))
-        kept = [{name: row[name] for name in names} for row in rows]
-        return {name: np.concatenate([row[name] for row in kept]) for name in names}
-
-    def _opened(self) -> Any:
-        if self._dataset is None:
-            self._dataset = _open(self.given)
-        return self._dataset
+        first, *others = (
+            {name: value.tobytes() for name, value in self._item(0).items()} for _ in range(3)
+        )
+        if changed := [name for name in first if any(first[name] != o[name] for o in others)]:
+            warnings.warn(
+                f"expected a dataset whose items are not random, got another {changed[0]!r} when "
+                "item 0 was read again, so that features would differ between runs; try the "
+                "dataset without random augmentation",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _item(self, index: int) -> dict[str, Array]:
         try:
-            item = self._opened()[index]
+            item = self._dataset[index]
         except Exception as err:
             raise RuntimeError(
                 "expected an item for every index below len(dataset), got an error for sample "
                 f"{index}: {err!r}; try dataset[{index}]"
             ) from err
         return {
-            name: _to_numpy(name, index, value)
+            name: to_numpy(f"variable {name!r} of sample {index}", value, _DTYPES.get(type(value)))
             for name, value in _named(item, self.names, index).items()
         }
+
+
+_DTYPES: Mapping[type, type] = {bool: np.bool_, int: np.int64, float: np.float32}
+"""Of numbers of Python."""
+
+
+_ADVICE: Mapping[type, str] = {
+    DataLoader: "loader.dataset, whose items are no batches",
+    Mapping: "td.from_arrays",
+    pd.DataFrame: "td.from_dataframe",
+    xr.Dataset: "td.featurize(dataset, ...)",
+    IterableDataset: "list(dataset), or writing the samples to zarr or parquet first",
+}
+"""What to use in place of what is no map-style dataset."""
 
 
 def _open(given: Any) -> Any:
@@ -217,31 +196,13 @@ def _open(given: Any) -> Any:
         dataset = import_callable(given, "dataset")()
     elif callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
         dataset = given()
-    advice = "list(dataset), or writing the samples to zarr or parquet first"
-    for other, better in _OTHERS.items():
-        if isinstance(dataset, other):
-            advice = better
-    is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, (IterableDataset, *_OTHERS)) or not is_map_style:
+    other = next((kind for kind in _ADVICE if isinstance(dataset, kind)), None)
+    if other or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             "expected a map-style dataset, whose items are read by index, got "
-            f"{type(dataset).__name__}; try {advice}"
+            f"{type(dataset).__name__}; try {_ADVICE[other or IterableDataset]}"
         )
     return dataset
-
-
-_OTHERS: Mapping[type, str] = {
-    DataLoader: "loader.dataset, whose items are no batches",
-    Mapping: "td.from_arrays",
-    pd.DataFrame: "td.from_dataframe",
-    xr.Dataset: "td.featurize(dataset, ...)",
-}
-
-
-def _equal(left: Array, right: Array) -> bool:
-    return left.dtype == right.dtype and np.array_equal(
-        left, right, equal_nan=left.dtype.kind in "fc"
-    )
 
 
 def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, Any]:
@@ -262,15 +223,3 @@ def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, An
             f"{len(fields)}; try a name for every field, or None to leave a field out"
         )
     return {name: field for name, field in zip(names, fields, strict=True) if name is not None}
-
-
-_DTYPES = {bool: np.bool_, int: np.int64, float: np.float32}
-"""Of numbers of Python."""
-
-
-def _to_numpy(name: str, index: int, value: Any) -> Array:
-    try:
-        number = _DTYPES[type(value)](value) if type(value) in _DTYPES else value
-        return to_numpy(f"variable {name!r} of sample {index}", number)
-    except OverflowError as err:
-        raise ValueError(f"variable {name!r} of sample {index}: {value} is too large") from err

@@ -20,14 +20,13 @@ import zarr
 from dask.base import tokenize
 from distributed import as_completed, futures_of
 
+from trakdask.arrays.block_arguments import Bounds
 from trakdask.arrays.blocks import Blocks, flat
 from trakdask.errors import StoreMismatchError
 from trakdask.execution import scheduling
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
-
-__all__ = ["compute", "encoded", "missing_blocks", "require_same_rows", "save_blocks", "stored"]
 
 _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
@@ -47,13 +46,9 @@ _log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------ what is stored
 
 
-def stored(group: Group) -> set[tuple[int, int]]:
-    """Return the blocks that are stored, as (block, checkpoint), from one listing."""
-    keys = [name.split(".") for name in (group.folder / "out_to_loss").names()]
-    return {(int(key[1]), int(key[2])) for key in keys if key[0] == "c"}
-
-
-def missing_blocks(group: Group, rows: range, index: int, known: set[tuple[int, int]]) -> list[int]:
+def missing_blocks(
+    group: Group, rows: range, index: int, stored: set[tuple[int, ...]]
+) -> list[int]:
     """Return the blocks that lack some of the rows at a checkpoint.
 
     Parameters
@@ -64,27 +59,29 @@ def missing_blocks(group: Group, rows: range, index: int, known: set[tuple[int, 
         Of one set of samples, added together.
     index
         Number of the checkpoint.
-    known
-        What :func:`stored` returns.
+    stored
+        What ``group.stored_chunks("out_to_loss")`` returns.
     """
     b, total = group.block, group.arrays["out_to_loss"]["shape"][0]
     blocks = range(rows.start // b, (rows.stop - 1) // b + 1)
-    missing = [block for block in blocks if (block, index) not in known]
+    missing = [block for block in blocks if (block, index) not in stored]
     for block in {blocks[0], blocks[-1]} - {*missing}:
-        # If others' rows are in the same chunk, that it is there says nothing of ours.
+        # The first and the last chunk may hold rows of other samples, too, which were saved before
+        # or after these: that it is there says nothing of ours. Then the last of our rows in it
+        # tells, since all rows of a set are put at once.
         start, stop = block * b, min((block + 1) * b, total)
-        own = slice(max(rows.start, start), min(rows.stop, stop))
-        if (own.start, own.stop) != (start, stop) and not _has_rows(group, own, index):
+        ours = slice(max(rows.start, start), min(rows.stop, stop))
+        if (ours.start, ours.stop) != (start, stop) and not _has_row(group, ours.stop - 1, index):
             missing.append(block)
     return sorted(missing)
 
 
-def _has_rows(group: Group, rows: slice, index: int) -> bool:
-    """Return whether the last of some rows has a value, or an error in its place."""
-    last = slice(rows.stop - 1, rows.stop), slice(index, index + 1)
-    if not np.isnan(np.asarray(group.array("out_to_loss")[last])).any():
+def _has_row(group: Group, row: int, index: int) -> bool:
+    """Return whether a row has a value, or an error in its place."""
+    at = slice(row, row + 1), slice(index, index + 1)
+    if not np.isnan(np.asarray(group.array("out_to_loss")[at])).any():
         return True
-    return ERROR in group.arrays and bool(np.asarray(group.array(ERROR)[last] != "").all())
+    return ERROR in group.arrays and bool(np.asarray(group.array(ERROR)[at] != "").all())
 
 
 # ------------------------------------------------------------------------------------- writing
@@ -109,15 +106,15 @@ def save_blocks(
         Further attempts.
     """
     b = group.block
+    # In blocks of the store, of which the first is partial if it begins within a chunk.
     starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
     sizes = tuple(np.diff(starts).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
     names = [str(name) for name in features[CHECKPOINT].values]
     options = scheduling.gpu_options(features)
     for name, index in columns.items():
-        position = names.index(name)
-        submission = functools.partial(_missing, group, chunked, rows, position, index)
-        scheduling.run(submission, retries=retries, compute=functools.partial(compute, **options))
+        tasks = functools.partial(_missing, group, chunked, rows, names.index(name), index)
+        scheduling.run(tasks, retries=retries, compute=functools.partial(compute, **options))
 
 
 def compute(tasks: da.Array, **options: Any) -> None:
@@ -140,50 +137,46 @@ def _missing(
     group: Group, features: xr.Dataset, rows: range, position: int, index: int
 ) -> da.Array | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
-    n_blocks = len(features.chunksizes[SAMPLE])
-    todo = missing_blocks(group, rows, index, stored(group))
+    todo = missing_blocks(group, rows, index, group.stored_chunks("out_to_loss"))
     if not todo:
         return None
-    names = [name for name in group.features if name != SCALE and name in features]
+    names = [name for name in group.features if name in features]  # out_to_loss is the last
     arrays = [group.array(name, sparse=name == ERROR) for name in names]
     scale = group.array(SCALE) if SCALE in group.arrays else None
-    first = rows.start // group.block
-    here = da.map_blocks(
-        _start, rows.start, group.block, chunks=((1,) * n_blocks,), dtype=np.int64,
-        meta=np.empty(0, np.int64), name=f"start-{tokenize(rows, group.block)}",
-    )  # fmt: skip
     pairs = [(features[n].data, "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(
-        functools.partial(_write_block, arrays, scale, index), "sc", here, "s",
-        *(item for pair in pairs for item in pair), adjust_chunks={"s": 1, "c": 1},
-        align_arrays=False, dtype=bool, meta=np.empty((0, 0), bool),
-        name=f"save-block-{tokenize(group.folder.url, index, *(x.name for x, _ in pairs))}",
+        functools.partial(_write_block, arrays, scale, index, rows.start), "sc",
+        Bounds(features.chunksizes[SAMPLE]), "s", *(item for pair in pairs for item in pair),
+        adjust_chunks={"s": 1, "c": 1}, align_arrays=False, dtype=bool,
+        meta=np.empty((0, 0), bool),
+        name=f"save-block-{tokenize(group.folder.url, rows, index, *(x.name for x, _ in pairs))}",
     )  # fmt: skip
     # Of a selection of the features dask would not fuse what makes a block with what stores it.
+    first = rows.start // group.block
     selected: da.Array = written.blocks[[block - first for block in todo], position]
     return selected
-
-
-def _start(first: int, block: int, block_id: tuple[int, ...]) -> np.ndarray:
-    return np.array([max(first, (first // block + block_id[0]) * block)])
 
 
 def _write_block(
     arrays: list[zarr.Array[Any]],
     scale: zarr.Array[Any] | None,
     index: int,
-    start: np.ndarray,
+    offset: int,
+    bounds: tuple[int, int],
     *blocks: Blocks,
 ) -> np.ndarray:
-    """Store the rows of a block; zarr reads, merges and replaces a chunk that has others, too."""
-    values = [block for nested in blocks for block in flat(nested)]
-    first, began = start.item(), time.time()
-    rows, column = slice(first, first + len(values[0])), slice(index, index + 1)
+    """Store the rows of a block: ``out_to_loss`` last, by which the block is known to be stored.
+
+    zarr puts a chunk in one piece. Of one that holds other rows, too, it reads and keeps these; two
+    tasks never write the same chunk, since a call of save writes one set of consecutive rows.
+    """
+    began, (start, stop) = time.time(), bounds
+    rows, column = slice(offset + start, offset + stop), slice(index, index + 1)
     try:
-        for array, value in zip(arrays, values, strict=True):
+        for array, block in zip(arrays, blocks, strict=True):
+            (value,) = flat(block)
             if scale is not None and array.basename == "feature":
-                value, factors = encoded(value)
-                scale[rows, column] = factors
+                value, scale[rows, column] = encoded(value)
             array[rows, ..., column] = value
     except OSError as err:
         text = (
@@ -194,7 +187,7 @@ def _write_block(
         raise explained(err, text) from err
     _log.info(
         "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
-        first, rows.stop, index, socket.gethostname(), time.time() - began,
+        rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
     )  # fmt: skip
     return np.ones((1, 1), bool)
 
@@ -244,9 +237,9 @@ def _last_whole(
     group: Group, rows: range, columns: Mapping[str, int]
 ) -> tuple[str, int, slice] | None:
     """Return a checkpoint, its number, and the rows of its last block in which no sample failed."""
-    b, known = group.block, stored(group)
+    b, stored = group.block, group.stored_chunks("out_to_loss")
     for name, index in columns.items():
-        missing = {*missing_blocks(group, rows, index, known)}
+        missing = {*missing_blocks(group, rows, index, stored)}
         for block in reversed(range(rows.start // b, (rows.stop - 1) // b + 1)):
             here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
             if block in missing:

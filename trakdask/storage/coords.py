@@ -16,8 +16,6 @@ from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, chang
 from trakdask.storage.reading import dropped_mask, open, read_coords
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
-__all__ = ["assign_coords", "joined", "portable_coords", "require_names", "require_same_coords"]
-
 _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
 
 
@@ -137,15 +135,13 @@ def portable_coords(features: xr.Dataset) -> xr.Dataset:
     return features.assign_coords(text)
 
 
-def joined(
-    before: Group, group: Group, features: xr.Dataset, rows: range
-) -> dict[str, xr.Variable]:
+def joined(before: Group, features: xr.Dataset, rows: range) -> dict[str, xr.Variable]:
     """Return the coords that a store gets with these features.
 
     Parameters
     ----------
-    before, group
-        The store as it counts, and as it is to be.
+    before
+        The store as it counts, with what is unfinished.
     features, rows
         What is saved, and where.
 
@@ -157,7 +153,7 @@ def joined(
     ours = {str(n): c.variable for n, c in features.coords.items() if n != ERROR}
     names = features[CHECKPOINT].values.tolist()
     ours[CHECKPOINT] = xr.Variable(CHECKPOINT, np.array(names, np.dtypes.StringDType()))
-    stored, changed = read_coords(before), {}
+    stored, changed, checkpoints = read_coords(before), {}, before.target().checkpoints
     if rows.stop > before.n_samples:
         if DROPPED in stored:
             ours[DROPPED] = xr.Variable(SAMPLE, np.zeros(len(rows), bool))
@@ -168,8 +164,8 @@ def joined(
         if before.n_samples:
             _require_same_kinds(new, old, before.folder.url)
         changed = {name: _appended(old.get(name), coord) for name, coord in new.items()}
-    if group.checkpoints != before.checkpoints:
-        columns = [names.index(name) for name in group.checkpoints[len(before.checkpoints) :]]
+    if checkpoints != before.checkpoints:
+        columns = [names.index(name) for name in checkpoints[len(before.checkpoints) :]]
         for name, coord in ours.items():
             if coord.dims == (CHECKPOINT,):
                 changed[name] = _appended(stored.get(name), coord[columns])

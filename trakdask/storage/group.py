@@ -33,18 +33,6 @@ from trakdask.files import UNCACHED, Folder
 from trakdask.storage.lock import lock
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
-__all__ = [
-    "DERIVED",
-    "DROPPED",
-    "ERROR",
-    "METADATA",
-    "SCALE",
-    "STORE_ATTRS",
-    "Group",
-    "changing",
-    "zarr_store",
-]
-
 METADATA = "zarr.json"
 DROPPED, ERROR, SCALE = "dropped", "error", "scale"
 STORE_ATTRS = ("coordinates", "n_samples", "sources", "unfinished", "lacking")
@@ -158,7 +146,7 @@ class Group:
         array: zarr.Array[Any] = zarr.Array.from_dict(path, self.arrays[name])
         return array.with_config({"write_empty_chunks": not sparse})
 
-    def chunk_path(self, name: str, index: tuple[int, ...]) -> str:
+    def chunk_path(self, name: str, index: Sequence[int]) -> str:
         """Return the path of a chunk in the store."""
         return f"{name}/{separator_of(self.arrays[name]).join(['c', *map(str, index)])}"
 
@@ -168,19 +156,21 @@ class Group:
         sizes = zip(metadata["shape"], chunks_of(metadata), strict=True)
         return np.ndindex(*(-(-size // chunk) for size, chunk in sizes))
 
-    def absent_chunks(self, name: str) -> list[str]:
-        """Return the paths of the chunks that an array lacks, in order."""
-        there = {f"{name}/{path}" for path in (self.folder / name).files()}
-        needed = (self.chunk_path(name, index) for index in self.chunk_indices(name))
-        return [path for path in needed if path not in there]
+    def stored_chunks(self, name: str) -> set[tuple[int, ...]]:
+        """Return the numbers of the chunks that are in the store, from one listing."""
+        separator = separator_of(self.arrays[name])
+        files = (file.split(separator) for file in (self.folder / name).files())
+        return {tuple(map(int, index)) for first, *index in files if first == "c"}
 
     def require_chunks(self, name: str) -> None:
-        """Raise if an array lacks chunks."""
-        if absent := self.absent_chunks(name):
-            raise IncompleteFeaturesError(
-                f"expected {absent[0]!r} in the store {self.folder.url!r}, but it was lost; try "
-                "td.verify(store), which says how to restore it"
-            )
+        """Raise if an array lacks chunks: zarr would read fill values in their place."""
+        stored = self.stored_chunks(name)
+        for index in self.chunk_indices(name):
+            if index not in stored:
+                raise IncompleteFeaturesError(
+                    f"expected {self.chunk_path(name, index)!r} in the store {self.folder.url!r}, "
+                    "but it was lost; try td.verify(store), which says how to restore it"
+                )
 
     def require_complete(self) -> None:
         """Raise if blocks are missing of what counts."""
@@ -205,11 +195,10 @@ class Group:
     def about_unfinished(self) -> str:
         """Say what is unfinished, and how to finish it."""
         target = self.target()
-        names = [n for n in target.checkpoints if n not in self.checkpoints]
-        dim = CHECKPOINT if names and self.n_samples == target.n_samples else SAMPLE
-        what = f"checkpoints {names}" if dim == CHECKPOINT else (
-            f"{target.n_samples - self.n_samples} samples"
-        )  # fmt: skip
+        names = [name for name in target.checkpoints if name not in self.checkpoints]
+        dim, what = CHECKPOINT, f"checkpoints {names}"
+        if target.n_samples > self.n_samples:
+            dim, what = SAMPLE, f"{target.n_samples - self.n_samples} samples"
         return (
             f"an append of {what} was not finished; call td.save(..., append_dim={dim!r}) with "
             "these again to finish it, or td.verify(store, repair=True) to give it up"
@@ -230,6 +219,8 @@ class Group:
             }
             for name in variables
         }
+        # zarr would replace the metadata of an array at once. So it writes into memory, and only
+        # chunks are copied: whether they count is decided by the commit.
         files: dict[str, Buffer] = {}
         xr.Dataset(variables).drop_encoding().to_zarr(
             MemoryStore(files), mode="w", consolidated=False, zarr_format=3, encoding=encoding,
@@ -247,22 +238,23 @@ class Group:
             "at": datetime.now(UTC).isoformat(), "versions": {"trakdask": __version__}
         }  # fmt: skip
         self.attrs["coordinates"] = " ".join(sorted({*self.coords, ERROR} & {*self.arrays}))
-        about = {
+        metadata = {"kind": "inline", "must_understand": False, "metadata": self.arrays}
+        files = {
+            f"{name}/{METADATA}": array
+            for name, array in self.arrays.items()
+            if array != self.before.get(name)
+        }
+        # The metadata of each array are for readers that do not know consolidated ones, and count
+        # for nothing else. Before there is a store, its own file is first: by it a folder is known
+        # for a store. Later it is last, because it is what commits.
+        files[METADATA] = {
             "zarr_format": 3,
             "node_type": "group",
             "attributes": self.attrs,
-            "consolidated_metadata": {
-                "kind": "inline", "must_understand": False, "metadata": self.arrays
-            },
-        }  # fmt: skip
-        if not self.before:  # by this file a store is known for one
-            self.folder.write(METADATA, json.dumps(about).encode())
-        # Those of each array are for readers that do not know consolidated metadata.
-        for name, metadata in self.arrays.items():
-            if metadata != self.before.get(name):
-                self.folder.write(f"{name}/{METADATA}", json.dumps(metadata).encode())
-        if self.before:
-            self.folder.write(METADATA, json.dumps(about).encode())
+            "consolidated_metadata": metadata,
+        }
+        for path in sorted(files, key=lambda path: (path == METADATA) == bool(self.before)):
+            self.folder.write(path, json.dumps(files[path]).encode())
         self.before = dict(self.arrays)
 
     def sweep(self) -> None:
@@ -285,11 +277,11 @@ def changing(
 ) -> Iterator[Group]:
     """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
     folder = Folder.at(store, storage_options)
-    Group.read(folder)  # nothing is written where there is no store
+    Group.read(folder)  # nothing is written where there is no store, not even a lock
     with lock(folder, purpose) as require_held:
-        group = Group.read(folder)
+        group = Group.read(folder)  # again: another writer may have just finished
         yield group
-        require_held()
+        require_held()  # while this process slept, another one may have taken it for dead
         group.commit()
         group.sweep()
 

@@ -17,8 +17,6 @@ import psutil
 from trakdask.errors import StoreBusyError
 from trakdask.files import Folder
 
-__all__ = ["lock"]
-
 _NAME = "lock"
 _RENEWED_EVERY_S = 15.0
 _EXPIRES_AFTER_S = 120.0
@@ -42,13 +40,13 @@ def lock(folder: Folder, purpose: str) -> Iterator[Callable[[], None]]:
     StoreBusyError
         If another process holds it.
     """
-    token = _acquire(folder, purpose)
+    own = _acquire(folder, purpose)
     stop = threading.Event()
-    renewer = threading.Thread(target=_renew, args=(folder, token, stop), daemon=True)
+    renewer = threading.Thread(target=_renew, args=(folder, own, stop), daemon=True)
     renewer.start()
 
     def require_held() -> None:
-        if (holder := _read(folder)).get("token") != token["token"]:
+        if (holder := _read(folder)).get("token") != own["token"]:
             raise StoreBusyError(
                 f"expected to be the only writer of {folder.url!r}, but its lock was taken away by "
                 f"{_who(holder)}; try again when that is done"
@@ -77,6 +75,8 @@ def _acquire(folder: Folder, purpose: str) -> dict[str, Any]:
     if (holder := _read(folder)) and _is_free(holder):
         _log.warning("%s is dead: its lock of %s is removed", _who(holder), folder.url)
         folder.remove(_NAME)
+    # Two processes may come to this point at once, and one may remove what the other has just
+    # created: that one finds out before it commits.
     try:
         folder.create(_NAME, _encoded(own))
     except FileExistsError:
@@ -97,21 +97,23 @@ def _encoded(holder: dict[str, Any]) -> bytes:
 def _read(folder: Folder) -> dict[str, Any]:
     """Return who holds the lock; empty if nobody does."""
     try:
-        text = folder.read(_NAME)
-    except (FileNotFoundError, NotADirectoryError):
+        holder: dict[str, Any] = folder.read_json(_NAME)
+    except FileNotFoundError:
         return {}
-    with suppress(ValueError):
-        if isinstance(holder := json.loads(text), dict):
-            return holder
-    return {"purpose": f"the lock says {text[:40]!r}"}
+    except ValueError as err:  # whatever it is, somebody means something by it
+        return {"purpose": f"a lock that cannot be read: {err}"}
+    return holder
 
 
 def _is_free(holder: dict[str, Any]) -> bool:
+    """Return whether who holds a lock is dead, or, on another host, was not heard of for long."""
     if holder.get("host") != socket.gethostname():
         return time.time() > float(holder.get("renewed", "inf")) + _EXPIRES_AFTER_S
     try:
         process = psutil.Process(holder["process"])
-        is_other = abs(process.create_time() - holder["process_started"]) > 1  # the number is new
+        # The number of a dead process may be that of another one by now; and one that was killed
+        # is a zombie until its parent asks.
+        is_other = abs(process.create_time() - holder["process_started"]) > 1
         return bool(is_other or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True

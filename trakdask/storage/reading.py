@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import dask.array as da
 import google_crc32c
@@ -20,34 +20,12 @@ import xarray as xr
 import zarr
 from dask.base import tokenize
 
-from trakdask.arrays.stored import Read, reader, stored
+from trakdask.arrays.stored import Key, Read, reader, stored
+from trakdask.attribution.grams import DAMPING, DERIVED
 from trakdask.errors import IncompleteFeaturesError, UnfinishedAppendWarning
 from trakdask.files import Folder
-from trakdask.storage.group import (
-    DERIVED,
-    DROPPED,
-    ERROR,
-    SCALE,
-    STORE_ATTRS,
-    Group,
-    chunks_of,
-    dims_of,
-    separator_of,
-    zarr_store,
-)
+from trakdask.storage.group import DROPPED, ERROR, SCALE, STORE_ATTRS, Group, dims_of, zarr_store
 from trakdask.variables import SAMPLE, VARIABLES
-
-__all__ = [
-    "VERIFIED",
-    "assembled",
-    "chunks",
-    "decoded",
-    "dropped_mask",
-    "lazy_array",
-    "open",
-    "read_coords",
-    "without_dropped",
-]
 
 _CRC_BYTES = 4
 _LEAST_MAPPED = 2**20
@@ -129,6 +107,7 @@ def open(
     elif not group.n_samples:
         group = group.target()
     ds = assembled(group, complete=require_complete, load_coords=load_coords)
+    ds.encoding["source"] = group.folder.url  # as xarray names what it has opened
     if ERROR in group.arrays and group.arrays == group.before:
         # Read when it is asked for; as a Dask array it could not select (ds.where(ds.error == "")).
         error = _on_disk(group, [ERROR])[ERROR]
@@ -145,14 +124,13 @@ def assembled(group: Group, *, complete: bool = True, load_coords: bool = True) 
     arrays = {
         name: lazy_array(group, name, complete=complete)
         for name in (*group.features, *DERIVED)
-        if name in group.arrays and name not in (ERROR, "damping")
+        if name in group.arrays and name not in (ERROR, DAMPING)
     }
     if SCALE in arrays:
         arrays["feature"] = decoded(arrays["feature"], arrays.pop(SCALE))
-    if "damping" in group.arrays:  # so small that it is read
-        token = tokenize(group.folder.url, group.attrs["saved"], group.chunk_path("damping", (0,)))
-        values = _whole(group, "damping")
-        arrays["damping"] = da.from_array(values, chunks=1, name=f"open-damping-{token}")
+    if DAMPING in group.arrays:  # so small that it is read
+        values = _whole(group, DAMPING)
+        arrays[DAMPING] = da.from_array(values, chunks=1, name=_name(group, DAMPING))
     data = {
         name: (dims_of(group.arrays[name]), arrays[name], group.arrays[name]["attributes"])
         for name in (*VARIABLES, *arrays)
@@ -161,6 +139,12 @@ def assembled(group: Group, *, complete: bool = True, load_coords: bool = True) 
     attrs = {key: value for key, value in group.attrs.items() if key not in STORE_ATTRS}
     ds = xr.Dataset(data, attrs=attrs)
     return ds.assign_coords(read_coords(group, rows=() if load_coords else ds.chunksizes[SAMPLE]))
+
+
+def _name(group: Group, name: str, *more: object) -> str:
+    """Return the name of a Dask array: another one after every commit, since content may differ."""
+    token = tokenize(group.folder.url, group.attrs["saved"], group.arrays[name], *more)
+    return f"open-{name.replace('_', '-')}-{token}"
 
 
 def without_dropped(ds: xr.Dataset) -> xr.Dataset:
@@ -198,26 +182,24 @@ def read_coords(
     coords: dict[str, xr.Variable] = {}
     lazy = []
     for name in group.coords:
+        dims, attrs = dims_of(group.arrays[name]), group.arrays[name]["attributes"]
         if names is not None and name not in names:
             continue
-        dims = dims_of(group.arrays[name])
         if rows and dims == [SAMPLE] and name != DROPPED:
             group.require_chunks(name)
             lazy.append(name)
             continue
-        coord = xr.Variable(dims, _whole(group, name), group.arrays[name]["attributes"])
+        coord = xr.Variable(dims, _whole(group, name), attrs)
         if coord.dtype.kind != "T":  # times
             coord = xr.decode_cf(xr.Dataset({name: coord})).variables[name].load()
         coords[name] = coord
     for name, coord in _on_disk(group, lazy).items():
-        token = tokenize(group.folder.url, group.attrs["saved"], name)
         read = functools.partial(_read_coord, coord[: group.n_samples])
-        lazy_coord = stored(read, (rows,), coord.dtype, f"open-coord-{token}")
-        coords[name] = coord._replace(data=lazy_coord)
+        coords[name] = coord._replace(data=stored(read, (rows,), coord.dtype, _name(group, name)))
     return coords
 
 
-def _read_coord(coord: xr.Variable, key: tuple[slice, ...]) -> np.ndarray:
+def _read_coord(coord: xr.Variable, key: Key) -> np.ndarray:
     return np.asarray(coord[key].values)
 
 
@@ -258,81 +240,56 @@ def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
     complete
         Whether an absent chunk is an error, when it is read; else it reads as NaN.
     """
-    blocks = chunks(group, name, complete=complete)
-    path = group.chunk_path(name, (0,))
-    token = tokenize(group.folder.url, group.attrs["saved"], path, blocks.shape, complete)
-    sizes = da.core.normalize_chunks(chunks_of(group.arrays[name]), blocks.shape)
-    return stored(blocks.read, sizes, blocks.dtype, f"open-{name.replace('_', '-')}-{token}")
-
-
-def chunks(group: Group, name: str, *, complete: bool) -> Chunks:
-    """Return what tasks read of an array of numbers; as :func:`lazy_array`."""
     array = group.array(name, read_only=True)
-    return Chunks(array, group.folder, separator_of(group.arrays[name]), complete)
+    sizes = da.core.normalize_chunks(array.chunks, array.shape)
+    read = functools.partial(read_chunk, array, group.folder, complete)
+    return stored(read, sizes, array.dtype, _name(group, name, complete))
 
 
 def decoded(halves: da.Array, scale: da.Array) -> da.Array:
     """Return features that are stored as float16 as float32, lazy."""
-    if (rows := reader(halves)) and (scales := reader(scale)):
-        read = functools.partial(_read_decoded, rows, scales)
-        name = "feature-of-half-" + tokenize(halves, scale)
-        return stored(read, halves.chunks, np.float32, name)
-    feature: da.Array = da.blockwise(
-        _scaled, "spc", halves, "spc", scale, "sc",
-        name="feature-of-half-" + tokenize(halves.name, scale.name), align_arrays=False,
-        dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
-    )  # fmt: skip
-    return feature
+    rows, scales = (cast(Read, reader(array)) for array in (halves, scale))
+    read = functools.partial(_read_decoded, rows, scales)
+    name = f"feature-of-half-{tokenize(halves.name, scale.name)}"
+    return stored(read, halves.chunks, np.float32, name)
 
 
-def _read_decoded(halves: Read, scale: Read, key: tuple[slice, ...]) -> np.ndarray:
-    return _scaled(halves(key), scale((key[0], key[2])))
-
-
-def _scaled(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndarray:
+    scale = scales((key[0], key[2]))
     is_missing = np.isnan(scale)  # a block that was never stored
     _, exponent = np.frexp(np.where(is_missing, 1, scale))
-    feature: np.ndarray = np.ldexp(halves.astype(np.float32), exponent[:, None, :] - 1)
+    feature: np.ndarray = np.ldexp(halves(key).astype(np.float32), exponent[:, None, :] - 1)
     feature[is_missing[:, 0]] = np.nan
     return feature
 
 
-class Chunks:
-    """An array of numbers in a store, of which each task reads one chunk."""
-
-    def __init__(
-        self, array: zarr.Array[Any], folder: Folder, separator: str, complete: bool
-    ) -> None:
-        self._array, self._folder = array, folder
-        self._separator, self._complete = separator, complete
-        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
-
-    def read(self, rows: tuple[slice, ...]) -> np.ndarray:
-        """Return the content of a chunk, by the slices of the array that it has."""
-        array, url = self._array, self._folder.url
-        index = [part.start // n for part, n in zip(rows, array.chunks, strict=True)]
-        path = f"{array.basename}/{self._separator.join(['c', *map(str, index)])}"
-        if self._folder.is_local:
-            data = _mapped(f"{url}/{path}", array.chunks, self.dtype)
-            if data is not None:  # which has rows beyond the last of the array
-                return data[tuple(slice(part.stop - part.start) for part in rows)]
-        try:
-            block = np.asarray(array[rows])
-        except ValueError as err:
-            raise ValueError(
-                f"expected {path!r} in {url!r} as it was written, got other bytes ({err}); try "
-                "td.verify(store, checksums=True, repair=True), then td.save(features, store)"
-            ) from err
-        # zarr reads an absent chunk as NaN, without a word.
-        if self._complete and np.isnan(block).all():
-            folder, _, name = path.rpartition("/")
-            if name not in (self._folder / folder).names():
-                raise IncompleteFeaturesError(
-                    f"expected the chunk {path!r} in the store {url!r}, but it is gone; try "
-                    "td.open(store) again if the store was changed since, or td.verify(store, "
-                    "repair=True), which says what to do"
-                )
-        return block
+def read_chunk(
+    array: zarr.Array[Any], folder: Folder, complete: bool, rows: tuple[slice, ...]
+) -> np.ndarray:
+    """Return the content of a chunk of numbers, by the slices of the array that it has."""
+    index = [part.start // size for part, size in zip(rows, array.chunks, strict=True)]
+    path = f"{array.basename}/{array.metadata.encode_chunk_key(tuple(index))}"
+    if folder.is_local:
+        data = _mapped(f"{folder.url}/{path}", array.chunks, array.dtype)
+        if data is not None:  # which has rows beyond the last of the array
+            return data[tuple(slice(part.stop - part.start) for part in rows)]
+    try:
+        block = np.asarray(array[rows])
+    except ValueError as err:
+        raise ValueError(
+            f"expected {path!r} in {folder.url!r} as it was written, got other bytes ({err}); try "
+            "td.verify(store, checksums=True, repair=True), then td.save(features, store)"
+        ) from err
+    # zarr reads an absent chunk as NaN, without a word.
+    if complete and np.isnan(block).all():
+        parent, _, name = path.rpartition("/")
+        if name not in (folder / parent).names():
+            raise IncompleteFeaturesError(
+                f"expected the chunk {path!r} in the store {folder.url!r}, but it is gone; try "
+                "td.open(store) again if the store was changed since, or td.verify(store, "
+                "repair=True), which says what to do"
+            )
+    return block
 
 
 def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray | None:

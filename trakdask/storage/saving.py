@@ -25,13 +25,13 @@ from trakdask.checks import require_choice, require_integer
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder
-from trakdask.provenance import REQUIRED_SPEC, STORE_SPEC, require_same, spec
-from trakdask.storage.blocks import missing_blocks, require_same_rows, save_blocks, stored
+from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
+from trakdask.storage.blocks import missing_blocks, require_same_rows, save_blocks
 from trakdask.storage.coords import joined, portable_coords, require_names, require_same_coords
 from trakdask.storage.group import ERROR, METADATA, SCALE, STORE_ATTRS, Group, described
 from trakdask.storage.lock import lock
 from trakdask.storage.reading import open
-from trakdask.storage.sums import update_factors, update_sums, weights_of
+from trakdask.storage.sums import update_derived, weights_of
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -42,12 +42,9 @@ from trakdask.variables import (
     validate,
 )
 
-__all__ = ["AppendDim", "save"]
-
 AppendDim = Literal["sample", "checkpoint"]
 
-_BY_CHECKPOINT = ("checkpoints", "checkpoint_ids", "second_moments")
-_SAME = tuple(name for name in STORE_SPEC if name not in (*_BY_CHECKPOINT, "source"))
+_SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
 
 
 def save(
@@ -165,36 +162,37 @@ def save(
     folder = Folder.at(store, storage_options)
     _is_store(folder)  # nothing is written into what is no store, not even a lock
     with lock(folder, "td.save") as require_held:
-        if not _is_store(folder):
-            _new_group(folder, features, dtype).commit()
-        before = Group.read(folder)
-        _add_errors(before, features)
+        before = Group.read(folder) if _is_store(folder) else _new_group(folder, features, dtype)
         begun = before.attrs.get("unfinished")
-        group, rows, columns = _placed(before, features, append_dim, dtype)
+        _add_errors(before, features)
+        rows = _placed(before, features, append_dim, dtype)
         if rows.stop <= before.n_samples:
             require_same_coords(before, features, rows)
-        coords = joined(before, group, features, rows)
+        coords = joined(before, features, rows)
         if before.attrs.get("unfinished") != begun:
+            # Before the first block of an append is written it is on record, so that whoever reads
+            # the store, or goes on after a kill, knows what the further chunks are.
             before.commit()
-        features = _with_errors(group, features)
         folder.sweep()
+        group = before.target()
+        columns = {n: i for i, n in enumerate(group.checkpoints) if n in _names(features)}
         first, last = rows.start // group.block, (rows.stop - 1) // group.block
 
         def count() -> int:
-            return sum(c in columns.values() and first <= b <= last for b, c in stored(group))
+            stored = group.stored_chunks("out_to_loss")
+            return sum(c in columns.values() and first <= b <= last for b, c in stored)
 
         total = (last - first + 1) * len(columns)
         with polled_bar(f"save {folder.name}", total, count, show=progress):
-            save_blocks(group, features, rows, columns, retries)
+            save_blocks(group, _with_errors(group, features), rows, columns, retries)
         if not _lacks_blocks(group):
             group.attrs.pop("lacking", None)
             group.write_small(coords)
             is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
             weights = weights or (weights_of(before) if is_same else None)
-            update_sums(before, group, weights, retries=retries)
-            update_factors(before, group, calibrate, retries=retries)
+            update_derived(before, group, weights, calibrate, retries=retries)
             if (group.arrays, group.attrs) != (before.arrays, before.attrs):
-                require_held()
+                require_held()  # while this process slept, another one may have taken it for dead
                 group.commit()
                 group.sweep()
         return open(store, storage_options=storage_options)
@@ -224,12 +222,16 @@ def _require_options(
             f"expected attrs as td.featurize writes them, by which a store is known, got none of "
             f"{missing}; try features.assign_attrs(original.attrs)"
         )
-    names = [str(name) for name in features[CHECKPOINT].values]
+    names = _names(features)
     if len(set(names)) < len(names) or not set(names) <= set(features.attrs["checkpoints"]):
         raise ValueError(
             f"expected checkpoints of {list(features.attrs['checkpoints'])} (attrs), each once, "
             f"got {names}; try another selection of checkpoints"
         )
+
+
+def _names(features: xr.Dataset) -> list[str]:
+    return [str(name) for name in features[CHECKPOINT].values]
 
 
 def _storable(features: xr.Dataset) -> xr.Dataset:
@@ -266,7 +268,7 @@ def _is_store(folder: Folder) -> bool:
 def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
     """Return the group of a new store: all arrays of features, without a sample."""
     block = max(features.feature.variable.chunksizes[SAMPLE])
-    dropped = {*STORE_ATTRS, "saved", *_BY_CHECKPOINT, "source"}
+    dropped = {*STORE_ATTRS, "saved", *BY_CHECKPOINT, "source"}
     attrs = {k: v for k, v in features.attrs.items() if k not in dropped}
     attrs |= {"source": "", "n_samples": 0, "sources": [], "checkpoints": {}, "checkpoint_ids": {}}
     group = Group(folder, attrs, {})
@@ -303,66 +305,71 @@ def _with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:
 
 def _placed(
     before: Group, features: xr.Dataset, append_dim: AppendDim | None, dtype: str | None
-) -> tuple[Group, range, dict[str, int]]:
-    """Return a store as it is to be with some features, and where they belong in it.
+) -> range:
+    """Return the rows of a store at which features belong; note what they add as unfinished.
 
-    Returns
-    -------
-    The store; the rows of the samples; and the columns of the checkpoints, by their names. What the
-    features add is noted in ``before`` as unfinished.
+    Features are at home in a store if they were made in the same way as what is there. Their
+    samples are either a set that was saved before, completely or not, or are appended.
+
+    Raises
+    ------
+    StoreMismatchError
+        If the store holds something else, or what is new is not that which ``append_dim`` adds.
+    IncompleteFeaturesError
+        If they begin an append while another is unfinished.
     """
-    group, made = before.target(), spec(features)
+    target, made = before.target(), spec(features)
     what = f"these features and the store {before.folder.url!r}"
-    names = [str(name) for name in features[CHECKPOINT].values]
-    common = [name for name in names if name in group.checkpoints]
-    added = _of_checkpoints(made, [name for name in names if name not in common])
-    require_same(made, group.attrs, what=what, names=_SAME)
-    _require_arrays(group, features, dtype)
+    names = _names(features)
+    common = [name for name in names if name in target.checkpoints]
+    require_same(made, target.attrs, what=what, names=_SAME)
+    _require_arrays(target, features, dtype)
     if common:
-        require_same(
-            _of_checkpoints(made, common), _of_checkpoints(group.attrs, common), what=what,
-            names=_BY_CHECKPOINT,
-        )  # fmt: skip
-    rows = _known_rows(group, features, append_dim)
-    if rows is None or names != common:
-        if append_dim and "unfinished" in before.attrs:
-            raise IncompleteFeaturesError(
-                f"expected no unfinished append in the store {before.folder.url!r}: "
-                f"{before.about_unfinished()}"
-            )
-        if group.n_samples and rows is None and append_dim != SAMPLE:
-            raise StoreMismatchError(
-                f"{what} differ in source: expected {group.attrs['sources']} (source, samples), "
-                f"got {made.get('source')!r}, {features.sizes[SAMPLE]}; try another store, or "
-                "append_dim='sample' if these are more samples of it"
-            )
-        is_of_all = set(names) == set(group.checkpoints)
-        if group.n_samples and not (is_of_all if rows is None else append_dim == CHECKPOINT):
-            require_same(made, group.attrs, what=what, names=_BY_CHECKPOINT)
-        sources = [*group.attrs["sources"]]
-        if rows is None:
-            rows = range(group.n_samples, group.n_samples + features.sizes[SAMPLE])
-            sources.append([str(made.get("source", "")), features.sizes[SAMPLE]])
-        before.attrs["unfinished"] = {
-            "source": " + ".join(source for source, _ in sources),
-            "sources": sources,
-            **{field: {**group.attrs.get(field, {}), **added[field]} for field in added},
-        }
-        group = before.target()
-    return group, rows, {n: i for i, n in enumerate(group.checkpoints) if n in names}
+        ours, theirs = (_of_checkpoints(attrs, common) for attrs in (made, target.attrs))
+        require_same(ours, theirs, what=what, names=BY_CHECKPOINT)
+    rows = _known_rows(target, features, append_dim)
+    is_known, sources = rows is not None, [*target.attrs["sources"]]
+    if rows is None:
+        rows = range(target.n_samples, target.n_samples + features.sizes[SAMPLE])
+        sources.append([str(made.get("source", "")), len(rows)])
+    elif names == common:
+        return rows
+    if append_dim and "unfinished" in before.attrs:
+        raise IncompleteFeaturesError(
+            f"expected no unfinished append in the store {before.folder.url!r}: "
+            f"{before.about_unfinished()}"
+        )
+    if rows.start and not is_known and append_dim != SAMPLE:
+        raise StoreMismatchError(
+            f"{what} differ in source: expected {target.attrs['sources']} (source, samples), "
+            f"got {made.get('source')!r}, {len(rows)}; try another store, or "
+            "append_dim='sample' if these are more samples of it"
+        )
+    # More samples come with all checkpoints; more checkpoints of samples are to be asked for.
+    may_differ = append_dim == CHECKPOINT if is_known else {*names} == {*target.checkpoints}
+    if target.n_samples and not may_differ:
+        require_same(made, target.attrs, what=what, names=BY_CHECKPOINT)
+    added = _of_checkpoints(made, [name for name in names if name not in common])
+    before.attrs["unfinished"] = {
+        "source": " + ".join(source for source, _ in sources),
+        "sources": sources,
+        **{name: {**target.attrs.get(name, {}), **added[name]} for name in added},
+    }
+    return rows
 
 
 def _of_checkpoints(made: Mapping[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    fields = [field for field in _BY_CHECKPOINT if field in made]
+    fields = [field for field in BY_CHECKPOINT if field in made]
     return {field: {name: made[field][name] for name in names} for field in fields}
 
 
 def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None) -> range | None:
     """Return where samples are that were begun before, None if these are others.
 
-    Those of another selection of the same source are known by their features.
+    Sets of as many samples of the same source, as two selections may be, are told apart by their
+    features.
     """
-    names = [str(name) for name in features[CHECKPOINT].values]
+    names = _names(features)
     columns = {n: group.checkpoints.index(n) for n in names if n in group.checkpoints}
     other = None
     for source, rows in group.rows_of_sources():
@@ -379,30 +386,24 @@ def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None
 
 def _require_arrays(group: Group, features: xr.Dataset, dtype: str | None) -> None:
     """Reject features of another width, dtype, or with other variables."""
-    of = group.arrays["feature"]
-    ours = {
-        "proj_dim": features.sizes[PROJ_DIM],
-        "dtype": str(dtype or features.feature.dtype),
-        "variables": sorted(_blockwise(features)),
-    }
-    theirs = {
-        "proj_dim": of["shape"][1],
-        "dtype": of["data_type"],
-        "variables": sorted({*group.features} - {ERROR, SCALE}),
-    }
-    for name, there in theirs.items():
-        if ours[name] != there:
+    feature = group.arrays["feature"]
+    for name, ours, theirs in (
+        ("proj_dim", features.sizes[PROJ_DIM], feature["shape"][1]),
+        ("dtype", str(dtype or features.feature.dtype), feature["data_type"]),
+        ("variables", sorted(_blockwise(features)), sorted({*group.features} - {ERROR, SCALE})),
+    ):
+        if ours != theirs:
             raise StoreMismatchError(
-                f"expected features with the {name} {there} of the store {group.folder.url!r}, got "
-                f"{ours[name]}; try featurizing as for the store, or another store"
+                f"expected features with the {name} {theirs} of the store {group.folder.url!r}, "
+                f"got {ours}; try featurizing as for the store, or another store"
             )
 
 
 def _lacks_blocks(group: Group) -> bool:
     """Return whether blocks are missing of what a store is to have."""
-    known, columns = stored(group), range(len(group.checkpoints))
+    stored, columns = group.stored_chunks("out_to_loss"), range(len(group.checkpoints))
     return any(
-        missing_blocks(group, rows, index, known)
+        missing_blocks(group, rows, index, stored)
         for _, rows in group.rows_of_sources()
         for index in columns
     )

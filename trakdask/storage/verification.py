@@ -11,20 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from trakdask.attribution.grams import DERIVED
 from trakdask.files import Folder
-from trakdask.storage.group import (
-    DERIVED,
-    DROPPED,
-    ERROR,
-    Group,
-    changing,
-    chunks_of,
-    dims_of,
-)
-from trakdask.storage.reading import VERIFIED, chunks
+from trakdask.storage.group import DROPPED, ERROR, Group, changing, chunks_of, dims_of
+from trakdask.storage.reading import VERIFIED, read_chunk
 from trakdask.variables import CHECKPOINT
-
-__all__ = ["verify"]
 
 _REPAIR = "td.verify(store, repair=True)"
 _REMEDY = f"{_REPAIR}, then td.save(features, store)"
@@ -89,11 +80,12 @@ def _table(rows: Iterator[Row]) -> pd.DataFrame:
 def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
     VERIFIED.clear()  # bytes may have changed without a new time
     for name in group.arrays:
-        lost = set() if name == ERROR else {*group.absent_chunks(name)}
-        is_number = name != ERROR and name in (*group.features, *DERIVED)
         array = group.array(name, read_only=True)
-        read = chunks(group, name, complete=False).read if is_number else array.__getitem__
-        fault_of = functools.partial(_fault, group, name, lost, read if checksums else None)
+        read: Callable[[tuple[slice, ...]], object] = array.__getitem__
+        if name != ERROR and name in (*group.features, *DERIVED):
+            read = functools.partial(read_chunk, array, group.folder, False)
+        stored = None if name == ERROR else group.stored_chunks(name)
+        fault_of = functools.partial(_fault, group, name, stored, read if checksums else None)
         with ThreadPoolExecutor() as pool:
             yield from filter(None, pool.map(fault_of, group.chunk_indices(name)))
     if "unfinished" in group.attrs:
@@ -103,18 +95,18 @@ def _faults(group: Group, *, checksums: bool) -> Iterator[Row]:
 def _fault(
     group: Group,
     name: str,
-    lost: set[str],
+    stored: set[tuple[int, ...]] | None,
     read: Callable[[tuple[slice, ...]], object] | None,
     index: tuple[int, ...],
 ) -> Row | None:
     """Return the row of a chunk, if anything is wrong with it."""
-    path = group.chunk_path(name, index)
-    found = "no such file" if path in lost else ""
-    if read and not found:
+    path, found = group.chunk_path(name, index), ""
+    if stored is not None and index not in stored:
+        found = "no such file"
+    elif read:
         sizes = zip(index, chunks_of(group.arrays[name]), strict=True)
-        rows = tuple(slice(i * size, (i + 1) * size) for i, size in sizes)
         try:
-            read(rows)
+            read(tuple(slice(i * size, (i + 1) * size) for i, size in sizes))
         except Exception as err:  # of zarr and its codecs, whatever is wrong
             found = f"{type(err).__name__}: {err!s:.200}"
     if not found:
@@ -149,10 +141,9 @@ def _give_up(group: Group) -> None:
     del group.attrs["unfinished"]
     first = -(-n // group.block)
     for name in group.features:
-        for file in (group.folder / name).names():
-            prefix, *index = file.split(".")
-            if prefix == "c" and (int(index[0]) >= first or int(index[-1]) >= c):
-                group.folder.remove(f"{name}/{file}")
+        for index in group.stored_chunks(name):
+            if index[0] >= first or index[-1] >= c:
+                group.folder.remove(group.chunk_path(name, index))
         if n % group.block:  # rows beyond those that count, in the same chunk
             array = target.array(name, sparse=name == ERROR)
             array[n : first * group.block, ..., :c] = "" if name == ERROR else np.nan

@@ -31,16 +31,9 @@ from trakdask.trak.modelout_functions import (
     batched_task,
 )
 
-__all__ = [
-    "AbstractGradientComputer",
-    "FunctionalGradientComputer",
-    "IterativeGradientComputer",
-    "selected_parameters",
-]
-
+# Samples of a checkpoint whose gradients are compared: a model may sort its batch, and two samples
+# are in order by chance.
 _CHECKED = 16
-"""Samples of a checkpoint whose gradients are compared: a model may sort its batch, and two samples
-are in order by chance."""
 
 
 class AbstractGradientComputer(ABC):

@@ -19,17 +19,7 @@ from torch import Tensor, nn
 from trakdask.models.checkpoints import digest_state
 from trakdask.models.tasks import Batch, Classification, Forward, Task
 from trakdask.models.tasks.clip import random_rows
-from trakdask.models.tasks.logits import at_least_float32, margin
-
-__all__ = [
-    "TASK_TO_MODELOUT",
-    "AbstractModelOutput",
-    "CLIPModelOutput",
-    "ImageClassificationModelOutput",
-    "IterativeImageClassificationModelOutput",
-    "TextClassificationModelOutput",
-    "batched_task",
-]
+from trakdask.models.tasks.protocol import at_least_float32, margin
 
 _SEED = 0
 _INPUTS_OF_TEXTS = ("input_ids", "token_type_ids", "attention_mask")

@@ -41,10 +41,7 @@ def open_traker(
 
 @overload
 def open_traker(
-    save_dir: str | os.PathLike[str],
-    exp_name: str,
-    *,
-    model_ids: Iterable[int] | None = None,
+    save_dir: str | os.PathLike[str], exp_name: str, *, model_ids: Iterable[int] | None = None
 ) -> tuple[xr.Dataset, xr.Dataset]: ...
 
 
@@ -180,8 +177,8 @@ class _Run:
         return xr.Dataset(data, {CHECKPOINT: (CHECKPOINT, np.array(ids, object))}, attrs)
 
 
+# Files whose sizes and times identify the weights of a checkpoint.
 _IDENTIFYING = (_GRADS, _OUT_TO_LOSS, _FLAGS)
-"""Files whose sizes and times identify the weights of a checkpoint."""
 
 
 def _matrix(folder: Path) -> dict[str, Any]:

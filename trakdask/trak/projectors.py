@@ -22,18 +22,6 @@ from torch import Tensor
 from trakdask.projection import FastJL, ProjectionStream, Projector, RowMap
 from trakdask.trak.utils import chunk_sizes, vectorize
 
-__all__ = [
-    "AbstractProjector",
-    "BasicProjector",
-    "BasicSingleBlockProjector",
-    "ChunkedCudaProjector",
-    "CudaProjector",
-    "NoOpProjector",
-    "ProjectionType",
-    "StreamProjector",
-    "default_projector",
-]
-
 Gradients = Mapping[str, Tensor] | Tensor
 """Gradients by parameter name, each (batch, *shape), or all in one tensor (batch, elements)."""
 

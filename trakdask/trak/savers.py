@@ -22,8 +22,6 @@ from numpy.lib.format import open_memmap
 
 from trakdask.errors import StoreMismatchError
 
-__all__ = ["EXTRA", "AbstractSaver", "MmapSaver", "ModelIDException"]
-
 EXTRA = "trakdask"
 """Key of ``metadata.json`` that contains everything that the original does not write."""
 

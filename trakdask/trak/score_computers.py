@@ -16,8 +16,6 @@ from torch import Tensor
 
 from trakdask.trak.utils import get_matrix_mult
 
-__all__ = ["AbstractScoreComputer", "BasicScoreComputer", "BasicSingleBlockScoreComputer"]
-
 _logger = logging.getLogger("ScoreComputer")
 
 

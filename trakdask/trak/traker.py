@@ -29,8 +29,6 @@ from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDExcepti
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trakdask.trak.utils import get_num_params
 
-__all__ = ["TRAKer"]
-
 Mode = Literal["traker", "trakdask"]
 
 _NO_CHECKPOINT = "no ckpt loaded"
@@ -253,10 +251,7 @@ class TRAKer:
         self.ckpt_loaded = model_id
 
     def featurize(
-        self,
-        batch: Any,
-        inds: Iterable[int] | None = None,
-        num_samples: int | None = None,
+        self, batch: Any, inds: Iterable[int] | None = None, num_samples: int | None = None
     ) -> None:
         """Compute and store the projected gradients and Q of a batch of training samples.
 
@@ -348,11 +343,7 @@ class TRAKer:
                 self.saver.del_grads(model_id)
 
     def start_scoring_checkpoint(
-        self,
-        exp_name: str,
-        checkpoint: Mapping[str, Any],
-        model_id: int,
-        num_targets: int,
+        self, exp_name: str, checkpoint: Mapping[str, Any], model_id: int, num_targets: int
     ) -> None:
         """Load the weights of a checkpoint to score targets with, and open or create their files.
 
@@ -379,10 +370,7 @@ class TRAKer:
         self._scoring = exp_name, model_id, num_targets
 
     def score(
-        self,
-        batch: Any,
-        inds: Iterable[int] | None = None,
-        num_samples: int | None = None,
+        self, batch: Any, inds: Iterable[int] | None = None, num_samples: int | None = None
     ) -> None:
         """Compute and store the projected gradients of a batch of targets.
 
@@ -418,10 +406,7 @@ class TRAKer:
         self._flush(f"{exp_name}_grads")
 
     def finalize_scores(
-        self,
-        exp_name: str,
-        model_ids: Iterable[int] | None = None,
-        allow_skip: bool = False,
+        self, exp_name: str, model_ids: Iterable[int] | None = None, allow_skip: bool = False
     ) -> np.ndarray:
         """Compute the scores of all training samples for the targets of an experiment.
 

@@ -9,21 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "chunk_sizes",
-    "get_free_memory",
-    "get_matrix_mult",
-    "get_matrix_mult_blockwise",
-    "get_matrix_mult_standard",
-    "get_num_params",
-    "get_output_memory",
-    "get_parameter_chunk_sizes",
-    "is_not_buffer",
-    "parameters_to_vector",
-    "test_install",
-    "vectorize",
-]
-
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _BLOCK_BYTES = 2**28
 

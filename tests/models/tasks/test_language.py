@@ -54,10 +54,6 @@ def total(module: nn.Module, sample: Batch) -> Tensor:
     return sum(margins(module, sample), nothing)
 
 
-def one_row(data: Batch, i: int) -> Batch:
-    return Batch({name: value[i : i + 1] for name, value in data.items()})
-
-
 def some_labels() -> Batch:
     data = batch()
     labels = data["input_ids"].clone()
@@ -109,16 +105,6 @@ def test_causal_lm__padding_adds_nothing(run, side: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
-@pytest.mark.parametrize("mask", [[0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
-def test_causal_lm__sequence_without_predicted_tokens(run, engine: str, mask: list[int]) -> None:
-    data = batch(3)
-    data["attention_mask"][1] = torch.tensor(mask)
-    expected = rf"token to predict, got {sum(mask)} tokens, 0 labels -100, at sample 1\b.*record"
-    with pytest.raises(SampleError, match=expected):
-        run(Running(), "causal_lm", data, engine)
-
-
 def test_causal_lm__longer_than_the_model_was_made_for(run) -> None:
     module = Running()
     module.config = type("Config", (), {"max_position_embeddings": 4})()
@@ -141,29 +127,6 @@ def test_causal_lm__reads_labels_where_there_are_some() -> None:
     listed = expand_tokens(data)
     expected = expand_tokens(data, CausalLM(labels="labels"))
     assert [each.tolist() for each in listed] == [each.tolist() for each in expected]
-    samples = td.from_arrays({name: value.numpy() for name, value in data.items()}, chunks=2)
-    found, named, ids = (
-        td.featurize(each, td.Model(Running(), task=task), projector=td.Identity())
-        for each, task in (
-            (samples, "causal_lm"),
-            (samples, CausalLM(labels="labels")),
-            (samples.drop_vars("labels"), "causal_lm"),
-        )
-    )
-    assert found.attrs["task"] == named.attrs["task"] != ids.attrs["task"]
-    np.testing.assert_array_equal(found.feature, named.feature)
-    assert not np.allclose(found.feature, ids.feature)
-
-
-def test_causal_lm__without_a_mask_all_tokens_count(run) -> None:
-    data = batch()
-    whole = Batch(data, attention_mask=torch.ones_like(data["attention_mask"]))
-    expected = run(Running(), "causal_lm", whole)
-    bare = run(Running(), CausalLM("input_ids"), data)
-    in_order = run(Running(), CausalLM(positional=True), whole)
-    assert torch.equal(bare[1], expected[1])
-    assert torch.equal(in_order[1], expected[1])
-    assert CausalLM("input_ids").variables == ("input_ids",)
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -191,23 +154,6 @@ def test_causal_lm__position_is_the_place_of_the_token(check_gradients) -> None:
     check_gradients(Running(), CausalLM(position="token"), data, output)
 
 
-def test_causal_lm__confident_tokens_are_exact(run) -> None:
-    class Sure(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.height = nn.Parameter(torch.tensor(40.0))
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            after = torch.roll(input_ids, -1, 1)
-            return self.height * functional.one_hot(after, 2).float()
-
-    ids = torch.tensor([[0, 1, 0]])
-    gradients, f, q = run(Sure(), "causal_lm", Batch(input_ids=ids, attention_mask=ids * 0 + 1))
-    assert f.item() == 80
-    assert q.item() == pytest.approx(4.248354e-18, rel=1e-6, abs=0)  # 1 - softmax would be 0
-    assert gradients["height"].tolist() == [[2.0]]
-
-
 def test_expand_tokens__lists_what_is_predicted() -> None:
     data = some_labels()
     expected = [
@@ -233,20 +179,6 @@ def test_expand_tokens__makes_samples_of_a_dataset() -> None:
     whole = td.featurize(samples, td.Model(Running(), task="causal_lm"), projector=td.Identity())
     summed = features.feature.groupby("author").sum().transpose("author", "proj_dim", "checkpoint")
     np.testing.assert_allclose(summed, whole.feature, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "task", [CausalLM(labels="labels"), CausalLM(labels="labels", position="token")]
-)
-def test_causal_lm__label_that_is_no_token(run, task: CausalLM) -> None:
-    data = Batch(batch())
-    data["labels"] = data["input_ids"].clone()
-    data["token"] = torch.tensor([2, 1, 1, 1])[: len(data["labels"])]
-    data["labels"][0, 2] = 99
-    with pytest.raises(SampleError, match=r"in 'labels', got 99 at sample 0 .*, token 2;"):
-        run(Running(), task, data)
-    data["token"][0], data["labels"][0, 2] = 1, task.ignore_index
-    run(Running(), task, data)
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "text_classification"])

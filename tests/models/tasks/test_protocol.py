@@ -1,12 +1,20 @@
-"""Batches and models as functions."""
+"""What tasks share: their names, batches, models as functions, logits, and margins by hand."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trakdask.models.tasks import Batch, Forward
+import trakdask as td
+from trakdask.models.tasks import TASKS, Batch, Forward, Task, TrakTask, resolve_task, task_spec
+from trakdask.models.tasks.protocol import call_model, margin, one_minus_p
 
 
 def test_forward__with_parameters_replaces_only_those() -> None:
@@ -25,3 +33,109 @@ def test_batch__unsigned_integers_can_be_computed_with(dtype: torch.dtype) -> No
     assert batch["label"].dtype == torch.int64
     assert batch["label"].tolist() == [0, 2]
     assert batch["x"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_resolve_task__every_name_is_a_frozen_task(name: str) -> None:
+    task = resolve_task(name)
+    assert isinstance(task, Task)
+    assert task.variables
+    assert task == TASKS[name]()
+    assert task_spec(task) == repr(task)
+    with pytest.raises(AttributeError):
+        task.label = "other"  # type: ignore[attr-defined]
+    assert getattr(td.tasks, type(task).__name__) is type(task)
+
+
+class _Trak:
+    def __init__(self, temperature: float) -> None:
+        self.loss_temperature = temperature
+        self.softmax = object()
+
+    def get_output(self) -> None: ...
+
+    def get_out_to_loss_grad(self) -> None: ...
+
+
+def test_task_spec__of_an_object_of_traker() -> None:
+    task = resolve_task(_Trak(2.0))
+    assert isinstance(task, TrakTask)
+    assert task_spec(task) == "_Trak(loss_temperature=2.0)"
+
+
+def test_task__of_a_user_takes_less_than_ten_lines() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "own_model.md").read_text("utf-8")
+    (code,) = re.findall(r"```{code-cell}\n(class SquaredError:.*?)```", page, flags=re.DOTALL)
+    assert len(code.splitlines()) < 10
+    namespace: dict = {}
+    exec(code, namespace)
+    assert isinstance(namespace["SquaredError"](), Task)
+
+
+def margin_by_hand(logits: list[float], label: int) -> float:
+    """log p/(1-p), written as in the paper."""
+    top = max(logits)
+    weights = [math.exp(z - top) for z in logits]
+    p = weights[label] / sum(weights)
+    return math.log(p / (1 - p))
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 7])
+def test_margin__is_the_formula(n_classes: int) -> None:
+    logits = torch.randn(5, n_classes, generator=torch.Generator().manual_seed(0)).double()
+    label = torch.arange(5) % n_classes
+    expected = [margin_by_hand(z, y) for z, y in zip(logits.tolist(), label.tolist(), strict=True)]
+    assert margin(logits, label).tolist() == pytest.approx(expected, rel=1e-12)
+    stacked = margin(logits[None].expand(3, -1, -1), label.expand(3, -1))
+    assert torch.equal(stacked, margin(logits, label).expand(3, -1))
+
+
+@pytest.mark.parametrize("height", [-60.0, 60.0])
+def test_margin__is_finite_and_exact_where_p_is_0_or_1(height: float) -> None:
+    logits = torch.tensor([[height, 0.0, 0.0]], requires_grad=True)
+    found = margin(logits, torch.tensor([0]))
+    assert found.item() == pytest.approx(height - math.log(2))
+    found.backward()
+    assert logits.grad.tolist() == [[1.0, -0.5, -0.5]]
+
+
+def test_one_minus_p__is_exact_near_1() -> None:
+    found = one_minus_p(torch.tensor([-40.0, 0.0, 40.0]))
+    assert found.tolist() == pytest.approx([1.0, 0.5, 4.248354e-18], rel=1e-6, abs=0)
+
+
+class Returns(nn.Module):
+    """Returns its input in the form that is asked for."""
+
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, a: Tensor, b: Tensor):
+        return self.wrap(a - b)
+
+
+def call(wrap, inputs: tuple[str, ...] = ("a", "b"), positional: bool = False) -> Tensor:
+    batch = Batch(a=torch.ones(2, 3), b=torch.zeros(2, 3, dtype=torch.float64))
+    return call_model(Forward(Returns(wrap), {}, {}), batch, inputs, positional)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda t: t,
+        lambda t: (t, None),
+        lambda t: [t],
+        lambda t: {"loss": None, "logits": t},
+        lambda t: OrderedDict(logits=t),
+        lambda t: SimpleNamespace(logits=t),
+    ],
+)
+def test_call_model__finds_the_logits(wrap) -> None:
+    assert torch.equal(call(wrap), torch.ones(2, 3, dtype=torch.float64))
+    assert call(lambda t: wrap(t.bfloat16())).dtype == torch.float32
+
+
+def test_call_model__by_name_or_in_order() -> None:
+    assert call(lambda t: t, ("b", "a"))[0, 0] == 1
+    assert call(lambda t: t, ("b", "a"), positional=True)[0, 0] == -1

@@ -1,4 +1,4 @@
-"""Classification against cross-entropies of torch, differentiated along the output."""
+"""Classification and regression against losses of torch, differentiated along the output."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trakdask.models.tasks import (
     Forward,
     ImageClassification,
     MultiLabel,
+    Regression,
     TextClassification,
 )
 from trakdask.models.tasks.protocol import SampleError
@@ -85,19 +86,6 @@ def test_text_classification__gradients(check_gradients) -> None:
     check_gradients(Bag(), TextClassification(), text(), output)
 
 
-def test_text_classification__equals_image_classification(run) -> None:
-    data = text()
-    alone = TextClassification("input_ids", positional=True)
-    module = nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(28, 4))
-    found = run(module, alone, data)
-    expected = run(module, ImageClassification(image="input_ids"), data)
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, expected[0][name])
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(found[2], expected[2])
-    assert alone == TextClassification(("input_ids",), positional=True)
-
-
 def test_classification__equals_image_classification(run) -> None:
     data, module = numbers(torch.tensor([0, 2, 1])), net(3)
     found = run(module, "classification", data)
@@ -155,19 +143,6 @@ def test_multi_label__gradients(check_gradients) -> None:
     check_gradients(net(3), MultiLabel(), numbers(LABELS), output)
 
 
-def test_multi_label__one_label_is_binary(run) -> None:
-    label = torch.tensor([0, 1, 1, 0])
-    _, f, q = run(net(1), "multi_label", numbers(label[:, None]))
-    _, one_f, one_q = run(net(1), "binary_classification", numbers(label))
-    assert torch.equal(f, one_f)
-    assert torch.equal(q, one_q)
-
-
-def test_classification__one_logit(run) -> None:
-    with pytest.raises(ValueError, match=r"\(1, 1\).*BinaryClassification"):
-        run(net(1), ImageClassification(image="x"), numbers(torch.tensor([0, 1])))
-
-
 def test_variables__are_checked_by_name() -> None:
     model = Model(net(3), task=MultiLabel(("a", "b"), "c"))
     assert model.task.variables == ("a", "b", "c")
@@ -185,28 +160,43 @@ def test_classification__label_out_of_range(run, engine: str, value: int) -> Non
     assert "at sample 31;" in str(err.value.at(31))
 
 
-def test_classification__labels_that_start_at_1(run) -> None:
-    with pytest.raises(SampleError, match=r"got 3 at .*labels - 1"):
-        run(net(3), ImageClassification(image="x"), numbers(torch.tensor([1, 2, 3])))
-
-
-@pytest.mark.parametrize(
-    "task", [ImageClassification(image="x"), TextClassification("x", positional=True)]
-)
-def test_classification__fewer_rows(run, task) -> None:
-    class Fewer(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)[1:]
-
-    torch.manual_seed(0)
-    module = Fewer(numbers(LABELS)["x"].shape[1], 3, dtype=numbers(LABELS)["x"].dtype)
-    with pytest.raises(ValueError, match=r"logits \(1, classes\).*got \(0, 3\)"):
-        run(module, task, numbers(torch.tensor([0, 1])))
-
-
 def test_text_classification__classes_named_as_in_transformers() -> None:
     task = TextClassification()
     assert task.for_variables({"input_ids": 2, "labels": 1}).label == "labels"
     for names in ({"label": 1, "labels": 1}, {"labels": 2}, {}):
         assert task.for_variables({**names, "attention_mask": 2}) == task
     assert TextClassification(label="mine").for_variables({"labels": 1}).label == "mine"
+
+
+def real_numbers() -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    return Batch(x=numbers(torch.zeros(4))["x"], y=torch.randn(4, generator=generator).double())
+
+
+def test_regression__q_is_minus_the_derivative_of_the_loss(run) -> None:
+    batch = real_numbers()
+    f = net(1)(batch["x"])[:, 0].detach().requires_grad_()
+    (slope,) = torch.autograd.grad((0.5 * (batch["y"] - f) ** 2).sum(), f)
+    _, output, q = run(net(1), "regression", batch)
+    torch.testing.assert_close(output, f.detach().float())
+    torch.testing.assert_close(q, -slope.float())
+    assert (q < 0).any()
+    assert (q > 0).any()
+
+
+def test_regression__gradients(check_gradients) -> None:
+    def output(module: nn.Module, sample: Batch) -> Tensor:
+        return module(sample["x"])[0, 0]
+
+    check_gradients(net(1), Regression(), real_numbers(), output)
+
+
+def test_regression__shapes_of_one_number_per_sample(run) -> None:
+    batch = real_numbers()
+    flat = nn.Sequential(net(1), nn.Flatten(0))
+    column = Batch(batch, y=batch["y"][:, None])
+    expected = run(net(1), "regression", batch)
+    for module, samples in ((flat, batch), (net(1), column)):
+        _, f, q = run(module, Regression("x"), samples)
+        assert torch.equal(f, expected[1])
+        assert torch.equal(q, expected[2])

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
-from tests.projection.reference import signs
 from trakdask.projection import SJLT, Rademacher, integer_products
 from trakdask.projection.cuda import layout, products
-from trakdask.projection.cuda.launch import FAMILIES, Launch
+from trakdask.projection.cuda.launch import FAMILIES
 from trakdask.projection.cuda.layout import Run
 from trakdask.projection.cuda.projector import GpuProjector
 from trakdask.projection.memory import Scratch
@@ -87,27 +86,6 @@ def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------- kernel by kernel
 
 
-@settings(max_examples=10)
-@given(data=st.data())
-def test_rademacher_bits__are_those_of_the_definition(data: st.DataObject) -> None:
-    n_columns, n_counters = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 30))
-    counter = data.draw(st.sampled_from([0, 1, 2**32 - 7, 2**40 - 30]))
-    column = data.draw(st.sampled_from([0, 5, 2**32 - 70]))
-    seed, checkpoint = data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(0, 2**32 - 1))
-    guarded = torch.full((n_columns * n_counters * 128 + 64,), 77, dtype=torch.int8)
-    address = (np.uint64(counter), np.int32(n_counters), np.uint32(column), np.int32(n_columns),
-               np.uint64(seed), np.uint32(checkpoint))  # fmt: skip
-    threads = layout.TILE_THREADS
-    grid = layout.fill_grid(n_columns, n_counters)
-    EmulatedKernels().launch(
-        Launch("rademacher_bits", grid, threads, (*address, guarded), 16 * threads)
-    )
-    window = (128 * counter, 128 * n_counters, column, n_columns)
-    expected = signs(*window, seed=seed, checkpoint=checkpoint).T
-    assert (1 - 2.0 * guarded[:-64].view(n_columns, -1).numpy() == expected).all()
-    assert (guarded[-64:] == 77).all()
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n_digits", [1, 2, 3])
@@ -134,19 +112,6 @@ def test_quantize__as_on_a_cpu(
         assert not values[:, n_rows:].any()
         assert not found.digits[block, n_digits * n_samples :].any()
         assert torch.equal(found.totals[block][finite], integers[finite].sum(1))
-
-
-@pytest.mark.parametrize(("dtype", "n_mantissas"), [(torch.float16, 1024), (torch.bfloat16, 128)])
-def test_quantize__reads_every_16_bit_number(dtype: torch.dtype, n_mantissas: int) -> None:
-    # A sample per sign and exponent: its numbers have few bits between them.
-    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
-    rows = numbers.view(-1, n_mantissas)
-    rows = rows[rows.isfinite().all(1)]
-    found = products.quantize(EmulatedKernels(), rows, Run(0, 1, n_mantissas), 3)
-    digits = found.digits[0, : 3 * len(rows)].view(3, len(rows), n_mantissas).double()
-    values = (digits[0] + 256 * digits[1] + 65536 * digits[2]) * found.steps[0][:, None]
-    assert len(rows) > 60
-    assert torch.equal(values, rows.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -252,21 +217,6 @@ def test_project_on_gpu__exact_where_sums_are_the_largest() -> None:
     rows = torch.full((2, 16384), 1 - 2.0**-24)
     for projector in (SJLT(1, sparsity=7), SJLT(1, sparsity=8), Rademacher(1, 3, "int8x3")):
         require_bits_of_cpu(projector, rows)
-
-
-@pytest.mark.parametrize("width", [1, 13, 2048, 4096, 70_001])
-@pytest.mark.parametrize("cache_bytes", [1, 2**20, 50 * 2**20, 2**28])
-def test_tiles__have_each_column_once(width: int, cache_bytes: int) -> None:
-    for tiles in (
-        list(layout.dense_columns(width, cache_bytes)),
-        list(layout.sparse_tile(width, 9, 3).columns(width)),
-    ):
-        columns = [tile.first + i for tile in tiles for i in range(tile.n)]
-        assert columns == list(range(width))
-    for tile in layout.dense_columns(width, cache_bytes):
-        assert tile.padded % 8 == 0
-        assert tile.n <= tile.padded < tile.n + 8
-        assert tile.padded * 16384 <= max(8 * 16384, cache_bytes // 2 + 7 * 16384)
 
 
 @given(n_rows=st.integers(1, 10**6), block_bytes=st.integers(1, 2**28))

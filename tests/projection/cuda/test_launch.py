@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from trakdask.errors import KernelError
-from trakdask.projection import Rademacher
 from trakdask.projection.cuda import launch
-
-NO_GPU = not torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +31,6 @@ def test_missing__cupy(version: str, extra: str, monkeypatch: pytest.MonkeyPatch
     assert message
     assert message.startswith("expected CuPy")
     assert f"pip install 'trakdask[{extra}]'" in message
-
-
-def test_packed__addresses_and_numbers() -> None:
-    tensor = torch.zeros(3)
-    found = launch.packed([tensor, None, np.int32(-3)])
-    assert found == (tensor.data_ptr(), 0, -3)
-    assert [value.nbytes for value in found] == [8, 8, 4]
 
 
 class _DriverError(RuntimeError):
@@ -138,13 +128,6 @@ def test_launch__on_torchs_stream_compiled_once(calls: list[Any]) -> None:
     assert calls == [*place, compiled, launches[0], *place, launches[1], *place, launches[2]]
 
 
-def test_launch__much_shared_memory_is_asked_for(calls: list[Any]) -> None:
-    kernels = launch.kernels_for(torch.device("cuda", 0))
-    kernels.launch(launch.Launch("combine_int32", (1, 1), 32, [], 60000))
-    assert isinstance(kernels, launch.CupyKernels)
-    assert kernels._function("combine_int32").max_dynamic_shared_size_bytes == 60000
-
-
 def test_launch__what_the_driver_refuses(calls: list[Any]) -> None:
     kernels = launch.kernels_for(torch.device("cuda", 0))
     with pytest.raises(KernelError, match=r"combine_int32 .*start on H0.*INVALID_VALUE"):
@@ -158,22 +141,3 @@ def test_machine_code__says_what_the_compiler_says() -> None:
         launch.machine_code(nvrtc, "sjlt", "sm_99")
     assert launch.machine_code(nvrtc, "sjlt", "sm_90").startswith(b"// Sums of rounded")
     assert not nvrtc.open
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", launch.FAMILIES)
-def test_machine_code__by_the_compiler_of_cupy(family: str) -> None:
-    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
-    assert launch.machine_code(nvrtc, family, "sm_90").startswith(b"\x7fELF")
-
-
-def test_project_rows__of_a_gpu_without_cupy_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr("trakdask.projection.cuda.projector.on_gpu", lambda tensor: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    out = torch.zeros(1, 4, dtype=torch.float64)
-    with pytest.raises(ImportError, match=r"CuPy.*trakdask\[cuda"):
-        Rademacher(4).project_rows(torch.zeros(1, 5), 0, 0, out)

@@ -97,28 +97,6 @@ def test_stream__neighbouring_blocks_go_at_once(kernels: EmulatedKernels) -> Non
     assert torch.equal(stream.result(), project(Rademacher(8), {"flat": rows}, row_map, 0))
 
 
-def test_stream__takes_16_bits_as_they_are(kernels: EmulatedKernels) -> None:
-    row_map = RowMap.from_shapes({"flat": (16384,)}, alignment=512)
-    flat = gradients()["c"][:, :16384].bfloat16()
-    found = project(Rademacher(16), {"flat": flat}, row_map, 0)
-    assert "quantize_bfloat16_2" in kernels.launched
-    out = torch.zeros(4, 16, dtype=torch.float64)
-    Rademacher(16).project_block(flat, 0, 0, out)
-    assert torch.equal(found, (out * 0.25).float())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("layout", [lambda x: x.T.contiguous().T, lambda x: x[:1].expand(3, -1)])
-def test_project_rows__type_and_layout_are_invisible(
-    layout: object, dtype: torch.dtype, kernels: EmulatedKernels
-) -> None:
-    block = layout(gradients()["c"][:, :3000].to(dtype))  # type: ignore[operator]
-    found, expected = (torch.zeros(len(block), 16, dtype=torch.float64) for _ in range(2))
-    SJLT(16).project_rows(block, 0, 0, found)
-    SJLT(16).project_block(block.float(), 0, 0, expected)
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("projector", [Rademacher(8), SJLT(8)], ids=str)
 def test_require_proven__other_bits_name_the_device(
     projector: Rademacher | SJLT, monkeypatch: pytest.MonkeyPatch

@@ -30,10 +30,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_kernel_files__of_the_checkout() -> None:
-    assert read_all() == oracle(FOLDER) != {}
-
-
 def test_kernel_files__packaged_wins_over_checkout(package: Path) -> None:
     shutil.copytree(FOLDER, package.parent / "kernels")
     with pytest.raises(FileNotFoundError, match=r"no _kernels folder.*pip install"):

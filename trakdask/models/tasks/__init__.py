@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable
+
 from trakdask.models.tasks.clip import Clip, clip_embeddings
 from trakdask.models.tasks.language import CausalLM, expand_tokens
-from trakdask.models.tasks.protocol import Batch, Forward, Task
-from trakdask.models.tasks.resolve import TASKS, TrakTask, resolve_task, task_spec
+from trakdask.models.tasks.protocol import Batch, Forward, Task, TrakTask, task_spec
 from trakdask.models.tasks.supervised import (
     BinaryClassification,
     Classification,
@@ -34,6 +36,44 @@ __all__ = [
     "resolve_task",
     "task_spec",
 ]
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "classification": Classification,
+    "image_classification": ImageClassification,
+    "text_classification": TextClassification,
+    "binary_classification": BinaryClassification,
+    "multi_label": MultiLabel,
+    "regression": Regression,
+    "causal_lm": CausalLM,
+    "clip": Clip,
+}
+"""The tasks that ``td.Model(task="...")`` knows by name."""
+
+
+def resolve_task(task: str | Task | object) -> Task:
+    """Return the task of a name, a task itself, or the adapter of a TRAK model output."""
+    if isinstance(task, str):
+        if task not in TASKS:
+            near = difflib.get_close_matches(task, TASKS, n=1)
+            raise ValueError(
+                f"expected one of {list(TASKS)} as task, got {task!r}; try "
+                f"task={(near or ['classification'])[0]!r}"
+            )
+        return TASKS[task]()
+    if isinstance(task, type):
+        raise TypeError(
+            f"expected an instance as task, got the class {task.__name__}; try "
+            f"task={task.__name__}()"
+        )
+    if isinstance(task, Task):
+        return task
+    if hasattr(task, "get_output") and hasattr(task, "get_out_to_loss_grad"):
+        return TrakTask(task)
+    raise TypeError(
+        f"expected one of {list(TASKS)} as task, or an object with the methods output(forward, "
+        f"batch) and out_to_loss(forward, batch), got {type(task).__name__}"
+    )
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from trakdask.checks import require_integer
 from trakdask.html_tables import HtmlTable
-from trakdask.models.checkpoints import Checkpoint, digest_state
-from trakdask.models.tasks.logits import (
+from trakdask.models.checkpoints import digest_state
+from trakdask.models.tasks.protocol import (
+    Batch,
+    Forward,
     as_tensors,
     at_least_float32,
     check_temperature,
@@ -22,9 +24,6 @@ from trakdask.models.tasks.logits import (
     one_minus_p,
     shape_of,
 )
-from trakdask.models.tasks.protocol import Batch, Forward
-
-__all__ = ["Clip", "clip_embeddings"]
 
 Embeddings = Mapping[str, tuple[Tensor, Tensor]]
 """Embeddings of images and of texts, both (n, embedding), by name of the checkpoint."""
@@ -201,17 +200,8 @@ def random_rows(n: int, size: int, seed: int) -> NDArray[np.int64]:
     return np.sort(np.argsort(keys, kind="stable")[:size])
 
 
-class _Model(Protocol):
-    """The part of ``td.Model`` that :func:`clip_embeddings` uses."""
-
-    checkpoints: tuple[Checkpoint, ...]
-    task: Any
-
-    def forward(self, checkpoint: Checkpoint) -> Forward: ...
-
-
 def clip_embeddings(
-    model: _Model, samples: Mapping[Any, Any], *, batch_size: int = 256
+    model: Any, samples: Mapping[Any, Any], *, batch_size: int = 256
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Embed images and texts at every checkpoint of a model, to serve as negatives.
 

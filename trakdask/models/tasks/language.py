@@ -11,19 +11,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trakdask.models.tasks.logits import (
+from trakdask.models.tasks.protocol import (
     MASK,
+    Batch,
+    Forward,
     ModelTask,
     as_tensors,
     call_model,
     margin,
     one_minus_p,
+    reject_samples,
     shape_of,
     without_absent_mask,
 )
-from trakdask.models.tasks.protocol import Batch, Forward, SampleError
-
-__all__ = ["CausalLM", "expand_tokens"]
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,7 @@ class CausalLM(ModelTask):
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p over the predicted tokens, (batch,)."""
         margins, predicted, vocabulary = self._margins(forward, batch)
-        self._require_predicted(batch, predicted)
-        self._require_tokens(batch, vocabulary)
-        self._require_positions(forward, batch)
+        self._reject_samples(forward, batch, predicted, vocabulary)
         total = one_minus_p(margins).masked_fill(~predicted, 0).sum(1)
         return total / predicted.sum(1).clamp(min=1)
 
@@ -161,60 +159,49 @@ class CausalLM(ModelTask):
         target = target.masked_fill(~predicted, 0).clamp(0, vocabulary - 1)
         return margin(logits, target), predicted, vocabulary
 
-    def _require_predicted(self, batch: Batch, predicted: Tensor) -> None:
-        """Reject sequences without a token to predict, such as those that are all padding."""
-        none = ~predicted.any(1)
-        if not bool(none.any()):
-            return
-        row = int(none.nonzero()[0, 0])
-        if self.position is not None:
-            place = int(batch[self.position][row])
-            what = f"the position of a token to predict in {self.position!r}, got {place}"
-        else:
-            labels = self._labels(batch)[row]
-            n = int((batch[MASK][row] != 0).sum()) if MASK in self.inputs else len(labels)
-            ignored = int((labels == self.ignore_index).sum())
-            what = f"a token to predict, got {n} tokens, {ignored} labels {self.ignore_index},"
-        raise SampleError(
-            f"expected {what} at sample {{sample}}; try leaving such samples out, or "
-            "on_error='record'",
-            row,
-        )
-
-    def _require_positions(self, forward: Forward, batch: Batch) -> None:
-        """Reject sequences that are longer than those that the model was made for.
-
-        With rotary positions the model would compute something all the same.
-        """
-        config = getattr(forward.module, "config", None)
-        most = getattr(config, "max_position_embeddings", None)
+    def _reject_samples(
+        self, forward: Forward, batch: Batch, predicted: Tensor, vocabulary: int
+    ) -> None:
+        """Reject sequences without a token to predict, with unknown ones, or that are too long."""
+        labels = self._labels(batch)
+        attended = batch[MASK] != 0 if MASK in self.inputs else torch.ones_like(labels) != 0
+        lengths = attended.sum(1)
+        most = getattr(getattr(forward.module, "config", None), "max_position_embeddings", None)
         if not isinstance(most, int) or most < 1:
-            return
-        ids = self._labels(batch)
-        lengths = (batch[MASK] != 0 if MASK in self.inputs else torch.ones_like(ids)).sum(1)
-        if bool((lengths > most).any()):
-            row = int((lengths > most).nonzero()[0, 0])
-            raise SampleError(
-                f"expected sequences of at most {most} tokens (the model's "
-                f"max_position_embeddings), got {int(lengths[row])} at sample {{sample}}; try "
-                f"max_length={most}, truncate=True in td.from_dataframe, or shorter pieces",
-                row,
+            most = labels.shape[1]  # the model names no limit
+        name = self.inputs[0] if self.labels is None else self.labels
+
+        def no_token(row: int) -> str:
+            ignored = int((labels[row] == self.ignore_index).sum())
+            got = f"{int(lengths[row])} tokens, {ignored} labels {self.ignore_index},"
+            where = ""
+            if self.position is not None:
+                got, where = str(int(batch[self.position][row])), f" at {self.position!r}"
+            return (
+                f"expected a token to predict{where}, got {got} at sample {{sample}}; try leaving "
+                "such samples out, or on_error='record'"
             )
 
-    def _require_tokens(self, batch: Batch, vocabulary: int) -> None:
-        """Reject tokens to predict that the model has no logit for."""
-        labels = self._labels(batch)
-        bad = self.predicted(batch) & ((labels < 0) | (labels >= vocabulary))[:, 1:]
-        if bool(bad.any()):
-            row, index = bad.nonzero()[0].tolist()
-            name = self.inputs[0] if self.labels is None else self.labels
-            raise SampleError(
+        def unknown_token(row: int, index: int) -> str:
+            return (
                 f"expected tokens in 0..{vocabulary - 1} (the model's vocabulary) in {name!r}, got "
                 f"{int(labels[row, index + 1])} at sample {{sample}}, token {index + 1}; try "
                 f"ignore_index={self.ignore_index} as the label of other positions, or the "
-                "tokenizer that the model was trained with",
-                row,
+                "tokenizer that the model was trained with"
             )
+
+        # With rotary positions the model would compute something all the same.
+        def too_long(row: int) -> str:
+            return (
+                f"expected sequences of at most {most} tokens (the model's "
+                f"max_position_embeddings), got {int(lengths[row])} at sample {{sample}}; try "
+                f"max_length={most}, truncate=True in td.from_dataframe, or shorter sequences"
+            )
+
+        unknown = ((labels < 0) | (labels >= vocabulary))[:, 1:]
+        reject_samples(~predicted.any(1), no_token)
+        reject_samples(self.predicted(batch) & unknown, unknown_token)
+        reject_samples(lengths > most, too_long)
 
     def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         name = self.inputs[0] if self.labels is None else self.labels

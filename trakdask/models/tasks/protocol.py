@@ -1,17 +1,23 @@
-"""The contract of a task: a batch, the model as a function, and two functions of both."""
+"""What tasks share: the contract of a task, calling a model, its logits, and margins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trakdask.checks import require_number
+from trakdask.html_tables import HtmlTable
 from trakdask.models.torch_internals import tree_leaves, tree_map
 
-__all__ = ["Batch", "CachingForward", "Forward", "SampleError", "Task"]
+MASK = "attention_mask"
+"""Name of the variable that marks the padding of sequences, as in transformers."""
 
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -145,6 +151,23 @@ class CachingForward(Forward):
         self._last = None
 
 
+def reject_samples(bad: Tensor, text_of: Callable[..., str]) -> None:
+    """Raise the error of the first sample that something is wrong with.
+
+    This looks at values, so it must not be called by ``output``, which runs under vmap.
+
+    Parameters
+    ----------
+    bad
+        Whether something is wrong, bool (batch, ...).
+    text_of
+        Called with the first place where it is; returns the text of a :class:`SampleError`.
+    """
+    if bool(bad.any()):
+        place = bad.nonzero()[0].tolist()
+        raise SampleError(text_of(*place), place[0])
+
+
 def _copied(value: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -183,3 +206,219 @@ class Task(Protocol):
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return Q = -dℓ/df of each sample, shape (batch,); it is not differentiated."""
+
+
+@dataclass(frozen=True)
+class TrakTask(HtmlTable):
+    """Adapt an object with TRAK's ``get_output`` and ``get_out_to_loss_grad``.
+
+    ``get_output(model, weights, buffers, *sample)`` takes one sample without batch axis, in the
+    order of the samples' variables, and is vectorised here; ``get_out_to_loss_grad(model, weights,
+    buffers, batch)`` takes the batch and returns (batch,) or (batch, 1).
+    """
+
+    modelout: Any
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return the output of each sample, (batch,)."""
+
+        def one(*sample: Tensor) -> Tensor:
+            output: Tensor = self.modelout.get_output(
+                forward.module, forward.parameters, forward.buffers, *sample
+            )
+            return output.reshape(())
+
+        samples = tuple(batch.values())
+        if len(samples[0]) == 1:  # the loop engine must not depend on vmap
+            return one(*(tensor[0] for tensor in samples))[None]
+        return torch.func.vmap(one, randomness="different")(*samples)
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return TRAK's out-to-loss gradient of each sample, (batch,)."""
+        samples = tuple(batch.values())
+        result: Tensor = self.modelout.get_out_to_loss_grad(
+            forward.module, forward.parameters, forward.buffers, samples
+        )
+        return result.reshape(-1) if result.numel() == len(samples[0]) else result
+
+
+def task_spec(task: Task) -> str:
+    """Describe a task in one line that is equal for equal tasks in any process."""
+    subject = task.modelout if isinstance(task, TrakTask) else task
+    if dataclasses.is_dataclass(subject):
+        return repr(subject)
+    plain = (type(None), bool, int, float, str)
+    values = {k: v for k, v in sorted(vars(subject).items()) if isinstance(v, plain)}
+    inside = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    return f"{type(subject).__qualname__}({inside})"
+
+
+class ModelTask(HtmlTable):
+    """A task whose model takes variables of the samples, by their names or in their order."""
+
+    inputs: tuple[str, ...]
+    positional: bool
+    _other_variables: ClassVar[tuple[str, ...]] = ("label",)
+    """Options with the names of further variables; those that are None by default are optional."""
+
+    def __post_init__(self) -> None:
+        given: Any = self.inputs
+        one = isinstance(given, str) or not isinstance(given, Iterable)
+        names = (given,) if one else tuple(given)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                "expected the names of one or more variables as inputs, got "
+                f"{given!r}; try inputs=('x',)"
+            )
+        object.__setattr__(self, "inputs", names)
+        for option in self._other_variables:
+            is_optional = getattr(type(self), option) is None
+            check_variable(getattr(self, option), option, optional=is_optional)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of the variables that the task reads."""
+        names = (*self.inputs, *(getattr(self, option) for option in self._other_variables))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def as_tensors(arrays: Mapping[Any, Any], names: Sequence[str]) -> Batch:
+    """Return some of the arrays, tensors or labelled arrays of a mapping as one batch."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            "expected samples as a Dataset or a mapping from name to array, got "
+            f"{type(arrays).__name__}; try samples={{{next(iter(names), 'x')!r}: array}}"
+        )
+    if missing := [name for name in names if name not in arrays]:
+        raise ValueError(
+            f"expected the variable {missing[0]!r} in samples, got {list(map(str, arrays))}; try "
+            "renaming a variable of the samples, or passing its name to the task"
+        )
+    return Batch({name: _as_tensor(name, arrays[name]) for name in names})
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.from_numpy(np.array(value))
+    except (TypeError, ValueError) as err:
+        raise TypeError(
+            f"expected numbers in {name!r}, got {type(value).__name__} ({err}); try "
+            "numpy.asarray(...) with numbers or booleans, padded to one shape"
+        ) from err
+
+
+def without_absent_mask(inputs: tuple[str, ...], present: Collection[str]) -> tuple[str, ...]:
+    """Return the inputs without the attention mask, if it is not there: nothing is padded then."""
+    return inputs if MASK in present else tuple(name for name in inputs if name != MASK)
+
+
+def check_temperature(temperature: float) -> None:
+    """Reject a temperature that is not a positive, finite number."""
+    require_number("temperature", temperature, low=0, remedy="try temperature=1.0")
+
+
+def check_variable(value: object, option: str, *, optional: bool = False) -> None:
+    """Reject a value that is not the name of a variable."""
+    if not (isinstance(value, str) and value) and not (optional and value is None):
+        raise TypeError(
+            f"expected the name of a variable as {option}, got {value!r}; try {option}={option!r}"
+        )
+
+
+def call_model(forward: Forward, batch: Batch, inputs: tuple[str, ...], positional: bool) -> Tensor:
+    """Run the model on some variables and return its logits, float32 or float64.
+
+    Parameters
+    ----------
+    forward
+        Model at one checkpoint.
+    batch
+        Samples.
+    inputs
+        Names of the variables that are the model's arguments.
+    positional
+        Whether they are passed in this order; otherwise by their names.
+
+    Raises
+    ------
+    ValueError
+        If the model returns neither a tensor, nor an object with ``logits``, nor a tuple that
+        begins with logits.
+    RuntimeError
+        If it cannot run under vmap; the message also says what to do with models of transformers.
+    """
+    given = {name: batch[name] for name in inputs}
+    try:
+        output = forward(*given.values()) if positional else forward(**given)
+    except RuntimeError as err:
+        if "vmap" not in str(err):
+            raise
+        raise RuntimeError(
+            "expected a model that does not branch on values of its input, since vmap cannot run "
+            f"one that does, got an error ({str(err).splitlines()[0][:120]}...); try "
+            "gradients='loop', or build models of transformers with attn_implementation='eager' "
+            "(encoders such as BERT still branch on an attention mask)"
+        ) from err
+    return at_least_float32(_logits_of(output))
+
+
+def _logits_of(output: Any) -> Tensor:
+    logits = output
+    if isinstance(output, Mapping) or hasattr(output, "logits"):  # such as a ModelOutput
+        logits = output["logits"] if isinstance(output, Mapping) else output.logits
+    elif isinstance(output, (tuple, list)) and output:
+        logits = output[0]
+    if not isinstance(logits, Tensor):
+        raise ValueError(
+            "expected a tensor of logits, an object with .logits, or a tuple that begins with "
+            f"logits, got {shape_of(output)} from the model; try wrapping the model, or a task of "
+            "your own"
+        )
+    return logits
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return float64 tensors unchanged, and others in float32."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def shape_of(value: object) -> str:
+    """Return the shape of a tensor, or the type of anything else, for messages."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def margin(logits: Tensor, label: Tensor) -> Tensor:
+    """Compute log p/(1-p) of the labelled class: its logit minus the logsumexp of the others.
+
+    Parameters
+    ----------
+    logits
+        (..., classes).
+    label
+        (...), int64.
+
+    Returns
+    -------
+    (...).
+
+    Notes
+    -----
+    Exactness: value and gradient are stable where p is near 0 or 1, unlike those of
+    log p - log(1-p).
+    Cost: one copy of the logits.
+
+    Examples
+    --------
+    >>> margin(torch.tensor([[1.0, 0.0, 0.0]]).log_softmax(1), torch.tensor([0]))
+    tensor([0.3069])
+    """
+    index = label[..., None]
+    others = logits.scatter(-1, index, -torch.inf)
+    return logits.gather(-1, index)[..., 0] - others.logsumexp(-1)
+
+
+def one_minus_p(margin: Tensor) -> Tensor:
+    """Return 1 - p of a margin log p/(1-p), also accurate where p is near 1."""
+    return torch.sigmoid(-margin)

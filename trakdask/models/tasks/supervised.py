@@ -8,27 +8,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from trakdask.models.tasks.logits import (
+from trakdask.models.tasks.protocol import (
+    Batch,
+    Forward,
     ModelTask,
     call_model,
     check_temperature,
     margin,
     one_minus_p,
-    per_sample,
-    require_classes,
-    require_labels_in_range,
+    reject_samples,
+    shape_of,
     without_absent_mask,
 )
-from trakdask.models.tasks.protocol import Batch, Forward, SampleError
-
-__all__ = [
-    "BinaryClassification",
-    "Classification",
-    "ImageClassification",
-    "MultiLabel",
-    "Regression",
-    "TextClassification",
-]
 
 
 @dataclass(frozen=True)
@@ -80,13 +71,13 @@ class Classification(ModelTask):
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return 1 - p of the correct class, (batch,)."""
         logits, label = self._logits(forward, batch)
-        require_labels_in_range(batch[self.label], logits.shape[1], self.label)
+        _require_labels_in_range(batch[self.label], logits.shape[1], self.label)
         return one_minus_p(margin(logits / self.temperature, label))
 
     def _logits(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the logits (batch, classes) and the checked labels (batch,)."""
         logits = call_model(forward, batch, self.inputs, self.positional)
-        return logits, require_classes(logits, batch[self.label], self.label)
+        return logits, _require_classes(logits, batch[self.label], self.label)
 
 
 class ImageClassification(Classification):
@@ -217,7 +208,15 @@ class MultiLabel(ModelTask):
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the mean of 1 - p over the labels, (batch,)."""
-        _require_binary(batch[self.label], self.label)
+        label = batch[self.label]
+        reject_samples(
+            (label != 0) & (label != 1),
+            lambda *place: (
+                f"expected 0 or 1 in {self.label!r}, got {label[place].item()} at sample "
+                "{sample}; try (labels > 0).astype(int) for labels that are signs, or "
+                "task='classification' for more than two classes"
+            ),
+        )
         return one_minus_p(self._signed_logits(forward, batch)).mean(1)
 
     def _signed_logits(self, forward: Forward, batch: Batch) -> Tensor:
@@ -267,24 +266,8 @@ class BinaryClassification(MultiLabel):
     def _shaped(self, forward: Forward, batch: Batch) -> tuple[Tensor, Tensor]:
         logits, label = super()._shaped(forward, batch)
         return (
-            per_sample(logits, len(label), "the model's output")[:, None],
-            per_sample(label, len(label), repr(self.label))[:, None],
-        )
-
-
-def _require_binary(label: Tensor, name: str) -> None:
-    """Reject labels other than 0 and 1.
-
-    This looks at values, so it must not be called by ``output``, which runs under vmap.
-    """
-    bad = (label != 0) & (label != 1)
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        raise SampleError(
-            f"expected 0 or 1 in {name!r}, got {label[where].item()} at sample {{sample}}; try "
-            "(labels > 0).astype(int) for labels that are signs, or "
-            "task='classification' for more than two classes",
-            where[0],
+            _per_sample(logits, len(label), "the model's output")[:, None],
+            _per_sample(label, len(label), repr(self.label))[:, None],
         )
 
 
@@ -328,9 +311,59 @@ class Regression(ModelTask):
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the prediction, (batch,)."""
         predicted = call_model(forward, batch, self.inputs, self.positional)
-        return per_sample(predicted, len(batch[self.target]), "the model's output")
+        return _per_sample(predicted, len(batch[self.target]), "the model's output")
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the true value minus the prediction, (batch,)."""
         predicted = self.output(forward, batch)
-        return per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
+        return _per_sample(batch[self.target], len(predicted), repr(self.target)) - predicted
+
+
+def _require_classes(logits: Tensor, label: Tensor, name: str) -> Tensor:
+    """Check logits (batch, classes) and labels (batch,); return the labels as int64.
+
+    Labels that are out of range are clamped, because they would crash a CUDA kernel and vmap cannot
+    look at values. ``out_to_loss`` rejects them.
+    """
+    if logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(label):
+        raise ValueError(
+            f"expected logits ({len(label)}, classes) with at least 2 classes for a batch of "
+            f"{len(label)}, got {shape_of(logits)} from the model; try wrapping the model so that "
+            "it returns one row of logits per sample, or "
+            "td.tasks.BinaryClassification for a single logit"
+        )
+    advice = "labels.argmax(1), if they are one-hot" if label.ndim == 2 else "labels.astype(int)"
+    if label.ndim != 1 or label.is_floating_point() or label.is_complex():
+        raise ValueError(
+            f"expected integer classes in {name!r}, one per sample, got {label.dtype} of shape "
+            f"{tuple(label.shape)}; try {advice}"
+        )
+    return label.long().clamp(0, logits.shape[1] - 1)
+
+
+def _require_labels_in_range(label: Tensor, n_classes: int, name: str) -> None:
+    """Reject labels that are not classes."""
+
+    def text(row: int) -> str:
+        value = int(label[row])
+        condition = f"< {n_classes}" if value >= n_classes else ">= 0"
+        starts_at_1 = value == n_classes and int(label.min()) > 0
+        return (
+            f"expected {name} in 0..{n_classes - 1} ({n_classes} classes), got {value} at sample "
+            "{sample}; try "
+            + ("labels that start at 0 (labels - 1), or " if starts_at_1 else "")
+            + f"samples.isel(sample=samples[{name!r}] {condition})"
+        )
+
+    reject_samples((label < 0) | (label >= n_classes), text)
+
+
+def _per_sample(values: Tensor, size: int, what: str) -> Tensor:
+    """Return one number per sample, (batch,), from (batch,) or (batch, 1)."""
+    if values.shape not in ((size,), (size, 1)):
+        raise ValueError(
+            f"expected one number per sample, shape ({size},) or ({size}, 1), for a batch of "
+            f"{size}, got {what} of shape {tuple(values.shape)}; try another task, or wrap the "
+            "model so that it returns one number per sample"
+        )
+    return values.reshape(size)

@@ -1,0 +1,219 @@
+"""Pages: everything from data is escaped, links and forms keep the view, files have no script."""
+
+from __future__ import annotations
+
+import base64
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import urlencode
+
+import numpy as np
+import pandas as pd
+import pytest
+from markupsafe import Markup
+
+import trakdask as td
+from trakdask.explorer import Explorer, View
+from trakdask.explorer.html import document, render
+from trakdask.explorer.pages import as_csv, page, sections
+from trakdask.explorer.view import PAGES
+
+EVIL = "</style><script>alert(1)</script><form>\"'&"
+
+
+class Tags(HTMLParser):
+    """Collects the elements of a page, with their attributes, and its text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: text or "" for name, text in attrs}))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attrs for name, attrs in self.elements if name == tag]
+
+
+@pytest.fixture
+def explorer(tmp_path: Path) -> Explorer:
+    train, targets = (td.testing.simulate_features(n, 4, 3, seed=n) for n in (30, 8))
+    notes = np.array([f"{EVIL} {i}" for i in range(30)], object)
+    features = train.assign_coords(note=("sample", notes), sample=("sample", notes))
+    images = td.from_arrays({"image": np.ones((30, 1, 4, 4), "f4")})
+    marks = td.Marks(tmp_path / "marks.parquet", who=EVIL)
+    return td.explore(features, targets, samples=images, marks=marks, estimator="trak", damping=0.1)
+
+
+def html_of(explorer: Explorer, view: View) -> str:
+    return "".join(section.html() for section in sections(explorer, view))
+
+
+def sent(html: str) -> list[View]:
+    """Return the views that the forms of a page lead to if nothing is changed in them."""
+    views = []
+    for form in re.findall(r"<form method.*?</form>", html, re.DOTALL):
+        inputs = [i for i in Tags(form).all("input") if i.get("type", "hidden") == "hidden"]
+        pairs = [(i["name"], i["value"]) for i in inputs if not i["name"].startswith("filter")]
+        pairs += [
+            (i["name"], i["value"]) for i in Tags(form).all("input")
+            if i.get("type") == "checkbox" and "checked" in i
+        ]  # fmt: skip
+        chosen = re.findall(
+            r'<select name="(\w+)".*?<option value="([^"]*)" selected', form, re.DOTALL
+        )
+        pairs += [(name, text) for name, text in chosen if not name.startswith("filter")]
+        views.append(View.from_query(urlencode(pairs)))
+    return views
+
+
+@pytest.mark.parametrize("name", ["targets", "target", "corpus", "sample"])
+def test_forms__keep_the_view(explorer: Explorer, name: str) -> None:
+    where = f"note != {EVIL!r}"
+    view = View(
+        page=name, target=3, sample=5, where=where, targets_where="label < 9", k=5,
+        checkpoints=("c0", "c2"), estimator="trak", damping="0.5", group_by="label",
+    )  # fmt: skip
+    views = sent(html_of(explorer, view))
+    assert views == [view] * len(views)
+    assert len(views) == {"targets": 3, "target": 4, "corpus": 4, "sample": 1}[name]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages__every_field_has_a_name(explorer: Explorer, name: str) -> None:
+    html = html_of(explorer, View(page=name))
+    assert not re.findall(r"<label>\s*<(?:select|input)", html)
+
+
+def test_links__lead_to_their_views() -> None:
+    view = View(page="target", where=f"note == {EVIL!r}", checkpoints=("a", EVIL))
+    html = render("link", view=view, text=EVIL, label=EVIL)
+    (attrs,) = Tags(html).all("a")
+    assert View.from_query(attrs["href"]) == view
+    assert Tags(html).text == EVIL
+    html = render("pager", view=View(first=25), shown=25, found=60, rows=25)
+    firsts = [View.from_query(attrs["href"]).first for attrs in Tags(html).all("a")]
+    assert firsts == [0, 50]
+    assert "26–50 of 60" in html
+
+
+def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explorer) -> None:
+    view = View(page="target", target=3, k=4, group_by="label")
+    html = html_of(explorer, view)
+    groups = explorer.questions.groups(view)["score"]
+    shares = re.findall(r'class="(?:helpful|harmful)" style="--length:([\d.]+)"', html)
+    np.testing.assert_allclose([float(x) for x in shares], groups.abs() / groups.abs().max(), 1e-3)
+    conditions = {View.from_query(attrs["href"]).where for attrs in Tags(html).all("a")}
+    best = explorer.questions.top(view)["note"][0]
+    assert {"label == 0", "label == 1", f"note == {best!r}"} <= conditions
+
+
+def test_pages__show_scores_in_one_unit_and_count_in_english(explorer: Explorer) -> None:
+    view = View(page="target", target=3, k=4)
+    html = html_of(explorer, view)
+    units = set(re.findall(r"in units of 10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)", html)) or {"⁰"}
+    (exponent,) = units
+    unit = 10.0 ** int(exponent.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")))
+    numbers = re.findall(r"<strong>([+−][\d.,]+)</strong>", html)
+    shown = [float(x.replace("−", "-").replace(",", "")) * unit for x in numbers]
+    scores = td.score(explorer.features, explorer.targets, estimator="trak", damping=0.1).values
+    order = np.argsort(scores[:, 3])
+    expected = scores[[*order[:-5:-1], *order[:4]], 3]
+    np.testing.assert_allclose(shown, expected, atol=0.006 * unit)
+
+
+def test_page__counts_in_english(explorer: Explorer) -> None:
+    few = {"sample": [0], "checkpoint": [0]}
+    one = td.explore(explorer.features.isel(few), explorer.targets.isel(few), estimator="grad_dot")
+    assert "30 training samples, 8 targets, 3 checkpoints, 4 numbers" in page(explorer, View(), [])
+    assert "1 training sample, 1 target, 1 checkpoint, 4 numbers" in page(one, View(), [])
+
+
+@pytest.mark.parametrize("name", ["targets", "target", "sample", "corpus"])
+def test_save_html__shows_text_and_asks_nobody(
+    explorer: Explorer, tmp_path: Path, name: str
+) -> None:
+    explorer.marks.mark([f"{EVIL} 7"], "remove")
+    explorer.save_html(tmp_path / "v.html", View(page=name, target=3))
+    html = (tmp_path / "v.html").read_text("utf-8")
+    tags = Tags(html)
+    tag_names = {tag for tag, _ in tags.elements}
+    assert not tag_names & {
+        "script",
+        "form",
+        "input",
+        "button",
+        "iframe",
+        "link",
+        "object",
+        "details",
+    }
+    assert [attrs["download"] for attrs in tags.all("a")] == ["marks.csv"] * (name == "corpus")
+    assert ("img" in tag_names) == (name != "targets")
+    outside = [
+        attrs[key] for _, attrs in tags.elements for key in ("src", "href", "action")
+        if not attrs.get(key, "data:").startswith("data:")
+    ]  # fmt: skip
+    assert outside == []
+    assert (EVIL in tags.text) == (name != "targets")
+    assert "30 training samples" in tags.text
+    policy = next(a["content"] for a in tags.all("meta") if "http-equiv" in a)
+    assert "default-src 'none'" in policy
+
+
+def test_save_html__says_of_what_it_is(tmp_path: Path) -> None:
+    store = tmp_path / "train.zarr"
+    saved = td.save(td.testing.simulate_features(60, 4, 3), store, progress=False)
+    explorer = td.explore(saved, td.testing.simulate_features(8, 4, 3, seed=1), damping=0.1)
+    view = View(page="target", target=3, where="label == 1", estimator="trak", damping="0.5")
+    explorer.save_html(tmp_path / "v.html", view)
+    text = Tags((tmp_path / "v.html").read_text("utf-8")).text
+    about = text[text.rindex("Condition on training samples") :]
+    for fact in ("label == 1", "trak", "0.5", "c0, c1, c2", str(store), "in memory"):
+        assert fact in about
+    assert f"{pd.Timestamp.now('UTC'):%Y-%m-%d}" in about
+    explorer.save_html(tmp_path / "v.html")
+    text = Tags((tmp_path / "v.html").read_text("utf-8")).text
+    assert re.search(r"Estimator\s*auto\s*Damping λ\s*0\.1", text)
+
+
+@pytest.mark.parametrize("path", [".", "memory://v.html"])
+def test_save_html__of_no_file(
+    explorer: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"v(iew)?\.html"):
+        explorer.save_html(path)
+
+
+def test_document__keeps_what_is_seen() -> None:
+    html = '<nav><a href="?x">go</a></nav><p><a href="?target=1" class="c">1 &lt;a&gt;</a> is</p>'
+    kept = document(View(), Markup(html), {})
+    assert "<p><span>1 &lt;a&gt;</span> is</p>" in kept
+    assert "go" not in Tags(kept).text
+
+
+def test_marks__are_listed_as_text(explorer: Explorer) -> None:
+    view = View(page="corpus")
+    assert "Nobody has marked" in html_of(explorer, view)
+    explorer.marks.mark([f"{EVIL} 2", "=1+1", f"{EVIL} 5"], "remove")
+    (section,) = (s for s in sections(explorer, view) if s.title == "Marks")
+    html = section.html()
+    assert "<script" not in html
+    assert unescape(html).count(EVIL) == 4  # two samples, and who marked them
+    assert "sample=2" in html
+    csv = base64.b64decode(re.search('base64,([^"]+)', html).group(1)).decode()
+    assert "\n'=1+1," in csv  # a spreadsheet would compute =1+1
+
+
+def test_as_csv__numbers_stay_numbers() -> None:
+    frame = pd.DataFrame({"a": [-1, 2], "b": ["-1", "a=b"], "c": ["@x", "+y"], "d": ["\tz", ""]})
+    expected = ["a,b,c,d", "-1,'-1,'@x,'\tz", "2,a=b,'+y,"]
+    assert as_csv(frame).splitlines() == expected

@@ -1,0 +1,147 @@
+"""Views as parts of a URL and back, and the conditions that forms add to them."""
+
+from __future__ import annotations
+
+from typing import get_args
+from urllib.parse import urlencode
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trakdask as td
+from trakdask.attribution.estimators import Estimator, Rule
+from trakdask.explorer.tables import condition_mask
+from trakdask.explorer.view import (
+    PAGES,
+    MeanTrace,
+    View,
+    column_condition,
+    damping_of,
+    joined,
+    with_condition,
+)
+
+positions = st.integers(0, 10**9)
+views = st.builds(
+    View,
+    page=st.sampled_from(PAGES), target=positions, sample=positions, first=positions,
+    where=st.sampled_from(["", "label == 3", 'source != "a & b=c" and x < 2']),
+    targets_where=st.sampled_from(["", 'text == "ü%+"']),
+    search=st.text(), sort=st.text(), ascending=st.booleans(),
+    k=st.integers(1, 100), group_by=st.text(),
+    estimator=st.sampled_from(["", *get_args(Estimator)]),
+    damping=st.sampled_from(["", "auto", "0.5", "absolute 2.5", "0.5 tr(K)/n"]),
+    checkpoints=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+)  # fmt: skip
+
+
+@given(views)
+def test_view__of_its_query_is_the_same(view: View) -> None:
+    again = View.from_query(f"?{view.to_query()}")
+    assert again == view
+    assert again.errors == {}
+
+
+def test_to_query__of_the_default_is_empty() -> None:
+    assert View().to_query() == ""
+    assert View.from_query("") == View()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("page", "admin"), ("target", "-1"), ("target", "one"), ("k", "0"), ("k", "101"),
+        ("checkpoints", ""), ("estimator", "best"), ("damping", "-2"), ("damping", "nan"),
+        ("ascending", "yes"), ("first", "1e9"),
+    ],
+)  # fmt: skip
+def test_from_query__leaves_out_what_it_does_not_understand(name: str, bad: str) -> None:
+    view = View.from_query(urlencode({name: bad, "sample": "7"}))
+    assert getattr(view, name) == getattr(View(), name)
+    assert view.sample == 7
+    assert list(view.errors) == [name]
+    assert "expected" not in view.errors[name]
+
+
+@pytest.mark.parametrize("bad", ["import os", "label ==", "label = 2 and x != 3"])
+def test_from_query__keeps_a_condition_that_is_none_beside_its_error(bad: str) -> None:
+    view = View.from_query(urlencode({"where": bad, "targets_where": bad}))
+    assert (view.where, view.targets_where) == (bad, bad)
+    assert list(view.errors) == ["where", "targets_where"]
+    assert ("label == 2 and x != 3" in view.errors["where"]) == ("= 2" in bad)
+
+
+def test_from_query__ignores_what_is_not_ours() -> None:
+    view = View.from_query("token=abc&errors=x&page=corpus")
+    assert (view, view.errors) == (View(page="corpus"), {})
+
+
+def test_damping_of__texts() -> None:
+    assert [damping_of(rule) for rule in get_args(Rule)] == list(get_args(Rule))
+    assert damping_of(" 0.25") == 0.25
+    assert damping_of("absolute 3") == td.Absolute(3.0)
+    assert damping_of("0.5 tr(K)/n") == MeanTrace(0.5)
+    with pytest.raises(ValueError, match="absolute 1 tr"):
+        damping_of("absolute 1 tr(K)/n")
+    with pytest.raises(ValueError, match="lots"):
+        damping_of("lots")
+
+
+QUOTED = "we'b\" and \\ <b>"
+TABLE = pd.DataFrame(
+    {
+        "label": [1, 2, 3, 3],
+        "size": [0.5, 1.5, 2.5, np.nan],
+        "source": ["web", "book", QUOTED, "Web"],
+        "is_old": [True, False, True, True],
+        "not a name": [1, 2, 3, 4],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "sign", "text", "rows"),
+    [
+        ("label", "==", "3", [2, 3]), ("label", "!=", "3", [0, 1]), ("label", ">=", "2", [1, 2, 3]),
+        ("size", "<=", "1.5", [0, 1]), ("source", "==", QUOTED, [2]),
+        ("source", "!=", "web", [1, 2, 3]),
+        ("source", "contains", "eb", [0, 3]), ("source", "contains", "b\" and \\ <", [2]),
+        ("is_old", "==", "True", [0, 2, 3]), ("is_old", "==", "False", [1]),
+        ("is_old", "!=", "True", [1]),
+    ],
+)  # fmt: skip
+def test_column_condition__selects_rows(name: str, sign: str, text: str, rows: list[int]) -> None:
+    condition = column_condition(TABLE, name, sign, text)
+    assert np.flatnonzero(condition_mask(TABLE, condition)).tolist() == rows
+    both = joined("label == 3 or label == 2", condition)
+    expected = [row for row in rows if row > 0]
+    assert np.flatnonzero(condition_mask(TABLE, both)).tolist() == expected
+
+
+@pytest.mark.parametrize(("name", "text"), [("label", "many"), ("not a name", "1"), ("gone", "1")])
+def test_column_condition__what_is_none(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"{text}|{name}"):
+        column_condition(TABLE, name, "==", text)
+
+
+def query(**given: str) -> str:
+    return urlencode({f"filter_{name}": text for name, text in given.items()})
+
+
+def test_with_condition__adds_to_the_column_condition_samples_or_targets() -> None:
+    asked = query(name="label", sign=">=", value="2", of="where")
+    view = with_condition(asked, View(where="label == 3"), TABLE, TABLE)
+    assert view.where == "label == 3 and label >= 2"
+    asked = query(name="label", sign="==", value="2", of="targets_where")
+    assert with_condition(asked, View(), TABLE, TABLE).targets_where == "label == 2"
+
+
+def test_with_condition__says_what_is_wrong() -> None:
+    asked = query(name="label", sign="==", value="many", of="where")
+    view = with_condition(asked, View(target=3), TABLE, TABLE)
+    assert view == View(target=3)
+    assert "many" in view.errors["filter_value"]
+    assert with_condition("page=corpus", View(), TABLE, TABLE) == View()

@@ -1,0 +1,154 @@
+// Shows HTML, tells Python which link, form or button was used, and keeps the address up to date.
+
+export function render({ model }) {
+  const root = document.createElement("div")
+  root.className = "trakdask"
+
+  const mark = () => {
+    for (const button of root.querySelectorAll("button[data-mark]")) {
+      const key = `${button.dataset.sample} ${button.dataset.mark}`
+      button.setAttribute("aria-pressed", model.marked.includes(key))
+    }
+  }
+
+  // What has happened to a mark is said beside its sample or, where that is not shown, at the top.
+  const say = () => {
+    for (const old of root.querySelectorAll(".said")) old.replaceChildren()
+    const { sample, text, undo } = model.said
+    if (!text) return
+    const marks = root.querySelector(`.marks[data-sample="${sample}"]`)
+    let place = marks ? marks.querySelector(".said") : root.querySelector("[data-said]")
+    if (!place) {
+      place = Object.assign(document.createElement("div"), { className: "said" })
+      place.setAttribute("role", "status")
+      marks.append(place)
+    }
+    place.append(text)
+    if (!undo) return
+    const button = Object.assign(document.createElement("button"), { type: "button" })
+    button.textContent = undo > 1 ? `Undo (${undo})` : "Undo"
+    button.title = "Ctrl-Z"
+    button.dataset.undo = ""
+    place.append(" ", button)
+  }
+
+  // Only what has changed is replaced, so that what somebody types elsewhere stays.
+  const update = (parent, nodes) => {
+    nodes.forEach((node, i) => {
+      const old = parent.children[i]
+      const source = node.outerHTML
+      if (old !== undefined && old.localName === "main" && node.localName === "main") {
+        update(old, [...node.children])
+      } else if (old === undefined || old.source !== source) {
+        node.source = source
+        for (const child of node.localName === "main" ? node.children : []) child.source = child.outerHTML
+        if (old === undefined) parent.append(node)
+        else old.replaceWith(node)
+      }
+    })
+    while (parent.children.length > nodes.length) parent.lastElementChild.remove()
+  }
+  const draw = () => {
+    const fresh = document.createElement("div")
+    fresh.innerHTML = model.html
+    update(root, [...fresh.children])
+    mark()
+    say()
+  }
+
+  // Parameters of the address that are not part of a view, such as a token, are kept.
+  const address = () => {
+    const kept = new URLSearchParams(window.location.search)
+    for (const name of model.names) kept.delete(name)
+    const text = [model.query, kept.toString()].filter((part) => part).join("&")
+    return text ? `?${text}` : window.location.pathname
+  }
+  // A file is sent as base64; one that is too large for the connection is not read at all.
+  const explain = async (form) => {
+    const given = {}
+    for (const [name, value] of new FormData(form)) {
+      if (!(value instanceof File)) given[name] = value
+      else if (value.size > Number(form.dataset.most)) given.too_large = String(value.size)
+      else if (value.size) given[name] = await encoded(value)
+    }
+    model.send_msg({ new: given })
+  }
+  const encoded = (file) => new Promise((resolve) => {
+    const reader = new FileReader()
+    reader.onload = () => resolve(reader.result.split(",")[1])
+    reader.onerror = () => resolve("")
+    reader.readAsDataURL(file)
+  })
+  const go = (query) => model.send_msg({ query })
+  const navigate = () => {
+    if (!model.follows_address) return
+    const search = address()
+    if (search !== window.location.search) window.history.pushState({}, "", search)
+  }
+
+  root.addEventListener("click", (event) => {
+    const button = event.target.closest("button[data-mark]")
+    if (button) {
+      const wanted = button.getAttribute("aria-pressed") !== "true"
+      model.send_msg({ mark: button.dataset.mark, sample: Number(button.dataset.sample), wanted })
+      return
+    }
+    if (event.target.closest("button[data-undo]")) {
+      model.send_msg({ undo: true })
+      return
+    }
+    if (event.target.closest("button[data-save]")) {
+      model.send_msg({ save: true })
+      return
+    }
+    const link = event.target.closest("a[href^='?']")
+    if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return
+    event.preventDefault()
+    go(link.getAttribute("href"))
+    if (!link.closest(".pager, .bars, dl, thead")) window.scrollTo(0, 0)
+  })
+  root.addEventListener("submit", (event) => {
+    event.preventDefault()
+    if ("new" in event.target.dataset) explain(event.target)
+    else go(`?${new URLSearchParams(new FormData(event.target))}`)
+  })
+  root.addEventListener("change", (event) => {
+    if (event.target.matches("[data-at-once]")) event.target.form.requestSubmit()
+  })
+  const save = () => {
+    if (!model.saved) return
+    const link = document.createElement("a")
+    link.href = URL.createObjectURL(new Blob([model.saved], { type: "text/html" }))
+    link.download = "trakdask.html"
+    link.click()
+    URL.revokeObjectURL(link.href)
+  }
+  const back = () => go(window.location.search)
+  const undo = (event) => {
+    const isTyping = event.composedPath()[0].matches?.("input:not([type=checkbox]), textarea, select")
+    if (event.key !== "z" || !(event.ctrlKey || event.metaKey) || event.shiftKey || isTyping) return
+    if (!model.said.undo) return
+    event.preventDefault()
+    model.send_msg({ undo: true })
+  }
+  const keys = model.follows_address ? window : root
+  keys.addEventListener("keydown", undo)
+  if (model.follows_address) {
+    window.addEventListener("popstate", back)
+    document.body.style.margin = "0"
+    document.documentElement.style.colorScheme = "light dark"
+    document.body.style.background = "light-dark(#ffffff, #16181c)"
+  } else root.style.minHeight = "0" // a part of a notebook
+  model.on("remove", () => {
+    window.removeEventListener("popstate", back)
+    keys.removeEventListener("keydown", undo)
+  })
+  model.on("html", draw)
+  model.on("marked", mark)
+  model.on("said", say)
+  model.on("saved", save)
+  model.on("query", navigate)
+  draw()
+  model.send_msg({ shown: true })
+  return root
+}

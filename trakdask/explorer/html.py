@@ -1,0 +1,210 @@
+"""HTML by templates, which escape what they are given, and how numbers are written on pages."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from distributed import KilledWorker
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from trakdask._version import __version__
+from trakdask.errors import BlockError
+from trakdask.explorer.view import SIGNS, View
+
+__all__ = [
+    "STYLE",
+    "count",
+    "document",
+    "number",
+    "plain_message",
+    "render",
+    "scaled",
+    "unit_of",
+    "value",
+]
+
+_FOLDER = Path(__file__).parent
+STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
+
+_LARGE = 10_000
+"""Numbers that are larger are shown with all digits: they may be names of something."""
+
+_MOST_CHARACTERS = 400
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+_MEANINGS = {
+    "output": "What the model says about a sample as one number; for classification "
+    "log p / (1 − p) of its class. The mean over checkpoints.",
+    "loss": "How much the loss would still fall if the output rose; for classification 1 − p. "
+    "Large where the model is wrong.",
+    "disagreement": "Standard deviation of the output between checkpoints.",
+    "score": "How much training on this sample raised the output of the target. Scores compare "
+    "samples with each other; they have no unit of their own.",
+    "±": "Standard error of the score over checkpoints. A score smaller than this may be noise.",
+    "self-influence": "How much training on a sample lowered its own loss. It is large for samples "
+    "that the model had to memorise, such as those with wrong labels.",
+    "λ": "The damping: how much is added to the diagonal of the gram matrix K of the features "
+    "before it is inverted. A small λ trusts rare directions of the features, a large one ignores "
+    "them. auto, completeness, trace and closed_form are rules; a number such as 0.03 is in units "
+    "of tr(K²)/tr(K); you can also write 0.5 tr(K)/n, where tr(K)/n is the mean squared length of "
+    "the features, or absolute 2.5.",
+    "estimator": "The formula of the scores. auto is the one that was measured to be best for this "
+    "kind of task.",
+    "checkpoints": "Trained models, or moments of training, over which scores are averaged.",
+    "condition": 'Such as: label == 3 and source != "web". Names are those of the metadata; also '
+    '"part of a text" in source.',
+}
+
+# ------------------------------------------------------------------------------------ numbers
+
+
+def number(x: float, digits: int = 3) -> str:
+    """Return a number as a text of few characters.
+
+    Examples
+    --------
+    >>> number(1234567.0), number(0.000123456), number(float("nan"))
+    ('1.23e+06', '0.000123', '–')
+    """
+    return "–" if x is None or not math.isfinite(x) else f"{x:.{digits}g}"
+
+
+def unit_of(values: Any) -> int:
+    """Return the multiple e of 3 for which the largest of ``value / 10**e`` is from 1 to 1000.
+
+    Examples
+    --------
+    >>> unit_of([-0.0034, float("nan")]), unit_of([250.0]), unit_of([0.05])
+    (-3, 0, -3)
+    """
+    array = np.asarray(values, np.float64)
+    largest = float(np.max(np.abs(array), where=np.isfinite(array), initial=0.0))
+    return 3 * math.floor(math.log10(largest) / 3) if largest > 0 else 0
+
+
+def scaled(x: float, unit: int, sign: str = "+") -> str:
+    """Return a number in some unit, with its sign.
+
+    Examples
+    --------
+    >>> scaled(0.0012345, -3), scaled(-2.0, 0), scaled(0.5, 0, sign="")
+    ('+1.23', '−2.00', '0.50')
+    """
+    return f"{x / 10.0**unit:{sign},.2f}".replace("-", "−", 1) if math.isfinite(x) else "–"
+
+
+def _in_units(unit: int) -> str:
+    return f", in units of 10{str(unit).translate(_SUPERSCRIPT)}" if unit else ""
+
+
+def value(x: Any) -> str:
+    """Return a value of metadata as text, shortened.
+
+    Examples
+    --------
+    >>> value(3.14159), value(20240131.0), value(np.int64(3)), value(np.True_), value(None)
+    ('3.142', '20240131', '3', 'yes', '–')
+    """
+    if isinstance(x, (float, np.floating)):
+        real = float(x)
+        return number(real, 4 if abs(real) < _LARGE else 12)
+    if isinstance(x, (bool, np.bool_)):
+        return "yes" if x else "no"
+    if x is None or x is pd.NaT:
+        return "–"
+    text = str(x).removesuffix(" 00:00:00")
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def count(n: int, what: str) -> str:
+    """Return how many there are of something.
+
+    Examples
+    --------
+    >>> count(1, "checkpoint"), count(2000, "target")
+    ('1 checkpoint', '2,000 targets')
+    """
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+def plain_message(err: BaseException) -> str:
+    """Return what went wrong as a sentence for people.
+
+    Examples
+    --------
+    >>> plain_message(FileNotFoundError("train.zarr/c/0"))
+    'The store could not be read (train.zarr/c/0). Is it still there?'
+    >>> plain_message(ValueError("expected one of the names ['a', 'b'], got 'c'; try 'a'"))
+    "This needs one of the names a, b, but got 'c'. Try 'a'."
+    """
+    text = " ".join(str(err).split())
+    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+    if isinstance(err, KilledWorker):
+        return (
+            "A worker process ended while it computed this. Try again; if it happens again, the "
+            "workers may need more memory."
+        )
+    if isinstance(err, OSError):
+        return f"The store could not be read ({text}). Is it still there?"
+    if isinstance(err, MemoryError):
+        return "There was not enough memory for this."
+    if not isinstance(err, (ValueError, TypeError, BlockError)):
+        return f"This could not be computed ({text}). The log of the server says more."
+    text = re.sub(r"\['([^]]*)'\]", lambda names: names[1].replace("', '", ", "), text)
+    text = re.sub(r"\bcoord(s?)\b", r"column\1", text)
+    needs = re.fullmatch(r"expected (.*), got (.*?)(?:; try (.*))?", text)
+    if needs is None:
+        return text[:1].upper() + text[1:]
+    advice = f" Try {needs[3]}." if needs[3] and "td." not in needs[3] else ""
+    return f"This needs {needs[1]}, but got {needs[2]}.{advice}"
+
+
+# ---------------------------------------------------------------------------------- templates
+
+
+def render(name: str, /, **contents: Any) -> Markup:
+    """Return what a macro of the templates makes of some contents, which it escapes."""
+    macro = getattr(_templates().get_template("pages.html").module, name)
+    return Markup(macro(**contents))
+
+
+@cache
+def _templates() -> Environment:
+    templates = Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
+    )  # fmt: skip
+    templates.filters |= {"value": value, "number": number, "in_units": _in_units}
+    templates.globals |= {"MEANINGS": _MEANINGS, "SIGNS": SIGNS, "count": count}
+    return templates
+
+
+_CLICKED = re.compile(
+    r"<(form|nav|button|details)\b.*?</\1>|<div class=\"(?:marks|forms)\"[^>]*>\s*</div>",
+    re.DOTALL,
+)
+"""Forms, buttons and links to other pages. Values are escaped, so that none of them matches."""
+
+_LINK = re.compile(r"<a (?!download)[^>]*>(.*?)</a>", re.DOTALL)
+
+
+def document(view: View, html: str, facts: dict[str, str]) -> str:
+    """Return the HTML of a page as a file of its own, with nothing to click.
+
+    ``facts`` say how scores are made, and of what; the date is added.
+    """
+    about = {**facts, "Saved": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by trakdask {__version__}"}
+    html = _CLICKED.sub("", _CLICKED.sub("", html))  # the divs that forms and buttons leave empty
+    body = Markup(_LINK.sub(r"<span>\1</span>", html))
+    return render("document", view=view, body=body, about=about, style=Markup(STYLE))

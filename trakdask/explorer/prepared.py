@@ -1,0 +1,164 @@
+"""Features that are prepared for many questions: gram matrix, eigenvectors and λ in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import xarray as xr
+
+import trakdask as td
+from trakdask import arrays
+from trakdask.arrays.spectrum import component_count
+from trakdask.attribution.estimators import (
+    DEFAULT_ESTIMATOR,
+    DEFAULT_POWER,
+    Damping,
+    Estimator,
+    LearningRates,
+    Power,
+    ResolvedEstimator,
+    resolve_estimator,
+)
+from trakdask.attribution.grams import (
+    DERIVED,
+    EIGENVALUES,
+    EIGENVECTORS,
+    N_SAMPLES,
+    stored_decomposition,
+)
+from trakdask.explorer.computing import compute, persist, released_if_failed
+from trakdask.explorer.view import MeanTrace, View, damping_of
+from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
+
+__all__ = ["Preparation", "Prepared"]
+
+_KEPT = 4
+"""How many settings are kept in memory: one factor of p² numbers per checkpoint each."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Features under one setting, with options that make every question cheap.
+
+    ``options`` are those of :func:`trakdask.score`. ``damping`` says how λ was chosen; None for
+    estimators without a gram matrix.
+    """
+
+    features: xr.Dataset
+    estimator: ResolvedEstimator
+    options: Mapping[str, Any]
+    damping: xr.Dataset | None
+
+
+class Preparation:
+    """Prepares features for the settings of views, and keeps the last few."""
+
+    def __init__(
+        self,
+        features: xr.Dataset,
+        *,
+        estimator: Estimator = DEFAULT_ESTIMATOR,
+        power: Power = DEFAULT_POWER,
+        damping: Damping = "auto",
+        calibrate: xr.Dataset | None = None,
+        learning_rates: LearningRates | None = None,
+    ) -> None:
+        self.features = features
+        self.estimator, self.damping, self.learning_rates = estimator, damping, learning_rates
+        self._power, self._calibrate = power, calibrate
+        self._decomposed = lru_cache(_KEPT)(self._decompose)
+        self._prepared = lru_cache(_KEPT)(self._prepare)
+
+    def of(self, view: View) -> Prepared:
+        """Return what is needed to answer questions under the setting of a view.
+
+        Computes the first time that a setting is asked for.
+        """
+        names = tuple(str(name) for name in self.features[CHECKPOINT].values)
+        chosen = tuple(name for name in names if name in view.checkpoints)
+        setting = view.estimator, view.damping, () if chosen == names else chosen
+        prepared = self._prepared(*setting)
+        if released_if_failed(prepared.features):
+            self._prepared.cache_clear()
+            self._decomposed.cache_clear()
+            prepared = self._prepared(*setting)
+        return prepared
+
+    def estimator_of(self, text: str) -> ResolvedEstimator:
+        """Return the estimator of a view, which says ``""`` for that of the explorer."""
+        estimator: Any = text or self.estimator
+        return resolve_estimator(estimator, self._power, self.features)
+
+    def _prepare(
+        self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]
+    ) -> Prepared:
+        damping = damping_of(damping_text) if damping_text else self.damping
+        resolved = self.estimator_of(estimator_text)
+        options: dict[str, Any] = {"estimator": resolved.name, "power": self._power}
+        if resolved.name == "tracin":
+            options["learning_rates"] = self.learning_rates
+        if not resolved.has_gram:
+            features = _selected(self.features, checkpoints)
+            return Prepared(features, resolved, options, None)
+        features = self._decomposed(resolved, checkpoints)
+        if isinstance(damping, MeanTrace):
+            damping = _of_trace(features, damping.value)
+        rule = damping if isinstance(damping, str) else None
+        by_outputs = (resolved.damping if rule == "auto" else rule) == "completeness"
+        calibrate = self._calibrate if by_outputs else None
+        lazy = td.damping(
+            features, damping, estimator=resolved.name, power=self._power,
+            calibrate=None if calibrate is None else _selected(calibrate, checkpoints),
+        )  # fmt: skip
+        (chosen,) = compute(lazy)
+        options["damping"] = chosen["damping"]
+        return Prepared(features, resolved, options, chosen)
+
+    def _decompose(self, estimator: ResolvedEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
+        """Return the features with gram matrix and eigenvectors in memory."""
+        features = lazy_features(_selected(self.features, checkpoints))
+        if stored_decomposition(features, estimator.weights) is None:
+            features = _with_decomposition(features, estimator)
+        names = [
+            name for name in (*DERIVED, "output", "out_to_loss")
+            if name in features and name != "loss_gradient"
+        ]  # fmt: skip
+        kept = persist(*(features[name].data for name in names))
+        return features.assign(
+            {
+                name: features[name].variable._replace(data=data)
+                for name, data in zip(names, kept, strict=True)
+            }
+        )
+
+
+def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
+    """Return λ of each checkpoint, from a number in units of tr(K)/n."""
+    n = features["gram"].attrs[N_SAMPLES]
+    labels = [str(name) for name in features[CHECKPOINT].values]
+    data = value * arrays.damping.mean_trace(features["gram"].data, n, labels)
+    (values,) = compute(data)
+    return xr.DataArray(values, coords={CHECKPOINT: features[CHECKPOINT]}, name="damping")
+
+
+def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
+    return ds.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else ds
+
+
+def _with_decomposition(features: xr.Dataset, estimator: ResolvedEstimator) -> xr.Dataset:
+    features = features.drop_vars(DERIVED, errors="ignore")
+    weights = estimator.weights
+    labels = [str(name) for name in features[CHECKPOINT].values]
+    n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
+    matrix = arrays.gram.gram(features["feature"].data, weights.gram_data(features))
+    (matrix,) = persist(matrix)
+    k = component_count(n, p, features["feature"].dtype)
+    spectrum = arrays.spectrum.spectrum(matrix, None, n, labels, n_component=k)
+    values, vectors = arrays.spectrum.eigenvectors(spectrum, p, k)
+    derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
+    attrs = weights.attrs(features)
+    variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}
+    return features.assign(variables)

@@ -1,0 +1,323 @@
+"""What a page shows, as one value that a URL holds, and the conditions that its forms make."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+from urllib.parse import parse_qs, urlencode
+
+import pandas as pd
+
+from trakdask.attribution.conditions import Condition
+from trakdask.attribution.estimators import Absolute, Damping, Estimator, Rule
+
+__all__ = [
+    "CONDITION_FIELDS",
+    "CONDITION_HINT",
+    "PAGES",
+    "SIGNS",
+    "MeanTrace",
+    "View",
+    "column_condition",
+    "damping_of",
+    "joined",
+    "with_condition",
+]
+
+PAGES = ("targets", "target", "sample", "corpus", "new")
+_RULES = get_args(Rule)
+_TRACE = "tr(K)/n"
+_MOST_RANKED = 100
+
+CONDITION_FIELDS = ("filter_name", "filter_sign", "filter_value", "filter_of")
+"""Inputs of a form that adds a condition to a view."""
+
+CONDITION_HINT = 'Write it like label == 3 and source != "web".'
+
+SIGNS = {
+    "==": "is",
+    "!=": "is not",
+    "contains": "contains",
+    ">=": "is at least",
+    "<=": "is at most",
+}
+
+
+@dataclass(frozen=True)
+class MeanTrace:
+    """A damping λ_c of each checkpoint in units of tr(K_c)/n, in which its curve is drawn."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class View:
+    """What a page shows: which page, of which target or sample, and how scores are made.
+
+    Parameters
+    ----------
+    page
+        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"`` and ``"new"``.
+    target, sample
+        Positions of the target and of the training sample that are looked at.
+    where
+        A condition on the metadata of training samples, such as ``label == 3``.
+    targets_where
+        A condition on the metadata of targets, by their own names.
+    search
+        Text that the metadata of a target must contain.
+    sort, ascending
+        The column by which targets are sorted, ``""`` for their order, and its direction. By
+        default the targets come first that the model is most wrong about.
+    first
+        Position, in the sorted table, of the first row that is shown.
+    k
+        How many training samples are ranked.
+    group_by
+        The coord of the training samples by which scores are summed, ``""`` for none.
+    estimator, damping
+        As in :func:`trakdask.score`; λ as a text, see :func:`damping_of`. ``""`` is what the
+        explorer was opened with.
+    checkpoints
+        Names of the checkpoints that scores are averaged over; empty for all.
+    errors
+        What of a URL could not be understood: a sentence by the name of the field. Not part of the
+        URL.
+    """
+
+    page: str = "targets"
+    target: int = 0
+    sample: int = 0
+    where: str = ""
+    targets_where: str = ""
+    search: str = ""
+    sort: str = "loss"
+    ascending: bool = False
+    first: int = 0
+    k: int = 10
+    group_by: str = ""
+    estimator: str = ""
+    damping: str = ""
+    checkpoints: tuple[str, ...] = ()
+    errors: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def replace(self, **changes: Any) -> View:
+        """Return a view with some fields changed, and without errors."""
+        return dataclasses.replace(self, **{"errors": {}, **changes})
+
+    def to_query(self) -> str:
+        """Return the part of a URL after ``?``, with the fields that are not as in ``View()``.
+
+        Examples
+        --------
+        >>> View(page="target", target=3).to_query()
+        'page=target&target=3'
+        """
+        return urlencode(self.to_pairs())
+
+    def to_pairs(self, without: Collection[str] = ()) -> list[tuple[str, str]]:
+        """Return names and texts of the fields that are not as in ``View()``, but for some."""
+        return [
+            (name, text)
+            for name, value in vars(self).items()
+            if name not in ("errors", *without) and value != getattr(_DEFAULT, name)
+            for text in _as_text(value)
+        ]
+
+    @classmethod
+    def from_query(cls, query: str) -> View:
+        """Return the view of a URL; what cannot be understood is the default, with an error.
+
+        But a condition stays as it was typed, beside its error. Names that are not those of fields,
+        such as that of a token, are ignored.
+
+        Examples
+        --------
+        >>> view = View.from_query("?page=target&target=3&k=many")
+        >>> view.target, view.k, view.errors["k"]
+        (3, 10, "This must be a whole number from 1 to 100, not 'many'.")
+        """
+        fields: dict[str, Any] = {}
+        errors = {}
+        for name, texts in parse_qs(query.removeprefix("?"), keep_blank_values=True).items():
+            if name in _PARSERS:
+                try:
+                    fields[name] = _PARSERS[name](texts)
+                except ValueError as err:
+                    errors[name] = str(err)
+                    if name in ("where", "targets_where"):
+                        fields[name] = texts[-1]
+        return cls(**fields, errors=errors)
+
+
+def _as_text(value: object) -> list[str]:
+    if isinstance(value, tuple):
+        return [str(text) for text in value]
+    return [str(int(value) if isinstance(value, bool) else value)]
+
+
+def damping_of(text: str) -> Damping | MeanTrace:
+    """Return the damping λ that a text stands for.
+
+    A rule; a number, relative to tr(K²)/tr(K); ``absolute 2.5``; or ``2.5 tr(K)/n``.
+
+    Raises
+    ------
+    ValueError
+        If it is none of them.
+
+    Examples
+    --------
+    >>> damping_of("0.03"), damping_of("absolute 2.5").value
+    (0.03, 2.5)
+    >>> damping_of("1.5 tr(K)/n")
+    MeanTrace(value=1.5)
+    """
+    if text in _RULES:
+        return text  # type: ignore[return-value]
+    text = text.strip()
+    absolute, of_trace = text.startswith("absolute"), text.endswith(_TRACE)
+    try:
+        value = float(text.removeprefix("absolute").removesuffix(_TRACE))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf or (absolute and of_trace):
+        raise ValueError(
+            f"λ must be one of {', '.join(_RULES)}, or a number such as 0.03, absolute 2.5 or "
+            f"0.5 {_TRACE}, not {text!r:.60}."
+        )
+    if of_trace:
+        return MeanTrace(value)
+    return Absolute(value) if absolute else value
+
+
+def _integer(low: int, high: float = math.inf) -> Callable[[list[str]], int]:
+    def parse(texts: list[str]) -> int:
+        text = texts[-1]
+        if not text.isdecimal() or not low <= int(text) <= high:
+            allowed = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"This must be a whole number {allowed}, not {text!r:.60}.")
+        return int(text)
+
+    return parse
+
+
+def _choice(*allowed: str) -> Callable[[list[str]], str]:
+    def parse(texts: list[str]) -> str:
+        if texts[-1] not in allowed:
+            names = ", ".join(name for name in allowed if name)
+            raise ValueError(f"This must be one of {names}, not {texts[-1]!r:.60}.")
+        return texts[-1]
+
+    return parse
+
+
+def _condition(texts: list[str]) -> str:
+    text = texts[-1]
+    try:
+        if text:
+            Condition(text)
+    except ValueError as err:
+        compared = re.sub(r"(?<![=!<>])=(?!=)", "==", text)
+        hint = CONDITION_HINT if compared == text else f"Write == instead of =: {compared}"
+        raise ValueError(f"This is not a condition. {hint}") from err
+    return text
+
+
+def _damping(texts: list[str]) -> str:
+    if texts[-1]:
+        damping_of(texts[-1])
+    return texts[-1]
+
+
+def _checkpoints(texts: list[str]) -> tuple[str, ...]:
+    names = tuple(text for text in texts if text)
+    if not names:  # the form sends an empty text beside the boxes that are ticked
+        raise ValueError("Tick at least one checkpoint. Until then, this page uses all of them.")
+    return names
+
+
+def _text(texts: list[str]) -> str:
+    return texts[-1]
+
+
+_PARSERS: Mapping[str, Callable[[list[str]], Any]] = {
+    "page": _choice(*PAGES),
+    "target": _integer(0),
+    "sample": _integer(0),
+    "where": _condition,
+    "targets_where": _condition,
+    "search": _text,
+    "sort": _text,
+    "ascending": lambda texts: _choice("0", "1")(texts) == "1",
+    "first": _integer(0),
+    "k": _integer(1, _MOST_RANKED),
+    "group_by": _text,
+    "estimator": _choice("", *get_args(Estimator)),
+    "damping": _damping,
+    "checkpoints": _checkpoints,
+}
+_DEFAULT = View()
+
+
+def column_condition(table: pd.DataFrame, name: str, sign: str, text: str) -> str:
+    """Return a condition on a column, with the text as a value of its type.
+
+    Raises
+    ------
+    ValueError
+        If there is no such column, or the text is no such value.
+
+    Examples
+    --------
+    >>> column_condition(pd.DataFrame({"label": [3], "source": ["web"]}), "label", ">=", "3")
+    'label >= 3'
+    >>> column_condition(pd.DataFrame({"source": ["web"]}), "source", "contains", "we")
+    "'we' in source"
+    """
+    if name not in table or not name.isidentifier():
+        raise ValueError(f"There is no column {name!r:.60} that a condition can name.")
+    if sign == "contains":
+        return f"{text!r} in {name}"
+    kind = table[name].dtype.kind
+    if kind == "b":
+        is_true = text.lower() in ("true", "yes", "1")
+        return name if is_true == (sign == "==") else f"not {name}"
+    if kind not in "iuf":
+        return f"{name} {sign} {text!r}"
+    try:
+        return f"{name} {sign} {float(text):g}" if kind == "f" else f"{name} {sign} {int(text)}"
+    except ValueError as err:
+        raise ValueError(f"The values of {name} are numbers, and {text!r:.60} is none.") from err
+
+
+def joined(where: str, condition: str) -> str:
+    """Return both conditions as one.
+
+    Examples
+    --------
+    >>> joined("a == 1 or b == 2", "c == 3")
+    '(a == 1 or b == 2) and c == 3'
+    """
+    if not where or where == condition:
+        return condition
+    return f"{f'({where})' if ' or ' in where else where} and {condition}"
+
+
+def with_condition(query: str, view: View, samples: pd.DataFrame, targets: pd.DataFrame) -> View:
+    """Return a view with the condition that the form in a query adds, if there is one."""
+    texts = {name: values[-1] for name, values in parse_qs(query.removeprefix("?")).items()}
+    name, sign, text, of = (texts.get(field, "") for field in CONDITION_FIELDS)
+    if not name or sign not in SIGNS or not text:
+        return view
+    where, table = ("targets_where", targets) if of == "targets_where" else ("where", samples)
+    try:
+        condition = column_condition(table, name, sign, text)
+    except ValueError as err:
+        return view.replace(errors={**view.errors, "filter_value": str(err)})
+    changed = {where: joined(getattr(view, where), condition)}
+    return view.replace(errors=view.errors, **changed)

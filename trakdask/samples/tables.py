@@ -1,0 +1,344 @@
+"""Rows of tables, read by index inside tasks, and the variables that their columns become.
+
+Parquet and Arrow files, and datasets of Hugging Face. Lists are stacked, or padded to one length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from fsspec.core import get_fs_token_paths
+
+from trakdask.samples.blocks import Array, Field, fields_of
+
+_ARROW = (".arrow", ".feather", ".ipc")
+_SUFFIXES = (".parquet", ".parq", *_ARROW)
+_STATE = "state.json"
+_MASK = "attention_mask"
+_FILL = {"labels": -100}
+"""What padding is in variables for which zero would mean something, as transformers has it."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that variables are made of.
+
+    Parameters
+    ----------
+    variables
+        Name of the variable -> its column, or several, which are stacked along a new axis.
+    max_length
+        Length to which the lists of a variable are padded, for those that are to be.
+    truncate
+        Whether longer lists are cut; otherwise they are an error.
+    """
+
+    variables: Mapping[str, str | Sequence[str]]
+    max_length: Mapping[str, int]
+    truncate: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all columns that are read, once each."""
+        several = [[c] if isinstance(c, str) else c for c in self.variables.values()]
+        return list(dict.fromkeys(itertools.chain.from_iterable(several)))
+
+    def arrays(self, table: Mapping[str, Any], start: int) -> dict[str, Array]:
+        """Return the variables of the rows of a table, whose first row is sample ``start``."""
+        arrays: dict[str, Array] = {}
+        masks: list[Array | None] = []
+        for name, columns in self.variables.items():
+            several = [columns] if isinstance(columns, str) else columns
+            values, found = zip(*(self._array(name, table[c], start) for c in several), strict=True)
+            masks += found
+            is_one = isinstance(columns, str)
+            arrays[name] = values[0] if is_one else _side_by_side(name, several, values)
+        padded = [mask for mask in masks if mask is not None]
+        if padded and _MASK not in arrays:
+            arrays[_MASK] = padded[0].astype(np.int64)
+        return arrays
+
+    def _array(self, name: str, column: Any, start: int) -> tuple[Array, Array | None]:
+        """Return a column as an array (row, ...) and, if it was padded, what is no padding."""
+        if isinstance(column, np.ndarray):
+            return column, None
+        samples = np.arange(start, start + len(column))
+        if name not in self.max_length or not _is_list(_storage(column).type):
+            return _stacked(name, column, samples), None
+        values, lengths = _flattened(name, column, samples)
+        width = self.max_length[name]
+        too_long = np.flatnonzero(lengths > width)
+        if len(too_long) and not self.truncate:
+            raise ValueError(
+                f"expected lists of at most {width} entries (max_length) in variable {name!r}, got "
+                f"{lengths[too_long[0]]} for sample {samples[too_long[0]]}; try a larger "
+                "max_length, or truncate=True to cut longer lists"
+            )
+        mask = np.arange(width) < lengths[:, None]
+        padded = np.full((*mask.shape, *values.shape[1:]), _FILL.get(name, 0), values.dtype)
+        starts = np.cumsum(lengths) - lengths
+        padded[mask] = values[(starts[:, None] + np.arange(width))[mask]]
+        return padded, mask
+
+
+def _side_by_side(name: str, columns: Sequence[str], values: Sequence[Array]) -> Array:
+    shapes = {column: value.shape[1:] for column, value in zip(columns, values, strict=True)}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(
+            f"expected columns of one shape for variable {name!r}, got {shapes} per sample; try a "
+            "variable for each of them"
+        )
+    return np.stack(values, axis=1)
+
+
+def columns_of_arrow(table: pa.Table) -> dict[str, Any]:
+    """Return the columns of an Arrow table by name."""
+    return {name: table.column(name).combine_chunks() for name in table.column_names}
+
+
+def columns_of_pandas(frame: pd.DataFrame) -> dict[str, Any]:
+    """Return the columns of a DataFrame by name: numbers as numpy arrays, all others in Arrow."""
+    return {str(name): _column_of_pandas(column) for name, column in frame.items()}
+
+
+def _column_of_pandas(series: pd.Series[Any]) -> Any:
+    if not isinstance(series.dtype, np.dtype):
+        return pa.array(series.array, from_pandas=False)
+    values = series.to_numpy()
+    if values.dtype.kind != "O":
+        return values
+    if len(values) and isinstance(values[0], np.ndarray) and values[0].ndim > 1:
+        return np.stack(list(values))
+    return pa.array(values, from_pandas=False)
+
+
+def _stacked(name: str, column: Any, samples: Array) -> Array:
+    """Convert a column of numbers, or of lists of one length, to an array (row, ...).
+
+    ``samples`` has the sample that each entry of the column belongs to.
+    """
+    if not _is_list(_storage(column).type):
+        return np.asarray(_complete(name, column, samples).to_numpy(zero_copy_only=False))
+    values, lengths = _flattened(name, column, samples)
+    if len(other := np.flatnonzero(lengths != lengths[:1])):
+        raise ValueError(
+            f"expected lists of length {int(lengths[0])} in variable {name!r}, as sample "
+            f"{samples[0]} has, got {int(lengths[other[0]])} for sample {samples[other[0]]}; try "
+            f"max_length={int(lengths.max())}, which means padding to one length, or cropping "
+            "the lists"
+        )
+    return values.reshape(len(column), int(lengths[0]) if len(lengths) else 0, *values.shape[1:])
+
+
+def _flattened(name: str, column: Any, samples: Array) -> tuple[Array, Array]:
+    """Return the entries of all lists of a column, one after the other, and the lists' lengths."""
+    column = _complete(name, column, samples)
+    lengths = np.asarray(pc.list_value_length(column).to_numpy(zero_copy_only=False))
+    return _stacked(name, column.flatten(), np.repeat(samples, lengths)), lengths
+
+
+def _complete(name: str, column: Any, samples: Array) -> Any:
+    column = _storage(column)
+    if column.null_count:
+        null = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+        raise ValueError(
+            f"expected a value in every row of variable {name!r}, got none for sample "
+            f"{samples[null]}; try filling or dropping such rows first"
+        )
+    return column
+
+
+def _storage(column: Any) -> Any:
+    return column.storage if isinstance(column, pa.ExtensionArray) else column
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+class Table:
+    """The variables of a table, as a source of samples."""
+
+    def __init__(self, table: Files | HuggingFace, columns: Columns) -> None:
+        self.table, self.columns = table, columns
+        self.fields: dict[str, Field] = {}
+        if len(table):
+            _, row = next(table.parts(0, 1, columns.names))
+            self.fields = fields_of(columns.arrays(columns_of_arrow(row), 0))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, dict[str, Array]]]:
+        """Yield the rows ``start:stop`` of every variable, part by part."""
+        for first, part in self.table.parts(start, stop, self.columns.names):
+            yield first, self.columns.arrays(columns_of_arrow(part), first)
+
+
+class Files:
+    """Files as one table, from which tasks read only the groups of rows that they need.
+
+    Parameters
+    ----------
+    paths
+        Paths, URLs, globs or folders, also those of ``save_to_disk`` of the package datasets.
+
+    Notes
+    -----
+    A group is a row group of a parquet file, or a record batch of an Arrow file (a stream, or the
+    format with an index at its end).
+    """
+
+    def __init__(self, paths: list[str]) -> None:
+        self._fs, self._files = _expand(paths)
+        contents = [self._content(path) for path in self._files]
+        first, *others = (names for names, _ in contents)
+        self.columns = [name for name in first if all(name in other for other in others)]
+        pairs = list(zip(self._files, contents, strict=True))
+        self._groups = [(path, i) for path, (_, sizes) in pairs for i in range(len(sizes))]
+        self._ends = np.cumsum([0, *(size for _, sizes in contents for size in sizes)])
+        infos = [self._fs.info(path) for path in self._files]
+        keys = ("size", "mtime", "LastModified", "ETag")
+        self._versions = [[str(info.get(key)) for key in keys] for info in infos]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def parts(self, start: int, stop: int, names: list[str]) -> Iterator[tuple[int, pa.Table]]:
+        """Yield the rows ``start:stop`` of each group, and the number of the first of them."""
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right") - 1
+        for number in range(first, last + 1):
+            begin, end = map(int, self._ends[number : number + 2])
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                table = self._read(*self._groups[number], names)
+                yield low, table.slice(low - begin, high - low)
+
+    def whole(self, names: list[str]) -> pa.Table:
+        """Return columns of all files."""
+        tables = [self._read(path, None, names) for path in self._files]
+        return pa.concat_tables(tables, promote_options="permissive")
+
+    def _read(self, path: str, group: int | None, names: list[str]) -> pa.Table:
+        """Return columns of a group of rows, or of the whole file."""
+        with self._opened(path) as file:
+            if path.endswith(_ARROW):
+                schema, batches = _record_batches(file)
+                chosen = batches if group is None else itertools.islice(batches, group, group + 1)
+                return pa.Table.from_batches(list(chosen), schema).select(names)
+            parquet = pq.ParquetFile(file)
+            return parquet.read(names) if group is None else parquet.read_row_group(group, names)
+
+    def _content(self, path: str) -> tuple[list[str], list[int]]:
+        """Return the names of a file's columns, and the number of rows of each of its groups."""
+        kind = "Arrow" if path.endswith(_ARROW) else "parquet"
+        try:
+            with self._opened(path) as file:
+                if kind == "Arrow":
+                    schema, batches = _record_batches(file)
+                    return schema.names, [len(batch) for batch in batches]
+                footer = pq.ParquetFile(file).metadata
+                groups = map(footer.row_group, range(footer.num_row_groups))
+                return footer.schema.to_arrow_schema().names, [group.num_rows for group in groups]
+        except pa.ArrowException as err:  # which says nothing of the file
+            raise ValueError(
+                f"{path!r} cannot be read as a complete {kind} file: {err}; try writing it again, "
+                "or for other formats td.from_dataframe(pandas.read_csv(path), ...)"
+            ) from err
+
+    def _opened(self, path: str) -> Any:
+        """Open a file; a local one of Arrow is mapped, so that only what is used of it is read."""
+        is_local = "file" in np.atleast_1d(self._fs.protocol)
+        is_mapped = is_local and path.endswith(_ARROW)
+        return pa.memory_map(path) if is_mapped else self._fs.open(path, "rb")
+
+
+def _record_batches(file: Any) -> tuple[Any, Iterator[Any]]:
+    """Return schema and batches of an Arrow file, which is a stream or has an index at its end."""
+    try:
+        stream = pa.ipc.open_stream(file)
+        return stream.schema, iter(stream)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        indexed = pa.ipc.open_file(file)
+        return indexed.schema, map(indexed.get_batch, range(indexed.num_record_batches))
+
+
+def _expand(paths: list[str]) -> tuple[Any, list[str]]:
+    fs = None
+    files: list[str] = []
+    for path in paths:
+        fs, _, matches = get_fs_token_paths(path)
+        for match in sorted(matches):
+            files += _inside(fs, match) if fs.isdir(match) else [match]
+    if fs is None or not files:
+        raise FileNotFoundError(
+            f"expected at least one parquet or Arrow file, got {paths}, which matches none; try "
+            f"another path or pattern (in a folder, files are named {', '.join(_SUFFIXES)})"
+        )
+    return fs, files
+
+
+def _inside(fs: Any, folder: str) -> list[str]:
+    """Return the files with rows in a folder; ``save_to_disk`` says which they are."""
+    inside = sorted(fs.find(folder))
+    if f"{folder}/{_STATE}" in inside:
+        state = json.loads(fs.cat_file(f"{folder}/{_STATE}"))
+        # Opened by name, so that a missing file is an error.
+        return [f"{folder}/{part['filename']}" for part in state.get("_data_files", [])]
+    if f"{folder}/dataset_dict.json" in inside:
+        splits = [path for path in inside if path.endswith(f"/{_STATE}")]
+        raise ValueError(
+            f"expected the folder of one split, got {folder!r} with those of {len(splits)}; try "
+            f"{os.path.dirname((splits or inside)[0])!r}"
+        )
+    return [path for path in inside if path.endswith(_SUFFIXES)]
+
+
+class HuggingFace:
+    """A ``datasets.Dataset`` as a table; pickled, it refers to its files and has no rows of them.
+
+    Parameters
+    ----------
+    dataset
+        A Dataset in memory or on disk, also with selected or shuffled rows.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        kind = type(dataset).__name__
+        if kind != "Dataset":
+            raise TypeError(
+                f"expected a datasets.Dataset, whose rows are read by index, got {kind}; try one "
+                "of its splits, source['train'], or writing a stream to parquet files, and their "
+                "path"
+            )
+        if dataset.format["type"] == "custom":
+            raise ValueError(
+                "the Dataset has a transform that is applied when rows are read; try "
+                "dataset.map(transform, batched=True), or td.from_torch"
+            )
+        self._dataset = dataset.with_format("arrow")
+        self.columns = list(dataset.column_names)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def parts(self, start: int, stop: int, names: list[str]) -> Iterator[tuple[int, pa.Table]]:
+        """Yield the rows ``start:stop``, and the number of the first of them."""
+        yield start, self._dataset.select_columns(names)[start:stop]
+
+    def whole(self, names: list[str]) -> pa.Table:
+        """Return whole columns."""
+        return self._dataset.select_columns(names)[:]
