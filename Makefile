@@ -114,7 +114,7 @@ docs: $(DOCUMENTERS)
 	@echo docs/_build/html/index.html
 
 clean:
-	rm -rf docs/_build docs/jupyter_execute docs/reference/generated
+	rm -rf docs/_build docs/jupyter_execute docs/notebooks docs/reference/generated
 	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find trakdask tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 

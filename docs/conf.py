@@ -37,7 +37,6 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "sphinx_design",
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["_build", "jupyter_execute"]
