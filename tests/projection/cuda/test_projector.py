@@ -98,7 +98,7 @@ def test_require_proven__other_bits_name_the_device(
 
 @pytest.mark.parametrize(("version", "extra"), [("13.0", "cuda"), ("12.8", "cuda12")])
 def test_missing__cupy(version: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch._cupy.cache_clear()
+    monkeypatch.setattr(launch, "_cupy", launch._cupy.__wrapped__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", version)
     monkeypatch.setitem(sys.modules, "cupy", None)
