@@ -1,8 +1,9 @@
 # Two commands: `make demo` shows what trakdask does, `make test` checks it. Both make .venv first.
 
 PYTHON ?= python3
-# Of tests, notebooks and pages that run at once: as many as there are cores, up to four.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+# Of tests, notebooks and pages that run at once: as many as there are cores, up to four. nproc would
+# say OMP_NUM_THREADS.
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 HYPOTHESIS_PROFILE ?= dev
 
 VENV := .venv
