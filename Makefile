@@ -1,8 +1,9 @@
 # Two commands: `make demo` shows what trakdask does, `make test` checks it. Both make .venv first.
 
 PYTHON ?= python3
-# Of tests, notebooks and pages that run at once: as many as there are cores, up to four.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+# Of tests, notebooks and pages that run at once: as many as there are cores, up to four. nproc would
+# say OMP_NUM_THREADS.
+JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 HYPOTHESIS_PROFILE ?= dev
 
 VENV := .venv
@@ -32,7 +33,6 @@ export COVERAGE_CORE ?= sysmon
 
 heading = @printf '\n== %s\n' '$(1)'
 
-.NOTPARALLEL:
 .PHONY: help install demo test test-faults benchmarks docs lint format types imports wheel notebooks unit unit-portable clean
 
 help:
@@ -40,7 +40,7 @@ help:
 	@echo 'make test        everything below that checks something'
 	@echo 'make lint | types | imports | wheel | docs | notebooks | unit'
 	@echo 'make unit-portable  some tests as on a processor without AVX-512'
-	@echo 'make test-faults kill, fill, flip and refuse at many moments: minutes'
+	@echo 'make test-faults kill, fill, flip and refuse at many moments, and other long tests: minutes'
 	@echo 'make format      let ruff fix what it can'
 	@echo 'make benchmarks  measure everything, also traker and dattri, into files $(RESULTS)-...: hours'
 	@echo 'make docs        build the documentation in docs/_build/html, and run the code on its pages'
@@ -51,8 +51,12 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	@$(PY) -m trakdask.demo
 
-# Cheap checks first; the unit tests last, so that their summary closes the output.
-test: lint types imports wheel docs notebooks unit
+# Cheap checks first; the unit tests last, so that their summary closes the output. What takes one
+# core at its end, or all the time, runs beside the others.
+test: $(DOCUMENTERS)
+	@$(MAKE) --no-print-directory lint imports wheel
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target types docs notebooks
+	@$(MAKE) --no-print-directory unit
 
 lint: $(INSTALLED)
 	$(call heading,style: ruff)
@@ -97,6 +101,7 @@ unit: $(INSTALLED)
 test-faults: $(INSTALLED)
 	$(call heading,faults at many moments: pytest)
 	@HYPOTHESIS_PROFILE=nightly $(PY) -m pytest --quiet -n $(JOBS) tests/faults
+	@$(PY) -m pytest --quiet -n $(JOBS) -m faults --ignore=tests/faults tests
 
 # What has its file is not measured again, so that the hours need not be in one piece.
 benchmarks: $(patsubst tests/benchmarks/%.py,$(RESULTS)-%.txt,$(BENCHMARKS))

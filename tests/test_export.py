@@ -161,24 +161,6 @@ def test_export__an_accident_is_refused_before_it_runs(
         export_to(few, tmp_path / "more", max_bytes=50)
 
 
-def test_results__can_be_written_as_netcdf(tmp_path: Path) -> None:
-    features, targets = labelled()
-    scores = td.score(features, targets)
-    results = {
-        "scores": scores,
-        "ranking": td.top_k(scores, 2),
-        "groups": td.group_score(features, targets, by="label"),
-        "self": td.self_influence(features),
-        "damping": td.damping(features, 0.1).compute(),
-    }
-    for name, result in results.items():
-        # The one engine here writes netCDF 3, which has no times of 64 bits.
-        result.drop_vars(["day", "target_day"], errors="ignore").to_netcdf(tmp_path / f"{name}.nc")
-    with xr.open_dataset(tmp_path / "ranking.nc") as again:
-        np.testing.assert_array_equal(again.position, results["ranking"].position)
-        assert as_values(again.attrs)["projector"] == features.attrs["projector"]
-
-
 def test_to_zarr__scores_and_rankings(tmp_path: Path) -> None:
     scores = td.score(FEATURES, FEATURES.isel(sample=slice(5)))
     td.to_zarr(scores, tmp_path / "s.zarr")

@@ -20,16 +20,6 @@ BAD = sorted(RAISES + NOT_FINITE)
 GOOD = [i for i in range(N) if i not in BAD]
 
 
-class Counting(td.tasks.ImageClassification):
-    """Counts what it was given."""
-
-    seen: ClassVar[list[int]] = []
-
-    def output(self, forward, batch):
-        self.seen.append(len(batch["image"]))
-        return super().output(forward, batch)
-
-
 def build() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
@@ -89,26 +79,6 @@ def test_featurize__other_samples_of_a_block_do_not_notice(projector: td.Project
     found, expected = (ds.feature.compute(scheduler="sync") for ds in (with_nan, without))
     kept = [i for i in range(N) if i not in NOT_FINITE]
     np.testing.assert_array_equal(found[kept], expected[kept])
-
-
-def test_featurize__recording_changes_nothing_where_nothing_fails() -> None:
-    fine = samples(raises=[], not_finite=[])
-    record, raising = (featurize(fine, on_error=how).compute() for how in ("record", "raise"))
-    assert "error" not in raising
-    np.testing.assert_array_equal(record.feature, raising.feature)
-    assert (record.error == "").all()
-
-
-def test_featurize__a_failure_is_found_by_halving() -> None:
-    counted = model(1, task=Counting())
-    data = td.featurize(samples(raises=[3], not_finite=[]), counted, on_error="record")
-    data = data.isel(sample=slice(8))
-    data.compute(scheduler="sync")  # the first time also checks the engine
-    Counting.seen.clear()
-    data.compute(scheduler="sync")
-    seen = Counting.seen
-    assert [n for n in seen if n > 1] == [8, 4, 2, 2, 4]
-    assert seen.count(1) == 3  # the two halves of the last pair, and the sample that is checked
 
 
 class _Flaky(td.tasks.ImageClassification):
@@ -178,15 +148,6 @@ def test_score__failure_at_one_checkpoint(options: dict) -> None:
     gram = td.gram(features)
     known = features.feature.fillna(0).astype("f8").values
     np.testing.assert_allclose(gram, np.einsum("spc,sqc->pqc", known, known), rtol=1e-4, atol=1e-4)
-
-
-def test_top_k__of_a_failed_target_is_empty() -> None:
-    targets, _ = partly_failed()
-    top = td.top_k(td.score(TARGETS, targets), 2).compute()
-    failed = (targets.error != "").any("checkpoint").values
-    assert ((top.position == -1).all("rank").values == failed).all()
-    assert top.label.dtype == np.float64
-    assert (np.isnan(top.label).all("rank").values == failed).all()
 
 
 def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:

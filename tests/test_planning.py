@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
-import dask
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,6 @@ from distributed import Client
 from torch import nn
 
 import trakdask as td
-from trakdask import planning
 from trakdask.planning import plan
 from trakdask.projection import Projector, RowMap
 from trakdask.projection.kronecker import Kronecker
@@ -130,44 +127,6 @@ def test_plan__store_bytes_are_those_on_disk(tmp_path: Path) -> None:
     padding = (24 - N_SAMPLES) * N_CHECKPOINTS * (4 * (32 + 2) + 8)  # zarr fills up the last chunk
     checks = 4 * len(sizes)  # a CRC-32C for each chunk
     assert sum(sizes) == plan(FEATURES).projections[0].store_bytes + padding + checks
-
-
-class _Slow(td.tasks.ImageClassification):
-    """Takes a second the first time, then 0.1 for each batch, by a clock that only it moves."""
-
-    calls: ClassVar[list[int]] = []
-    now: ClassVar[float] = 0.0
-
-    def out_to_loss(self, forward, batch):
-        n = len(batch["label"])
-        if n > 2:  # not the check of the engine
-            _Slow.now += 1 if not self.calls else 0.1
-            self.calls.append(n)
-        return super().out_to_loss(forward, batch)
-
-    @classmethod
-    def clock(cls) -> float:
-        """Looking at the clock takes a hundredth of a second."""
-        cls.now += 0.01
-        return cls.now
-
-
-def test_plan__pilot_measures_one_block_of_one_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "time", SimpleNamespace(perf_counter=_Slow.clock))
-    lazy = featurized(_Slow())
-    with dask.config.set(scheduler="threads", num_workers=2):
-        found = plan(lazy, pilot=True)
-    pilot = found.pilot
-    assert _Slow.calls == [8, 8, 8]  # the first run compares its batch with the loop
-    assert (pilot.n_samples, pilot.n_slots) == (8, 2)
-    assert pilot.first_s == pytest.approx(1 + 0.1 + 0.02)
-    assert pilot.block_s == pytest.approx(0.1 + 0.02)
-    assert pilot.gram_s == pytest.approx(0.01)
-    # Two waves of three blocks on two threads, for two checkpoints.
-    once = max(pilot.first_s - pilot.block_s, 0)
-    assert found.estimated_s == pytest.approx(once + 4 * (pilot.block_s + pilot.gram_s))
-    assert "Pilot: 8 samples at 1 checkpoint took" in repr(found)
-    assert "all on 2 threads: about" in found._repr_html_()
 
 
 def test_plan__pilot_on_a_client(client: Client) -> None:

@@ -82,16 +82,6 @@ def test_left_out__dense_solves_without_each_row(weighted: bool) -> None:
     np.testing.assert_allclose(found, oracle_left_out(x, h, g.mean(1)), rtol=1e-9)
 
 
-def test_left_out__skipped_where_an_earlier_curve_is_high() -> None:
-    x, h, g, _ = data()
-    whole = decomposed(x, h, g)
-    for peak, is_skipped in ((0.3, False), (0.5, True), (np.nan, False)):
-        earlier = made(np.full(17, peak), 99)
-        found = left_out(whole, lazy(x), lazy(h), lazy(g), unless=[earlier]).compute()
-        assert np.isnan(found).all() == is_skipped
-        assert np.isnan(found).any() == is_skipped
-
-
 def test_curve__pearson_of_means_over_checkpoints() -> None:
     rng = np.random.default_rng(0)
     totals, outputs = rng.standard_normal((30, 17, 3)), rng.standard_normal((30, 3))
@@ -104,22 +94,6 @@ def test_curve__pearson_of_means_over_checkpoints() -> None:
     ]
     np.testing.assert_allclose(found["correlation"][0], expected, rtol=1e-12)
     assert found["n_rows"].compute() == 28
-
-
-@pytest.mark.parametrize("case", ["outputs alike", "totals alike", "one row", "all NaN"])
-def test_curve__undefined_is_nan_without_warning(case: str) -> None:
-    rng = np.random.default_rng(0)
-    totals, outputs = rng.standard_normal((30, 17, 1)), rng.standard_normal((30, 1))
-    if case == "outputs alike":
-        outputs[:] = 0.1
-    elif case == "totals alike":
-        totals[:] = 0.1
-    elif case == "one row":
-        totals, outputs = totals[:1], outputs[:1]
-    else:
-        outputs[:] = np.nan
-    found = curve(da.from_array(totals), da.from_array(outputs)).compute()
-    assert np.isnan(found["correlation"]).all()
 
 
 @given(st.lists(st.floats(-1, 1), min_size=17, max_size=17), st.integers(50, 10_000))
@@ -143,21 +117,6 @@ def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
         warnings.simplefilter("always")
         choose({"targets": made(bump(0.2, 8))}).compute()
         wait_until(lambda: any("0.20" in str(w.message) for w in caught), "the worker's warning")
-
-
-def test_choose__copies_of_two_rows_whose_correlation_rounds_beyond_1() -> None:
-    rng = np.random.default_rng(0)
-    totals = np.repeat(rng.standard_normal((2, 17, 1)), 30, axis=0)
-    outputs = np.repeat(rng.standard_normal((2, 1)), 30, axis=0)
-    centred, y = totals[..., 0] - totals[..., 0].mean(0), outputs[:, 0] - outputs.mean()
-    rounded = (y @ centred) / np.sqrt(np.square(centred).sum(0) * np.square(y).sum())
-    assert rounded.max() > 1
-    lazy = curve(da.from_array(totals, chunks=(16, 17, 1)), da.from_array(outputs, chunks=16))
-    np.testing.assert_allclose(np.abs(lazy["correlation"]), 1, rtol=1e-12)
-    assert np.abs(lazy["correlation"].compute()).max() <= 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert choose({"targets": lazy}).compute()["relative"] in GRID
 
 
 def test_rules__of_the_matrix_alone() -> None:

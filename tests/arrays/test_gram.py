@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.stored_arrays import stored
-from trakdask.arrays import gram as module
 from trakdask.arrays.gram import gram, gram_and_sum, loss_gradient
 
 
@@ -61,15 +60,6 @@ def test_gram__float_inputs(dtype: str) -> None:
     assert found.dtype == np.float64
     assert np.abs(found - expected).max() < 1e-6 * np.abs(expected).max()
     np.testing.assert_array_equal(found, found.transpose(1, 0, 2))
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 100))
-def test_groups__consecutive_and_long_enough(sizes: list[int], least: int) -> None:
-    groups = module._groups(tuple(sizes), least)
-    assert sum(groups) == sum(sizes)
-    assert set(np.cumsum(groups)) <= set(np.cumsum(sizes))
-    assert len(groups) == 1 or min(groups) >= least
-    assert max(groups) < 2 * least + max(sizes)
 
 
 def test_gram__rows_of_nan_are_left_out() -> None:

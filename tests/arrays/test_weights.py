@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import dask.array as da
 import numpy as np
 import pytest
 
-from tests.stored_arrays import stored
 from trakdask.arrays.weights import (
     inverse_norm,
-    own_influence,
     row_norms,
     soft_gram_weights,
     soft_loss_weights,
@@ -49,31 +45,6 @@ def test_norms__against_numpy_and_zero() -> None:
     np.testing.assert_allclose(squared, norm**2, rtol=1e-12)
     norm[3, 1] = np.nan
     np.testing.assert_allclose(inverse, 1 / norm, rtol=1e-12)
-
-
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("rows", [3, 5])
-@pytest.mark.parametrize("make", [stored, da.from_array])
-@pytest.mark.parametrize("at_most", [2, 100])
-def test_own_influence__by_definition(
-    at_most: int,
-    make: Callable[..., da.Array],
-    rows: int,
-    average: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("trakdask.arrays.stored._MOST_GROUPS", at_most)
-    rng = np.random.default_rng(0)
-    x, g = rng.standard_normal((13, 4, 2)), rng.random((13, 2))
-    x[5, :, 1] = np.nan  # a sample that failed
-    with raise_if_dask_computes():
-        own = squared_norm(make(x, (3, 4, 1)))
-        lazy_result = own_influence(own, make(g, (rows, 1)), average=average)
-    squared = np.array([[sum(v**2 for v in x[s, :, c]) for c in range(2)] for s in range(13)])
-    weight = np.array([sum(row) / 2 for row in g]) ** 2
-    expected = squared * weight[:, None]
-    found = lazy_result.compute(scheduler="sync")
-    np.testing.assert_allclose(found, expected.mean(axis=1) if average else expected, rtol=1e-13)
 
 
 @pytest.mark.parametrize("p", [1, 7, 64, 4097])

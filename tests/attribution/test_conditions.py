@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import trakdask as td
-from trakdask.attribution.conditions import Condition, selection
+from trakdask.attribution.conditions import Condition
 
 LABEL = np.array([0, 1, 2, 3, 3, 1])
 SOURCE = np.array(["web", "books", "web", "web", "books", "x"])
@@ -108,20 +107,3 @@ def test_condition__anything_else_is_an_error(text: str) -> None:
         Condition(text)(TILE)
     with pytest.raises(ValueError, match="got 3"):
         Condition(3)  # type: ignore[arg-type]
-
-
-def test_selection__ranks_as_a_mask_does() -> None:
-    features = td.testing.simulate_features(n_samples=24, proj_dim=4)
-    scores = td.score(features, features.isel(sample=slice(5)))
-    of_samples = selection(scores, "label == 1 and sample < 20")
-    assert isinstance(of_samples, xr.DataArray)
-    mask = (scores.label == 1) & (np.arange(24) < 20)
-    xr.testing.assert_identical(
-        td.top_k(scores, 3, where=of_samples).compute(), td.top_k(scores, 3, where=mask).compute()
-    )
-    of_both = selection(scores, "label == target_label")
-    assert isinstance(of_both, Condition)
-    xr.testing.assert_identical(
-        td.top_k(scores, 2, where=of_both).compute(),
-        td.top_k(scores, 2, where=lambda tile: tile.label == tile.target_label).compute(),
-    )

@@ -33,18 +33,6 @@ def metadata(n: int) -> dict[str, tuple[str, np.ndarray]]:
     }
 
 
-class CoordInStore:
-    """Looks like an array of a store: small, and read block by block."""
-
-    ndim = 1
-
-    def __init__(self, name: str, n: int) -> None:
-        self.name, self.shape, self.dtype = name, (n,), metadata(n)[name][1].dtype
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        return metadata(*self.shape)[self.name][1][key]
-
-
 def simulated(n: int) -> xr.Dataset:
     return simulate_features(n, P, C, chunks=ROWS).assign_coords(metadata(n))
 
@@ -59,16 +47,6 @@ def read(n: int) -> xr.Dataset:
         for name, (shape, chunks) in arrays.items()
     }
     return template.assign(data)
-
-
-def with_coords_in_store(n: int) -> xr.Dataset:
-    """The same, with coords that are to be read, too."""
-    ds = read(n)
-    coords = {
-        name: ("sample", stored(CoordInStore(name, n), (ds.chunksizes["sample"],)))
-        for name in metadata(n)
-    }
-    return ds.assign_coords(coords)
 
 
 def scores(features: xr.Dataset, **options: Any) -> xr.DataArray:
@@ -110,24 +88,13 @@ def tasks(result: xr.Dataset | xr.DataArray) -> dict[Any, Any]:
     return dict(pickle.loads(sent).__dask_graph__())
 
 
-COORDS_STAY = ("score", "score, rows", "top_k", "self_influence")
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("name", "features"),
-    [
-        *((name, read) for name in LAZY),
-        *((name, with_coords_in_store) for name in COORDS_STAY),
-    ],
-)
-def test_tasks__do_not_grow_with_the_number_of_blocks(
-    name: str, features: Callable[[int], xr.Dataset]
-) -> None:
+@pytest.mark.parametrize("name", LAZY)
+def test_tasks__do_not_grow_with_the_number_of_blocks(name: str) -> None:
     largest = []
     for n_blocks in (64, 256):  # full trees, whose nodes are alike
         with raise_if_dask_computes():
-            lazy = LAZY[name](features(n_blocks * ROWS))
+            lazy = LAZY[name](read(n_blocks * ROWS))
         # A coord is one task, of which all blocks take rows.
         blocks = {key: task for key, task in tasks(lazy).items() if "column-" not in str(key)}
         sizes = {key: len(cloudpickle.dumps(task)) for key, task in blocks.items()}

@@ -9,12 +9,16 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "numpy", "numba", "dask", "xarray", "zarr", "traker", "dattri")
@@ -37,15 +41,33 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
-def in_a_process(script: str, *order: str, checkout: Path = ROOT, **variables: str) -> Any:
-    """Run a script on one thread, with the package of a checkout; return what it prints last."""
+def in_a_process(script: str, *order: str, **variables: str) -> Any:
+    """Run a script on one thread; return what it prints last."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     # As for users, the byte code of modules is on disk.
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    env = {**inherited, **threads, "PYTHONPATH": str(checkout), **variables}
+    env = {**inherited, **threads, "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, script, *order]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process held: ``ru_maxrss`` begins with its parent's."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])  # type: ignore[index]
+
+
+def timed(call: Callable[[], object]) -> list[float]:
+    """Return the seconds of a call, by the clock and of CPU, also in processes that it uses."""
+    wall, used = time.perf_counter(), _cpu_seconds()
+    call()
+    return [time.perf_counter() - wall, _cpu_seconds() - used]
+
+
+def _cpu_seconds() -> float:
+    this = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in [this, *this.children(recursive=True)])
 
 
 def _commit() -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 # torch, trakdask and the peers are imported inside functions: the process that directs the
 # measurements must stay small, because a child's peak RSS starts at its parent's.
 import numpy as np
+from _machine import peak_memory
 from numpy.typing import NDArray
 
 __all__ = ["Job", "measure", "prepare"]
@@ -205,7 +204,7 @@ def run_dattri(job: Job, digits: Digits, folder: Path, watch: Stopwatch) -> NDAr
     from dattri.task import AttributionTask
 
     model = builder(job.build)()
-    margin, probability = _dattri_functions(model)
+    margin, probability = dattri_functions(model)
     # Both gradients are those of the margin: dattri takes the training side's from the "loss".
     task = AttributionTask(margin, model, [_load(path) for path in job.checkpoints])
     kind = {"proj_type": "identity"} if job.proj_dim is None else {"proj_dim": job.proj_dim}
@@ -262,24 +261,23 @@ def _dattri_parts(trak: Any, attributor: Any, watch: Stopwatch) -> Iterator[None
         attributor.grad_loss_func, trak.random_project = gradient, random_project
 
 
-def _dattri_functions(model: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def dattri_functions(model: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the margin and the probability of one sample, as dattri calls them."""
     import torch
 
-    def logits(params: Any, image: Any) -> Any:
-        return torch.func.functional_call(model, params, image.unsqueeze(0))[0]
-
-    def margin(params: Any, data: Any) -> Any:
+    def logits(parameters: Any, data: Any) -> tuple[Any, Any]:
         image, label = data
-        out = logits(params, image)
-        is_label = torch.arange(out.shape[0]) == label
-        return out.masked_fill(~is_label, 0).sum() - out.masked_fill(
-            is_label, -torch.inf
-        ).logsumexp(0)
+        out = torch.func.functional_call(model, parameters, image.unsqueeze(0))[0]
+        return out, torch.arange(out.shape[0]) == label
 
-    def probability(params: Any, data: Any) -> Any:
-        image, label = data
-        is_label = torch.arange(10) == label
-        return logits(params, image).softmax(0).masked_fill(~is_label, 0).sum()
+    def margin(parameters: Any, data: Any) -> Any:
+        out, is_label = logits(parameters, data)
+        others = out.masked_fill(is_label, -torch.inf).logsumexp(0)
+        return out.masked_fill(~is_label, 0).sum() - others
+
+    def probability(parameters: Any, data: Any) -> Any:
+        out, is_label = logits(parameters, data)
+        return out.softmax(0).masked_fill(~is_label, 0).sum()
 
     return margin, probability
 
@@ -325,14 +323,8 @@ def measure(job: Job, scores_path: Path) -> dict[str, Any]:
     return {
         "seconds": dict(watch.seconds),
         "cpu_seconds": dict(watch.cpu_seconds),
-        "peak_rss_mb": _peak_mb(),
+        "peak_rss_mb": peak_memory() / 2**20,
     }
-
-
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        2**20 if sys.platform == "darwin" else 2**10
-    )
 
 
 def prepare(folder: Path, build: str, n_checkpoints: int) -> dict[str, Any]:
@@ -357,7 +349,7 @@ def prepare(folder: Path, build: str, n_checkpoints: int) -> dict[str, Any]:
 def _gradients(model: Any, state: dict[str, Any], images: Any, labels: Any) -> Any:
     import torch
 
-    margin, _ = _dattri_functions(model)
+    margin, _ = dattri_functions(model)
     per_sample = torch.func.vmap(torch.func.grad(margin), in_dims=(None, 0))
     gradients = per_sample(state, (torch.from_numpy(images), torch.from_numpy(labels)))
     return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).double()

@@ -27,7 +27,6 @@ import trakdask as td
 from trakdask.projection import Rademacher
 
 CHECKPOINTS = (1, 3, 10)
-PROJ_DIMS = (512, 2048)
 #: Powers of soft weights, and None for trak.
 POWERS = {"trak": None, "soft, a = 0.25": 0.25, "soft": 0.5, "soft, a = 0.75": 0.75,
           "Gauss-Newton": 1.0}  # fmt: skip

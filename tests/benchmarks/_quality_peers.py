@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _peer_engines import dattri_functions
 from _quality_tasks import Subject
 from numpy.typing import NDArray
 from torch import Tensor
@@ -88,7 +89,7 @@ def dattri(job: PeerJob, factors: Iterable[float]) -> Iterator[Scores]:
     from dattri.task import AttributionTask
 
     model = job.subject.build().eval()
-    margin, probability = _dattri_functions(model)
+    margin, probability = dattri_functions(model)
     attributor = trak.TRAKAttributor(
         # Both gradients are those of the margin: dattri takes the training side's from the "loss".
         AttributionTask(margin, model, job.states()),
@@ -164,24 +165,6 @@ def _scaled(
         torch.cat(rows[start : start + len(train)]) for start in range(0, len(rows), len(train))
     )
     yield from (factor * scale for factor in factors)
-
-
-def _dattri_functions(model: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    def logits(parameters: Any, data: Any) -> tuple[Tensor, Tensor]:
-        image, label = data
-        out = torch.func.functional_call(model, parameters, image.unsqueeze(0))[0]
-        return out, torch.arange(out.shape[0]) == label
-
-    def margin(parameters: Any, data: Any) -> Tensor:
-        out, is_label = logits(parameters, data)
-        others = out.masked_fill(is_label, -torch.inf).logsumexp(0)
-        return out.masked_fill(~is_label, 0).sum() - others
-
-    def probability(parameters: Any, data: Any) -> Tensor:
-        out, is_label = logits(parameters, data)
-        return out.softmax(0).masked_fill(~is_label, 0).sum()
-
-    return margin, probability
 
 
 def _mean_eigenvalue(gradients: Iterable[Tensor]) -> float:

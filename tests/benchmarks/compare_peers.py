@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _machine import cpu_name
 from _peer_engines import Job, measure, prepare
 from numpy.typing import NDArray
 
@@ -193,30 +191,6 @@ def difference(scores: NDArray[np.float64], reference: NDArray[np.float64]) -> f
     return float(np.linalg.norm(scores - factor * reference) / np.linalg.norm(scores))
 
 
-def header(comparison: Comparison) -> dict[str, Any]:
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("traker", "dattri", "torch", "numpy", "dask", "xarray", "zarr")
-        if _installed(name)
-    }
-    return {
-        "versions": versions,
-        "python": platform.python_version(),
-        "cpu": cpu_name(),
-        "threads": 1,
-        "pinned_to_core": comparison.core,
-        "load_before": os.getloadavg()[0],
-    }
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -231,8 +205,6 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     comparison = Comparison(options, folder)
-    facts = header(comparison)
-    print(json.dumps(facts, indent=1))
     cnn = comparison.prepare("digits_cnn", 1)
     speed = comparison.speed(cnn)
     show(f"digits_cnn, p = {options.proj_dim}, 1 checkpoint", speed)
@@ -244,7 +216,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         agreement += comparison.agreement("tiny_mlp, no projection, 1 checkpoint", one)
         agreement += comparison.agreement("tiny_mlp, no projection, 3 checkpoints", exact)
         show("Spearman of the scores with traker's, at equal λ", agreement)
-    return {"header": facts, "speed": speed, "agreement": agreement, "runs": comparison.records}
+    return {"speed": speed, "agreement": agreement, "runs": comparison.records}
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

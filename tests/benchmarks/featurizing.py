@@ -1,11 +1,11 @@
-"""CPU time of features, and which part of it is their projection, beside an earlier version.
+"""CPU time of features, and which part of it is their projection, beside traker.
 
-    python tests/benchmarks/featurizing.py [--before ../earlier-checkout] [--without-traker]
+    python tests/benchmarks/featurizing.py
 
 One micro-batch of a model in a fresh process: its per-sample gradients by hooks alone, the same
 with their projection by SJLT and by Rademacher at proj_dim 2048, and traker's ``featurize``. All
 times are CPU seconds of one thread, which other programs on the machine change less than those of
-the clock; versions take turns, and every number is the median of all repeats of all processes.
+the clock; every number is the median of all repeats of all processes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from _machine import ROOT, in_a_process
+from _machine import in_a_process
 
 PROJ_DIM = 2048
 JOBS = {"cnn": (128, 9), "resnet": (32, 2)}
@@ -92,48 +91,41 @@ def _by_traker(net, inputs, size: int) -> list[float]:  # type: ignore[no-untype
         return seconds[1:]
 
 
-def run(model: str, engine: str, checkout: Path) -> dict[str, list[float]]:
-    """Measure in a fresh process, with the package of a checkout."""
-    order = "--order", model, engine
+def run(model: str, engine: str) -> dict[str, list[float]]:
+    """Measure in a fresh process."""
     found: dict[str, list[float]] = in_a_process(
-        __file__, *order, checkout=checkout, TRAKDASK_NUMBA="1"
+        __file__, "--order", model, engine, TRAKDASK_NUMBA="1"
     )
     return found
 
 
-def compare(model: str, checkouts: dict[str, Path], n: int, with_traker: bool) -> None:
+def compare(model: str, n: int) -> None:
     """Print a table of one model."""
-    found: dict[tuple[str, str], list[float]] = {}
+    found: dict[str, list[float]] = {}
     for _ in range(n):
-        for version, checkout in checkouts.items():
-            for name, seconds in run(model, "trakdask", checkout).items():
-                found.setdefault((version, name), []).extend(seconds)
-    traker = run(model, TRAKER, ROOT)[TRAKER][0] if with_traker else None
+        for name, seconds in run(model, "trakdask").items():
+            found.setdefault(name, []).extend(seconds)
+    traker = run(model, TRAKER)[TRAKER][0]
     print(f"\n{model}, micro-batch of {JOBS[model][0]}: CPU µs per sample, times traker")
-    for (version, name), seconds in found.items():
+    for name, seconds in found.items():
         median = statistics.median(seconds)
-        ratio = "" if traker is None or name == GRADIENTS else f"{traker / median:8.1f}"
-        print(f"  {version:8}{name:18}{1e6 * median:10.0f}{ratio}")
-    if traker is not None:
-        print(f"  {TRAKER:26}{1e6 * traker:10.0f}", flush=True)
+        ratio = "" if name == GRADIENTS else f"{traker / median:8.1f}"
+        print(f"  {name:26}{1e6 * median:10.0f}{ratio}")
+    print(f"  {TRAKER:26}{1e6 * traker:10.0f}", flush=True)
 
 
 def main() -> None:
-    """Compare versions and traker, model by model."""
+    """Compare with traker, model by model."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="checkout of an earlier version")
     parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
-    parser.add_argument("--processes", type=int, default=3, help="of each version")
-    parser.add_argument("--without-traker", action="store_true")
+    parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--order", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.order:
         print(json.dumps(measure(*options.order)))
         return
-    earlier = {"before": options.before.resolve()} if options.before else {}
-    checkouts = {**earlier, "now": ROOT}
     for model in options.models:
-        compare(model, checkouts, options.processes, not options.without_traker)
+        compare(model, options.processes)
 
 
 if __name__ == "__main__":

@@ -3,35 +3,29 @@
     taskset -c 1 python tests/benchmarks/gradients.py --out gradients.json
 
 Every engine runs at each micro-batch in turns; the table has its best. Gradients are handed to a
-sink that drops them: forming them is what is timed, with f and Q. With ``--end-to-end`` also
-featurize of the ResNet, gradients and projection, beside traker: each in a process of its own, with
-its peak memory, and what of this are imports.
+sink that drops them: forming them is what is timed, with f and Q. ``--memory`` prints the peak
+memory of processes that compute features of the ResNet, and of their imports.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import resource
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import in_a_process, peak_memory
 from _models import SUBJECTS, Subject
 
 from trakdask.models.gradients import ENGINES
 from trakdask.models.model import Model
 
 PLAIN = "plain"
-LOOP_SAMPLES = 8
+LOOP_SAMPLES, N_SAMPLES = 8, 128
 
 
 def plain(model: Model, batch: Any) -> None:
@@ -88,112 +82,26 @@ def show(name: str, rates: dict[str, dict[int, float]]) -> None:
         print(f"  {engine:6} {best[engine]:10.1f}  (batch {at:4})  {'  '.join(ratios)}", flush=True)
 
 
-# --- end to end ----------------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------
 
-PROJ_DIM = 2048
-
-
-def featurize_by_trakdask(kind: str, n: int) -> float:
-    import trakdask as td
-
-    subject, batch = SUBJECTS["resnet"], SUBJECTS["resnet"].inputs(n)
-    torch.manual_seed(0)
-    model = td.Model(subject.build(), task=subject.task)
-    projector = td.Rademacher(PROJ_DIM) if kind == "rademacher" else td.SJLT(PROJ_DIM)
-    size = n if kind == "sjlt-whole" else "auto"
-
-    def run(batch: dict[str, torch.Tensor]) -> None:
-        samples = td.from_arrays({k: v.numpy() for k, v in batch.items()}, chunks=n)
-        features = td.featurize(samples, model, projector=projector, batch_size=size)
-        features.compute(scheduler="sync")
-
-    run(subject.inputs(4))
-    start = time.perf_counter()
-    run(batch)
-    return time.perf_counter() - start
+WAYS = {"imports": None, "sjlt": "auto", "sjlt-whole": N_SAMPLES}
+"""Micro-batches of ``featurize``, or imports alone."""
 
 
-def featurize_by_traker(kind: str, n: int) -> float:
-    from trak import TRAKer
-
-    subject, batch = SUBJECTS["resnet"], SUBJECTS["resnet"].inputs(n)
-    torch.manual_seed(0)
-    model = subject.build().eval()
-    with tempfile.TemporaryDirectory() as folder:
-        traker = TRAKer(
-            model=model,
-            task="image_classification",
-            train_set_size=n + 4,
-            save_dir=folder,
-            device="cpu",
-            proj_dim=PROJ_DIM,
-            use_half_precision=False,
-            logging_level=40,
-        )
-        traker.load_checkpoint(model.state_dict(), model_id=0)
-        small = subject.inputs(4)
-        traker.featurize([small["image"], small["label"]], num_samples=4)
-        start = time.perf_counter()
-        traker.featurize([batch["image"], batch["label"]], num_samples=n)
-        return time.perf_counter() - start
-
-
-def import_trakdask(kind: str, n: int) -> float:
-    """Import what features need, compiled kernels included."""
-    start = time.perf_counter()
+def peak_mb(way: str) -> float:
+    """Return the peak memory of this process after features of the ResNet, and their imports."""
     import numba  # noqa: F401
 
     import trakdask as td
 
-    getattr(td, "featurize")  # noqa: B009
-    return time.perf_counter() - start
-
-
-WAYS = {
-    "traker": featurize_by_traker,
-    "rademacher": featurize_by_trakdask,
-    "sjlt": featurize_by_trakdask,
-    "sjlt-whole": featurize_by_trakdask,
-    "imports": import_trakdask,
-}
-"""``sjlt-whole`` asks for all samples in one micro-batch."""
-
-
-def end_to_end(n: int, ways: list[str]) -> dict[str, dict[str, float]]:
-    """Samples per second and peak memory of each way, in a fresh process."""
-    found: dict[str, dict[str, float]] = {}
-    print(f"\nend to end: ResNet, {n} samples in one block, proj_dim {PROJ_DIM}, 1 checkpoint")
-    for way in ways:
-        done = subprocess.run(
-            [sys.executable, __file__, "--way", way, "--samples", str(n)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found[way] = json.loads(done.stdout.splitlines()[-1])
-        rate, peak = (found[way][key] for key in ("samples_per_s", "peak_mb"))
-        text = "" if way == "imports" else f"{rate:7.2f} samples per s"
-        if "traker" in found and text:
-            first = found["traker"]
-            text += f" ({rate / first['samples_per_s']:5.2f} x traker)"
-            text += f", {peak / first['peak_mb']:4.2f} of its memory"
-        print(f"  {way:10} peak {peak:7.0f} MB  {text}", flush=True)
-    return found
-
-
-def obey(way: str, n: int) -> None:
-    seconds = WAYS[way](way, n)
-    print(json.dumps({"samples_per_s": n / seconds, "peak_mb": peak_mb()}))
-
-
-def peak_mb() -> float:
-    """Peak of this program alone: ``ru_maxrss`` begins with that of the process that started it."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024 / 1e6
+    subject, size = SUBJECTS["resnet"], WAYS[way]
+    model, projector = td.Model(subject.build(), task=subject.task), td.SJLT(2048)
+    if size is not None:
+        arrays = {key: value.numpy() for key, value in subject.inputs(N_SAMPLES).items()}
+        samples = td.from_arrays(arrays, chunks=N_SAMPLES)
+        features = td.featurize(samples, model, projector=projector, batch_size=size)
+        features.compute(scheduler="sync")
+    return peak_memory() / 1e6
 
 
 def main() -> None:
@@ -201,25 +109,23 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--engines", nargs="+", default=[PLAIN, *ENGINES])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--end-to-end", action="store_true", help="needs the extra peers")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--samples", type=int, default=128, help="of the end-to-end run")
+    parser.add_argument("--memory", action="store_true", help="measure memory, and nothing else")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.way:
-        obey(options.way, options.samples)
+        print(json.dumps(peak_mb(options.way)))
         return
-    print(
-        f"{date.today()}  torch {torch.__version__}  {platform.processor() or platform.machine()}"
-    )
+    if options.memory:
+        print(f"ResNet, {N_SAMPLES} samples in one block, proj_dim 2048: peak MB of the process")
+        for way in WAYS:
+            print(f"  {way:10} {in_a_process(__file__, '--way', way):7.0f}", flush=True)
+        return
     results: dict[str, Any] = {}
     for name in options.models:
         results[name] = measure(SUBJECTS[name], options.engines, options.repeats)
         show(name, results[name])
-    if options.end_to_end:
-        results["end to end"] = end_to_end(options.samples, options.ways)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,6 @@ def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
     n_train = len(examples.digits_arrays(N_TARGET)[0][0])
     n_rows = sum(parameter.numel() for parameter in examples.digits_cnn().parameters())
     return {
-        "date": date.today().isoformat(),
         "model": f"digits_cnn, {options.epochs} epochs",
         "truth": f"{options.subsets} halves of {n_train} digits × {options.seeds} models each",
         "targets": found.shape[2],
@@ -290,7 +288,6 @@ def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
         "GraSS keeps": f"{options.mask_rows} of {n_rows} gradient elements",
         "projector_seeds": options.projector_seeds,
         "resamples": options.resamples,
-        "versions": f"trakdask {td.__version__}, torch {torch.__version__}, numpy {np.__version__}",
         **{name: round(value, 4) for name, value in noise(found).items()},
     }
 

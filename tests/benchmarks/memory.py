@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import dask
 import numpy as np
+from _machine import peak_memory
 
 import trakdask as td
 from trakdask import testing
@@ -51,16 +51,8 @@ def parse_args() -> argparse.Namespace:
 def run_stages(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for stage in ("write", "measure"):
-            command = [
-                sys.executable,
-                __file__,
-                *sys.argv[1:],
-                "--stage",
-                stage,
-                "--folder",
-                folder,
-            ]
-            subprocess.run(command, check=True)
+            order = [*sys.argv[1:], "--stage", stage, "--folder", folder]
+            subprocess.run([sys.executable, __file__, *order], check=True)
 
 
 def write(args: argparse.Namespace) -> None:
@@ -73,17 +65,17 @@ def write(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    before = peak_rss()
+    before = peak_memory()
     features, targets = (td.open(args.folder / f"{name}.zarr") for name in ("train", "targets"))
     size = features.feature.nbytes
     with dask.config.set(scheduler="threads", num_workers=2):
         start = time.perf_counter()
         gram = td.gram(features).persist()
-        gram_seconds, gram_rss = time.perf_counter() - start, peak_rss()
+        gram_seconds, gram_rss = time.perf_counter() - start, peak_memory()
         start = time.perf_counter()
         scores = td.score(features.assign(gram=gram), targets)
         top = td.top_k(scores, args.k).compute()
-        top_seconds, top_rss = time.perf_counter() - start, peak_rss()
+        top_seconds, top_rss = time.perf_counter() - start, peak_memory()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 2 threads")
     print(
         f"n={args.samples} p={args.proj_dim} m={args.targets} C={args.checkpoints}: features "
@@ -109,11 +101,6 @@ def check(features, targets, gram, top) -> None:  # type: ignore[no-untyped-def]
     best = np.argsort(-total)[: top.sizes["rank"]]
     same = np.array_equal(best, top.position.values[0])
     print(f"ranking of the first target equals float64 numpy: {same}")
-
-
-def peak_rss() -> int:
-    """Bytes; the kernel keeps the maximum in kB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -13,22 +13,18 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _machine import cpu_name, version_of
 from torch import Tensor
 
-import trakdask as td
 from trakdask.projection import (
     ROW_BLOCK,
     SJLT,
@@ -233,22 +229,6 @@ def accuracy(names: list[str], n_rows: int = 100_000, proj_dim: int = 512) -> di
 # --- report ---------------------------------------------------------------------------------------
 
 
-def facts() -> dict[str, Any]:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "any"
-    return {
-        "date": date.today().isoformat(),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "cores allowed": cores,
-        "load before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "trakdask": td.__version__,
-        **{name: version_of(name) for name in ("torch", "numpy", "numba", "traker")},
-        # What the package measured to be the fastest on this machine.
-        "dense products": "int8" if integer_products.int8_matmul_is_usable() else "float32",
-    }
-
-
 def show_tables(cells: list[Cell]) -> None:
     """Print a table per D and p: batches across, engines down."""
     for n_rows, proj_dim in sorted({(cell.n_rows, cell.proj_dim) for cell in cells}):
@@ -296,9 +276,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     torch.set_num_threads(1)
-    header = facts()
-    for name, value in header.items():
-        print(f"{name:>14}: {value}")
+    # What the package measured to be the fastest on this machine.
+    dense = "int8" if integer_products.int8_matmul_is_usable() else "float32"
+    print(f"{'dense products':>14}: {dense}")
     for name in options.engines:
         print(f"{name:>14}  {'its BasicProjector' if name == PEER else ENGINES[name].what}")
         prepare(name, SMALL_ROWS, 512)(gaussian_gradients(2, SMALL_ROWS))
@@ -307,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
     cells = measure_grid(options)
     show_tables(cells)
     if options.out:
-        found = {"facts": header, "errors": errors, "cells": [vars(cell) for cell in cells]}
+        found = {"errors": errors, "cells": [vars(cell) for cell in cells]}
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

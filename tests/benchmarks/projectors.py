@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
-import platform
 from collections.abc import Callable
-from datetime import date
 
 import dask
 import numpy as np
@@ -165,8 +162,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--gradients", nargs="+", choices=list(GRADIENTS), default=list(GRADIENTS))
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    versions = ", ".join(f"{x} {importlib.metadata.version(x)}" for x in ("torch", "numpy"))
-    print(f"{date.today()}, Python {platform.python_version()}, {versions}")
     with dask.config.set(scheduler="synchronous"):
         for name in options.gradients:
             gradients = GRADIENTS[name]()

@@ -10,16 +10,13 @@ and intervals stay in the cache: a run that was interrupted goes on.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +35,9 @@ from _quality_scores import (
     judge,
     keep_row,
     read_row,
-    write,
 )
 from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints, keep, retrain, truth
-
-import trakdask as td
 
 POWERS = tuple(name for name in ESTIMATORS if name not in ("trak", "soft"))
 
@@ -89,8 +83,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def score_peers(options: argparse.Namespace) -> None:
-    """Keep the scores of other packages at λ = 0 and at every factor, and their versions."""
-    write(options.cache / "peers" / "versions.json", {name: _version(name) for name in PEERS})
+    """Keep the scores of other packages at λ = 0 and at every factor."""
     for engine, path, job in peer_jobs(options):
         if path.exists():
             continue
@@ -147,7 +140,11 @@ def assemble(
     names = [f"{name} auto - trak best" for name in ("soft", *POWERS)]
     names.append("soft auto - trak closed form")
     return {
-        "header": header(options),
+        "header": {
+            "truth": "random halves of the training samples",
+            "λ grid": f"{FACTORS[0]:.2g} to {FACTORS[-1]:.2g} tr(K²)/tr(K), a quarter decade apart",
+            "resamples": options.resamples,
+        },
         "tasks": tasks,
         "rows": [without_draws(row) for row in rows],
         "comparisons": compared,
@@ -171,26 +168,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(item) for item in value]
     return round(value, 5) if isinstance(value, float) else value
-
-
-def header(options: argparse.Namespace) -> dict[str, Any]:
-    packages = ("torch", "numpy", "scipy", "scikit-learn", "dask", "xarray")
-    versions = [f"trakdask {td.__version__}", *(f"{p} {_version(p)}" for p in packages)]
-    path = options.cache / "peers" / "versions.json"
-    peers = json.loads(path.read_text()) if path.exists() else {}
-    versions += [f"{name} {version}" for name, version in peers.items()]
-    return {
-        "date": date.today().isoformat(),
-        "versions": ", ".join(versions),
-        "python": platform.python_version(),
-        "truth": "random halves of the training samples",
-        "λ grid": f"{FACTORS[0]:.2g} to {FACTORS[-1]:.2g} tr(K²)/tr(K), a quarter decade apart",
-        "resamples": options.resamples,
-    }
-
-
-def _version(package: str) -> str:
-    return importlib.metadata.version(package)
 
 
 def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from _quality_kernels import GRID, Damped, Floats, Kernel, Task, lds, load
+from _quality_report import table
 from _quality_scores import Setting, ground, selected
 from _quality_subjects import SUBJECTS
 from _quality_truth import checkpoints
@@ -137,12 +138,8 @@ def by_spectrum(damped: list[Damped]) -> dict[str, float]:
 # --- report ---------------------------------------------------------------------------------------
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Align columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-             for row in (header, *rows))  # fmt: skip
-    return "\n".join(lines)
+def aligned(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return table(dict(zip(header, row, strict=True)) for row in rows)
 
 
 def print_variants(tasks: dict[str, Task], n: int = 3) -> None:
@@ -162,7 +159,7 @@ def print_variants(tasks: dict[str, Task], n: int = 3) -> None:
         f"\nVariants, {n} checkpoints, proj_dim 2048, each at its best λ: LDS of soft (trak for a"
     )
     print("regression), and what every other variant gains on it")
-    print(table(("variant", *tasks), rows))
+    print(aligned(("variant", *tasks), rows))
 
 
 def print_sharpened(tasks: dict[str, Task]) -> None:
@@ -181,7 +178,7 @@ def print_sharpened(tasks: dict[str, Task]) -> None:
         _progress(f"sharpening of {task.name}", start)
     header = ("task", "checkpoints", "power 1", *(f"{power}" for power in SHARPNESS))
     print("\nProducts to a power, proj_dim 2048, soft (trak for a regression), each at its best λ")
-    print(table(header, rows))
+    print(aligned(header, rows))
 
 
 def print_rules(tasks: dict[str, Task]) -> None:
@@ -193,7 +190,7 @@ def print_rules(tasks: dict[str, Task]) -> None:
             rows += list(rules(task, 2048, max(CHECKPOINTS)))
             _progress(f"rules for {task.name}", start)
     print("\nRules for λ, trak: ρ = λ n / tr(K), and the LDS that it loses against the best")
-    print(table(("task", "ckpts", "best", "at ρ", *RULES), rows))
+    print(aligned(("task", "ckpts", "best", "at ρ", *RULES), rows))
 
 
 def print_defaults(names: list[str], cache: Path) -> None:
@@ -211,7 +208,7 @@ def print_defaults(names: list[str], cache: Path) -> None:
             )
         rows.append((name, rule, *(f"{each:.3f}" for each in found)))
     print("\nLDS of td.score at its defaults, proj_dim 2048")
-    print(table(("task", "λ", *(f"{n} ckpts" for n in CHECKPOINTS)), rows))
+    print(aligned(("task", "λ", *(f"{n} ckpts" for n in CHECKPOINTS)), rows))
 
 
 PARTS: dict[str, Callable[[dict[str, Task]], None]] = {

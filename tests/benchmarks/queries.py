@@ -21,16 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import dask
 import numpy as np
-import psutil
 import xarray as xr
-from _machine import in_a_process
+from _machine import in_a_process, timed
 from distributed import Client, LocalCluster, futures_of, wait
 
 import trakdask as td
@@ -149,19 +146,6 @@ def query(folder: Path, opened: list[xr.Dataset], rows: slice) -> None:
         opened.append(td.open(folder / "train.zarr"))
     targets = td.open(folder / "targets.zarr").isel(sample=rows)
     td.top_k(td.score(opened[0], targets), K).compute()
-
-
-def timed(call: Callable[[], object]) -> list[float]:
-    """Return the wall-clock and CPU seconds of a call, in this process and those it started."""
-    wall, used = time.perf_counter(), cpu_seconds()
-    call()
-    return [time.perf_counter() - wall, cpu_seconds() - used]
-
-
-def cpu_seconds() -> float:
-    this = psutil.Process()
-    processes = [this, *this.children(recursive=True)]
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def bound(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:

@@ -31,7 +31,6 @@ import trakdask as td
 Floats = NDArray[np.float64]
 FLIPPED = 10
 REGULARIZATION = 0.1
-MATRICES = ("Gauss-Newton of f", "Gauss-Newton of logits", "Hessian")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import gc
 import os
 import pickle
 import platform
-import re
 import resource
 import subprocess
 import sys
@@ -40,6 +39,7 @@ import numpy as np
 import psutil
 import torch
 import xarray as xr
+from _machine import peak_memory
 from dask._expr import FinalizeCompute
 from dask.base import collections_to_expr
 from distributed.protocol import deserialize, serialize, to_serialize
@@ -116,7 +116,7 @@ def measure(n: int, name: str) -> None:
     tasks = dict(deserialize(header, frames).__dask_graph__())
     del header, frames
     total, largest = task_bytes(tasks)
-    sizes = (sent, total, largest, peak() - before)
+    sizes = (sent, total, largest, peak_memory() - before)
     print(f"{name:22}{built:7.2f} s{len(tasks):11,}{''.join(map(megabytes, sizes))}")
 
 
@@ -144,12 +144,6 @@ def pickled(task: object) -> bytes:
         return pickle.dumps(task, protocol=5)
     except (AttributeError, pickle.PicklingError):  # functions of this script
         return cloudpickle.dumps(task)
-
-
-def peak() -> int:
-    """Return the most bytes that this process held since the peak was reset."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
 
 def megabytes(n: float) -> str:

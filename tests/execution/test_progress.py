@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import rich
 
 import trakdask as td
-from tests.waiting import PATIENCE_S
 from trakdask.execution import progress
 
 
@@ -34,23 +32,6 @@ def test_bar__updates_one_display_in_a_notebook(monkeypatch: pytest.MonkeyPatch)
     assert [f"{done}/10" in text for done, text in zip((4, 8, 10), shown, strict=True)] == 3 * [
         True
     ]
-
-
-def test_polled_bar__a_count_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_INTERVAL_S", 0.01)
-    asked: list[int] = []
-    again = threading.Event()
-
-    def count() -> int:
-        asked.append(1)
-        if len(asked) == 2:
-            raise OSError("connection reset")
-        if len(asked) == 3:
-            again.set()
-        return 3
-
-    with progress.polled_bar("title", 5, count):
-        assert again.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "cluster"])

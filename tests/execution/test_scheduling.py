@@ -19,7 +19,7 @@ from distributed import Client, get_worker, worker_client
 import trakdask as td
 from tests.clusters import local_cluster
 from tests.waiting import wait_until
-from trakdask.execution.scheduling import _STARTED, active_client, n_slots
+from trakdask.execution.scheduling import _STARTED
 
 FEATURES = td.testing.simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
@@ -112,15 +112,3 @@ def test_save__task_that_kills_its_workers_without_a_word(tmp_path: Path) -> Non
         pytest.raises(td.errors.BlockError, match=r"task .* failed: 1 worker"),
     ):
         td.save(features, tmp_path / "f.zarr", progress=False)
-
-
-def test_n_slots__of_each_scheduler(client: Client) -> None:
-    assert n_slots() == 2
-    assert active_client() is client
-    with dask.config.set(scheduler="threads"):
-        assert active_client() is None
-        assert n_slots() == dask.system.CPU_COUNT
-        with dask.config.set(num_workers=3):
-            assert n_slots() == 3
-    with dask.config.set(scheduler="sync"):
-        assert n_slots() == 1

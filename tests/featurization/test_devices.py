@@ -25,7 +25,6 @@ from trakdask.errors import KernelError
 from trakdask.execution.scheduling import gpu_options
 from trakdask.featurization import block, devices
 from trakdask.featurization.devices import (
-    available_bytes,
     device_of_task,
     on_device,
 )
@@ -124,14 +123,6 @@ def test_featurize__by_kernels_has_the_bits_of_the_cpu(
     monkeypatch.setattr(with_kernels, "_proven", set())
     found = td.featurize(samples(), model(), projector=projector).compute(scheduler="sync")
     xr.testing.assert_identical(found, expected)
-
-
-def test_available_bytes__of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    monkeypatch.setattr("trakdask.featurization.devices.CPU_COUNT", 4)
-    assert available_bytes(torch.device("cuda")) == (600 + 200) // 4
 
 
 class TellsProcess(td.tasks.ImageClassification):

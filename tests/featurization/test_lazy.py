@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import cloudpickle
 import dask
@@ -17,7 +16,6 @@ from torch import nn
 
 import trakdask as td
 from trakdask.arrays.weights import row_norms
-from trakdask.featurization import devices as memory
 from trakdask.models import checkpoints
 
 
@@ -298,56 +296,6 @@ def test_featurize__autocast_of_the_caller_goes_with_the_tasks(
     error = np.linalg.norm(found.feature - expected.feature) / np.linalg.norm(expected.feature)
     assert 1e-4 < error < 5e-2
     assert not torch.is_autocast_enabled("cpu")
-
-
-def test_featurize__float32_matmul_precision_of_the_caller(process_client: Client) -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        features = td.featurize(samples(), model(task=_TellsPrecision()))
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert features.attrs["float32_matmul_precision"] == "medium"
-    assert (features.out_to_loss.compute() == 1).all()
-    assert torch.get_float32_matmul_precision() == before
-
-
-class _TellsPrecision(td.tasks.ImageClassification):
-    def out_to_loss(self, forward, batch):
-        medium = torch.get_float32_matmul_precision() == "medium"
-        return torch.full((len(batch["label"]),), float(medium))
-
-
-class _Counts(td.tasks.ImageClassification):
-    """What the model was run on, batch by batch."""
-
-    seen: ClassVar[list[int]] = []
-
-    def out_to_loss(self, forward, batch):
-        self.seen.append(len(batch["label"]))
-        return super().out_to_loss(forward, batch)
-
-
-@pytest.mark.parametrize(("fits", "sizes"), [(1000, [8, 8, 4]), (2, [2] * 10)])
-def test_featurize__micro_batch_fits_the_memory(
-    fits: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted = model(1, task=_Counts())
-    # Of a sample: what autograd keeps, the largest gradient not cut (a bias), 53 features.
-    needed = 80 + 4 * 5 + 16 * 53
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 2 * fits * needed)
-    assert sizes_of_micro_batches(counted) == sizes
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 2 * 4 * needed)
-    assert sizes_of_micro_batches(counted, batch_size=6) == [4] * 5
-    assert sizes_of_micro_batches(counted, batch_size=3) == [3, 3, 3, 3, 3, 2, 2, 1]
-
-
-def sizes_of_micro_batches(counted: td.Model, **options) -> list[int]:
-    features = td.featurize(samples(), counted, projector=td.Identity(), **options)
-    features.compute(scheduler="sync")  # the first time also checks the engine
-    _Counts.seen.clear()
-    features.compute(scheduler="sync")
-    return sorted(_Counts.seen, reverse=True)[:-3]  # of each block, one sample is checked alone
 
 
 class _OneByOne(nn.Module):

@@ -119,19 +119,3 @@ def test_mislabelled_curve__of_one_and_of_several_methods(methods: list[str] | N
     assert [label.split(",")[0] for label in labels[:-2]] == (methods or ["ranked"])
     assert labels[-2:] == ["random order", "best"]
     assert ax.lines[-1].get_ydata()[1] == pytest.approx(float(curve.best.sel(fraction=0.25)))
-
-
-def test_randomization_check__lowest_first() -> None:
-    result = td.evaluate.randomization_check(SCORES, SCORES + RNG.standard_normal((N, M)))
-    (ax,) = td.plots.randomization_check(result).axes
-    np.testing.assert_array_equal(ax.lines[1].get_ydata(), np.sort(result.correlation.values))
-    assert ax.lines[2].get_ydata()[0] == float(result.correlation_mean)
-
-
-def test_seed_agreement__reliability_of_each_number() -> None:
-    runs = SCORES + xr.DataArray(RNG.standard_normal((N, M, 3)), dims=("sample", "target", "run"))
-    result = td.evaluate.seed_agreement(runs, "run", n_models=[8, 2])
-    (ax,) = td.plots.seed_agreement(result).axes
-    assert ax.lines[0].get_xdata().tolist() == [2, 8]
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), result.reliability.values[::-1])
-    assert f"{float(result.agreement_mean):.2f}" in ax.get_title()

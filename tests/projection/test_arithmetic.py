@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.projection.reference import normal, project_block, rounded, signs
-from trakdask.projection import Rademacher, acceleration, compiled, integer_products, sjlt
+from trakdask.projection import Rademacher, acceleration, integer_products, sjlt
 from trakdask.projection.integer_products import (
     int8_matmul_is_usable,
     integer_matmul,
@@ -148,20 +148,6 @@ def test_kept__blocks_are_drawn_once_and_older_matrices_make_way(
 
 
 # ------------------------------------------------------------------------------------------- numba
-
-
-def test_numba_kernels__when_they_are_worth_their_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRAKDASK_NUMBA")
-    monkeypatch.setattr(acceleration, "_spent_s", 0.0)
-    assert acceleration.numba_kernels() is None
-    monkeypatch.setattr(acceleration, "PATIENCE_S", 1e-9)
-    with acceleration.timed():
-        assert acceleration.numba_kernels() is None
-    assert acceleration.numba_kernels() is compiled
-    monkeypatch.setattr(acceleration, "PATIENCE_S", 1e9)
-    assert acceleration.numba_kernels() is None
-    acceleration.stop_waiting()
-    assert acceleration.numba_kernels() is compiled
 
 
 def test_numba_kernels__none_where_numba_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -69,19 +69,3 @@ def test_project__all_rows_at_once_in_padded_batches(
     places = [((size, 18022), 512, 20003, 132) for size in sizes]
     names = [f"project_{entries}_{size}" for size in sizes]
     assert calls == list(zip(names, places, strict=True))
-
-
-def test_project_block__needs_the_same_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"NVIDIA GPU.*on cpu"):
-        FastJL(512, num_sms=132).project_block(torch.zeros(1, 5), 0, 0, torch.zeros(1, 512))
-    properties = SimpleNamespace(multi_processor_count=108)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    block: Any = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(RuntimeError, match=r"132 multiprocessors.*got 108"):
-        FastJL(512, num_sms=132)._require_device(block)
-    FastJL(512, num_sms=108)._require_device(block)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert FastJL().spec()["num_sms"] == 108
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"num_sms.*None.*without a GPU"):
-        FastJL()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from trakdask.projection import (
     Rademacher,
     RowMap,
     back_projection,
-    mask,
     project,
     sjlt,
 )
@@ -194,27 +192,6 @@ def test_select_rows__have_the_smallest_keys(n_rows: int, backend: str) -> None:
         rows, ranks = select_rows(n_rows, keep, SEED, CHECKPOINT)
         assert (np.diff(rows) > 0).all()
         assert rows[np.argsort(ranks)].tolist() == expected[:keep]
-
-
-def test_select_rows__too_few_candidates_at_first_and_equal_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    limits: list[int] = []
-    rows_up_to, fill_words = mask._rows_up_to, mask.fill_words
-    monkeypatch.setattr(mask, "_margin", lambda keep: 20 - keep)
-    monkeypatch.setattr(
-        mask, "_rows_up_to", lambda limit, *rest: limits.append(limit) or rows_up_to(limit, *rest)
-    )
-    rows, _ = select_rows(5001, 2000, SEED, CHECKPOINT)
-    assert rows.tolist() == sorted(mask_order(5001, SEED, CHECKPOINT)[:2000])
-    assert len(limits) > 5
-
-    def all_alike(out: Any, *args: Any, **address: Any) -> None:
-        fill_words(out, *args, **address)
-        out[:] = 5
-
-    monkeypatch.setattr(mask, "fill_words", all_alike)
-    assert select_rows(3000, 800, SEED, 1)[0].tolist() == [*range(800)]
 
 
 # ----------------------------------------------------------------------------- from the other side

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,31 +48,6 @@ def test_spec__bytes_are_pinned_and_give_the_projector_back(
     assert from_spec(json.loads(text)) == projector
     # A field that the spec lacks would be rebuilt with its default, unseen.
     assert {field.name for field in fields(projector) if field.init} <= set(projector.spec())
-
-
-def changed(**values: Any) -> dict[str, Any]:
-    return {**Rademacher().spec(), **values}
-
-
-MASK = Mask(keep=40).spec()
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {},
-        changed(kind="fastfood"),
-        changed(definition=2),
-        changed(row_block=4096),
-        changed(rows="odd"),
-        {name: value for name, value in changed().items() if name != "row_block"},
-        MASK | {"then": {"kind": "fastfood"}},
-        MASK | {"then": {**SJLT().spec(), "definition": 2}},
-    ],
-)
-def test_from_spec__refused(spec: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="featurize again"):
-        from_spec(spec)
 
 
 def test_projector__checks_its_fields_and_takes_integers_of_numpy() -> None:

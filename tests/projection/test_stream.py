@@ -201,28 +201,4 @@ def test_row_map__tensors_are_aligned_in_their_order(
     assert (rows.n_rows, rows.n_parameters) == (row, sum(map(math.prod, shapes)))
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "first"),
-    [
-        ("c", (2, 4), None),  # no such name
-        ("a", (2, 5), None),
-        ("a", (3, 6), None),
-        ("a", (2, 3), 3),  # before what comes first
-        ("a", (2, 7), 0),
-        ("done", (2, 4), None),  # once more
-        ("half", (2, 4), None),  # what comes first is there
-        ("half", (2, 4), 1),
-    ],
-)
-def test_add__refused(name: str, shape: tuple[int, ...], first: int | None) -> None:
-    rows = RowMap.from_shapes({"a": (2, 3), "half": (4,), "done": (4,)}, alignment=512)
-    stream = ProjectionStream(SMALL, rows, n_samples=2, checkpoint=0)
-    stream.add("done", torch.zeros(2, 4))
-    stream.add("half", torch.zeros(2, 1), 0)
-    with pytest.raises(ValueError, match=f"'{name}'"):
-        stream.add(name, torch.zeros(shape), first)
-    with pytest.raises(ValueError, match=r"3 parameters, got 1.*'a'"):
-        stream.result()
-
-
 # -------------------------------------- sizes that cannot fit: no test here could hold the arrays

@@ -114,29 +114,6 @@ def test_quantize__as_on_a_cpu(
         assert torch.equal(found.totals[block][finite], integers[finite].sum(1))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("with_totals", [False, True])
-def test_combine__adds_block_by_block(dtype: torch.dtype, with_totals: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    n_blocks, n_samples, n_digits, n_columns = 4, 5, 2, 300
-    shape = (n_blocks, 24, n_columns + 4)
-    sums = torch.randint(-(2**21), 2**21, shape, generator=generator, dtype=dtype)
-    totals = torch.randint(-(2**28), 2**28, (n_blocks, n_samples), generator=generator)
-    steps = 2.0 ** torch.randint(-60, 60, (n_blocks, n_samples), generator=generator).double()
-    steps[1, 3] = torch.nan
-    around = torch.full((n_samples, n_columns + 9), 0.1, dtype=torch.float64)
-    expected = around.clone()
-    for block in range(n_blocks):
-        digits = sums[block, : n_digits * n_samples, :n_columns].long().unflatten(0, (n_digits, -1))
-        values = digits[0] + 256 * digits[1]
-        if with_totals:
-            values = totals[block][:, None] - 2 * values
-        expected[:, 4:-5] += values.double() * steps[block][:, None]
-    kernels = EmulatedKernels()
-    products.combine(kernels, sums, totals if with_totals else None, steps, 2, around[:, 4:-5])
-    assert equal_bits(around, expected)
-
-
 # ---------------------------------------------------------------------------------- the whole path
 
 PROJECTORS: list[GpuProjector] = [

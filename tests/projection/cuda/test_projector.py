@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +15,10 @@ from trakdask.errors import KernelError
 from trakdask.projection import SJLT, Identity, Mask, Rademacher, RowMap
 from trakdask.projection import protocol as protocol_of_projectors
 from trakdask.projection import stream as stream_of_blocks
+from trakdask.projection.cuda import launch
 from trakdask.projection.cuda import projector as on_device
 from trakdask.projection.cuda.launch import Kernels, Launch
-from trakdask.projection.stream import ProjectionStream, project
+from trakdask.projection.stream import project
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -80,23 +82,6 @@ def test_stream__same_bits_as_on_a_cpu(
     assert bool(kernels.launched) == uses_kernels
 
 
-def test_stream__neighbouring_blocks_go_at_once(kernels: EmulatedKernels) -> None:
-    row_map = RowMap.from_shapes({"flat": (100 + 5 * 16384,)}, alignment=512)
-    rows = torch.ones(2, row_map.n_rows)
-    project(Rademacher(8), {"flat": rows}, row_map, 0)  # proves
-    stream = ProjectionStream(Rademacher(8), row_map, 2, 0)
-    for first, last, expected in (
-        (0, 100, 0),  # waits
-        (100, 4 * 16384 + 5, 2),  # the rest of block 0, then 1 to 3
-        (4 * 16384 + 5, 5 * 16384, 1),
-        (5 * 16384, 5 * 16384 + 100, 1),  # the last, and short
-    ):
-        kernels.launched.clear()
-        stream.add("flat", rows[:, first:last], first)
-        assert kernels.launched.count("quantize_float32_2") == expected
-    assert torch.equal(stream.result(), project(Rademacher(8), {"flat": rows}, row_map, 0))
-
-
 @pytest.mark.parametrize("projector", [Rademacher(8), SJLT(8)], ids=str)
 def test_require_proven__other_bits_name_the_device(
     projector: Rademacher | SJLT, monkeypatch: pytest.MonkeyPatch
@@ -111,13 +96,13 @@ def test_require_proven__other_bits_name_the_device(
     assert not on_device._proven
 
 
-def test_require_proven__once_for_each_kernel(kernels: EmulatedKernels) -> None:
-    out = torch.zeros(1, 8, dtype=torch.float64)
-    counts = []
-    blocks = [torch.ones(1, 5), torch.ones(1, 5), torch.ones(1, 5).half()]
-    for block in blocks:
-        kernels.launched.clear()
-        Rademacher(8).project_rows(block, 0, 0, out)
-        counts.append(len(kernels.launched))
-    assert counts[1] == 3  # one digit product: quantised, drawn, combined
-    assert counts[0] == counts[2] > counts[1]
+@pytest.mark.parametrize(("version", "extra"), [("13.0", "cuda"), ("12.8", "cuda12")])
+def test_missing__cupy(version: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_cupy", launch._cupy.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    message = launch.missing()
+    assert message
+    assert message.startswith("expected CuPy")
+    assert f"pip install 'trakdask[{extra}]'" in message
