@@ -16,7 +16,7 @@ from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned, Job
 from trakdask.explorer.html import STYLE, plain_message, render
 from trakdask.explorer.new_targets import NewTarget
-from trakdask.explorer.pages import Section, answer, frame, page, saved_page, sections
+from trakdask.explorer.pages import Section, answer, document, frame, page, sections
 from trakdask.explorer.view import CONDITION_FIELDS, View, with_condition
 from trakdask.variables import SAMPLE
 
@@ -172,8 +172,7 @@ class Session:
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
                 parts[i] = frame(i, section, html, busy=busy) if busy or html else ""
-                drawn = list(parts)
-                self._later(lambda: self._draw(job, drawn))
+                self._later(lambda: self._draw(job, parts))
 
             job.on_progress(_Progress(show))
             try:
@@ -190,11 +189,10 @@ class Session:
 
     def _later(self, change: Callable[[], None]) -> None:
         """Change the page from the thread that its document belongs to."""
-        document = self._document
-        if document is None or document.session_context is None:
+        if self._document is None or self._document.session_context is None:
             change()
         else:
-            document.add_next_tick_callback(change)
+            self._document.add_next_tick_callback(change)
 
     # ------------------------------------------------------------------------- what a browser says
 
@@ -215,7 +213,7 @@ class Session:
             self._say({"sample": -1, "text": "This view is not complete yet; save it when it is."})
         else:
             self.page.saved = ""
-            self.page.saved = saved_page(self.attributions, self.view, self.page.html)
+            self.page.saved = document(self.attributions, self.view, self.page.html)
 
     def _say(self, said: dict[str, Any]) -> None:
         self.page.marked = self.marks.marked()

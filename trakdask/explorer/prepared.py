@@ -15,6 +15,7 @@ from trakdask.arrays.spectrum import component_count
 from trakdask.attribution.estimators import (
     DEFAULT_ESTIMATOR,
     DEFAULT_POWER,
+    Absolute,
     Damping,
     Estimator,
     LearningRates,
@@ -86,6 +87,14 @@ class Preparation:
             self._decomposed.cache_clear()
             prepared = self._prepared(*setting)
         return prepared
+
+    @property
+    def damping_text(self) -> str:
+        """The damping λ of the explorer, as a view would write it."""
+        if isinstance(self.damping, Absolute):
+            return f"absolute {self.damping.value:g}"
+        is_short = isinstance(self.damping, (str, int, float))
+        return str(self.damping) if is_short else "one for each checkpoint"
 
     def estimator_of(self, text: str) -> ResolvedEstimator:
         """Return the estimator of a view, which says ``""`` for that of the explorer."""

@@ -66,6 +66,11 @@ class Histogram:
     counts: np.ndarray
     edges: np.ndarray
 
+    @property
+    def heights(self) -> np.ndarray:
+        """Logarithms of the counts."""
+        return np.asarray(np.log1p(self.counts))
+
 
 class Questions:
     """Answers about features and targets.
