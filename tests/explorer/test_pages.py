@@ -203,7 +203,7 @@ def test_marks__are_listed_as_text(explorer: Explorer) -> None:
     view = View(page="corpus")
     assert "Nobody has marked" in html_of(explorer, view)
     explorer.marks.mark([f"{EVIL} 2", "=1+1", f"{EVIL} 5"], "remove")
-    (section,) = (s for s in sections(explorer, view) if s.title == "Marks")
+    (section,) = (s for s in sections(explorer, view) if s.name == "marks")
     html = section.html()
     assert "<script" not in html
     assert unescape(html).count(EVIL) == 4  # two samples, and who marked them

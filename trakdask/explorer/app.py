@@ -135,7 +135,7 @@ class Session:
         self._in_notebook = in_notebook
         if in_notebook:
             # What is changed before the browser shows the page is lost: it says when it does.
-            self._draw(self._job, _waiting(sections(attributions, view)))
+            self._draw(self._job, _waiting(view, sections(attributions, view)))
         elif self._document is None or self._document.session_context is None:
             self.go(view)
         else:
@@ -152,7 +152,7 @@ class Session:
         self._job.abandon()
         self.view, self._job = view, Job()
         content = [*sections(self.attributions, view), *more]
-        parts = _waiting(content)
+        parts = _waiting(view, content)
         self._draw(self._job, parts)
         self.page.query = view.to_query()
         self._thread = threading.Thread(
@@ -171,7 +171,7 @@ class Session:
         for i, section in enumerate(content):
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
-                parts[i] = frame(i, section, html, busy=busy) if busy or html else ""
+                parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
                 self._later(lambda: self._draw(job, parts))
 
             job.on_progress(_Progress(show))
@@ -227,8 +227,7 @@ class Session:
 
     def explain(self, content: Mapping[str, str]) -> None:
         """Make a target of what somebody has typed and uploaded, and go to its page."""
-        what = "Its gradients at each checkpoint, projected as those of the other targets."
-        self.go(View(page="new"), [Section("Features", what, lambda: self._featurized(content))])
+        self.go(View(page="new"), [Section("features", lambda: self._featurized(content))])
 
     def _featurized(self, content: Mapping[str, str]) -> str:
         job, maker = self._job, self.attributions.maker
@@ -257,8 +256,8 @@ def in_notebook(attributions: Attributions, include: Any, exclude: Any) -> Any:
     return session.panel()._repr_mimebundle_(include, exclude)
 
 
-def _waiting(content: Sequence[Section]) -> list[str]:
-    return [frame(i, section, "", busy=True) for i, section in enumerate(content)]
+def _waiting(view: View, content: Sequence[Section]) -> list[str]:
+    return [frame(view, i, section, "", busy=True) for i, section in enumerate(content)]
 
 
 class _Progress:

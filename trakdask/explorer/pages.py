@@ -54,27 +54,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
+    """A part of a page: its name, by which templates know its title, and what writes its HTML."""
 
-    Parameters
-    ----------
-    title, help
-        What it is called, and a sentence that says what it shows; or neither.
-    html
-        Computes what it shows, and returns it as escaped HTML.
-    kind
-        A class of its style: ``"half"`` for half of the width.
-    """
-
-    title: str
-    help: str
+    name: str
     html: Callable[[], str]
-    kind: str = ""
 
 
 def sections(attributions: Attributions, view: View) -> list[Section]:
     """Return the sections of the page of a view; nothing is computed before their ``html()``."""
-    return _PAGES[view.page](attributions, view)
+    absent = {"marks"} if attributions.marks is None else set()
+    if not attributions.questions.has_words(view):
+        absent |= {"helpful_words", "harmful_words"}
+    return [
+        Section(name, partial(html, attributions, view))
+        for name, html in _PAGES[view.page].items()
+        if name not in absent
+    ]
 
 
 def answer(section: Section, told: set[str]) -> str:
@@ -94,10 +89,10 @@ def answer(section: Section, told: set[str]) -> str:
         return render("error", text=message)
 
 
-def frame(i: int, section: Section, body: str, *, busy: bool = False) -> str:
+def frame(view: View, i: int, section: Section, body: str, *, busy: bool = False) -> str:
     """Return the i-th section of a page around escaped HTML or, if busy, its progress."""
     level = 2 if i else 1
-    return render("frame", section=section, body=Markup(body), busy=busy, level=level)
+    return render("frame", view, name=section.name, body=Markup(body), busy=busy, level=level)
 
 
 def page(attributions: Attributions, view: View, parts: Iterable[str]) -> str:
@@ -125,7 +120,7 @@ def save_html(attributions: Attributions, path: str | os.PathLike[str], view: Vi
         raise ValueError(
             f"expected a file on a disk of this machine, got {str(path)!r}; try 'view.html'"
         )
-    parts = [frame(i, s, s.html()) for i, s in enumerate(sections(attributions, view))]
+    parts = [frame(view, i, s, s.html()) for i, s in enumerate(sections(attributions, view))]
     html = document(attributions, view, page(attributions, view, parts))
     Folder(str(file.parent)).write(file.name, html.encode())
 
@@ -146,14 +141,6 @@ def _grouped(attributions: Attributions, view: View) -> View:
 # ------------------------------------------------------------------------ the table of targets
 
 
-def _targets_page(attributions: Attributions, view: View) -> list[Section]:
-    what = "Samples whose outputs are explained. Choose one to see what made it so."
-    return [
-        Section("Targets", what, lambda: _target_forms(attributions, view)),
-        Section("", "", lambda: _target_table(attributions, view)),
-    ]
-
-
 def _target_forms(attributions: Attributions, view: View) -> str:
     return render("target_forms", attributions, _checked(attributions, view, "targets_where"))
 
@@ -165,39 +152,6 @@ def _target_table(attributions: Attributions, view: View) -> str:
 
 
 # ------------------------------------------------------------------------------- one target
-
-
-def _target_page(attributions: Attributions, view: View) -> list[Section]:
-    is_new = view.target in attributions.target_samples.added
-    return [
-        Section(
-            f"Target {view.target}", "A new target, whose output is explained; it is kept in this "
-            "tab only." if is_new else "The sample whose output is explained.",
-            lambda: _target(attributions, view),
-        ),
-        Section(
-            "Most helpful", "Training on these samples raised the output of the target most.",
-            lambda: _ranked(attributions, view, largest=True), "half",
-        ),
-        Section(
-            "Most harmful", "Training on these samples lowered the output of the target most.",
-            lambda: _ranked(attributions, view, largest=False), "half",
-        ),
-        *_words_sections(attributions, view),
-        Section(
-            "Sums by group", "Scores of this target, added up over the training samples of a group."
-            " Choose a group to see its samples only.", lambda: _groups(attributions, view), "half",
-        ),
-        Section(
-            "Damping", "How λ was chosen: with the right λ, the scores of a sample add up to its "
-            "output, so λ is one at which sums and outputs go together. Choose a bar to use its λ.",
-            lambda: _damping(attributions, view), "half",
-        ),
-        Section(
-            "All scores", "How many training samples have which score for this target.",
-            lambda: _scores(attributions, view), "half",
-        ),
-    ]  # fmt: skip
 
 
 def _target(attributions: Attributions, view: View) -> str:
@@ -250,20 +204,6 @@ def _summary(table: pd.DataFrame, scores: np.ndarray, by: str) -> str:
     verb = "raised" if is_raising else "lowered"
     those = "This sample makes" if n == 1 else f"These {n} samples make"
     return f"{those} up {share:.0f} % of all that {verb} its output.{common}"
-
-
-def _words_sections(attributions: Attributions, view: View) -> list[Section]:
-    """Return the sections of words, if tokens have features."""
-    if not attributions.questions.has_words(view):
-        return []
-    return [
-        Section(
-            f"Words that {kind}", f"The words of the samples that {kind} most, coloured by their "
-            "own scores, which add up to those of the samples.",
-            partial(_words, attributions, view, largest=kind == "helped"), "half",
-        )
-        for kind in ("helped", "harmed")
-    ]  # fmt: skip
 
 
 def _words(attributions: Attributions, view: View, *, largest: bool) -> str:
@@ -328,19 +268,6 @@ def _scores(attributions: Attributions, view: View) -> str:
 # ------------------------------------------------------------------------- one training sample
 
 
-def _sample_page(attributions: Attributions, view: View) -> list[Section]:
-    return [
-        Section(
-            f"Training sample {view.sample}", "A sample that the model was trained on.",
-            lambda: _sample(attributions, view),
-        ),
-        Section(
-            "Targets it helped and harmed", "Targets whose output training on this sample raised "
-            "or lowered most.", lambda: _targets_of_sample(attributions, view),
-        ),
-    ]  # fmt: skip
-
-
 def _sample(attributions: Attributions, view: View) -> str:
     row = attributions.questions.sample(view)
     (content,) = attributions.samples.html([view.sample])
@@ -357,35 +284,6 @@ def _targets_of_sample(attributions: Attributions, view: View) -> str:
 
 
 # ------------------------------------------------------------------------ all training samples
-
-
-def _corpus_page(attributions: Attributions, view: View) -> list[Section]:
-    content = [
-        Section(
-            "Training samples", "All samples that the model was trained on.",
-            lambda: render("corpus", attributions, _checked(attributions, view, "where")),
-        ),
-        Section(
-            "Groups and targets", "How much the samples of a group, together, raised the output of "
-            "a target: sums over the group, averaged over the targets of a column.",
-            lambda: _heat(attributions, view),
-        ),
-        Section(
-            "Self-influence", "Samples that the model had to memorise come first; wrong labels are "
-            "often among them.", lambda: _ranking(attributions, view),
-        ),
-        Section(
-            "Distribution of self-influence", "How many samples have which self-influence. The "
-            "axis is logarithmic, too.", lambda: _influences(attributions, view), "half",
-        ),
-        Section(
-            "Duplicates", "Samples whose features point the same way, with a cosine above 0.9999: "
-            "most often the same content.", lambda: _duplicates(attributions, view), "half",
-        ),
-    ]  # fmt: skip
-    what = "Samples that people have marked, newest first, and the file that holds the marks."
-    marks = Section("Marks", what, lambda: _marks(attributions, view))
-    return content if attributions.marks is None else [*content, marks]
 
 
 def _heat(attributions: Attributions, view: View) -> str:
@@ -434,17 +332,30 @@ def as_csv(table: pd.DataFrame) -> str:
     return table.assign(**safe).to_csv(index=False)
 
 
-def _new_page(attributions: Attributions, view: View) -> list[Section]:
-    what = (
-        "A text or image of your own. The model says what it makes of it, and its page shows why."
-    )
-    return [Section("New target", what, lambda: render("new_target", attributions, view))]
+def _corpus(attributions: Attributions, view: View) -> str:
+    return render("corpus", attributions, _checked(attributions, view, "where"))
 
 
-_PAGES: dict[str, Callable[[Attributions, View], list[Section]]] = {
-    "targets": _targets_page,
-    "target": _target_page,
-    "sample": _sample_page,
-    "corpus": _corpus_page,
-    "new": _new_page,
+_PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
+    "targets": {"targets": _target_forms, "table": _target_table},
+    "target": {
+        "target": _target,
+        "helpful": partial(_ranked, largest=True),
+        "harmful": partial(_ranked, largest=False),
+        "helpful_words": partial(_words, largest=True),
+        "harmful_words": partial(_words, largest=False),
+        "groups": _groups,
+        "damping": _damping,
+        "scores": _scores,
+    },
+    "sample": {"sample": _sample, "targets_of_sample": _targets_of_sample},
+    "corpus": {
+        "corpus": _corpus,
+        "heat": _heat,
+        "self_influence": _ranking,
+        "influences": _influences,
+        "duplicates": _duplicates,
+        "marks": _marks,
+    },
+    "new": {"new": partial(render, "new_target")},
 }
