@@ -24,7 +24,7 @@ WIDTH, COLOURS = 1280, 128
 
 SHOTS = {
     "explorer": ("page=target&target=48&k=8&where=label+%21%3D+2", 900),
-    "explorer_targets": ("sort=output", 560),
+    "explorer_targets": ("", 560),
     "explorer_corpus": ("page=corpus&group_by=label", 1000),
     "explorer_sample": ("page=sample&sample=467&k=4", 700),
     "explorer_new": ("page=new", 800),

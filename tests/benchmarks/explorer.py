@@ -109,12 +109,12 @@ def report(args: argparse.Namespace, folder: Path) -> None:
 
 
 def parts(explorer: Explorer, view: View) -> dict[str, np.ndarray]:
-    """Return the wall-clock and CPU seconds of each section of a page, by its title."""
+    """Return the wall-clock and CPU seconds of each section of a page, by its name."""
     taken = {}
     for section in sections(explorer, view):
         start = np.array([time.perf_counter(), time.process_time()])
         assert section.html(), view
-        taken[section.title] = np.array([time.perf_counter(), time.process_time()]) - start
+        taken[section.name] = np.array([time.perf_counter(), time.process_time()]) - start
     return taken
 
 

@@ -196,9 +196,37 @@ def test_session__says_beside_the_fields_what_it_did_not_understand(explorer: Ex
     session.page._handle_msg({"query": f"?{query}&filter_of=where&damping=lots"})
     session.wait(PATIENCE_S)
     html = session.page.html
-    assert re.findall(r'id="problem-(\w+)"', html) == ["filter_value", "damping", "k"]
+    assert re.findall(r'id="problem-(\w+)"', html) == ["filter_value", "k", "damping"]
     assert "many" in unescape(html)
     assert html.count('class="card ') == 20
+
+
+@pytest.mark.parametrize(("label", "q"), [(1, 0.25), (1, 0.75), (7, 0.75), (7, 0.125)])
+def test_session__says_what_the_model_makes_of_a_target(label: int, q: float) -> None:
+    features, targets = (
+        data(n, seed).assign_attrs(task="ImageClassification()") for n, seed in ((N, 0), (M, 1))
+    )
+    targets = targets.isel(sample=[0]).assign_coords(label=("sample", [label]))
+    targets = targets.assign(out_to_loss=targets.out_to_loss * 0 + q)
+    html = opened(td.explore(features, targets, damping=0.1), View(page="target")).page.html
+    expected = {
+        (1, 0.25): "Label 1, model says 1 (75 %)", (1, 0.75): "Label 1, model says 0 (75 %)",
+        (7, 0.75): "Label 7, to which the model gives 25 %",  # none of the two of training
+        (7, 0.125): "Label 7, model says 7 (88 %)",
+    }  # fmt: skip
+    assert f"<strong>{expected[label, q]}</strong>" in html
+
+
+def test_session__says_how_much_the_ranked_samples_are(explorer: Explorer) -> None:
+    html = opened(explorer, View(page="target", target=4, k=7)).page.html
+    scores = td.score(explorer.features, explorer.targets, estimator="trak", damping=0.1).values
+    row, label = scores[:, 4], explorer.features.label.values
+    for sign, verb in ((1, "raised"), (-1, "lowered")):
+        order = np.argsort(-sign * row)[:7]
+        share = 100 * row[order].sum() / row[sign * row > 0].sum()
+        most = np.bincount(label[order]).argmax()
+        assert f"These 7 samples make up {share:.0f} % of all that {verb} its output. " in html
+        assert f"{(label[order] == most).sum()} of them have label {most}." in html
 
 
 def test_session__with_every_checkpoint_unticked_asks_for_one(explorer: Explorer) -> None:

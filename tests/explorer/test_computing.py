@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import ast
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from distributed import Client, Event, KilledWorker, Queue
+from distributed import Client, Event, Queue
 
-from tests.clusters import local_cluster
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S
 from trakdask.explorer.computing import (
     Abandoned,
     Job,
     compute,
     persist,
-    released_if_failed,
 )
 
 
@@ -141,36 +137,6 @@ def test_job__of_two_users_is_not_cancelled_by_one_of_them(process_client: Clien
             first.result(PATIENCE_S)
         Event(name, client=process_client).set()
         np.testing.assert_array_equal(second.result(PATIENCE_S)[0], [1, 1])
-
-
-def deadly(x: np.ndarray, switch: str) -> np.ndarray:
-    """Kill the process that computes a block, if there is such a file."""
-    if os.path.exists(switch):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return x
-
-
-def test_persist__can_be_repeated_when_what_killed_a_worker_is_gone(tmp_path: Path) -> None:
-    switch = tmp_path / "kill"
-    lazy = da.map_blocks(deadly, da.ones((4, 3), chunks=(2, 3)), str(switch), meta=np.empty((0, 0)))
-    settings = {"distributed.scheduler.allowed-failures": 0}
-    with (
-        dask.config.set(settings),
-        local_cluster(processes=True, n_workers=1) as cluster,
-        Client(cluster) as client,
-    ):
-        (kept,) = persist(lazy)
-        whole = xr.Dataset({"x": (("a", "b"), kept)})
-        assert not released_if_failed(whole)
-        switch.touch()
-        # The worker dies with what it keeps, and the next one by computing it once more.
-        (pid,) = client.run(os.getpid).values()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: released_if_failed(whole), "the loss of what was kept")
-        with pytest.raises(KilledWorker):
-            persist(lazy)
-        switch.unlink()
-        np.testing.assert_array_equal(persist(lazy)[0].compute(), np.ones((4, 3)))
 
 
 _OVERLAPPING = """

@@ -189,12 +189,12 @@ def test_undo__takes_any_number_of_steps_also_on_another_page(
 def test_forms__stay_when_something_in_them_is_wrong(url: str, tab: Tab) -> None:
     page = tab.page
     tab.open(url, "Targets")
-    page.fill("input[name=targets_where]", "lable == 1")
+    page.fill("input[name=targets_where]:visible", "lable == 1")
     page.click("button:has-text('Filter')")
     page.wait_for_selector("#problem-targets_where")
-    assert page.input_value("input[name=targets_where]") == "lable == 1"
+    assert page.input_value("input[name=targets_where]:visible") == "lable == 1"
     assert page.locator("[role=alert]").count() == 1
-    page.fill("input[name=targets_where]", "label == 1")
+    page.fill("input[name=targets_where]:visible", "label == 1")
     page.click("button:has-text('Filter')")
     page.wait_for_selector("text=1–25 of 30")
     tab.open(f"{url}?page=target", "Target 0")

@@ -16,7 +16,7 @@ from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned, Job
 from trakdask.explorer.html import STYLE, plain_message, render
 from trakdask.explorer.new_targets import NewTarget
-from trakdask.explorer.pages import Section, answer, frame, page, saved_page, sections
+from trakdask.explorer.pages import Section, answer, document, frame, page, sections
 from trakdask.explorer.view import CONDITION_FIELDS, View, with_condition
 from trakdask.variables import SAMPLE
 
@@ -135,7 +135,7 @@ class Session:
         self._in_notebook = in_notebook
         if in_notebook:
             # What is changed before the browser shows the page is lost: it says when it does.
-            self._draw(self._job, _waiting(sections(attributions, view)))
+            self._draw(self._job, _waiting(view, sections(attributions, view)))
         elif self._document is None or self._document.session_context is None:
             self.go(view)
         else:
@@ -152,7 +152,7 @@ class Session:
         self._job.abandon()
         self.view, self._job = view, Job()
         content = [*sections(self.attributions, view), *more]
-        parts = _waiting(content)
+        parts = _waiting(view, content)
         self._draw(self._job, parts)
         self.page.query = view.to_query()
         self._thread = threading.Thread(
@@ -171,9 +171,8 @@ class Session:
         for i, section in enumerate(content):
 
             def show(html: str, i: int = i, section: Section = section, busy: bool = True) -> None:
-                parts[i] = frame(i, section, html, busy=busy) if busy or html else ""
-                drawn = list(parts)
-                self._later(lambda: self._draw(job, drawn))
+                parts[i] = frame(self.view, i, section, html, busy=busy) if busy or html else ""
+                self._later(lambda: self._draw(job, parts))
 
             job.on_progress(_Progress(show))
             try:
@@ -190,11 +189,10 @@ class Session:
 
     def _later(self, change: Callable[[], None]) -> None:
         """Change the page from the thread that its document belongs to."""
-        document = self._document
-        if document is None or document.session_context is None:
+        if self._document is None or self._document.session_context is None:
             change()
         else:
-            document.add_next_tick_callback(change)
+            self._document.add_next_tick_callback(change)
 
     # ------------------------------------------------------------------------- what a browser says
 
@@ -215,7 +213,7 @@ class Session:
             self._say({"sample": -1, "text": "This view is not complete yet; save it when it is."})
         else:
             self.page.saved = ""
-            self.page.saved = saved_page(self.attributions, self.view, self.page.html)
+            self.page.saved = document(self.attributions, self.view, self.page.html)
 
     def _say(self, said: dict[str, Any]) -> None:
         self.page.marked = self.marks.marked()
@@ -229,8 +227,7 @@ class Session:
 
     def explain(self, content: Mapping[str, str]) -> None:
         """Make a target of what somebody has typed and uploaded, and go to its page."""
-        what = "Its gradients at each checkpoint, projected as those of the other targets."
-        self.go(View(page="new"), [Section("Features", what, lambda: self._featurized(content))])
+        self.go(View(page="new"), [Section("features", lambda: self._featurized(content))])
 
     def _featurized(self, content: Mapping[str, str]) -> str:
         job, maker = self._job, self.attributions.maker
@@ -259,8 +256,8 @@ def in_notebook(attributions: Attributions, include: Any, exclude: Any) -> Any:
     return session.panel()._repr_mimebundle_(include, exclude)
 
 
-def _waiting(content: Sequence[Section]) -> list[str]:
-    return [frame(i, section, "", busy=True) for i, section in enumerate(content)]
+def _waiting(view: View, content: Sequence[Section]) -> list[str]:
+    return [frame(view, i, section, "", busy=True) for i, section in enumerate(content)]
 
 
 class _Progress:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -16,20 +17,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from trakdask._version import __version__
+from trakdask.attribution.estimators import Estimator, Rule
 from trakdask.errors import BlockError
-from trakdask.explorer.view import SIGNS, View
+from trakdask.explorer.marks import KINDS
+from trakdask.explorer.new_targets import MOST_BYTES
+from trakdask.explorer.tables import ROWS
+from trakdask.explorer.view import SIGNS, joined
 
-__all__ = [
-    "STYLE",
-    "count",
-    "document",
-    "number",
-    "plain_message",
-    "render",
-    "scaled",
-    "unit_of",
-    "value",
-]
+__all__ = ["STYLE", "number", "plain_message", "render", "scaled", "unit_of", "value"]
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
@@ -40,29 +35,6 @@ _LARGE = 10_000
 _MOST_CHARACTERS = 400
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-_MEANINGS = {
-    "output": "What the model says about a sample as one number; for classification "
-    "log p / (1 − p) of its class. The mean over checkpoints.",
-    "loss": "How much the loss would still fall if the output rose; for classification 1 − p. "
-    "Large where the model is wrong.",
-    "disagreement": "Standard deviation of the output between checkpoints.",
-    "score": "How much training on this sample raised the output of the target. Scores compare "
-    "samples with each other; they have no unit of their own.",
-    "±": "Standard error of the score over checkpoints. A score smaller than this may be noise.",
-    "self-influence": "How much training on a sample lowered its own loss. It is large for samples "
-    "that the model had to memorise, such as those with wrong labels.",
-    "λ": "The damping: how much is added to the diagonal of the gram matrix K of the features "
-    "before it is inverted. A small λ trusts rare directions of the features, a large one ignores "
-    "them. auto, completeness, trace and closed_form are rules; a number such as 0.03 is in units "
-    "of tr(K²)/tr(K); you can also write 0.5 tr(K)/n, where tr(K)/n is the mean squared length of "
-    "the features, or absolute 2.5.",
-    "estimator": "The formula of the scores. auto is the one that was measured to be best for this "
-    "kind of task.",
-    "checkpoints": "Trained models, or moments of training, over which scores are averaged.",
-    "condition": 'Such as: label == 3 and source != "web". Names are those of the metadata; also '
-    '"part of a text" in source.',
-}
-
 # ------------------------------------------------------------------------------------ numbers
 
 
@@ -72,9 +44,16 @@ def number(x: float, digits: int = 3) -> str:
     Examples
     --------
     >>> number(1234567.0), number(0.000123456), number(float("nan"))
-    ('1.23e+06', '0.000123', '–')
+    ('1.23 × 10⁶', '0.000123', '–')
     """
-    return "–" if x is None or not math.isfinite(x) else f"{x:.{digits}g}"
+    if x is None or not math.isfinite(x):
+        return "–"
+    mantissa, _, exponent = f"{x:.{digits}g}".partition("e")
+    return mantissa.replace("-", "−") + (f" × 10{_superscript(int(exponent))}" if exponent else "")
+
+
+def _superscript(exponent: int) -> str:
+    return str(exponent).translate(_SUPERSCRIPT)
 
 
 def unit_of(values: Any) -> int:
@@ -102,7 +81,7 @@ def scaled(x: float, unit: int, sign: str = "+") -> str:
 
 
 def _in_units(unit: int) -> str:
-    return f", in units of 10{str(unit).translate(_SUPERSCRIPT)}" if unit else ""
+    return f", in units of 10{_superscript(unit)}" if unit else ""
 
 
 def value(x: Any) -> str:
@@ -163,6 +142,11 @@ def plain_message(err: BaseException) -> str:
         return f"This could not be computed ({text}). The log of the server says more."
     text = re.sub(r"\['([^]]*)'\]", lambda names: names[1].replace("', '", ", "), text)
     text = re.sub(r"\bcoord(s?)\b", r"column\1", text)
+    unknown = re.fullmatch(
+        r"expected names of columns .*, got (.*); try one of (.*), or quotes.*", text
+    )
+    if unknown is not None:
+        return f"There is no column {unknown[1]}. There are {unknown[2]}. Text needs quotes."
     needs = re.fullmatch(r"expected (.*), got (.*?)(?:; try (.*))?", text)
     if needs is None:
         return text[:1].upper() + text[1:]
@@ -173,38 +157,52 @@ def plain_message(err: BaseException) -> str:
 # ---------------------------------------------------------------------------------- templates
 
 
-def render(name: str, /, **contents: Any) -> Markup:
+def render(name: str, /, *context: Any, **contents: Any) -> Markup:
     """Return what a macro of the templates makes of some contents, which it escapes."""
     macro = getattr(_templates().get_template("pages.html").module, name)
-    return Markup(macro(**contents))
+    return Markup(macro(*context, **contents))
 
 
 @cache
 def _templates() -> Environment:
     templates = Environment(
-        loader=FileSystemLoader(_FOLDER / "templates"),
+        loader=FileSystemLoader(_FOLDER / "templates"), auto_reload=False,
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
-    templates.filters |= {"value": value, "number": number, "in_units": _in_units}
-    templates.globals |= {"MEANINGS": _MEANINGS, "SIGNS": SIGNS, "count": count}
+    templates.filters |= {
+        "condition": _condition, "in_units": _in_units, "number": number, "scaled": scaled,
+        "share": _share, "value": value,
+    }  # fmt: skip
+    templates.globals |= {
+        "ESTIMATORS": get_args(Estimator), "KINDS": KINDS,
+        "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SIGNS": SIGNS,
+        "count": count, "identifiers": _identifiers, "joined": joined, "pairs": _pairs,
+        "now": partial(datetime.now, UTC), "rows": _rows, "version": __version__,
+    }  # fmt: skip
     return templates
 
 
-_CLICKED = re.compile(
-    r"<(form|nav|button|details)\b.*?</\1>|<div class=\"(?:marks|forms)\"[^>]*>\s*</div>",
-    re.DOTALL,
-)
-"""Forms, buttons and links to other pages. Values are escaped, so that none of them matches."""
-
-_LINK = re.compile(r"<a (?!download)[^>]*>(.*?)</a>", re.DOTALL)
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table, in which integers are still integers."""
+    return table.astype(object).to_dict("records")  # type: ignore[return-value]
 
 
-def document(view: View, html: str, facts: dict[str, str]) -> str:
-    """Return the HTML of a page as a file of its own, with nothing to click.
+def _identifiers(table: pd.DataFrame) -> list[str]:
+    """Return the columns that a condition can name."""
+    return [str(name) for name in table if str(name).isidentifier()]
 
-    ``facts`` say how scores are made, and of what; the date is added.
-    """
-    about = {**facts, "Saved": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by trakdask {__version__}"}
-    html = _CLICKED.sub("", _CLICKED.sub("", html))  # the divs that forms and buttons leave empty
-    body = Markup(_LINK.sub(r"<span>\1</span>", html))
-    return render("document", view=view, body=body, about=about, style=Markup(STYLE))
+
+def _pairs(names: Iterable[str]) -> list[tuple[str, str]]:
+    return [(name, name) for name in names]
+
+
+def _condition(x: Any, name: str) -> str:
+    """Return the condition that a column has a value; "" for values without one."""
+    x = getattr(x, "item", lambda: x)()
+    if not name.isidentifier() or not isinstance(x, (bool, int, float, str)) or x != x:
+        return ""
+    return f"{name} == {x!r}"
+
+
+def _share(x: float, largest: float) -> str:
+    return f"{abs(x) / largest:.4f}" if math.isfinite(x) and largest else "0"

@@ -252,7 +252,8 @@ class Marks:
             self._require_same_samples(self._read()[1])
             stored = self._opened(self.store)
             for rows in np.arange(stored.sizes[SAMPLE]), np.flatnonzero(~stored["dropped"].values):
-                if _are_equal(stored["output"].isel({SAMPLE: rows}), features["output"]):
+                output = stored["output"].isel({SAMPLE: rows})
+                if output.variable.equals(features["output"].variable):
                     return rows
         raise ValueError(
             f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "
@@ -413,14 +414,6 @@ def _url_lock(folder: Folder) -> Iterator[None]:
                     raise
                 time.sleep(_LOOKED_EVERY_S)
         yield
-
-
-def _are_equal(stored: xr.DataArray, output: xr.DataArray) -> bool:
-    """Return whether features have the outputs of some rows of a store, in the same order."""
-    if stored.sizes != output.sizes:
-        return False
-    same = (stored == output.variable) | (stored.isnull() & output.variable.isnull())
-    return bool(same.all())
 
 
 def _frame(ids: np.ndarray, label: str, who: str) -> pd.DataFrame:

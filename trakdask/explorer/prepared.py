@@ -12,23 +12,7 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.arrays.spectrum import component_count
-from trakdask.attribution.estimators import (
-    DEFAULT_ESTIMATOR,
-    DEFAULT_POWER,
-    Damping,
-    Estimator,
-    LearningRates,
-    Power,
-    ResolvedEstimator,
-    resolve_estimator,
-)
-from trakdask.attribution.grams import (
-    DERIVED,
-    EIGENVALUES,
-    EIGENVECTORS,
-    N_SAMPLES,
-    stored_decomposition,
-)
+from trakdask.attribution import estimators, grams
 from trakdask.explorer.computing import compute, persist, released_if_failed
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES, lazy_features
@@ -48,7 +32,7 @@ class Prepared:
     """
 
     features: xr.Dataset
-    estimator: ResolvedEstimator
+    estimator: estimators.ResolvedEstimator
     options: Mapping[str, Any]
     damping: xr.Dataset | None
 
@@ -60,11 +44,11 @@ class Preparation:
         self,
         features: xr.Dataset,
         *,
-        estimator: Estimator = DEFAULT_ESTIMATOR,
-        power: Power = DEFAULT_POWER,
-        damping: Damping = "auto",
+        estimator: estimators.Estimator = estimators.DEFAULT_ESTIMATOR,
+        power: estimators.Power = estimators.DEFAULT_POWER,
+        damping: estimators.Damping = "auto",
         calibrate: xr.Dataset | None = None,
-        learning_rates: LearningRates | None = None,
+        learning_rates: estimators.LearningRates | None = None,
     ) -> None:
         self.features = features
         self.estimator, self.damping, self.learning_rates = estimator, damping, learning_rates
@@ -87,10 +71,18 @@ class Preparation:
             prepared = self._prepared(*setting)
         return prepared
 
-    def estimator_of(self, text: str) -> ResolvedEstimator:
+    @property
+    def damping_text(self) -> str:
+        """The damping λ of the explorer, as a view would write it."""
+        if isinstance(self.damping, estimators.Absolute):
+            return f"absolute {self.damping.value:g}"
+        is_short = isinstance(self.damping, (str, int, float))
+        return str(self.damping) if is_short else "one for each checkpoint"
+
+    def estimator_of(self, text: str) -> estimators.ResolvedEstimator:
         """Return the estimator of a view, which says ``""`` for that of the explorer."""
         estimator: Any = text or self.estimator
-        return resolve_estimator(estimator, self._power, self.features)
+        return estimators.resolve_estimator(estimator, self._power, self.features)
 
     def _prepare(
         self, estimator_text: str, damping_text: str, checkpoints: tuple[str, ...]
@@ -117,13 +109,15 @@ class Preparation:
         options["damping"] = chosen["damping"]
         return Prepared(features, resolved, options, chosen)
 
-    def _decompose(self, estimator: ResolvedEstimator, checkpoints: tuple[str, ...]) -> xr.Dataset:
+    def _decompose(
+        self, estimator: estimators.ResolvedEstimator, checkpoints: tuple[str, ...]
+    ) -> xr.Dataset:
         """Return the features with gram matrix and eigenvectors in memory."""
         features = lazy_features(_selected(self.features, checkpoints))
-        if stored_decomposition(features, estimator.weights) is None:
+        if grams.stored_decomposition(features, estimator.weights) is None:
             features = _with_decomposition(features, estimator)
         names = [
-            name for name in (*DERIVED, "output", "out_to_loss")
+            name for name in (*grams.DERIVED, "output", "out_to_loss")
             if name in features and name != "loss_gradient"
         ]  # fmt: skip
         kept = persist(*(features[name].data for name in names))
@@ -137,7 +131,7 @@ class Preparation:
 
 def _of_trace(features: xr.Dataset, value: float) -> xr.DataArray:
     """Return λ of each checkpoint, from a number in units of tr(K)/n."""
-    n = features["gram"].attrs[N_SAMPLES]
+    n = features["gram"].attrs[grams.N_SAMPLES]
     labels = [str(name) for name in features[CHECKPOINT].values]
     data = value * arrays.damping.mean_trace(features["gram"].data, n, labels)
     (values,) = compute(data)
@@ -148,8 +142,10 @@ def _selected(ds: xr.Dataset, checkpoints: tuple[str, ...]) -> xr.Dataset:
     return ds.sel({CHECKPOINT: list(checkpoints)}) if checkpoints else ds
 
 
-def _with_decomposition(features: xr.Dataset, estimator: ResolvedEstimator) -> xr.Dataset:
-    features = features.drop_vars(DERIVED, errors="ignore")
+def _with_decomposition(
+    features: xr.Dataset, estimator: estimators.ResolvedEstimator
+) -> xr.Dataset:
+    features = features.drop_vars(grams.DERIVED, errors="ignore")
     weights = estimator.weights
     labels = [str(name) for name in features[CHECKPOINT].values]
     n, p = features.sizes[SAMPLE], features.sizes[PROJ_DIM]
@@ -158,7 +154,7 @@ def _with_decomposition(features: xr.Dataset, estimator: ResolvedEstimator) -> x
     k = component_count(n, p, features["feature"].dtype)
     spectrum = arrays.spectrum.spectrum(matrix, None, n, labels, n_component=k)
     values, vectors = arrays.spectrum.eigenvectors(spectrum, p, k)
-    derived = {"gram": matrix, EIGENVALUES: values, EIGENVECTORS: vectors}
+    derived = {"gram": matrix, grams.EIGENVALUES: values, grams.EIGENVECTORS: vectors}
     attrs = weights.attrs(features)
     variables = {name: (VARIABLES[name].dims, data, attrs) for name, data in derived.items()}
     return features.assign(variables)

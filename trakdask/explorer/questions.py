@@ -23,20 +23,10 @@ from trakdask.attribution.conditions import Condition, selection
 from trakdask.attribution.estimators import gather_options
 from trakdask.attribution.groups import group_codes
 from trakdask.attribution.scores import solver
-from trakdask.explorer import duplicates
+from trakdask.explorer import tables
 from trakdask.explorer.computing import compute
+from trakdask.explorer.duplicates import duplicates
 from trakdask.explorer.prepared import Preparation, Prepared
-from trakdask.explorer.tables import (
-    ROWS,
-    ConditionError,
-    TablePage,
-    TargetTable,
-    condition_mask,
-    few_values,
-    metadata,
-    require_position,
-    row_of,
-)
 from trakdask.explorer.view import View
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, TARGET, lazy_features
 
@@ -66,6 +56,11 @@ class Histogram:
     counts: np.ndarray
     edges: np.ndarray
 
+    @property
+    def heights(self) -> np.ndarray:
+        """Logarithms of the counts."""
+        return np.asarray(np.log1p(self.counts))
+
 
 class Questions:
     """Answers about features and targets.
@@ -91,28 +86,28 @@ class Questions:
         **options: Any,
     ) -> None:
         self.features, self._words = features, words
-        self.targets = TargetTable(targets)
+        self.targets = tables.TargetTable(targets)
         self.preparation = Preparation(features, **options)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._influences = lru_cache(4)(_self_influences)
-        self._duplicates = lru_cache(4)(self._found_duplicates)
+        self._duplicates = lru_cache(4)(self._find_duplicates)
 
     def with_targets(self, targets: xr.Dataset) -> Questions:
         """Return the same questions to other targets; what is known of training samples is kept."""
         other = copy.copy(self)
-        other.targets = TargetTable(targets)
+        other.targets = tables.TargetTable(targets)
         other._scores = lru_cache(_ROWS_KEPT)(other._scored)
         return other
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
         """The coords of the training samples, by position."""
-        return metadata(self.features)
+        return tables.metadata(self.features)
 
     @cached_property
     def groupings(self) -> list[str]:
         """The coords of the training samples that have from 2 to 1,000 different values."""
-        return few_values(self.metadata, _MOST_GROUPS)
+        return tables.few_values(self.metadata, _MOST_GROUPS)
 
     @cached_property
     def checkpoints(self) -> list[str]:
@@ -123,21 +118,21 @@ class Questions:
         """Return the features under the setting of a view."""
         return self.preparation.of(view)
 
-    def condition_error(self, view: View) -> ConditionError | None:
+    def condition_error(self, view: View) -> tables.ConditionError | None:
         """Return why the condition of a page cannot be evaluated; None if it can.
 
         Looks at one training sample or target, and at both on the page of a target.
         """
         try:
             if view.page == "targets" and view.targets_where:
-                condition_mask(self.targets.whole[:1], view.targets_where)
+                tables.condition_mask(self.targets.whole[:1], view.targets_where)
             elif view.page == "target" and view.where:
                 one = self.features.isel({SAMPLE: slice(1)})
                 target = self.targets.one(view.target, self.features[CHECKPOINT].values)
                 _selected(td.score(one, target, estimator="grad_dot"), view.where)
             elif view.where:
-                condition_mask(self.metadata[:1], view.where)
-        except ConditionError as err:
+                tables.condition_mask(self.metadata[:1], view.where)
+        except tables.ConditionError as err:
             return err
         return None
 
@@ -218,7 +213,7 @@ class Questions:
         At most 2 k rows.
         """
         prepared = self.prepared(view)
-        require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
+        tables.require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
         targets = self.targets.of(prepared.features[CHECKPOINT].values)
         (scores,) = compute(_scores_of_sample(prepared, targets, view.sample))
         order = np.argsort(-scores, kind="stable")
@@ -230,25 +225,24 @@ class Questions:
     def sample(self, view: View) -> pd.Series:
         """Return the coords of a training sample, its output, Q and self-influence."""
         prepared = self.prepared(view)
-        require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
+        tables.require_position(view.sample, prepared.features.sizes[SAMPLE], "training sample")
         one = prepared.features.isel({SAMPLE: [view.sample]})
         influence, output, q = compute(
             _self_influence(prepared, one).data, one["output"].data, one["out_to_loss"].data
         )
         facts = {"output": output.mean(), "loss": q.mean(), "self_influence": influence[0]}
-        row = row_of(self.metadata, view.sample)
+        row = tables.row_of(self.metadata, view.sample)
         whole: pd.Series[Any] = pd.concat([row, pd.Series(facts, dtype=object)])
         return whole
 
-    def ranking(self, view: View) -> TablePage:
+    def ranking(self, view: View) -> tables.TablePage:
         """Return training samples by self-influence, largest first, a page of them."""
-        influence = self.influences(view)
-        table = self.metadata.assign(self_influence=influence)
+        table = self.metadata.assign(self_influence=self.influences(view))
         if view.where:
-            table = table[condition_mask(self.metadata, view.where)]
+            table = table[tables.condition_mask(self.metadata, view.where)]
         table = table.sort_values("self_influence", ascending=False, kind="stable")
-        page = table.iloc[view.first : view.first + ROWS]
-        return TablePage(page, len(table), len(influence))
+        page = table.iloc[view.first : view.first + tables.ROWS]
+        return tables.TablePage(page, len(table))
 
     def influence_histogram(self, view: View) -> Histogram:
         """Return how self-influence is distributed, in bins of equal width of its logarithm."""
@@ -284,14 +278,13 @@ class Questions:
     def duplicates(self, view: View) -> pd.DataFrame:
         """Return training samples whose features point the same way as those of another one.
 
-        Columns: ``group``, the number of the group of duplicates; ``sample``; their coords.
+        Columns: ``group``, the number of the group of duplicates, and ``sample``.
         """
-        groups = self._duplicates(str(self.prepared(view).features[CHECKPOINT].values[0]))
-        table = self.metadata.iloc[groups["sample"]].reset_index(drop=True)
-        return pd.concat([groups, table], axis=1)
+        chosen = [name for name in self.checkpoints if name in view.checkpoints]
+        return self._duplicates((chosen or self.checkpoints)[0])
 
-    def _found_duplicates(self, checkpoint: str) -> pd.DataFrame:
-        return duplicates.duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
+    def _find_duplicates(self, checkpoint: str) -> pd.DataFrame:
+        return duplicates(lazy_features(self.features.sel({CHECKPOINT: [checkpoint]})))
 
     def _target(self, prepared: Prepared, position: int) -> xr.Dataset:
         return self.targets.one(position, prepared.features[CHECKPOINT].values)
@@ -329,7 +322,7 @@ def _selected(scores: xr.DataArray, where: str) -> np.ndarray:
         if isinstance(mask, Condition):
             mask = mask(_with_positions(scores)).isel({TARGET: 0}, missing_dims="ignore")
     except ValueError as err:
-        raise ConditionError(str(err)) from err
+        raise tables.ConditionError(str(err)) from err
     return np.asarray(mask.values)
 
 

@@ -41,11 +41,10 @@ class ConditionError(ValueError):
 
 @dataclass(frozen=True)
 class TablePage:
-    """Some rows of a table, indexed by position, and how many there are in all."""
+    """Some rows of a table, indexed by position, and of how many they are."""
 
     table: pd.DataFrame
     found: int
-    total: int
 
 
 class TargetTable:
@@ -92,7 +91,7 @@ class TargetTable:
             table = table[condition_mask(self.whole, view.targets_where)[table.index]]
         if view.sort in table:
             table = table.sort_values(view.sort, ascending=view.ascending, kind="stable")
-        return TablePage(table.iloc[view.first : view.first + ROWS], len(table), len(self.whole))
+        return TablePage(table.iloc[view.first : view.first + ROWS], len(table))
 
     def row(self, position: int) -> pd.Series[Any]:
         """Return what the table has about one target."""

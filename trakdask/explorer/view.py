@@ -17,7 +17,6 @@ from trakdask.attribution.estimators import Absolute, Damping, Estimator, Rule
 
 __all__ = [
     "CONDITION_FIELDS",
-    "CONDITION_HINT",
     "PAGES",
     "SIGNS",
     "MeanTrace",
@@ -36,7 +35,7 @@ _MOST_RANKED = 100
 CONDITION_FIELDS = ("filter_name", "filter_sign", "filter_value", "filter_of")
 """Inputs of a form that adds a condition to a view."""
 
-CONDITION_HINT = 'Write it like label == 3 and source != "web".'
+_CONDITION_HINT = 'Write it like label == 3 and source != "web".'
 
 SIGNS = {
     "==": "is",
@@ -223,7 +222,7 @@ def _condition(texts: list[str]) -> str:
             Condition(text)
     except ValueError as err:
         compared = re.sub(r"(?<![=!<>])=(?!=)", "==", text)
-        hint = CONDITION_HINT if compared == text else f"Write == instead of =: {compared}"
+        hint = _CONDITION_HINT if compared == text else f"Write == instead of =: {compared}"
         raise ValueError(f"This is not a condition. {hint}") from err
     return text
 
