@@ -95,6 +95,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "n_sample": lambda seed: N + seed,
     "n_component": lambda seed: P - seed,
     "proj_dim": lambda seed: P + seed,
+    "least": lambda seed: [0.0, 10**0.5][seed],
     "quiet": lambda seed: bool(seed),
     "n": lambda seed: N + seed,
     "labels": lambda seed: [LABELS, ["a", "c"]][seed],
