@@ -106,10 +106,9 @@ def score(
         mean_c[cos(φ_c(z), φ_c(t))] times the sign of Q; ``"tracin"``, Σ_c η_c Q_c(z) φ_c(z)·φ_c(t).
     power
         a of ``"soft"``, in [0, 1]; lower for models whose training was stopped early, nearer 1
-        where few samples are removed. ``"auto"``: ½ in h; in g from ½ up to 1 the more equally sure
-        the model is of all training samples, which is to say the less log((1 - q)/q) varies between
-        them (1 up to a standard deviation of 0.8, ½ from 1.4 on). A squared error needs 1, which
-        there is ``"trak"``.
+        where few samples are removed. ``"auto"``: ½ in h; in g it rises from ½ to 1 as the model's
+        confidence becomes more uniform (by the standard deviation of log((1 - q)/q) over training
+        samples: ½ from 1.4 on, 1 up to 0.8). A squared error needs 1, which there is ``"trak"``.
     damping
         λ, see :func:`damping`.
     calibrate
