@@ -91,8 +91,9 @@ def save(
         without it, with a warning. An append that was cut short has to be finished, by the same
         call, before another begins.
     dtype
-        ``"float16"`` stores features in half the bytes, each row scaled by a power of two: no element is off by more than 2^-11 of the largest of its row.
-        :func:`open` gives float32 again.
+        ``"float16"`` stores features in half the bytes, each row scaled by a power of two: no
+        element is off by more than 2^-11 of the largest of its row. :func:`open` gives float32
+        again.
     storage_options
         Given to fsspec with a URL, as xarray does.
     progress
