@@ -25,6 +25,8 @@ from trakdask.files import Folder
 from trakdask.provenance import as_values
 from trakdask.variables import RANK, TARGET
 
+__all__ = ["to_parquet", "to_zarr"]
+
 _MAX_BYTES = "10 GiB"
 _WRITER = {"_NCProperties": "trakdask.to_zarr"}
 """Attribute of stores that to_zarr writes. xarray does not read attributes that begin with _NC, so

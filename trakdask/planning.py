@@ -25,6 +25,8 @@ from trakdask.projection.acceleration import stop_waiting
 from trakdask.projection.specs import from_spec
 from trakdask.variables import CHECKPOINT, SAMPLE, validate
 
+__all__ = ["Pilot", "Plan", "PlannedProjection", "plan"]
+
 _NEEDED = ("projector", "parameters")
 _BYTES_OF_FLOAT32 = 4
 
