@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -268,19 +267,6 @@ def test_session__a_click_abandons_what_runs() -> None:
     assert "Targets" in session.page.html
     assert session.page.html.count("<section") == 2
     assert len(run) <= lazy.npartitions
-
-
-def test_session__of_a_store_that_vanishes(tmp_path: Path) -> None:
-    stored = td.save(data(N, 0), tmp_path / "train", progress=False)
-    explorer = td.explore(stored, data(M, 1), estimator="trak", damping=0.1)
-    session = opened(explorer, View(page="target"))
-    assert "message error" not in session.page.html
-    shutil.rmtree(tmp_path / "train")
-    session.go(View(page="target", target=1))
-    session.wait(PATIENCE_S)
-    assert 'class="message error"' in session.page.html
-    assert "Traceback" not in session.page.html
-    assert "Target 1" in session.page.html
 
 
 def test_session__on_the_client_that_was_active(client: Client) -> None:

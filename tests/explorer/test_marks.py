@@ -76,24 +76,6 @@ def test_table__before_any_mark_and_after_none_is_left(tmp_path: Path) -> None:
     assert marks.mark("a", "remove") == 1  # nothing says any more that samples are numbers
 
 
-def test_undo__takes_back_own_changes_only_one_by_one(tmp_path: Path) -> None:
-    ada = Marks(tmp_path / "m.parquet", who="Ada")
-    bob = ada.by("Bob")
-    ada.mark([1, 2], "remove")
-    bob.mark([2, 3], "remove")
-    bob.unmark([1], "remove")
-    assert pairs(ada) == [(2, "remove"), (3, "remove")]
-    assert ada.undo() == 1  # of sample 2: that of sample 1 is gone already
-    assert pairs(ada) == [(3, "remove")]
-    assert ada.undo() == 0
-    assert bob.undo() == 1
-    assert pairs(bob) == [(3, "remove"), (1, "remove")]
-    assert ada.table()["who"].tolist() == ["Bob", "Ada"]
-    assert bob.undo() == 1
-    assert pairs(bob) == [(1, "remove")]
-    assert bob.undo() == 0
-
-
 CHANGES = st.tuples(
     st.sampled_from(["mark", "unmark", "undo"]),
     st.integers(0, 1),

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from distributed import Client
 
 import trakdask as td
 from trakdask.explorer.questions import Questions
@@ -330,17 +329,6 @@ def test_words__are_asked_for_with_the_options_of_the_view(
     np.testing.assert_allclose(words.values, scores[:, None] * [0.75, 0.25], rtol=1e-3)
     assert questions.has_words(View())
     assert not questions.has_words(View(estimator="grad_cos"))
-
-
-def test_questions__on_a_cluster(
-    features: xr.Dataset, targets: xr.Dataset, questions: Questions, client: Client
-) -> None:
-    view = View(target=7, group_by="source")
-    there = Questions(features, targets, estimator="trak", damping=td.Absolute(LAMBDA))
-    order = np.argsort(-expected(features, targets)[:, 7])[:10]
-    assert there.top(view)["sample"].tolist() == order.tolist()
-    sums = pd.Series(expected(features, targets)[:, 7]).groupby(features.source.values).sum()
-    np.testing.assert_allclose(sorted(there.groups(view)["score"]), sorted(sums), rtol=1e-4)
 
 
 def test_questions__of_a_position_that_is_not_there(questions: Questions) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import panel as pn
 import param
 from panel.custom import JSComponent
+from tornado.ioloop import IOLoop
 
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned, Job
@@ -44,9 +45,7 @@ class LinkedHTML(JSComponent):
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"
     _stylesheets: ClassVar[Any] = [STYLE]
 
-    def __init__(self, **parameters: Any) -> None:
-        super().__init__(**parameters)  # type: ignore[no-untyped-call]
-        self.told: Callable[[dict[str, Any]], None] | None = None
+    told: Callable[[dict[str, Any]], None] | None = None
 
     def _handle_msg(self, msg: dict[str, Any]) -> None:
         if self.told is not None:
@@ -118,13 +117,13 @@ class Session:
         self, attributions: Attributions, view: View | None = None, *, in_notebook: bool = False
     ) -> None:
         self.attributions = attributions
-        self._document = pn.state.curdoc
+        self._document, self._loop = pn.state.curdoc, IOLoop.current(instance=False)
         location = pn.state.location
         if view is None:
             view = View.from_query(location.search if location else "")
         self.view = view
         self.marks = SessionMarks(attributions)
-        self.page = LinkedHTML(
+        self.page = LinkedHTML(  # type: ignore[no-untyped-call]
             sizing_mode="stretch_width",
             follows_address=location is not None,
             marked=self.marks.marked(),
@@ -189,10 +188,11 @@ class Session:
 
     def _later(self, change: Callable[[], None]) -> None:
         """Change the page from the thread that its document belongs to."""
-        if self._document is None or self._document.session_context is None:
+        if not self._loop or not self._document or self._document.session_context is None:
             change()
         else:
-            self._document.add_next_tick_callback(change)
+            # By the loop: from here it could be lost among events that the document holds back.
+            self._loop.add_callback(self._document.add_next_tick_callback, change)
 
     # ------------------------------------------------------------------------- what a browser says
 

@@ -75,7 +75,7 @@ class Job:
         if get_scheduler() is not None:  # synchronous, or somebody's own
             made: tuple[Any, ...] = dask.compute(*lazy)
             return made
-        watch = (None, self._started, self._before_task, self._after_task, None)
+        watch = (None, None, self._before_task, self._after_task, None)
         # Threads of BLAS within those of dask would wait for each other: ten times as slow.
         with _ONE_THREAD:
             made = dask.compute(*lazy, scheduler="threads", callbacks=[watch])
@@ -106,16 +106,10 @@ class Job:
             if self._progress is not None and total:
                 self._progress(total - left, total)
 
-    def _started(self, graph: Any, state: Any) -> None:
-        self._report(state)
-
     def _before_task(self, key: Any, graph: Any, state: Any) -> None:
         self.require_wanted()
 
     def _after_task(self, key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
-        self._report(state)
-
-    def _report(self, state: Any) -> None:
         if self._progress is not None:
             done = len(state["finished"])
             total = done + sum(len(state[name]) for name in ("ready", "waiting", "running"))

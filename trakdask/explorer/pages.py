@@ -132,6 +132,10 @@ def _checked(attributions: Attributions, view: View, field: str) -> View:
     return view.replace(errors={**view.errors, field: plain_message(error)})
 
 
+def _forms(attributions: Attributions, view: View, *, name: str, field: str) -> str:
+    return render(name, attributions, _checked(attributions, view, field))
+
+
 def _grouped(attributions: Attributions, view: View) -> View:
     """Return a view that groups by some column, or by "" if none is fit for it."""
     names = attributions.questions.groupings
@@ -139,10 +143,6 @@ def _grouped(attributions: Attributions, view: View) -> View:
 
 
 # ------------------------------------------------------------------------ the table of targets
-
-
-def _target_forms(attributions: Attributions, view: View) -> str:
-    return render("target_forms", attributions, _checked(attributions, view, "targets_where"))
 
 
 def _target_table(attributions: Attributions, view: View) -> str:
@@ -332,12 +332,11 @@ def as_csv(table: pd.DataFrame) -> str:
     return table.assign(**safe).to_csv(index=False)
 
 
-def _corpus(attributions: Attributions, view: View) -> str:
-    return render("corpus", attributions, _checked(attributions, view, "where"))
-
-
 _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
-    "targets": {"targets": _target_forms, "table": _target_table},
+    "targets": {
+        "targets": partial(_forms, name="target_forms", field="targets_where"),
+        "table": _target_table,
+    },
     "target": {
         "target": _target,
         "helpful": partial(_ranked, largest=True),
@@ -350,7 +349,7 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     },
     "sample": {"sample": _sample, "targets_of_sample": _targets_of_sample},
     "corpus": {
-        "corpus": _corpus,
+        "corpus": partial(_forms, name="corpus", field="where"),
         "heat": _heat,
         "self_influence": _ranking,
         "influences": _influences,

@@ -73,7 +73,8 @@ class Samples:
         if brief:
             ranked = sorted(names, key=lambda name: _BRIEF.index(kinds[name]))
             names = [name for name in ranked[:1] if kinds[name] != "numbers"]
-        values = self._values(names, positions)
+        chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
+        values = compute(*(chosen[name].variable.data for name in names))
         columns = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
         return ["".join(row) for row in zip(*columns, strict=True)] or [""] * len(positions)
 
@@ -89,11 +90,6 @@ class Samples:
         if kind in "TUO":
             return "text"
         return "tokens" if len(shape) == 1 and kind in "iu" and self.text is not None else "numbers"
-
-    def _values(self, names: list[str], positions: Sequence[int]) -> tuple[np.ndarray, ...]:
-        assert self.samples is not None
-        chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
-        return compute(*(chosen[name].variable.data for name in names))
 
     def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
         if kind == "image":
