@@ -46,6 +46,10 @@ class Explorer(Attributions):
     Each call of ``app()`` makes an app with a state of its own.
     """
 
+    def __repr__(self) -> str:
+        n, m = self.features.sizes[SAMPLE], self.targets.sizes[SAMPLE]
+        return f"<trakdask.Explorer: {n} training samples, {m} targets; .serve() starts a server>"
+
     def app(self, view: View | None = None) -> Any:
         """Return a Panel app for one session of a browser, at a view or at that of its URL."""
         from trakdask.explorer.app import Session  # optional dependency
