@@ -25,7 +25,7 @@ def layers() -> list[list[str]]:
     """Return the layers, from the top, each as its modules."""
     settings = tomllib.loads((HERE.parent / "pyproject.toml").read_text("utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
-    (found,) = (each["layers"] for each in contracts if each["type"] == "layers")
+    (found,) = (each["layers"] for each in contracts if each["id"] == "layers")
     return [re.findall(r"\w+", layer) for layer in found]
 
 
