@@ -177,7 +177,6 @@ ROWS = [
     BadInput(D, "no column", table(FRAME, {"x": "xs"}), ValueError, ["'xs'", "['x']"]),
     BadInput(D, "no column of a file", table(written, {"x": "xs"}), ValueError, ["'xs'", "['x']"]),
     BadInput(D, "no coord", table(FRAME, coords=["dayy"]), ValueError, ["'dayy'", "'day'"]),
-    BadInput(D, "coords twice", table(FRAME, coords=["day", "day"]), ValueError, ["'day'"]),
     BadInput(D, "both", table(FRAME, {"day": "day"}, coords=["day"]), ValueError, ["'day'"]),
     BadInput(D, "text column", table(FRAME, {"x": "text"}), TypeError, ["'x'"]),
     BadInput(D, "no rows", table(FRAME.iloc[:0]), ValueError, ["at least one sample"]),

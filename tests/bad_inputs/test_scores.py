@@ -162,7 +162,7 @@ RANKED = [
     *((f"a {type(bad).__name__}", lambda bad=bad: td.top_k(bad, 3), ValueError, ["scores"])
       for bad in (X, None, np.ones((20, 5)))),
     ("scores transposed", lambda: td.top_k(scores().T, 3), ValueError, ["('target', 'sample')"]),
-    ("scores of one target", lambda: td.top_k(scores().isel(target=0), 3), ValueError, ["('sample',)"]),
+    ("scores of one sample", lambda: td.top_k(scores().isel(sample=0), 3), ValueError, ["('target',)"]),
     ("scores of an ensemble", lambda: td.top_k(score(average=False), 3), ValueError, ["'checkpoint'"]),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), ValueError, ["k", repr(bad)]) for bad in (0, -3, 21, None)),
     *((f"k of {bad!r}", lambda bad=bad: top(bad), TypeError, ["k", repr(bad)]) for bad in (3.0, "3", True)),
