@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
@@ -78,6 +79,17 @@ def test_top_k__mask_of_pairs(k: int) -> None:
         assert (top.name.values[missing] == "").all()
         found = np.broadcast_to(top.target_label.values[:, None], missing.shape)
         np.testing.assert_array_equal(top.label.values[~missing], found[~missing])
+
+
+def test_top_k__condition_as_text() -> None:
+    days = pd.date_range("2024-01-01", periods=SCORES.sizes["sample"])
+    scores = SCORES.assign_coords(day=("sample", days))
+    top = td.top_k(scores, 3, where='label != 0 and day >= "2024-01-03"')
+    mask = (scores.label != 0).values & (days >= "2024-01-03")
+    np.testing.assert_array_equal(top.position, argsorted(ALL & mask[:, None], 3))
+    pairs = td.top_k(SCORES, 3, where="label == target_label")
+    masked = td.top_k(SCORES, 3, where=lambda tile: tile.label == tile.target_label)
+    np.testing.assert_array_equal(pairs.position, masked.position)
 
 
 def test_top_k__of_one_number_per_sample() -> None:

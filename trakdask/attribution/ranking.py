@@ -16,6 +16,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.stored import Read, reader
 from trakdask.arrays.topk import TileMask
+from trakdask.attribution.conditions import selection
 from trakdask.attribution.groups import group_codes, require_group_coord
 from trakdask.checks import require_choice, require_integer, require_number
 from trakdask.variables import (
@@ -28,7 +29,7 @@ from trakdask.variables import (
     stays_in_store,
 )
 
-Where = xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
+Where = str | xr.DataArray | np.ndarray | Callable[[xr.Dataset], xr.DataArray]
 Over = Literal["max", "mean"]
 
 
@@ -58,8 +59,9 @@ def top_k(
         Instead of k: the share of the samples that count, in (0, 1], or of all samples where
         ``where`` depends on the target. The number is rounded up.
     where
-        Which samples count: a boolean mask (sample), such as ``scores.source == "web"``; a mask
-        over (sample, target), in memory; or a function from the coords of a tile to a mask,
+        Which samples count: a boolean mask (sample), such as ``scores.source == "web"``; a
+        condition on coords as text, such as ``'label == 3 and day >= "2024-02-01"'``; a mask over
+        (sample, target), in memory; or a function from the coords of a tile to a mask,
         evaluated tile by tile, such as ``lambda tile: tile.label == tile.target_label``. Blocks in
         which a mask over samples selects nothing are never read. A DataArray is aligned with the
         scores by its labels, if both have an index; else its coords must equal theirs. The tile
@@ -126,7 +128,7 @@ def top_k(
     _require_scores(scores)
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=scores.variable.chunk().data)
-    mask = _mask(scores, where)
+    mask = _mask(scores, selection(scores, where) if isinstance(where, str) else where)
     if over_targets is not None:
         return _top_over_targets(scores, k, fraction, mask, over_targets, by, largest=largest)
     if by is not None:

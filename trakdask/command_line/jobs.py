@@ -20,7 +20,6 @@ import xarray as xr
 from distributed import Client, LocalCluster
 
 import trakdask as td
-from trakdask.attribution.conditions import selection
 from trakdask.checks import import_callable, require_choice, require_integer
 from trakdask.command_line.configuration import (
     Configuration,
@@ -227,10 +226,7 @@ def _lazy_result(
     if name == "score":
         return scores
     with about("top_k"):
-        options = section(configuration, "top_k")
-        if (text := options.get("where")) is not None:
-            options["where"] = selection(scores, text)
-        return td.top_k(scores, **options)
+        return td.top_k(scores, **section(configuration, "top_k"))
 
 
 def export(result: str, path: str) -> None:
