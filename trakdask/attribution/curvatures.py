@@ -54,8 +54,8 @@ def curvature(
     Parameters
     ----------
     samples
-        Training samples: a quarter of them, drawn at random, loses at most 0.01 of the linear
-        datamodeling score. As in :func:`featurize`.
+        Training samples, as in :func:`featurize`. A part of them, drawn at random, will do:
+        ``tests/benchmarks/curvature.py`` fits a quarter of about a thousand.
     model
         The model, at all checkpoints that features are to be computed for.
     damping

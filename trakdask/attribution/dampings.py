@@ -26,7 +26,7 @@ from trakdask.provenance import require_comparable
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES, lazy_features, validate
 
 #: How much larger λ is for features in the coordinates of the curvature, whose gram matrix is
-#: flatter; and the least ρ. Chosen by tests/benchmarks/curvature.py.
+#: flatter; and the least ρ. What scores are with it, tests/benchmarks/curvature.py measures.
 CURVED = 10**0.5
 #: Of 50 rows without any correlation, one set in 500 reaches the 0.4 that chooses λ.
 _LEAST_ROWS = 50
@@ -127,10 +127,10 @@ def damping(
     ρ is the largest at most half a standard error below the best, ½(1 - max²)/√m. Above 1 it also
     has to be clearly better than 1, by 0.25 in Fisher's z = artanh(r); or else ρ is 1. For features
     in the coordinates of the curvature, ρ is at least √10, and the other rules give a λ √10 times
-    as large, as ``tests/benchmarks/curvature.py`` measured to be better. No model is retrained and
-    no n × m array made: one more column of the gram matrix and one eigendecomposition per
-    checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample and checkpoint. For other
-    estimators it needs a gram matrix of these weights too, one more pass over the features.
+    as large. No model is retrained and no n × m array made: one more column of the gram matrix and
+    one eigendecomposition per checkpoint, about 9 p³ flops and 32 p² bytes; 17 numbers per sample
+    and checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass
+    over the features.
 
     The samples are those of ``calibrate``, if given; else up to 1000 training samples from up to 8
     blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,

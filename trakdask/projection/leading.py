@@ -18,8 +18,6 @@ from trakdask.projection.stream import ProjectionStream
 def n_leading(projector: Projector, n_parameters: int) -> int:
     """Return how many columns keep a coordinate: half of ``proj_dim``; none of the whole gradient.
 
-    Half was never measured to lose against none or all, see ``tests/benchmarks/curvature.py``.
-
     Raises
     ------
     ValueError
