@@ -256,6 +256,9 @@ def test_honest_mistakes_have_clear_errors() -> None:
         words.with_curvature(curvature)
     with pytest.raises(ValueError, match="'b'"):
         model.with_curvature(curvature.sel(checkpoint=["a"]))
+    other = td.Model(small_cnn, {"a": small_cnn().state_dict()}, task="image_classification")
+    with pytest.raises(ValueError, match="weights"):
+        other.with_curvature(curvature)
     with pytest.raises(ValueError, match="damping"):
         td.curvature(samples, model, damping=-1)
     curved = model.with_curvature(curvature)

@@ -238,13 +238,21 @@ class Model:
         parameters = {name: list(shape) for name, shape in self.shapes.items()}
         names = [checkpoint.name for checkpoint in self.checkpoints]
         found = curvature.attrs["parameters"]
-        missing = [name for name in names if name not in curvature.checkpoint.values]
-        if found != parameters or missing:
+        if found != parameters:
             raise ValueError(
-                f"expected the curvature of the parameters {list(parameters)} at the checkpoints "
-                f"{names}, got that of {list(found)} without {missing}; try td.curvature(samples, "
-                "model) with this model"
+                f"expected the curvature of the parameters {shown(parameters)}, got that of "
+                f"{shown(found)}; try td.curvature(samples, model) with this model"
             )
+        fitted = {
+            n: curvature.attrs["checkpoints"][n] for n in curvature.checkpoint.values.tolist()
+        }
+        for checkpoint in self.checkpoints:
+            if fitted.get(checkpoint.name) != checkpoint.digest:
+                raise ValueError(
+                    f"expected the curvature at checkpoint {checkpoint.name!r} with the weights of "
+                    f"this model, got that of {shown(fitted)}; try td.curvature(samples, model) "
+                    "with this model"
+                )
         fields = ("eigenvectors", "scale", "leading")
         curved = copy.copy(self)
         curved.curvature = {
