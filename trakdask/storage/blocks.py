@@ -17,8 +17,9 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 import zarr
-from dask.base import tokenize
-from distributed import as_completed, futures_of
+from dask.base import get_scheduler, tokenize
+from dask.typing import Key
+from distributed import as_completed
 
 from trakdask.arrays.block_arguments import Bounds
 from trakdask.arrays.blocks import Blocks, flat
@@ -41,6 +42,9 @@ kernels of torch change the last digits, which are fewer in 16 bits; changed cod
 """
 
 _log = logging.getLogger(__name__)
+
+Tasks = tuple[da.Array, list[Key]]
+"""An array, and the keys of the blocks of it that are to be computed."""
 
 
 # ------------------------------------------------------------------------------ what is stored
@@ -114,20 +118,21 @@ def save_blocks(
     options = scheduling.gpu_options(features)
     for name, index in columns.items():
         tasks = functools.partial(_missing, group, chunked, rows, names.index(name), index)
-        scheduling.run(tasks, retries=retries, compute=functools.partial(compute, **options))
+        scheduling.run(tasks, retries=retries, compute=functools.partial(_compute, **options))
 
 
-def compute(tasks: da.Array, **options: Any) -> None:
+def _compute(tasks: Tasks, **options: Any) -> None:
     """Compute tasks for what they store; on a cluster each is forgotten as soon as it is done.
 
     Else the scheduler would compute blocks again whose worker has died since.
     """
-    if scheduling.active_client() is None:
-        dask.compute(tasks, **options)
+    array, keys = tasks
+    graph = da.optimize(array.dask, keys)
+    client = scheduling.active_client()
+    if client is None:
+        get_scheduler(collections=[array])(graph, keys)
         return
-    futures = futures_of(*dask.persist(tasks, **options))
-    finished = as_completed(futures)
-    del tasks, futures
+    finished = as_completed(client.get(graph, keys, sync=False, **options))
     for future in finished:
         future.result()
         del future
@@ -135,7 +140,7 @@ def compute(tasks: da.Array, **options: Any) -> None:
 
 def _missing(
     group: Group, features: xr.Dataset, rows: range, position: int, index: int
-) -> da.Array | None:
+) -> Tasks | None:
     """Return the tasks of the missing blocks of one of the checkpoints of some features."""
     todo = missing_blocks(group, rows, index, group.stored_chunks("out_to_loss"))
     if not todo:
@@ -151,10 +156,10 @@ def _missing(
         meta=np.empty((0, 0), bool),
         name=f"save-block-{tokenize(group.folder.url, rows, index, *(x.name for x, _ in pairs))}",
     )  # fmt: skip
-    # Of a selection of the features dask would not fuse what makes a block with what stores it.
+    # Keys, and no selection: of selected features dask would not fuse what makes a block with what
+    # stores it, and selected blocks wait for a free thread before the scheduler forgets them.
     first = rows.start // group.block
-    selected: da.Array = written.blocks[[block - first for block in todo], position]
-    return selected
+    return written, [(written.name, block - first, position) for block in todo]
 
 
 def _write_block(

@@ -31,7 +31,6 @@ from trakdask.attribution.grams import (
 )
 from trakdask.attribution.scores import LOGIT_VARIANCE
 from trakdask.execution import scheduling
-from trakdask.storage.blocks import compute
 from trakdask.storage.group import (
     DROPPED,
     Group,
@@ -287,7 +286,7 @@ def _update_sums(before: Group, group: Group, weights: Weights, retries: int) ->
         else:
             sums = _reduced(ds, weights, names, index)
         stored = functools.partial(_stored, group, names, sums, index)
-        scheduling.run(stored, retries=retries, compute=compute)
+        scheduling.run(stored, retries=retries)
 
 
 def _is_known(before: Group, name: str, attrs: dict[str, Any]) -> bool:
@@ -369,7 +368,7 @@ def update_factors(
             )
             factors = arrays.spectrum.eigenvectors(spectrum, len(matrix), sizes["component"])
             stored = functools.partial(_stored, group, _FACTORS, factors, index)
-            scheduling.run(stored, retries=retries, compute=compute)
+            scheduling.run(stored, retries=retries)
     chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
     known = before.arrays.get(DAMPING)
     if is_same and known and before.checkpoints == group.checkpoints:
