@@ -18,12 +18,8 @@ from trakdask.evaluate.datamodeling import (
     seed_agreement,
     subsets,
 )
-from trakdask.evaluate.detection import (
-    class_detection,
-    mislabelled_auc,
-    mislabelled_curve,
-    shortcut_detection,
-)
+from trakdask.evaluate.detection import class_detection, shortcut_detection
+from trakdask.evaluate.mislabelled import mislabelled_auc, mislabelled_curve
 from trakdask.evaluate.removal import brittleness, removal_curve
 from trakdask.evaluate.retraining import retrain
 

@@ -1,4 +1,4 @@
-"""How high samples rank that scores should find: of the target's class, marked, mislabelled."""
+"""How high samples rank that scores should find: of the target's class, or with its mark."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.arrays.detection import Bools, Codes, Floats
+from trakdask.arrays.detection import Codes, Floats
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import require_integer
 from trakdask.evaluate.labels import (
     BOUND,
-    FRACTION,
     K,
     lazy_data,
     lazy_results,
     mean_with_interval,
     require_bootstrap,
-    require_fraction,
 )
 from trakdask.variables import SAMPLE, TARGET, TARGET_PREFIX
 
@@ -196,15 +195,16 @@ def shortcut_detection(
     (1.0, 0.3333)
     """
     scores = scores.transpose(SAMPLE, TARGET, ...)
-    positive, is_marked = _marks(scores, by)
-    if not is_marked.any() or positive.all() or not positive.any():
+    positive, is_marked = scores[by].values, scores[f"{TARGET_PREFIX}{by}"].values
+    are_bool = positive.dtype == is_marked.dtype == bool
+    if not are_bool or not is_marked.any() or positive.all() or not positive.any():
         raise ValueError(
-            f"expected marked and unmarked samples, and marked targets, got {positive.sum()} of "
-            f"{len(positive)} samples and {is_marked.sum()} of {len(is_marked)} targets with "
-            f"{by!r}; try targets that carry the mark"
+            f"expected {by!r} to be bool, with marked and unmarked samples, and marked targets, "
+            f"got {np.count_nonzero(positive)} of {len(positive)} samples ({positive.dtype}) and "
+            f"{np.count_nonzero(is_marked)} of {len(is_marked)} targets ({is_marked.dtype}); try "
+            "comparing with one value, and targets that carry the mark"
         )
-    values = arrays.detection.average_precision(lazy_data(scores), positive)
-    more = scores.dims[2:]
+    values, more = arrays.detection.average_precision(lazy_data(scores), positive), scores.dims[2:]
     options = require_bootstrap(resamples, seed, confidence)
     result = lazy_results(
         _shortcut, values, is_marked, positive.mean(), options, of=scores,
@@ -222,10 +222,10 @@ def shortcut_detection(
 
 def _class_codes(scores: xr.DataArray, by: str, within: str | None) -> tuple[Codes, Codes]:
     """Return class and group of every sample, (sample, 2), and of every target, (target, 2)."""
-    n, m = scores.sizes[SAMPLE], scores.sizes[TARGET]
-    groups = np.zeros(n + m, np.int8) if within is None else _shared_codes(scores, within)
-    both = np.stack([_shared_codes(scores, by), groups], axis=1)
-    return both[:n], both[n:]
+    classes = _shared_codes(scores, by)
+    groups = np.zeros_like(classes) if within is None else _shared_codes(scores, within)
+    both = np.stack([classes, groups], axis=1)
+    return both[: scores.sizes[SAMPLE]], both[scores.sizes[SAMPLE] :]
 
 
 def _shared_codes(scores: xr.DataArray, name: str) -> np.ndarray:
@@ -242,37 +242,17 @@ def _shared_codes(scores: xr.DataArray, name: str) -> np.ndarray:
 
 def _class_shares(of_samples: Codes, of_targets: Codes, by: str) -> Floats:
     """Return which share of the samples of each target's group is of its class, (target,)."""
-    n_classes = int(max(of_samples[:, 0].max(), of_targets[:, 0].max())) + 1
-    pairs, target_pairs = (
-        codes[:, 1].astype(np.int64) * n_classes + codes[:, 0] for codes in (of_samples, of_targets)
-    )
-    n_relevant = _counts(pairs, target_pairs)
-    n_ranked = _counts(of_samples[:, 1], of_targets[:, 1])
+    samples, targets = pd.DataFrame(of_samples), pd.DataFrame(of_targets)
+    classes = pd.MultiIndex.from_frame(targets)
+    n_relevant = samples.value_counts().reindex(classes, fill_value=0).to_numpy()
+    n_ranked = samples[1].value_counts().reindex(targets[1], fill_value=0).to_numpy()
     if not ((n_relevant > 0) & (n_relevant < n_ranked)).any():
         raise ValueError(
-            f"expected samples with the {by!r} of the target and samples with another one, for at "
-            f"least one of {len(of_targets)} targets, got between {n_relevant.min()} and "
-            f"{n_relevant.max()} of {len(of_samples)} samples with that of a target; try a coord "
-            "that has the same labels for samples and targets"
+            f"expected samples with the {by!r} of a target and samples with another one, got "
+            f"{n_relevant.min()} to {n_relevant.max()} of {len(of_samples)} with that of a target; "
+            "try a coord that has the same labels for samples and targets"
         )
     return np.asarray(n_relevant / np.maximum(n_ranked, 1))
-
-
-def _counts(values: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """Return how often each query is among the values."""
-    ordered = np.sort(values)
-    return np.searchsorted(ordered, queries, "right") - np.searchsorted(ordered, queries)
-
-
-def _marks(scores: xr.DataArray, by: str) -> tuple[Bools, Bools]:
-    """Return which samples and which targets carry a mark, (sample,) and (target,)."""
-    of_samples, of_targets = scores[by].values, scores[f"{TARGET_PREFIX}{by}"].values
-    if of_samples.dtype != bool or of_targets.dtype != bool:
-        raise ValueError(
-            f"expected {by!r} of samples and targets to be bool, got {of_samples.dtype} and "
-            f"{of_targets.dtype}; try comparing them with one value"
-        )
-    return of_samples, of_targets
 
 
 def _detection_variables(more: tuple[Hashable, ...]) -> dict[str, Any]:
@@ -296,9 +276,8 @@ def _detected(
     """Compute all results of values (target, ..., statistic)."""
     values = np.moveaxis(values, -1, 1)
     means, interval = mean_with_interval(values, options, _NEEDED)
-    precision, recall = slice(2, 2 + n_counts), slice(2 + n_counts, None)
     parts: dict[str, Any] = {"auc": 0, "reciprocal_rank": 1}
-    parts |= {"precision": precision, "recall": recall}
+    parts |= {"precision": slice(2, 2 + n_counts), "recall": slice(2 + n_counts, None)}
     results = {"chance": chance}
     for name, part in parts.items():
         results |= {name: values[:, part], f"{name}_mean": means[part]}
@@ -321,201 +300,3 @@ def _shortcut(
         "unmarked_interval": unmarked_interval,
         "chance": np.asarray(chance),
     }
-
-
-TWENTIETHS = tuple(i / 20 for i in range(1, 20))
-
-
-def mislabelled_auc(
-    values: xr.DataArray,
-    is_mislabelled: np.ndarray | xr.DataArray,
-    *,
-    confidence: float = 0.95,
-) -> xr.Dataset:
-    """Measure how well values separate wrong labels from right ones.
-
-    Parameters
-    ----------
-    values
-        One value per training sample, which is higher the more suspicious its label is, such as the
-        self-influence: (sample), with any further dimensions, whose entries are all evaluated.
-    is_mislabelled
-        Which labels are wrong, bool (sample,).
-    confidence
-        Level of the interval.
-
-    Returns
-    -------
-    Lazy Dataset of ``auc``, the probability that a wrong label has a higher value than a right one
-    (0.5 by chance; ties count half), and ``interval`` (bound): DeLong's, symmetric on the logit
-    scale.
-
-    Raises
-    ------
-    ValueError
-        If sizes do not agree, or all labels are wrong or all are right; when computed, if a value
-        is NaN.
-
-    References
-    ----------
-    DeLong et al. 1988; Koh and Liang 2017, section 5.4.
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
-    >>> td.evaluate.mislabelled_auc(values, [False, True, False, True]).auc.values.item()
-    1.0
-    """
-    values, wrong = _checked(values, is_mislabelled)
-    confidence = require_fraction("confidence", confidence)
-    more = values.dims[1:]
-    return lazy_results(
-        _auc, lazy_data(values), wrong, confidence, of=values,
-        variables={
-            "auc": (more, "probability that a wrong label has the higher value"),
-            "interval": ((BOUND, *more), "of auc"),
-        },
-    )  # fmt: skip
-
-
-def mislabelled_curve(
-    values: xr.DataArray,
-    is_mislabelled: np.ndarray | xr.DataArray,
-    fractions: Sequence[float] = TWENTIETHS,
-    *,
-    confidence: float = 0.95,
-) -> xr.Dataset:
-    """Measure which share of the wrong labels is found by inspecting the most suspicious samples.
-
-    Parameters
-    ----------
-    values
-        As in :func:`mislabelled_auc`: (sample), higher the more suspicious. A further dimension
-        compares several methods, such as the self-influence and the loss.
-    is_mislabelled
-        Which labels are wrong, bool (sample,).
-    fractions
-        Shares of the samples that are inspected, between 0 and 1; every twentieth by default.
-    confidence
-        Level of the intervals.
-
-    Returns
-    -------
-    Lazy Dataset of float64 variables. Further dimensions of ``values`` follow those named here:
-
-    - ``found`` (fraction): share of the wrong labels that is among the inspected samples, with
-      ``interval`` (bound, fraction), Wilson's, of as many trials as there are wrong labels;
-    - ``area``: the area under this curve for fractions from 0 to 1, with ``area_interval`` (bound),
-      which follow from those of :func:`mislabelled_auc`: ½ for a random order;
-    - ``random_interval`` (bound, fraction): where the share found in a random order lies, whose
-      expectation is the fraction itself;
-    - ``best`` (fraction): the share found if all wrong labels came first. The area of that curve is
-      1 - ½ the share of wrong labels.
-
-    Raises
-    ------
-    ValueError
-        If sizes do not agree, all labels are wrong or all are right, or fractions are not between 0
-        and 1; when computed, if a value is NaN.
-
-    Notes
-    -----
-    The loss of a classification follows from its features: with f = log p / (1 - p),
-    ``numpy.logaddexp(0, -features.output.mean("checkpoint"))`` is -log p. It is the method to beat.
-
-    Equal values count as if in random order. :func:`trakdask.plots.mislabelled_curve` draws it.
-
-    References
-    ----------
-    Koh and Liang 2017, section 5.4; Kwon et al. 2024, "DataInf". Quanda (Bareeva et al. 2024) calls
-    this mislabeling detection.
-
-    Examples
-    --------
-    >>> import trakdask as td
-    >>> values = xr.DataArray([0.1, 0.9, 0.2, 0.8], dims="sample")
-    >>> curve = td.evaluate.mislabelled_curve(values, [False, True, False, True], [0.25, 0.5])
-    >>> curve.found.values.tolist(), float(curve.area)
-    ([0.5, 1.0], 0.75)
-    """
-    values, wrong = _checked(values, is_mislabelled)
-    confidence = require_fraction("confidence", confidence)
-    shares = [require_fraction("every fraction", share) for share in fractions]
-    more = values.dims[1:]
-    return lazy_results(
-        _found_curve, lazy_data(values), wrong, shares, confidence, of=values,
-        variables={
-            "found": ((FRACTION, *more), "share of the wrong labels that is found"),
-            "interval": ((BOUND, FRACTION, *more), "of found"),
-            "area": (more, "area under found, for fractions from 0 to 1"),
-            "area_interval": ((BOUND, *more), "of area"),
-            "random_interval": ((BOUND, FRACTION), "of found in a random order"),
-            "best": ((FRACTION,), "found if all wrong labels came first"),
-        },
-        labels={FRACTION: shares},
-    )  # fmt: skip
-
-
-def _checked(values: xr.DataArray, is_mislabelled: object) -> tuple[xr.DataArray, np.ndarray]:
-    values, wrong = values.transpose(SAMPLE, ...), np.asarray(is_mislabelled)
-    n = values.sizes[SAMPLE]
-    if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
-        raise ValueError(
-            f"expected is_mislabelled to be bool ({n},), with right and wrong labels, got "
-            f"{wrong.dtype} {wrong.shape} with {np.count_nonzero(wrong)} wrong ones; try "
-            "is_mislabelled=(given_label != true_label)"
-        )
-    return values, wrong
-
-
-def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
-    more, columns = values.shape[1:], values.reshape(len(values), -1).T
-    if (unknown := np.isnan(columns).any(axis=0)).any():
-        raise ValueError(
-            f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
-            f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
-        )
-    results = [arrays.intervals.roc_auc(column, wrong, confidence) for column in columns]
-    return {
-        "auc": np.array([area for area, _ in results]).reshape(more),
-        "interval": np.stack([bounds for _, bounds in results], axis=1).reshape(2, *more),
-    }
-
-
-def _found_curve(
-    values: np.ndarray, wrong: np.ndarray, shares: list[float], confidence: float
-) -> dict[str, np.ndarray]:
-    area = _auc(values, wrong, confidence)
-    n, n_wrong, more = len(wrong), int(wrong.sum()), values.shape[1:]
-    inspected = np.array(shares) * n
-    columns = values.reshape(n, -1).T
-    found = np.stack([_found(column, wrong, inspected) for column in columns], axis=1) / n_wrong
-    found = found.reshape(-1, *more)
-    # Of the pairs of a wrong label and any sample, those with a right one count as in the AUC.
-    of_wrong = n_wrong / n / 2
-    return {
-        "found": found,
-        "interval": arrays.intervals.proportion_interval(found, n_wrong, confidence),
-        "area": of_wrong + (1 - n_wrong / n) * area["auc"],
-        "area_interval": of_wrong + (1 - n_wrong / n) * area["interval"],
-        "random_interval": _random_interval(inspected, n, n_wrong, confidence),
-        "best": np.minimum(inspected / n_wrong, 1),
-    }
-
-
-def _found(values: np.ndarray, wrong: np.ndarray, inspected: np.ndarray) -> np.ndarray:
-    """Return how many wrong labels are expected among the highest values, equal ones shuffled."""
-    order = np.argsort(-values, kind="stable")
-    ordered = values[order]
-    last_of_equal = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
-    hits = np.cumsum(wrong[order])[last_of_equal]
-    return np.asarray(np.interp(inspected, [0, *(last_of_equal + 1)], [0, *hits]))
-
-
-def _random_interval(inspected: np.ndarray, n: int, n_wrong: int, confidence: float) -> np.ndarray:
-    from scipy.stats import hypergeom  # takes a second to import, and only evaluation needs it
-
-    quantiles = np.array([[(1 - confidence) / 2], [(1 + confidence) / 2]])
-    drawn = hypergeom.ppf(quantiles, n, n_wrong, np.round(inspected))
-    return np.asarray(drawn / n_wrong)
