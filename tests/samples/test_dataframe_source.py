@@ -95,12 +95,12 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
     monkeypatch.setattr(
         Files,
         "_read",
-        lambda self, path, group, names: (read.append(group), one(self, path, group, names))[1],
+        lambda self, path, groups, names: (read.append(groups), one(self, path, groups, names))[1],
     )
     ds.isel(sample=slice(3, 6)).compute()
-    assert read == [1]
+    assert read == [range(1, 2)]
     ds.isel(sample=slice(9, 12)).compute()
-    assert read == [1, 3, 0]  # the last is that of the second file
+    assert read == [range(1, 2), range(3, 4), range(1)]  # the last is that of the second file
 
 
 def test_from_dataframe__pandas(tmp_path: Path) -> None:

@@ -14,21 +14,15 @@ import xarray as xr
 import zarr
 
 from trakdask.checks import require_integer
-from trakdask.samples.blocks import assemble, check_dtype, read_name, require_inputs, source_of
+from trakdask.samples.blocks import assemble, check_dtype, dataset_of, read_name
 from trakdask.samples.coords import (
     CoordsLike,
-    check_name,
     fields_as_coords,
-    normalise_coords,
     to_numpy,
     without_mask,
 )
 from trakdask.samples.fingerprints import fingerprint, mapped
 from trakdask.variables import SAMPLE
-
-#: Coords are loaded into the memory of one process; more is rather a variable by mistake.
-_COORDS_BYTES = 10**9
-_CHUNKS = 512
 
 
 def from_arrays(
@@ -87,11 +81,10 @@ def from_arrays(
     size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
     chosen = fields_as_coords(coords, arrays)
     variables = lazy_variables({n: a for n, a in arrays.items() if n not in chosen}, size)
-    values = {name: _loaded(arrays[name]) for name in chosen} if chosen else coords
-    return assemble(variables, values)
+    return assemble(variables, {name: _loaded(arrays[name]) for name in chosen} or coords)
 
 
-def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset:
+def validate_samples(ds: xr.Dataset) -> xr.Dataset:
     """Convert a Dataset to the form that :func:`from_arrays` returns.
 
     Parameters
@@ -99,15 +92,14 @@ def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset
     ds
         Dataset with a ``sample`` dimension: variables (sample, ...) are model inputs, coords
         (sample,) are metadata.
-    chunks
-        Samples per block. By default the chunks of the variable with the most bytes per sample,
-        or 512 if it has none.
 
     Returns
     -------
     Dataset with lazy variables, ``sample`` first, in equal blocks of samples and one chunk along
     other dimensions; coords in memory; no index; ``attrs["source"]`` as set by the user, else
-    derived from dask's names and the content. A Dataset that has this form already is not changed.
+    derived from dask's names and the content. Blocks are those of the variable with the most bytes
+    per sample, or of 512 samples if it has none. A Dataset that has this form already is not
+    changed.
 
     Raises
     ------
@@ -115,7 +107,7 @@ def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset
         If ``ds`` is not a Dataset, or a variable or coord has an unsupported dtype.
     ValueError
         If there is no ``sample`` dimension, no variable or no sample, a variable lacks the
-        dimension ``sample``, a name is reserved, or lazy coords are larger than 1 GB.
+        dimension ``sample``, or a name is reserved.
 
     Notes
     -----
@@ -127,63 +119,36 @@ def validate_samples(ds: xr.Dataset, *, chunks: int | None = None) -> xr.Dataset
     --------
     >>> import numpy as np
     >>> ds = xr.Dataset({"x": (("feature_dim", "sample"), np.zeros((3, 4)))})
-    >>> validate_samples(ds, chunks=2).x.chunks
-    ((2, 2), (3,))
+    >>> validate_samples(ds).x.chunks
+    ((4,), (3,))
     """
-    _check_form(ds)
-    ds = ds.transpose(SAMPLE, ...)
-    require_inputs(ds.data_vars)
-    chunks = _block_size(ds) if chunks is None else chunks
-    size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
-    ds = ds.reset_index(list(ds.xindexes))  # of a multi-index, the levels remain
-    if SAMPLE in ds.coords:
-        ds = ds.rename_vars({SAMPLE: "sample_id"})
-    coords = normalise_coords(_load_coords(ds), set(ds.data_vars), ds.sizes[SAMPLE])
-    arrays = lazy_variables({str(name): _data(array) for name, array in ds.items()}, size)
-    result = xr.Dataset(
-        {name: (ds[name].dims, array, ds[name].attrs) for name, array in arrays.items()},
-        coords={name: (SAMPLE, values) for name, values in coords.items()},
-        attrs=ds.attrs,
-    )
-    return result.assign_attrs(source=source_of(result))
-
-
-def _check_form(ds: Any) -> None:
     if not isinstance(ds, xr.Dataset):
         raise TypeError(
             f"expected an xarray.Dataset as samples, got {type(ds).__name__}; try td.from_arrays, "
             "td.from_torch or td.from_dataframe"
         )
-    if SAMPLE not in ds.dims:
-        raise ValueError(
-            f"expected the dimension {SAMPLE!r} in samples, got {list(ds.sizes)}; try "
-            f"ds.rename({next(iter(ds.sizes), 'row')}={SAMPLE!r})"
-        )
-    for name, array in ds.data_vars.items():
-        check_name(name, "variable")
+    for name, array in {"samples": ds, **ds.data_vars}.items():
         if SAMPLE not in array.dims:
             raise ValueError(
-                f"expected {SAMPLE!r} among the dimensions of variable {name!r}, got {array.dims}; "
-                f"try ds.drop_vars({name!r})"
+                f"expected the dimension {SAMPLE!r} in {name!r}, got {list(array.dims)}; try "
+                f"ds.rename(row={SAMPLE!r}), or ds.drop_vars({name!r})"
             )
+    ds = ds.transpose(SAMPLE, ...)
+    ds = ds.reset_index(list(ds.xindexes))  # of a multi-index, the levels remain
+    if SAMPLE in ds.coords:
+        ds = ds.rename_vars({SAMPLE: "sample_id"})
+    coords = {str(n): coord.compute() for n, coord in ds.coords.items() if SAMPLE in coord.dims}
+    data: dict[Any, Any] = {name: _data(array) for name, array in ds.items()}
+    arrays = lazy_variables(data, _block_size(ds))
+    variables = {n: xr.Variable(ds[n].dims, array, ds[n].attrs) for n, array in arrays.items()}
+    return dataset_of(variables, coords, ds.attrs)
 
 
 def _block_size(ds: xr.Dataset) -> int:
-    widest = max(ds.data_vars.values(), key=lambda array: array.nbytes)
+    """Return the largest chunk of samples of the variable that has the most bytes."""
+    widest = max(ds.data_vars.values(), key=lambda array: array.nbytes, default=ds[SAMPLE])
     sizes = widest.variable.chunksizes.get(SAMPLE)  # chunks of a DataArray would include its coords
-    return max(1, *sizes) if sizes else _CHUNKS
-
-
-def _load_coords(ds: xr.Dataset) -> dict[str, Any]:
-    coords = {name: coord for name, coord in ds.coords.items() if SAMPLE in coord.dims}
-    lazy = {name: coord.nbytes for name, coord in coords.items() if coord.chunks is not None}
-    if sum(lazy.values()) > _COORDS_BYTES:
-        raise ValueError(
-            f"expected lazy coords of at most {_COORDS_BYTES} bytes, as coords are held in memory, "
-            f"got {sum(lazy.values())} bytes in {lazy}; try ds.drop_vars(...), or "
-            "ds.reset_coords(...) to make one a variable"
-        )
-    return {str(name): coord.compute() for name, coord in coords.items()}
+    return max(1, *sizes) if sizes else 512
 
 
 def _data(array: xr.DataArray) -> Any:
@@ -196,9 +161,7 @@ def _data(array: xr.DataArray) -> Any:
 
 
 def _loaded(array: Any) -> Any:
-    if isinstance(array, da.Array):
-        return array.compute()
-    return array[:] if isinstance(array, zarr.Array) else array
+    return np.asarray(array) if isinstance(array, da.Array | zarr.Array) else array
 
 
 def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, da.Array]:
@@ -211,10 +174,9 @@ def _lazy(name: str, array: Any, size: int) -> Any:
     if isinstance(array, torch.Tensor | list | tuple | pd.Series):
         array = to_numpy(what, array)
     if not isinstance(array, np.ndarray | da.Array | zarr.Array) or array.ndim == 0:
-        advice = "array.toarray()" if hasattr(array, "toarray") else "numpy.atleast_1d(...)"
         raise TypeError(
             f"expected a numpy, dask, zarr or torch array (sample, ...) as {what}, got "
-            f"{type(array).__name__}; try {advice}"
+            f"{type(array).__name__}; try array.toarray(), or numpy.atleast_1d(...)"
         )
     check_dtype(name, array.dtype)
     chunks = {0: size} | dict.fromkeys(range(1, array.ndim), -1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import dask
@@ -28,35 +27,13 @@ _READ_NAME = re.compile(r"read-.+-([0-9a-f]{64})-\d+", re.DOTALL)
 _SOURCE = re.compile(r"samples-[0-9a-f]{64}")
 
 
-@dataclass(frozen=True)
-class Field:
-    """Shape and dtype that every sample of a variable must have."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def check(self, name: str, first: int, values: Array) -> None:
-        """Check the shape and dtype of values (sample, ...), of which the first is a sample's."""
-        shape, dtype = values.shape[1:], values.dtype
-        if shape != self.shape:
-            raise ValueError(
-                f"expected shape {self.shape} in variable {name!r}, as sample 0 has, got "
-                f"{shape} for sample {first}; try padding or cropping all samples to one "
-                "shape, or td.from_dataframe(..., max_length=128), which pads lists such as tokens"
-            )
-        # Floating-point values may be rounded, but integers must not overflow.
-        casting: Literal["safe", "same_kind"] = "safe" if self.dtype.kind in "biu" else "same_kind"
-        if dtype != self.dtype and not np.can_cast(dtype, self.dtype, casting):
-            raise ValueError(
-                f"expected dtype {self.dtype} in variable {name!r}, as sample 0 has, got "
-                f"{dtype} for sample {first}; try one dtype for all samples"
-            )
-
-
 class Source(Protocol):
-    """Samples that tasks read."""
+    """Samples that tasks read.
 
-    fields: dict[str, Field]
+    ``fields`` has an array (0, ...) of each variable, whose shape and dtype all samples must have.
+    """
+
+    fields: dict[str, Array]
 
     def __len__(self) -> int: ...
 
@@ -65,11 +42,28 @@ class Source(Protocol):
         ...
 
 
-def fields_of(arrays: Mapping[str, Array]) -> dict[str, Field]:
-    """Return the shape and dtype of one sample of each variable (sample, ...)."""
+def fields_of(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return no samples of each variable (sample, ...), after a check of its dtype."""
     for name, array in arrays.items():
         check_dtype(name, array.dtype)
-    return {name: Field(array.shape[1:], array.dtype) for name, array in arrays.items()}
+    return {name: array[:0] for name, array in arrays.items()}
+
+
+def check_field(name: str, field: Array, first: int, values: Array) -> None:
+    """Check the shape and dtype of values (sample, ...), of which the first is a sample's."""
+    if values.shape[1:] != field.shape[1:]:
+        raise ValueError(
+            f"expected shape {field.shape[1:]} in variable {name!r}, as sample 0 has, got "
+            f"{values.shape[1:]} for sample {first}; try padding or cropping all samples to one "
+            "shape, or td.from_dataframe(..., max_length=128), which pads lists such as tokens"
+        )
+    # Floating-point values may be rounded, but integers must not overflow.
+    casting: Literal["safe", "same_kind"] = "safe" if field.dtype.kind in "biu" else "same_kind"
+    if not np.can_cast(values.dtype, field.dtype, casting):
+        raise ValueError(
+            f"expected dtype {field.dtype} in variable {name!r}, as sample 0 has, got "
+            f"{values.dtype} for sample {first}; try one dtype for all samples"
+        )
 
 
 def check_dtype(name: str, dtype: np.dtype[Any]) -> None:
@@ -91,11 +85,12 @@ def require_samples(n: int, what: str) -> None:
 def read(source: Source, start: int, stop: int, names: Collection[str] = ()) -> dict[str, Array]:
     """Return the samples ``start:stop`` of all variables, or of some."""
     fields = {name: source.fields[name] for name in names or source.fields}
-    block = {n: np.empty((stop - start, *field.shape), field.dtype) for n, field in fields.items()}
+    n = stop - start
+    block = {name: np.empty((n, *f.shape[1:]), f.dtype) for name, f in fields.items()}
     for first, rows in source.rows(start, stop):
         for name, field in fields.items():
             values = rows[name]
-            field.check(name, first, values)
+            check_field(name, field, first, values)
             block[name][first - start : first - start + len(values)] = values
     return block
 
@@ -118,16 +113,16 @@ def _read_block(source: Source, n: int, size: int, block_id: tuple[int]) -> dict
 
 
 def unpacked(
-    blocks: da.Array, fields: Mapping[str, Field], token: str, size: int
+    blocks: da.Array, fields: Mapping[str, Array], token: str, size: int
 ) -> dict[str, da.Array]:
     """Return the lazy arrays of blocks that are mappings from variables to arrays."""
     arrays = {}
     for name, field in fields.items():
-        axes = tuple(range(1 + len(field.shape)))
+        axes = tuple(range(field.ndim))
         arrays[name] = da.blockwise(
             take, axes, blocks, axes[:1], name, None,
-            new_axes=dict(zip(axes[1:], field.shape, strict=True)), dtype=field.dtype,
-            meta=np.empty((0,) * len(axes), field.dtype), name=read_name(name, token, size),
+            new_axes=dict(zip(axes[1:], field.shape[1:], strict=True)), dtype=field.dtype,
+            meta=np.empty((0,) * field.ndim, field.dtype), name=read_name(name, token, size),
         )  # fmt: skip
     return arrays
 
@@ -142,32 +137,32 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def assemble(variables: Mapping[str, da.Array], coords: CoordsLike) -> xr.Dataset:
+def assemble(arrays: Mapping[str, da.Array], coords: CoordsLike) -> xr.Dataset:
     """Create a Dataset from lazy arrays with equal chunks along samples, and from coords."""
-    n = require_inputs(variables)
-    for name in variables:
-        check_name(name, "variable")
-    values = normalise_coords(coords, variables, n)
-    ds = xr.Dataset(
-        {
-            name: ((SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, array.ndim))), array)
-            for name, array in variables.items()
-        },
-        coords={name: (SAMPLE, array) for name, array in values.items()},
-    )
-    return ds.assign_attrs(source=source_of(ds))
+    variables = {
+        name: xr.Variable((SAMPLE, *(f"{name}_dim_{axis}" for axis in range(1, array.ndim))), array)
+        for name, array in arrays.items()
+    }
+    return dataset_of(variables, coords, {})
 
 
-def require_inputs(variables: Mapping[Any, Any]) -> int:
-    """Return the number of samples of model inputs; reject those without any."""
+def dataset_of(
+    variables: Mapping[str, xr.Variable], coords: CoordsLike, attrs: Mapping[str, Any]
+) -> xr.Dataset:
+    """Create a Dataset from lazy variables (sample, ...) and from coords, after checks of both."""
     if not variables:
         raise ValueError(
             "expected at least one model input, got none; try td.from_arrays({'image': images}), "
             "or samples.reset_coords('name')"
         )
-    n: int = min(array.shape[0] for array in variables.values())
+    for name in variables:
+        check_name(name, "variable")
+    n = min(len(variable) for variable in variables.values())
     require_samples(n, f"the variables {list(variables)}")
-    return n
+    values = normalise_coords(coords, variables, n)
+    samples = {name: (SAMPLE, array) for name, array in values.items()}
+    ds = xr.Dataset(variables, samples, attrs)
+    return ds.assign_attrs(source=source_of(ds))
 
 
 def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:

@@ -136,7 +136,7 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     return _portable(name, array)
 
 
-def check_name(name: object, what: str, *, is_column: bool = False) -> None:
+def check_name(name: object, what: str) -> None:
     """Reject a name that a dimension or a variable of results already has.
 
     Parameters
@@ -145,8 +145,6 @@ def check_name(name: object, what: str, *, is_column: bool = False) -> None:
         Name of a variable or coord.
     what
         What the error message calls it: "variable" or "coord".
-    is_column
-        Whether the name is that of a column, which ``coords`` can rename.
 
     Raises
     ------
@@ -159,10 +157,9 @@ def check_name(name: object, what: str, *, is_column: bool = False) -> None:
         raise TypeError(f"the name of a {what} must be a str, got {name!r} ({type(name).__name__})")
     if name in _RESERVED or name.startswith(variables.TARGET_PREFIX):
         other = "sample_id" if name == SAMPLE else f"my_{name}"
-        remedy = f"coords={{{other!r}: {name!r}}}" if is_column else repr(other)
         raise ValueError(
             f"expected a name for the {what} that trakdask does not use itself, got {name!r}; try "
-            f"{remedy}"
+            f"{other!r}"
         )
 
 
@@ -174,11 +171,7 @@ def _to_numpy(name: str, values: Any) -> np.ndarray[Any, Any]:
     if isinstance(values, xr.DataArray | xr.Variable):
         return np.asarray(values.values)
     if isinstance(values, pd.Series | pd.Index | pd.Categorical):
-        return _from_pandas(name, pd.Series(values))
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-        raise TypeError(
-            f"expected a list or an array as coord {name!r}, got {type(values).__name__}"
-        )
+        return _from_pandas(pd.Series(values))
     # As objects first: numpy would write [1, "a"] as two strings.
     return np.fromiter(values, dtype=object, count=len(values))
 
@@ -210,14 +203,9 @@ def without_mask(what: str, array: Any) -> Any:
     return array.data
 
 
-def _from_pandas(name: str, series: pd.Series[Any]) -> np.ndarray[Any, Any]:
+def _from_pandas(series: pd.Series[Any]) -> np.ndarray[Any, Any]:
     if isinstance(series.dtype, pd.CategoricalDtype):
         series = series.astype(series.cat.categories.dtype)
-    if isinstance(series.dtype, pd.DatetimeTZDtype):
-        raise TypeError(
-            f"coord {name!r} has times of the time zone {series.dtype.tz}; try "
-            f"{name}.dt.tz_convert('UTC').dt.tz_localize(None)"
-        )
     if series.dtype.kind in "biu" and series.hasnans:  # else these would become floats
         series = series.astype(object)
     return series.to_numpy()
@@ -231,11 +219,12 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.kind == "M":
         return pd.Series(array).astype("datetime64[ns]").to_numpy()  # raises if it is out of range
     if array.dtype.kind in "UT":
-        return _as_text(name, array)
+        return array.astype(np.dtypes.StringDType(), copy=False)
     raise TypeError(
-        f"expected only numbers, only booleans, only strings or only times for coord {name!r}, got "
-        f"dtype {array.dtype} of {sorted({type(value).__name__ for value in array})}; try "
-        f"{name}.astype(str), or leave it out"
+        "expected only numbers, only booleans, only strings or only times without a time zone for "
+        f"coord {name!r}, got dtype {array.dtype} of "
+        f"{sorted({type(value).__name__ for value in array})}; try {name}.astype(str), or leave it "
+        "out"
     )
 
 
@@ -243,9 +232,9 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     """Return objects of one kind as an array of it, and others as they are."""
     kind = pd.api.types.infer_dtype(array, skipna=False)
     if kind == "string":
-        return _as_text(name, array)
+        return array.astype(np.dtypes.StringDType())
     if kind in ("date", "datetime", "datetime64"):
-        return _from_pandas(name, pd.Series(pd.to_datetime(list(array))))
+        return _from_pandas(pd.Series(pd.to_datetime(list(array))))
     if kind in ("boolean", "integer", "floating", "mixed-integer-float"):
         return np.array(array.tolist())
     if (missing := np.asarray(pd.isna(array))).any():
@@ -254,10 +243,3 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
             f"{int(missing.argmax())}; try {name}.fillna(-1), or {name}.fillna('') for strings"
         )
     return array
-
-
-def _as_text(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    try:
-        return array.astype(np.dtypes.StringDType(), copy=False)
-    except (UnicodeEncodeError, TypeError) as err:  # a lone surrogate
-        raise ValueError(f"expected text that UTF-8 can hold for coord {name!r}: {err}") from err

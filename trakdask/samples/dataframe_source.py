@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,20 +11,20 @@ import dask.array as da
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.samples.array_source import lazy_variables
 from trakdask.samples.blocks import (
     Array,
-    Field,
     assemble,
+    check_field,
     fields_of,
     lazy_fields,
     require_samples,
     unpacked,
 )
-from trakdask.samples.coords import check_name
 from trakdask.samples.tables import Columns, Files, HuggingFace, Table, columns_of_pandas
 
 __all__ = ["from_dataframe"]
@@ -133,15 +132,16 @@ def from_dataframe(
 def _table(source: Any) -> Any:
     if isinstance(source, pd.DataFrame | dd.DataFrame):
         return source
-    if type(source).__module__.split(".")[0] == "datasets":  # without importing the package
+    kind = type(source)
+    if kind.__module__.startswith("datasets.") and kind.__name__ == "Dataset":  # not imported here
         return HuggingFace(source)
     if isinstance(source, str | os.PathLike | list | tuple):
         sources = [source] if isinstance(source, str | os.PathLike) else source
         return Files([os.fspath(path) for path in sources])
     raise TypeError(
         "expected paths of parquet or Arrow files, a datasets.Dataset, or a pandas or dask "
-        f"DataFrame, as source, got {type(source).__name__}; try "
-        + ("source.to_pandas()" if hasattr(source, "to_pandas") else "a path")
+        f"DataFrame, as source, got {kind.__name__}; try source['train'], source.to_pandas(), or a "
+        "path"
     )
 
 
@@ -172,36 +172,25 @@ def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
 def _coord_columns(coords: Any) -> dict[str, str]:
     """Return name of the coord -> column."""
     if isinstance(coords, Mapping):
-        names = dict(coords)
-    else:
-        names = {name: name for name in ([coords] if isinstance(coords, str) else coords)}
-    for name in names:
-        check_name(name, "coord", is_column=not isinstance(coords, Mapping))
-    return names
+        return dict(coords)
+    return {name: name for name in ([coords] if isinstance(coords, str) else coords)}
 
 
 def _check_columns(asked: Iterable[Any], available: Iterable[Any]) -> None:
     columns = [str(column) for column in available]
     for column in asked:
-        if column not in columns:
-            near = difflib.get_close_matches(str(column), columns, n=3) or columns
+        if (n := columns.count(column)) != 1:
             raise ValueError(
-                f"expected the name of a column of the table, got {column!r}; try one of {near}"
-            )
-        if columns.count(column) > 1:
-            raise ValueError(
-                f"expected one column {column!r}, got {columns.count(column)} of this name; try "
-                "renaming them"
+                f"expected the name of one column of the table, got {column!r}, which {n} columns "
+                f"have; try one of {columns}"
             )
 
 
 def _whole_columns(table: Files | HuggingFace, columns: list[str]) -> pd.DataFrame:
+    parts = [part for _, part in table.parts(0, len(table), columns)]
+    whole = pa.concat_tables(parts, promote_options="permissive").unify_dictionaries()
     # Integers with nulls are read as objects, because floats would silently round them.
-    frame: pd.DataFrame = (
-        table.whole(columns)
-        .unify_dictionaries()
-        .to_pandas(date_as_object=False, integer_object_nulls=True)
-    )
+    frame: pd.DataFrame = whole.to_pandas(date_as_object=False, integer_object_nulls=True)
     return frame
 
 
@@ -242,9 +231,9 @@ def _length_and_head(part: pd.DataFrame) -> tuple[int, pd.DataFrame]:
 
 
 def _convert(
-    part: pd.DataFrame, columns: Columns, fields: dict[str, Field], start: int
+    part: pd.DataFrame, columns: Columns, fields: dict[str, Array], start: int
 ) -> dict[str, Array]:
     arrays = columns.arrays(columns_of_pandas(part), start)
     for name, values in arrays.items():
-        fields[name].check(name, start, values)
+        check_field(name, fields[name], start, values)
     return {n: values.astype(fields[n].dtype, copy=False) for n, values in arrays.items()}

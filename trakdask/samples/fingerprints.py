@@ -107,10 +107,8 @@ def mapped(array: np.ndarray[Any, Any]) -> MappedFile | None:
         return None
     if not array.flags.c_contiguous or array.size == 0:
         return None
-    path, offset = (
-        os.path.abspath(root.filename),
-        root.offset + array.ctypes.data - root.ctypes.data,
-    )
+    path = os.path.abspath(root.filename)
+    offset = root.offset + array.ctypes.data - root.ctypes.data
     return MappedFile(path, array.dtype, offset, array.shape, _version(path))
 
 

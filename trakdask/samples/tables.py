@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec.core import get_fs_token_paths
 
-from trakdask.samples.blocks import Array, Field, fields_of
+from trakdask.samples.blocks import Array, fields_of
 
 _ARROW = (".arrow", ".feather", ".ipc")
 _SUFFIXES = (".parquet", ".parq", *_ARROW)
@@ -61,8 +61,7 @@ class Columns:
             several = [columns] if isinstance(columns, str) else columns
             values, found = zip(*(self._array(name, table[c], start) for c in several), strict=True)
             masks += found
-            is_one = isinstance(columns, str)
-            arrays[name] = values[0] if is_one else _side_by_side(name, several, values)
+            arrays[name] = values[0] if isinstance(columns, str) else np.stack(values, axis=1)
         padded = [mask for mask in masks if mask is not None]
         if padded and _MASK not in arrays:
             arrays[_MASK] = padded[0].astype(np.int64)
@@ -73,7 +72,8 @@ class Columns:
         if isinstance(column, np.ndarray):
             return column, None
         samples = np.arange(start, start + len(column))
-        if name not in self.max_length or not _is_list(_storage(column).type):
+        column = _complete(name, column, samples)
+        if name not in self.max_length or not _is_list(column.type):
             return _stacked(name, column, samples), None
         values, lengths = _flattened(name, column, samples)
         width = self.max_length[name]
@@ -89,16 +89,6 @@ class Columns:
         starts = np.cumsum(lengths) - lengths
         padded[mask] = values[(starts[:, None] + np.arange(width))[mask]]
         return padded, mask
-
-
-def _side_by_side(name: str, columns: Sequence[str], values: Sequence[Array]) -> Array:
-    shapes = {column: value.shape[1:] for column, value in zip(columns, values, strict=True)}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(
-            f"expected columns of one shape for variable {name!r}, got {shapes} per sample; try a "
-            "variable for each of them"
-        )
-    return np.stack(values, axis=1)
 
 
 def columns_of_arrow(table: pa.Table) -> dict[str, Any]:
@@ -127,8 +117,9 @@ def _stacked(name: str, column: Any, samples: Array) -> Array:
 
     ``samples`` has the sample that each entry of the column belongs to.
     """
-    if not _is_list(_storage(column).type):
-        return np.asarray(_complete(name, column, samples).to_numpy(zero_copy_only=False))
+    column = _complete(name, column, samples)
+    if not _is_list(column.type):
+        return np.asarray(column.to_numpy(zero_copy_only=False))
     values, lengths = _flattened(name, column, samples)
     if len(other := np.flatnonzero(lengths != lengths[:1])):
         raise ValueError(
@@ -142,13 +133,13 @@ def _stacked(name: str, column: Any, samples: Array) -> Array:
 
 def _flattened(name: str, column: Any, samples: Array) -> tuple[Array, Array]:
     """Return the entries of all lists of a column, one after the other, and the lists' lengths."""
-    column = _complete(name, column, samples)
     lengths = np.asarray(pc.list_value_length(column).to_numpy(zero_copy_only=False))
     return _stacked(name, column.flatten(), np.repeat(samples, lengths)), lengths
 
 
 def _complete(name: str, column: Any, samples: Array) -> Any:
-    column = _storage(column)
+    """Return a column without its extension type, after a check that it has all values."""
+    column = column.storage if isinstance(column, pa.ExtensionArray) else column
     if column.null_count:
         null = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
         raise ValueError(
@@ -156,10 +147,6 @@ def _complete(name: str, column: Any, samples: Array) -> Any:
             f"{samples[null]}; try filling or dropping such rows first"
         )
     return column
-
-
-def _storage(column: Any) -> Any:
-    return column.storage if isinstance(column, pa.ExtensionArray) else column
 
 
 def _is_list(kind: Any) -> bool:
@@ -173,10 +160,8 @@ class Table:
 
     def __init__(self, table: Files | HuggingFace, columns: Columns) -> None:
         self.table, self.columns = table, columns
-        self.fields: dict[str, Field] = {}
-        if len(table):
-            _, row = next(table.parts(0, 1, columns.names))
-            self.fields = fields_of(columns.arrays(columns_of_arrow(row), 0))
+        _, row = next(table.parts(0, 1, columns.names))
+        self.fields = fields_of(columns.arrays(columns_of_arrow(row), 0))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -202,44 +187,38 @@ class Files:
     """
 
     def __init__(self, paths: list[str]) -> None:
-        self._fs, self._files = _expand(paths)
-        contents = [self._content(path) for path in self._files]
-        first, *others = (names for names, _ in contents)
+        self._fs, files = _expand(paths)
+        (first, *others), sizes = zip(*map(self._content, files), strict=True)
         self.columns = [name for name in first if all(name in other for other in others)]
-        pairs = list(zip(self._files, contents, strict=True))
-        self._groups = [(path, i) for path, (_, sizes) in pairs for i in range(len(sizes))]
-        self._ends = np.cumsum([0, *(size for _, sizes in contents for size in sizes)])
-        infos = [self._fs.info(path) for path in self._files]
+        # The rows at which the groups of each file begin and end, counted from its first.
+        ends = (np.cumsum([0, *groups]) for groups in sizes)
+        self._files = list(zip(files, ends, strict=True))
+        infos = map(self._fs.info, files)
         keys = ("size", "mtime", "LastModified", "ETag")
         self._versions = [[str(info.get(key)) for key in keys] for info in infos]
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return sum(int(ends[-1]) for _, ends in self._files)
 
     def parts(self, start: int, stop: int, names: list[str]) -> Iterator[tuple[int, pa.Table]]:
-        """Yield the rows ``start:stop`` of each group, and the number of the first of them."""
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right") - 1
-        for number in range(first, last + 1):
-            begin, end = map(int, self._ends[number : number + 2])
-            low, high = max(start, begin), min(stop, end)
+        """Yield the rows ``start:stop`` of each file, and the number of the first of them."""
+        before = 0
+        for path, ends in self._files:
+            low, high = max(start - before, 0), min(stop - before, int(ends[-1]))
             if low < high:
-                table = self._read(*self._groups[number], names)
-                yield low, table.slice(low - begin, high - low)
+                first, last = np.searchsorted(ends, [low, high - 1], side="right") - 1
+                table = self._read(path, range(first, last + 1), names)
+                yield before + low, table.slice(low - int(ends[first]), high - low)
+            before += int(ends[-1])
 
-    def whole(self, names: list[str]) -> pa.Table:
-        """Return columns of all files."""
-        tables = [self._read(path, None, names) for path in self._files]
-        return pa.concat_tables(tables, promote_options="permissive")
-
-    def _read(self, path: str, group: int | None, names: list[str]) -> pa.Table:
-        """Return columns of a group of rows, or of the whole file."""
+    def _read(self, path: str, groups: range, names: list[str]) -> pa.Table:
+        """Return columns of some groups of rows of a file."""
         with self._opened(path) as file:
-            if path.endswith(_ARROW):
-                schema, batches = _record_batches(file)
-                chosen = batches if group is None else itertools.islice(batches, group, group + 1)
-                return pa.Table.from_batches(list(chosen), schema).select(names)
-            parquet = pq.ParquetFile(file)
-            return parquet.read(names) if group is None else parquet.read_row_group(group, names)
+            if not path.endswith(_ARROW):
+                return pq.ParquetFile(file).read_row_groups(groups, names)
+            schema, batches = _record_batches(file)
+            chosen = itertools.islice(batches, groups.start, groups.stop)
+            return pa.Table.from_batches(list(chosen), schema).select(names)
 
     def _content(self, path: str) -> tuple[list[str], list[int]]:
         """Return the names of a file's columns, and the number of rows of each of its groups."""
@@ -317,13 +296,6 @@ class HuggingFace:
     """
 
     def __init__(self, dataset: Any) -> None:
-        kind = type(dataset).__name__
-        if kind != "Dataset":
-            raise TypeError(
-                f"expected a datasets.Dataset, whose rows are read by index, got {kind}; try one "
-                "of its splits, source['train'], or writing a stream to parquet files, and their "
-                "path"
-            )
         if dataset.format["type"] == "custom":
             raise ValueError(
                 "the Dataset has a transform that is applied when rows are read; try "
@@ -338,7 +310,3 @@ class HuggingFace:
     def parts(self, start: int, stop: int, names: list[str]) -> Iterator[tuple[int, pa.Table]]:
         """Yield the rows ``start:stop``, and the number of the first of them."""
         yield start, self._dataset.select_columns(names)[start:stop]
-
-    def whole(self, names: list[str]) -> pa.Table:
-        """Return whole columns."""
-        return self._dataset.select_columns(names)[:]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import xarray as xr
-from torch.utils.data import DataLoader, IterableDataset
 
 from trakdask.checks import import_callable, require_integer
-from trakdask.samples.blocks import Field, assemble, fields_of, lazy_fields, read, require_samples
+from trakdask.samples.blocks import assemble, fields_of, lazy_fields, read, require_samples
 from trakdask.samples.coords import CoordsLike, fields_as_coords, to_numpy
 from trakdask.samples.fingerprints import fingerprint
 
@@ -63,7 +60,7 @@ def from_torch(
         :func:`from_arrays`. When computed, if an item's shape or dtype differs from that of item 0
         (:func:`from_dataframe` pads lists that differ in length).
     RuntimeError
-        When computed, if reading a sample fails; the message names it.
+        If reading a sample fails, item 0 here and all of them when computed; the message names it.
 
     Notes
     -----
@@ -122,7 +119,7 @@ class _Items:
                 f"shapes={{{next(iter(item))!r}: ...}}"
             )
         self.fields = {
-            name: Field(tuple(shapes.get(name, field.shape)), field.dtype)
+            name: np.empty((0, *shapes.get(name, field.shape[1:])), field.dtype)
             for name, field in fields_of({n: value[None] for n, value in item.items()}).items()
         }
         # The code of a function alone does not determine what it returns.
@@ -168,8 +165,8 @@ class _Items:
             item = self._dataset[index]
         except Exception as err:
             raise RuntimeError(
-                "expected an item for every index below len(dataset), got an error for sample "
-                f"{index}: {err!r}; try dataset[{index}]"
+                f"expected an item for every index below len(dataset), got an error for sample "
+                f"{index} of the {type(self._dataset).__name__}: {err!r}; try dataset[{index}]"
             ) from err
         return {
             name: to_numpy(f"variable {name!r} of sample {index}", value, _DTYPES.get(type(value)))
@@ -181,27 +178,17 @@ _DTYPES: Mapping[type, type] = {bool: np.bool_, int: np.int64, float: np.float32
 """Of numbers of Python."""
 
 
-_ADVICE: Mapping[type, str] = {
-    DataLoader: "loader.dataset, whose items are no batches",
-    Mapping: "td.from_arrays",
-    pd.DataFrame: "td.from_dataframe",
-    xr.Dataset: "td.featurize(dataset, ...)",
-    IterableDataset: "list(dataset), or writing the samples to zarr or parquet first",
-}
-"""What to use in place of what is no map-style dataset."""
-
-
 def _open(given: Any) -> Any:
     dataset = given
     if isinstance(given, str):
         dataset = import_callable(given, "dataset")()
     elif callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
         dataset = given()
-    other = next((kind for kind in _ADVICE if isinstance(dataset, kind)), None)
-    if other or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             "expected a map-style dataset, whose items are read by index, got "
-            f"{type(dataset).__name__}; try {_ADVICE[other or IterableDataset]}"
+            f"{type(dataset).__name__}; try loader.dataset, list(dataset), or writing the samples "
+            "to zarr or parquet first"
         )
     return dataset
 
@@ -209,13 +196,11 @@ def _open(given: Any) -> Any:
 def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, Any]:
     wanted = [name for name in names if name is not None]
     if isinstance(item, Mapping):
-        for name in wanted:
-            if name not in item:
-                near = difflib.get_close_matches(name, map(str, item), n=3) or list(item)
-                raise ValueError(
-                    f"expected the key {name!r} in sample {index}, got {list(item)}; try one of "
-                    f"{near}"
-                )
+        if missing := [name for name in wanted if name not in item]:
+            raise ValueError(
+                f"expected the key {missing[0]!r} in sample {index}, got {list(item)}; try one of "
+                "these as names="
+            )
         return {name: item[name] for name in wanted}
     fields = item if isinstance(item, tuple | list) else (item,)
     if len(fields) != len(names):
