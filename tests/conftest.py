@@ -84,6 +84,13 @@ def process_cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of networks that are trained once for all processes of a run."""
+    of_process = tmp_path_factory.getbasetemp()
+    return (of_process.parent if "PYTEST_XDIST_WORKER" in os.environ else of_process) / "digits"
+
+
 @pytest.fixture(autouse=True)
 def _warnings_are_shown_again() -> None:
     """No test sees fewer warnings because another one came first."""

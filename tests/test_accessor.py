@@ -1,10 +1,8 @@
-"""The accessor exists in either order of imports; its methods are the public functions."""
+"""The methods of the accessor are the public functions."""
 
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 
 import pytest
 import xarray as xr
@@ -19,22 +17,6 @@ METHODS = [
     for name in vars(accessor)
     if not name.startswith("_")
 ]
-
-
-def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.parametrize("imports", ["trakdask, xarray", "xarray, trakdask"])
-def test_accessor__exists_after_both_imports(imports: str) -> None:
-    code = f"import {imports}; print(xarray.DataArray([1]).trak, xarray.Dataset().trak)"
-    found = run(code)
-    assert "ScoresAccessor" in found
-    assert "FeaturesAccessor" in found
 
 
 @pytest.mark.parametrize(("data", "name"), METHODS)

@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from trakdask import demo
+from trakdask import demo, examples
 from trakdask.command_line.commands import app
 
 
@@ -20,9 +20,14 @@ from trakdask.command_line.commands import app
 # distributed leaves a socket open where the port of its dashboard is taken.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_demo__writes_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    digits_folder: Path,
 ) -> None:
     # One model of three, and fewer dimensions, for the time; `make demo` runs it as it is.
+    train = examples.digits_checkpoints
+    monkeypatch.setattr(examples, "digits_checkpoints", lambda _, **n: train(digits_folder, **n))
     monkeypatch.setattr(demo, "N_CHECKPOINTS", 1)
     monkeypatch.setattr(demo, "PROJ_DIM", 256)
     monkeypatch.chdir(tmp_path)

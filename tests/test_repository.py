@@ -112,7 +112,8 @@ def test_import__takes_what_xarray_takes_and_nothing_optional() -> None:
     code = (
         "import sys, trakdask as td, trakdask.projection.cuda.sources, trakdask.models.model\n"
         f"print([name for name in {HEAVY + OPTIONAL} if name in sys.modules])\n"
-        "td.tasks.Task, td.plots, td.examples, td.testing"
+        "td.tasks.Task, td.plots, td.examples, td.testing\n"
+        "import xarray; xarray.DataArray([1]).trak, xarray.Dataset().trak"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True

@@ -5,6 +5,7 @@ python tests/benchmarks/_machine.py tests/benchmarks/store.py --blocks 100
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -50,6 +51,16 @@ def in_a_process(script: str, *order: str, **variables: str) -> Any:
     command = [sys.executable, script, *order]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def parser_of(doc: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser of options: a number each, or one or more where the default is several."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    for name, default in defaults.items():
+        several = {"nargs": "+"} if isinstance(default, list | tuple) else {}
+        kind = type(default[0] if several else default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, **several)
+    return parser
 
 
 def peak_memory() -> int:

@@ -16,21 +16,18 @@ Features are synthetic, as in queries.py. ``--folder`` keeps the stores for anot
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import dask
 import numpy as np
 import queries
+from _machine import parser_of
 
 import trakdask as td
 from trakdask.explorer import Explorer, View
@@ -51,13 +48,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--targets", type=int, default=1000)
-    parser.add_argument("--proj-dim", type=int, default=1024)
-    parser.add_argument("--checkpoints", type=int, default=3)
-    parser.add_argument("--chunks", type=int, default=4096)
-    parser.add_argument("--threads", type=int, default=2)
+    sizes = {"samples": 100_000, "targets": 1000, "proj_dim": 1024, "checkpoints": 3}
+    parser = parser_of(__doc__, **sizes, chunks=4096, threads=2)
     parser.add_argument("--folder", type=Path, help="where to make the stores, and keep them")
     return parser.parse_args(argv)
 
@@ -90,10 +82,6 @@ IN_PARTS = ("target", "corpus")
 
 
 def report(args: argparse.Namespace, folder: Path) -> None:
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    versions = ", ".join(f"{name} {version(name)}" for name in ("dask", "xarray", "numpy", "panel"))
-    print(f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, load average {load}")
-    print(f"Python {platform.python_version()}, {versions}")
     print(f"n={args.samples} m={args.targets} p={args.proj_dim} C={args.checkpoints}, blocks of "
           f"{args.chunks} rows, {args.threads} threads; seconds by the clock / of CPU")  # fmt: skip
     explorer = td.explore(*(td.open(folder / f"{name}.zarr") for name in ("train", "targets")))

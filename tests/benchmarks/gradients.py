@@ -1,6 +1,6 @@
 """Time the engines of per-sample gradients beside a plain batched backward pass, on one core.
 
-    taskset -c 1 python tests/benchmarks/gradients.py --out gradients.json
+    taskset -c 1 python tests/benchmarks/gradients.py
 
 Every engine runs at each micro-batch in turns; the table has its best. Gradients are handed to a
 sink that drops them: forming them is what is timed, with f and Q. ``--memory`` prints the peak
@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,7 +110,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="measure memory, and nothing else")
     parser.add_argument("--way", choices=list(WAYS), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.way:
@@ -122,12 +120,8 @@ def main() -> None:
         for way in WAYS:
             print(f"  {way:10} {in_a_process(__file__, '--way', way):7.0f}", flush=True)
         return
-    results: dict[str, Any] = {}
     for name in options.models:
-        results[name] = measure(SUBJECTS[name], options.engines, options.repeats)
-        show(name, results[name])
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1))
+        show(name, measure(SUBJECTS[name], options.engines, options.repeats))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Linear datamodeling score of every kind of projection, at equal proj_dim, on the demo's model.
 
-    python tests/benchmarks/lds.py --out lds.json
+    python tests/benchmarks/lds.py
 
 Trains the digits CNN on random halves of the training digits, asks how well each kind's scores
 predict the ranks of those models' outputs, and resamples for intervals. Trained outputs and scores
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,8 @@ from typing import Any
 import dask
 import numpy as np
 import torch
+from _machine import parser_of
+from _quality_tasks import members
 from numpy.typing import NDArray
 
 import trakdask as td
@@ -62,14 +63,6 @@ class Retraining:
     seed: int
     epochs: int
     path: Path
-
-
-def members(subset: int, n_train: int) -> NDArray[np.bool_]:
-    """Draw half of the training digits."""
-    chosen = np.random.default_rng([subset, n_train]).permutation(n_train)[: n_train // 2]
-    mask = np.zeros(n_train, dtype=bool)
-    mask[chosen] = True
-    return mask
 
 
 def retrain(job: Retraining) -> None:
@@ -143,7 +136,7 @@ class Attribution:
     def scores(self, projector: Projector) -> Floats:
         """(training sample, target), at the default damping."""
         path = self.options.cache / f"scores-{self._digest(projector)}.npy"
-        if self.options.rescore or not path.exists():
+        if not path.exists():
             features = (td.featurize(s, self.model, projector=projector) for s in self.samples)
             train, targets = (part.compute() for part in features)
             options = {"estimator": "trak", "damping": "closed_form"}  # as published; no choices
@@ -294,23 +287,13 @@ def describe(options: argparse.Namespace, found: Floats) -> dict[str, Any]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     names = list(kinds(1))
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(
+        __doc__, proj_dims=[512, 1024], projector_seeds=3, mask_rows=16384, subsets=200, seeds=3,
+        checkpoints=5, epochs=12, processes=1, resamples=2000,
+    )  # fmt: skip
     parser.add_argument("--cache", type=Path, default=Path("demo-output/lds"))
     parser.add_argument("--kinds", nargs="+", choices=names, default=names)
-    parser.add_argument("--proj-dims", nargs="+", type=int, default=[512, 1024])
-    parser.add_argument("--projector-seeds", type=int, default=3)
-    parser.add_argument(
-        "--mask-rows", type=int, default=16384, help="gradient elements GraSS keeps"
-    )
-    parser.add_argument("--subsets", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3, help="models per subset, outputs averaged")
-    parser.add_argument("--checkpoints", type=int, default=5, help="models attributed")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--processes", type=int, default=1, help="for the training")
-    parser.add_argument("--resamples", type=int, default=2000)
-    parser.add_argument("--rescore", action="store_true", help="score anew, after a change of code")
     parser.add_argument("--retrain-only", action="store_true", help="fill the cache and stop")
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
     return parser.parse_args(argv)
 
 
@@ -322,11 +305,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     with dask.config.set(scheduler="synchronous"):
         predicted = predictions(options)
-    facts, rows = describe(options, found), evaluate(found, predicted, options.resamples)
-    show(facts, rows)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"settings": facts, "rows": rows}, indent=1) + os.linesep)
+    show(describe(options, found), evaluate(found, predicted, options.resamples))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ opens the store, reduces the gram matrices, solves, scores and ranks, on two thr
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,7 @@ from pathlib import Path
 
 import dask
 import numpy as np
-from _machine import peak_memory
+from _machine import parser_of, peak_memory
 
 import trakdask as td
 from trakdask import testing
@@ -36,13 +34,8 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=200_000)
-    parser.add_argument("--proj-dim", type=int, default=1024)
-    parser.add_argument("--targets", type=int, default=200)
-    parser.add_argument("--checkpoints", type=int, default=2)
-    parser.add_argument("--chunks", type=int, default=4096)
-    parser.add_argument("--k", type=int, default=10)
+    sizes = {"samples": 200_000, "targets": 200, "proj_dim": 1024, "checkpoints": 2}
+    parser = parser_of(__doc__, **sizes, chunks=4096, k=10)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--stage", choices=["write", "measure"], help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -76,7 +69,6 @@ def measure(args: argparse.Namespace) -> None:
         scores = td.score(features.assign(gram=gram), targets)
         top = td.top_k(scores, args.k).compute()
         top_seconds, top_rss = time.perf_counter() - start, peak_memory()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 2 threads")
     print(
         f"n={args.samples} p={args.proj_dim} m={args.targets} C={args.checkpoints}: features "
         f"{size / 1e9:.2f} GB, scores {4e-9 * args.samples * args.targets:.2f} GB"

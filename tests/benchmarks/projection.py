@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -19,10 +18,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from _machine import parser_of
 from torch import Tensor
 
 from trakdask.projection import (
@@ -259,14 +258,9 @@ def show_errors(errors: dict[str, Any]) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     names = [PEER, *ENGINES]
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", type=int, default=[100_000])
-    parser.add_argument("--proj-dims", nargs="+", type=int, default=[512, 2048, 4096])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 512])
+    sizes = {"rows": [100_000], "proj_dims": [512, 2048, 4096], "batches": [1, 32, 512]}
+    parser = parser_of(__doc__, **sizes, repeats=MOST_ROUNDS, budget=5.0)
     parser.add_argument("--engines", nargs="+", choices=names, default=names)
-    parser.add_argument("--repeats", type=int, default=MOST_ROUNDS, help="at most")
-    parser.add_argument("--budget", type=float, default=5.0, help="seconds per engine and size")
-    parser.add_argument("--out", type=Path, help="write everything measured as JSON")
     options = parser.parse_args(argv)
     if PEER in options.engines and importlib.util.find_spec("trak") is None:
         parser.error(f"{PEER} is not installed. Type pip install -e '.[peers]', or --engines.")
@@ -282,13 +276,8 @@ def main(argv: list[str] | None = None) -> None:
     for name in options.engines:
         print(f"{name:>14}  {'its BasicProjector' if name == PEER else ENGINES[name].what}")
         prepare(name, SMALL_ROWS, 512)(gaussian_gradients(2, SMALL_ROWS))
-    errors = accuracy(options.engines)
-    show_errors(errors)
-    cells = measure_grid(options)
-    show_tables(cells)
-    if options.out:
-        found = {"errors": errors, "cells": [vars(cell) for cell in cells]}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    show_errors(accuracy(options.engines))
+    show_tables(measure_grid(options))
 
 
 if __name__ == "__main__":

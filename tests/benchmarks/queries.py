@@ -27,7 +27,7 @@ from pathlib import Path
 import dask
 import numpy as np
 import xarray as xr
-from _machine import in_a_process, timed
+from _machine import in_a_process, parser_of, timed
 from distributed import Client, LocalCluster, futures_of, wait
 
 import trakdask as td
@@ -51,13 +51,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--proj-dim", type=int, default=2048)
-    parser.add_argument("--checkpoints", type=int, default=3)
-    parser.add_argument("--chunks", type=int, default=4096)
-    parser.add_argument("--targets", type=int, nargs="+", default=[1, 10, 100])
-    parser.add_argument("--workers", type=int, default=2, help="threads, or processes")
+    sizes = {"samples": 100_000, "targets": [1, 10, 100], "proj_dim": 2048, "checkpoints": 3}
+    parser = parser_of(__doc__, **sizes, chunks=4096, workers=2)
     parser.add_argument("--folder", type=Path, help="where to make the stores, and keep them")
     parser.add_argument("--where", choices=(*WHERE, "bound"), help="measure this only")
     return parser.parse_args(argv)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import xarray as xr
+from _machine import parser_of
 from numpy.typing import NDArray
 from sklearn.datasets import load_diabetes
 from sklearn.preprocessing import StandardScaler
@@ -171,11 +172,7 @@ def rises(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", type=int, default=15)
-    parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
+    parser = parser_of(__doc__, networks=15, groups=4, epochs=EPOCHS, counts=COUNTS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     data = diabetes()

@@ -10,7 +10,6 @@ trakdask's are those of ``estimator="soft", power=1`` with ``Identity`` at the s
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import xarray as xr
+from _machine import parser_of
 from numpy.typing import NDArray
 from sklearn.datasets import load_wine
 from sklearn.model_selection import train_test_split
@@ -177,10 +177,7 @@ def results(seed: int, epochs: int) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=300)
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, runs=10, epochs=300).parse_args(arguments)
     torch.set_num_threads(1)
     print(f"python {sys.version.split()[0]}, torch {torch.__version__}, numpy {np.__version__}")
     print(f"{options.runs} runs: splits and weights of the seeds from 24, {options.epochs} epochs")

@@ -13,13 +13,10 @@ times are CPU seconds of one thread, the least of several turns.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from typing import Any
 
@@ -176,11 +173,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{date.today()}  torch {torch.__version__}  {platform.processor() or platform.machine()}"
-    )
     bandwidth, speed = rates()
-    print(f"load {os.getloadavg()[0]:.1f} when it began")
     print(f"one thread: {bandwidth / 1e9:.0f} GB/s in 4 MB, {speed / 1e9:.0f} GFLOP/s (float32)")
     for name in options.models:
         show(name, options.turns, bandwidth, speed)

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import pickle
-import platform
 import resource
 import subprocess
 import sys
@@ -39,7 +37,7 @@ import numpy as np
 import psutil
 import torch
 import xarray as xr
-from _machine import peak_memory
+from _machine import parser_of, peak_memory
 from dask._expr import FinalizeCompute
 from dask.base import collections_to_expr
 from distributed.protocol import deserialize, serialize, to_serialize
@@ -66,9 +64,7 @@ class Stored:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[10**6, 10**7])
-    parser.add_argument("--limit", type=float, default=600, help="seconds for one line")
+    parser = parser_of(__doc__, rows=[10**6, 10**7], limit=600.0)
     parser.add_argument("--only", nargs="+", choices=_QUERIES, default=list(_QUERIES))
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -76,7 +72,6 @@ def main() -> None:
         measure(args.rows[0], args.only[0])
         return
     versions = {m.__name__: m.__version__ for m in (dask, distributed, np, xr)}
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print("; ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"blocks of {_BLOCK} × {_PROJ_DIM}, {_CHECKPOINTS} checkpoints, {_TARGETS} targets")
     for n in args.rows:

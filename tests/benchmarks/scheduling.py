@@ -11,11 +11,9 @@ trust CPU times. "moved" is what workers sent each other.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -32,6 +30,7 @@ import dask.array as da
 import distributed
 import psutil
 import xarray as xr
+from _machine import parser_of
 from distributed import Client, Scheduler, Worker
 
 import trakdask as td
@@ -42,14 +41,7 @@ QUIET = {"distributed.scheduler.worker-ttl": None, "distributed.comm.timeouts.co
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--tasks", type=int, default=10_000, help="about how many per graph")
-    args = parser.parse_args()
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {load}; Python "
-          f"{platform.python_version()}, dask {dask.__version__}, distributed "
-          f"{distributed.__version__}")  # fmt: skip
+    args = parser_of(__doc__, workers=[16, 64], tasks=10_000).parse_args()
     print(f"{'graph':6} {'workers':>7} {'tasks':>7} {'clock s':>8} {'scheduler ms/task':>18} "
           f"{'others ms/task':>15} {'graph MB':>9} {'moved MB':>9}", flush=True)  # fmt: skip
     logging.getLogger("distributed").setLevel(logging.WARNING)

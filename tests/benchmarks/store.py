@@ -12,8 +12,6 @@ same chunks with zarr: records, checksums, and dask.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,19 +23,16 @@ import dask.array as da
 import numpy as np
 import xarray as xr
 import zarr
+from _machine import parser_of
 
 import trakdask as td
 from trakdask.testing import simulate_features
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=20_000)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--proj-dim", type=int, default=64)
+    parser = parser_of(__doc__, blocks=20_000, rows=16, proj_dim=64)
     parser.add_argument("--folder", type=Path, help="where to make the store")
     args = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, 1 thread")
     size = f"{4e-6 * args.rows * args.proj_dim:.3g} MB"
     print(f"{args.blocks} blocks of {args.rows} samples × {args.proj_dim} ({size}), 1 checkpoint")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -9,7 +9,6 @@ Vectors of targets are given, so that no gram matrix is solved: that takes the s
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import xarray as xr
+from _machine import parser_of
 from _models import Gpt
 
 import trakdask as td
@@ -61,12 +61,7 @@ def scores(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--proj-dim", type=int, default=2048)
-    parser.add_argument("--turns", type=int, default=3)
-    options = parser.parse_args()
+    options = parser_of(__doc__, sequences=16, tokens=128, proj_dim=2048, turns=3).parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = td.Model(Gpt(length=options.tokens), task=TASK)

@@ -15,7 +15,7 @@ import tempfile
 import time
 from typing import Any
 
-from _machine import in_a_process
+from _machine import in_a_process, parser_of
 
 ENGINES = {
     "traker 0.3.2, float16": ("trak", {}),
@@ -139,11 +139,7 @@ def ratio(seconds: dict[str, list[list[float]]], engine: str, peer: str) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--n-samples", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--proj-dim", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = parser_of(__doc__, n_samples=512, batch_size=32, proj_dim=2048, repeats=5)
     parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.order:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 
 import trakdask as td
 from trakdask.command_line.commands import app
-from trakdask.command_line.configuration import ConfigurationError
+from trakdask.command_line.configuration import ConfigurationError, read
 
 Run = Callable[..., Result]
 RunProcess = Callable[..., subprocess.CompletedProcess[str]]
@@ -86,10 +86,14 @@ outputs: {score: scores.zarr, top_k: top.parquet, groups: groups.parquet}
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """Return the file of a job on threads, in a folder with what it needs."""
-    (tmp_path / "tiny.py").write_text(MODULE)
+    return job_in(tmp_path)
+
+
+def job_in(folder: Path) -> Path:
+    (folder / "tiny.py").write_text(MODULE)
     rows = (f"{'web' if i % 2 else '[books]'},{i}" for i in range(60))
-    (tmp_path / "samples.csv").write_text("\n".join(["source,row", *rows]))
-    path = tmp_path / "job.yaml"
+    (folder / "samples.csv").write_text("\n".join(["source,row", *rows]))
+    path = folder / "job.yaml"
     path.write_text(JOB)
     return path
 
@@ -261,18 +265,18 @@ def test_top_k__files_of_the_user_stay(job: Path, run: Run, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["closed pipe", "full disk"])
-def test_process__that_cannot_print_has_written(job: Path, name: str) -> None:
+def test_process__that_cannot_print_has_written(tmp_path: Path, name: str) -> None:
     if name == "closed pipe":
         reading, printed = os.pipe()
         os.close(reading)
     else:
         printed = os.open("/dev/full", os.O_WRONLY)
-    line = [sys.executable, "-m", "trakdask", "top-k", job]
-    done = subprocess.run(line, stdout=printed, stderr=subprocess.PIPE, text=True, cwd=job.parent)
+    line = [sys.executable, "-m", "trakdask", "init"]
+    done = subprocess.run(line, stdout=printed, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     os.close(printed)
     assert (done.returncode == 0) == (name == "closed pipe"), done.stderr
     assert "Traceback" not in done.stderr
-    assert len(pd.read_parquet(job.parent / "top.parquet")) == 6 * 3
+    assert read(tmp_path / "trakdask.yaml")["projector"]["kind"] == "SJLT"
 
 
 def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:
@@ -300,12 +304,18 @@ def three():
 """
 
 
-@pytest.fixture
-def saved(job: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
-    assert run("featurize", job).exit_code == 0
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = job_in(tmp_path_factory.mktemp("stores"))
+    assert CliRunner().invoke(app, ["featurize", str(job)]).exit_code == 0
     (job.parent / "pair.py").write_text(PAIR)
-    monkeypatch.chdir(job.parent)
     return job.parent
+
+
+@pytest.fixture
+def saved(stores: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(stores)
+    return stores
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
@@ -388,9 +398,12 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
 
 
 @pytest.mark.slow
-def test_process__example_does_the_job_of_the_demo(tmp_path: Path, run_process: RunProcess) -> None:
+def test_process__example_does_the_job_of_the_demo(
+    tmp_path: Path, run_process: RunProcess, digits_folder: Path
+) -> None:
     assert run_process("init").returncode == 0
-    settings = ("projector.proj_dim=256", "model.checkpoints.arguments.n_checkpoints=1")
+    arguments = f"{{n_checkpoints: 1, folder: '{digits_folder}'}}"
+    settings = ("projector.proj_dim=256", f"model.checkpoints.arguments={arguments}")
     done = run_process("top-k", "trakdask.yaml", *(f"--set={each}" for each in settings))
     assert done.returncode == 0, done.stderr
     frame = pd.read_parquet(tmp_path / "top.parquet")
