@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import trakdask as td
+from trakdask.bergson import open_bergson
 
 RECORDED: dict[str, Any] = json.loads(
     Path(__file__).with_name("bergson_stores.json").read_text("utf-8")
@@ -33,7 +34,7 @@ def gradients(name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", list(RECORDED))
 def test_open_bergson__gradients_are_those_that_bergson_reads(name: str, tmp_path: Path) -> None:
     with td.testing.raise_if_dask_computes():
-        features = td.open_bergson(written(tmp_path / "store", name))
+        features = open_bergson(written(tmp_path / "store", name))
     assert features.feature.dims == ("sample", "proj_dim", "checkpoint")
     assert features.feature.dtype == np.float32
     assert np.array_equal(features.feature.values[:, :, 0], gradients(name))
@@ -43,9 +44,9 @@ def test_open_bergson__gradients_are_those_that_bergson_reads(name: str, tmp_pat
 
 def test_open_bergson__several_checkpoints(tmp_path: Path) -> None:
     first, second = (written(tmp_path / name, name) for name in ("float16", "bfloat16"))
-    listed = td.open_bergson([first, second])
+    listed = open_bergson([first, second])
     assert listed.checkpoint.values.tolist() == ["0", "1"]
-    named = td.open_bergson({"late": second, "early": first})
+    named = open_bergson({"late": second, "early": first})
     found = named.feature.sel(checkpoint=["early", "late"]).values
     expected = np.stack([gradients("float16"), gradients("bfloat16")], 2)
     assert np.array_equal(found, expected)
@@ -53,7 +54,7 @@ def test_open_bergson__several_checkpoints(tmp_path: Path) -> None:
 
 
 def test_open_bergson__tokens_say_where_they_are(tmp_path: Path) -> None:
-    features = td.open_bergson(written(tmp_path, "tokens"))
+    features = open_bergson(written(tmp_path, "tokens"))
     # Documents of 3, 2 and 4 tokens; the first token of each is not predicted.
     assert features.document.values.tolist() == [0, 0, 1, 2, 2, 2]
     assert features.token.values.tolist() == [0, 1, 0, 0, 1, 2]
@@ -63,7 +64,7 @@ def test_open_bergson__tokens_say_where_they_are(tmp_path: Path) -> None:
 
 def test_open_bergson__scores_are_those_of_the_gradients(tmp_path: Path) -> None:
     g = gradients("build").astype(np.float64)
-    features = td.open_bergson(written(tmp_path, "build"))
+    features = open_bergson(written(tmp_path, "build"))
     targets = features.isel(sample=slice(2))
     unit = g / np.linalg.norm(g, axis=1, keepdims=True)
     found = td.score(features, targets, estimator="grad_cos")
@@ -74,14 +75,14 @@ def test_open_bergson__scores_are_those_of_the_gradients(tmp_path: Path) -> None
 
 
 def test_open_bergson__stores_of_other_settings_cannot_be_mixed(tmp_path: Path) -> None:
-    train = td.open_bergson(written(tmp_path / "train", "build"))
+    train = open_bergson(written(tmp_path / "train", "build"))
     query, other = (written(tmp_path / name, "build") for name in ("query", "other"))
     text = (query / "config.yaml").read_text()
     (query / "config.yaml").write_text(
         text.replace("dataset: texts.jsonl", "dataset: queries").replace("bergrun", "elsewhere")
     )
     assert (query / "config.yaml").read_text() != text
-    assert td.score(train, td.open_bergson(query), estimator="grad_dot").shape == (6, 6)
+    assert td.score(train, open_bergson(query), estimator="grad_dot").shape == (6, 6)
     (other / "config.yaml").write_text(text.replace("loss_fn: ce", "loss_fn: log_odds"))
     with pytest.raises(td.errors.StoreMismatchError, match="checkpoints"):
-        td.score(train, td.open_bergson(other), estimator="grad_dot")
+        td.score(train, open_bergson(other), estimator="grad_dot")

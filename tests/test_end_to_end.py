@@ -85,12 +85,12 @@ def oracle(build, paths: list[Path], data: tuple[xr.Dataset, xr.Dataset]) -> lis
 
 def small_mlp() -> torch.nn.Module:
     return torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 10)
+        torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10)
     )
 
 
 def test_score__identity_equals_the_formula(tmp_path: Path, data) -> None:
-    """All 3,610 parameters of a small network: its gram matrix is not projected."""
+    """All 1,210 parameters of a small network: its gram matrix is not projected."""
     paths = examples.digits_checkpoints(tmp_path, small_mlp, n_checkpoints=2, epochs=3)
     model = td.Model(small_mlp, paths)
     features, targets = (td.featurize(ds, model, projector=td.Identity()) for ds in data)

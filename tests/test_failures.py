@@ -13,6 +13,7 @@ import xarray as xr
 from torch import nn
 
 import trakdask as td
+from trakdask.projection import Projector
 
 N = 20
 RAISES, NOT_FINITE = [3, 4, 17], [9, 16]
@@ -72,7 +73,7 @@ def test_featurize__failures_are_recorded_and_the_rest_is_right(
 
 
 @pytest.mark.parametrize("projector", [td.Identity(), td.Rademacher(32), td.SJLT(32)], ids=repr)
-def test_featurize__other_samples_of_a_block_do_not_notice(projector: td.Projector) -> None:
+def test_featurize__other_samples_of_a_block_do_not_notice(projector: Projector) -> None:
     """To the bit: a NaN beside a sample must not reach its digits."""
     with_nan = featurize(samples(raises=[]), projector=projector)
     without = featurize(samples(raises=[], not_finite=[]), projector=projector)

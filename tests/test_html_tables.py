@@ -9,10 +9,11 @@ import pytest
 import trakdask as td
 from trakdask.html_tables import html_table
 from trakdask.models.tasks import TASKS
+from trakdask.projection import FastJL
 
 PROJECTORS = [
     *(td.Rademacher(64, seed=3), td.SJLT(64), td.Mask(10, then=td.SJLT(8)), td.Kronecker()),
-    *(td.FastJL(512, num_sms=132), td.Identity()),
+    *(FastJL(512, num_sms=132), td.Identity()),
 ]
 TASKS_BY_NAME = [make() for make in TASKS.values()]
 

@@ -163,8 +163,6 @@ NOT_LAZY = {
     "examples.digits": "returns arrays that are bundled",
     "from_dataframe": "has a test of its own above",
     "open": "has a test of its own above",
-    "open_bergson": "reads files, and is tested in tests/test_bergson.py",
-    "open_traker": "reads files, and is tested in tests/trak/test_opening.py",
     "save": "runs the computation",
 }
 """Public functions that return labelled arrays but are not in the table, with the reason."""

@@ -15,9 +15,7 @@ from .attribution import score as score
 from .attribution import score_parts as score_parts
 from .attribution import self_influence as self_influence
 from .attribution import top_k as top_k
-from .bergson import open_bergson as open_bergson
 from .explorer import explore as explore
-from .explorer.marks import Marks as Marks
 from .export import to_parquet as to_parquet
 from .export import to_zarr as to_zarr
 from .featurization import featurize as featurize
@@ -26,11 +24,9 @@ from .models.kept_checkpoints import keep_checkpoints as keep_checkpoints
 from .models.model import Model as Model
 from .planning import plan as plan
 from .projection import SJLT as SJLT
-from .projection import FastJL as FastJL
 from .projection import Identity as Identity
 from .projection import Kronecker as Kronecker
 from .projection import Mask as Mask
-from .projection import Projector as Projector
 from .projection import Rademacher as Rademacher
 from .samples import from_arrays as from_arrays
 from .samples import from_torch as from_torch
@@ -41,4 +37,3 @@ from .storage import drop as drop
 from .storage import open as open
 from .storage import save as save
 from .storage import verify as verify
-from .trak.opening import open_traker as open_traker

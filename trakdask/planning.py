@@ -185,6 +185,13 @@ class Pilot:
     gram_s: float
     n_slots: int
 
+    def __str__(self) -> str:
+        return (
+            f"Pilot: {_counted(self.n_samples, 'sample')} at 1 checkpoint took "
+            f"{format_time(self.block_s)} ({format_time(self.first_s)} the first time), their "
+            f"gram matrix {format_time(self.gram_s)}; all on {_counted(self.n_slots, 'thread')}"
+        )
+
     def estimate(self, n_blocks: int, n_checkpoints: int) -> float:
         """Return the seconds that all blocks will take, checkpoint after checkpoint."""
         once = max(self.first_s - self.block_s, 0)
@@ -264,22 +271,13 @@ class Plan:
             f"{batches}, {_counted(self.n_checkpoints, 'checkpoint')}, "
             f"{_counted(self.n_parameters, 'parameter')}: {_counted(self.n_tasks, 'task')}"
         )
-        return [title] if self.pilot is None else [title, self._pilot_title(self.pilot)]
-
-    def _pilot_title(self, pilot: Pilot) -> str:
-        estimated = format_time(pilot.estimate(self.n_blocks, self.n_checkpoints))
-        return (
-            f"Pilot: {_counted(pilot.n_samples, 'sample')} at 1 checkpoint took "
-            f"{format_time(pilot.block_s)} ({format_time(pilot.first_s)} the first time), their "
-            f"gram matrix {format_time(pilot.gram_s)}; all on {_counted(pilot.n_slots, 'thread')}: "
-            f"about {estimated}"
-        )
+        if self.pilot is None or self.estimated_s is None:
+            return [title]
+        return [title, f"{self.pilot}: about {format_time(self.estimated_s)}"]
 
 
 def _checked(projectors: Projector | Iterable[Projector] | None) -> list[Projector]:
-    if projectors is None:
-        return []
-    listed = [projectors] if isinstance(projectors, (Projector, str)) else list(projectors)
+    listed = [projectors] if isinstance(projectors, Projector | str) else list(projectors or ())
     for projector in listed:
         if not isinstance(projector, Projector):
             raise TypeError(

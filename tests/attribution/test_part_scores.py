@@ -16,7 +16,7 @@ from tests.models.token_oracle import contributions
 from tests.projection.reference import explicit
 from trakdask.featurization import graphs
 from trakdask.models.tasks import Batch, Forward
-from trakdask.projection import RowMap
+from trakdask.projection import Projector, RowMap
 from trakdask.testing import raise_if_dask_computes
 
 
@@ -79,7 +79,7 @@ def ids(ds: xr.Dataset) -> np.ndarray:
 class Oracle:
     """Everything in float64, one checkpoint at a time, with the explicit projection matrix."""
 
-    def __init__(self, projector: td.Projector, checkpoint: int = 0, **options: object) -> None:
+    def __init__(self, projector: Projector, checkpoint: int = 0, **options: object) -> None:
         made = model(2, **options)
         shapes = made.shapes
         rows = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
@@ -113,7 +113,7 @@ class Oracle:
         return np.linalg.solve(x.T @ x + DAMPING * np.eye(x.shape[1]), vectors.T).T
 
 
-def sides(projector: td.Projector, n: int = 2) -> tuple[xr.Dataset, xr.Dataset]:
+def sides(projector: Projector, n: int = 2) -> tuple[xr.Dataset, xr.Dataset]:
     features, targets = (
         td.featurize(each, model(n), projector=projector).compute() for each in (TRAIN, ASKED)
     )
@@ -134,7 +134,7 @@ def assert_near(found: xr.DataArray, expected: np.ndarray, rounding: float = 1e-
 
 @pytest.mark.parametrize("projector", PROJECTORS, ids=lambda p: type(p).__name__)
 def test_score_parts__words_of_training_samples_against_the_oracle(
-    projector: td.Projector,
+    projector: Projector,
 ) -> None:
     features, targets = sides(projector)
     top = [6, 1]

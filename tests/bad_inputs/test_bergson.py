@@ -1,4 +1,4 @@
-"""Bad inputs of td.open_bergson: stores that are not what they should be."""
+"""Bad inputs of open_bergson: stores that are not what they should be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from trakdask.bergson import open_bergson
 
 
 def store(folder: Path, name: str = "store", **changes: Any) -> Path:
@@ -27,23 +27,23 @@ def store(folder: Path, name: str = "store", **changes: Any) -> Path:
 
 
 def opened(name: str = "store", **changes: Any) -> Callable[[Path], object]:
-    return lambda folder: td.open_bergson(store(folder, name, **changes))
+    return lambda folder: open_bergson(store(folder, name, **changes))
 
 
 def of_other_samples(folder: Path) -> object:
     other = store(folder, "other", num_grads=2)
     np.zeros((2, 7), np.float32).tofile(other / "gradients.bin")
-    return td.open_bergson([store(folder), other])
+    return open_bergson([store(folder), other])
 
 
 def of_other_modules(folder: Path) -> object:
-    return td.open_bergson([store(folder), store(folder, "other", grad_sizes={"k": 7})])
+    return open_bergson([store(folder), store(folder, "other", grad_sizes={"k": 7})])
 
 
 ROWS = [
-    BadInput("open_bergson", "no stores", lambda f: td.open_bergson([]), ValueError, ["got none"]),
-    BadInput("open_bergson", "no store there", lambda f: td.open_bergson(f / "nowhere"), FileNotFoundError, ["nowhere", "info.json"]),
-    BadInput("open_bergson", "the folder above", lambda f: (store(f, "shard"), td.open_bergson(f)), FileNotFoundError, ["info.json", "['shard']"]),
+    BadInput("open_bergson", "no stores", lambda f: open_bergson([]), ValueError, ["got none"]),
+    BadInput("open_bergson", "no store there", lambda f: open_bergson(f / "nowhere"), FileNotFoundError, ["nowhere", "info.json"]),
+    BadInput("open_bergson", "the folder above", lambda f: (store(f, "shard"), open_bergson(f)), FileNotFoundError, ["info.json", "['shard']"]),
     BadInput("open_bergson", "not finished", opened("run.part"), ValueError, ["run.part"]),
     BadInput("open_bergson", "other samples", of_other_samples, ValueError, ["(2,", "'1'"]),
     BadInput("open_bergson", "other modules", of_other_modules, ValueError, ["'1'", "'k'"]),
@@ -57,6 +57,6 @@ def test_open_bergson__bad_inputs(row: BadInput, tmp_path: Path) -> None:
 
 def test_store__opens_as_it_is(tmp_path: Path) -> None:
     """The rows fail by their change and nothing else."""
-    assert td.open_bergson(store(tmp_path)).sizes == {"sample": 3, "proj_dim": 7, "checkpoint": 1}
+    assert open_bergson(store(tmp_path)).sizes == {"sample": 3, "proj_dim": 7, "checkpoint": 1}
     with pytest.raises(FileNotFoundError):
-        td.open_bergson(tmp_path)
+        open_bergson(tmp_path)

@@ -14,6 +14,7 @@ from torch import nn
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
 from tests.bad_inputs.small_models import Language, data, tokens
+from trakdask.projection import FastJL
 from trakdask.testing import simulate_features
 
 TASK = td.tasks.CausalLM("input_ids")
@@ -34,7 +35,7 @@ def parts(given: object = "token", **options: object) -> Callable[[], object]:
 
 
 def known_of_fast_jl() -> xr.Dataset:
-    spec = td.FastJL(512, num_sms=1).spec()
+    spec = FastJL(512, num_sms=1).spec()
     return simulate_features(3, 512, 1).assign_attrs(projector=spec)
 
 

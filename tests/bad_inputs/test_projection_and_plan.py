@@ -13,6 +13,7 @@ import xarray as xr
 
 import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from trakdask.projection import FastJL, Projector
 
 
 @functools.cache
@@ -31,7 +32,7 @@ def features() -> xr.Dataset:
     return td.featurize(samples().isel(sample=slice(8)), model(), projector=td.SJLT(8))
 
 
-def featurize(projector: td.Projector, width: int = 1) -> xr.Dataset:
+def featurize(projector: Projector, width: int = 1) -> xr.Dataset:
     return td.featurize(samples(), model(width), projector=projector)
 
 
@@ -44,7 +45,7 @@ def rows(
     ]
 
 
-def without_room(function: str, projector: td.Projector, width: int) -> list[BadInput]:
+def without_room(function: str, projector: Projector, width: int) -> list[BadInput]:
     """Features of a million samples that cannot fit anywhere."""
     return rows(
         function,
@@ -92,11 +93,11 @@ PROJECTORS = [
     *without_room("Kronecker, wide", td.Kronecker(2**16 - 1, 2**16 - 1), (2**16 - 1) ** 2),
     *rows(
         "FastJL",
-        (lambda: td.FastJL(1000, num_sms=132), ValueError, ["proj_dim", "1000"]),
-        (lambda: td.FastJL(seed=2**31, num_sms=132), ValueError, ["seed", "2147483648"]),
-        (lambda: td.FastJL(entries="gauss", num_sms=132), ValueError, ["entries", "'gauss'"]),
+        (lambda: FastJL(1000, num_sms=132), ValueError, ["proj_dim", "1000"]),
+        (lambda: FastJL(seed=2**31, num_sms=132), ValueError, ["seed", "2147483648"]),
+        (lambda: FastJL(entries="gauss", num_sms=132), ValueError, ["entries", "'gauss'"]),
     ),
-    *without_room("FastJL, wide", td.FastJL(2**31 - 512, num_sms=132), 2**31 - 512),
+    *without_room("FastJL, wide", FastJL(2**31 - 512, num_sms=132), 2**31 - 512),
     *rows(
         "Identity",
         (lambda: td.Identity(5), TypeError, ["Identity"]),

@@ -1,4 +1,4 @@
-"""Bad inputs of td.open_traker: directories that are not what they should be."""
+"""Bad inputs of open_traker: directories that are not what they should be."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.format import open_memmap
 
-import trakdask as td
 from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from trakdask.trak import open_traker
 
 
 def directory(folder: Path, *, n: int = 6, p: int = 4, ids: tuple[int, ...] = (0, 1)) -> Path:
@@ -41,7 +41,7 @@ def opened(change: Callable[[Path], object], *args: object, **kwargs: object) ->
     def call(folder: Path) -> object:
         run = directory(folder)
         change(run)
-        return td.open_traker(run, *args, **kwargs)
+        return open_traker(run, *args, **kwargs)
 
     return call
 
@@ -66,8 +66,8 @@ def row(case: str, call: Callable, error: type[Exception], *words: str) -> BadIn
 NOT_FINAL = '{"1": {"is_featurized": 1, "is_finalized": 0}}'
 
 ROWS = [
-    row("no such folder", lambda f: td.open_traker(f / "runs"), FileNotFoundError, "/runs'"),
-    row("an empty folder", td.open_traker, FileNotFoundError, "metadata.json"),
+    row("no such folder", lambda f: open_traker(f / "runs"), FileNotFoundError, "/runs'"),
+    row("an empty folder", open_traker, FileNotFoundError, "metadata.json"),
     row("a folder of runs", opened(nested), FileNotFoundError, "metadata.json", "['first']"),
     row(
         "no checkpoint",
@@ -109,6 +109,6 @@ def test_open_traker__bad_input(row: BadInput, tmp_path: Path) -> None:
 
 def test_directory__opens_as_it_is(tmp_path: Path) -> None:
     """The rows fail by their change and nothing else."""
-    features, targets = td.open_traker(directory(tmp_path), "test")
+    features, targets = open_traker(directory(tmp_path), "test")
     assert np.isnan(features.feature).all(), "no row is flagged as featurized"
     assert targets.sizes == {"sample": 3, "proj_dim": 4, "checkpoint": 2}

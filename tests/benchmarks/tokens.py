@@ -20,6 +20,7 @@ from _machine import parser_of
 from _models import Gpt
 
 import trakdask as td
+from trakdask.projection import Projector
 
 TASK = td.tasks.CausalLM(inputs="input_ids", positional=True)
 N_TARGETS = (1, 10, 100)
@@ -39,7 +40,7 @@ def targets_like(features: xr.Dataset, n: int) -> xr.Dataset:
 
 
 def ways(
-    model: td.Model, samples: xr.Dataset, projector: td.Projector
+    model: td.Model, samples: xr.Dataset, projector: Projector
 ) -> dict[str, Callable[[], xr.DataArray]]:
     features = td.featurize(samples, model, projector=projector).compute()
     found: dict[str, Callable[[], xr.DataArray]] = {

@@ -28,7 +28,7 @@ import trakdask as td
 from tests.clusters import local_cluster
 from tests.explorer import test_new_targets as new_targets
 from tests.waiting import PATIENCE_S, wait_until
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.app import Session
 from trakdask.explorer.view import PAGES
 
@@ -288,7 +288,7 @@ def test_sessions__have_views_of_their_own(explorer: Explorer) -> None:
 def test_session__marks_samples_and_takes_it_back_step_by_step(tmp_path: Path) -> None:
     names = [f"id {i}" for i in range(N - 1)]
     features = data(N, 0).assign_coords(sample=[*names, "id 8"])  # two share a label
-    marks = td.Marks(tmp_path / "marks.parquet")
+    marks = Marks(tmp_path / "marks.parquet")
     explorer = td.explore(features, data(M, 1), marks=marks, estimator="trak", damping=0.1)
     session, other = (opened(explorer, View(page="target")) for _ in range(2))
     assert 'data-mark="wrong label"' in session.page.html
@@ -320,7 +320,7 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
     session.page._handle_msg({"mark": "remove", "sample": 1, "wanted": True})
     assert session.page.said["text"] == "No marks are kept here."
     features = data(N, 0).assign_coords(sample=range(N))
-    marks = td.Marks(tmp_path / "m.parquet")
+    marks = Marks(tmp_path / "m.parquet")
     session = opened(td.explore(features, data(M, 1), marks=marks), View())
     marks.path.write_text("mine")
     session.page._handle_msg({"mark": "remove", "sample": 1, "wanted": True})

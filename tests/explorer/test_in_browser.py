@@ -23,7 +23,7 @@ import trakdask as td
 from tests.clusters import local_cluster
 from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import ROOT, Tab, chromium, served
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer, Marks, View
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 N, M = 150, 60
@@ -55,7 +55,7 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Explorer:
         td.save(features(n, seed), folder / f"{name}.zarr", gram=seed == 0, progress=False)
         for seed, (name, n) in enumerate({"train": N, "targets": M}.items())
     ]
-    marks = td.Marks.beside(folder / "train.zarr", who="Ada")
+    marks = Marks.beside(folder / "train.zarr", who="Ada")
     return td.explore(
         *saved, samples=samples(N, 0), target_samples=samples(M, 1), marks=marks, damping=0.1
     )

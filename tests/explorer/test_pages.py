@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 import trakdask as td
-from trakdask.explorer import Explorer, View
+from trakdask.explorer import Explorer, Marks, View
 from trakdask.explorer.html import render
 from trakdask.explorer.pages import as_csv, document, page, sections
 from trakdask.explorer.view import PAGES
@@ -47,7 +47,7 @@ def explorer(tmp_path: Path) -> Explorer:
     notes = np.array([f"{EVIL} {i}" for i in range(30)], object)
     features = train.assign_coords(note=("sample", notes), sample=("sample", notes))
     images = td.from_arrays({"image": np.ones((30, 1, 4, 4), "f4")})
-    marks = td.Marks(tmp_path / "marks.parquet", who=EVIL)
+    marks = Marks(tmp_path / "marks.parquet", who=EVIL)
     return td.explore(features, targets, samples=images, marks=marks, estimator="trak", damping=0.1)
 
 

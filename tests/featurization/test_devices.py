@@ -30,7 +30,7 @@ from trakdask.featurization.devices import (
 )
 from trakdask.models import gradients
 from trakdask.models.tasks import Batch, Forward, supervised
-from trakdask.projection import stream
+from trakdask.projection import Projector, stream
 from trakdask.projection.cuda import launch
 from trakdask.projection.cuda import projector as with_kernels
 
@@ -114,7 +114,7 @@ def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(COMPILER is None, reason="no g++")
 @pytest.mark.parametrize("projector", [td.Rademacher(16), td.SJLT(16), td.Mask(50)], ids=str)
 def test_featurize__by_kernels_has_the_bits_of_the_cpu(
-    projector: td.Projector, monkeypatch: pytest.MonkeyPatch
+    projector: Projector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = td.featurize(samples(), model(), projector=projector).compute(scheduler="sync")
     for module in (with_kernels, stream):
@@ -238,7 +238,7 @@ def test_featurize__micro_batch_is_halved_where_memory_runs_out(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("projector", [td.Rademacher(64), td.SJLT(64), td.Kronecker(8, 8)], ids=str)
-def test_featurize__on_a_gpu_as_on_a_cpu(projector: td.Projector, tmp_path: Path) -> None:
+def test_featurize__on_a_gpu_as_on_a_cpu(projector: Projector, tmp_path: Path) -> None:
     """The gradients differ by rounding, here that of TF32. Has not run yet."""
     made = [
         td.featurize(samples(), model(), projector=projector, device=d) for d in ("cuda", "cpu")

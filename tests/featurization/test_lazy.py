@@ -17,6 +17,7 @@ from torch import nn
 import trakdask as td
 from trakdask.arrays.weights import row_norms
 from trakdask.models import checkpoints
+from trakdask.projection import Projector
 
 
 def build() -> nn.Module:
@@ -69,7 +70,7 @@ PROJECTORS = [
 
 @pytest.mark.parametrize("projector", PROJECTORS, ids=lambda p: type(p).__name__)
 def test_featurize__every_projector_is_saved_and_scored(
-    projector: td.Projector, tmp_path: Path
+    projector: Projector, tmp_path: Path
 ) -> None:
     lazy = td.featurize(samples(), model(), projector=projector)
     assert lazy.attrs["projector"] == projector.spec()

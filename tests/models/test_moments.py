@@ -16,7 +16,7 @@ import trakdask as td
 from trakdask.errors import CheckpointError, StoreMismatchError
 from trakdask.models import hooks
 from trakdask.models.kept_checkpoints import open_moments
-from trakdask.projection import RowMap, project
+from trakdask.projection import Projector, RowMap, project
 
 N = 7
 
@@ -57,7 +57,7 @@ def model(**options: object) -> td.Model:
     return td.Model(build, [weights(0), weights(1)], task="image_classification", **given)
 
 
-def features(made: td.Model, projector: td.Projector | None = None, **options) -> xr.Dataset:
+def features(made: td.Model, projector: Projector | None = None, **options) -> xr.Dataset:
     found = td.featurize(samples(), made, projector=projector or td.Identity(), **options)
     return found.compute(scheduler="sync")
 
@@ -102,7 +102,7 @@ def test_scaled__equals_backward(
     "projector",
     [td.SJLT(proj_dim=64), td.Kronecker(left=4, right=4)],
 )
-def test_scaled__before_the_projection(projector: td.Projector) -> None:
+def test_scaled__before_the_projection(projector: Projector) -> None:
     made = model(checkpoint_ids=[3, 4])
     exact = torch.from_numpy(features(made).feature[..., 0].values)
     sizes = [math.prod(shape) for shape in made.shapes.values()]

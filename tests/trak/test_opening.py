@@ -15,6 +15,7 @@ import xarray as xr
 import trakdask as td
 from trakdask.errors import StoreMismatchError
 from trakdask.testing import raise_if_dask_computes
+from trakdask.trak import open_traker
 
 trak = pytest.importorskip("trak")
 
@@ -99,7 +100,7 @@ def on_disk(folder: Path, id: int, file: str) -> np.ndarray:
 @pytest.mark.parametrize("half", [False, True])
 def test_open_traker__features_are_the_stored_gradients(tmp_path: Path, half: bool) -> None:
     run_of(tmp_path, ids=(3, 10), half=half)
-    features, targets = td.open_traker(tmp_path, "test")
+    features, targets = open_traker(tmp_path, "test")
     assert features.checkpoint.values.tolist() == ["3", "10"]
     assert features.attrs["checkpoint_ids"] == {"3": 3, "10": 10}
     assert features.feature.dims == targets.feature.dims == ("sample", "proj_dim", "checkpoint")
@@ -121,7 +122,7 @@ def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
     traker = traker_of(tmp_path)
     write_features(traker, ids=(0,))
     write_features(traker, ids=(1,), rows=40)
-    features = td.open_traker(tmp_path)
+    features = open_traker(tmp_path)
     is_nan = np.isnan(features.feature).all("proj_dim").compute()
     assert not is_nan.sel(checkpoint="0").any()
     assert is_nan.sel(checkpoint="1").values.nonzero()[0].tolist() == list(range(40, N))
@@ -133,9 +134,9 @@ def test_open_traker__rows_never_featurized_are_nan(tmp_path: Path) -> None:
 
 
 def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch) -> None:
-    whole, whole_targets = td.open_traker(written, "test")
+    whole, whole_targets = open_traker(written, "test")
     monkeypatch.setattr("trakdask.trak.opening._BLOCK_BYTES", 4 * PROJ_DIM * 9)
-    parts, parts_targets = td.open_traker(written, "test")
+    parts, parts_targets = open_traker(written, "test")
     assert parts.feature.chunks == ((9,) * 6 + (6,), (PROJ_DIM,), (1, 1, 1))
     xr.testing.assert_equal(whole.compute(), parts.compute())
     xr.testing.assert_equal(whole_targets.compute(), parts_targets.compute())
@@ -146,13 +147,13 @@ def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch
 
 def test_open_traker__computes_nothing(written: Path) -> None:
     with raise_if_dask_computes():
-        features, targets = td.open_traker(written, "test")
+        features, targets = open_traker(written, "test")
         td.top_k(td.score(features, targets, damping=td.Absolute(1.0)), 3)
 
 
 @pytest.mark.slow
 def test_open_traker__computes_on_worker_processes(written: Path, process_client) -> None:
-    features = td.open_traker(written)
+    features = open_traker(written)
     expected = np.stack([on_disk(written, id, "grads.mmap") for id in (0, 1, 2)], axis=-1)
     np.testing.assert_array_equal(process_client.compute(features.feature.data).result(), expected)
 
@@ -168,7 +169,7 @@ def test_open_traker__scores_are_those_of_finalize_scores(
 ) -> None:
     """Up to one factor per checkpoint: the mean absolute entry of the inverse gram matrix."""
     expected = run_of(tmp_path, ids=ids, lambda_reg=lambda_reg)
-    features, targets = td.open_traker(tmp_path, "test")
+    features, targets = open_traker(tmp_path, "test")
     apart = td.score(
         features, targets, estimator="trak", damping=td.Absolute(lambda_reg), average=False
     )
@@ -184,7 +185,7 @@ def test_open_traker__rows_never_featurized_take_no_part_in_scores(tmp_path: Pat
     """A run that stopped: its scores are those of a run with fewer training samples."""
     traker = traker_of(tmp_path)
     write_features(traker, ids=(0,), rows=40)
-    features = td.open_traker(tmp_path)
+    features = open_traker(tmp_path)
     features = features.assign_coords(label=("sample", np.arange(N) % 2))
     done = features.isel(sample=slice(40))
     targets, options = done.isel(sample=slice(5)), {"damping": td.Absolute(0.5)}
@@ -203,12 +204,10 @@ def test_open_traker__an_appended_checkpoint_goes_into_the_store(tmp_path: Path)
     run, store = tmp_path / "run", tmp_path / "features.zarr"
     traker = traker_of(run)
     write_features(traker, ids=(0, 1))
-    td.save(td.open_traker(run), store, progress=False)
+    td.save(open_traker(run), store, progress=False)
     write_features(traker, ids=(2,))
-    both = td.save(
-        td.open_traker(run, model_ids=[2]), store, append_dim="checkpoint", progress=False
-    )
-    xr.testing.assert_equal(both.feature.compute(), td.open_traker(run).feature.compute())
+    both = td.save(open_traker(run, model_ids=[2]), store, append_dim="checkpoint", progress=False)
+    xr.testing.assert_equal(both.feature.compute(), open_traker(run).feature.compute())
 
 
 # ------------------------------------------------------------------------------------- what differs
@@ -216,8 +215,8 @@ def test_open_traker__an_appended_checkpoint_goes_into_the_store(tmp_path: Path)
 
 def test_open_traker__features_of_another_run_are_refused(written: Path, tmp_path: Path) -> None:
     run_of(tmp_path)
-    features, _ = td.open_traker(written, "test")
-    _, targets = td.open_traker(tmp_path, "test")
+    features, _ = open_traker(written, "test")
+    _, targets = open_traker(tmp_path, "test")
     with pytest.raises(StoreMismatchError, match="checkpoints"):
         td.score(features, targets, damping=td.Absolute(1.0))
 
@@ -230,7 +229,7 @@ def test_open_traker__a_moved_directory_opens(run: Path) -> None:
     scores_path = json.loads((run / "experiments.json").read_text())["test"]["scores_path"]
     assert Path(scores_path).parent.parent != run
     shutil.rmtree(run / "scores")
-    features, targets = td.open_traker(run, "test")
+    features, targets = open_traker(run, "test")
     assert np.isfinite(td.score(features, targets, damping=td.Absolute(1.0))).all()
 
 
@@ -244,5 +243,5 @@ def test_open_traker__targets_scored_before_finalize_features(tmp_path: Path) ->
     write_targets(traker_of(tmp_path), (0, 1), "test")
     assert not on_disk(tmp_path, 1, "test_grads.mmap").any(), "the original wrote nothing"
     with pytest.raises(ValueError, match=r"finalize.*\[1\]"):
-        td.open_traker(tmp_path, "test")
-    td.open_traker(tmp_path, "test", model_ids=[0])
+        open_traker(tmp_path, "test")
+    open_traker(tmp_path, "test", model_ids=[0])

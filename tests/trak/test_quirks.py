@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-import trakdask as td
 from tests.trak._runs import M, N, Run, built, checkpoints, content, images
 from trakdask.errors import StoreMismatchError
+from trakdask.projection import FastJL
 from trakdask.trak import TRAKer, projectors
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
 from trakdask.trak.projectors import (
@@ -266,7 +266,7 @@ def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "fast_jl", FastJl("fast_jl"))
     properties = types.SimpleNamespace(multi_processor_count=108, total_memory=2**40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(td.FastJL, "_require_device", lambda self, block: None)
+    monkeypatch.setattr(FastJL, "_require_device", lambda self, block: None)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: zeros(*a, **{**k, "device": "cpu"}))
     return calls

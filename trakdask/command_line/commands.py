@@ -173,6 +173,8 @@ def explore(
     job = {"folder": ".", "cluster": {} if cluster is None else {"address": cluster}}
     options: dict[str, Any] = {}
     with _reported(debug), cli.jobs.running(job):
+        from trakdask.explorer import Marks, View  # takes seconds to import
+
         features, target_features = td.open(store), td.open(targets)
         if samples is not None:
             with about(f"--samples {samples}"):
@@ -183,9 +185,9 @@ def explore(
                     options[name] = import_callable(text, f"--{name}")
         if model is not None:
             options["model"] = options["model"]()
-        kept = td.Marks.beside(store) if marks is None else td.Marks(marks, store=store)
+        kept = Marks.beside(store) if marks is None else Marks(marks, store=store)
         explorer = td.explore(features, target_features, marks=kept, **options)
-        shown = td.explorer.View.from_query(view)
+        shown = View.from_query(view)
         if shown.errors:
             problems = "; ".join(f"{name}: {text}" for name, text in shown.errors.items())
             raise ConfigurationError(f"in --view {view}: {problems}")

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import xarray as xr
 from distributed import Client, LocalCluster
 
 import trakdask as td
+from trakdask import projection
 from trakdask.checks import import_callable, require_choice, require_integer
 from trakdask.command_line.configuration import (
     Configuration,
@@ -51,24 +52,13 @@ _IN_MEMORY = 2**30
 @contextmanager
 def running(configuration: Configuration) -> Iterator[None]:
     """Run the body in the folder of the configuration, on its cluster."""
-    folder = configuration["folder"]
-    before, here = list(sys.path), os.getcwd()
-    with about("folder"):
-        os.chdir(folder)
-    sys.path[:0] = [str(folder), here]
-    try:
-        with _cluster(section(configuration, "cluster")):
-            yield
-    finally:
-        sys.path[:] = before
-        os.chdir(here)
-
-
-@contextmanager
-def _cluster(options: dict[str, Any]) -> Iterator[None]:
-    """Make a cluster the active one; no options stand for the threads of this process."""
+    folder, options = configuration["folder"], section(configuration, "cluster")
     with ExitStack() as stack:
-        with about("cluster"):
+        stack.callback(sys.path.__setitem__, slice(None), list(sys.path))
+        sys.path[:0] = [str(folder), os.getcwd()]
+        with about("folder"):
+            stack.enter_context(chdir(folder))
+        with about("cluster"):  # without options, the threads of this process
             if "address" in options:
                 stack.enter_context(Client(**{"timeout": 30, **options}))
             elif options:
@@ -94,7 +84,7 @@ def features(configuration: Configuration, name: str) -> xr.Dataset:
     with about("model"):
         model = _model(section(configuration, "model"))
     with about("projector"):
-        kinds = {kind: getattr(td, kind) for kind in _PROJECTORS}
+        kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
         projector = section(configuration, "projector")
         made = _made(projector, kinds) if projector else None
     with about("featurize"):

@@ -158,7 +158,7 @@ def explore(
         and texts are shown, of the few samples that are on a page.
     marks
         What people say about training samples, which pages then have buttons for:
-        ``td.Marks.beside("train.zarr")``, or the path of another file for samples with labels.
+        ``Marks.beside("train.zarr")``, or the path of another file for samples with labels.
     estimator, power, damping, calibrate, learning_rates
         As in :func:`score`. A page can change estimator, λ and checkpoints.
     text

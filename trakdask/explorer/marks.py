@@ -258,7 +258,7 @@ class Marks:
         raise ValueError(
             f"expected features with labels in the coord {SAMPLE!r}, or all that td.open returns "
             f"of the store {self.store!r}, got {features.sizes[SAMPLE]} samples without labels; "
-            "try td.open again, td.Marks(path, store=...) or "
+            "try td.open again, Marks(path, store=...) or "
             "features.assign_coords(sample=('sample', names))"
         )
 
@@ -361,7 +361,7 @@ class Marks:
         if self._folder.is_local and not Path(self._folder.url).is_dir():
             raise FileNotFoundError(
                 f"expected marks in a folder that exists, got {str(self.path)!r}; try the path of "
-                "the store, as in td.Marks.beside('train.zarr')",
+                "the store, as in Marks.beside('train.zarr')",
             )
 
     def _write(self, rows: pd.DataFrame, rows_of: dict[str, Any] | None) -> None:
@@ -443,5 +443,5 @@ def _require_same_kind(before: np.ndarray, ids: np.ndarray) -> None:
     if (before.dtype.kind in "iu") != (ids.dtype.kind in "iu"):
         raise TypeError(
             f"expected samples known by what is marked already, such as {before[0]!r}, got "
-            f"{ids[0]!r}; try td.Marks with another file"
+            f"{ids[0]!r}; try Marks with another file"
         )

@@ -8,7 +8,6 @@ import numpy as np
 import xarray as xr
 
 from trakdask.plots.figures import BLUE, GREEN, RED, finish, new_axes
-from trakdask.variables import TARGET
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,9 +76,8 @@ def lds(result: xr.Dataset) -> Figure:
     """
     result = result.sortby("lds").compute()
     figure, ax = new_axes(6.4, 3.6)
-    order = np.arange(result.sizes[TARGET])
-    ax.plot(order, result.ceiling, ".", color="0.75", label="noise ceiling")
-    ax.plot(order, result["lds"], ".", color=BLUE, label="LDS")
+    ax.plot(result.ceiling, ".", color="0.75", label="noise ceiling")
+    ax.plot(result["lds"], ".", color=BLUE, label="LDS")
     _draw_mean(ax, "LDS", result.lds_mean, result.interval, BLUE)
     finish(figure, ax, "targets, by LDS", "Spearman over subsets")
     return figure
@@ -241,9 +239,9 @@ def randomization_check(result: xr.Dataset) -> Figure:
     result = result.sortby("correlation").compute()
     figure, ax = new_axes(6.4, 3.6)
     ax.axhline(0, color="0.5", linestyle="--", linewidth=1)
-    ax.plot(np.arange(result.sizes[TARGET]), result.correlation, ".", color=BLUE, label="targets")
-    what = "correlation with a random model"
-    _draw_mean(ax, what, result.correlation_mean, result.interval, BLUE)
+    ax.plot(result.correlation, ".", color=BLUE, label="targets")
+    mean, interval = result.correlation_mean, result.interval
+    _draw_mean(ax, "correlation with a random model", mean, interval, BLUE)
     ax.set_ylim(-1.03, 1.03)
     finish(figure, ax, "targets, by correlation", "Spearman over samples")
     return figure

@@ -91,11 +91,11 @@ class FastJL(Projector):
         )
 
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of all rows to ``out``; see :class:`Projector`."""
+        """Add the projection of all rows to ``out``; see ``Projector``."""
         self.project_block(rows, row_offset, checkpoint, out)
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of all rows to ``out``; see :class:`Projector`.
+        """Add the projection of all rows to ``out``; see ``Projector``.
 
         Raises
         ------
@@ -153,7 +153,7 @@ def _extension() -> Any:
         import fast_jl  # optional, and built for one machine
     except ImportError as err:
         raise ImportError(
-            f"expected the package fast_jl for td.FastJL, got an import error ({err}); try pip "
+            f"expected the package fast_jl for FastJL, got an import error ({err}); try pip "
             "install 'trakdask[fast-jl]' (it needs nvcc), or td.Rademacher"
         ) from err
     return fast_jl

@@ -163,7 +163,7 @@ class Kronecker(Projector):
         return bound
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``; see :class:`Projector`.
+        """Add the projection of one row block to ``out``; see ``Projector``.
 
         Notes
         -----

@@ -161,7 +161,7 @@ class Mask(Projector):
         return self._selected(checkpoint)[0]
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one block of selected rows to ``out``; see :class:`Projector`."""
+        """Add the projection of one block of selected rows to ``out``; see ``Projector``."""
         if not isinstance(self.then, Identity):
             self.then.project_block(block, row_offset, checkpoint, out)
             return
@@ -172,7 +172,7 @@ class Mask(Projector):
         out.masked_fill_(~torch.isfinite(values).all(1, keepdim=True), torch.nan)
 
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of consecutive blocks of selected rows; see :class:`Projector`."""
+        """Add the projection of consecutive blocks of selected rows; see ``Projector``."""
         if isinstance(self.then, Identity):
             super().project_rows(rows, row_offset, checkpoint, out)
         else:

@@ -94,7 +94,7 @@ class Rademacher(GpuProjector):
         )
 
     def project_block(self, block: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of one row block to ``out``, both on the CPU; see :class:`Projector`.
+        """Add the projection of one row block to ``out``, both on the CPU; see ``Projector``.
 
         Notes
         -----

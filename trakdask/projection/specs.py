@@ -26,7 +26,7 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
     Parameters
     ----------
     spec
-        The result of :meth:`Projector.spec`, also after a round trip through JSON.
+        The result of ``Projector.spec``, also after a round trip through JSON.
 
     Returns
     -------

@@ -108,14 +108,14 @@ def open_traker(
     Examples
     --------
     >>> import tempfile, torch, trakdask as td
-    >>> from trakdask.trak import TRAKer
+    >>> from trakdask.trak import TRAKer, open_traker
     >>> folder, model = tempfile.TemporaryDirectory(), torch.nn.Linear(4, 3)
     >>> batch = [torch.ones(8, 4), torch.arange(8) % 3]
     >>> options = {"save_dir": folder.name, "device": "cpu", "proj_dim": 5}
     >>> traker = TRAKer(model, "image_classification", train_set_size=8, **options)
     >>> traker.load_checkpoint(model.state_dict(), model_id=0)
     >>> traker.featurize(batch, num_samples=8)
-    >>> features = td.open_traker(folder.name)
+    >>> features = open_traker(folder.name)
     >>> features = features.assign_coords(label=("sample", batch[1].numpy()))
     >>> td.group_score(features, features, by="label").dims
     ('label', 'target')
@@ -221,7 +221,7 @@ def _require_experiment(run: _Run, exp_name: str) -> None:
         raise ValueError(
             f"expected an experiment of {names} with target gradients for the checkpoints "
             f"{list(run.ids)} of {run.folder}, got {exp_name!r}, which has those for {having}; try "
-            f"model_ids={having}, or td.open_traker(save_dir) without exp_name"
+            f"model_ids={having}, or open_traker(save_dir) without exp_name"
         )
     states = {id: json.loads((run.folder / f"id_{id}.json").read_bytes()) for id in run.ids}
     zeros = [id for id, state in states.items() if state[str(id)]["is_finalized"] != 1]

@@ -272,7 +272,7 @@ class BasicProjector(_DrawnProjector):
 
 
 class CudaProjector(AbstractProjector):
-    """Multiply with the matrix of the CUDA extension ``fast_jl``, by :class:`trakdask.FastJL`.
+    """Multiply with the matrix of the CUDA extension ``fast_jl``, by ``FastJL``.
 
     Parameters
     ----------

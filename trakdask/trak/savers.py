@@ -2,7 +2,8 @@
 
 Files and their content are those of the original, whose readers can open them. Unlike there, a
 process that is killed at any point and started again leaves the same files as one that was never
-killed. Folders of the original itself are not continued; :func:`trakdask.open_traker` reads them.
+killed. Folders of the original itself are not continued; :func:`trakdask.trak.open_traker` reads
+them.
 """
 
 from __future__ import annotations
@@ -335,7 +336,7 @@ class MmapSaver(AbstractSaver):
         """Delete ``grads.mmap`` of a model id, if it exists.
 
         Its features can still be used for scores, but they can no longer be computed again or be
-        read by :func:`trakdask.open_traker`.
+        read by :func:`trakdask.trak.open_traker`.
         """
         self.save_dir.joinpath(str(model_id), "grads.mmap").unlink(missing_ok=True)
 
@@ -391,7 +392,7 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     if EXTRA in now and EXTRA not in before:
         raise SettingsMismatchError(
             f"expected a folder of trakdask.trak, got {str(folder)!r}, which the original wrote; "
-            "try another save_dir, or td.open_traker to read its features"
+            "try another save_dir, or open_traker to read its features"
         )
     old, new = ({**each, **each.get(EXTRA, {})} for each in (before, json.loads(json.dumps(now))))
     for key in new:

@@ -40,7 +40,7 @@ class GpuProjector(Projector):
         """Add the projection of consecutive row blocks to ``out``, on their GPU."""
 
     def project_rows(self, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor) -> None:
-        """Add the projection of consecutive row blocks to ``out``; see :class:`Projector`.
+        """Add the projection of consecutive row blocks to ``out``; see ``Projector``.
 
         CUDA kernels project rows that are on an NVIDIA GPU, with the same bits as a CPU. (They have
         not run on a GPU yet.)
