@@ -105,6 +105,23 @@ def test_group_score__float64_equals_sums_of_dense_numpy(estimator: str) -> None
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_group_score__of_combinations_equals_sums_of_dense_numpy() -> None:
+    source = np.array(["web", "wiki", None, "book"] * N, object)[:N]
+    source[TRAIN.label.values == 0] = "web"
+    train = TRAIN.assign_coords(source=("sample", source))
+    found = td.group_score(train, TARGETS, by=["source", "label"], damping=td.Absolute(2))
+    assert found.dims == ("source", "label", "target")
+    assert found.source.values.tolist() == ["book", "web", "wiki"]
+    dense = td.score(train, TARGETS, damping=td.Absolute(2)).values
+    for i, j in np.ndindex(3, 2):
+        chosen = (source == found.source.values[i]) & (TRAIN.label.values == j)
+        np.testing.assert_allclose(found[i, j], dense[chosen].sum(0), rtol=1e-10, atol=1e-12)
+    one, same = (
+        td.group_score(train, TARGETS, by=by, damping=td.Absolute(2)) for by in (["label"], "label")
+    )
+    xr.testing.assert_identical(one, same)
+
+
 @pytest.mark.parametrize("narrow", [0.1, 0.5, 0.6, 0.7, 1.0])
 def test_score__power_follows_how_sure_the_model_is(narrow: float) -> None:
     q = TRAIN.out_to_loss

@@ -126,7 +126,8 @@ SCORE = [
 GROUPS = [
     ("features without Q", lambda: td.group_score(X.drop_vars("out_to_loss"), T, by="label"), ValueError, ["'out_to_loss'"]),
     *((f"by {by!r}", lambda by=by: td.group_score(X, T, by=by), ValueError, [repr(by), "'label'"])
-      for by in ("lable", ["label"], "target", "target_label", None, "checkpoint")),
+      for by in ("lable", [], "target", "target_label", None, "checkpoint")),
+    ("by two, of which one is not there", lambda: td.group_score(X, T, by=["label", "lable"]), ValueError, ["'lable'"]),
 ]  # fmt: skip
 
 OTHERS = {

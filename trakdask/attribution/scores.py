@@ -7,7 +7,8 @@ target. :class:`Solver` makes either, for each estimator.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,7 +199,7 @@ def group_score(
     features: xr.Dataset,
     targets: xr.Dataset,
     *,
-    by: str,
+    by: str | Sequence[str],
     estimator: Estimator = DEFAULT_ESTIMATOR,
     power: Power = DEFAULT_POWER,
     damping: Damping = "auto",
@@ -213,27 +214,38 @@ def group_score(
     features, targets, estimator, power, damping, calibrate, weights, learning_rates
         As in :func:`score`.
     by
-        Name of a coord of the training samples; missing values belong to no group.
+        Name of a coord of the training samples, or a list of several: then there is a group for
+        each combination of their values. Missing values belong to no group.
 
     Returns
     -------
-    Lazy DataArray ``score`` (``by``, target), groups sorted: what
+    Lazy DataArray ``score`` (``by``, target), one dimension per coord, groups sorted: what
     ``score(features, targets).groupby(by).sum()`` would give, at the cost of one pass over the
-    features, whatever the number of targets. As there, samples that failed are left out.
+    features, whatever the number of targets. As there, samples that failed are left out. A
+    combination without samples sums to 0.
 
     Raises
     ------
     ValueError
         If there is no such coord, or the result has a coord of the targets of that name.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> features = features.assign_coords(source=("sample", ["web", "web", "wiki", "book"] * 2))
+    >>> td.group_score(features, features, by=["source", "label"], damping=0.1).shape
+    (3, 2, 8)
     """
     training, explained = _operands(features, targets)
-    labels, codes = labels_of_groups(training, explained, by)
+    labels, codes, n_groups = labels_of_groups(training, explained, by)
     options = gather_options(
         features, estimator, power, damping, calibrate, weights, learning_rates
     )
     operands = solver(training, options)
-    sums = operands.group_sums(operands.features, codes)
+    sums = operands.group_sums(operands.features, codes, math.prod(n_groups))
     data = arrays.score.score(sums, operands.vectors(explained), None)
+    data = data.reshape((*n_groups, *data.shape[1:]))
     return labelled("score", labels, data, score_attrs(training, targets, operands.attrs))
 
 
@@ -360,9 +372,8 @@ class Solver:
             weight = _sign(weight) * norm
         return weight
 
-    def group_sums(self, of: xr.Dataset, codes: np.ndarray) -> da.Array:
+    def group_sums(self, of: xr.Dataset, codes: np.ndarray, n_groups: int) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
-        n_groups = int(codes.max(initial=-1)) + 1
         return arrays.groups.group_sum(
             of.feature.data, self.weight(of), codes, n_groups, pooled=self.pooled
         )
@@ -471,9 +482,11 @@ def labels_of_scores(samples: xr.Dataset, targets: xr.Dataset) -> Labels:
 
 
 def labels_of_groups(
-    samples: xr.Dataset, targets: xr.Dataset, by: str
-) -> tuple[Labels, np.ndarray]:
-    """Return the dimensions and coords of sums of scores by a coord, and the samples' groups.
+    samples: xr.Dataset, targets: xr.Dataset, by: str | Sequence[str]
+) -> tuple[Labels, np.ndarray, list[int]]:
+    """Return the dimensions and coords of sums of scores by coords, and the samples' groups.
+
+    Groups are numbered as the entries of an array whose shape comes last, with -1 for none.
 
     Raises
     ------
@@ -481,9 +494,17 @@ def labels_of_groups(
         If the samples have no such coord, or the targets have one of that name.
     """
     dims, coords = _labels_of_targets(targets)
-    require_group_coord(by, coords_along(samples, SAMPLE), [TARGET, *coords])
-    codes, groups = group_codes(samples[by].values)
-    return ((by, *dims), {by: (by, groups), **coords}), codes
+    names: list[Any] = list(by) if by and isinstance(by, list | tuple) else [by]
+    codes, sizes, known = np.zeros((), np.int8), [], coords_along(samples, SAMPLE)
+    for name in names:
+        require_group_coord(name, known, [TARGET, *coords])
+        numbers, groups = group_codes(samples[name].values)
+        coords[name] = name, groups
+        sizes.append(len(groups))
+        kind = np.min_scalar_type(-math.prod(sizes) - 1)  # a byte or two for each of 10⁸ samples
+        product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
+        codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
+    return ((*names, *dims), coords), codes, sizes
 
 
 def _labels_of_targets(targets: xr.Dataset) -> Labels:

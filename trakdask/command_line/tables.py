@@ -47,8 +47,7 @@ def result(name: str, data: Any) -> Table:
     first = data.isel({TARGET: slice(_MOST_TARGETS)}).compute()
     if name == "top_k":
         return table(first.to_dataframe(dim_order=[TARGET, RANK]).reset_index(), _share(data))
-    (by,) = (dim for dim in data.dims if dim != TARGET)
-    sums = first.isel({by: slice(_MOST_GROUPS)}).transpose(by, TARGET).to_pandas()
+    sums = first.reset_coords(drop=True).to_dataset(TARGET).to_dataframe().head(_MOST_GROUPS)
     frame = sums.rename(columns=lambda n: f"{TARGET} {n}").reset_index()
     return table(frame, f"sums of scores of {_share(data)}")
 
