@@ -9,7 +9,6 @@ import xarray as xr
 
 import trakdask as td
 from trakdask.accessor import FeaturesAccessor, ScoresAccessor
-from trakdask.testing import simulate_features
 
 METHODS = [
     pytest.param(data, name, id=f"{accessor.__name__}.{name}")
@@ -26,13 +25,3 @@ def test_method__is_the_function_of_the_data(data: xr.Dataset, name: str) -> Non
     assert name in dir(data.trak)
     parameters = list(inspect.signature(function).parameters.values())
     assert list(inspect.signature(method).parameters.values()) == parameters[1:]
-
-
-def test_method__same_results_as_the_functions() -> None:
-    features, targets = simulate_features(20, 4, 2, chunks=8), simulate_features(5, 4, 2, seed=1)
-    scores = features.trak.score(targets)
-    xr.testing.assert_identical(scores.compute(), td.score(features, targets).compute())
-    xr.testing.assert_identical(scores.trak.top_k(2).compute(), td.top_k(scores, 2).compute())
-    grouped = features.trak.group_score(targets, by="label")
-    expected = td.group_score(features, targets, by="label")
-    xr.testing.assert_identical(grouped.compute(), expected.compute())

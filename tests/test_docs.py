@@ -77,59 +77,6 @@ def test_page__shows_numbers_of_results_that_it_names(page: Path) -> None:
     assert bool(shown) <= bool(files)
 
 
-def quality() -> dict[tuple[str, int, int, str, str], float]:
-    """Return LDS by task, proj_dim, checkpoints, estimator and rule, of Rademacher."""
-    names = [("trak", r) for r in ("closed", "auto", "best")]
-    names += [("soft", r) for r in ("closed", "auto", "best")]
-    found = {}
-    for task, projector, p, checkpoints, *values in quality_rows():
-        if projector == "Rademacher":
-            for (estimator, rule), value in zip(names, values[:6], strict=True):
-                found[task, int(p), int(checkpoints), estimator, rule] = float(value)
-    return found
-
-
-def quality_rows() -> list[list[str]]:
-    """Return the rows of the main table of quality.py, without its header."""
-    text = (RESULTS / "2026-11-23-quality.txt").read_text("utf-8")
-    lines = text[text.index("LDS, and what soft") :].split("\n\n")[0].splitlines()[2:]
-    return [re.split(r" {2,}", line) for line in lines]
-
-
-TASKS = {
-    "digits, perceptron": "mlp",
-    "digits, CNN with GroupNorm": "cnn",
-    "digits, ResNet with BatchNorm": "resnet",
-    "source code, transformer": "transformer",
-    "tumours, perceptron": "cancer",
-    "digits, 10 % wrong labels": "noisy",
-    "digits, tanh, stopped early": "early",
-}
-SOFT = ("soft", "auto")
-COLUMNS = {
-    "evidence/quality.md": [
-        *((2048, 3, "trak", rule) for rule in ("closed", "auto", "best")),
-        (2048, 3, *SOFT),
-    ],
-    "choose/estimator.md": [
-        *((2048, 3, "trak", rule) for rule in ("auto", "best")),
-        (2048, 3, *SOFT),
-    ],
-    "choose/projector.md": [(512, 3, *SOFT), (2048, 3, *SOFT)],
-    "choose/checkpoints.md": [(2048, count, *SOFT) for count in (1, 3, 10)],
-}
-
-
-@pytest.mark.parametrize("page", COLUMNS)
-def test_tables_of_quality__are_those_of_the_results(page: str) -> None:
-    known = quality()
-    rows = [row for row in cells(page) if row[0] in TASKS and row[1].startswith("0.")]
-    assert [row[0] for row in rows] == list(TASKS)
-    for name, *shown in rows:
-        expected = [known[TASKS[name], *column] for column in COLUMNS[page]]
-        assert [float(value) for value in shown[: len(expected)]] == expected, name
-
-
 def test_readme__quotes_the_pages_of_evidence() -> None:
     features = (ROOT / "README.md").read_text("utf-8").split("## Features")[1].split("## ")[0]
     speed, *_ = (row for row in cells("evidence/speed.md") if row[0] == "32")

@@ -8,7 +8,6 @@ import inspect
 import operator
 from pathlib import Path
 
-import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
@@ -123,17 +122,6 @@ PUBLIC = {
 def test_public_function__computes_nothing(name: str) -> None:
     with raise_if_dask_computes():
         assert_lazy(PUBLIC[name]())
-
-
-TRAINING = ("retrain", "lds", "brittleness", "removal_curve")
-"""Cases that would train models when they are computed."""
-
-
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in TRAINING])
-@pytest.mark.filterwarnings("ignore:outputs")  # too few samples to choose λ by them
-def test_public_function__is_the_same_by_dask_compute_and_by_its_method(name: str) -> None:
-    result = PUBLIC[name]()
-    xr.testing.assert_identical(dask.compute(result)[0], result.compute())
 
 
 def test_from_dataframe__parquet_computes_nothing(tmp_path: Path) -> None:

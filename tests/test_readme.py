@@ -6,7 +6,6 @@ import functools
 import re
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 
 from trakdask import examples
@@ -40,12 +39,3 @@ def test_readme__first_screen_prints_what_it_shows(
 def test_readme__is_short() -> None:
     assert len(README.splitlines()) <= 80
     assert len([line for line in block("python").splitlines() if line.strip()]) <= 15
-
-
-def test_readme__gallery_is_small_and_drawn() -> None:
-    picture = Path(__file__).parents[1] / "docs" / "_static" / "gallery.png"
-    assert "docs/_static/gallery.png" in README
-    assert picture.stat().st_size < 100_000
-    pixels = matplotlib.image.imread(picture)
-    assert pixels.shape[:2] == (408, 1200)
-    assert pixels[..., :3].std() > 0.1

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,26 +42,26 @@ def main() -> None:
     seconds: dict[str, float] = {}
     console.rule("trakdask demo")
     with _timed(seconds, "train (or load) 3 CNNs"):
-        paths = examples.digits_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
-    train, targets = examples.digits(n_target=N_TARGETS)
+        paths = _checkpoints()
+    samples = examples.digits(n_target=N_TARGETS)
     _print_accuracy(paths)
     with _client() as client:
         console.print(f"Dask dashboard: {client.dashboard_link}\n")
-        features, target_features = _featurize(train, targets, seconds)
+        features, target_features = _featurize(samples, seconds)
         scores = td.score(features, target_features)
         sizes = " × ".join(f"{dim} {size}" for dim, size in scores.sizes.items())
         console.print(f"\nscores ({sizes}) are lazy; none of them has been computed yet:")
         console.print(f"  {scores.attrs['formula']}\n", markup=False)
-        ends = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
+        lazy = td.top_k(scores, SHOWN), td.top_k(scores, SHOWN, largest=False)
         with _timed(seconds, f"rank all {N_TARGETS} targets, both ends"):
-            helpful, harmful = dask.compute(*ends)
+            ends = dask.compute(*lazy)
         # The targets with the smallest margins, whose attributions are the most informative.
         margins = target_features.output.mean("checkpoint").values
         shown = [int(i) for i in np.argsort(margins)[:6]]
-        _print_rankings(helpful, harmful, shown, target_features)
+        _print_rankings(ends, shown, target_features)
         _print_queries(scores, shown, seconds)
         _print_groups(features, target_features, shown)
-        written = _export(scores, helpful, harmful, train, targets, shown, seconds)
+        written = _export(scores, ends, samples, shown, seconds)
     _print_measured(seconds, written, time.perf_counter() - started)
     _print_explore()
 
@@ -89,23 +89,21 @@ def _client() -> Iterator[Client]:
 
 
 def _print_accuracy(paths: list[Path]) -> None:
-    _, (images, labels) = examples.digits_arrays(n_target=N_TARGETS)
-    states = [torch.load(path, weights_only=True) for path in paths]
-    accuracy = [
-        examples.classifier_accuracy(examples.digits_cnn, state, images, labels) for state in states
-    ]
-    console.print(
-        f"{len(paths)} CNNs, accuracy on {len(labels)} held-out digits: "
-        + ", ".join(f"{share:.1%}" for share in accuracy)
-    )
+    _, held_out = examples.digits_arrays(n_target=N_TARGETS)
+    states = (torch.load(path, weights_only=True) for path in paths)
+    build, accuracy = examples.digits_cnn, examples.classifier_accuracy
+    shares = ", ".join(f"{accuracy(build, state, *held_out):.1%}" for state in states)
+    console.print(f"{len(paths)} CNNs, accuracy on {N_TARGETS} held-out digits: {shares}")
+
+
+def _checkpoints() -> list[Path]:
+    return examples.digits_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
 
 
 def model() -> td.Model:
     """Return the model of the demo; its checkpoints are trained unless they are there."""
-    paths = examples.digits_checkpoints(OUTPUT / "checkpoints", n_checkpoints=N_CHECKPOINTS)
-    return td.Model(
-        examples.digits_cnn, checkpoints={f"seed {i}": path for i, path in enumerate(paths)}
-    )
+    checkpoints = {f"seed {i}": path for i, path in enumerate(_checkpoints())}
+    return td.Model(examples.digits_cnn, checkpoints)
 
 
 def preprocess(image: Any) -> np.ndarray:
@@ -114,31 +112,27 @@ def preprocess(image: Any) -> np.ndarray:
     return 1 - grey[None] / 255
 
 
-def _featurize(
-    train: xr.Dataset, targets: xr.Dataset, seconds: dict[str, float]
-) -> tuple[xr.Dataset, xr.Dataset]:
+def _featurize(datasets: Iterable[xr.Dataset], seconds: dict[str, float]) -> list[xr.Dataset]:
     network = model()
     projector = td.SJLT(proj_dim=PROJ_DIM, seed=0)
     console.print(f"{network}\n{projector}")
     saved = []
-    for name, samples in (("train", train), ("targets", targets)):
+    for name, samples in zip(("train", "targets"), datasets, strict=True):
         store = OUTPUT / f"{name}.zarr"
         # Without an earlier store, so that the full time is measured: save would resume it.
         shutil.rmtree(store, ignore_errors=True)
         features = td.featurize(samples, network, projector=projector)
         with _timed(seconds, f"featurize and save {samples.sizes['sample']} {name} digits × 3"):
             saved.append(td.save(features, store, gram=name == "train"))
-    return saved[0], saved[1]
+    return saved
 
 
-def _print_rankings(
-    helpful: xr.Dataset, harmful: xr.Dataset, shown: list[int], targets: xr.Dataset
-) -> None:
-    unit = td.plots.power_of_ten(helpful.score[shown], harmful.score[shown])
+def _print_rankings(ends: Sequence[xr.Dataset], shown: list[int], targets: xr.Dataset) -> None:
+    unit = td.plots.power_of_ten(*(end.score[shown] for end in ends))
     rows = []
     for target in shown:
-        best, worst = (_ranked(end.isel(target=target), unit) for end in (helpful, harmful))
-        name = f"{target} (a {int(helpful.target_label[target])})"
+        best, worst = (_ranked(end.isel(target=target), unit) for end in ends)
+        name = f"{target} (a {int(targets.label[target])})"
         margin = f"{float(targets.output[target].mean()):.2f}"
         rows.append((name, margin, f"[green]{best}[/]\n[red]{worst}[/]"))
     title = f"The {len(shown)} targets with the smallest margin; score in 1e{unit}"
@@ -190,10 +184,8 @@ def _print_groups(features: xr.Dataset, targets: xr.Dataset, shown: list[int]) -
 
 def _export(
     scores: xr.DataArray,
-    helpful: xr.Dataset,
-    harmful: xr.Dataset,
-    train: xr.Dataset,
-    targets: xr.Dataset,
+    ends: Sequence[xr.Dataset],
+    samples: Iterable[xr.Dataset],
     shown: list[int],
     seconds: dict[str, float],
 ) -> list[Path]:
@@ -201,9 +193,8 @@ def _export(
     with _timed(seconds, "export parquet and zarr"):
         td.to_parquet(td.top_k(scores, 100), parquet, overwrite=True)
         td.to_zarr(scores, zarr, overwrite=True)
-    images, target_images = train.image.values, targets.image.values
-    figure = td.plots.gallery(helpful, harmful, images, target_images, targets=shown)
-    figure.savefig(png, dpi=160)
+    (helpful, harmful), images = ends, [dataset.image.values for dataset in samples]
+    td.plots.gallery(helpful, harmful, *images, targets=shown).savefig(png, dpi=160)
     return [parquet, zarr, png]
 
 
@@ -221,16 +212,15 @@ def _print_explore() -> None:
     After ``make demo`` its environment is not active in the shell, so it is named.
     """
     stores = f"{OUTPUT / 'train.zarr'} {OUTPUT / 'targets.zarr'}"
-    options = "--samples trakdask.examples:digits"
-    options += " --model trakdask.demo:model --preprocess trakdask.demo:preprocess"
+    options = "--samples trakdask.examples:digits --model trakdask.demo:model"
+    options += " --preprocess trakdask.demo:preprocess"
     line = f"{sys.executable} -m trakdask explore {stores} {options}"
     console.print("Look at them in a browser:")
     console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
 
 
 if __name__ == "__main__":

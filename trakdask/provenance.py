@@ -29,20 +29,13 @@ STORE_SPEC = (*FEATURE_SPEC, "source", *PRECISION)
 """Attrs that all blocks of a store must share: the same samples and the same precision, too."""
 
 _NAMES_OF_VARIABLES = (
-    *("image", "text", "inputs", "label", "labels", "target"),
-    *("ignore_index", "position"),
+    *("image", "text", "inputs", "label", "labels", "target", "ignore_index", "position"),
 )
 """Fields of trakdask's tasks that name the input variables and do not change the gradient."""
 
 _TASKS = (
-    "Classification",
-    "ImageClassification",
-    "TextClassification",
-    "BinaryClassification",
-    "MultiLabel",
-    "Regression",
-    "CausalLM",
-    "Clip",
+    *("Classification", "ImageClassification", "TextClassification", "BinaryClassification"),
+    *("MultiLabel", "Regression", "CausalLM", "Clip"),
 )
 
 _REMEDY = {
@@ -146,9 +139,8 @@ def _comparable_code(
     actual: Mapping[str, str], expected: Mapping[str, str]
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Return the digests that both have: of what the same version of Python has compiled."""
-    both = [name for name in expected if name in actual]
-    if actual.get("python") != expected.get("python"):
-        both = []
+    is_same_python = actual.get("python") == expected.get("python")
+    both = [name for name in expected if name in actual and is_same_python]
     return {name: actual[name] for name in both}, {name: expected[name] for name in both}
 
 

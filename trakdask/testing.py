@@ -76,13 +76,11 @@ def simulate_features(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not an integer, or out of range.
+        If a size is not an integer, or not positive.
     """
-    n_samples = require_integer("n_samples", n_samples, 1, remedy="try n_samples=64")
-    proj_dim = require_integer("proj_dim", proj_dim, 1, remedy="try proj_dim=16")
-    n_checkpoints = require_integer("n_checkpoints", n_checkpoints, 1, remedy="try n_checkpoints=2")
-    chunks = require_integer("chunks", chunks, 1, remedy="try chunks=16")
-    seed = require_integer("seed", seed, 0, remedy="try seed=0")
+    sizes = {"n_samples": n_samples, "proj_dim": proj_dim, "n_checkpoints": n_checkpoints}
+    for name, size in {**sizes, "chunks": chunks}.items():
+        require_integer(name, size, 1, remedy=f"try {name}=16")
     chunk_sizes = da.core.normalize_chunks((chunks, 1), shape=(n_samples, n_checkpoints))
     token = f"{seed}-{n_samples}-{proj_dim}-{n_checkpoints}-{chunks}"
     bundle = da.map_blocks(

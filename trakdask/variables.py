@@ -168,7 +168,7 @@ def _by_labels(
             return array
         raise ValueError(
             f"expected {what} without labels along {dim!r}, since the scored arrays have none "
-            f"there, got the labels {_first_labels(theirs)}; try .drop_vars({dim!r}) to match "
+            f"there, got the labels {shown(theirs.tolist())}; try .drop_vars({dim!r}) to match "
             f"entries by position, or assign_coords({dim}=...) on both"
         )
     ours = to.indexes[dim]
@@ -177,9 +177,9 @@ def _by_labels(
     positions = theirs.get_indexer(ours)
     if (positions < 0).any():
         raise ValueError(
-            f"expected {what} for each {dim} of {_first_labels(ours)}, got "
-            f"{_first_labels(theirs)} without {ours[positions < 0][0]!r}; try .sel({dim}=...) with "
-            "the same labels on both"
+            f"expected {what} for each {dim} of {shown(ours.tolist())}, got "
+            f"{shown(theirs.tolist())} without {ours[positions < 0][0]!r}; try .sel({dim}=...) "
+            "with the same labels on both"
         )
     return array.isel({dim: positions})
 
@@ -191,7 +191,10 @@ def _require_equal_coords(
         other = to.coords.get(name)
         if other is None or not coord.dims == other.dims == (dim,) or len(coord) != len(other):
             continue
-        if name == "error" or _are_same(coord.data, other.data):
+        is_same = coord.data is other.data  # lazy ones are compared by their names
+        if isinstance(coord.data, da.Array) and isinstance(other.data, da.Array):
+            is_same = coord.data.name == other.data.name
+        if name == "error" or is_same:
             continue
         left, right = coord.values, other.values
         different = np.asarray(~((left == right) | (pd.isna(left) & pd.isna(right))))
@@ -202,18 +205,6 @@ def _require_equal_coords(
                 f"the coord {name!r} at {dim} {i}, got {left[i]}; try selecting and sorting both "
                 f"in the same way, or {what}.reset_coords(drop=True) to match by position"
             )
-
-
-def _are_same(left: object, right: object) -> bool:
-    """Return whether two arrays are one, lazy ones by their names."""
-    if isinstance(left, da.Array) and isinstance(right, da.Array):
-        return bool(left.name == right.name)
-    return left is right
-
-
-def _first_labels(labels: pd.Index) -> str:
-    first = ", ".join(repr(label) for label in labels[:5].tolist())
-    return f"[{first}{', ...' if len(labels) > 5 else ''}]"
 
 
 def coords_along(array: xr.DataArray | xr.Dataset, *dims: Hashable) -> dict[Hashable, xr.Variable]:

@@ -44,6 +44,14 @@ def rows(function: str, error: type[Exception], *cases: tuple[Any, ...]) -> list
     return [BadInput(function, case, call, error, words) for case, call, *words in cases]
 
 
+def changed(function: str, call: Callable[..., object], *cases: Any) -> list[BadInput]:
+    """Return the rows of a call that is good but for (case, changed arguments, error, words)."""
+    return [
+        BadInput(function, case, lambda _, options=options: call(**options), error, words)
+        for case, options, error, words in cases
+    ]
+
+
 def parametrize(rows: Iterable[BadInput]) -> pytest.MarkDecorator:
     """Return the decorator that gives a test one row at a time, as its argument ``row``."""
     rows = list(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import dask
@@ -10,7 +11,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, changed, check, parametrize
 
 N, M, SUBSETS = 12, 3, 6
 SCORES = xr.DataArray(np.random.default_rng(0).standard_normal((N, M)), dims=("sample", "target"))
@@ -39,9 +40,9 @@ def returning(value: object) -> dict[str, object]:
 
 
 def nan_at(array: xr.DataArray, *where: object) -> xr.DataArray:
-    changed = array.copy()
-    changed[where] = np.nan
-    return changed
+    copied = array.copy()
+    copied[where] = np.nan
+    return copied
 
 
 GOOD = {
@@ -60,9 +61,9 @@ GOOD = {
 }
 
 
-def call(name: str, **changed: object) -> object:
+def call(name: str, **options: object) -> object:
     with dask.config.set(scheduler="sync"):
-        return getattr(td.evaluate, name)(**{**GOOD[name], **changed}).compute()
+        return getattr(td.evaluate, name)(**{**GOOD[name], **options}).compute()
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -72,11 +73,7 @@ def test_good_input(name: str) -> None:
 
 
 def rows(name: str, *cases: tuple[object, ...]) -> list[BadInput]:
-    """Return a row per (case, changed arguments, error, words); the others are good."""
-    return [
-        BadInput(f"evaluate.{name}", case, lambda _, c=changed: call(name, **c), error, words)
-        for case, changed, error, words in cases
-    ]
+    return changed(f"evaluate.{name}", functools.partial(call, name), *cases)
 
 
 def labelled(dim: str, **labels: object) -> dict[str, object]:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, check, parametrize
+from tests.bad_inputs.bad_input import BadInput, changed, check, parametrize
 
 FEATURES = td.testing.simulate_features(20, 4, 1)
 IMAGES = np.zeros((20, 4, 4))
 
 
-def gallery(**changed: object) -> object:
+def gallery(**options: object) -> object:
     top = td.top_k(td.score(FEATURES, FEATURES[{"sample": slice(4)}], damping=1.0), 3)
-    given = {"helpful": top, "harmful": top, "images": IMAGES, "target_images": IMAGES, **changed}
+    given = {"helpful": top, "harmful": top, "images": IMAGES, "target_images": IMAGES, **options}
     return td.plots.gallery(**given)
 
 
 def damping_without_curve() -> object:
     return td.plots.damping(td.damping(FEATURES, damping=td.Absolute(1.0)))
-
-
-def rows(
-    function: str,
-    call: Callable[..., object],
-    *cases: tuple[str, dict[str, object], type[Exception], list[str]],
-) -> list[BadInput]:
-    """Return a row per (case, changed arguments, error, words)."""
-    return [
-        BadInput(function, case, lambda _, changed=changed: call(**changed), error, words)  # type: ignore[misc]
-        for case, changed, error, words in cases
-    ]
 
 
 SPLIT = (
@@ -43,8 +30,8 @@ SPLIT = (
     ("seed -1", {"seed": -1}, ValueError, ["seed", "-1"]),
 )
 ROWS = [
-    *rows("plots.damping", damping_without_curve, ("no curve", {}, ValueError, ["curve"])),
-    *rows(
+    *changed("plots.damping", damping_without_curve, ("no curve", {}, ValueError, ["curve"])),
+    *changed(
         "plots.gallery", gallery,
         ("too few images", {"images": IMAGES[:1]}, IndexError, ["1"]),
         ("flat images", {"images": IMAGES[:, 0]}, TypeError, ["(4,)"]),
@@ -54,9 +41,9 @@ ROWS = [
         ("n_shown 0", {"n_shown": 0}, ValueError, ["n_shown", "0"]),
         ("n_shown 2.5", {"n_shown": 2.5}, TypeError, ["n_shown", "2.5"]),
     ),
-    *rows("examples.digits", td.examples.digits, *SPLIT),
-    *rows("examples.digits_arrays", td.examples.digits_arrays, *SPLIT),
-    *rows(
+    *changed("examples.digits", td.examples.digits, *SPLIT),
+    *changed("examples.digits_arrays", td.examples.digits_arrays, *SPLIT),
+    *changed(
         "testing.simulate_features", td.testing.simulate_features,
         ("no samples", {"n_samples": 0}, ValueError, ["n_samples", "0"]),
         ("proj_dim -1", {"proj_dim": -1}, ValueError, ["proj_dim", "-1"]),

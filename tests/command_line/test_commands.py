@@ -381,14 +381,6 @@ def test_plan__debug_shows_the_traceback(run: Run) -> None:
     assert isinstance(run("plan", "none.yaml", "--debug").exception, ConfigurationError)
 
 
-@pytest.mark.slow
-def test_process__shell_completion(tmp_path: Path, run_process: RunProcess) -> None:
-    done = run_process(
-        _TRAKDASK_COMPLETE="complete_bash", COMP_WORDS="trakdask top", COMP_CWORD="1"
-    )
-    assert done.stdout.split() == ["top-k"]
-
-
 def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path: Path) -> None:
     code = (
         "import sys, trakdask.command_line.commands\n"

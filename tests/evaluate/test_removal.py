@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import dask
 import numpy as np
 import pytest
 import xarray as xr
@@ -100,15 +99,6 @@ def test_brittleness__random_removals_by_hand() -> None:
     np.testing.assert_allclose(result.random_flip_fraction, fractions)
     assert (result.random_interval[0] < result.random_flip_fraction).all()
     assert (result.random_interval[1] > result.random_flip_fraction).all()
-
-
-def test_brittleness__scheduler_and_chunks_are_invisible() -> None:
-    results = []
-    for scheduler, chunks in [("sync", N), ("threads", 7)]:
-        with dask.config.set(scheduler=scheduler):
-            scores = RIDGE_SCORES.chunk(sample=chunks, target=5)
-            results.append(td.evaluate.brittleness(ridge, scores, [1, 5]).compute())
-    xr.testing.assert_identical(*results)
 
 
 def test_brittleness__store_shares_models_with_other_experiments(tmp_path: Path) -> None:

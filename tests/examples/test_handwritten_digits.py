@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,19 +55,6 @@ def test_digits_arrays__seed_decides() -> None:
     assert (first != other).any()
 
 
-def test_digits_arrays__without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    imported = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("sklearn"):
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return imported(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ImportError, match=r"trakdask\[demo\]"):
-        digits_arrays()
-
-
 def test_digits__labelled_and_lazy() -> None:
     train, targets = digits(n_target=50, chunks=256)
     (images, labels), (target_images, _) = digits_arrays(n_target=50)
@@ -100,18 +85,6 @@ def test_digits_checkpoints__settings_do_not_share_files(tmp_path: Path) -> None
     wider = digits_checkpoints(tmp_path, _wide, n_checkpoints=1, epochs=1)
     assert len({*one, *two, *wider}) == 4
     assert sorted(tmp_path.iterdir()) == sorted({*one, *two, *wider})
-
-
-def test_digits_checkpoints__interrupted_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        digits_checkpoints(tmp_path, digits_mlp, n_checkpoints=1, epochs=1)
-    assert list(tmp_path.iterdir()) == []
 
 
 def _wide() -> torch.nn.Module:

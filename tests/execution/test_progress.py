@@ -3,35 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import IPython.display
 import pytest
-import rich
 
 import trakdask as td
 from trakdask.execution import progress
-
-
-def test_bar__updates_one_display_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-
-    class Handle:
-        def update(self, table: Any) -> None:
-            shown.append(table._repr_mimebundle_([], [])["text/plain"])
-
-    def display(table: Any, display_id: bool) -> Handle:
-        Handle().update(table)
-        return Handle()
-
-    monkeypatch.setattr(IPython.display, "display", display)
-    monkeypatch.setattr(rich.get_console(), "is_jupyter", True)
-    with progress._bar("title", 10, 4) as update:
-        for done in (8, 10):
-            update(done)
-    assert [f"{done}/10" in text for done, text in zip((4, 8, 10), shown, strict=True)] == 3 * [
-        True
-    ]
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "cluster"])
