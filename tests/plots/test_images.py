@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trakdask.plots.images import as_colours
+from trakdask.plots.galleries import as_colours
 
 RNG = np.random.default_rng(0)
 LAST = RNG.random((2, 6, 5, 3))

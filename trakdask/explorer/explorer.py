@@ -31,7 +31,7 @@ from trakdask.explorer.samples import Samples
 from trakdask.explorer.view import View
 from trakdask.featurization.parts import Text
 from trakdask.models.model import Model
-from trakdask.plots.images import Normalize
+from trakdask.plots.galleries import Normalize
 from trakdask.provenance import require_comparable
 from trakdask.variables import SAMPLE, validate
 

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from trakdask.explorer.computing import compute
-from trakdask.plots.images import Normalize, as_colours
+from trakdask.plots.galleries import Normalize, as_colours
 from trakdask.variables import SAMPLE
 
 __all__ = ["Samples"]

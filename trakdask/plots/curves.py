@@ -208,7 +208,10 @@ def mislabelled_curve(curve: xr.Dataset) -> Figure:
     figure, ax = new_axes(5.2, 3.8)
     fractions = np.array([0, *curve.fraction.values, 1])
     for one in methods:
-        _draw_found(ax, one, str(one[more[0]].values) if more else "ranked", fractions)
+        name = str(one[more[0]].values) if more else "ranked"
+        label = f"{name}, area {float(one.area):.2f}"
+        (line,) = ax.plot(fractions, [0, *one.found.values, 1], linewidth=1.4, label=label)
+        _band(ax, fractions[1:-1], one.interval, line.get_color())
     ax.plot([0, 1], [0, 1], color="0.5", linestyle="--", linewidth=1, label="random order")
     _band(ax, fractions[1:-1], curve.random_interval, "0.5")
     ax.plot(
@@ -275,13 +278,6 @@ def seed_agreement(result: xr.Dataset) -> Figure:
     ax.set_title(f"agreement of two models {value}", fontsize=9)
     finish(figure, ax, "models that are averaged", "correlation with as many others")
     return figure
-
-
-def _draw_found(ax: Axes, curve: xr.Dataset, name: str, fractions: np.ndarray) -> None:
-    """Draw the curve of one method, in the next colour."""
-    label = f"{name}, area {float(curve.area):.2f}"
-    (line,) = ax.plot(fractions, [0, *curve.found.values, 1], linewidth=1.4, label=label)
-    _band(ax, fractions[1:-1], curve.interval, line.get_color())
 
 
 def _band(ax: Axes, x: Any, interval: xr.DataArray, color: Any) -> None:

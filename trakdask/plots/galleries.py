@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from trakdask.checks import require_integer
 from trakdask.plots.figures import BLUE, GREEN, RED, new_figure, power_of_ten
-from trakdask.plots.images import Normalize, as_colours
 from trakdask.variables import RANK, TARGET
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+Normalize = tuple[float | Sequence[float], float | Sequence[float]]
+Array = npt.NDArray[Any]
+
+_CHANNELS = (1, 3)
 _IMAGE_IN = 0.92
 _LINE_IN = 0.135
 _CHARACTERS_PER_IN = 16
@@ -77,15 +81,10 @@ def gallery(
     n_shown = min(n_shown, helpful.sizes[RANK], harmful.sizes[RANK])
     chosen = list(range(min(6, helpful.sizes[TARGET]))) if targets is None else list(targets)
     sides = [r.isel(target=chosen, rank=slice(n_shown)).compute() for r in (helpful, harmful)]
-    unit = power_of_ten(*(side.score for side in sides))
-    pictures = [
-        *_target_pictures(sides[0], target_images, chosen, label),
-        *_ranked_pictures(sides[0], 2, GREEN, images, label, unit),
-        *_ranked_pictures(sides[1], n_shown + 3, RED, images, label, unit),
-    ]
+    pictures = list(_pictures(sides, images, target_images, chosen, label))
     colours = as_colours([picture.image for picture in pictures], normalize)
     n_lines = max(picture.title.count("\n") + 1 for picture in pictures)
-    figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides[0].attrs, unit))
+    figure, axes = _grid(len(chosen), n_shown, n_lines, _notes(sides))
     limits = _limits(colours)
     for picture, image in zip(pictures, colours, strict=True):
         _draw(axes[picture.row, picture.column], picture, image, cmap, limits)
@@ -103,29 +102,22 @@ class _Picture:
     color: str
 
 
-def _target_pictures(
-    side: xr.Dataset, images: np.ndarray | xr.DataArray, chosen: list[int], label: str
-) -> Iterable[_Picture]:
-    name = f"target_{label}"
+def _pictures(
+    sides: Sequence[xr.Dataset], images: Any, target_images: Any, chosen: list[int], label: str
+) -> Iterator[_Picture]:
+    """Yield the pictures of a figure: targets, then their most helpful and most harmful samples."""
+    unit, n_shown = power_of_ten(*(side.score for side in sides)), sides[0].sizes[RANK]
+    of_targets = sides[0].coords.get(f"target_{label}")
     for row, target in enumerate(chosen):
-        text = f"{label} {_text(side[name][row])}" if name in side.coords else ""
-        yield _Picture(row, 0, images[target], _wrapped(text), BLUE)
-
-
-def _ranked_pictures(
-    side: xr.Dataset,
-    first: int,
-    color: str,
-    images: np.ndarray | xr.DataArray,
-    label: str,
-    unit: int,
-) -> Iterable[_Picture]:
-    for row, rank in np.ndindex(side.sizes[TARGET], side.sizes[RANK]):
-        one = side.isel({TARGET: row, RANK: rank})
-        if (position := int(one.position)) < 0:
-            continue  # there are fewer samples than ranks
-        title = _with_score(_text(one[label]), f"{float(one.score) / 10.0**unit:+.2f}")
-        yield _Picture(row, first + rank, images[position], title, color)
+        text = "" if of_targets is None else f"{label} {_text(of_targets[row])}"
+        yield _Picture(row, 0, target_images[target], _wrapped(text), BLUE)
+    for side, first, color in zip(sides, (2, n_shown + 3), (GREEN, RED), strict=True):
+        for row, rank in np.ndindex(side.sizes[TARGET], n_shown):
+            one = side.isel({TARGET: row, RANK: rank})
+            if (position := int(one.position)) < 0:
+                continue  # there are fewer samples than ranks
+            title = _with_score(_text(one[label]), f"{float(one.score) / 10.0**unit:+.2f}")
+            yield _Picture(row, first + rank, images[position], title, color)
 
 
 def _text(value: xr.DataArray) -> str:
@@ -167,11 +159,12 @@ def _draw(
     ax.set_title(picture.title, fontsize=8, color=picture.color, pad=3, parse_math=False)
 
 
-def _notes(attrs: dict[str, Any], unit: int) -> str:
+def _notes(sides: Sequence[xr.Dataset]) -> str:
     """Return how the scores were made, as far as is known, and what is above the images."""
-    made = [f"estimator {attrs['estimator']}"] if "estimator" in attrs else []
-    made += [f"λ: {attrs['damping']}"] if "damping" in attrs else []
-    return "; ".join([", ".join(made), f"above each image: label, score in 1e{unit}"][not made :])
+    attrs, unit = sides[0].attrs, power_of_ten(*(side.score for side in sides))
+    names = {"estimator": "estimator ", "damping": "λ: "}
+    made = ", ".join(f"{text}{attrs[name]}" for name, text in names.items() if name in attrs)
+    return f"{made}{'; ' * bool(made)}above each image: label, score in 1e{unit}"
 
 
 def _grid(n_rows: int, n_shown: int, n_lines: int, notes: str) -> tuple[Figure, np.ndarray]:
@@ -206,3 +199,53 @@ def _headings(n_shown: int) -> tuple[str, str, str]:
         return "target", "most\nhelpful", "most\nharmful"
     samples = " training samples" if n_shown > 2 else ""
     return "target", f"most helpful{samples}", f"most harmful{samples}"
+
+
+def as_colours(images: Sequence[Array | xr.DataArray], normalize: Normalize | None) -> list[Array]:
+    """Return images as (h, w), in their units, or as (h, w, 3), between 0 and 1.
+
+    Parameters
+    ----------
+    images
+        All images of a figure, which share a scale.
+    normalize
+        Mean and standard deviation that were subtracted and divided by, to be undone. Otherwise
+        colours are taken as they are if they lie in [0, 1], and moved there from [-1, 1], from
+        0 to 255, or from any other range.
+
+    Examples
+    --------
+    >>> as_colours([np.full((3, 1, 1), -1.0), np.ones((3, 1, 1))], None)[0].tolist()
+    [[[0.0, 0.0, 0.0]]]
+    """
+    arranged = [_channels_last(np.asarray(image)) for image in images]
+    if normalize is not None:
+        mean, std = (np.asarray(value, np.float64) for value in normalize)
+        return [np.clip(image * std + mean, 0, 1) for image in arranged]
+    colours = [image for image in arranged if image.ndim == 3]
+    if not colours:
+        return arranged
+    finite = np.concatenate([image[np.isfinite(image)] for image in colours])
+    low, high = _range(finite)
+    return [
+        np.clip((image - low) / (high - low), 0, 1) if image.ndim == 3 else image
+        for image in arranged
+    ]
+
+
+def _channels_last(image: Array) -> Array:
+    if image.dtype == bool:
+        image = image.astype(np.float32)
+    if image.ndim == 3 and image.shape[0] in _CHANNELS:
+        image = np.moveaxis(image, 0, -1)
+    return image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image
+
+
+def _range(values: Array) -> tuple[float, float]:
+    """Return the smallest usual range of colours that includes all values."""
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    for usual in ((0.0, 1.0), (-1.0, 1.0), (0.0, 255.0)):
+        # Bytes are bytes, however dark.
+        if usual[0] <= low and high <= usual[1] and (values.dtype.kind == "f" or usual[1] > 1):
+            return usual
+    return low, high
