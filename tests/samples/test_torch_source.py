@@ -122,12 +122,17 @@ CONTENTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
-def test_from_torch__featurized_by_worker_processes(content: Any, process_client: Client) -> None:
+def test_from_torch__source_survives_a_pickle(content: Any) -> None:
+    again = pickle.loads(pickle.dumps(Holds(content)))
+    one, two = (from_torch(each, names=("image", "label")) for each in (Holds(content), again))
+    assert one.attrs["source"] == two.attrs["source"]
+
+
+@pytest.mark.slow
+def test_from_torch__featurized_by_worker_processes(process_client: Client) -> None:
+    content = CONTENTS["text of pandas"]
     samples = from_torch(Holds(content), names=("image", "label"), chunks=2)
-    again = from_torch(pickle.loads(pickle.dumps(Holds(content))), names=("image", "label"))
-    assert again.attrs["source"] == samples.attrs["source"]
     features = td.featurize(samples, td.Model(torch.nn.Linear(3, 2)), projector=td.Identity())
     expected = features.compute(scheduler="sync")
     found = process_client.compute(features, sync=True)

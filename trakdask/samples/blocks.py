@@ -46,7 +46,8 @@ def fields_of(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return no samples of each variable (sample, ...), after a check of its dtype."""
     for name, array in arrays.items():
         check_dtype(name, array.dtype)
-    return {name: array[:0] for name, array in arrays.items()}
+    # Copies, as a view would keep the group of rows that it is of in memory.
+    return {name: array[:0].copy() for name, array in arrays.items()}
 
 
 def check_field(name: str, field: Array, first: int, values: Array) -> None:

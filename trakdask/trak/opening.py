@@ -99,11 +99,11 @@ def open_traker(
     ``score(features, targets, estimator="trak", damping=td.Absolute(lambda_reg))`` is what
     ``finalize_scores`` returns up to one factor per checkpoint, the mean absolute entry of the
     inverse gram matrix, by which the package divides. (Not so with ``mode="trakdask"``, whose
-    estimator and damping are those of :func:`score`.)
+    estimator and damping are those of :func:`~trakdask.score`.)
 
     ``attrs`` identify these features: the projector by the metadata, and checkpoints by the sizes
     and times of their files. ``attrs["source"]`` is a digest of the path and the number of samples;
-    set it yourself to continue a store of :func:`save` after the directory has been moved.
+    set it yourself to continue a store of :func:`~trakdask.save` once the directory has been moved.
 
     Examples
     --------
