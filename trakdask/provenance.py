@@ -131,7 +131,7 @@ def _remedy(name: str, expected: Any) -> str:
 
     if name == "projector":
         with contextlib.suppress(TypeError, ValueError):  # of another version, or simulated
-            return f"featurizing with projector={from_spec(expected)!r}"
+            return f"featurizing with projector=td.{from_spec(expected)!r}"
     return _REMEDY.get(name, f"the same {name} for both")
 
 

@@ -112,8 +112,9 @@ def from_dataframe(
     ([[1, 2, 0], [3, 0, 0]], [[1, 1, 0], [1, 0, 0]])
     """
     size = require_integer("chunks", chunks, 1, remedy="try chunks=512")
-    columns, names = _columns(variables, max_length, truncate), _coord_columns(coords)
-    table = _table(source)
+    columns, table = _columns(variables, max_length, truncate), _table(source)
+    asked = [coords] if isinstance(coords, str) else coords
+    names = dict(asked) if isinstance(asked, Mapping) else {name: name for name in asked}
     _check_columns([*columns.names, *names.values()], table.columns)
     metadata = list(dict.fromkeys(names.values()))
     if isinstance(table, pd.DataFrame):
@@ -167,13 +168,6 @@ def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
     for name, length in max_length.items():
         require_integer(f"max_length of {name!r}", length, 1, remedy="try max_length=128")
     return Columns(variables, max_length, truncate)
-
-
-def _coord_columns(coords: Any) -> dict[str, str]:
-    """Return name of the coord -> column."""
-    if isinstance(coords, Mapping):
-        return dict(coords)
-    return {name: name for name in ([coords] if isinstance(coords, str) else coords)}
 
 
 def _check_columns(asked: Iterable[Any], available: Iterable[Any]) -> None:

@@ -19,8 +19,6 @@ import cloudpickle
 import numpy as np
 import torch
 
-__all__ = ["MappedFile", "fingerprint", "mapped"]
-
 
 def fingerprint(obj: Any) -> str:
     """Hash the content of an object; the result is the same in every process.
