@@ -211,7 +211,7 @@ def test_marks__are_listed_and_exported(explorer: Explorer, url: str, tab: Tab) 
     explorer.marks.mark([9, 4], "duplicate")
     tab.open(f"{url}?page=marks", "Marks")
     table = tab.page.locator("tbody")
-    assert re.findall(r"(\d+)\t+duplicate\tAda", table.inner_text()) == ["4", "9"]
+    assert re.findall(r"(\d+)\s+duplicate\s+Ada", table.inner_text()) == ["4", "9"]
     with tab.page.expect_download() as download:
         tab.page.click("text=Download all as CSV")
     exported = pd.read_csv(download.value.path(), parse_dates=["time"], keep_default_na=False)
