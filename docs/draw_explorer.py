@@ -19,6 +19,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 from playwright.sync_api import sync_playwright
 
+import trakdask as td
+
 HERE = Path(__file__).parent
 WIDTH, COLOURS = 1280, 128
 
@@ -27,9 +29,12 @@ SHOTS = {
     "explorer_targets": ("", 560),
     "explorer_corpus": ("page=corpus&group_by=label", 1000),
     "explorer_sample": ("page=sample&sample=467&k=4", 700),
+    "explorer_marks": ("page=marks", 620),
     "explorer_new": ("page=new", 800),
 }
 """Name of the picture: the view, and its height in pixels."""
+
+MARKED = {"Ada": ("wrong label", [312, 500, 1435]), "Grace": ("remove", [327])}
 
 
 def main() -> None:
@@ -41,6 +46,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as marks:
         options = ["--samples", "trakdask.examples:digits", "--marks", f"{marks}/m.parquet"]
         options += ["--model", "trakdask.demo:model", "--preprocess", "trakdask.demo:preprocess"]
+        for who, (kind, samples) in MARKED.items():
+            kept = td.Marks(f"{marks}/m.parquet", store=stores[0], who=who)
+            kept.mark(samples, kind)
         command = [sys.executable, "-m", "trakdask", "explore", *stores, *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:

@@ -5,9 +5,10 @@ export function render({ model }) {
   root.className = "trakdask"
 
   const mark = () => {
+    const marked = new Set(model.marked)
     for (const button of root.querySelectorAll("button[data-sample]")) {
       const key = `${button.dataset.sample} ${button.dataset.mark}`
-      button.setAttribute("aria-pressed", model.marked.includes(key))
+      button.setAttribute("aria-pressed", marked.has(key))
     }
     for (const count of root.querySelectorAll("[data-count]")) {
       count.textContent = new Set(model.marked.map((key) => key.split(" ")[0])).size

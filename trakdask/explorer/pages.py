@@ -343,18 +343,22 @@ def _duplicates(attributions: Attributions, view: View) -> str:
 # ------------------------------------------------------------------------------------- marks
 
 
-def _marked(attributions: Attributions, view: View) -> pd.DataFrame:
-    """Return the marks that a view selects, newest first, with the metadata of their samples."""
+def _all_marks(attributions: Attributions) -> pd.DataFrame:
+    """Return all marks, newest first, with times that a condition can name."""
     table = attributions.marked().iloc[::-1].reset_index(drop=True)
-    if view.marks_where:
-        table = table[condition_mask(table, view.marks_where)]
-    return table
+    return table.assign(time=table["time"].dt.tz_localize(None))
+
+
+def _marked(attributions: Attributions, view: View) -> pd.DataFrame:
+    """Return the marks that a view selects, newest first."""
+    table = _all_marks(attributions)
+    return table[condition_mask(table, view.marks_where)] if view.marks_where else table
 
 
 def _mark_forms(attributions: Attributions, view: View) -> str:
     if attributions.marks is None:
         return render("no_marks")
-    table = attributions.marked()
+    table = _all_marks(attributions)
     try:
         counts = facets(table, ["mark", "who"], view.marks_where)
     except ConditionError as err:
