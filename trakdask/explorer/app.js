@@ -88,7 +88,7 @@ export function render({ model }) {
     const cards = [...root.querySelectorAll(".card")]
     const active = root.getRootNode().activeElement
     const card = active?.closest(".card")
-    if (active?.matches(".wide") || !cards.length || (!card && key !== "ArrowRight")) return false
+    if (active?.closest(".wide") || !cards.length || (!card && key !== "ArrowRight")) return false
     const next = card ? neighbour(cards, card, key) : cards[0]
     const more = card?.closest("section").querySelector("a[rel=next]")
     if (next) next.querySelector("header a").focus()

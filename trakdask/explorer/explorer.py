@@ -145,8 +145,8 @@ def explore(
 
     The pages: a table of all targets; one target, with the training samples that helped and harmed
     it most, sums by group and the curve by which λ was chosen; one training sample, with the
-    targets that it helped and harmed; and all training samples, by self-influence, by groups
-    against targets, and what is duplicated.
+    targets that it helped and harmed; all training samples, by self-influence, by groups against
+    targets, and what is duplicated; and what people have marked.
 
     Parameters
     ----------
