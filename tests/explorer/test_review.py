@@ -154,7 +154,11 @@ def test_review__by_keys_and_clicks(explorer: Explorer) -> None:
         tab.page.keyboard.press("Enter")
         tab.wait(f"Training sample {first}")
         tab.open(f"{url}?page=corpus", "Training samples")
+        tab.page.locator(".card header a").last.focus()
+        tab.page.keyboard.press("ArrowRight")  # to the next page of the table
+        tab.page.wait_for_selector("text=26–50 of 90")
         position = tab.cards("Self-influence")[0]
+        assert f"sample {position}" in tab.page.inner_text(".card:focus-within header")
         tab.page.locator(".card .content").first.click(force=True)  # its picture, below the link
         tab.wait(f"Training sample {position}")
         tab.open(f"{url}?sort=", "Targets")

@@ -55,10 +55,10 @@ _FIELDS = {
 
 _CLICKED = re.compile(
     r'<(form|nav|button|details)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>'
-    r'|<p class="note keys">.*?</p>',
+    r'|<p class="note (?:keys|missing)">.*?</p>',
     re.DOTALL,
 )
-"""Forms, buttons and links to other pages. Values are escaped, so that none of them matches."""
+"""Forms, buttons, links to other pages, and advice. Values are escaped, so that none matches."""
 
 _LINK = re.compile(r"<a (?!download)[^>]*>(.*?)</a>", re.DOTALL)
 
@@ -147,14 +147,15 @@ def _checked(attributions: Attributions, view: View, field: str) -> View:
 def _target_forms(attributions: Attributions, view: View) -> str:
     view = _checked(attributions, view, "targets_where")
     targets = attributions.questions.targets
-    facets, n_wrong = ([], 0) if view.errors else (targets.facets(view), targets.wrong_count(view))
-    return render("target_forms", attributions, view, facets=facets, n_wrong=n_wrong)
+    is_wrong = "targets_where" in view.errors
+    counts, n_wrong = ([], 0) if is_wrong else (targets.facets(view), targets.wrong_count(view))
+    return render("target_forms", attributions, view, facets=counts, n_wrong=n_wrong)
 
 
 def _corpus(attributions: Attributions, view: View) -> str:
     view = _checked(attributions, view, "where")
-    facets = [] if view.errors else attributions.questions.facets(view)
-    return render("corpus", attributions, view, facets=facets)
+    counts = [] if "where" in view.errors else attributions.questions.facets(view)
+    return render("corpus", attributions, view, facets=counts)
 
 
 def _grouped(attributions: Attributions, view: View) -> View:

@@ -145,10 +145,11 @@ class TargetTable:
         elif self._classifier is not None:
             unsure = np.argsort(-loss, kind="stable")[:_MOST_UNSURE]
             unsure = unsure[p[unsure] < 0.5]
-            probabilities = self._classifier(unsure)
-            probability[unsure] = probabilities.max(axis=1)
-            is_known = np.isfinite(probability[unsure])
-            predicted[unsure] = np.where(is_known, probabilities.argmax(axis=1), np.nan)
+            if len(unsure):
+                probabilities = self._classifier(unsure)
+                probability[unsure] = probabilities.max(axis=1)
+                is_known = np.isfinite(probability[unsure])
+                predicted[unsure] = np.where(is_known, probabilities.argmax(axis=1), np.nan)
         return predicted, probability
 
     def facets(self, view: View) -> list[Facet]:
@@ -268,7 +269,9 @@ def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]
         others = without(where, name)
         rows = table[name][condition_mask(table, others)] if others else table[name]
         counts = rows.value_counts()
-        most = counts[:_MOST_VALUES].sort_index()
+        most = counts[:_MOST_VALUES]
+        if most.index.dtype.kind in "biuf":  # texts stay in the order of their counts
+            most = most.sort_index()
         found.append(Facet(name, most, others, len(counts) - len(most)))
     return found
 
