@@ -19,17 +19,23 @@ from typing import Any
 from PIL import Image, ImageDraw
 from playwright.sync_api import sync_playwright
 
+import trakdask as td
+from trakdask.explorer import Marks
+
 HERE = Path(__file__).parent
 WIDTH, COLOURS = 1280, 128
 
 SHOTS = {
-    "explorer": ("page=target&target=48&k=8&where=label+%21%3D+2", 900),
-    "explorer_targets": ("", 560),
+    "explorer": ("page=target&target=48&k=8&where=label+%21%3D+2", 960),
+    "explorer_targets": ("", 600),
     "explorer_corpus": ("page=corpus&group_by=label", 1000),
     "explorer_sample": ("page=sample&sample=467&k=4", 700),
+    "explorer_marks": ("page=marks", 620),
     "explorer_new": ("page=new", 800),
 }
 """Name of the picture: the view, and its height in pixels."""
+
+MARKED = {"Ada": ("wrong label", [312, 500, 1435]), "Grace": ("remove", [327])}
 
 
 def main() -> None:
@@ -37,10 +43,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("demo-output"))
     folder = parser.parse_args().folder
-    stores = [str(folder / f"{name}.zarr") for name in ("train", "targets")]
-    with tempfile.TemporaryDirectory() as marks:
-        options = ["--samples", "trakdask.examples:digits", "--marks", f"{marks}/m.parquet"]
+    with tempfile.TemporaryDirectory(prefix="demo-") as copy:
+        stores = [f"{copy}/{name}.zarr" for name in ("train", "targets")]
+        for store in stores:
+            shutil.copytree(folder / Path(store).name, store)
+        options = ["--samples", "trakdask.examples:digits"]
         options += ["--model", "trakdask.demo:model", "--preprocess", "trakdask.demo:preprocess"]
+        for who, (kind, samples) in MARKED.items():
+            Marks.beside(stores[0], who=who).mark(samples, kind)
         command = [sys.executable, "-m", "trakdask", "explore", *stores, *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:

@@ -337,6 +337,18 @@ def test_explore__saves_a_view_of_two_stores(saved: Path, run: Run, samples: str
     assert not (saved / "train.marks.parquet").exists()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # too few checkpoints and samples for a good λ
+def test_explore__of_a_configuration_computes_what_is_missing(job: Path, run: Run) -> None:
+    view = "page=target&target=2&damping=0.1"
+    done = run("explore", job, "--view", view, "--save", "v.html")
+    assert done.exit_code == 0, done.output
+    page = (job.parent / "v.html").read_text()
+    assert page.count('class="numbers">image: ') == 21  # the target, and ten at either end
+    refused = run("explore", job.parent / "train.zarr")
+    assert refused.exit_code == 2
+    assert "trakdask.yaml" in refused.output
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [

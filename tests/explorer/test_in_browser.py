@@ -209,9 +209,9 @@ def test_forms__stay_when_something_in_them_is_wrong(url: str, tab: Tab) -> None
 
 def test_marks__are_listed_and_exported(explorer: Explorer, url: str, tab: Tab) -> None:
     explorer.marks.mark([9, 4], "duplicate")
-    tab.open(f"{url}?page=corpus", "Training samples")
-    table = tab.page.locator("section:has(h2:text-is('Marks')) tbody")
-    assert re.findall(r"(\d+)\tduplicate\tAda", table.inner_text()) == ["4", "9"]
+    tab.open(f"{url}?page=marks", "Marks")
+    table = tab.page.locator("tbody")
+    assert re.findall(r"(\d+)\s+duplicate\s+Ada", table.inner_text()) == ["4", "9"]
     with tab.page.expect_download() as download:
         tab.page.click("text=Download all as CSV")
     exported = pd.read_csv(download.value.path(), parse_dates=["time"], keep_default_na=False)
@@ -258,7 +258,7 @@ def test_keyboard__reaches_links_and_marks(explorer: Explorer, url: str, tab: Ta
 @pytest.mark.parametrize("width", [400, 1280])
 def test_pages__are_legible(url: str, browser: Any, width: int, scheme: str) -> None:
     with Tab(browser, width=width, color_scheme=scheme) as tab:
-        for page in ("targets", "target", "sample", "corpus"):
+        for page in ("targets", "target", "sample", "corpus", "marks"):
             tab.open(f"{url}?page={page}")
             tab.wait()
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, page

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,8 +136,13 @@ def export(
 
 @app.command()
 def explore(
-    store: StorePath,
-    targets: Annotated[str, typer.Argument(help="Folder or URL of the features of targets.")],
+    store: Annotated[
+        str, typer.Argument(help="Folder or URL of a store of features, or a configuration.")
+    ],
+    targets: Annotated[
+        str | None,
+        typer.Argument(help="Folder or URL of the features of targets; none for a configuration."),
+    ] = None,
     samples: Annotated[
         str | None,
         typer.Option(
@@ -148,6 +153,7 @@ def explore(
     marks: Annotated[
         str | None, typer.Option(help="File or URL of marks; by default beside the store.")
     ] = None,
+    who: Annotated[str, typer.Option(help="The name that is written beside your marks.")] = "",
     model: Annotated[
         str | None,
         typer.Option(help="package.module:function, which returns the td.Model: for new targets."),
@@ -169,13 +175,32 @@ def explore(
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
     debug: Debug = False,
 ) -> None:
-    """Look at attributions in a browser: prints the address, and serves it until Ctrl-C."""
-    job = {"folder": ".", "cluster": {} if cluster is None else {"address": cluster}}
-    options: dict[str, Any] = {}
-    with _reported(debug), cli.jobs.running(job):
-        from trakdask.explorer import Marks, View  # takes seconds to import
+    """Look at attributions in a browser: prints the address, and serves it until Ctrl-C.
 
-        features, target_features = td.open(store), td.open(targets)
+    With a configuration, features that are missing are computed first, and its samples and its
+    model are used.
+    """
+    from trakdask.explorer import Marks, View  # takes seconds to import
+
+    job: dict[str, Any] = {"folder": "."}
+    options: dict[str, Any] = {}
+    with ExitStack() as stack:
+        stack.enter_context(_reported(debug))
+        is_configuration = Path(store).suffix in (".yaml", ".yml", ".toml")
+        if is_configuration:
+            job = dict(read(Path(store)))
+        elif targets is None:
+            raise ConfigurationError(
+                "explore needs two stores, or a configuration; try trakdask explore train.zarr "
+                "targets.zarr, or trakdask explore trakdask.yaml"
+            )
+        if cluster is not None:
+            job["cluster"] = {"address": cluster}
+        stack.enter_context(cli.jobs.running(job))
+        if is_configuration:
+            store, features, target_features, options = cli.jobs.explored(job)
+        else:
+            features, target_features = td.open(store), td.open(str(targets))
         if samples is not None:
             with about(f"--samples {samples}"):
                 options["samples"], options["target_samples"] = cli.jobs.named(samples)
@@ -186,7 +211,7 @@ def explore(
         if model is not None:
             options["model"] = options["model"]()
         kept = Marks.beside(store) if marks is None else Marks(marks, store=store)
-        explorer = td.explore(features, target_features, marks=kept, **options)
+        explorer = td.explore(features, target_features, marks=kept.by(who), **options)
         shown = View.from_query(view)
         if shown.errors:
             problems = "; ".join(f"{name}: {text}" for name, text in shown.errors.items())

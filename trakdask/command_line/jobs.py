@@ -151,6 +151,26 @@ def saved(
     return found
 
 
+def explored(
+    configuration: Configuration,
+) -> tuple[str, xr.Dataset, xr.Dataset, dict[str, Any]]:
+    """Return the store of training samples, both features, and what :func:`explore` shows of them.
+
+    Computes the features that are missing.
+    """
+    stored = saved(configuration, check=lambda data, targets: None)
+    options: dict[str, Any] = {}
+    for name, option in {"data": "samples", "targets": "target_samples"}.items():
+        if name in configuration:
+            options[option] = _made(section(configuration, name), _KINDS)
+    if "model" in configuration and "target_samples" in options:
+        model = _model(section(configuration, "model"))
+        if isinstance(model.task, td.tasks.Classification):  # whose predictions are shown
+            options["model"] = model
+    store = str(section(configuration, "stores")["train"])
+    return store, stored["data"], stored["targets"], options
+
+
 def _opened(options: dict[str, Any]) -> dict[str, Any]:
     """Return options with the features that a path stands for, and a λ that is absolute."""
     options = dict(options)

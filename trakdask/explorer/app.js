@@ -5,14 +5,21 @@ export function render({ model }) {
   root.className = "trakdask"
 
   const mark = () => {
-    for (const button of root.querySelectorAll("button[data-mark]")) {
+    const marked = new Set(model.marked)
+    for (const button of root.querySelectorAll("button[data-sample]")) {
       const key = `${button.dataset.sample} ${button.dataset.mark}`
-      button.setAttribute("aria-pressed", model.marked.includes(key))
+      button.setAttribute("aria-pressed", marked.has(key))
+    }
+    for (const count of root.querySelectorAll("[data-count]")) {
+      count.textContent = new Set(model.marked.map((key) => key.split(" ")[0])).size
+      count.hidden = !model.marked.length
     }
   }
 
-  // What has happened to a mark is said beside its sample or, where that is not shown, at the top.
+  // What has happened to a mark is said for a while, beside its sample if that is shown.
+  let forgetting
   const say = () => {
+    clearTimeout(forgetting)
     for (const old of root.querySelectorAll(".said")) old.replaceChildren()
     const { sample, text, undo } = model.said
     if (!text) return
@@ -24,6 +31,7 @@ export function render({ model }) {
       marks.append(place)
     }
     place.append(text)
+    forgetting = setTimeout(() => place.matches(":hover, :focus-within") || place.replaceChildren(), 20000)
     if (!undo) return
     const button = Object.assign(document.createElement("button"), { type: "button" })
     button.textContent = undo > 1 ? `Undo (${undo})` : "Undo"
@@ -54,6 +62,47 @@ export function render({ model }) {
     update(root, [...fresh.children])
     mark()
     say()
+    const first = isTurning && root.querySelector("section[aria-busy=false] .card header a")
+    if (first) {
+      first.focus()
+      isTurning = false
+    }
+  }
+
+  // Arrow keys move between the samples of a page; 1, 2 and 3 mark the one with the focus.
+  let isTurning = false
+  const center = (card) => {
+    const { left, right, top, bottom } = card.getBoundingClientRect()
+    return [(left + right) / 2, (top + bottom) / 2]
+  }
+  const neighbour = (cards, card, key) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[key]
+    if (step) return cards[cards.indexOf(card) + step]
+    const [x, y] = center(card)
+    const way = key === "ArrowDown" ? 1 : -1
+    const distance = (other) => Math.hypot(center(other)[0] - x, center(other)[1] - y)
+    const beyond = cards.filter((other) => way * (center(other)[1] - y) > card.offsetHeight / 2)
+    return beyond.sort((a, b) => distance(a) - distance(b))[0]
+  }
+  const move = (key) => {
+    const cards = [...root.querySelectorAll(".card")]
+    const active = root.getRootNode().activeElement
+    const card = active?.closest(".card")
+    if (active?.closest(".wide") || !cards.length || (!card && key !== "ArrowRight")) return false
+    const next = card ? neighbour(cards, card, key) : cards[0]
+    const more = card?.closest("section").querySelector("a[rel=next]")
+    if (next) next.querySelector("header a").focus()
+    else if (more && key === "ArrowRight") {
+      isTurning = true
+      more.click()
+    }
+    return Boolean(next || more)
+  }
+  const pressMark = (key) => {
+    const card = root.getRootNode().activeElement?.closest(".card") ?? root.querySelector(".one")
+    const button = card?.querySelector(`button[data-key="${key}"]`)
+    button?.click()
+    return Boolean(button)
   }
 
   // Parameters of the address that are not part of a view, such as a token, are kept.
@@ -89,8 +138,17 @@ export function render({ model }) {
   root.addEventListener("click", (event) => {
     const button = event.target.closest("button[data-mark]")
     if (button) {
-      const wanted = button.getAttribute("aria-pressed") !== "true"
-      model.send_msg({ mark: button.dataset.mark, sample: Number(button.dataset.sample), wanted })
+      const { mark, sample, of, wanted } = button.dataset
+      if (of) model.send_msg({ mark, of, wanted: wanted === "1" })
+      else model.send_msg({ mark, sample: Number(sample), wanted: button.getAttribute("aria-pressed") !== "true" })
+      return
+    }
+    const copy = event.target.closest("button[data-copy]")
+    if (copy) {
+      const line = copy.previousElementSibling
+      window.getSelection().selectAllChildren(line)
+      navigator.clipboard?.writeText(line.textContent) // which plain HTTP to another machine lacks
+      copy.textContent = navigator.clipboard ? "Copied" : "Press Ctrl-C"
       return
     }
     if (event.target.closest("button[data-undo]")) {
@@ -105,7 +163,7 @@ export function render({ model }) {
     if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return
     event.preventDefault()
     go(link.getAttribute("href"))
-    if (!link.closest(".pager, .bars, dl, thead")) window.scrollTo(0, 0)
+    if (!link.closest(".pager, .bars, .facets, dl, thead")) window.scrollTo(0, 0)
   })
   root.addEventListener("submit", (event) => {
     event.preventDefault()
@@ -124,15 +182,19 @@ export function render({ model }) {
     URL.revokeObjectURL(link.href)
   }
   const back = () => go(window.location.search)
-  const undo = (event) => {
+  const press = (event) => {
     const isTyping = event.composedPath()[0].matches?.("input:not([type=checkbox]), textarea, select")
-    if (event.key !== "z" || !(event.ctrlKey || event.metaKey) || event.shiftKey || isTyping) return
-    if (!model.said.undo) return
-    event.preventDefault()
-    model.send_msg({ undo: true })
+    if (isTyping || event.shiftKey || event.altKey) return
+    let isUsed = false
+    if (event.ctrlKey || event.metaKey) {
+      isUsed = event.key === "z" && model.said.undo > 0
+      if (isUsed) model.send_msg({ undo: true })
+    } else if (event.key.startsWith("Arrow")) isUsed = move(event.key)
+    else if ("123".includes(event.key)) isUsed = pressMark(event.key)
+    if (isUsed) event.preventDefault()
   }
   const keys = model.follows_address ? window : root
-  keys.addEventListener("keydown", undo)
+  keys.addEventListener("keydown", press)
   if (model.follows_address) {
     window.addEventListener("popstate", back)
     document.body.style.margin = "0"
@@ -141,7 +203,7 @@ export function render({ model }) {
   } else root.style.minHeight = "0" // a part of a notebook
   model.on("remove", () => {
     window.removeEventListener("popstate", back)
-    keys.removeEventListener("keydown", undo)
+    keys.removeEventListener("keydown", press)
   })
   model.on("html", draw)
   model.on("marked", mark)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +15,17 @@ from tornado.ioloop import IOLoop
 
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned, Job
-from trakdask.explorer.html import STYLE, plain_message, render
+from trakdask.explorer.html import STYLE, count, plain_message, render
 from trakdask.explorer.new_targets import NewTarget
-from trakdask.explorer.pages import Section, answer, document, frame, page, sections
+from trakdask.explorer.pages import (
+    Section,
+    answer,
+    document,
+    frame,
+    page,
+    samples_of,
+    sections,
+)
 from trakdask.explorer.view import CONDITION_FIELDS, View, with_condition
 from trakdask.variables import SAMPLE
 
@@ -59,38 +67,41 @@ class SessionMarks:
         self._attributions = attributions
         marks = attributions.marks
         self._marks = None if marks is None else marks.by(marks.who)
-        self._changed: list[int] = []
-        """The samples whose marks were changed, in this order."""
+        self._changed: list[tuple[int, str]] = []
+        """What each change was of: the position of a sample, −1 for several, and words."""
 
-    def set(self, position: int, label: str, *, wanted: bool) -> dict[str, Any]:
-        """Let a sample have a mark or not, as wanted; return what is so now, in words.
+    def set(self, positions: Collection[int], label: str, *, wanted: bool) -> dict[str, Any]:
+        """Let samples have a mark or not, as wanted; return what is so now, in words.
 
         What is wanted is said, and not that it changes: two who want the same do not undo it.
         """
+        place = next(iter(positions)) if len(positions) == 1 else -1
         if self._marks is None:
-            return self._said(position, "No marks are kept here.")
+            return self._said(place, "No marks are kept here.")
         try:
-            name = self._attributions.sample_ids[position]
+            names = self._attributions.sample_ids[list(positions)]
             change = self._marks.mark if wanted else self._marks.unmark
-            if change([name], label):
-                self._changed.append(position)
+            has_changed = change(names.tolist(), label) > 0
         except Exception as err:
-            return self._said(position, plain_message(err))
-        is_now = "is marked" if wanted else "is no longer marked"
-        return self._said(position, f"Sample {position} {is_now} as {label}.")
+            return self._said(place, plain_message(err))
+        what = f"sample {place}" if place >= 0 else count(len(positions), "sample")
+        if has_changed:
+            self._changed.append((place, what))
+        are_marked = f"{'is' if place >= 0 else 'are'} {'' if wanted else 'no longer '}marked"
+        return self._said(place, f"{what.capitalize()} {are_marked} as {label}.")
 
     def undo(self) -> dict[str, Any]:
         """Take back the last change of this session; return what was done, in words."""
         if self._marks is None or not self._changed:
             return self._said(-1, "There is nothing to undo.")
-        position = self._changed[-1]
+        place, what = self._changed[-1]
         try:
             changed = self._marks.undo()
         except Exception as err:
-            return self._said(position, plain_message(err))
+            return self._said(place, plain_message(err))
         self._changed.pop()
-        text = f"The last change of sample {position} is undone."
-        return self._said(position, text if changed else "Somebody else has undone this already.")
+        text = f"The last change of {what} is undone."
+        return self._said(place, text if changed else "Somebody else has undone this already.")
 
     def marked(self) -> list[str]:
         """Return the positions of marked samples with their marks, such as ``"7 remove"``."""
@@ -205,8 +216,7 @@ class Session:
         elif "new" in message:
             self.explain({str(name): str(text) for name, text in message["new"].items()})
         elif "mark" in message:
-            position, label, wanted = (message[name] for name in ("sample", "mark", "wanted"))
-            self._say(self.marks.set(int(position), str(label), wanted=bool(wanted)))
+            self._mark(message)
         elif "undo" in message:
             self._say(self.marks.undo())
         elif 'aria-busy="true"' in self.page.html:
@@ -215,15 +225,33 @@ class Session:
             self.page.saved = ""
             self.page.saved = document(self.attributions, self.view, self.page.html)
 
+    def _mark(self, message: Mapping[str, Any]) -> None:
+        """Mark one sample, or all of a section."""
+        label, wanted = str(message["mark"]), bool(message["wanted"])
+        if "of" not in message:
+            self._say(self.marks.set([int(message["sample"])], label, wanted=wanted))
+            return
+        try:
+            with self.attributions.computing():
+                positions = samples_of(self.attributions, self.view, str(message["of"])).tolist()
+        except Exception as err:
+            self._say({"sample": -1, "text": plain_message(err)})
+        else:
+            self._say(self.marks.set(positions, label, wanted=wanted))
+
     def _say(self, said: dict[str, Any]) -> None:
         self.page.marked = self.marks.marked()
         self.page.said = {**self.page.said, **said}
+        if self.view.page == "marks":
+            self.go(self.view)
 
     def follow(self, query: str) -> None:
         """Go to the view of a link or form."""
         questions = self.attributions.questions
         view = View.from_query(query)
-        self.go(with_condition(query, view, questions.metadata, questions.targets.metadata))
+        if "filter_name=" in query:  # of a form, for which these tables were read
+            view = with_condition(query, view, questions.metadata, questions.targets.whole)
+        self.go(view)
 
     def explain(self, content: Mapping[str, str]) -> None:
         """Make a target of what somebody has typed and uploaded, and go to its page."""

@@ -24,7 +24,7 @@ from trakdask.checks import shown
 from trakdask.execution.scheduling import active_client
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.marks import Marks
-from trakdask.explorer.new_targets import target_maker
+from trakdask.explorer.new_targets import classifier, target_maker
 from trakdask.explorer.pages import save_html
 from trakdask.explorer.questions import Questions, Words
 from trakdask.explorer.samples import Samples
@@ -145,8 +145,8 @@ def explore(
 
     The pages: a table of all targets; one target, with the training samples that helped and harmed
     it most, sums by group and the curve by which λ was chosen; one training sample, with the
-    targets that it helped and harmed; and all training samples, by self-influence, by groups
-    against targets, and what is duplicated.
+    targets that it helped and harmed; all training samples, by self-influence, by groups against
+    targets, and what is duplicated; and what people have marked.
 
     Parameters
     ----------
@@ -173,7 +173,8 @@ def explore(
         The model that the features are of: then a page takes a text or an image of your own as a
         target. It is featurized with the projector and the precision of the features, kept in that
         tab of the browser, and written nowhere. Needs one of the next two, or both for a model of
-        pairs; or else ``samples`` and ``text``, for the words of samples.
+        pairs; or else ``samples`` and ``text``, for the words of samples, or ``target_samples`` of
+        a classifier, for the classes that it predicts where it is wrong.
     tokenizer
         From a text to the inputs of the model: a mapping, as tokenizers of transformers return it,
         or the token ids; of one sample, without a dimension of samples.
@@ -228,8 +229,11 @@ def explore(
     _require_samples(target_samples, targets, "target_samples")
     text_of = _text_function(text)
     variables = samples if samples is not None else target_samples
-    has_words = samples is not None and text is not None
-    maker = target_maker(features, model, tokenizer, preprocess, variables, has_words=has_words)
+    predicts = classifier(features, model, target_samples)
+    has_other_use = predicts is not None or (samples is not None and text is not None)
+    maker = target_maker(
+        features, model, tokenizer, preprocess, variables, has_other_use=has_other_use
+    )
     if marks is not None and not isinstance(marks, Marks):
         marks = Marks(marks)
     if marks is not None:
@@ -238,6 +242,7 @@ def explore(
         features, targets,
         estimator=estimator, power=power, damping=damping, calibrate=calibrate,
         learning_rates=learning_rates, words=_words_of(features, samples, model, text),
+        classifier=predicts,
     )  # fmt: skip
     contents, target_contents = (
         Samples(ds, text_of, normalize, cmap) for ds in (samples, target_samples)

@@ -22,9 +22,9 @@ from trakdask.errors import BlockError
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
 from trakdask.explorer.tables import ROWS
-from trakdask.explorer.view import SIGNS, joined
+from trakdask.explorer.view import SIGNS, has_terms, joined, without
 
-__all__ = ["STYLE", "number", "plain_message", "render", "scaled", "unit_of", "value"]
+__all__ = ["STYLE", "count", "number", "plain_message", "render", "scaled", "unit_of", "value"]
 
 _FOLDER = Path(__file__).parent
 STYLE = (_FOLDER / "explorer.css").read_text("utf-8")
@@ -176,8 +176,9 @@ def _templates() -> Environment:
     templates.globals |= {
         "ESTIMATORS": get_args(Estimator), "KINDS": KINDS,
         "MOST_BYTES": MOST_BYTES, "ROWS": ROWS, "RULES": get_args(Rule), "SIGNS": SIGNS,
-        "count": count, "identifiers": _identifiers, "joined": joined, "pairs": _pairs,
-        "now": partial(datetime.now, UTC), "rows": _rows, "version": __version__,
+        "count": count, "has_terms": has_terms, "identifiers": _identifiers, "joined": joined,
+        "now": partial(datetime.now, UTC), "pairs": _pairs, "rows": _rows, "version": __version__,
+        "without": without,
     }  # fmt: skip
     return templates
 

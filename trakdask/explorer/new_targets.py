@@ -18,7 +18,7 @@ import xarray as xr
 import trakdask as td
 from trakdask.checks import shown
 from trakdask.explorer.computing import compute
-from trakdask.explorer.tables import metadata
+from trakdask.explorer.tables import Classifier, metadata
 from trakdask.models.tasks.protocol import call_model
 from trakdask.projection.specs import from_spec
 from trakdask.provenance import FEATURE_SPEC, require_comparable
@@ -27,7 +27,15 @@ from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MOST_BYTES", "NewTarget", "TargetMaker", "appended", "decoded_image", "target_maker"]
+__all__ = [
+    "MOST_BYTES",
+    "NewTarget",
+    "TargetMaker",
+    "appended",
+    "classifier",
+    "decoded_image",
+    "target_maker",
+]
 
 MOST_BYTES = 10 * 2**20
 """Of an uploaded file."""
@@ -143,16 +151,8 @@ class TargetMaker:
 
     def _predicted(self, variables: Mapping[str, np.ndarray]) -> int:
         """Return the class with the largest mean probability over checkpoints."""
-        task: Any = self.model.task
-        batch = td.tasks.Batch({n: torch.as_tensor(x[None]) for n, x in variables.items()})
-        known = {str(name) for name in self.features[CHECKPOINT].values}
-        chosen = [checkpoint for checkpoint in self.model.checkpoints if checkpoint.name in known]
-        with torch.no_grad():
-            logits = [
-                call_model(self.model.forward(c), batch, task.inputs, task.positional)
-                for c in chosen
-            ]
-        return int(torch.stack(logits).softmax(-1).mean(0)[0].argmax())
+        one = {name: value[None] for name, value in variables.items()}
+        return int(_probabilities(self.model, self.features, one)[0].argmax())
 
     def _featurized(self, samples: xr.Dataset) -> xr.Dataset:
         attrs = self.features.attrs
@@ -171,6 +171,46 @@ class TargetMaker:
         return features
 
 
+def classifier(
+    features: xr.Dataset, model: td.Model | None, samples: xr.Dataset | None
+) -> Classifier | None:
+    """Return what a model predicts for some samples; None if it is no classifier or not there."""
+    is_classifier = isinstance(model, td.Model) and isinstance(model.task, td.tasks.Classification)
+    if model is None or samples is None or not is_classifier:
+        return None
+    bound = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
+    names = list(getattr(bound.task, "inputs", ()))
+    n = samples.sizes[SAMPLE]
+
+    def probabilities(positions: np.ndarray) -> np.ndarray:
+        is_there = positions < n
+        chosen = samples[names].isel({SAMPLE: positions[is_there]})
+        values = compute(*(chosen[name].variable.data for name in names))
+        arrays = {name: _array(name, value) for name, value in zip(names, values, strict=True)}
+        stored = _probabilities(bound, features, arrays)
+        whole = np.full((len(positions), stored.shape[1]), np.nan)
+        whole[is_there] = stored
+        return whole
+
+    return probabilities
+
+
+def _probabilities(
+    model: td.Model, features: xr.Dataset, variables: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Return the mean probabilities over the checkpoints of some features, (sample, class)."""
+    task: Any = model.task
+    batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in variables.items()})
+    known = {str(name) for name in features[CHECKPOINT].values}
+    with torch.no_grad():
+        logits = [
+            call_model(model.forward(checkpoint), batch, task.inputs, task.positional)
+            for checkpoint in model.checkpoints
+            if checkpoint.name in known
+        ]
+    return torch.stack(logits).softmax(-1).mean(0).numpy()
+
+
 def target_maker(
     features: xr.Dataset,
     model: td.Model | None,
@@ -178,9 +218,9 @@ def target_maker(
     preprocess: Prepare | None,
     samples: xr.Dataset | None,
     *,
-    has_words: bool = False,
+    has_other_use: bool = False,
 ) -> TargetMaker | None:
-    """Return the maker of new targets; None without a model, or if it is there for words alone.
+    """Return the maker of new targets; None without a model, or if it is there for something else.
 
     Raises
     ------
@@ -204,9 +244,8 @@ def target_maker(
         raise TypeError(
             f"expected model as a td.Model, got {shown(model)}; try td.Model(build, ...)"
         )
-    if tokenizer is None and preprocess is None:
-        if has_words:
-            return None
+    is_asked = tokenizer is not None or preprocess is not None
+    if not is_asked and not has_other_use:
         raise ValueError(
             "expected a tokenizer or a preprocess beside the model, got neither; try "
             "preprocess=transform, a function of an image of PIL, or tokenizer=tokenizer"
@@ -214,7 +253,7 @@ def target_maker(
     if samples is not None:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     _require_same_model(features, model)
-    return TargetMaker(model, features, tokenizer, preprocess)
+    return TargetMaker(model, features, tokenizer, preprocess) if is_asked else None
 
 
 def _require_same_model(features: xr.Dataset, model: td.Model) -> None:

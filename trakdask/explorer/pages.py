@@ -20,16 +20,26 @@ import trakdask as td
 from trakdask.explorer.attributions import Attributions
 from trakdask.explorer.computing import Abandoned
 from trakdask.explorer.html import STYLE, number, plain_message, render, scaled, unit_of, value
-from trakdask.explorer.tables import ConditionError
+from trakdask.explorer.marks import KINDS, Marks
+from trakdask.explorer.tables import ROWS, ConditionError, TablePage, condition_mask, facets
 from trakdask.explorer.view import MeanTrace, View, damping_of
 from trakdask.files import Folder, location
 
-__all__ = ["Section", "answer", "as_csv", "document", "frame", "page", "save_html", "sections"]
+__all__ = [
+    "Section",
+    "answer",
+    "as_csv",
+    "document",
+    "frame",
+    "page",
+    "samples_of",
+    "save_html",
+    "sections",
+]
 
 _MOST_ROWS = 60
 _MOST_GROUPS = 24
 _MOST_DUPLICATES = 100
-_MOST_MARKS = 200
 _MOST_TEXTS = 5
 """How many samples have their words coloured."""
 
@@ -39,13 +49,16 @@ _FIELDS = {
     "sample": {"k", "estimator", "damping", "checkpoints"},
     "corpus": {"where", "filter_value", "estimator", "damping", "checkpoints"},
     "new": set[str](),
+    "marks": {"marks_where"},
 }
 """The fields that a page has a form for, beside which their errors are shown."""
 
 _CLICKED = re.compile(
-    r'<(form|nav|button|details)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>', re.DOTALL
+    r'<(form|nav|button|details)\b.*?</\1>|<div class="(?:marks|forms)"[^>]*>\s*</div>'
+    r'|<p class="note (?:keys|missing)">.*?</p>',
+    re.DOTALL,
 )
-"""Forms, buttons and links to other pages. Values are escaped, so that none of them matches."""
+"""Forms, buttons, links to other pages, and advice. Values are escaped, so that none matches."""
 
 _LINK = re.compile(r"<a (?!download)[^>]*>(.*?)</a>", re.DOTALL)
 
@@ -62,9 +75,8 @@ class Section:
 
 def sections(attributions: Attributions, view: View) -> list[Section]:
     """Return the sections of the page of a view; nothing is computed before their ``html()``."""
-    absent = {"marks"} if attributions.marks is None else set()
-    if not attributions.questions.has_words(view):
-        absent |= {"helpful_words", "harmful_words"}
+    has_words = attributions.questions.has_words(view)
+    absent = set() if has_words else {"helpful_words", "harmful_words"}
     return [
         Section(name, partial(html, attributions, view))
         for name, html in _PAGES[view.page].items()
@@ -132,8 +144,18 @@ def _checked(attributions: Attributions, view: View, field: str) -> View:
     return view.replace(errors={**view.errors, field: plain_message(error)})
 
 
-def _forms(attributions: Attributions, view: View, *, name: str, field: str) -> str:
-    return render(name, attributions, _checked(attributions, view, field))
+def _target_forms(attributions: Attributions, view: View) -> str:
+    view = _checked(attributions, view, "targets_where")
+    targets = attributions.questions.targets
+    is_wrong = "targets_where" in view.errors
+    counts, n_wrong = ([], 0) if is_wrong else (targets.facets(view), targets.wrong_count(view))
+    return render("target_forms", attributions, view, facets=counts, n_wrong=n_wrong)
+
+
+def _corpus(attributions: Attributions, view: View) -> str:
+    view = _checked(attributions, view, "where")
+    counts = [] if "where" in view.errors else attributions.questions.facets(view)
+    return render("corpus", attributions, view, facets=counts)
 
 
 def _grouped(attributions: Attributions, view: View) -> View:
@@ -164,19 +186,13 @@ def _target(attributions: Attributions, view: View) -> str:
 
 def _verdict(attributions: Attributions, row: pd.Series) -> str:
     """Return what a classifier says about a target: 1 − p is its loss; "" for other models."""
-    task = re.fullmatch(r"\w*Classification\((.*)\)", str(attributions.features.attrs["task"]))
-    label = re.search(r"\blabel='(\w+)'", task[1]) if task else None
-    name = label[1] if label else "label"
-    if task is None or name not in row or not np.isfinite(row["loss"]):
+    name = attributions.questions.targets.label
+    if not name or not np.isfinite(row["loss"]):
         return ""
-    classes = set(attributions.questions.metadata.get(name, ()))
-    others = classes - {row[name]}
-    p, says = 1 - row["loss"], row[name]
-    if p < 0.5 and len(classes) == 2 and len(others) == 1:
-        p, says = 1 - p, others.pop()
-    if p >= 0.5:
-        return f"Label {value(row[name])}, model says {value(says)} ({100 * p:.0f} %)"
-    return f"Label {value(row[name])}, to which the model gives {100 * p:.0f} %"
+    label, predicted, p = value(row[name]), row["predicted"], row["probability"]
+    if np.isfinite(predicted):
+        return f"Label {label}, model says {value(predicted)} ({100 * p:.0f} %)"
+    return f"Label {label}, to which the model gives {100 * (1 - row['loss']):.0f} %"
 
 
 def _ranked(attributions: Attributions, view: View, *, largest: bool) -> str:
@@ -262,7 +278,10 @@ def _damping(attributions: Attributions, view: View) -> str:
 def _scores(attributions: Attributions, view: View) -> str:
     histogram = attributions.questions.score_histogram(view)
     unit = unit_of(attributions.questions.scores(view))
-    return render("histogram", name="score", histogram=histogram, unit=unit)
+    conditions = histogram.conditions("score")
+    return render(
+        "histogram", view, name="score", histogram=histogram, unit=unit, conditions=conditions
+    )
 
 
 # ------------------------------------------------------------------------- one training sample
@@ -309,7 +328,11 @@ def _ranking(attributions: Attributions, view: View) -> str:
 def _influences(attributions: Attributions, view: View) -> str:
     histogram = attributions.questions.influence_histogram(view)
     unit = unit_of(attributions.questions.influences(view))
-    return render("histogram", name="self-influence", histogram=histogram, unit=unit)
+    conditions = histogram.conditions("self_influence")
+    return render(
+        "histogram", view, name="self-influence", histogram=histogram, unit=unit,
+        conditions=conditions,
+    )  # fmt: skip
 
 
 def _duplicates(attributions: Attributions, view: View) -> str:
@@ -318,11 +341,76 @@ def _duplicates(attributions: Attributions, view: View) -> str:
     return render("duplicates", attributions, view, table=table, groups=groups)
 
 
-def _marks(attributions: Attributions, view: View) -> str:
-    assert attributions.marks is not None
-    table = attributions.marked().iloc[::-1]
+# ------------------------------------------------------------------------------------- marks
+
+
+def _all_marks(attributions: Attributions) -> pd.DataFrame:
+    """Return all marks, newest first, with times that a condition can name."""
+    table = attributions.marked().iloc[::-1].reset_index(drop=True)
+    return table.assign(time=table["time"].dt.tz_localize(None))
+
+
+def _marked(attributions: Attributions, view: View) -> pd.DataFrame:
+    """Return the marks that a view selects, newest first."""
+    table = _all_marks(attributions)
+    return table[condition_mask(table, view.marks_where)] if view.marks_where else table
+
+
+def _mark_forms(attributions: Attributions, view: View) -> str:
+    if attributions.marks is None:
+        return render("no_marks")
+    table = _all_marks(attributions)
+    try:
+        counts = facets(table, ["mark", "who"], view.marks_where)
+    except ConditionError as err:
+        counts, error = [], plain_message(err)
+        view = view.replace(errors={"marks_where": error, **view.errors})
+    kinds = [kind for kind in KINDS if (table["mark"] == kind).any()]
+    lines = {kind: _line(attributions.marks, kind) for kind in kinds}
     csv = base64.b64encode(as_csv(attributions.marks.table()).encode()).decode()
-    return render("marks", attributions, view, table=table, most=_MOST_MARKS, csv=csv)
+    return render("mark_forms", attributions, view, facets=counts, lines=lines, csv=csv)
+
+
+def _line(marks: Marks, kind: str) -> str:
+    """Return the line of Python that leaves out what is marked."""
+    path, store = str(marks.path), marks.store
+    if store is None:
+        return f"features.isel(sample=~Marks({path!r}).where({kind!r})(features))"
+    is_beside = path == str(Marks.beside(store, storage_options=marks.storage_options).path)
+    made = f"Marks.beside({store!r})" if is_beside else f"Marks({path!r}, store={store!r})"
+    return f"td.drop({store!r}, where={made}.where({kind!r}))"
+
+
+def _marks(attributions: Attributions, view: View) -> str:
+    if attributions.marks is None:
+        return ""
+    table = _marked(attributions, view)
+    page = TablePage(table.iloc[view.first : view.first + ROWS], len(table))
+    contents = attributions.samples.html(page.table["position"].tolist(), brief=True)
+    return render("marks", attributions, view, page=page, contents=contents)
+
+
+def samples_of(attributions: Attributions, view: View, name: str) -> np.ndarray:
+    """Return the positions of the training samples that a section is about, for marks of them all.
+
+    Of duplicates, all but the first of each group.
+
+    Raises
+    ------
+    ValueError
+        If this is no such section.
+    """
+    questions = attributions.questions
+    if name in ("helpful", "harmful"):
+        return questions.top(view, largest=name == "helpful")["sample"].to_numpy()
+    if name == "self_influence":
+        return questions.selected(view)
+    if name == "duplicates":
+        table = questions.duplicates(view)
+        return table["sample"][table["group"].duplicated()].to_numpy()
+    if name == "marks":
+        return _marked(attributions, view)["position"].unique()
+    raise ValueError(f"There are no samples to mark in {name!r:.60}.")
 
 
 def as_csv(table: pd.DataFrame) -> str:
@@ -334,7 +422,7 @@ def as_csv(table: pd.DataFrame) -> str:
 
 _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     "targets": {
-        "targets": partial(_forms, name="target_forms", field="targets_where"),
+        "targets": _target_forms,
         "table": _target_table,
     },
     "target": {
@@ -349,12 +437,12 @@ _PAGES: dict[str, dict[str, Callable[[Attributions, View], str]]] = {
     },
     "sample": {"sample": _sample, "targets_of_sample": _targets_of_sample},
     "corpus": {
-        "corpus": partial(_forms, name="corpus", field="where"),
+        "corpus": _corpus,
         "heat": _heat,
         "self_influence": _ranking,
         "influences": _influences,
         "duplicates": _duplicates,
-        "marks": _marks,
     },
     "new": {"new": partial(render, "new_target")},
+    "marks": {"marks": _mark_forms, "marked": _marks},
 }

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import dask.array as da
@@ -36,7 +37,10 @@ _MOST_GROUPS = 1000
 _MOST_TARGETS = 25
 """How many targets are columns where they have no groups."""
 
-_BINS = 60
+_BINS = 30
+_DIGITS = 6
+"""Of the edges of bins."""
+
 _ROWS_KEPT = 2
 """Of how many targets the scores of all training samples are kept: 8 bytes of each sample."""
 
@@ -51,7 +55,10 @@ _OWN_ESTIMATOR = {"relatif": "trak", "grad_cos": "grad_dot", "tracin": "grad_dot
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values lie between neighbouring edges; one more edge than counts."""
+    """How many values lie between neighbouring edges; one more edge than counts.
+
+    Edges have few digits, so that a condition can name them. A bin has its lower edge.
+    """
 
     counts: np.ndarray
     edges: np.ndarray
@@ -60,6 +67,11 @@ class Histogram:
     def heights(self) -> np.ndarray:
         """Logarithms of the counts."""
         return np.asarray(np.log1p(self.counts))
+
+    def conditions(self, name: str) -> list[str]:
+        """Return for each bin the condition that a column of this name is in it."""
+        texts = [f"{edge:.{_DIGITS}g}" for edge in self.edges]
+        return [f"{name} >= {low} and {name} < {high}" for low, high in pairwise(texts)]
 
 
 class Questions:
@@ -72,6 +84,8 @@ class Questions:
     words
         Returns the scores of tokens, given features, a target, positions of training samples and
         the options of a score; None if words are to have none.
+    classifier
+        Says what the model predicts; None if it is not at hand, or no classifier.
     **options
         ``estimator``, ``power``, ``damping``, ``calibrate`` and ``learning_rates``, as in
         :func:`trakdask.score`; a view may ask for another estimator and λ.
@@ -83,10 +97,11 @@ class Questions:
         targets: xr.Dataset,
         *,
         words: Words | None = None,
+        classifier: tables.Classifier | None = None,
         **options: Any,
     ) -> None:
-        self.features, self._words = features, words
-        self.targets = tables.TargetTable(targets)
+        self.features, self._words, self._classifier = features, words, classifier
+        self.targets = tables.TargetTable(targets, features, classifier)
         self.preparation = Preparation(features, **options)
         self._scores = lru_cache(_ROWS_KEPT)(self._scored)
         self._influences = lru_cache(4)(_self_influences)
@@ -95,7 +110,7 @@ class Questions:
     def with_targets(self, targets: xr.Dataset) -> Questions:
         """Return the same questions to other targets; what is known of training samples is kept."""
         other = copy.copy(self)
-        other.targets = tables.TargetTable(targets)
+        other.targets = tables.TargetTable(targets, self.features, self._classifier)
         other._scores = lru_cache(_ROWS_KEPT)(other._scored)
         return other
 
@@ -131,7 +146,8 @@ class Questions:
                 target = self.targets.one(view.target, self.features[CHECKPOINT].values)
                 _selected(td.score(one, target, estimator="grad_dot"), view.where)
             elif view.where:
-                tables.condition_mask(self.metadata[:1], view.where)
+                first = self.metadata[:1].assign(self_influence=0.0)
+                tables.condition_mask(first, view.where)
         except tables.ConditionError as err:
             return err
         return None
@@ -192,11 +208,7 @@ class Questions:
     def score_histogram(self, view: View) -> Histogram:
         """Return how the scores of one target are distributed over the training samples."""
         row = self.scores(view)
-        row = row[np.isfinite(row)]
-        if not len(row):
-            return Histogram(np.zeros(0, np.int64), np.zeros(1))
-        low, high = row.min(), row.max()
-        return Histogram(*np.histogram(row, np.linspace(low, _above(low, high), _BINS + 1)))
+        return _histogram(row[np.isfinite(row)], np.linspace)
 
     def scores(self, view: View) -> np.ndarray:
         """Return the scores of all training samples for a target, (sample,)."""
@@ -238,22 +250,35 @@ class Questions:
     def ranking(self, view: View) -> tables.TablePage:
         """Return training samples by self-influence, largest first, a page of them."""
         table = self.metadata.assign(self_influence=self.influences(view))
-        if view.where:
-            table = table[tables.condition_mask(self.metadata, view.where)]
+        table = table.iloc[self.selected(view)]
         table = table.sort_values("self_influence", ascending=False, kind="stable")
         page = table.iloc[view.first : view.first + tables.ROWS]
         return tables.TablePage(page, len(table))
 
+    def selected(self, view: View) -> np.ndarray:
+        """Return the positions of the training samples that meet the condition of a view.
+
+        It may name ``self_influence``.
+        """
+        if not view.where:
+            return np.arange(len(self.metadata))
+        return np.flatnonzero(tables.condition_mask(self._table(view), view.where))
+
+    def facets(self, view: View) -> list[tables.Facet]:
+        """Return how many training samples, of those that a view selects, have which metadata."""
+        names = [n for n in self.groupings if 2 * self.metadata[n].nunique() <= len(self.metadata)]
+        return tables.facets(self._table(view), names, view.where)
+
+    def _table(self, view: View) -> pd.DataFrame:
+        """Return the columns that a condition on all training samples may name."""
+        if "self_influence" not in view.where:
+            return self.metadata
+        return self.metadata.assign(self_influence=self.influences(view))
+
     def influence_histogram(self, view: View) -> Histogram:
         """Return how self-influence is distributed, in bins of equal width of its logarithm."""
         values = self.influences(view)
-        positive = values[np.isfinite(values) & (values > 0)]
-        if not len(positive):
-            return Histogram(np.zeros(0, np.int64), np.zeros(1))
-        low, high = np.log10(positive.min()), np.log10(positive.max())
-        edges = np.logspace(low, _above(low, high), _BINS + 1)
-        edges[0], edges[-1] = min(edges[0], positive.min()), max(edges[-1], positive.max())
-        return Histogram(*np.histogram(positive, bins=edges))
+        return _histogram(values[np.isfinite(values) & (values > 0)], np.geomspace)
 
     def influences(self, view: View) -> np.ndarray:
         """Return the self-influence of every training sample, (sample,)."""
@@ -314,9 +339,14 @@ class Questions:
 
 
 def _selected(scores: xr.DataArray, where: str) -> np.ndarray:
-    """Return which training samples meet a condition, for the only target of the scores."""
+    """Return which training samples meet a condition, for the only target of the scores.
+
+    It may name ``score``.
+    """
     if not where:
         return np.ones(scores.sizes[SAMPLE], bool)
+    if "score" in where and "score" not in scores.coords:
+        scores = scores.assign_coords(score=(scores.dims, scores.values))
     try:
         mask = selection(scores, where)
         if isinstance(mask, Condition):
@@ -333,9 +363,17 @@ def _with_positions(scores: xr.DataArray) -> xr.Dataset:
     return coords.assign_coords({dim: np.arange(scores.sizes[dim]) for dim in missing})
 
 
-def _above(low: float, high: float) -> float:
-    """Return an upper end of a range that is not empty."""
-    return high if high > low else low + 1
+def _histogram(values: np.ndarray, spaced: Callable[..., np.ndarray]) -> Histogram:
+    """Return how values are distributed over bins whose edges a function spaces."""
+    if not len(values):
+        return Histogram(np.zeros(0, np.int64), np.zeros(1))
+    low, high = float(values.min()), float(values.max())
+    margin = 10.0 ** (1 - _DIGITS)  # rounded edges do not leave out the ends
+    low, high = low - abs(low) * margin, high + (abs(high) or 1) * margin
+    edges = spaced(low, high, _BINS + 1)
+    # In the precision of the values, in which conditions compare them.
+    rounded = np.unique([float(f"{x:.{_DIGITS}g}") for x in edges]).astype(values.dtype)
+    return Histogram(np.histogram(values, rounded)[0], rounded)
 
 
 def _scores_of_sample(prepared: Prepared, targets: xr.Dataset, position: int) -> da.Array:

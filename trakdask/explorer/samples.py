@@ -73,10 +73,12 @@ class Samples:
         if brief:
             ranked = sorted(names, key=lambda name: _BRIEF.index(kinds[name]))
             names = [name for name in ranked[:1] if kinds[name] != "numbers"]
+        if not names:
+            return [""] * len(positions)
         chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
         values = compute(*(chosen[name].variable.data for name in names))
         columns = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
-        return ["".join(row) for row in zip(*columns, strict=True)] or [""] * len(positions)
+        return ["".join(row) for row in zip(*columns, strict=True)]
 
     def _kind(self, name: str) -> str:
         """Return how a variable is shown; from its shape and dtype, without reading it."""

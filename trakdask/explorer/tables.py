@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import re
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,15 +14,18 @@ import xarray as xr
 
 from trakdask.attribution.conditions import Condition
 from trakdask.explorer.computing import compute
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, joined, without
 from trakdask.variables import CHECKPOINT, SAMPLE, coords_along
 
 __all__ = [
     "ROWS",
+    "Classifier",
     "ConditionError",
+    "Facet",
     "TablePage",
     "TargetTable",
     "condition_mask",
+    "facets",
     "few_values",
     "metadata",
     "require_position",
@@ -33,6 +37,17 @@ ROWS = 25
 """Rows of a page of a table."""
 
 _MOST_COLUMNS = 40
+_MOST_VALUES = 12
+"""How many values of a column are listed with their counts."""
+
+_MOST_UNSURE = 256
+"""How many targets the model is asked about, those with the largest loss."""
+
+Classifier = Callable[[np.ndarray], np.ndarray]
+"""Returns the probabilities of all classes, (target, class), for the targets at some positions.
+
+They are NaN for targets whose samples are not at hand.
+"""
 
 
 class ConditionError(ValueError):
@@ -47,6 +62,20 @@ class TablePage:
     found: int
 
 
+@dataclass(frozen=True)
+class Facet:
+    """The most frequent values of a column, and how many rows have each of them.
+
+    ``others`` is the condition without what it says about this column, and ``left_out`` how many
+    values are not listed.
+    """
+
+    name: str
+    counts: pd.Series[int]
+    others: str
+    left_out: int
+
+
 class TargetTable:
     """Targets and the table of them.
 
@@ -54,10 +83,16 @@ class TargetTable:
     ----------
     features
         Their features, with outputs and Q.
+    training
+        The training samples' features; their labels say which classes there are.
+    classifier
+        The model, if it is at hand and a classifier.
     """
 
-    def __init__(self, features: xr.Dataset) -> None:
-        self.features = features
+    def __init__(
+        self, features: xr.Dataset, training: xr.Dataset, classifier: Classifier | None = None
+    ) -> None:
+        self.features, self._training, self._classifier = features, training, classifier
 
     @cached_property
     def metadata(self) -> pd.DataFrame:
@@ -70,21 +105,73 @@ class TargetTable:
         return few_values(self.metadata, _MOST_COLUMNS)
 
     @cached_property
+    def label(self) -> str:
+        """The coord that has the classes of a classifier; "" for other models."""
+        task = re.fullmatch(r"\w*Classification\((.*)\)", str(self.features.attrs.get("task")))
+        label = re.search(r"\blabel='(\w+)'", task[1]) if task else None
+        name = label[1] if label else "label"
+        is_number = name in self.metadata and self.metadata[name].dtype.kind in "iuf"
+        return name if task and is_number else ""
+
+    @cached_property
     def whole(self) -> pd.DataFrame:
-        """Metadata, output, loss and disagreement of all targets."""
+        """Metadata of all targets, and what the model says about them; see :meth:`page`."""
         output, q = compute(self.features["output"].data, self.features["out_to_loss"].data)
-        table = self.metadata.assign(output=np.asarray(output, np.float64).mean(axis=1))
+        loss = np.asarray(q, np.float64).mean(axis=1)
+        table = self.metadata
+        if self.label:
+            predicted, probability = self._predictions(loss)
+            table = table.assign(predicted=predicted, probability=probability)
+        table = table.assign(output=np.asarray(output, np.float64).mean(axis=1))
         if output.shape[1] > 1:
             table["disagreement"] = np.std(output, axis=1, ddof=1, dtype=np.float64)
-        table["loss"] = np.asarray(q, np.float64).mean(axis=1)
-        return table
+        return table.assign(loss=loss)
+
+    def _predictions(self, loss: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the class that is predicted for each target and its probability, NaN if unknown.
+
+        The loss is 1 − p of the label. So a label with p ≥ ½ is the class that is predicted, and of
+        two classes it is the other one below that; of more, only the model knows.
+        """
+        label = self.metadata[self.label].to_numpy(np.float64)
+        p = 1 - loss
+        predicted = np.where(p >= 0.5, label, np.nan)
+        probability = np.where(p >= 0.5, p, np.nan)
+        classes = np.unique(self._training.get(self.label, ()))
+        if len(classes) == 2:
+            is_other = (p < 0.5) & np.isin(label, classes)
+            predicted[is_other] = classes.sum() - label[is_other]
+            probability[is_other] = 1 - p[is_other]
+        elif self._classifier is not None:
+            unsure = np.argsort(-loss, kind="stable")[:_MOST_UNSURE]
+            unsure = unsure[p[unsure] < 0.5]
+            if len(unsure):
+                probabilities = self._classifier(unsure)
+                probability[unsure] = probabilities.max(axis=1)
+                is_known = np.isfinite(probability[unsure])
+                predicted[unsure] = np.where(is_known, probabilities.argmax(axis=1), np.nan)
+        return predicted, probability
+
+    def facets(self, view: View) -> list[Facet]:
+        """Return how many targets, of those that a view selects, have which metadata."""
+        names = [*self.groupings, *(["predicted"] if self.label else [])]
+        return facets(searched(self.whole, view.search), names, view.targets_where)
+
+    def wrong_count(self, view: View) -> int:
+        """Return how many targets, of those that a view selects, are not predicted as labelled."""
+        if not self.label:
+            return 0
+        table = searched(self.whole, view.search)
+        others = without(view.targets_where, "predicted")
+        return int(condition_mask(table, joined(others, f"predicted != {self.label}")).sum())
 
     def page(self, view: View) -> TablePage:
         """Return the targets that a view searches and filters for, sorted, a page of them.
 
-        Columns: the coords of the targets; ``output``, its mean over checkpoints; ``loss``, the
-        mean of Q = ∂loss/∂output; ``disagreement``, the standard deviation of the output between
-        checkpoints.
+        Columns: the coords of the targets; of classifiers ``predicted``, the class with the largest
+        mean probability over checkpoints, and this ``probability``, NaN where they are not known;
+        ``output``, its mean over checkpoints; ``disagreement``, its standard deviation between
+        them; ``loss``, the mean of Q = ∂loss/∂output, which is 1 − p of the label of a classifier.
         """
         table = searched(self.whole, view.search)
         if view.targets_where:
@@ -164,6 +251,29 @@ def few_values(table: pd.DataFrame, most: int) -> list[str]:
     """Return the columns that have at least two and at most some number of different values."""
     counts = {str(name): table[name].nunique() for name in table}
     return [name for name, count in counts.items() if 2 <= count <= most]
+
+
+def facets(table: pd.DataFrame, names: Sequence[str], where: str) -> list[Facet]:
+    """Return how many rows have which value of some columns, of those that meet a condition.
+
+    What the condition says about a column itself is left out for this column, so that its other
+    values are there, too.
+
+    Raises
+    ------
+    ConditionError
+        If the condition cannot be evaluated.
+    """
+    found = []
+    for name in names:
+        others = without(where, name)
+        rows = table[name][condition_mask(table, others)] if others else table[name]
+        counts = rows.value_counts()
+        most = counts[:_MOST_VALUES]
+        if most.index.dtype.kind in "biuf":  # texts stay in the order of their counts
+            most = most.sort_index()
+        found.append(Facet(name, most, others, len(counts) - len(most)))
+    return found
 
 
 def row_of(table: pd.DataFrame, position: int) -> pd.Series[Any]:

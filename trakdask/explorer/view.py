@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 import re
@@ -23,14 +24,21 @@ __all__ = [
     "View",
     "column_condition",
     "damping_of",
+    "has_terms",
     "joined",
     "with_condition",
+    "without",
 ]
 
-PAGES = ("targets", "target", "sample", "corpus", "new")
+PAGES = ("targets", "target", "sample", "corpus", "new", "marks")
 _RULES = get_args(Rule)
 _TRACE = "tr(K)/n"
 _MOST_RANKED = 100
+
+_CONDITIONS = ("where", "targets_where", "marks_where")
+
+_COMPUTED = {"score": "target", "self_influence": "corpus"}
+"""Columns that conditions on training samples may name on one page only."""
 
 CONDITION_FIELDS = ("filter_name", "filter_sign", "filter_value", "filter_of")
 """Inputs of a form that adds a condition to a view."""
@@ -60,13 +68,17 @@ class View:
     Parameters
     ----------
     page
-        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"`` and ``"new"``.
+        One of ``"targets"``, ``"target"``, ``"sample"``, ``"corpus"``, ``"new"`` and ``"marks"``.
     target, sample
         Positions of the target and of the training sample that are looked at.
     where
-        A condition on the metadata of training samples, such as ``label == 3``.
+        A condition on the metadata of training samples, such as ``label == 3``. It may name
+        ``score`` on the page of a target, and ``self_influence`` on that of all training samples.
     targets_where
-        A condition on the metadata of targets, by their own names.
+        A condition on the table of targets: their metadata, by their own names, and what the model
+        says about them, as in ``predicted != label``.
+    marks_where
+        A condition on the table of marks, such as ``who == "Ada" and mark == "remove"``.
     search
         Text that the metadata of a target must contain.
     sort, ascending
@@ -93,6 +105,7 @@ class View:
     sample: int = 0
     where: str = ""
     targets_where: str = ""
+    marks_where: str = ""
     search: str = ""
     sort: str = "loss"
     ascending: bool = False
@@ -105,7 +118,16 @@ class View:
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def replace(self, **changes: Any) -> View:
-        """Return a view with some fields changed, and without errors."""
+        """Return a view with some fields changed, and without errors.
+
+        Another page begins at its first row, and without a condition that it cannot evaluate.
+        """
+        page = changes.get("page", self.page)
+        if page != self.page:
+            where = changes.get("where", self.where)
+            names = re.findall(r"\w+", where)
+            is_foreign = any(name in names and page != of for name, of in _COMPUTED.items())
+            changes = {"first": 0, **changes, "where": "" if is_foreign else where}
         return dataclasses.replace(self, **{"errors": {}, **changes})
 
     def to_query(self) -> str:
@@ -148,7 +170,7 @@ class View:
                     fields[name] = _PARSERS[name](texts)
                 except ValueError as err:
                     errors[name] = str(err)
-                    if name in ("where", "targets_where"):
+                    if name in _CONDITIONS:
                         fields[name] = texts[-1]
         return cls(**fields, errors=errors)
 
@@ -248,8 +270,7 @@ _PARSERS: Mapping[str, Callable[[list[str]], Any]] = {
     "page": _choice(*PAGES),
     "target": _integer(0),
     "sample": _integer(0),
-    "where": _condition,
-    "targets_where": _condition,
+    **dict.fromkeys(_CONDITIONS, _condition),
     "search": _text,
     "sort": _text,
     "ascending": lambda texts: _choice("0", "1")(texts) == "1",
@@ -305,6 +326,53 @@ def joined(where: str, condition: str) -> str:
     if not where or where == condition:
         return condition
     return f"{f'({where})' if ' or ' in where else where} and {condition}"
+
+
+def without(where: str, name: str) -> str:
+    """Return a condition without those of its terms that compare a column with something.
+
+    Examples
+    --------
+    >>> without("label == 3 and (a == 1 or b == 2) and label < 5", "label")
+    'a == 1 or b == 2'
+    """
+    terms = _terms(where)
+    kept = [term for term in terms if not _is_about(term, name)]
+    if len(kept) == len(terms):
+        return where
+    if not kept:
+        return ""
+    return ast.unparse(ast.BoolOp(ast.And(), kept) if len(kept) > 1 else kept[0])
+
+
+def has_terms(where: str, condition: str) -> bool:
+    """Return whether all terms of a condition are terms of another one.
+
+    Examples
+    --------
+    >>> has_terms('label == 3 and source == "web"', "source == 'web'")
+    True
+    """
+    return {*map(ast.unparse, _terms(condition))} <= {*map(ast.unparse, _terms(where))}
+
+
+def _terms(where: str) -> list[ast.expr]:
+    """Return the conditions that are joined by and; none of what is no condition."""
+    try:
+        node = ast.parse(where.strip(), mode="eval").body
+    except SyntaxError:
+        return []
+    match node:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return values
+    return [node]
+
+
+def _is_about(term: ast.expr, name: str) -> bool:
+    match term:
+        case ast.Compare(left=ast.Name(id=column)):
+            return column == name
+    return False
 
 
 def with_condition(query: str, view: View, samples: pd.DataFrame, targets: pd.DataFrame) -> View:

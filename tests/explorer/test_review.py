@@ -1,0 +1,167 @@
+"""Review: what is predicted, filters by a click, marks of many samples, keys."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import trakdask as td
+from tests.explorer import test_new_targets as new_targets
+from tests.explorer.browser import Tab, chromium, served
+from trakdask.explorer import Explorer, Marks, View
+from trakdask.explorer.app import Session
+from trakdask.explorer.pages import sections
+from trakdask.explorer.tables import condition_mask
+from trakdask.explorer.view import has_terms, joined
+
+N, M = 90, 40
+
+
+@pytest.fixture
+def explorer(tmp_path: Path) -> Explorer:
+    stored = []
+    for name, n in (("train", N), ("targets", M)):
+        features = td.testing.simulate_features(n, 8, 3, chunks=25, seed=n)
+        source = np.array(["web", "it's", "book"], object)[np.arange(n) % 3]
+        features = features.assign_coords(source=("sample", source))
+        path = tmp_path / f"{name}.zarr"
+        stored.append(td.save(features, path, gram=name == "train", progress=False))
+    images = td.from_arrays({"image": np.random.default_rng(0).random((N, 8, 8))})
+    marks = Marks.beside(tmp_path / "train.zarr", who="Ada")
+    return td.explore(*stored, samples=images, marks=marks, estimator="trak", damping=0.1)
+
+
+def links(explorer: Explorer, view: View, name: str) -> list[tuple[View, str]]:
+    """Return the views that a section links to, and the texts of the links."""
+    html = next(section for section in sections(explorer, view) if section.name == name).html()
+    found = re.findall(r'<a [^>]*href="\?([^"]*)"[^>]*>(.*?)</a>', html, re.DOTALL)
+    return [
+        (View.from_query(unescape(href)), unescape(re.sub("<[^>]*>", "", text)))
+        for href, text in found
+    ]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_predictions__are_those_of_the_model(is_there: bool) -> None:
+    explorer = new_targets.explorer_of_images()
+    samples = new_targets.samples(new_targets.M, 1)
+    if not is_there:
+        explorer = td.explore(explorer.features, explorer.targets, damping=0.1)
+    p = np.zeros((new_targets.M, new_targets.CLASSES))
+    for state in new_targets.states().values():
+        net = new_targets.network()
+        net.load_state_dict(state)
+        p += net(torch.as_tensor(samples.image.values)).softmax(1).detach().numpy() / 3
+    label = samples.label.values
+    assert (p.argmax(1) != label).any()
+    is_known = is_there | (p[np.arange(len(p)), label] >= 0.5)
+    expected = np.where(is_known, p.argmax(1), np.nan)
+    table = explorer.questions.targets.whole
+    np.testing.assert_array_equal(table["predicted"], expected)
+    np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
+    page = explorer.questions.targets.page(View(targets_where="predicted != label"))
+    assert sorted(page.table.index) == np.flatnonzero(expected != label).tolist()
+    found = {text: view for view, text in links(explorer, View(), "targets")}
+    name = "wrong or unknown" if np.isnan(expected).any() else "wrong"
+    assert found[f"{name} {page.found}"].targets_where == "predicted != label"
+
+
+@pytest.mark.parametrize(
+    "where", ["", "label == 1", 'source == "it\'s" and (label == 0 or sample > 9)']
+)
+def test_facets__count_what_a_click_shows(explorer: Explorer, where: str) -> None:
+    view, table = View(page="corpus", where=where), explorer.questions.metadata
+    found = [(text, click.where) for click, text in links(explorer, view, "corpus")]
+    names = []
+    for facet in explorer.questions.facets(view):
+        for value, count in facet.counts.items():
+            condition = f"{facet.name} == {value!r}"
+            shown = joined(facet.others, condition)
+            assert condition_mask(table, shown).sum() == count
+            click = facet.others if has_terms(where, condition) else shown
+            assert (f"{value} {count}", click) in found
+            names.append(facet.name)
+    assert names.count("label") >= 2
+    assert names.count("source") == 3
+
+
+@pytest.mark.parametrize(("page", "name"), [("target", "scores"), ("corpus", "influences")])
+def test_histogram__a_bar_shows_its_samples(explorer: Explorer, page: str, name: str) -> None:
+    view, questions = View(page=page, target=3, k=100), explorer.questions
+    is_target = page == "target"
+    histogram = (questions.score_histogram if is_target else questions.influence_histogram)(view)
+    bars = [bar for bar, _ in links(explorer, view, name)]
+    shown = [len(questions.top(v)) if is_target else questions.ranking(v).found for v in bars]
+    assert shown == histogram.counts[histogram.counts > 0].tolist()
+    assert sum(shown) == N
+    assert links(explorer, bars[2], name)[2][0].where == ""  # a second click on the same bar
+    assert bars[2].replace(page="sample").where == ""  # where nothing has such a column
+
+
+def test_heat__cells_lead_to_their_samples(explorer: Explorer) -> None:
+    cells = links(explorer, View(page="corpus", group_by="source"), "heat")
+    names = [f"source == {value!r}" for value in ("book", "it's", "web")]
+    pairs = {(row, column) for row in ("", *names) for column in ("", *names)} - {("", "")}
+    assert {(view.where, view.targets_where) for view, _ in cells} == pairs
+
+
+def test_marks__of_many_samples_and_people(explorer: Explorer) -> None:
+    explorer.marks.by("Bob").mark([5, 6], "remove")
+    view = View(page="target", target=2, k=4)
+    session = Session(explorer, view)
+    session.wait(60)
+    session.page._handle_msg({"mark": "wrong label", "of": "harmful", "wanted": True})
+    worst = explorer.questions.top(view, largest=False)["sample"].tolist()
+    assert explorer.marks.samples("wrong label").tolist() == worst
+    assert session.page.said["text"] == "4 samples are marked as wrong label."
+    counts = [text for _, text in links(explorer, View(page="marks"), "marks")]
+    assert {"Ada 4", "Bob 2", "remove 2", "wrong label 4"} <= {*counts}
+    session.go(View(page="marks", marks_where="who == 'Bob'"))
+    session.wait(60)
+    assert (session.page.html.count("<td>Bob<"), session.page.html.count("<td>Ada<")) == (2, 0)
+    session.page._handle_msg({"mark": "remove", "of": "marks", "wanted": False})
+    assert explorer.marks.samples("remove").tolist() == []
+    for _ in range(2):
+        session.page._handle_msg({"undo": True})
+    session.wait(60)
+    assert explorer.marks.table()["sample"].tolist() == [5, 6]
+    (line,) = re.findall(r"<code>(td\.drop.*?)</code>", session.page.html)
+    assert eval(unescape(line), {"td": td}).sizes["sample"] == N - 2
+
+
+def test_pages__say_what_to_add_where_samples_are_missing(explorer: Explorer) -> None:
+    alone = Session(td.explore(explorer.features, explorer.targets, damping=0.1), View())
+    assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.page.html)
+    assert "--samples" not in Session(explorer, View()).page.html
+
+
+def test_review__by_keys_and_clicks(explorer: Explorer) -> None:
+    view = View(page="target", target=2, k=4)
+    first, second = explorer.questions.top(view)["sample"].tolist()[:2]
+    with chromium() as browser, served(explorer) as url, Tab(browser) as tab:
+        tab.open(f"{url}?{view.to_query()}", "Target 2")
+        for key in ("ArrowRight", "ArrowRight", "1", "ArrowLeft", "3"):
+            tab.page.keyboard.press(key)
+        tab.page.wait_for_selector(f"text=Sample {first} is marked as remove.")
+        assert explorer.marks.samples("wrong label").tolist() == [second]
+        tab.page.keyboard.press("Control+z")
+        tab.page.wait_for_selector("text=is undone")
+        assert tab.page.inner_text("[data-count]") == "1"
+        tab.page.keyboard.press("Enter")
+        tab.wait(f"Training sample {first}")
+        tab.open(f"{url}?page=corpus", "Training samples")
+        tab.page.locator(".card header a").last.focus()
+        tab.page.keyboard.press("ArrowRight")  # to the next page of the table
+        tab.page.wait_for_selector("text=26–50 of 90")
+        position = tab.cards("Self-influence")[0]
+        assert f"sample {position}" in tab.page.inner_text(".card:focus-within header")
+        tab.page.locator(".card .content").first.click(force=True)  # its picture, below the link
+        tab.wait(f"Training sample {position}")
+        tab.open(f"{url}?sort=", "Targets")
+        tab.page.locator("tbody tr").nth(2).click()
+        tab.wait("Target 2")
