@@ -19,7 +19,6 @@ from typing import Any
 from PIL import Image, ImageDraw
 from playwright.sync_api import sync_playwright
 
-import trakdask as td
 from trakdask.explorer import Marks
 
 HERE = Path(__file__).parent
