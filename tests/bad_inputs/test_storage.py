@@ -131,7 +131,7 @@ OPEN = [
 VERIFY = [
     ("nothing there", verify(lambda f: f / "f.zarr"), FileNotFoundError, ["no store"]),
     ("foreign folder", verify(foreign_folder, repair=True), FileNotFoundError, ["notes.txt"]),
-    ("foreign zarr", verify(foreign_zarr), FileNotFoundError, ["without features"]),
+    ("foreign zarr", verify(foreign_zarr), FileNotFoundError, ["mine.zarr"]),
     ("file", verify(file), NotADirectoryError, ["notes.txt"]),
     ("a live writer", verify(with_lock(ALIVE), repair=True), td.errors.StoreBusyError, ["process 7"]),
 ]  # fmt: skip

@@ -146,7 +146,7 @@ def _missing(
     if not todo:
         return None
     names = [name for name in group.features if name in features]  # out_to_loss is the last
-    arrays = [group.array(name, sparse=name == ERROR) for name in names]
+    arrays = [group.array(name) for name in names]
     scale = group.array(SCALE) if SCALE in group.arrays else None
     pairs = [(features[n].data, "spc" if features[n].ndim == 3 else "sc") for n in names]
     written = da.blockwise(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,97 +10,12 @@ import numpy as np
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
-from trakdask.samples import normalise_coord, normalise_coords
-from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, changing
-from trakdask.storage.reading import dropped_mask, open, read_coords
+from trakdask.samples import normalise_coord
+from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group
+from trakdask.storage.reading import read_coords
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
 _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
-
-
-def assign_coords(
-    store: str | os.PathLike[str],
-    coords: Mapping[str, Any],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-) -> xr.Dataset:
-    """Change the metadata of the samples in a store, or add some; features stay as they are.
-
-    Parameters
-    ----------
-    store
-        Folder or fsspec URL that :func:`save` wrote.
-    coords
-        Name -> values (sample,), as of :func:`from_arrays`: numbers, booleans, text or times, along
-        what :func:`open` returns; or along ``td.open(store, dropped=True)``, with the samples that
-        :func:`drop` left out. Coords of other names stay as they are.
-    storage_options
-        Given to fsspec with a URL, as xarray does.
-
-    Returns
-    -------
-    What :func:`open` returns from now on.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If a name cannot be used, or values are not one per sample; also if a coord is new, or of
-        another kind, and values of dropped samples are not given.
-    IncompleteFeaturesError
-        If the store is not complete.
-    StoreBusyError
-        If another process writes the store.
-
-    Notes
-    -----
-    The values count all at once or not at all, whatever is killed. Nothing is computed, so a coord
-    that the model read (such as the label) changes in the metadata only: its gradients are those of
-    the old values. Cost: the named coords are written.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> import trakdask as td
-    >>> features = td.testing.simulate_features(n_samples=4, proj_dim=2)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = td.save(features, f"{folder}/f.zarr", progress=False)
-    ...     opened = td.assign_coords(f"{folder}/f.zarr", {"animal": ["cat", "dog", "dog", "cat"]})
-    ...     opened.animal.values.tolist()
-    ['cat', 'dog', 'dog', 'cat']
-    """
-    require_names(coords)
-    with changing(store, storage_options, "td.assign_coords") as group:
-        group.require_complete()
-        dropped = dropped_mask(group)
-        group.write_small(
-            {name: _of_all(name, values, dropped, group) for name, values in coords.items()}
-        )
-    return open(store, storage_options=storage_options)
-
-
-def _of_all(name: str, values: Any, dropped: np.ndarray, group: Group) -> xr.Variable:
-    """Return values of all samples: dropped ones keep theirs that have none here."""
-    if isinstance(values, xr.DataArray) and values.dims != (SAMPLE,):
-        raise ValueError(
-            f"expected the coord {name!r} along ({SAMPLE!r},), got the dimensions {values.dims}; "
-            "try .values if it has one value per sample"
-        )
-    n_all, n_shown = len(dropped), int((~dropped).sum())
-    is_whole = not dropped.any() or (hasattr(values, "__len__") and len(values) == n_all)
-    new = normalise_coords({name: values}, (), n_all if is_whole else n_shown)[name]
-    if is_whole:
-        return xr.Variable((SAMPLE,), new)
-    before = read_coords(group, {name}).get(name)  # only here: what is damaged can be assigned anew
-    if before is None or _kind(before.dtype) != _kind(new.dtype):
-        was = "new" if before is None else f"{_kind(before.dtype)} so far"
-        raise ValueError(
-            f"expected values of all {n_all} samples for the coord {name!r}, which is {was}, since "
-            f"{n_all - n_shown} of them were dropped, got {n_shown}; try values along "
-            "td.open(store, dropped=True)"
-        )
-    joint = before.values.astype(np.result_type(before.dtype, new.dtype))
-    joint[~dropped] = new
-    return xr.Variable((SAMPLE,), joint, before.attrs)
 
 
 def require_names(names: Iterable[object]) -> None:
@@ -153,7 +67,8 @@ def joined(before: Group, features: xr.Dataset, rows: range) -> dict[str, xr.Var
     ours = {str(n): c.variable for n, c in features.coords.items() if n != ERROR}
     names = features[CHECKPOINT].values.tolist()
     ours[CHECKPOINT] = xr.Variable(CHECKPOINT, np.array(names, np.dtypes.StringDType()))
-    stored, changed, checkpoints = read_coords(before), {}, before.target().checkpoints
+    stored, changed = read_coords(before, before.coords), {}
+    checkpoints = before.target().checkpoints
     if rows.stop > before.n_samples:
         if DROPPED in stored:
             ours[DROPPED] = xr.Variable(SAMPLE, np.zeros(len(rows), bool))
@@ -205,7 +120,7 @@ def require_same_coords(group: Group, features: xr.Dataset, rows: range) -> None
 def _difference(ours: xr.Variable, stored: xr.Variable | None) -> str:
     if stored is None:
         return "which has none of this name"
-    if _kind(ours.dtype) != _kind(stored.dtype) or ours.shape != stored.shape:
+    if kind(ours.dtype) != kind(stored.dtype) or ours.shape != stored.shape:
         return f"got {ours.dtype} {dict(ours.sizes)} instead of {stored.dtype} {dict(stored.sizes)}"
     differs = (ours != stored) & (ours.notnull() | stored.notnull())
     sample = int(differs.values.reshape(len(ours), -1).any(axis=1).argmax())
@@ -218,7 +133,7 @@ def _require_same_kinds(
 ) -> None:
     """Reject coords that cannot be appended to those of a store."""
     kinds, expected = (
-        {name: (coord.dims, _kind(coord.dtype)) for name, coord in coords.items()}
+        {name: (coord.dims, kind(coord.dtype)) for name, coord in coords.items()}
         for coords in (ours, stored)
     )
     if kinds != expected:
@@ -231,7 +146,7 @@ def _require_same_kinds(
         )
 
 
-def _kind(dtype: np.dtype[Any]) -> str:
+def kind(dtype: np.dtype[Any]) -> str:
     """Return what values of a dtype are, whatever their width."""
     kinds = {"b": "booleans", "M": "times", "m": "durations"}
     kinds |= dict.fromkeys("iuf", "numbers") | dict.fromkeys("OTU", "text")

@@ -28,7 +28,7 @@ from trakdask.files import Folder
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, STORE_SPEC, require_same, spec
 from trakdask.storage.blocks import missing_blocks, require_same_rows, save_blocks
 from trakdask.storage.coords import joined, portable_coords, require_names, require_same_coords
-from trakdask.storage.group import ERROR, METADATA, SCALE, STORE_ATTRS, Group, described
+from trakdask.storage.group import ERROR, METADATA, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.reading import open
 from trakdask.storage.sums import update_derived, weights_of
@@ -275,9 +275,9 @@ def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group
     sizes = {SAMPLE: 0, CHECKPOINT: 0, PROJ_DIM: features.sizes[PROJ_DIM]}
     for name in _blockwise(features):
         of: Any = dtype if dtype and name == "feature" else features[name].dtype
-        group.arrays[name] = described(name, sizes, block, of, features[name].dims)
+        group.add(name, sizes, of, block=block)
     if dtype:
-        group.arrays[SCALE] = described(SCALE, sizes, block, "f8", VARIABLES[SCALE].dims)
+        group.add(SCALE, sizes, "f8", block=block)
     return group
 
 
@@ -291,8 +291,7 @@ def _add_errors(group: Group, features: xr.Dataset) -> None:
     """Let a store have reasons of failures, if the features do."""
     if ERROR in features and ERROR not in group.arrays:
         sizes = {SAMPLE: group.n_samples, CHECKPOINT: len(group.checkpoints)}
-        text = np.dtypes.StringDType()
-        group.arrays[ERROR] = described(ERROR, sizes, group.block, text, VARIABLES[ERROR].dims)
+        group.add(ERROR, sizes, np.dtypes.StringDType(), block=group.block)
 
 
 def _with_errors(group: Group, features: xr.Dataset) -> xr.Dataset:

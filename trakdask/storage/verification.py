@@ -145,5 +145,5 @@ def _give_up(group: Group) -> None:
             if index[0] >= first or index[-1] >= c:
                 group.folder.remove(group.chunk_path(name, index))
         if n % group.block:  # rows beyond those that count, in the same chunk
-            array = target.array(name, sparse=name == ERROR)
+            array = target.array(name)
             array[n : first * group.block, ..., :c] = "" if name == ERROR else np.nan
