@@ -234,7 +234,7 @@ def test_scheduler__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(100, 103))
+@pytest.mark.parametrize("seed", range(100, 102))
 def test_driver__killed_at_many_moments(
     tmp_path: Path, undisturbed: dict[str, str], seed: int
 ) -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
@@ -23,7 +22,6 @@ from distributed import as_completed
 
 from trakdask.arrays.block_arguments import Bounds
 from trakdask.arrays.blocks import Blocks, flat
-from trakdask.errors import StoreMismatchError
 from trakdask.execution import scheduling
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
@@ -33,13 +31,6 @@ _LARGEST_EXPONENT = 15
 """The largest element of a row comes to lie in [2^14, 2^15): float16 ends at 65504."""
 _LAST_EXPONENT = 128 - _LARGEST_EXPONENT  # of rows that go up to the end of float32
 _BELOW_LARGEST = 2**_LARGEST_EXPONENT - 16  # the largest float16 below 2^15
-
-_TOLERANCE, _TOLERANCE_IN_16_BITS = 0.01, 0.1
-"""How much rows that are computed again may differ, as a share of their length.
-
-On the same machine, with the same batches, not one bit differs. But other batches, processors or
-kernels of torch change the last digits, which are fewer in 16 bits; changed code changes the first.
-"""
 
 _log = logging.getLogger(__name__)
 
@@ -195,63 +186,6 @@ def _write_block(
         rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
     )  # fmt: skip
     return np.ones((1, 1), bool)
-
-
-# ------------------------------------------------------------------------------ the same features
-
-
-def require_same_rows(
-    group: Group, features: xr.Dataset, rows: range, columns: Mapping[str, int]
-) -> None:
-    """Compute a block that is stored again, and compare: code may change under the same name.
-
-    The last one, which is the smallest; of those without failures, which this call might raise.
-
-    Raises
-    ------
-    StoreMismatchError
-        If its rows differ by more than rounding.
-    """
-    found = _last_whole(group, rows, columns)
-    if found is None:
-        return
-    name, index, here = found
-    names = [str(checkpoint) for checkpoint in features[CHECKPOINT].values]
-    selected = features.feature.isel(
-        {SAMPLE: slice(here.start - rows.start, here.stop - rows.start),
-         CHECKPOINT: [names.index(name)]}
-    )  # fmt: skip
-    (new,) = dask.compute(selected.data, **scheduling.gpu_options(features))
-    before = np.asarray(group.array("feature")[here, :, slice(index, index + 1)], new.dtype)
-    if SCALE in group.arrays:
-        before = before * np.asarray(group.array(SCALE)[here, slice(index, index + 1)])[:, None]
-    valid = np.isfinite(new) & np.isfinite(before)
-    off = np.linalg.norm((new - before)[valid])
-    in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
-    tolerance = _TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE
-    if off > tolerance * np.linalg.norm(before[valid]):
-        raise StoreMismatchError(
-            f"expected the features that {group.folder.url!r} has, got others when the samples "
-            f"{here.start}:{here.stop} of checkpoint {name!r} were computed again (they differ by "
-            f"{off:.2g}, their length is {np.linalg.norm(before[valid]):.2g}); try another store "
-            "if the code of the model or of the task was changed, or if these are other samples"
-        )
-
-
-def _last_whole(
-    group: Group, rows: range, columns: Mapping[str, int]
-) -> tuple[str, int, slice] | None:
-    """Return a checkpoint, its number, and the rows of its last block in which no sample failed."""
-    b, stored = group.block, group.stored_chunks("out_to_loss")
-    for name, index in columns.items():
-        missing = {*missing_blocks(group, rows, index, stored)}
-        for block in reversed(range(rows.start // b, (rows.stop - 1) // b + 1)):
-            here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
-            if block in missing:
-                continue
-            if np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
-                return name, index, here
-    return None
 
 
 # --------------------------------------------------------------------------------------- float16

@@ -12,8 +12,8 @@ import xarray as xr
 
 from trakdask.attribution.dampings import require_calibration
 from trakdask.samples import normalise_coords
-from trakdask.storage.coords import kind, require_names
 from trakdask.storage.group import DROPPED, Group, changing
+from trakdask.storage.matching import kind, require_names
 from trakdask.storage.reading import dropped_mask, open, read_coords
 from trakdask.storage.sums import update_derived, weights_of
 from trakdask.variables import SAMPLE

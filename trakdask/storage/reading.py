@@ -122,10 +122,8 @@ def assembled(group: Group, *, complete: bool = True) -> xr.Dataset:
     arrays = {
         name: lazy_array(group, name, complete=complete)
         for name in (*group.features, *DERIVED)
-        if name in group.arrays and name != ERROR
+        if name in group.arrays and name not in (ERROR, SCALE)
     }
-    if SCALE in arrays:
-        arrays["feature"] = decoded(arrays["feature"], arrays.pop(SCALE))
     data = {
         name: (dims_of(group.arrays[name]), arrays[name], group.arrays[name]["attributes"])
         for name in (*VARIABLES, *arrays)
@@ -219,7 +217,7 @@ def _named(folder: Folder, path: str) -> Iterator[None]:
 
 
 def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
-    """Return an array of numbers, lazy, in its chunks.
+    """Return an array of numbers, lazy, in its chunks; features as float32 or float64.
 
     Parameters
     ----------
@@ -231,7 +229,10 @@ def lazy_array(group: Group, name: str, *, complete: bool = True) -> da.Array:
     array = group.array(name, read_only=True)
     sizes = da.core.normalize_chunks(array.chunks, array.shape)
     read = functools.partial(read_chunk, array, group.folder, complete)
-    return stored(read, sizes, array.dtype, _name(group, name, complete))
+    lazy = stored(read, sizes, array.dtype, _name(group, name, complete))
+    if name == "feature" and SCALE in group.arrays:
+        return decoded(lazy, lazy_array(group, SCALE, complete=complete))
+    return lazy
 
 
 def _name(group: Group, name: str, *more: object) -> str:
