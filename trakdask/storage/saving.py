@@ -21,7 +21,7 @@ from trakdask.attribution.estimators import (
     resolve_estimator,
 )
 from trakdask.attribution.grams import NORM
-from trakdask.checks import require_choice, require_integer
+from trakdask.checks import require_choice
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC
@@ -152,7 +152,7 @@ def save(
     in a notebook does nothing for a scheduler that runs elsewhere.
     """
     validate(features, ("feature", "output", "out_to_loss"), what="features")
-    _require_options(features, dtype, append_dim, retries)
+    _require_options(features, dtype, append_dim)
     if calibrate is not None:
         if not gram:
             raise ValueError(
@@ -202,9 +202,7 @@ def save(
         return open(store, storage_options=storage_options)
 
 
-def _require_options(
-    features: xr.Dataset, dtype: object, append_dim: object, retries: object
-) -> None:
+def _require_options(features: xr.Dataset, dtype: object, append_dim: object) -> None:
     if dtype is not None:
         require_choice("dtype", dtype, ("float16",), remedy="try dtype=None for that of features")
         if features.feature.dtype != np.float32:
@@ -215,7 +213,6 @@ def _require_options(
     if append_dim is not None:
         remedy = "try append_dim=None for a new store"
         require_choice("append_dim", append_dim, (SAMPLE, CHECKPOINT), remedy=remedy)
-    require_integer("retries", retries, 0, remedy="try retries=2")
     if not all(features.sizes.values()):
         raise ValueError(
             f"expected features with samples and checkpoints, got {dict(features.sizes)}; try "

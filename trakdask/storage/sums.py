@@ -26,6 +26,7 @@ from trakdask.attribution.grams import (
     EIGENVECTORS,
     GRAM,
     LOSS_GRADIENT,
+    NORM,
 )
 from trakdask.attribution.scores import LOGIT_VARIANCE
 from trakdask.execution import scheduling
@@ -205,7 +206,8 @@ def _update_damping(
         if may_stay or known["attributes"].get("chosen_by") == chosen_by:
             group.arrays[DAMPING] = known
             return
-    values, attrs = _damping(without_dropped(assembled(group)), calibrate)
+    ds = without_dropped(assembled(group)).drop_vars(NORM)  # these rows need not be compared
+    values, attrs = _damping(ds, calibrate)
     attrs |= {name: group.arrays[GRAM]["attributes"][name] for name in _ABOUT}
     attrs["chosen_by"] = chosen_by
     separator = before.other_separator(DAMPING)
