@@ -9,9 +9,10 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
@@ -22,9 +23,11 @@ from distributed import as_completed
 
 from trakdask.arrays.block_arguments import Bounds
 from trakdask.arrays.blocks import Blocks, flat
+from trakdask.errors import StoreMismatchError
 from trakdask.execution import scheduling
 from trakdask.files import explained
 from trakdask.storage.group import ERROR, SCALE, Group
+from trakdask.storage.reading import lazy_array
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE
 
 _LARGEST_EXPONENT = 15
@@ -32,10 +35,22 @@ _LARGEST_EXPONENT = 15
 _LAST_EXPONENT = 128 - _LARGEST_EXPONENT  # of rows that go up to the end of float32
 _BELOW_LARGEST = 2**_LARGEST_EXPONENT - 16  # the largest float16 below 2^15
 
+_TOLERANCE, _TOLERANCE_IN_16_BITS = 0.01, 0.1
+"""How much rows that are computed again may differ, as a share of their length.
+
+On the same machine, with the same batches, not one bit differs. But other batches, processors or
+kernels of torch change the last digits, which are fewer in 16 bits; changed code changes the first.
+"""
+
 _log = logging.getLogger(__name__)
 
 Tasks = tuple[da.Array, list[Key]]
 """An array, and the keys of the blocks of it that are to be computed."""
+
+
+def names_of(features: xr.Dataset) -> list[str]:
+    """Return the names of the checkpoints of features."""
+    return [str(name) for name in features[CHECKPOINT].values]
 
 
 # ------------------------------------------------------------------------------ what is stored
@@ -105,7 +120,7 @@ def save_blocks(
     starts = [rows.start, *range((rows.start // b + 1) * b, rows.stop, b), rows.stop]
     sizes = tuple(np.diff(starts).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
-    names = [str(name) for name in features[CHECKPOINT].values]
+    names = names_of(features)
     options = scheduling.gpu_options(features)
     for name, index in columns.items():
         tasks = functools.partial(_missing, group, chunked, rows, names.index(name), index)
@@ -186,6 +201,55 @@ def _write_block(
         rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
     )  # fmt: skip
     return np.ones((1, 1), bool)
+
+
+# ------------------------------------------------------------------------------ the same features
+
+
+def require_same_rows(group: Group, features: xr.Dataset, rows: range) -> None:
+    """Compute a block that is stored again, and compare: code may change under the same name.
+
+    The last one, which is the smallest; of those without failures, which this call might raise.
+
+    Raises
+    ------
+    StoreMismatchError
+        If its rows differ by more than rounding.
+    """
+    found = _last_whole(group, names_of(features), rows)
+    if found is None:
+        return
+    name, index, here = found
+    checkpoints = {CHECKPOINT: [names_of(features).index(name)]}
+    again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
+    there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
+    new, old = dask.compute(again.isel(checkpoints).data, there, **scheduling.gpu_options(features))
+    valid = np.isfinite(new) & np.isfinite(old)
+    difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
+    in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
+    if difference > (_TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE) * length:
+        raise StoreMismatchError(
+            f"expected the features that {group.folder.url!r} has, got others when the samples "
+            f"{here.start}:{here.stop} of checkpoint {name!r} were computed again (they differ by "
+            f"{difference:.2g}, their length is {length:.2g}); try another store if the code of "
+            "the model or of the task was changed, or if these are other samples"
+        )
+
+
+def _last_whole(group: Group, names: Sequence[str], rows: range) -> tuple[str, int, slice] | None:
+    """Return a checkpoint, its number, and the rows of its last block without failures."""
+    b, stored = group.block, group.stored_chunks("out_to_loss")
+    for index, name in enumerate(group.checkpoints):
+        if name not in names:
+            continue
+        missing = missing_blocks(group, rows, index, stored)
+        for block in reversed(range(rows.start // b, (rows.stop - 1) // b + 1)):
+            here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
+            if block in missing:
+                continue
+            if np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
+                return name, index, here
+    return None
 
 
 # --------------------------------------------------------------------------------------- float16

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from trakdask.attribution.dampings import require_calibration
+from trakdask.files import Folder
 from trakdask.samples import normalise_coords
-from trakdask.storage.group import DROPPED, Group, changing
+from trakdask.storage.group import DROPPED, Group
+from trakdask.storage.lock import lock
 from trakdask.storage.matching import kind, require_names
 from trakdask.storage.reading import dropped_mask, open, read_coords
 from trakdask.storage.sums import update_derived, weights_of
 from trakdask.variables import SAMPLE
+
+
+@contextmanager
+def changing(
+    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, purpose: str
+) -> Iterator[Group]:
+    """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
+    folder = Folder.at(store, storage_options)
+    Group.read(folder)  # nothing is written where there is no store, not even a lock
+    with lock(folder, purpose) as require_held:
+        group = Group.read(folder)  # again: another writer may have just finished
+        yield group
+        require_held()  # while this process slept, another one may have taken it for dead
+        group.commit()
+        group.sweep()
 
 
 def drop(

@@ -11,9 +11,8 @@ those before are not named by. They are removed once they do not count.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -30,7 +29,6 @@ from trakdask._version import __version__
 from trakdask.attribution.grams import DERIVED
 from trakdask.errors import IncompleteFeaturesError
 from trakdask.files import UNCACHED, Folder
-from trakdask.storage.lock import lock
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 METADATA = "zarr.json"
@@ -177,8 +175,11 @@ class Group:
         attrs.pop("unfinished", None)
         attrs["n_samples"] = sum(n for _, n in attrs["sources"])
         sizes = {SAMPLE: attrs["n_samples"], CHECKPOINT: len(attrs["checkpoints"])}
-        larger = {name: with_sizes(self.arrays[name], sizes) for name in self.features}
-        return Group(self.folder, attrs, {**self.arrays, **larger}, self.before)
+        arrays = dict(self.arrays)
+        for name in self.features:
+            pairs = zip(dims_of(arrays[name]), arrays[name]["shape"], strict=True)
+            arrays[name] = {**arrays[name], "shape": [sizes.get(dim, n) for dim, n in pairs]}
+        return Group(self.folder, attrs, arrays, self.before)
 
     def about_unfinished(self) -> str:
         """Say what is unfinished, and how to finish it."""
@@ -290,21 +291,6 @@ class Group:
         self.folder.sweep()
 
 
-@contextmanager
-def changing(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, purpose: str
-) -> Iterator[Group]:
-    """Lock a store, read it, and let count what the block has changed, if that raises nothing."""
-    folder = Folder.at(store, storage_options)
-    Group.read(folder)  # nothing is written where there is no store, not even a lock
-    with lock(folder, purpose) as require_held:
-        group = Group.read(folder)  # again: another writer may have just finished
-        yield group
-        require_held()  # while this process slept, another one may have taken it for dead
-        group.commit()
-        group.sweep()
-
-
 # -------------------------------------------------------------------------- metadata of an array
 
 _OF_FEATURES = ([SAMPLE, PROJ_DIM, CHECKPOINT], [SAMPLE, CHECKPOINT])
@@ -332,9 +318,3 @@ def chunks_of(metadata: Metadata) -> list[int]:
 def separator_of(metadata: Metadata) -> str:
     """Return what separates the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
-
-
-def with_sizes(metadata: Metadata, sizes: Mapping[Any, int]) -> Metadata:
-    """Return the metadata of the array with other sizes."""
-    pairs = zip(dims_of(metadata), metadata["shape"], strict=True)
-    return {**metadata, "shape": [sizes.get(dim, size) for dim, size in pairs]}

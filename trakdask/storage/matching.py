@@ -6,35 +6,21 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import dask
 import numpy as np
 import xarray as xr
 
 from trakdask.errors import IncompleteFeaturesError, StoreMismatchError
-from trakdask.execution import scheduling
 from trakdask.provenance import BY_CHECKPOINT, STORE_SPEC, require_same, spec
 from trakdask.samples import normalise_coord
-from trakdask.storage.blocks import missing_blocks
+from trakdask.storage.blocks import names_of, require_same_rows
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group
-from trakdask.storage.reading import lazy_array, read_coords
+from trakdask.storage.reading import read_coords
 from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, VARIABLES
 
 AppendDim = Literal["sample", "checkpoint"]
 
 _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
 _SAME = tuple(name for name in STORE_SPEC if name not in (*BY_CHECKPOINT, "source"))
-
-_TOLERANCE, _TOLERANCE_IN_16_BITS = 0.01, 0.1
-"""How much rows that are computed again may differ, as a share of their length.
-
-On the same machine, with the same batches, not one bit differs. But other batches, processors or
-kernels of torch change the last digits, which are fewer in 16 bits; changed code changes the first.
-"""
-
-
-def names_of(features: xr.Dataset) -> list[str]:
-    """Return the names of the checkpoints of features."""
-    return [str(name) for name in features[CHECKPOINT].values]
 
 
 def blockwise(features: xr.Dataset) -> list[str]:
@@ -128,58 +114,12 @@ def _known_rows(group: Group, features: xr.Dataset, append_dim: AppendDim | None
     for name, rows in group.rows_of_sources():
         if (name, len(rows)) == source:
             try:
-                _require_same_rows(group, features, rows)
+                require_same_rows(group, features, rows)
                 return rows
             except StoreMismatchError as err:
                 error = err
     if error is not None and append_dim != SAMPLE:
         raise error
-    return None
-
-
-def _require_same_rows(group: Group, features: xr.Dataset, rows: range) -> None:
-    """Compute a block that is stored again, and compare: code may change under the same name.
-
-    The last one, which is the smallest; of those without failures, which this call might raise.
-
-    Raises
-    ------
-    StoreMismatchError
-        If its rows differ by more than rounding.
-    """
-    found = _last_whole(group, names_of(features), rows)
-    if found is None:
-        return
-    name, index, here = found
-    checkpoints = {CHECKPOINT: [names_of(features).index(name)]}
-    again = features.feature.isel({SAMPLE: slice(here.start - rows.start, here.stop - rows.start)})
-    there = lazy_array(group, "feature", complete=False)[here, :, slice(index, index + 1)]
-    new, old = dask.compute(again.isel(checkpoints).data, there, **scheduling.gpu_options(features))
-    valid = np.isfinite(new) & np.isfinite(old)
-    difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
-    in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
-    if difference > (_TOLERANCE_IN_16_BITS if in_16_bits else _TOLERANCE) * length:
-        raise StoreMismatchError(
-            f"expected the features that {group.folder.url!r} has, got others when the samples "
-            f"{here.start}:{here.stop} of checkpoint {name!r} were computed again (they differ by "
-            f"{difference:.2g}, their length is {length:.2g}); try another store if the code of "
-            "the model or of the task was changed, or if these are other samples"
-        )
-
-
-def _last_whole(group: Group, names: Sequence[str], rows: range) -> tuple[str, int, slice] | None:
-    """Return a checkpoint, its number, and the rows of its last block without failures."""
-    b, stored = group.block, group.stored_chunks("out_to_loss")
-    for index, name in enumerate(group.checkpoints):
-        if name not in names:
-            continue
-        missing = missing_blocks(group, rows, index, stored)
-        for block in reversed(range(rows.start // b, (rows.stop - 1) // b + 1)):
-            here = slice(max(b * block, rows.start), min(b * (block + 1), rows.stop))
-            if block in missing:
-                continue
-            if np.isfinite(np.asarray(group.array("out_to_loss")[here, index])).all():
-                return name, index, here
     return None
 
 

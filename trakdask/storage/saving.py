@@ -25,14 +25,13 @@ from trakdask.checks import require_choice
 from trakdask.execution.progress import polled_bar
 from trakdask.files import Folder
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC
-from trakdask.storage.blocks import missing_blocks, save_blocks
+from trakdask.storage.blocks import missing_blocks, names_of, save_blocks
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.matching import (
     AppendDim,
     blockwise,
     joined,
-    names_of,
     place,
     portable_coords,
     require_names,

@@ -14,7 +14,8 @@ import zarr
 
 from trakdask.attribution.grams import DERIVED
 from trakdask.files import Folder
-from trakdask.storage.group import DROPPED, ERROR, Group, changing, dims_of
+from trakdask.storage.changes import changing
+from trakdask.storage.group import DROPPED, ERROR, Group, dims_of
 from trakdask.storage.reading import VERIFIED
 from trakdask.variables import CHECKPOINT
 
