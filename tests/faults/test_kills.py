@@ -243,7 +243,7 @@ def test_driver__killed_at_many_moments(
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))  # together all kinds of kills
 def test_anything__killed_at_many_moments(
     tmp_path: Path, undisturbed: dict[str, str], seed: int
 ) -> None:
